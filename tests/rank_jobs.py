@@ -338,14 +338,14 @@ def evaluate_with_a_broken_metric(ranks: Ranks, options: dict[str, Any]) -> Ende
     return ended(trainer, trainer.fit(max_epochs=1))
 
 
-def check_alike_on(ranks: Ranks, configs: list[dict[str, Any]], codes: list[str]) -> str:
+def check_agreement(ranks: Ranks, configs: list[dict[str, Any]], codes: list[str]) -> str:
     """What a rank is told that was started with another configuration or another source than the others."""
     from crossbow_py.distributed import rank_agreement  # noqa: PLC0415  of this process alone
 
     code = rank_agreement._code()
     rank_agreement._code = lambda: {**code, "source": codes[ranks.rank]}
     rank_agreement.check_ranks_agree(configs[ranks.rank], ranks)
-    return "alike"
+    return "agree"
 
 
 def end_in_a_round(ranks: Ranks, options: dict[str, Any], at: int, how: str, stderr: str) -> Ended:

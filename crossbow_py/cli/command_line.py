@@ -1,7 +1,7 @@
-"""What every entry point does around its work: flags, one job or a multirun, and errors turned into exit codes.
+"""The command line of every entry point: flags, one job or a multirun, and errors turned into exit codes.
 
 0 done · 2 the user's mistake · 143 after SIGTERM · 130 after Ctrl-C · 1 a non-finite loss, data that
-cannot be loaded, memory that is too small, a search that cannot go on, or our fault
+cannot be loaded, too little memory, a search that cannot go on, or a bug of ours
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from crossbow_py.cli.completion import FLAG as COMPLETION
-from crossbow_py.cli.completion import asked_shell, completion_script
+from crossbow_py.cli.completion import FLAGS, asked_shell, completion_script
 from crossbow_py.cli.configuration import C, CommandConfig, compose
 from crossbow_py.cli.help_text import help_text, list_text
 from crossbow_py.cli.output_folder import RUNS, time_name
 from crossbow_py.cli.overrides import expand_sweeps
-from crossbow_py.cli.sweep import sweep_lines
 from crossbow_py.core.errors import (
     CentralModelError,
     CrossbowError,
@@ -34,16 +36,18 @@ from crossbow_py.core.errors import (
     one_line,
 )
 from crossbow_py.core.files import given_path
-from crossbow_py.core.printing import print_line, standard_streams
+from crossbow_py.core.printing import columns, print_line, standard_streams
 from crossbow_py.core.settings import suggestion
 from crossbow_py.core.signals import EXIT_INTERRUPTED, StopSignal
 from crossbow_py.engine.device.host import flushed_denormals
 from crossbow_py.engine.device.memory import is_out_of_memory
+from crossbow_py.telemetry.figures import MOST_RUNS, figures
+from crossbow_py.telemetry.records import read_summary
 
 _MULTIRUN = ("-m", "--multirun")
 _SAID_IN_A_LINE = (UserError, NonFiniteError, DataError, RankError, RankLostError, CentralModelError, SearchError)
 _LONGEST_SHOWN = 200
-# What a machine refuses whoever asks, which says nothing about our code.
+# Errors of the machine and no bugs of ours, with the remedy.
 _REFUSALS = {
     errno.EMFILE: "allow a process more open files (ulimit -n), or lower num_workers",
     errno.ENFILE: "end what else has files open on this machine",
@@ -56,8 +60,11 @@ _REFUSALS = {
     errno.ENAMETOOLONG: "choose a shorter name",
 }
 _LONGEST_LINE = 800
-_FLAGS = ("--help", "-h", "--list", COMPLETION, *_MULTIRUN)
-
+_FLAGS = (*FLAGS, "-h", *_MULTIRUN)
+# The columns of the table at the end of a sweep.
+_SWEEP_FIGURES = (
+    "status", "test accuracy", "best validation accuracy", "time to accuracy", "time of training", "images/s",
+)  # fmt: skip
 
 Composing = Callable[[Sequence[str], type[C]], C]
 
@@ -67,8 +74,8 @@ def run(argv: Sequence[str] | None, kind: type[C], job: Callable[[C], int], comp
 
     Args:
         argv: the words of the command line; None for the process's own.
-        kind: the class of configurations, which says which keys there are.
-        job: what the command does with one configuration; returns its exit code.
+        kind: the command's configuration class, which defines the keys.
+        job: runs the command with one configuration, and returns its exit code.
         composed: makes a configuration of words.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -77,7 +84,7 @@ def run(argv: Sequence[str] | None, kind: type[C], job: Callable[[C], int], comp
 
 
 def run_with_text(argv: Sequence[str] | None, usage: str, job: Callable[[list[str]], int]) -> int:
-    """Run `job` on the arguments themselves: of a command that has no configuration. Returns the exit code."""
+    """Run `job` of a command without a configuration on the arguments themselves. Return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
 
     def dispatch() -> int:
@@ -109,7 +116,7 @@ def _dispatch(arguments: list[str], kind: type[C], job: Callable[[C], int], comp
 
 
 def _instead(option: str, kind: type[CommandConfig]) -> str:
-    """What to write in place of an option that does not exist: a key has no dashes."""
+    """Return what to write instead of an option that does not exist: a key has no dashes."""
     key, _, value = option.lstrip("-").replace("-", "_").partition("=")
     keys = [field.name for field in dataclasses.fields(kind)]
     if key.split(".")[0] in keys:
@@ -118,10 +125,10 @@ def _instead(option: str, kind: type[CommandConfig]) -> str:
 
 
 def _multirun(jobs: Sequence[tuple[C, str]], job: Callable[[C], int]) -> int:
-    """Run jobs one after another. All are composed by then, so that a mistake in the last one showed at once."""
+    """Run jobs one after another. All have been composed, so that a mistake in the last one has been found before."""
     now = time_name()
     configs = [_in_own_folder(config, swept, now) for config, swept in jobs]
-    worst, speaks = 0, os.environ.get("RANK", "0") == "0"  # of ranks, one
+    worst, speaks = 0, os.environ.get("RANK", "0") == "0"  # one rank prints
     for number, config in enumerate(configs, start=1):
         if speaks:
             print_line(f"run {number} of {len(configs)}{_swept(config)}", sys.stdout)
@@ -136,12 +143,12 @@ def _multirun(jobs: Sequence[tuple[C, str]], job: Callable[[C], int]) -> int:
 
 
 def _swept(config: CommandConfig) -> str:
-    """What is this job's own, by the name of its folder."""
+    """Return the values that the sweep gave this job, which name its folder."""
     return f": {Path(config.output_dir).name}" if config.output_dir else ""
 
 
 def _in_own_folder(config: C, swept: str, now: str) -> C:
-    """Beneath the multirun's folder one named after the job's swept values; `resume=auto` alone finds its own."""
+    """Return the configuration with a folder named after the job's swept values; `resume=auto` finds its own."""
     if not swept or (config.output_dir is None and (config.resume is not None or not config.NEEDS_FOLDER)):
         return config
     parent = Path(config.output_dir) if config.output_dir else RUNS / config.experiment / now
@@ -149,7 +156,7 @@ def _in_own_folder(config: C, swept: str, now: str) -> C:
 
 
 def _guarded(action: Callable[[], int]) -> int:
-    """The action's exit code, or that of the error it raised, which is said on stderr."""
+    """Return the action's exit code, or that of the error it raised, which is printed on stderr."""
     try:
         return action()
     except _SAID_IN_A_LINE as error:
@@ -170,9 +177,9 @@ def _guarded(action: Callable[[], int]) -> int:
 
 
 def _on_one_line(text: str) -> str:
-    """As a terminal can show it: what would steer it is escaped, and of thousands of characters the middle is left out.
+    """Return text for a terminal: control characters are escaped, and the middle of a very long text is left out.
 
-    The remedy is at the end.
+    The remedy is at the end, and stays.
     """
     shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in " ".join(text.split()))
     half = _LONGEST_LINE // 2
@@ -180,7 +187,7 @@ def _on_one_line(text: str) -> str:
 
 
 def _too_large(error: BaseException) -> str:
-    """A sentence for what memory did not hold, which says nothing about our code."""
+    """Return a sentence for running out of memory, which is no bug of ours."""
     cause = one_line(error.__cause__ or error)[:_LONGEST_SHOWN].rstrip(".")
     return (
         f"memory does not hold this ({cause}); lower batch_size or num_learners, or end what else uses the device. "
@@ -189,16 +196,40 @@ def _too_large(error: BaseException) -> str:
 
 
 def _is_to_say(error: CrossbowError) -> bool:
-    """Whether no other rank says the same."""
+    """Return whether this rank prints the error, so that one does."""
     if isinstance(error, RankError):
         return error.is_said
     return error.after_joining or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def say(text: str) -> int:
-    """Print what was asked for, whether or not anyone reads it to its end; returns the exit code."""
+    """Print text that was asked for, even if nobody reads it to the end. Return the exit code."""
     refusal = print_line(text, sys.stdout)
     if refusal is None or isinstance(refusal, BrokenPipeError):  # the reader has seen enough, as in `--list | head`
         return 0
     print_line(f"error: the output cannot be written ({one_line(refusal)}); send it elsewhere.", sys.stderr)
     return 1
+
+
+@dataclass(frozen=True)
+class _EndedRun:
+    folder: Path
+    status: str
+    summary: Mapping[str, Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    epochs: Sequence[Mapping[str, Any]] = ()
+
+
+def sweep_lines(folders: Sequence[Path]) -> list[str]:
+    """Return a table of the runs among `folders` that have ended; no lines for fewer than two."""
+    ended = [(folder, summary) for folder in folders if (summary := read_summary(folder))]
+    if len(ended) < 2:
+        return []
+    runs = [_EndedRun(folder, str(summary.get("status")), summary) for folder, summary in ended]
+    shown = [(name, values) for name, values in figures(runs) if name in _SWEEP_FIGURES]
+    rows = [[run.folder.name, *(values[index] for _, values in shown)] for index, run in enumerate(runs)]
+    parents = {run.folder.parent for run in runs}
+    lines = ["", *columns(["run", *(name for name, _ in shown)], rows)]
+    if len(parents) == 1 and len(runs) <= MOST_RUNS:
+        lines += ["", f"compare them: python -m crossbow_py.report {shlex.quote(str(parents.pop()))}"]
+    return lines

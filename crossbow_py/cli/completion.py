@@ -1,6 +1,6 @@
-"""Completion of the console scripts' words in bash, zsh and fish: a script for the shell, with all words in it.
+"""Completion of the console scripts in bash, zsh and fish: a script for the shell that holds all words.
 
-So a press of Tab starts nothing: importing torch alone would take a second or two.
+So a press of Tab starts no Python, of which importing torch alone would take a second or two.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from crossbow_py.core.settings import suggestion
 from crossbow_py.engine.executors import EXECUTORS
 
 FLAG = "--completion"
-
-# The commands with keys: `crossbow_py.NAME.config` has the configuration class NameConfig. Looked up by name, so that
-# nothing here depends on a command.
-_COMMANDS = ("train", "search", "estimate", "predict")
-_REPORT = "crossbow-report"
-_FLAGS = {
+FLAGS = {
     "--help": "every key, with its meaning",
     "--list": "the experiments and the options of every group",
     FLAG: "completion for a shell: bash, zsh or fish",
 }
+
+# The commands with keys: `crossbow_py.NAME.config` has the configuration class NameConfig. It is looked up by name, so
+# that this module depends on no command.
+_COMMANDS = ("train", "search", "estimate", "predict")
+_REPORT = "crossbow-report"
 _CONFIG = {"config=": "the folder of a run whose recorded configuration is to begin with"}
 _PATHS = ("output_dir", "resume", "init_from", "config", "data.root", "data.folder", "data.cache_dir")
 
@@ -86,7 +86,7 @@ def configurations() -> dict[str, type[CommandConfig]]:
 
 
 def completion_script(shell: str) -> str:
-    """What the shell is to evaluate, for all commands at once. Raises UserError for another shell."""
+    """Return the script for a shell to evaluate, for all commands at once. Raises UserError for another shell."""
     scripts = {"bash": _for_bash, "zsh": lambda: _ZSH + _for_bash("-o nospace "), "fish": _for_fish}
     if shell not in scripts:
         raise UserError(f"{FLAG} takes a shell, got {shell!r}{suggestion(shell, scripts)}")
@@ -94,14 +94,14 @@ def completion_script(shell: str) -> str:
 
 
 def asked_shell(arguments: Sequence[str]) -> str:
-    """The word behind --completion; empty without one."""
-    place = arguments.index(FLAG) + 1
-    return arguments[place] if place < len(arguments) else ""
+    """Return the word after --completion, empty without one."""
+    index = arguments.index(FLAG) + 1
+    return arguments[index] if index < len(arguments) else ""
 
 
 def words(kind: type[CommandConfig]) -> dict[str, str]:
-    """Everything that may be written behind a command, with its meaning; a key that takes any value ends in `=`."""
-    found = dict(_FLAGS)
+    """Return every word that may follow a command, with its meaning. A key that takes any value ends in `=`."""
+    found = dict(FLAGS)
     if kind.TAKES_RECIPES:
         options = ((group, *option) for group in APPENDED_GROUPS for option in option_meanings(group, kind).items())
         appended = {f"+{group}={name}": text for group, name, text in options}
@@ -116,7 +116,7 @@ def words(kind: type[CommandConfig]) -> dict[str, str]:
 
 
 def _is_taken(word: str, kind: type[CommandConfig]) -> bool:
-    """Whether the recipe is one for this command."""
+    """Return whether the recipe is for this command."""
     try:
         compose([word], kind)
     except UserError:
@@ -125,7 +125,7 @@ def _is_taken(word: str, kind: type[CommandConfig]) -> bool:
 
 
 def _values(key: Key) -> Sequence[str]:
-    """The values a key has to choose from; one that is empty, where there are more than can be listed."""
+    """Return the values that a key may have; a single empty one if there are too many to list."""
     if key.name == "executor" and not key.values.startswith("one of "):
         return ["auto", *EXECUTORS]
     if key.values.startswith("one of "):
@@ -153,6 +153,6 @@ def _for_fish() -> str:
 
 
 def _fish(text: str) -> str:
-    """In single quotes, where fish knows two escapes."""
+    """Return text in single quotes, within which fish knows two escapes."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"

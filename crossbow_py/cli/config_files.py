@@ -1,4 +1,4 @@
-"""The YAML files of the configuration: where they are, and reading and writing such files."""
+"""The YAML files of the configuration: finding, reading and writing them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import read_text
 from crossbow_py.core.version import PACKAGE
 
-OWN_FOLDER = "conf"  # in the current folder: options that the user adds
-MOST_NESTED = 50  # lists and mappings in each other, of a file or a word
+OWN_FOLDER = "conf"  # in the current folder, with options that the user adds
+MOST_NESTED = 50  # levels of lists and mappings in a file or a word
 FILE_ERRORS = (OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError)
 
-_MOST_BYTES = 200_000  # are read in some seconds; a run's own configuration has 3,000
+_MOST_BYTES = 200_000  # read in some seconds; a run's own configuration has 3,000
 _MOST_BITS = 10_000
 _OPENING = (
     yaml.FlowSequenceStartToken,
@@ -31,7 +31,7 @@ _CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndTo
 
 
 def config_dir() -> Path:
-    """The folder with the YAML files: inside the package (wheel), else beside it (checkout, editable install)."""
+    """Return the folder with the YAML files: in the package (wheel), else beside it (checkout, editable install)."""
     for folder in (PACKAGE / "conf", PACKAGE.parent / "conf"):
         if folder.is_dir():
             return folder
@@ -39,18 +39,18 @@ def config_dir() -> Path:
 
 
 def own_config_dir() -> Path | None:
-    """The folder `conf` where the command runs, if it is there and is not the package's own."""
+    """Return the folder `conf` in the current folder, None if it is missing or the package's own."""
     own = Path.cwd() / OWN_FOLDER
     return own if own.is_dir() and own.resolve() != config_dir().resolve() else None
 
 
 def option_files(group: str) -> dict[str, Path]:
-    """The options of a group that have a file, by name: the package's, and those the user adds in `conf/GROUP/`."""
+    """Return the files of a group's options, by name: the package's, and the user's in `conf/GROUP/`."""
     return {**_added(group), **_in(config_dir(), group)}
 
 
 def check_own_option(group: str, option: str) -> None:
-    """Raise UserError where the user has a file of that name, and the package too: nobody could tell which is meant."""
+    """Raise UserError if both the user and the package have an option of that name, which would be ambiguous."""
     if option in _added(group) and option in _in(config_dir(), group):
         raise UserError(
             f"{group} {option} is both an option of the package and {OWN_FOLDER}/{group}/{option}.yaml; rename it."
@@ -67,7 +67,7 @@ def _in(folder: Path, group: str) -> dict[str, Path]:
 
 
 def write_yaml(plain: Mapping[str, Any]) -> str:
-    """Plain values as YAML, keys in their order. Raises UserError for a text with half an interpolation."""
+    """Return plain values as YAML, keys in their order. Raises UserError for text with half an interpolation."""
     try:
         return OmegaConf.to_yaml(OmegaConf.create(dict(plain)))
     except OmegaConfBaseException as error:
@@ -75,7 +75,7 @@ def write_yaml(plain: Mapping[str, Any]) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file, interpolations untouched. Raises UserError when it cannot be read, or is a link."""
+    """Return the mapping in a YAML file, interpolations unresolved. Raises UserError if it is unreadable or a link."""
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise UserError(f"{path} must have at most {_MOST_BYTES:,} bytes, got more; restore or delete that file.")
@@ -89,7 +89,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _check_tokens(path: Path, text: str) -> None:
-    """Refuse what takes far more memory or time to read than its length, aliases and deep nesting, and tags."""
+    """Refuse tags, and aliases and deep nesting, which take far more memory or time than the file's length."""
     depth = 0
     for token in yaml.scan(text):
         if isinstance(token, yaml.AliasToken):
@@ -102,7 +102,7 @@ def _check_tokens(path: Path, text: str) -> None:
 
 
 def _check_numbers(path: Path, value: Any) -> None:
-    """Refuse whole numbers that Python does not turn into text again, as hexadecimal digits may be."""
+    """Refuse integers so long that Python refuses to turn them into text, as hexadecimal digits allow."""
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         raise UserError(f"{path} must have numbers of at most {_MOST_BITS:,} bits, got more; write a smaller one.")
     if isinstance(value, Mapping):
@@ -112,8 +112,8 @@ def _check_numbers(path: Path, value: Any) -> None:
 
 
 def one_line_of(error: BaseException) -> str:
-    """What Hydra, OmegaConf or YAML say, without line breaks and where to read more; of a value, with its key first."""
-    if isinstance(error.__cause__, OmegaConfBaseException):  # Hydra itself says only that it could not
+    """Return an error of Hydra, OmegaConf or YAML on one line without its links, with the key of a value first."""
+    if isinstance(error.__cause__, OmegaConfBaseException):  # Hydra's own text does not say why
         error = error.__cause__
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}: {error.problem}"
@@ -126,7 +126,7 @@ def one_line_of(error: BaseException) -> str:
 
 
 def first_comment(path: Path) -> str:
-    """What a file says of itself; empty where it says nothing, or cannot be read, which nobody has asked for yet."""
+    """Return a file's first comment; empty without one, or if the file, which may not be needed, cannot be read."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,9 +1,9 @@
 """Composing a command's configuration: YAML groups and command-line words, by Hydra, into one frozen dataclass.
 
 Hydra is called through its compose interface inside our own main, so it neither changes folders, nor logs, nor writes a
-`.hydra` folder. Group choices are checked against the option files first; values are then set whatever the option file
-spells out, because the settings dataclasses know every key and answer a misspelled one with a suggestion. No
-`DictConfig` leaves this file, and no command is known here: each says by its configuration class what it takes.
+`.hydra` folder. Group choices are checked against the option files first. Values are then set even if the option file
+does not list the key, because the settings dataclasses know every key and suggest one for a misspelled one. No
+`DictConfig` leaves this file, and no command is known here: its configuration class says what it takes.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ Registry = Mapping[str, type[Any]]  # the settings class of each option of a gro
 
 
 class CommandConfig(Protocol):
-    """What every command's configuration has: a frozen dataclass of all that the command can be told.
+    """The interface of every command's configuration, a frozen dataclass of all the command's keys.
 
     Attributes:
-        CONF: the YAML file with the values that hold when nothing else is said.
+        CONF: the YAML file with the default values.
         USAGE: the beginning of the command's --help.
-        GROUPS: the groups whose options can be chosen by GROUP=OPTION, each with its registry.
+        GROUPS: the groups whose options are chosen by GROUP=OPTION, each with its registry.
         MEANINGS: help of inherited keys that mean something else to this command.
         LAID_OVER: keys whose entries Hydra cannot merge, each with a function of (value, key beneath it, entry).
-        TAKES_RECIPES: whether +experiment=NAME, +debug=NAME and sweeps make sense.
-        NEEDS_FOLDER: whether the command writes a folder even when output_dir is not set.
+        TAKES_RECIPES: whether the command takes +experiment=NAME, +debug=NAME and sweeps.
+        NEEDS_FOLDER: whether the command writes a folder even if output_dir is not set.
     """
 
     CONF: ClassVar[str]
@@ -60,15 +60,15 @@ class CommandConfig(Protocol):
 
     @property
     def experiment(self) -> str:
-        """The folder that results of its kind are written beneath."""
+        """Return the name of the folder in runs/ that results are written to."""
 
     @property
     def resume(self) -> str | None:
-        """The run or search to go on with."""
+        """Return the run or search to resume."""
 
     @property
     def output_dir(self) -> str | None:
-        """The folder to write to."""
+        """Return the folder to write to."""
 
 
 C = TypeVar("C", bound=CommandConfig)
@@ -82,20 +82,20 @@ def group(help: str) -> Any:
 def group_options(group: str, kind: type[CommandConfig]) -> dict[str, str]:
     """Return the options of a config group, each with the first comment line of its file.
 
-    What is registered without a file of its own is an option too, with its default settings.
+    A registered class without a file is an option too, with its default settings.
     """
     files = {name: first_comment(path) for name, path in option_files(group).items()}
     return dict(sorted({**dict.fromkeys(kind.GROUPS.get(group, {}), ""), **files}.items()))
 
 
 def read_option(group: str, option: str) -> dict[str, Any]:
-    """The plain values in an option's file, or those of an option without one."""
+    """Return the plain values in an option's file, or just the name of an option without one."""
     path = option_files(group).get(option)
     return {"name": option} if path is None else read_yaml(path.resolve())
 
 
 def compose(overrides: Sequence[str], kind: type[C]) -> C:
-    """Compose the configuration of one job; `kind` says which keys there are.
+    """Compose the configuration of one job; `kind` defines the keys.
 
     Raises UserError for every mistake in the overrides or in a YAML file.
     """
@@ -168,7 +168,7 @@ def _owner_of(override: Override, kind: type[CommandConfig]) -> str:
 
 
 def _check_chosen(chosen: Sequence[str], known: Sequence[str]) -> None:
-    """Refuse a group that is chosen twice, or that the command has not."""
+    """Refuse a group that is chosen twice, or that the command does not have."""
     twice = next((group for group in chosen if chosen.count(group) > 1), None)
     if twice:
         raise UserError(f"{twice} is chosen {chosen.count(twice)} times; choose it once.")
@@ -179,7 +179,7 @@ def _check_chosen(chosen: Sequence[str], known: Sequence[str]) -> None:
 
 
 def _key_of(group: str) -> str:
-    """The key that a group sets."""
+    """Return the key that a group sets."""
     return "experiment" if group in APPENDED_GROUPS else group
 
 
@@ -188,7 +188,7 @@ def _is_group(key: str, kind: type[CommandConfig]) -> bool:
 
 
 def _check_override(override: Override, kind: type[CommandConfig]) -> None:
-    """Refuse a sweep without -m, a group option that does not exist, and one with a plus too many or too few."""
+    """Refuse a sweep without -m, an option that does not exist, and a wrong or missing plus."""
     text, key = str(override.input_line), override.key_or_group
     if override.is_sweep_override():
         raise UserError(f"{text!r} lists several values; add -m to run each of them, or quote the value.")
@@ -234,7 +234,7 @@ def _commands_with(key: str) -> str:
 
 
 def _settled(override: Override, kind: type[CommandConfig]) -> list[str]:
-    """A value is set whether or not the option file spells its key out: the dataclasses judge the key, not the file."""
+    """Return an override that sets its key even if the option file does not list it: the dataclasses check keys."""
     text, key = str(override.input_line), override.key_or_group
     if override.is_delete():
         return [text]

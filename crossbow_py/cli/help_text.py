@@ -1,4 +1,4 @@
-"""The texts of --help and --list, made from the settings classes and the option files."""
+"""The texts of --help and --list, built from the settings classes and the option files."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Key:
     """A key of the command line, in words.
 
     Attributes:
-        name: as it is written, dotted.
-        default: its value when nothing is said, as it is written.
-        meaning: a line.
-        values: what it may be.
-        options: those of its group that have it; none where all do, and for a key of no group.
+        name: its dotted name.
+        default: its default value, as it is written.
+        meaning: one line.
+        values: the values it may have.
+        options: the options of its group that have it; none if all do, and for a key of no group.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Key:
 
 
 def help_text(kind: type[CommandConfig]) -> str:
-    """Usage, then every key with its meaning and default, group by group; `kind` is the command's configuration."""
+    """Return the usage, then every key with its meaning and default, by group, for the configuration class `kind`."""
     lines = [kind.USAGE, "Keys (with the value they have when nothing is said):"]
     lines += map(_key_line, command_keys(kind))
     for field in dataclasses.fields(kind):
@@ -43,7 +43,7 @@ def help_text(kind: type[CommandConfig]) -> str:
 
 
 def list_text(kind: type[CommandConfig]) -> str:
-    """The experiments and the options of every group, each with a line on what it is."""
+    """Return the experiments and the options of every group, each with one line of description."""
     blocks = []
     for group in (*APPENDED_GROUPS, *kind.GROUPS):
         plus = "+" if group in APPENDED_GROUPS else ""
@@ -55,12 +55,12 @@ def list_text(kind: type[CommandConfig]) -> str:
 
 
 def option_meanings(group: str, kind: type[CommandConfig]) -> dict[str, str]:
-    """The options of a group, each with a line on what it is."""
+    """Return the options of a group, each with one line of description."""
     return {name: comment or _meaning(group, name, kind) for name, comment in group_options(group, kind).items()}
 
 
 def command_keys(kind: type[CommandConfig]) -> list[Key]:
-    """The keys of a command that are in no group."""
+    """Return the keys of a command that are in no group."""
     said = read_yaml(config_dir() / f"{kind.CONF}.yaml")
     keys = []
     for field in dataclasses.fields(kind):
@@ -75,7 +75,7 @@ def command_keys(kind: type[CommandConfig]) -> list[Key]:
 
 
 def group_keys(group: str, kind: type[CommandConfig]) -> list[Key]:
-    """Every key of a group once for each of its meanings and defaults, with the options that have it."""
+    """Return every key of a group, once for each of its meanings and defaults, with the options that have it."""
     owners: dict[str, dict[Key, list[str]]] = {}
     for option, settings in kind.GROUPS[group].items():
         for field in dataclasses.fields(settings):
@@ -100,6 +100,6 @@ def _key_line(key: Key) -> str:
 
 
 def _meaning(group: str, option: str, kind: type[CommandConfig]) -> str:
-    """The first line of the docstring of the class an option file names."""
+    """Return the first docstring line of the class that an option file names."""
     registered = kind.GROUPS.get(group, {}).get(read_option(group, option).get("name", ""))
     return (registered.__doc__ or "").strip().split("\n")[0].rstrip(":") if registered else ""

@@ -1,4 +1,4 @@
-"""The folders that results are written to: runs/<experiment>/<time> where the user names none."""
+"""The folders that results are written to: by default runs/<experiment>/<time>."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def time_name() -> str:
 
 
 def make_folder(path: Path) -> Path:
-    """Make a folder, if it is not there. Raises UserError."""
+    """Make a folder if it is missing. Raises UserError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

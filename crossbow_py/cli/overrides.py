@@ -1,4 +1,4 @@
-"""The words of a command line, KEY=VALUE or GROUP=OPTION in Hydra's grammar: read, refused or swept."""
+"""Parsing the words of a command line, KEY=VALUE or GROUP=OPTION in Hydra's grammar, and expanding sweeps."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from crossbow_py.cli.config_files import MOST_NESTED
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import shown
 
-# Numbers of thousands of digits and brackets nested a thousand deep end in the last two.
+# Numbers of thousands of digits and a thousand nested brackets raise the last two.
 PARSING_ERRORS = (HydraException, ValueError, RecursionError)
 _MOST_JOBS = 10_000
-_MOST_VALUES = 2_000  # the grammar's time grows with their square: a second for so many
-# As Hydra's lexer has them: a text in quotes, and an escaped character outside of such.
+_MOST_VALUES = 2_000  # take a second; the grammar's time grows with the square
+# As in Hydra's lexer: a quoted text, and an escaped character outside quotes.
 _QUOTED = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
 _NO_SYNTAX = re.compile(rf"{_QUOTED}|\\[\\()\[\]{{}}:=, \t]", re.DOTALL)
-# The grammar has no ~ in a value. Shells leave it there: bash for data.root=~/a and unknown users, others for all keys.
+# The grammar has no ~ in a value, but shells leave it: bash in data.root=~/a and for unknown users, others in all keys.
 _HOME = re.compile(r"([^=]*=)(~[\w./@%+-]*)")
 _QUOTED_KEY = re.compile(rf"[{{,]\s*(?:{_QUOTED})\s*:", re.DOTALL)
 
 
 def parse(text: str) -> Override:
-    """One word. Raises UserError for what sets no key and chooses no option of any command."""
+    """Parse one word. Raises UserError for a word that sets no key and chooses no option."""
     _check_size(text)
     home = _HOME.fullmatch(text)
     try:
@@ -43,9 +43,9 @@ def parse(text: str) -> Override:
 
 
 def expand_sweeps(words: Sequence[str]) -> list[tuple[list[str], str]]:
-    """Every combination of comma lists and ranges: the overrides of each job, and its swept part as a folder name.
+    """Return every combination of comma lists and ranges: each job's overrides, and its swept part as a folder name.
 
-    Raises UserError for what cannot be swept, and for more than ten thousand combinations.
+    Raises UserError for a word that cannot be swept, and for more than ten thousand combinations.
     """
     swept = [_sweep(word) for word in words]
     if math.prod(map(len, swept)) > _MOST_JOBS:
@@ -55,13 +55,13 @@ def expand_sweeps(words: Sequence[str]) -> list[tuple[list[str], str]]:
 
 
 def quoted(text: str) -> str:
-    """Any text as a value in the grammar of overrides."""
+    """Return any text as a value in the grammar of overrides."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 
 
 def _sweep(text: str) -> list[tuple[str, str]]:
-    """The single values of an override with several, each with its name; an override with one value as it is."""
+    """Return an override for each value of a sweep, with its name; an override with one value stays as it is."""
     override = parse(text)
     if not override.is_sweep_override():
         return [(text, "")]
@@ -74,7 +74,7 @@ def _sweep(text: str) -> list[tuple[str, str]]:
 
 
 def read_text(key: str, text: str) -> str:
-    """The value of a key that takes one text, as it is or in the grammar's quotes. Raises UserError."""
+    """Return the value of a key that takes one text, as it is or in the grammar's quotes. Raises UserError."""
     if not text.startswith(("'", '"')):
         return text
     override = parse(f"{key}={text}")
@@ -88,7 +88,7 @@ def _remedy(text: str) -> str:
 
 
 def _check_size(text: str) -> None:
-    """Refuse what the grammar takes minutes for, or too many frames. Quoted text is one value, whatever is in it."""
+    """Refuse words that take the grammar minutes, or too many stack frames. Quoted text counts as one value."""
     written = text
     text = _NO_SYNTAX.sub(lambda found: found[0] if "${" in found[0] else "", text)  # interpolations have a grammar
     if text.count(",") >= _MOST_VALUES:
@@ -102,7 +102,7 @@ def _check_size(text: str) -> None:
 
 
 def _check_key(override: Override) -> None:
-    """Refuse what Hydra's own command lines may have in place of a key."""
+    """Refuse words of Hydra's own command lines that are no keys here."""
     text, key = override.input_line, override.key_or_group
     if key.replace("/", ".").split(".")[0] == "hydra":
         raise UserError(
@@ -118,7 +118,7 @@ def _check_key(override: Override) -> None:
 
 
 def _check_names(text: str, value: Any) -> None:
-    """Refuse null as a key of a mapping, in whatever nesting."""
+    """Refuse null as a key of a mapping, at any depth."""
     if isinstance(value, Mapping):
         if None in value:
             raise UserError(f"{shown(text)} has a mapping with the key null; give it a name, as in {{name: 1}}.")

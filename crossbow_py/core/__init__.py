@@ -1,1 +1,1 @@
-"""What everything may import: settings, errors, files, locks, signals, and what the machine offers."""
+"""The modules that everything may import: settings, errors, files, locks, signals, and the machine."""

@@ -26,7 +26,7 @@ _UNLIMITED = 2**60  # what control groups of version 1 say for no limit is near 
 
 @dataclass(frozen=True)
 class Host:
-    """What this process may use now: the least of all limits above it, as in a container.
+    """The resources that this process may use now: the least of all limits above it, as in a container.
 
     Attributes:
         cores: whole cores, at least one.

@@ -59,7 +59,7 @@ class Remembered:
 
     @property
     def path(self) -> Path:
-        """The file. Raises OSError for a user without a home."""
+        """Return the file. Raises OSError for a user without a home."""
         return self._given or user_cache() / self._name
 
     def recall(self, key: str) -> str | None:

@@ -188,10 +188,10 @@ class EpochCache(Generic[Key, T]):
         self._tables: OrderedDict[Key, T] = OrderedDict()
         self._lock = threading.Lock()
 
-    def serve(self, reader: int, num_places: int) -> None:
-        """Keep tables for a reader at `num_places` places at once, each in at most two epochs; 0 once it has gone."""
+    def serve(self, reader: int, num_positions: int) -> None:
+        """Keep tables for a reader at `num_positions` positions, each in at most two epochs; 0 once it has gone."""
         with self._lock:
-            self._readers[reader] = num_places
+            self._readers[reader] = num_positions
             self.kept = max(EPOCHS_KEPT, 2 * sum(self._readers.values()) + 1)
 
     def __call__(self, epoch: Key) -> T:

@@ -16,7 +16,7 @@ from crossbow_py.data.erasing import Eraser
 
 @dataclass(frozen=True)
 class Normalisation:
-    """(x − mean) / std, where uint8 inputs count as x / 255. One value per channel, or one for all channels."""
+    """The normalisation (x − mean) / std, where uint8 inputs count as x / 255; one value per channel or one for all."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]

@@ -24,7 +24,7 @@ _STARTED = 19  # field of /proc/PID/stat after the name: the time the process be
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: its --rdzv-id (torchrun uses "none" by default), and the process of torchrun on every host.
+    """A launch: its --rdzv-id (torchrun uses "none" by default), and the process of torchrun on every host.
 
     Restarted ranks belong to a launch if they share one of its processes: a torchrun outlives the ranks it starts, and
     where some hosts are replaced, one that stayed is enough. The id alone is not, as a second command may be given the
@@ -62,7 +62,7 @@ def process_name(pid: int, proc: Path = _PROC) -> str:
 
 
 def end_with_launcher() -> None:
-    """On Linux, have SIGTERM sent to this process when the torchrun that started it ends, or now if it has ended.
+    """Have Linux send SIGTERM to this process when the torchrun that started it ends, or now if it has ended.
 
     torchrun ends its ranks when it ends, unless it is killed. They would then train on, hold the run's folder, and get
     in the way of the ranks that replace them.

@@ -69,7 +69,7 @@ def joined(
 
 
 class ProcessGroupRanks(Ranks):
-    """One of several ranks, described by the environment (RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK and so on)."""
+    """A rank of several, described by the environment (RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK and so on)."""
 
     def __init__(self, settings: DistributedSettings, on_gpus: bool) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class ProcessGroupRanks(Ranks):
             watch = RankWatch(_own_connection(store), self.rank, self.num_ranks, settings.timeout_s)
             watch.say()  # so that a rank that hangs before its first beat is found, too
         except Exception as error:
-            raise RankLostError(f"not all {self.num_ranks} ranks have come ({one_line(error)})") from error
+            raise RankLostError(f"not all {self.num_ranks} ranks have joined ({one_line(error)})") from error
         self.watch = watch
         # From the start of training on, the watch ends ranks that have waited for `timeout_s`.
         _set_pg_timeout(timedelta(seconds=max(_LOADING_S, self._timeout_s + _GRACE_S)))

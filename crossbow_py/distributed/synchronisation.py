@@ -18,7 +18,7 @@ _SIGNALS = (None, *StopSignal.REASONS)  # the most severe last
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's report: only numbers, as it is sent as one vector.
+    """A rank's report: only numbers, as it is sent as one vector.
 
     Attributes:
         elapsed_s: seconds of training on the rank's clock.
@@ -50,7 +50,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know after a synchronisation.
+    """The facts that all ranks know after a synchronisation.
 
     `elapsed_s` is the slowest clock's time, and `signal` the most severe signal on any rank, None for none.
     """
@@ -116,7 +116,7 @@ def differing_ranks(found: Sequence[Sequence[float]]) -> list[int]:
 
 
 class SynchronisationSchedule:
-    """When ranks synchronise, computed in the same way on all. `round_index` is that of the first round."""
+    """The rounds before which ranks synchronise, the same on all. `round_index` is that of the first round."""
 
     def __init__(self, round_index: int) -> None:
         self._last = self._next = round_index

@@ -1,4 +1,4 @@
-"""What `crossbow_py.estimate` can be told."""
+"""The configuration of `crossbow_py.estimate`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from crossbow_py.core.settings import setting
-from crossbow_py.engine.sizing.units import parse_bytes
+from crossbow_py.estimate.units import parse_bytes
 from crossbow_py.train.config import TrainConfig
 
 _USAGE = """\

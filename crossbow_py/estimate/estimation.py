@@ -1,4 +1,4 @@
-"""From a configuration to an estimate: what is counted, measured or looked up, and what follows from it."""
+"""The estimate for a configuration: memory counted or measured, and what follows for learners and workers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from crossbow_py.engine.sizing.bound import free_bytes
 from crossbow_py.engine.sizing.job import Job, Sample
 from crossbow_py.engine.sizing.memory import ELSEWHERE, LARGEST_BATCH, MIB, ON_HOST, HeldBack, LearnerModel
 from crossbow_py.engine.sizing.probes import estimate_learner
-from crossbow_py.engine.sizing.search import Measured, largest_measured
-from crossbow_py.engine.sizing.speed import fetch_seconds, step_seconds
-from crossbow_py.engine.sizing.units import parse_bytes
 from crossbow_py.engine.sizing.workers import Loading, Recommendation, recommend
 from crossbow_py.engine.update.optimizers import Optimizer
+from crossbow_py.estimate.batch_search import Measured, largest_measured
 from crossbow_py.estimate.config import EstimateConfig
+from crossbow_py.estimate.speed import fetch_seconds, step_seconds
+from crossbow_py.estimate.units import parse_bytes
 from crossbow_py.train.build import build_run
 from crossbow_py.train.run import DataSets
 from crossbow_py.train.run_settings import RunSettings, choose
@@ -51,7 +51,7 @@ _TARGET_BYTES = 8
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Of the data set.
+    """The facts of the data set.
 
     Bytes of a sample are those on the host, where its inputs are `stored` values; `fixed_bytes` lie on the device for
     good. `through_shared` is as of `Loading`.
@@ -71,16 +71,16 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class Estimate:
-    """All that was found out.
+    """The result of an estimate.
 
     Attributes:
-        config: what was asked.
+        config: the configuration.
         method: whether memory was measured on the device or counted.
-        precision: that of the run.
+        precision: the precision of the run.
         num_learners: K of the recommendation: as configured, or the most that `auto` may take.
         in_turn: whether learners run one after another.
         memory_bytes, held_back: of the device, and what is left alone.
-        model: the memory model of a learner.
+        model: the memory model of one learner.
         table: K → the largest batch size, by the model.
         fitting_learners: how many fit with the configured batch size, up to `max_learners`.
         measured: the search by real rounds, where the device was there.
@@ -110,7 +110,7 @@ class Estimate:
 
     @property
     def limit_bytes(self) -> float:
-        """What predictions must stay below."""
+        """The bytes that predictions must stay below."""
         return self.held_back.limit(self.memory_bytes)
 
     @property
@@ -195,7 +195,7 @@ def _held_back(config: EstimateConfig, device: torch.device | None, on_gpu: bool
 
 
 def _data_facts(config: EstimateConfig, precision: Precision) -> DataFacts:
-    """As declared; data of the user's own is read."""
+    """Return the facts as the data set declares them; data of the user's own is read."""
     declared = config.data.declared()
     if declared is not None:
         return _from_declared(config, declared, precision)
@@ -277,9 +277,7 @@ def _measured(
 
     def search(executor: str) -> Measured:
         def measure(batch_size: int) -> int | None:
-            settings = RunSettings.of(
-                config, num_learners=num_learners, batch_size=batch_size, executor=executor
-            )
+            settings = RunSettings.of(config, num_learners=num_learners, batch_size=batch_size, executor=executor)
             stored = replace(facts.sample, input_dtype=facts.stored)
             return reserved_bytes(make_model, stored, facts.num_classes, settings, config.optimizer, config.averaging)
 
@@ -302,7 +300,7 @@ def reserved_bytes(
     optimizer: Optimizer,
     rule: AveragingRule,
 ) -> int | None:
-    """The most that torch's allocator reserved of the device in some rounds of a run; None where memory ran out.
+    """Return the most that torch's allocator reserved in some rounds of a run; None if memory ran out.
 
     Bank, shadow rows, graphs and their pools, workspaces and fragmentation count; the context of CUDA does not, and of
     the data a few batches a learner. `sample` is one as the data set stores it, such as an image in bytes.
@@ -338,7 +336,7 @@ def within(limit_bytes: int, device: torch.device) -> Iterator[None]:
 
 
 def _made_up(sample: Sample, num_classes: int, settings: RunSettings) -> DataSets:
-    """Zeros; but targets that are classes, which go round. No classes (0) are a regression."""
+    """Return made-up samples: zeros, and targets that go round the classes; no classes (0) are a regression."""
     count = _BATCHES_THERE * settings.batch_size * settings.first_learners
     inputs = torch.zeros(count, *sample.input_shape, dtype=sample.input_dtype)
     targets = torch.zeros(count, *sample.target_shape, dtype=sample.target_dtype)

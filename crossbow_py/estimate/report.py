@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,10 @@ from crossbow_py.core.errors import unwritable
 from crossbow_py.core.host import versions
 from crossbow_py.core.printing import columns
 from crossbow_py.engine.sizing.memory import breakdown
-from crossbow_py.engine.sizing.units import in_words
 from crossbow_py.estimate.estimation import Estimate
-from crossbow_py.telemetry.records import write_atomically
+from crossbow_py.estimate.units import in_words
+from crossbow_py.telemetry.pictures import INSTALL_MATPLOTLIB, has_matplotlib, save_picture
+from crossbow_py.telemetry.records import write_json
 from crossbow_py.train.config import config_to_mapping
 
 JSON_FILE, PLOT_FILE = "estimate.json", "estimate.png"
@@ -20,7 +20,7 @@ _POINTS = 200
 
 
 def as_text(found: Estimate) -> str:
-    """What the user reads."""
+    """Return the text for the user."""
     blocks = [_head(found), _answer(found), _table(found), _parts(found), _limits(found)]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -98,7 +98,7 @@ def _predicted(found: Estimate, batch_size: int, num_learners: int) -> int:
 
 
 def as_plain(found: Estimate) -> dict[str, Any]:
-    """Everything, in plain values; sizes in bytes."""
+    """Return everything as plain values; sizes in bytes."""
     model, size, recommended = found.model, found.config.batch_size, found.recommendation
     return {
         "experiment": found.config.experiment,
@@ -150,24 +150,23 @@ def write(found: Estimate, folder: Path) -> list[str]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / JSON_FILE, json.dumps(as_plain(found), indent=2) + "\n")
-        drawn = _draw(found, folder / PLOT_FILE)
+        write_json(folder / JSON_FILE, as_plain(found))
+        if drawn := has_matplotlib():
+            _draw(found, folder / PLOT_FILE)
     except OSError as error:
         raise unwritable(folder, error) from error
     if drawn:
         return [f"Written to {folder / JSON_FILE} and {folder / PLOT_FILE}."]
     return [
         f"Written to {folder / JSON_FILE}.",
-        "No picture: matplotlib is not there; pip install matplotlib.",
+        f"No picture: {INSTALL_MATPLOTLIB}",
     ]
 
 
-def _draw(found: Estimate, path: Path) -> bool:
-    """Memory against batch size, predicted and measured, and the limit. Whether there is a matplotlib to draw with."""
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415  an extra
-    except ImportError:
-        return False
+def _draw(found: Estimate, path: Path) -> None:
+    """Draw memory against batch size, predicted and measured, and the limit."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  an extra
+
     end = max(found.recommendation.batch_size if found.recommendation else 1, found.config.batch_size)
     sizes = sorted({max(1, round(end * 1.15 * step / _POINTS)) for step in range(_POINTS + 1)})
     figure = Figure(figsize=(7, 4.2), layout="constrained")
@@ -184,5 +183,4 @@ def _draw(found: Estimate, path: Path) -> bool:
         xlabel="batch size a learner", ylabel="memory, GiB", title=f"{found.config.experiment}: memory", ylim=(0, None)
     )
     axes.legend()
-    figure.savefig(path, dpi=120)
-    return True
+    save_picture(figure, path)

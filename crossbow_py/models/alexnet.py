@@ -1,8 +1,8 @@
 """AlexNet with one tower (Krizhevsky, One Weird Trick for Parallelizing Convolutional Neural Networks, 2014).
 
 Five convolutions, three of them with a 3x3 max pooling of stride 2, and a classifier of two layers of 4096 units with
-dropout: 61,100,840 parameters with 1000 classes, nine in ten of them in the classifier. As in torchvision, local
-response normalisation is left out, and what is left of an image is averaged to 6x6 positions.
+dropout: 61,100,840 parameters with 1000 classes, nine in ten of them in the classifier. As in torchvision, there is no
+local response normalisation, and the features of an image are averaged to 6x6 positions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class OneTower(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of a batch of images."""
+        """Return the logits `[B, num_classes]` of a batch of images."""
         logits: Tensor = self.classifier(self.pool(self.features(x)).flatten(1))
         return logits
 
@@ -56,7 +56,7 @@ def _pooled() -> list[nn.Module]:
 
 
 def _dropout(share: float) -> nn.Module:
-    """A module in any case, so that a share of zero changes no parameter's name."""
+    """Return a module even for a share of zero, so that parameters keep their names."""
     return nn.Dropout(share) if share else nn.Identity()
 
 
@@ -72,6 +72,6 @@ class AlexNet(ModelSettings):
         check(self)
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Logits `[B, num_classes]` from images `[B, channels, H, W]` of at least 63x63 pixels."""
+        """Build a module of logits `[B, num_classes]` from images `[B, channels, H, W]` of at least 63x63 pixels."""
         channels, _, _ = image_shape(self.NAME, input_shape, MINIMUM_PIXELS)
         return OneTower(channels, num_classes, self.dropout)

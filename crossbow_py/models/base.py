@@ -1,4 +1,4 @@
-"""What every model's settings share: the config group, `build`, and the checks on shapes."""
+"""The base of every model's settings, and checks of input shapes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from crossbow_py.core.errors import UserError
 
 
 class ModelSettings(ABC):
-    """Base of the settings of every model. Frozen dataclasses; `build` makes a fresh, randomly initialised module."""
+    """Base of the settings of every model, which are frozen dataclasses."""
 
     GROUP: ClassVar[str] = "model"
     NAME: ClassVar[str]
 
     @abstractmethod
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """A new module for inputs `[B, *input_shape]` that returns logits `[B, num_classes]`.
+        """Build a new, randomly initialised module from inputs `[B, *input_shape]` to logits `[B, num_classes]`.
 
         Raises:
             UserError: the model cannot take inputs of that shape.
@@ -26,10 +26,10 @@ class ModelSettings(ABC):
 
 
 def image_shape(model: str, input_shape: tuple[int, ...], minimum_pixels: int) -> tuple[int, int, int]:
-    """Check that samples are images (channels, height, width) of at least `minimum_pixels` a side.
+    """Check that samples are images (channels, height, width) of at least `minimum_pixels` a side; return that shape.
 
     Raises:
-        UserError: naming the model, the rule and the shape received.
+        UserError: they are not; names the model, the rule and the shape received.
     """
     rule = f"images (channels, height, width) of at least {minimum_pixels}x{minimum_pixels} pixels"
     if len(input_shape) != 3 or min(input_shape[1:]) < minimum_pixels:
@@ -43,10 +43,10 @@ def image_shape(model: str, input_shape: tuple[int, ...], minimum_pixels: int) -
 def clip_shape(
     model: str, input_shape: tuple[int, ...], minimum_frames: int, minimum_pixels: int
 ) -> tuple[int, int, int, int]:
-    """Check that samples are clips (channels, frames, height, width), long and large enough.
+    """Check that samples are clips (channels, frames, height, width), and return that shape.
 
     Raises:
-        UserError: naming the model, the rule and the shape received.
+        UserError: the clips are too short or too small, or no clips; names the model, the rule and the shape received.
     """
     rule = (
         f"clips (channels, frames, height, width) of at least {minimum_frames} frames of "

@@ -1,4 +1,4 @@
-"""A model of the user's own: any importable callable that returns an `nn.Module`."""
+"""The user's own model: any importable callable that returns an `nn.Module`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CustomModel(ModelSettings):
         check(self)
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """The module made by the target; shapes are the target's own business and checked on the first batch.
+        """Build the module by calling the target. Its shapes are checked on the first batch.
 
         Raises:
             UserError: the target cannot be imported, cannot be called, fails, or returns something else.

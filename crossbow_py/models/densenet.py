@@ -1,10 +1,10 @@
 """Densely connected networks, DenseNet-BC (Huang et al., Densely Connected Convolutional Networks, CVPR 2017).
 
-A stem, then blocks in which every layer sees what all layers before it in the block have given: `x ← [x, layer(x)]`,
-where a layer is BatchNorm, ReLU and a 1x1 convolution to 4k channels, then BatchNorm, ReLU and a 3x3 one to k, the
-growth rate. Between blocks a 1x1 convolution halves the channels, and an average pooling the image; global average
-pooling and a linear layer end it. For large images k is 32, the stem that of a ResNet, and there are four blocks; for
-small ones k is 12, the stem a 3x3 convolution to 2k channels, and there are three.
+A stem, then blocks in which every layer takes the outputs of all layers before it in the block: `x ← [x, layer(x)]`.
+A layer is BatchNorm, ReLU and a 1x1 convolution to 4k channels, then BatchNorm, ReLU and a 3x3 convolution to k
+channels, the growth rate. Between blocks a 1x1 convolution halves the channels and average pooling halves the image.
+The network ends in global average pooling and a linear layer. For large images k is 32, the stem is a ResNet's, and
+there are four blocks. For small images k is 12, the stem is a 3x3 convolution to 2k channels, and there are three.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DenseLayer(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input and, behind it, what the layer adds."""
+        """Return the input with the layer's output behind it, along the channels."""
         return torch.cat([x, self.layer(x)], dim=1)
 
 
@@ -67,7 +67,7 @@ class DenseNet(nn.Module):
         nn.init.zeros_(self.fc.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of a batch of images."""
+        """Return the logits `[B, num_classes]` of a batch of images."""
         logits: Tensor = self.fc(self.blocks(self.stem(x)).mean((2, 3)))
         return logits
 
@@ -82,26 +82,26 @@ def _large_stem(in_channels: int, width: int) -> nn.Module:
 
 
 def _normalised(channels: int) -> list[nn.Module]:
-    # In place is safe, and leaves the block's features alone: batch norm makes a tensor of its own, and keeps its
-    # input for the backward pass, not its output.
+    # In place is safe and does not change the block's features: batch norm returns a new tensor, and keeps its input
+    # for the backward pass, not its output.
     return [nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
 
 
 def _convolution(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.Conv2d:
-    """Without a bias; He initialisation by the channels in."""
+    """Build a convolution without a bias, with He initialisation by the channels in."""
     convolution = nn.Conv2d(in_channels, out_channels, size, stride=stride, padding=size // 2, bias=False)
     nn.init.kaiming_normal_(convolution.weight)
     return convolution
 
 
 class _DenseNetSettings(ModelSettings):
-    """What the depths share."""
+    """Settings that the depths share."""
 
     NUM_LAYERS: ClassVar[tuple[int, ...]]
     SMALL: ClassVar[bool] = False
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Logits `[B, num_classes]` from images `[B, channels, H, W]` of at least 32x32 pixels, 8x8 if it is small."""
+        """Build a module of logits `[B, num_classes]` from images of at least 32x32 pixels, 8x8 if `SMALL`."""
         channels, _, _ = image_shape(self.NAME, input_shape, MINIMUM_SMALL_PIXELS if self.SMALL else MINIMUM_PIXELS)
         return DenseNet(self.NUM_LAYERS, channels, num_classes, small=self.SMALL)
 

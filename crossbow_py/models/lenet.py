@@ -33,7 +33,7 @@ class LeNet(ModelSettings):
         check(self)
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Logits `[B, num_classes]` from images `[B, channels, H, W]` of at least 16x16 pixels."""
+        """Build a module of logits `[B, num_classes]` from images `[B, channels, H, W]` of at least 16x16 pixels."""
         width, *sides = image_shape(self.NAME, input_shape, MINIMUM_PIXELS)
         layers: list[nn.Module] = []
         for channels in CHANNELS:

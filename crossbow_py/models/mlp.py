@@ -27,7 +27,7 @@ class MLP(ModelSettings):
         check(self)
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Logits `[B, num_classes]` from inputs `[B, *input_shape]` of any shape."""
+        """Build a module of logits `[B, num_classes]` from inputs `[B, *input_shape]` of any shape."""
         layers: list[nn.Module] = [nn.Flatten()]
         width = math.prod(input_shape)
         for units in self.hidden:

@@ -2,8 +2,8 @@
 
 A 3x3 convolution to 32 channels, the paper's 17 inverted residual blocks, a 1x1 convolution to 1280 channels, global
 average pooling and a linear layer. A block is `y = bn(project(depthwise(expand(x))))`, where the 1x1 expansion and the
-3x3 depthwise convolution have BatchNorm and ReLU6, plus x where shapes allow it. Small images: the stem and the second
-stage keep the resolution, so that the image is halved three times and not five times; no parameter depends on it.
+3x3 depthwise convolution have BatchNorm and ReLU6, plus x where shapes allow it. For small images the stem and the
+second stage keep the resolution, so that the image is halved three times instead of five; no parameter depends on it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class InvertedResidual(nn.Module):
         self.has_shortcut = stride == 1 and in_channels == out_channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output; the input is left as it was."""
+        """Return the block's output; the input is not changed."""
         y: Tensor = self.layers(x)
         return x + y if self.has_shortcut else y
 
@@ -78,13 +78,13 @@ class MobileNetV2(nn.Module):
         nn.init.zeros_(self.fc.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of a batch of images."""
+        """Return the logits `[B, num_classes]` of a batch of images."""
         logits: Tensor = self.fc(self.features(x).mean((2, 3)))
         return logits
 
 
 def scaled(channels: int, width: float) -> int:
-    """`channels · width` as the nearest multiple of 8 that is at least 8 and no more than a tenth below it."""
+    """Return `channels · width` as the nearest multiple of 8 that is at least 8 and at most a tenth below it."""
     wanted = channels * width
     rounded = max(_DIVISOR, int(wanted + _DIVISOR / 2) // _DIVISOR * _DIVISOR)
     return rounded if rounded >= 0.9 * wanted else rounded + _DIVISOR
@@ -96,7 +96,7 @@ def _activated(in_channels: int, out_channels: int, size: int, stride: int = 1, 
 
 
 def _normalised(in_channels: int, out_channels: int, size: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
-    """A convolution without a bias and BatchNorm; He initialisation by the channels out."""
+    """Return a convolution without a bias, with He initialisation by the channels out, and BatchNorm."""
     convolution = nn.Conv2d(
         in_channels, out_channels, size, stride=stride, padding=size // 2, groups=groups, bias=False
     )
@@ -116,6 +116,6 @@ class MobileNet(ModelSettings):
         check(self)
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Logits `[B, num_classes]` from images `[B, channels, H, W]` of at least 16x16 pixels."""
+        """Build a module of logits `[B, num_classes]` from images `[B, channels, H, W]` of at least 16x16 pixels."""
         channels, _, _ = image_shape(self.NAME, input_shape, MINIMUM_PIXELS)
         return MobileNetV2(self.width, channels, num_classes)

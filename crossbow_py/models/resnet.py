@@ -35,7 +35,7 @@ class BasicBlock(nn.Module):
         self.stride, self.new_channels = stride, out_channels - in_channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output; the input is left as it was."""
+        """Return the block's output; the input is not changed."""
         y = self.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
         y += self._shortcut(x)
@@ -51,7 +51,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Residual network of depth 6n + 2 for `[B, in_channels, H, W]` images; returns logits `[B, num_classes]`."""
+    """Residual network of depth 6n + 2: images `[B, in_channels, H, W]` → logits `[B, num_classes]`."""
 
     def __init__(self, depth: int, in_channels: int, num_classes: int) -> None:
         super().__init__()
@@ -70,13 +70,13 @@ class ResNet(nn.Module):
         self._initialise()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of a batch of images."""
+        """Return the logits `[B, num_classes]` of a batch of images."""
         x = self.blocks(self.relu(self.bn1(self.conv1(x))))
         logits: Tensor = self.fc(x.mean((2, 3)))
         return logits
 
     def _initialise(self) -> None:
-        """He initialisation (He et al., Delving Deep into Rectifiers, 2015): std = sqrt(2 / (9 * channels out))."""
+        """Initialise as He et al. (Delving Deep into Rectifiers, 2015): std = sqrt(2 / (9 * channels out))."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -85,7 +85,7 @@ class ResNet(nn.Module):
 
 @dataclass(frozen=True)
 class _ResNetSettings(ModelSettings):
-    """What the depths share; the depth is the name, so there is nothing to set."""
+    """Settings that the depths share. The depth is in the name, so there is nothing to set."""
 
     DEPTH: ClassVar[int]
 
@@ -93,7 +93,7 @@ class _ResNetSettings(ModelSettings):
         check(self)
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Logits `[B, num_classes]` from images `[B, channels, H, W]` of at least 8x8 pixels."""
+        """Build a module of logits `[B, num_classes]` from images `[B, channels, H, W]` of at least 8x8 pixels."""
         channels, _, _ = image_shape(self.NAME, input_shape, MINIMUM_PIXELS)
         return ResNet(self.DEPTH, channels, num_classes)
 

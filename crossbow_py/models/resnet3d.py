@@ -50,7 +50,7 @@ class ResNet3d(nn.Module):
         self.fc = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of a batch of clips."""
+        """Return the logits `[B, num_classes]` of a batch of clips."""
         logits: Tensor = self.fc(self.blocks(self.stem(x)).mean((2, 3, 4)))
         return logits
 
@@ -62,23 +62,23 @@ def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
 
 
 def _convolution(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.Conv3d:
-    """Without a bias, which BatchNorm would take out again."""
+    """Build a convolution without a bias, which BatchNorm would remove."""
     return _initialised(nn.Conv3d(in_channels, out_channels, size, stride=stride, padding=size // 2, bias=False))
 
 
 def _initialised(convolution: nn.Conv3d) -> nn.Conv3d:
-    """He initialisation by the channels out."""
+    """Apply He initialisation by the channels out."""
     nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
     return convolution
 
 
 class _ResNet3dSettings(ModelSettings):
-    """What the depths share."""
+    """Settings that the depths share."""
 
     NUM_BLOCKS: ClassVar[tuple[int, ...]]
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Logits `[B, num_classes]` from clips `[B, channels, T, H, W]` of at least 8 frames of 16x16 pixels."""
+        """Build a module of logits `[B, num_classes]` from clips of at least 8 frames of 16x16 pixels."""
         channels, _, _, _ = clip_shape(self.NAME, input_shape, MINIMUM_FRAMES, MINIMUM_PIXELS)
         return ResNet3d(self.NUM_BLOCKS, channels, num_classes)
 

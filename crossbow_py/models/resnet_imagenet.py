@@ -34,7 +34,7 @@ class Residual(nn.Module):
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output; the input is left as it was."""
+        """Return the block's output; the input is not changed."""
         y = self.branch(x)
         y += self.shortcut(x)
         activated: Tensor = self.relu(y)
@@ -100,7 +100,7 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of a batch of images."""
+        """Return the logits `[B, num_classes]` of a batch of images."""
         logits: Tensor = self.fc(self.blocks(self.stem(x)).mean((2, 3)))
         return logits
 
@@ -112,7 +112,7 @@ def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
 
 
 def _convolution(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.Conv2d:
-    """Without a bias, which BatchNorm would take out again; He initialisation by the channels out."""
+    """Build a convolution without a bias, which BatchNorm would remove, with He initialisation by the channels out."""
     convolution = nn.Conv2d(in_channels, out_channels, size, stride=stride, padding=size // 2, bias=False)
     nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
     return convolution
@@ -128,7 +128,7 @@ def _zero_last_norms(model: ResNet) -> None:
 
 @dataclass(frozen=True)
 class _ResNetSettings(ModelSettings):
-    """What the depths share."""
+    """Settings that the depths share."""
 
     BLOCK: ClassVar[type[Block | Bottleneck]]
     NUM_BLOCKS: ClassVar[tuple[int, ...]]
@@ -139,7 +139,7 @@ class _ResNetSettings(ModelSettings):
         check(self)
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Logits `[B, num_classes]` from images `[B, channels, H, W]` of at least 32x32 pixels."""
+        """Build a module of logits `[B, num_classes]` from images `[B, channels, H, W]` of at least 32x32 pixels."""
         channels, _, _ = image_shape(self.NAME, input_shape, MINIMUM_PIXELS)
         model = ResNet(self.BLOCK, self.NUM_BLOCKS, channels, num_classes)
         if self.zero_init_residual:

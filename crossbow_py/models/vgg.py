@@ -42,13 +42,13 @@ class VGG(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of a batch of images; images larger than 32 pixels are averaged over what positions are left."""
+        """Return the logits `[B, num_classes]` of a batch of images; larger ones than 32x32 are averaged at the end."""
         logits: Tensor = self.classifier(self.features(x).mean((2, 3)))
         return logits
 
 
 def _convolution(in_channels: int, out_channels: int) -> list[nn.Module]:
-    """3x3 convolution, BatchNorm, ReLU. No bias: BatchNorm would take it out again."""
+    """Return a 3x3 convolution without a bias, which BatchNorm would remove, BatchNorm and ReLU."""
     convolution = nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False)
     nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
     return [convolution, nn.BatchNorm2d(out_channels), nn.ReLU(inplace=True)]
@@ -70,6 +70,6 @@ class VGG16(ModelSettings):
         check(self)
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Logits `[B, num_classes]` from images `[B, channels, H, W]` of at least 32x32 pixels."""
+        """Build a module of logits `[B, num_classes]` from images `[B, channels, H, W]` of at least 32x32 pixels."""
         channels, _, _ = image_shape(self.NAME, input_shape, MINIMUM_PIXELS)
         return VGG(channels, num_classes, self.dropout)

@@ -1,4 +1,4 @@
-"""What `crossbow_py.predict` can be told."""
+"""The configuration of `crossbow_py.predict`."""
 
 from __future__ import annotations
 

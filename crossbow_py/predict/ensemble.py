@@ -98,7 +98,7 @@ class Ensemble:
 
     @property
     def num_banks(self) -> int:
-        """How many architectures there are."""
+        """The number of architectures."""
         return len(self._banks)
 
     def predict(self, batch: Tensor) -> Tensor:
@@ -111,12 +111,12 @@ class Ensemble:
         return self._probabilities(batch).mean(0)
 
     def members(self, batch: Tensor) -> Tensor:
-        """The probabilities of every model `[K, B, classes]`, in the order they were given; see `predict`."""
+        """Return the probabilities of every model `[K, B, classes]`, in the order they were given; see `predict`."""
         found = self._probabilities(batch)
         return found if self._order is None else found[self._order]
 
     def _probabilities(self, batch: Tensor) -> Tensor:
-        """In the banks' order."""
+        """Return the probabilities `[K, B, classes]` in the banks' order."""
         inputs = self._prepared(batch)
         shape = inputs.shape, inputs.dtype
         if shape not in self.chosen:
@@ -170,7 +170,7 @@ class Ensemble:
             )
 
     def _settle(self, inputs: Tensor) -> str:
-        """The executor for batches like these."""
+        """Return the executor for batches like these."""
         if self._executor != "auto":
             refusal = self._not_fused(self._executor, inputs) if EXECUTORS[self._executor].FUSES else None
             if refusal is not None:
@@ -187,7 +187,7 @@ class Ensemble:
         return fastest({name: lambda own=own: self._finished(own, inputs) for name, own in runs.items()})  # type: ignore[misc]
 
     def _not_fused(self, name: str, inputs: Tensor) -> str | None:
-        """Why an executor that fuses cannot run the models; None when it can.
+        """Return why an executor that fuses cannot run the models; None if it can.
 
         Raises CaptureError, which says what to do, where a CUDA graph cannot hold them and the executor was asked for.
         """
@@ -236,7 +236,7 @@ def _check(models: Sequence[object], executor: str, device: torch.device) -> Non
 
 
 def same_architecture(models: Sequence[nn.Module]) -> list[list[int]]:
-    """The positions of models that predict by one and the same program on weights of their own, group by group.
+    """Return the positions of models that compute the same function of their own weights, group by group.
 
     Models that keep settings in objects which cannot be compared are in groups of their own.
     """
@@ -259,14 +259,14 @@ def _alike(model: nn.Module, other: nn.Module) -> bool:
 
 
 def _tensors(model: nn.Module) -> list[Any]:
-    """Of every parameter and buffer its name, shape and format, and which it is: tied ones have several names."""
+    """Return name, shape, format and identity of every parameter and buffer: tied ones have several names."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first: dict[int, int] = {}
     return [(name, tuple(value.shape), value.dtype, first.setdefault(id(value), len(first))) for name, value in named]
 
 
 def _alike_alone(module: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules are of one class with the same settings, whatever their children are."""
+    """Return whether two modules are of one class with the same settings, whatever their children are."""
     if type(module) is not type(other) or _has_hooks(module) or _has_hooks(other):
         return False
     if isinstance(module, _ONLY_IN_TRAINING):
@@ -280,7 +280,7 @@ def _settings(module: nn.Module) -> dict[str, Any]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Hooks are functions, and a bank's modules would all call those of its first model."""
+    """Return whether the module has hooks: a bank's modules would all call those of its first model."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 

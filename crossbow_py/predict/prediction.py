@@ -1,4 +1,4 @@
-"""From a configuration to predictions: models are loaded, run over test data as an ensemble, and timed."""
+"""Prediction: models are loaded, run over test data as an ensemble, and timed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Latency:
-    """How long an answer takes: percentiles in milliseconds of `calls` calls one after another, and who ran them."""
+    """The latency of an answer: percentiles in milliseconds of `calls` calls one after another, and their executor."""
 
     executor: str
     calls: int
@@ -42,7 +42,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What K models say about N test samples of C classes.
+    """The answers of K models on N test samples of C classes.
 
     Attributes:
         config: what was asked for.
@@ -79,12 +79,12 @@ class Prediction:
 
     @property
     def accuracies(self) -> list[float]:
-        """Of every member."""
+        """The accuracy of every member."""
         return [self._accuracy(own) for own in self.probabilities]
 
     @property
     def accuracy(self) -> float:
-        """Of the ensemble."""
+        """The accuracy of the ensemble."""
         return self._accuracy(self.ensemble)
 
     @property
@@ -171,13 +171,13 @@ def _run(
 
 
 def measure_latencies(ensemble: Ensemble, feed: Feed, seconds: float, clock: Clock) -> dict[int, Latency]:
-    """Of batches of 1 to 64 of the first samples, each for so many seconds and some calls at least."""
+    """Measure batches of 1 to 64 of the first samples, each for so many seconds and at least some calls."""
     sizes = [size for size in SIZES if size <= feed.num_samples]
     return {size: _latency(ensemble, feed.first_samples(size).inputs, seconds, clock) for size in sizes}
 
 
 def _latency(ensemble: Ensemble, inputs: Tensor, seconds: float, clock: Clock) -> Latency:
-    """What a caller waits for answers that it has on the host."""
+    """Measure how long a caller waits for answers on the host."""
     ensemble.predict(inputs)
     times: list[float] = []
     _wait(ensemble.device)

@@ -47,23 +47,23 @@ class Predictor(ABC):
 
     @abstractmethod
     def probabilities(self, inputs: Tensor) -> Tensor:
-        """`[K, B, classes]` of a batch `[B, ...]` as the models take it; the caller's own.
+        """Return probabilities `[K, B, classes]` of a batch `[B, ...]` as the models take it, in a new tensor.
 
-        On CUDA it is enqueued on the current stream; the host does not wait for it.
+        On CUDA the work is enqueued on the current stream, and the host does not wait for it.
         """
 
     @torch.no_grad()  # which holds for one thread
     def _run(self, module: nn.Module, inputs: Tensor) -> Tensor:
-        """Of one model."""
+        """Return the outputs of one model."""
         output: Tensor = module(inputs.clone() if self.writes_inputs else inputs)
         return output
 
     def close(self) -> None:
-        """End what it has started."""
+        """Stop threads and forget programs."""
 
 
 class SerialPredictor(Predictor):
-    """One model after another."""
+    """Runs one model after another."""
 
     def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
         super().__init__(name, banks, writes_inputs)
@@ -76,7 +76,7 @@ class SerialPredictor(Predictor):
 
 
 class ThreadsPredictor(SerialPredictor):
-    """As many threads as there are cores, one intra-op thread each, which take the models in turn."""
+    """Runs models on as many threads as there are cores, with one intra-op thread each."""
 
     def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
         super().__init__(name, banks, writes_inputs)
@@ -93,7 +93,7 @@ class ThreadsPredictor(SerialPredictor):
 
 
 class ProgramsPredictor(Predictor):
-    """Keeps a program for each of the last shapes of batches; on CUDA that is a CUDA graph."""
+    """Keeps a program for each of the last shapes of batches, on CUDA a CUDA graph."""
 
     def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
         super().__init__(name, banks, writes_inputs)
@@ -107,13 +107,13 @@ class ProgramsPredictor(Predictor):
         return run(inputs)
 
     def _program(self, inputs: Tensor) -> Forward:
-        """What answers batches like these."""
+        """Return the program for batches like these."""
         run = self._prepared(inputs)
         return run if self._captures is None else self._captures.captured(run, inputs)
 
     @abstractmethod
     def _prepared(self, inputs: Tensor) -> Forward:
-        """What answers batches like these, on CUDA before it is captured."""
+        """Return the program for batches like these, on CUDA before it is captured."""
 
     def _release(self, run: Forward) -> None:
         if self._captures is not None:
@@ -125,10 +125,10 @@ class ProgramsPredictor(Predictor):
 
 
 class FusedPredictor(ProgramsPredictor):
-    """A graph a bank, and banks side by side.
+    """Runs a graph for each group of a bank's models, and all groups side by side.
 
-    Raises, in `probabilities`, FusionError for models that cannot be fused, and CaptureError for those that a CUDA
-    graph cannot hold.
+    `probabilities` raises FusionError for models that cannot be fused, and CaptureError for those that a CUDA graph
+    cannot hold.
     """
 
     def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
@@ -152,11 +152,10 @@ class FusedPredictor(ProgramsPredictor):
 
 
 class FusedThreadsPredictor(FusedPredictor):
-    """Every bank in as many groups as there are cores, or models: a graph a group, which threads take in turn.
+    """Runs a graph for each group of a bank's models on as many threads as there are cores.
 
-    One intra-op thread each, so that none waits for another after every operator.
-
-    Raises FusionError as `FusedPredictor` does.
+    Each has one intra-op thread, so that none waits for another after every operator. Raises FusionError as
+    `FusedPredictor` does.
     """
 
     def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
@@ -177,9 +176,9 @@ class FusedThreadsPredictor(FusedPredictor):
 
 
 class StreamsPredictor(ProgramsPredictor):
-    """Every model by itself, on a stream of its own: in the CUDA graph of a batch's shape, a branch each.
+    """Runs each model on a stream of its own, a branch in the CUDA graph of a batch's shape.
 
-    Raises CaptureError, in `probabilities`, for models that a CUDA graph cannot hold.
+    `probabilities` raises CaptureError for models that a CUDA graph cannot hold.
     """
 
     def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
@@ -213,12 +212,12 @@ def candidates(device: torch.device) -> list[str]:
 
 
 def _modules(banks: Sequence[ReplicaBank]) -> list[nn.Module]:
-    """Of all rows, in the banks' order."""
+    """Return the modules of all rows, in the banks' order."""
     return [bank.module(row) for bank in banks for row in range(bank.num_learners)]
 
 
 class _CoreThreads:
-    """As many threads as there are cores, and no more than bodies, one intra-op thread each."""
+    """As many threads as there are cores, but no more than bodies, with one intra-op thread each."""
 
     def __init__(self, num_bodies: int) -> None:
         self._pool = ThreadPoolExecutor(
@@ -226,7 +225,7 @@ class _CoreThreads:
         )
 
     def run(self, bodies: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
-        """What the bodies return, in order; threads take them in turn."""
+        """Run bodies on the threads, and return their results in order."""
         with intra_op_threads(1):  # the caller's are also those of MKL in every thread
             return list(self._pool.map(operator.call, bodies))
 
@@ -241,7 +240,7 @@ def _without_gradients(run: Forward, inputs: Tensor) -> Tensor:
 
 
 def _on_fastest_threads(run: Forward, inputs: Tensor) -> Forward:
-    """`run` on one intra-op thread or on all of them: a few samples are answered before threads have met."""
+    """Return `run` on one intra-op thread or on all, whichever is faster: small batches are faster on one."""
     every = torch.get_num_threads()
     if every == 1:
         return run
@@ -255,5 +254,5 @@ def _with_threads(run: Forward, number: int, inputs: Tensor) -> Tensor:
 
 
 def _softmax(outputs: Tensor, bank: ReplicaBank) -> Tensor:
-    """In master precision."""
+    """Return the softmax in master precision."""
     return outputs.to(bank.precision.master).softmax(-1)

@@ -29,7 +29,7 @@ Value = TypeVar("Value")
 
 @torch.no_grad()
 def recorded(run: Forward, inputs: Tensor) -> Forward:
-    """What `run` calls for `inputs`, for tensors of that shape and format; what hangs on no input is computed once.
+    """Record the operators that `run` calls for tensors of the shape and format of `inputs`.
 
     `run` has been called before, so that it decides nothing any more. Where it cannot be recorded, or where what was
     recorded gives another answer, it is `run` itself.
@@ -52,7 +52,7 @@ def _compiled(program: GraphModule) -> Forward:
 
 
 def _fold(program: GraphModule) -> dict[Node, Any]:
-    """The values of all nodes that hang on no input."""
+    """Return the values of all nodes that depend on no input."""
     known: dict[Node, Any] = {}
     for node in program.graph.nodes:
         if node.op == "get_attr":
@@ -72,7 +72,7 @@ def _is_constant(node: Node, known: dict[Node, Any]) -> bool:
 
 
 def _without(graph: FxGraph, constants: dict[Node, Any]) -> FxGraph:
-    """The graph with an attribute of its name in place of every constant that is still read."""
+    """Return the graph with an attribute of its name in place of every constant that is still read."""
     rest = FxGraph()
     copies: dict[Node, Node] = {}
     for node in graph.nodes:
@@ -141,7 +141,7 @@ class Captures:
             self._device.release(run.graph)
 
     def _random_state(self) -> Hashable:
-        """Of every generator an operator may draw from."""
+        """Return the state of every generator that an operator may draw from."""
         own = [generator.get_state() for bank in self._banks for generator in bank.generators]
         return self._device.random_state(), *(state.numpy().tobytes() for state in own)
 
@@ -163,11 +163,11 @@ class CapturedRun:
         self._device, self._done = device, done
 
     def body(self) -> None:
-        """What is captured."""
+        """Run the function; this is what is captured."""
         self._outputs = self._run(self._inputs)
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """A copy of the outputs. All on the current stream, the host does not wait."""
+        """Return a copy of the outputs. All on the current stream, the host does not wait."""
         device, stream = self._device, self._device.callers_stream()
         device.wait(stream, self._done)  # of the last call, which may have been made on another stream
         self._inputs.copy_(inputs)
@@ -184,7 +184,7 @@ class OrderedRun:
         self._run, self._device, self._done = run, device, done
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """The outputs. All on the current stream, the host does not wait."""
+        """Return the outputs. All on the current stream, the host does not wait."""
         stream = self._device.callers_stream()
         self._device.wait(stream, self._done)
         outputs = self._run(inputs)
@@ -213,7 +213,7 @@ class LastUsed(Generic[Key, Value]):
         return len(self._values)
 
     def of(self, key: Key, make: Callable[[], Value]) -> Value:
-        """The value of a key, made where it is not kept; only then the one that was used least lately is dropped."""
+        """Return the value of a key, made if it is not kept; after that the least recently used one is dropped."""
         if key not in self._values:
             self._values[key] = make()
         self._values.move_to_end(key)

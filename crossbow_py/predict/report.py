@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,14 @@ from crossbow_py.core.host import versions
 from crossbow_py.core.printing import columns
 from crossbow_py.engine.modules.losses import IGNORED
 from crossbow_py.predict.prediction import Prediction
-from crossbow_py.telemetry.records import write_atomically
+from crossbow_py.telemetry.records import write_json
 from crossbow_py.train.evaluation.evaluator import non_finite_remark
 
 JSON_FILE, PROBABILITIES_FILE = "predict.json", "predictions.npz"
 
 
 def as_text(found: Prediction) -> str:
-    """What the user reads."""
+    """Return the text for the user."""
     k, banks = len(found.models), found.num_architectures
     several = f" of {banks} architectures" if banks > 1 else ""
     head = (
@@ -59,7 +58,7 @@ def _non_finite(found: Prediction) -> list[str]:
 
 
 def as_plain(found: Prediction) -> dict[str, Any]:
-    """Everything but the probabilities, in plain values."""
+    """Return everything but the probabilities, in plain values."""
     members = zip(found.models, found.accuracies, found.num_non_finite, strict=True)
     return {
         "models": [
@@ -96,7 +95,7 @@ def write(found: Prediction, folder: Path) -> str:
     """Write both files into a folder that exists; says where. Raises UserError when it cannot be written."""
     try:
         _write_probabilities(found, folder / PROBABILITIES_FILE)
-        write_atomically(folder / JSON_FILE, json.dumps(as_plain(found), indent=2) + "\n")
+        write_json(folder / JSON_FILE, as_plain(found))
     except OSError as error:
         raise unwritable(folder, error) from error
     return f"Written to {folder / JSON_FILE} and {folder / PROBABILITIES_FILE}."

@@ -1,4 +1,4 @@
-"""Models that runs and searches have left behind: which there are, what they were trained on, and the modules."""
+"""Trained models of runs and searches: how they are found, what they were trained on, and how they are loaded."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TrainedModel:
 
 
 def load_models(*paths: str | Path, targets: Sequence[str] = ()) -> list[nn.Module]:
-    """What `train` and `search` have left behind, as modules on the CPU and in evaluation mode.
+    """Load the models of runs and searches, as modules on the CPU and in evaluation mode.
 
     They take inputs as in training: images scaled to [0, 1] and normalised by the mean and std of the data set, which
     is read only where its settings do not say what its samples and classes are.
@@ -71,7 +71,7 @@ def load_models(*paths: str | Path, targets: Sequence[str] = ()) -> list[nn.Modu
 
 
 def find_models(paths: Sequence[str], targets: Sequence[str] = ()) -> list[TrainedModel]:
-    """The models of run folders, and single ones.
+    """Return the models of run folders, and single ones.
 
     Raises UserError for what is no finished run, and no model of one, for a model that is given twice, and for one that
     is made by code that is not among `targets`.
@@ -143,7 +143,7 @@ def _state(summary: Mapping[str, Any]) -> str:
 
 
 def _to_go_on(search: Path, report: Mapping[str, Any]) -> str:
-    """What gives the best model of a search that has none; the files of one that is over are with another worker.
+    """Return how to get the best model of a search that has none here; another worker may have its files.
 
     Not the command in search.json, which may be anybody's: the search itself tells it by what its storage has.
     """
@@ -157,7 +157,7 @@ def _to_go_on(search: Path, report: Mapping[str, Any]) -> str:
 
 
 def _remedy(folder: Path) -> str:
-    """What to give in place of a folder that is no run: the newest beneath it that has a model."""
+    """Return what to give instead of a folder that is no run: the newest run beneath it that has a model."""
     configs = [*folder.glob(f"*/{CONFIG_FILE}"), *folder.glob(f"*/*/{CONFIG_FILE}")]
     runs = [each.parent for each in configs if not (each.parent.parent / CONFIG_FILE).is_file()]
     usable = [run for run in runs if _files_in(run) or _files_in(run / BEST_FOLDER)]
@@ -168,7 +168,7 @@ def _remedy(folder: Path) -> str:
 
 
 def _files_in(run: Path) -> list[Path]:
-    """The average model, or those of independent learners in their order."""
+    """Return the average model, or those of independent learners in their order."""
     if (run / MODEL_FILE).is_file():
         return [run / MODEL_FILE]
     numbered = [(int(found[1]), file) for file in run.glob("model_*") if (found := _OF_A_LEARNER.fullmatch(file.name))]
@@ -176,7 +176,7 @@ def _files_in(run: Path) -> list[Path]:
 
 
 def common_data(models: Sequence[TrainedModel], targets: Sequence[str] = ()) -> Any:
-    """The settings of the data that all were trained on.
+    """Return the settings of the data that all were trained on.
 
     Raises UserError when they were not trained on the same, or that is made by code that is not among `targets`.
     """

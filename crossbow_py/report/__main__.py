@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -10,8 +9,9 @@ from pathlib import Path
 from crossbow_py.cli.command_line import run_with_text, say
 from crossbow_py.cli.output_folder import RUNS, make_folder, time_name
 from crossbow_py.core.errors import UserError, unwritable
-from crossbow_py.core.files import given_path, replacing
+from crossbow_py.core.files import given_path
 from crossbow_py.report.reading import find_runs, read_runs
+from crossbow_py.telemetry.pictures import has_matplotlib, save_picture
 from crossbow_py.telemetry.records import write_atomically
 
 PAGE_FILE = "report.html"
@@ -65,7 +65,6 @@ def _is_there(path: str) -> bool:
         return False
 
 
-
 def write_report(paths: Sequence[Path], output_dir: Path | None = None) -> tuple[list[str], Path]:
     """Read the runs that `paths` are or hold and write report.html, and a PNG a chart, into a folder.
 
@@ -80,7 +79,7 @@ def write_report(paths: Sequence[Path], output_dir: Path | None = None) -> tuple
         UserError: there is no run, there are too many, matplotlib is missing, or nothing can be written.
     """
     folders = find_runs(paths)
-    if importlib.util.find_spec("matplotlib") is None:
+    if not has_matplotlib():
         raise UserError("a report needs matplotlib, which is not there; pip install matplotlib.")
     from crossbow_py.report.charts import all_charts  # noqa: PLC0415  matplotlib is an extra
     from crossbow_py.report.page import as_html  # noqa: PLC0415
@@ -92,8 +91,7 @@ def write_report(paths: Sequence[Path], output_dir: Path | None = None) -> tuple
     charts = list(all_charts(runs))
     try:
         for chart in charts:
-            with replacing(folder / f"{chart.name}.png") as partial:
-                chart.figure.savefig(partial, dpi=_PNG_DPI, format="png")
+            save_picture(chart.figure, folder / f"{chart.name}.png", _PNG_DPI)
         write_atomically(folder / PAGE_FILE, as_html(runs, charts, datetime.now()))
     except OSError as error:
         raise unwritable(folder, error) from error

@@ -49,18 +49,18 @@ def all_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
         if figure is not None:
             yield Chart(name, title, caption, figure)
     caption = _TIMELINE
-    for place, run in enumerate(runs):
+    for index, run in enumerate(runs):
         strip = typical_rounds(run.spans)
         if strip is not None:
             several = len(runs) > 1
             title = "Three rounds of the timeline" + (f": {run.name}" if several else "")
-            yield Chart(f"timeline_{place}" if several else "timeline", title, caption, _timeline(strip))
+            yield Chart(f"timeline_{index}" if several else "timeline", title, caption, _timeline(strip))
             caption = ""
 
 
-def colour(place: int) -> str:
-    """Of the run at that place."""
-    return _COLOURS[place % len(_COLOURS)]
+def colour(index: int) -> str:
+    """Return the colour of the run at that position."""
+    return _COLOURS[index % len(_COLOURS)]
 
 
 def _plain(text: str) -> str:
@@ -78,7 +78,7 @@ def _axes(height_in: float = _HEIGHT_IN, rows: int = 1) -> tuple[Figure, list[Ax
     return figure, list(panels)
 
 
-def _draw(axes: Axes, points: Sequence[Point], place: int, label: str | None, style: str = "-", **more: Any) -> bool:
+def _draw(axes: Axes, points: Sequence[Point], index: int, label: str | None, style: str = "-", **more: Any) -> bool:
     """A curve; whether there was anything to draw. Few points get markers."""
     if not points:
         return False
@@ -88,7 +88,7 @@ def _draw(axes: Axes, points: Sequence[Point], place: int, label: str | None, st
         x,
         y,
         style,
-        color=colour(place),
+        color=colour(index),
         label=None if label is None else _plain(label),
         marker=marker,
         markersize=3,
@@ -115,56 +115,56 @@ def _curve(run: RunRecord, tag: str, column: str) -> list[Point]:
 
 
 def _measured(run: RunRecord, what: str, x: str = "samples_seen") -> list[Point]:
-    """Of the validation data where a run has some, else of the test data."""
+    """Return the curve of the validation data if the run has some, else of the test data."""
     return run.by_epoch(f"validation_{what}", x) or run.by_epoch(f"test_{what}", x)
 
 
 def _accuracy(runs: Sequence[RunRecord]) -> Figure | None:
     figure, (axes,) = _axes()
-    drawn = [_draw(axes, _measured(run, "accuracy"), place, run.name) for place, run in enumerate(runs)]
-    for place, run in enumerate(runs):
-        _draw(axes, run.by_epoch("train_accuracy"), place, None, ":", alpha=0.6)
+    drawn = [_draw(axes, _measured(run, "accuracy"), index, run.name) for index, run in enumerate(runs)]
+    for index, run in enumerate(runs):
+        _draw(axes, run.by_epoch("train_accuracy"), index, None, ":", alpha=0.6)
     return _finished(figure, [axes], _SAMPLES, ["accuracy"]) if any(drawn) else None
 
 
 def _accuracy_by_time(runs: Sequence[RunRecord]) -> Figure | None:
     figure, (axes,) = _axes()
     drawn = []
-    for place, run in enumerate(runs):
-        drawn.append(_draw(axes, _measured(run, "accuracy", "elapsed_s"), place, run.name))
+    for index, run in enumerate(runs):
+        drawn.append(_draw(axes, _measured(run, "accuracy", "elapsed_s"), index, run.name))
         reached = number(run.summary.get("time_to_accuracy_s"))
         if reached is not None:
-            axes.axvline(reached, color=colour(place), linestyle="--", linewidth=0.9)
+            axes.axvline(reached, color=colour(index), linestyle="--", linewidth=0.9)
     return _finished(figure, [axes], "seconds of training", ["accuracy"]) if any(drawn) else None
 
 
 def _loss(runs: Sequence[RunRecord]) -> Figure | None:
     figure, (axes,) = _axes()
     drawn = []
-    for place, run in enumerate(runs):
-        measured = _draw(axes, _measured(run, "loss"), place, run.name)
+    for index, run in enumerate(runs):
+        measured = _draw(axes, _measured(run, "loss"), index, run.name)
         label = None if measured else run.name
-        drawn += [measured, _draw(axes, _curve(run, "loss/train", "train_loss"), place, label, ":", alpha=0.6)]
+        drawn += [measured, _draw(axes, _curve(run, "loss/train", "train_loss"), index, label, ":", alpha=0.6)]
     return _finished(figure, [axes], _SAMPLES, ["loss"]) if any(drawn) else None
 
 
 def _throughput(runs: Sequence[RunRecord]) -> Figure | None:
     figure, (rate, count) = _axes(_HEIGHT_IN * 1.35, rows=2)
     drawn = []
-    for place, run in enumerate(runs):
-        drawn.append(_draw(rate, _curve(run, "throughput/images_per_s", "images_per_s"), place, run.name))
-        _draw(count, _curve(run, "num_learners", "num_learners"), place, None, drawstyle="steps-post")
+    for index, run in enumerate(runs):
+        drawn.append(_draw(rate, _curve(run, "throughput/images_per_s", "images_per_s"), index, run.name))
+        _draw(count, _curve(run, "num_learners", "num_learners"), index, None, drawstyle="steps-post")
     rate.set_ylim(bottom=0)
     count.set_ylim(bottom=0)
     return _finished(figure, [rate, count], _SAMPLES, ["images/s", "learners a device"]) if any(drawn) else None
 
 
 def _single(tag: str, column: str, label: str) -> Callable[[Sequence[RunRecord]], Figure | None]:
-    """A chart of one curve a run."""
+    """Return a chart of one curve a run."""
 
     def draw(runs: Sequence[RunRecord]) -> Figure | None:
         figure, (axes,) = _axes()
-        drawn = [_draw(axes, _curve(run, tag, column), place, run.name) for place, run in enumerate(runs)]
+        drawn = [_draw(axes, _curve(run, tag, column), index, run.name) for index, run in enumerate(runs)]
         return _finished(figure, [axes], _SAMPLES, [label]) if any(drawn) else None
 
     return draw
@@ -172,9 +172,9 @@ def _single(tag: str, column: str, label: str) -> Callable[[Sequence[RunRecord]]
 
 def _averaging(runs: Sequence[RunRecord]) -> Figure | None:
     figure, (spread, correction) = _axes(_HEIGHT_IN * 1.35, rows=2)
-    drawn = [_draw(spread, run.by_epoch("spread"), place, run.name) for place, run in enumerate(runs)]
-    for place, run in enumerate(runs):
-        _draw(correction, run.by_epoch("correction_norm"), place, None)
+    drawn = [_draw(spread, run.by_epoch("spread"), index, run.name) for index, run in enumerate(runs)]
+    for index, run in enumerate(runs):
+        _draw(correction, run.by_epoch("correction_norm"), index, None)
     labels = ["spread, share of |z|", "|Σ corrections|"]
     return _finished(figure, [spread, correction], _SAMPLES, labels) if any(drawn) else None
 
@@ -182,7 +182,7 @@ def _averaging(runs: Sequence[RunRecord]) -> Figure | None:
 def _timeline(strip: Strip) -> Figure:
     figure, (axes,) = _axes(0.9 + 0.45 * len(strip.streams))
     axes.grid(visible=False)
-    rows = {stream: place for place, stream in enumerate(strip.streams)}
+    rows = {stream: index for index, stream in enumerate(strip.streams)}
     for task in dict.fromkeys(span.task for span in strip.spans):
         own = [span for span in strip.spans if span.task == task]
         starts = [(span.start_us - strip.start_us) / 1000 for span in own]
@@ -240,7 +240,7 @@ class Strip:
 
 
 def typical_rounds(spans: Sequence[Span]) -> Strip | None:
-    """The strip in whose rounds begin at the most usual distance, so that no evaluation or first round is shown.
+    """Return the strip in whose rounds begin at the most usual distance, so that no evaluation or first round is shown.
 
     None where no span has a round.
     """
@@ -263,6 +263,6 @@ def typical_rounds(spans: Sequence[Span]) -> Strip | None:
 
 
 def _length(starts: dict[int, float], first: int, count: int) -> float:
-    """From the first round's begin to that of the round behind the last; of the last itself where there is none."""
+    """Return the time from the first round's start to that of the round after the last; of the last if none follows."""
     end = starts.get(first + count, starts.get(first + count - 1, starts[first]))
     return end - starts[first]

@@ -14,7 +14,7 @@ from crossbow_py.core.settings import written
 from crossbow_py.core.version import __version__
 from crossbow_py.report.charts import Chart, colour
 from crossbow_py.report.reading import RunRecord
-from crossbow_py.telemetry.figures import alike, figures, number
+from crossbow_py.telemetry.figures import figures, number, same_settings
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; }
@@ -33,7 +33,7 @@ pre { background: var(--soft); overflow-x: auto; padding: .8rem; } ul { padding-
 
 
 def as_html(runs: Sequence[RunRecord], charts: Sequence[Chart], now: datetime) -> str:
-    """The page."""
+    """Return the page."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     parts = [
         f"<h1>{escape(title)}</h1>",
@@ -55,23 +55,23 @@ def as_html(runs: Sequence[RunRecord], charts: Sequence[Chart], now: datetime) -
 
 
 def _notes(runs: Sequence[RunRecord]) -> str:
-    """What is missing, first."""
+    """Return the notes on what is missing."""
     lines = [f"{run.name}: {note}" if len(runs) > 1 else note for run in runs for note in run.notes]
     return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else ""
 
 
 def _figures(runs: Sequence[RunRecord]) -> str:
     rows = [[escape(name), *map(escape, values)] for name, values in figures(runs)]
-    same = " · ".join(f"{name} {value}" for name, value in alike(runs))
+    same = " · ".join(f"{name} {value}" for name, value in same_settings(runs))
     note = f'<p class="note">{"All runs: " if len(runs) > 1 else ""}{escape(same)}</p>' if same else ""
     return note + _table(["", *_names(runs)], rows)
 
 
 def _names(runs: Sequence[RunRecord]) -> list[str]:
-    """Each with the colour of its curves."""
+    """Return each with the colour of its curves."""
     return [
-        f'<span class="dot" style="background:{colour(place)}"></span> {escape(run.name)}'
-        for place, run in enumerate(runs)
+        f'<span class="dot" style="background:{colour(index)}"></span> {escape(run.name)}'
+        for index, run in enumerate(runs)
     ]
 
 
@@ -86,11 +86,11 @@ def _figure(chart: Chart) -> str:
 
 
 def _decisions(runs: Sequence[RunRecord]) -> str:
-    """The auto-tuner's, in the order they were taken."""
+    """Return the auto-tuner's, in the order they were taken."""
     rows = [
-        [_names(runs)[place], *(escape(_decision_value(decision, key)) for key in ("samples_seen", "elapsed_s")),
+        [_names(runs)[index], *(escape(_decision_value(decision, key)) for key in ("samples_seen", "elapsed_s")),
          f'<td class="text">{escape(str(decision.get("reason", "")))}</td>']
-        for place, run in enumerate(runs)
+        for index, run in enumerate(runs)
         for decision in run.decisions
     ]  # fmt: skip
     if not rows:
@@ -121,7 +121,7 @@ def _configuration(run: RunRecord) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Of HTML; a cell that brings its own `<td>` keeps it."""
+    """Return an HTML table; a cell that brings its own `<td>` keeps it."""
     head = "".join(f"<th>{text}</th>" for text in heads)
     body = "\n".join(
         f"<tr>{''.join(cell if cell.startswith('<td') else f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows

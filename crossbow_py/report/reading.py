@@ -33,7 +33,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Span:
-    """What a stream did between two times, in microseconds of the run's own clock; `round_index` where it is known."""
+    """A task of a stream between two times, in microseconds of the run's own clock; `round_index` if it is known."""
 
     task: str
     stream: str
@@ -44,7 +44,7 @@ class Span:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a folder says of its run.
+    """The records of a run, as its folder has them.
 
     Attributes:
         name: short, and different for each run of a report.
@@ -70,7 +70,7 @@ class RunRecord:
     notes: Sequence[str] = ()
 
     def by_epoch(self, key: str, x: str = "samples_seen") -> list[Point]:
-        """A column of metrics.jsonl over another, where both are numbers."""
+        """Return a column of metrics.jsonl over another, where both are numbers."""
         points = ((number(line.get(x)), number(line.get(key))) for line in self.epochs)
         return [(at, value) for at, value in points if at is not None and value is not None]
 
@@ -129,7 +129,7 @@ def _beneath(path: Path, depth: int) -> Iterator[Path]:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
-    """Everything there is of each."""
+    """Return everything there is of each."""
     return [_read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
 
 
@@ -206,7 +206,7 @@ def _read_config(folder: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """By dotted keys; the `name` in a group is the group's own value."""
+    """Return the values by dotted keys; the `name` in a group is the group's own value."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -217,7 +217,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _read_curves(folder: Path, epochs: Sequence[Mapping[str, Any]], notes: list[str]) -> dict[str, list[Point]]:
-    """Every scalar of the event files, which have points inside epochs."""
+    """Return every scalar of the event files, which have points inside epochs."""
     try:
         check_own(folder.parent, (), (TENSORBOARD_FOLDER,))  # TensorBoard's reader would wait for a pipe
     except OSError as error:
@@ -247,7 +247,7 @@ def _read_curves(folder: Path, epochs: Sequence[Mapping[str, Any]], notes: list[
 
 
 def _read_spans(path: Path, notes: list[str]) -> list[Span]:
-    """Those of a trace; none without a file, which only trace=true writes."""
+    """Return the spans of a trace; none without a file, which only trace=true writes."""
     if not path.is_file():
         return []
     events = read_json(path).get("traceEvents")

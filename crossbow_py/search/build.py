@@ -1,4 +1,4 @@
-"""From the command line's configuration to one worker of a search: the only place where one becomes the other."""
+"""Build one worker of a search from the command line's configuration, and run it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from crossbow_py.search.identity import defaults_of, identity
 from crossbow_py.search.loop import Search, SearchHooks, SearchRules, epoch_samples
 from crossbow_py.search.outcome import Leader, LeaderRun, find_leader, kept_best, trial_records
 from crossbow_py.search.packs.trial import TrialSettings
-from crossbow_py.search.packs.trial_registry import Roster, SearchData
+from crossbow_py.search.packs.trial_registry import SearchData, TrialRegistry
 from crossbow_py.search.report.search_file import recorded_summary
 from crossbow_py.search.study.states import TrialStates
 from crossbow_py.search.study.storage import BadStorageError, shown_address
@@ -66,9 +66,9 @@ class SearchRun:
     """A search as one worker process runs it; close it.
 
     Args:
-        config: what was asked for.
-        folder: where it is recorded.
-        listeners: are told; closed by who made them.
+        config: the configuration.
+        folder: the folder that the search is recorded in.
+        listeners: receive what happens; whoever made them closes them.
 
     Raises UserError, or StorageError when the storage cannot be used.
     """
@@ -99,7 +99,7 @@ class SearchRun:
         self.source: DataSource = config.data.load(progress=sys.stderr.isatty())
         space = config.parsed_space
         data = self._search_data()
-        self.roster = Roster(
+        self.registry = TrialRegistry(
             self.trial_settings, space, data, self.settings, self.choices, LOSS, most, self._say,
             total_samples=total_samples(self.rules.brackets, data.num_samples),
         )  # fmt: skip
@@ -126,7 +126,7 @@ class SearchRun:
 
     @property
     def order_seed(self) -> int:
-        """Of the order of samples, which all trials share."""
+        """The seed of the order of samples, which all trials share."""
         return self.settings.sample_order_seed
 
     def _seed_of(self, trial: int, params: Mapping[str, Any]) -> int:
@@ -137,7 +137,7 @@ class SearchRun:
         return trial_config(self.config, params, self._seed_of(trial, params))
 
     def trial_settings(self, trial: int, params: Mapping[str, Any]) -> TrialSettings:
-        """What a trial trains. Raises UserError when its parameters do not fit each other."""
+        """Return what a trial trains. Raises UserError when its parameters do not fit each other."""
         own = self._trial_config(trial, params)
         model = {name: value for name, value in to_mapping(own.model).items() if name != "dropout"}
 
@@ -158,19 +158,19 @@ class SearchRun:
         )
 
     def _check_corners(self) -> None:
-        """Refuse now what would make trials fail one after another. Raises UserError."""
+        """Raise UserError for what would make trials fail one after another."""
         for own in self._corners():
-            self.roster.data.feed_of(own.batch_size).close()
+            self.registry.data.feed_of(own.batch_size).close()
             if isinstance(own.model, CustomModel):
                 import_target("model.target", own.model.target)
         self._check_models()
 
     def _check_models(self) -> None:
-        """Refuse what would make every trial fail; one that can train is enough. Raises UserError."""
+        """Raise UserError if no trial at a corner of the space can train."""
         mistakes: list[UserError] = []
         for params in self.config.parsed_space.corners():
             try:
-                self.roster.check(params)
+                self.registry.check(params)
                 return
             except UserError as error:
                 mistakes.append(error)
@@ -183,7 +183,7 @@ class SearchRun:
         return [trial_config(self.config, params, seed=0) for params in self.config.parsed_space.corners()]
 
     def _check_segments(self) -> None:
-        """Refuse results of segments that the search does not have. Raises BadStorageError."""
+        """Raise BadStorageError for results of segments that the search does not have."""
         known = {trial: len(bracket.epochs) for bracket in self.rules.brackets for trial in bracket.trials}
         for each in self.study.results():
             if each.rung >= known.get(each.trial, 0):
@@ -201,9 +201,7 @@ class SearchRun:
         )
 
         def feed(dataset: Any, size: int, augmentation: Augmentation | None, what: str = "training") -> Feed:
-            made = new_feed(
-                dataset, size, augmentation, data, self.settings, self.choices, training=what == "training"
-            )
+            made = new_feed(dataset, size, augmentation, data, self.settings, self.choices, training=what == "training")
             if source.num_classes is not None:
                 made.check_labels(Classes(source.num_classes, IGNORED), what)
             return made
@@ -233,7 +231,7 @@ class SearchRun:
         )
 
     def _most_augmentation(self) -> Augmentation:
-        """What images are stored for: the most that any trial does to them."""
+        """Return the strongest augmentation of any trial, which images are stored for."""
         corners = [own.data.augmentation for own in self._corners()]
         return Augmentation(
             crop_padding=max(each.crop_padding for each in corners),
@@ -256,7 +254,7 @@ class SearchRun:
         for note in (*self.source.notes, *self._notes):
             self._say(note)
         hooks = SearchHooks(message=self._say, progress=self._progress, finished=self._finished)
-        search = Search(self.rules, self.study, self.roster, self.states, self.settings, self.choices, LOSS, hooks)
+        search = Search(self.rules, self.study, self.registry, self.states, self.settings, self.choices, LOSS, hooks)
         self._search = search
         done = search.run(lambda: stopped() is not None or self._is_enough())
         status = "finished" if done else stopped() or "stopped"
@@ -273,7 +271,7 @@ class SearchRun:
         return target is not None and is_reached(self.rules.brackets, results, target)
 
     def _ended_before(self, info: SearchInfo, records: tuple[TrialRecord, ...]) -> SearchSummary | None:
-        """How the search ended here before, where nothing is left to search and search.json has it."""
+        """Return how the search ended here before, if nothing is left to search and search.json says so."""
         results = self.study.results()
         if is_over(self.rules.brackets, results, maximize=self.rules.maximize):
             status = "finished"
@@ -291,9 +289,9 @@ class SearchRun:
         return None if best is None else dataclasses.replace(found, best=best)
 
     def _confirmed(self, told: BestTrial, leader: Leader) -> BestTrial | None:
-        """The best trial by the study, with what search.json, which may be anybody's, says was measured of it.
+        """Return the best trial by the study, with the test results of search.json, which anybody may have written.
 
-        None where that is of another trial, or no number.
+        None if they are of another trial, or no numbers.
         """
         if leader.trial != told.trial or leader.value != told.value:
             return None
@@ -313,7 +311,7 @@ class SearchRun:
         )
 
     def _told_again(self, summary: SearchSummary) -> SearchSummary:
-        self._say("Nothing is left to search; what follows is what came of it.")
+        self._say("Nothing is left to search; this is how it ended.")
         for listener in self.listeners:
             listener.on_end(summary)
         return summary
@@ -346,16 +344,16 @@ class SearchRun:
         return summary
 
     def _best(self) -> tuple[BestTrial | None, float]:
-        """The best trial, in a folder as a run's is: `predict` and fine-tuning take it; and the seconds of its test."""
+        """Write the best trial to a folder like a run's, and return it with the seconds that its test took."""
         return kept_best(
-            partial(find_leader, self.rules, self.study), self._run_of, self.roster.data, self.states, self.choices,
+            partial(find_leader, self.rules, self.study), self._run_of, self.registry.data, self.states, self.choices,
             LOSS, self.folder.path / BEST_FOLDER,
         )  # fmt: skip
 
     def _run_of(self, leader: Leader) -> LeaderRun:
         own = self._trial_config(leader.trial, leader.params)
         if not leader.is_at_end:  # a stop that leaves the length its schedule was planned for
-            samples = epoch_samples(leader.epochs, self.roster.data.num_samples)
+            samples = epoch_samples(leader.epochs, self.registry.data.num_samples)
             own = dataclasses.replace(own, max_rounds=-(-samples // own.batch_size))
         settings = self.trial_settings(leader.trial, leader.params)
         return LeaderRun(settings, train_command(own), write_yaml(config_to_mapping(own)))
@@ -382,8 +380,8 @@ class SearchRun:
         values = [value for segment, value in results.items() if segment.trial == leader and value is not None]
         progress = SearchProgress(
             running=tuple(
-                RunningTrial(place.segment.trial, place.segment.rung, place.progress, search.packs.number_of(place))
-                for place in search.places
+                RunningTrial(slot.segment.trial, slot.segment.rung, slot.progress, search.packs.number_of(slot))
+                for slot in search.slots
             ),
             num_finished=len(results),
             num_segments=sum(sum(bracket.sizes) for bracket in self.rules.brackets),
@@ -413,7 +411,7 @@ class SearchRun:
             seed=config.seed,
             storage=shown_address(self._address),
             worker=self._worker,
-            num_train_samples=self.roster.data.num_samples,
+            num_train_samples=self.registry.data.num_samples,
             brackets=rules.brackets,
             space=config.parsed_space,
             num_finished_segments=len(self.study.results()),
@@ -422,7 +420,7 @@ class SearchRun:
 
 
 def _name(model: Any, params: Mapping[str, Any]) -> str:
-    """How people call a trial's model: with what is searched of it."""
+    """Return what a trial's model is called in messages, with the parameters that are searched of it."""
     name = model.target if isinstance(model, CustomModel) else model.NAME
     own = {key.removeprefix("model."): value for key, value in params.items() if key.startswith("model.")}
     given = ", ".join(f"{key.removeprefix('args.')}={value}" for key, value in own.items() if key != "dropout")
@@ -430,7 +428,7 @@ def _name(model: Any, params: Mapping[str, Any]) -> str:
 
 
 def _choices(settings: RunSettings) -> Choices:
-    """`auto` stays, for every pack to choose its executor."""
+    """Return the choices for all packs; executor `auto` stays, as every pack chooses its own."""
     chosen = choose(dataclasses.replace(settings, num_learners="auto"), None)
     return dataclasses.replace(chosen, executor=settings.executor)
 

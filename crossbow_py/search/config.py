@@ -1,4 +1,4 @@
-"""What a search can be told, and what one of its trials is as a training run."""
+"""The configuration of a search, and the configuration of one of its trials as a training run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ usage: python -m crossbow_py.search [+experiment=NAME] [GROUP=OPTION ...] [KEY=V
 
 Trains many configurations of a run, the trials, for a while and the best of them on, packed side by side on a device.
 It takes those keys of crossbow_py.train that all trials have in common, and the space of what differs between them.
-Trials are compared on validation data, data.validation_fraction=0.1 of the training data when nothing is said; the
+Trials are compared on validation data, data.validation_fraction=0.1 of the training data unless set otherwise; the
 test data is measured once, for the best.
 
   python -m crossbow_py.search +experiment=search_digits
@@ -88,7 +88,7 @@ class SearchConfig(JobConfig):
     )
     num_trials: int | None = setting(None, "trials in all; null is one pass of the method", minimum=1)
     min_epochs: float = setting(1.0, "epochs before trials are compared for the first time", above=0)
-    eta: int = setting(3, "one of so many trials goes on from rung to rung", minimum=2)
+    eta: int = setting(3, "one in that many trials goes on from rung to rung", minimum=2)
     metric: Literal["accuracy", "loss"] = setting(
         "accuracy", "what is compared, of the validation data: accuracy (greater is better) or loss"
     )
@@ -102,9 +102,11 @@ class SearchConfig(JobConfig):
     )
     study: str | None = setting(None, "name of the search in the storage; null is the experiment's")
     checkpoint_every_s: float | None = setting(
-        300.0, "trials are kept on their way to a rung every that many seconds; null only when stopped", above=0
+        300.0, "save trials between rungs every that many seconds; null only when the search is stopped", above=0
     )
-    lease_s: float = setting(60.0, "seconds without a sign after which other workers take over what one held", above=1)
+    lease_s: float = setting(
+        60.0, "seconds without a sign of life after which other workers take over what a worker holds", above=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,11 +119,11 @@ class SearchConfig(JobConfig):
 
     @property
     def parsed_space(self) -> Space:
-        """What `space` says."""
+        """The parsed `space`."""
         return Space.from_mapping(self.space)
 
     def brackets(self) -> tuple[Bracket, ...]:
-        """Who trains how far; a grid has as many trials as points. Raises UserError when that cannot be."""
+        """Return the brackets; a grid has as many trials as points. Raises UserError if there can be none."""
         num_trials = self.num_trials
         if self.sampler == "grid":
             points = len(self.parsed_space.grid())
@@ -138,7 +140,7 @@ class SearchConfig(JobConfig):
 
 
 def _check_space(config: SearchConfig) -> None:
-    """Refuse keys that cannot be searched, and values that a run would refuse. Raises UserError."""
+    """Raise UserError for keys that cannot be searched, and for values that a run would refuse."""
     space = config.parsed_space
     for parameter in space.parameters:
         _check_key(parameter.key)
@@ -148,7 +150,7 @@ def _check_space(config: SearchConfig) -> None:
 
 
 def _check_options(config: SearchConfig, params: Mapping[str, Any]) -> None:
-    """Refuse a key that the option taken of a searched group lacks, and another option of the search has."""
+    """Raise UserError for a key that only some of the searched options of a group have, if it has no `when`."""
     for key in params:
         group, _, name = key.partition(".")
         if not name or params.get(group) not in group_options(group, TrainConfig):
@@ -164,7 +166,7 @@ def _check_options(config: SearchConfig, params: Mapping[str, Any]) -> None:
 
 
 def _option_fields(group: str, option: Any) -> set[str]:
-    """The keys beneath a group when an option of it is taken; none for an unknown option."""
+    """Return the keys beneath a group if an option of it is chosen; none for an unknown option."""
     if option not in group_options(group, TrainConfig):
         return set()
     name = read_option(group, option).get("name", option)
@@ -189,7 +191,7 @@ def _check_key(key: str) -> None:
 
 
 def trial_config(config: SearchConfig, params: Mapping[str, Any], seed: int) -> TrainConfig:
-    """A trial as a run of its own, with one learner. Raises UserError when its parameters do not fit each other."""
+    """Return the configuration of a trial as a run with one learner. Raises UserError if its parameters do not fit."""
     plain = _base(config)
     order_seed = config.seed if config.order_seed is None else config.order_seed
     plain.update(

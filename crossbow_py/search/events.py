@@ -1,4 +1,4 @@
-"""What a search tells the outside: plain values, and the listener that receives them."""
+"""The plain values that a search reports, and the listener that receives them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SEARCH_FILE = "search.json"  # in the search's folder: how it stands, and in the
 
 @dataclass(frozen=True)
 class SearchInfo:
-    """What is fixed when a search starts.
+    """The facts of a search that are fixed when it starts.
 
     Attributes:
         metric: the name of the values; `maximize` says whether greater is better.
-        num_train_samples: in an epoch.
-        brackets: who trains how far.
-        space: what is searched.
-        num_finished_segments: by this and other workers, before this one began.
+        num_train_samples: the samples of an epoch.
+        brackets: which trials train how far.
+        space: the search space.
+        num_finished_segments: those finished by any worker before this one began.
     """
 
     experiment: str
@@ -51,10 +51,10 @@ class TrialRecord:
     """A trial as it stands.
 
     Attributes:
-        rung: the last where it was measured, with `value`.
-        values: by epochs measured at.
-        params: None while it has not been sampled.
-        worker: who measured it last.
+        rung: the last rung where it was measured, with `value`.
+        values: the values by the epochs they were measured at.
+        params: the parameters; None while it has not been sampled.
+        worker: the worker that measured it last.
         reason: why it failed.
     """
 
@@ -116,7 +116,7 @@ class BestTrial:
 
 @dataclass(frozen=True)
 class SearchSummary:
-    """How a search ended: `status` is finished, stopped (at its time or target), interrupted or terminated.
+    """The end of a search: `status` is finished, stopped (at its time or target), interrupted or terminated.
 
     Of this worker, in seconds of its `wall_time_s`: `loading_time_s` until device and data were there, `train_time_s`
     its packs trained, `evaluation_time_s` trials were measured, the best one on the test data too, `tuning_time_s` it
@@ -148,7 +148,7 @@ class SearchListener:
         """The search begins, or goes on."""
 
     def on_progress(self, progress: SearchProgress) -> None:
-        """See SearchProgress."""
+        """Take the progress, about once a second and after every segment."""
 
     def on_trials(self, trials: tuple[TrialRecord, ...]) -> None:
         """All trials, after a segment of this worker."""

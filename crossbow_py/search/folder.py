@@ -1,4 +1,4 @@
-"""Which folder a search writes to: the one it goes on in, that of workers that share it, or a new one."""
+"""The choice of a search's folder: the one it goes on in, the one its workers share, or a new one."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _WHERE = ("storage", "study")
 
 @dataclass(frozen=True)
 class SearchFolder:
-    """Where a search is recorded.
+    """The folder that a search is recorded in.
 
     Attributes:
-        is_known: it was begun before, here or by another worker.
-        is_made: there was no such folder.
+        is_known: whether it was begun before, here or by another worker.
+        is_made: whether there was no such folder before.
     """
 
     path: Path
@@ -68,7 +68,7 @@ def open_search_folder(config: SearchConfig) -> SearchFolder:
 
 @contextmanager
 def _one_at_a_time(lock: Path) -> Iterator[None]:
-    """Others that choose a folder there wait, until it is known by its configuration or is taken back."""
+    """Make others that choose a folder there wait until this one has its configuration or is removed."""
     with ExitStack() as stack:
         try:
             stack.enter_context(locked(lock, lambda: None))
@@ -80,9 +80,9 @@ def _one_at_a_time(lock: Path) -> Iterator[None]:
 
 @contextmanager
 def kept_unless_refused(folder: SearchFolder) -> Iterator[None]:
-    """Take back what was begun here when the block ends with the user's mistake, before others joined.
+    """Remove what was begun here if the block ends with the user's mistake before others joined.
 
-    And before any trial was measured.
+    A folder in which a trial was measured stays.
     """
     try:
         yield
@@ -94,7 +94,7 @@ def kept_unless_refused(folder: SearchFolder) -> Iterator[None]:
 
 
 def _take_back(folder: SearchFolder) -> None:
-    """Where nobody else needs it; those that may join wait."""
+    """Remove what was begun, unless another worker needs it. Workers that may join wait meanwhile."""
     if any((folder.path / name).exists() for name in (_JOINED_FILE, TRIALS_FOLDER)):
         return
     if folder.is_made:
@@ -106,7 +106,7 @@ def _take_back(folder: SearchFolder) -> None:
 
 
 def _lock_of(path: Path) -> Path:
-    """Beside folders of an experiment; else in the folder, as what is around one that was named is not ours."""
+    """Return the lock file: beside an experiment's folders, else in the folder, as what is around it is not ours."""
     beside = path.parent / _LOCK_FILE
     return beside if beside.exists() else path / _LOCK_FILE
 
@@ -121,7 +121,7 @@ def _named(path: Path, ours: Mapping[str, Any], config: SearchConfig, text: str,
 
 
 def _has_search(path: Path, ours: Mapping[str, Any], config: SearchConfig, asked: str) -> bool:
-    """Whether there is one to go on with, else it may begin there. Raises UserError."""
+    """Return whether the folder has a search to go on with. Raises UserError if no search may begin there either."""
     _check_own(path)
     if not (path / CONFIG_FILE).is_file():
         if asked == "resume":
@@ -140,7 +140,7 @@ def _has_search(path: Path, ours: Mapping[str, Any], config: SearchConfig, asked
 
 
 def _check_own(path: Path) -> None:
-    """Refuse a folder in which something is a link or a pipe. Raises UserError."""
+    """Raise UserError for a folder in which something is a link or a pipe."""
     try:
         check_own(path, _FILES, _FOLDERS)
     except OSError as error:

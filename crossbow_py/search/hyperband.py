@@ -50,7 +50,7 @@ class Bracket:
     """Trials that are compared with each other.
 
     Attributes:
-        index: place among the brackets of the search.
+        index: number among the brackets of the search.
         first_trial: their lowest number; `num_trials` follow on each other.
         epochs: where each rung is measured, rising; the last is the same in every bracket.
         sizes: how many trials reach each rung when none fails.
@@ -69,7 +69,7 @@ class Bracket:
 
 
 class TrialState(StrEnum):
-    """What is known of a trial; one that trains at the moment is still WAITING or PROMOTED."""
+    """The state of a trial; one that trains at the moment is still WAITING or PROMOTED."""
 
     WAITING = "waiting"  # has no result yet
     PAUSED = "paused"  # measured at a rung that others have still to reach
@@ -80,7 +80,7 @@ class TrialState(StrEnum):
 
     @property
     def has_ended(self) -> bool:
-        """Whether it trains no more, for good."""
+        """Whether the trial is never trained again."""
         return self in (TrialState.PRUNED, TrialState.COMPLETE, TrialState.FAILED)
 
 
@@ -89,7 +89,7 @@ _MEASURED_FOR_GOOD = (TrialState.PRUNED, TrialState.COMPLETE)
 
 @dataclass(frozen=True)
 class TrialStanding:
-    """Where a trial is: its last rung with a value, and that value; None before the first."""
+    """The standing of a trial: its state, its last rung with a value, and that value; None before the first."""
 
     state: TrialState
     rung: int | None = None
@@ -102,7 +102,7 @@ class TrialStanding:
 def make_brackets(
     method: Method, *, num_trials: int | None, min_epochs: float, max_epochs: float, eta: int
 ) -> tuple[Bracket, ...]:
-    """The brackets of a search, its trials numbered from 0.
+    """Return the brackets of a search, its trials numbered from 0.
 
     Args:
         method: `hyperband` repeats its pass over all brackets, `successive_halving` has brackets of eta^s_max trials
@@ -184,7 +184,7 @@ def _check(method: str, num_trials: int | None, max_epochs: float, eta: int) -> 
 
 
 def bracket_of(brackets: Sequence[Bracket], trial: int) -> Bracket:
-    """The bracket the trial is in."""
+    """Return the bracket the trial is in."""
     found = bisect.bisect_right(brackets, trial, key=lambda bracket: bracket.first_trial) - 1
     bracket = brackets[max(found, 0)]
     assert trial in bracket.trials, f"no bracket has trial {trial}"
@@ -192,7 +192,7 @@ def bracket_of(brackets: Sequence[Bracket], trial: int) -> Bracket:
 
 
 def to_epochs(brackets: Sequence[Bracket], segment: Segment) -> float:
-    """Epochs the trial has been trained for when the segment is over and it is measured."""
+    """Return epochs the trial has been trained for when the segment is over and it is measured."""
     return bracket_of(brackets, segment.trial).epochs[segment.rung]
 
 
@@ -200,7 +200,7 @@ def to_epochs(brackets: Sequence[Bracket], segment: Segment) -> float:
 
 
 def survivors(outcomes: Mapping[int, Outcome], keep: int, *, maximize: bool) -> tuple[int, ...]:
-    """The `keep` best trials of a rung by `outcomes` (by trial), ascending.
+    """Return the `keep` best trials of a rung by `outcomes` (by trial), ascending.
 
     Ties go to the lower trial number. Fewer are left when fewer have a finite value: no other survives.
     """
@@ -210,7 +210,7 @@ def survivors(outcomes: Mapping[int, Outcome], keep: int, *, maximize: bool) -> 
 
 
 def ready(brackets: Sequence[Bracket], results: Results, *, maximize: bool) -> list[Segment]:
-    """The segments that may run now; those that run at the moment are among them, as they have no result yet.
+    """Return the segments that may run now; those that run at the moment are among them, as they have no result yet.
 
     Trials that were promoted come first, those of earlier brackets before those of later ones, and then the trials
     that have not begun: so brackets interleave, and new trials take the rows that a narrowing rung leaves.
@@ -225,12 +225,12 @@ def ready(brackets: Sequence[Bracket], results: Results, *, maximize: bool) -> l
 
 
 def is_over(brackets: Sequence[Bracket], results: Results, *, maximize: bool) -> bool:
-    """Whether nothing is left to run."""
+    """Return whether nothing is left to run."""
     return not ready(brackets, results, maximize=maximize)
 
 
 def standing(brackets: Sequence[Bracket], results: Results, *, maximize: bool) -> dict[int, TrialStanding]:
-    """Where each trial is, by trial, ascending."""
+    """Return the standing of each trial, by trial, ascending."""
     found: dict[int, TrialStanding] = {}
     for bracket in brackets:
         last = len(bracket.epochs) - 1
@@ -245,7 +245,7 @@ def standing(brackets: Sequence[Bracket], results: Results, *, maximize: bool) -
 def _at_rung(
     before: TrialStanding, results: Results, segment: Segment, last_rung: int, is_complete: bool
 ) -> TrialStanding:
-    """Where a trial is that took part in a rung; one that survives is looked at again at the next."""
+    """Return the standing of a trial that took part in a rung; one that survives is looked at again at the next."""
     if segment not in results:
         state = TrialState.PROMOTED if segment.rung else TrialState.WAITING
         return TrialStanding(state, before.rung, before.value)
@@ -258,7 +258,7 @@ def _at_rung(
 
 
 def best(brackets: Sequence[Bracket], results: Results, *, maximize: bool) -> int | None:
-    """The trial with the best value, ties to the lower number; None while there is no value.
+    """Return the trial with the best value, ties to the lower number; None while there is no value.
 
     Only values at the most epochs that any trial has been measured at are compared. A trial that has failed counts no
     longer, whatever it reached before.
@@ -267,7 +267,7 @@ def best(brackets: Sequence[Bracket], results: Results, *, maximize: bool) -> in
 
 
 def beaten(brackets: Sequence[Bracket], standings: Mapping[int, TrialStanding], *, maximize: bool) -> set[int]:
-    """The failed and pruned trials that can be the `best` no longer, whatever comes of those that go on.
+    """Return the failed and pruned trials that can be the `best` no longer, whatever comes of those that go on.
 
     These may all fail: then the best of the pruned and the complete ones is the best of all, and it is not among them.
     What is beaten stays beaten.
@@ -279,7 +279,7 @@ def beaten(brackets: Sequence[Bracket], standings: Mapping[int, TrialStanding], 
 
 
 def best_of(brackets: Sequence[Bracket], standings: Mapping[int, TrialStanding], *, maximize: bool) -> int | None:
-    """As `best`, by where trials are."""
+    """Return the `best` trial by the standings of all."""
     measured: dict[float, dict[int, Outcome]] = {}
     for trial, where in standings.items():
         if where.rung is not None and where.state is not TrialState.FAILED:
@@ -288,7 +288,7 @@ def best_of(brackets: Sequence[Bracket], standings: Mapping[int, TrialStanding],
 
 
 def is_reached(brackets: Sequence[Bracket], results: Results, target: float) -> bool:
-    """Whether a trial that was trained to the end has a value of at least `target`: then `best` has."""
+    """Return whether a trial that was trained to the end has a value of at least `target`; then `best` has it too."""
     return any(
         value is not None and value >= target and segment.rung == len(bracket_of(brackets, segment.trial).epochs) - 1
         for segment, value in results.items()
@@ -310,17 +310,17 @@ def _rungs(bracket: Bracket, results: Results, maximize: bool) -> list[tuple[int
 
 
 def segment_lengths(bracket: Bracket) -> list[float]:
-    """Epochs between its rungs, the first from 0."""
+    """Return the epochs between its rungs, the first from 0."""
     return [end - begin for begin, end in pairwise((0.0, *bracket.epochs))]
 
 
 def planned_epochs(brackets: Iterable[Bracket]) -> float:
-    """Epochs of training of a whole search when no trial fails."""
+    """Return the epochs of training of a whole search in which no trial fails."""
     return sum(
         size * length for each in brackets for size, length in zip(each.sizes, segment_lengths(each), strict=True)
     )
 
 
 def total_samples(brackets: Iterable[Bracket], samples_per_epoch: int) -> int:
-    """That a whole search trains on when no trial fails."""
+    """Return the samples that a whole search trains on if no trial fails."""
     return round(planned_epochs(brackets) * samples_per_epoch)

@@ -1,4 +1,4 @@
-"""What makes two searches the same one: what all of its workers agree on, whenever it goes on."""
+"""The identity of a search: the values that all of its workers agree on, whenever it goes on."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def defaults_of(identity: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def brought_up(theirs: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def upgraded(theirs: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the identity of a search of another version with the keys of this one.
 
     Keys that did not exist when it began have their defaults. Its space stays as it was.
@@ -48,11 +48,11 @@ def brought_up(theirs: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
 
 def changes(recorded: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """Return `key: recorded → ours` for everything that makes a recorded configuration another search than `ours`."""
-    return differences(brought_up(without(recorded, _MAY_CHANGE), defaults_of(ours)), ours)
+    return differences(upgraded(without(recorded, _MAY_CHANGE), defaults_of(ours)), ours)
 
 
 def _defaults(kind: type) -> dict[str, Any]:
-    """The defaults of the fields that have one, as plain values."""
+    """Return the defaults of the fields that have one, as plain values."""
     given = {
         field.name: field.default for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING
     }

@@ -36,8 +36,8 @@ from crossbow_py.search.hyperband import (
 )
 from crossbow_py.search.packs.pack import Member, PackJob
 from crossbow_py.search.packs.policies import Policy, Waiting, admit, fair_share, few_kinds
-from crossbow_py.search.packs.slots import Packs, Place
-from crossbow_py.search.packs.trial_registry import Described, Roster
+from crossbow_py.search.packs.slots import Packs, Slot
+from crossbow_py.search.packs.trial_registry import Described, TrialRegistry
 from crossbow_py.search.study.states import TrialStates, Underway
 from crossbow_py.search.study.study import SharedStudy
 from crossbow_py.train.evaluation.evaluator import Evaluation
@@ -49,12 +49,12 @@ _POLL_S = 0.5  # while others hold all that is left
 
 @dataclass(frozen=True)
 class SearchRules:
-    """What a search goes by.
+    """The rules of a search.
 
     Attributes:
-        brackets: its trials, and how far each is trained.
-        metric: of the validation data; `accuracy` is maximized, `loss` minimized.
-        policy: who is packed with whom.
+        brackets: the trials, and how far each is trained.
+        metric: what is measured on the validation data; `accuracy` is maximized, `loss` minimized.
+        policy: which trials are packed together.
         lookahead: new trials that are sampled before there is room for them, for policies to choose from.
         checkpoint_every_s: how often segments that are long are kept on their way; None: only when a stop ends them.
     """
@@ -74,7 +74,7 @@ class SearchRules:
 
 @dataclass
 class Spent:
-    """Where a worker's time went, in seconds, and the samples it trained on."""
+    """The seconds that a worker spent on each activity, and the samples it trained on."""
 
     train_s: float = 0.0
     evaluation_s: float = 0.0
@@ -85,7 +85,7 @@ class Spent:
 
 @dataclass
 class SearchHooks:
-    """What a search calls, in its own thread; every one may be left out."""
+    """The functions that a search calls, in its own thread; each may be left out."""
 
     message: Callable[[str], None] = lambda _: None
     progress: Callable[[Search], None] = lambda _: None
@@ -98,34 +98,34 @@ class Search:
     """One worker of a search. Used from one thread; close it.
 
     Args:
-        rules: what it goes by.
-        study: shared with other workers, open.
-        roster: what is known of trials.
-        states: where trials are kept between segments.
-        settings, choices, loss: of all trials.
-        hooks: what it calls.
+        rules: the brackets, the metric and the policy.
+        study: the open study, shared with other workers.
+        registry: describes the trials.
+        states: the checkpoints of trials between segments.
+        settings, choices, loss: those of all trials.
+        hooks: functions that it calls.
     """
 
     def __init__(
         self,
         rules: SearchRules,
         study: SharedStudy,
-        roster: Roster,
+        registry: TrialRegistry,
         states: TrialStates,
         settings: RunSettings,
         choices: Choices,
         loss: Loss,
         hooks: SearchHooks,
     ) -> None:
-        self.rules, self.study, self.roster, self.states = rules, study, roster, states
+        self.rules, self.study, self.registry, self.states = rules, study, registry, states
         self.choices, self.loss, self.hooks = choices, loss, hooks
-        self.num_samples = roster.data.num_samples
+        self.num_samples = registry.data.num_samples
         longest = max(bracket.epochs[-1] for bracket in rules.brackets)
         planned = epoch_samples(longest, self.num_samples)
-        self._job = PackJob(settings, choices, loss, planned, roster.executor)
-        self.packs = Packs(self._job, roster, choices, loss, hooks.message)
-        roster.make_room, roster.has_packs = self._make_room, lambda: self.packs.count > 0
-        self.places: list[Place] = []
+        self._job = PackJob(settings, choices, loss, planned, registry.executor)
+        self.packs = Packs(self._job, registry, choices, loss, hooks.message)
+        registry.make_room, registry.has_packs = self._make_room, lambda: self.packs.count > 0
+        self.slots: list[Slot] = []
         self._alone: set[int] = set()
         self._concluded: set[int] = set()
         self._forgotten: set[int] = set()  # whose files are removed
@@ -133,7 +133,7 @@ class Search:
         self.results: Results = {}
         self._admitted_at: tuple[int, tuple[Segment, ...]] = (-1, ())
         self._num_failed = 0
-        self._is_stale = False  # whether packs hold members that have no place
+        self._is_stale = False  # whether packs hold members that have no slot
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -141,14 +141,14 @@ class Search:
     def run(self, stopped: Callable[[], bool]) -> bool:
         """Train until nothing is left, or `stopped`; then what is held is given back. Whether nothing is left.
 
-        Segments that a stop ends are kept on their way, for who goes on here.
+        Segments that a stop interrupts are saved, so that whoever goes on in this folder continues them.
 
         Raises:
             StorageError: the storage is gone; what was finished is in it.
             DataError: the data cannot be loaded.
             DeviceLostError: the device fails whatever it is asked for.
         """
-        self.roster.stopped = stopped
+        self.registry.stopped = stopped
         try:
             while not stopped():
                 self._drop_lost(self.study.renew())
@@ -160,7 +160,7 @@ class Search:
                 self._admit()
                 if stopped():  # packs that made room are not there
                     break
-                if not self.places:
+                if not self.slots:
                     if num_failed == self._num_failed:
                         self._wait()
                     continue
@@ -176,14 +176,14 @@ class Search:
         """Give back what is held and end all packs. Does not raise what the storage says: leases end by themselves."""
         self.packs.close()
         with suppress(CrossbowError):  # once is enough: every call waits for a storage that is gone
-            for place in self.places:
-                self.study.release(place.segment)
+            for slot in self.slots:
+                self.study.release(slot.segment)
             self.study.leave()
-        self.places = []
+        self.slots = []
         self.study.close()
 
     def _wait(self) -> None:
-        """For others, who hold all that may train."""
+        """Wait for other workers, who hold all that may train."""
         begun = self.hooks.clock()
         self.hooks.sleep(_POLL_S)
         self.spent.waiting_s += self.hooks.clock() - begun
@@ -191,40 +191,40 @@ class Search:
     # --- who trains ---------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Claim what the policy wants beside what runs, and give it seats; where nothing changed, nothing is wanted."""
-        now = (len(self.results), tuple(place.segment for place in self.places))
-        if self.places and now == self._admitted_at and not self._is_stale:
+        """Claim what the policy wants beside what runs, and give it slots. It wants nothing if nothing has changed."""
+        now = (len(self.results), tuple(slot.segment for slot in self.slots))
+        if self.slots and now == self._admitted_at and not self._is_stale:
             return
         segments = ready(self.rules.brackets, self.results, maximize=self.rules.maximize)
-        self.roster.is_alone = self.study.num_searchers(here=True) == 1
+        self.registry.is_alone = self.study.num_searchers(here=True) == 1
         waiting, running = self._waiting(segments), self._running()
-        if self.roster.stopped():  # while packs were measured
+        if self.registry.stopped():  # while packs were measured
             return
         chosen = admit(self.rules.policy, [each for _, each in waiting], running, seed=self.rules.seed)
         chosen = few_kinds(chosen, running, self._most_packs(len(running) + len(chosen)))
         quota = fair_share(len(segments), self.study.num_searchers()) - len(running)
         wanted = {each.trial for each in chosen[: max(0, quota)]}
         claimed = self.study.claim([segment for segment, each in waiting if each.trial in wanted])
-        self.places += [self._placed(segment) for segment in claimed]
-        self._admitted_at = (len(self.results), tuple(place.segment for place in self.places))
+        self.slots += [self._filled_slot(segment) for segment in claimed]
+        self._admitted_at = (len(self.results), tuple(slot.segment for slot in self.slots))
         if claimed or self._is_stale:
             self._is_stale = False
-            self._give_up_all(self.packs.seat(self.places))
+            self._give_up_all(self.packs.assign(self.slots))
 
     def _make_room(self) -> bool:
-        """Park all packs, which are drained, until members are seated again; whether there were any."""
+        """Park all packs, which are drained, until slots are assigned again. Returns whether there were any."""
         self._is_stale = True
         return self.packs.park()
 
     def _most_packs(self, num_trials: int) -> int:
         """Side by side: one where samples are streamed, as each loads its own; as many as cores on a CPU."""
-        if self.roster.data.streams:
+        if self.registry.data.streams:
             return 1
         return torch.get_num_threads() if self.choices.device.type == "cpu" else num_trials
 
     def _waiting(self, segments: Sequence[Segment]) -> list[tuple[Segment, Waiting]]:
-        """Which of these may be claimed, as far as the policy looks ahead; what cannot be described has failed."""
-        held = {place.segment for place in self.places}
+        """Return those of the segments that may be claimed, as far as the policy looks ahead."""
+        held = {slot.segment for slot in self.slots}
         free = self.study.free([each for each in segments if each not in held])
         found: list[tuple[Segment, Waiting]] = []
         num_new = 0
@@ -238,20 +238,20 @@ class Search:
         return found
 
     def _is_elsewhere(self, segment: Segment) -> bool:
-        """Whether who trained the trial has its files, in a folder of its own: it had better go on with it."""
+        """Return whether the trial's files are in another worker's folder: that worker had better go on with it."""
         return segment.rung > 0 and not self.states.has(Segment(segment.trial, segment.rung - 1))
 
     def _is_full(self, found: list[Waiting]) -> bool:
-        """Whether those fill the device that run or were found, for a policy that takes them in their order.
+        """Return whether trials that run or were found fill the device, for a policy that takes them in their order.
 
-        What is sampled later knows more results.
+        A trial that is sampled later knows more results.
         """
         taken = sum(each.share for each in [*self._running(), *found])
         return self.rules.policy == "signature" and taken > 1 - 1e-9
 
     def _described(self, segment: Segment) -> Described | None:
         params, begun = self.study.params(segment.trial), self.hooks.clock()
-        known = self.roster.of(segment.trial, params)
+        known = self.registry.of(segment.trial, params)
         self.spent.tuning_s += self.hooks.clock() - begun
         if isinstance(known, Described):
             return known
@@ -260,18 +260,18 @@ class Search:
         return None
 
     def _as_waiting(self, segment: Segment, described: Described) -> Waiting:
-        return self.roster.waiting(
+        return self.registry.waiting(
             segment.trial, described, segment.trial in self._alone, self._first_sample(segment, described)
         )
 
     def _running(self) -> list[Waiting]:
         return [
-            self.roster.waiting(place.segment.trial, place.described, place.alone, place.member.samples_seen)
-            for place in self.places
+            self.registry.waiting(slot.segment.trial, slot.described, slot.alone, slot.member.samples_seen)
+            for slot in self.slots
         ]
 
     def _first_sample(self, segment: Segment, described: Described) -> int:
-        """Where its training goes on; -1 where that is known only when it does."""
+        """Return the sample at which its training goes on; -1 if that is known only once it does."""
         if not segment.rung:
             return -1 if self.states.is_underway(segment) else 0
         before = Segment(segment.trial, segment.rung - 1)
@@ -280,9 +280,9 @@ class Search:
         batch = described.settings.batch_size
         return -(-epoch_samples(to_epochs(self.rules.brackets, before), self.num_samples) // batch) * batch
 
-    def _placed(self, segment: Segment) -> Place:
-        """A claimed segment, ready to train from where its trial stood; from its beginning when that is lost."""
-        known = self.roster.of(segment.trial, self.study.params(segment.trial))
+    def _filled_slot(self, segment: Segment) -> Slot:
+        """Return a slot with a claimed segment, ready to train from where its trial stood, or from its beginning."""
+        known = self.registry.of(segment.trial, self.study.params(segment.trial))
         assert isinstance(known, Described), "what is claimed can train"
         underway = self.states.load_underway(segment)
         begun = underway.checkpoint if underway is not None else None
@@ -292,46 +292,46 @@ class Search:
                 self.hooks.message(f"Trial {segment.trial} is trained from its beginning: its files are not here.")
         end = epoch_samples(to_epochs(self.rules.brackets, segment), self.num_samples)
         member = Member(segment.trial, known.settings, begun, end, known.dropout_rate)
-        place = Place(segment, member, known, segment.trial in self._alone, kept_at=self.hooks.clock())
+        slot = Slot(segment, member, known, segment.trial in self._alone, kept_at=self.hooks.clock())
         if underway is not None:
             member.loss_sum, member.num_losses = underway.loss_sum, underway.num_losses
-            place.seconds = underway.seconds
-        return place
+            slot.seconds = underway.seconds
+        return slot
 
     # --- training -----------------------------------------------------------------------------------------------------
 
     def _train(self, stopped: Callable[[], bool]) -> None:
-        """Until a segment is over, or a turn has passed."""
+        """Train until a segment is over, or a turn has passed."""
         clock = self.hooks.clock
         begun, samples = clock(), self._samples()
         failures = self.packs.advance(lambda: clock() - begun >= _TURN_S or stopped())
         seconds = clock() - begun
         self.spent.train_s += seconds
         self.spent.samples += self._samples() - samples
-        for place in self.places:
-            place.seconds += seconds / len(self.places)
+        for slot in self.slots:
+            slot.seconds += seconds / len(self.slots)
         self._give_up_all(failures)
         if self.rules.checkpoint_every_s is not None:
             self._keep_underway(self.rules.checkpoint_every_s)
 
     def _keep_underway(self, every_s: float) -> None:
-        """Keep where segments stand that train on, and were last kept that long ago; their packs are drained."""
+        """Save the segments that train on and were last saved that long ago; their packs are drained."""
         now = self.hooks.clock()
-        for place in self.places:
-            member = place.member
-            if member.is_over or now - place.kept_at < every_s or not place.progress:
+        for slot in self.slots:
+            member = slot.member
+            if member.is_over or now - slot.kept_at < every_s or not slot.progress:
                 continue
-            checkpoint = self.packs.checkpoint(place)
-            underway = Underway(checkpoint, member.loss_sum, member.num_losses, place.seconds)
-            self.states.save_underway(place.segment, underway)
-            place.kept_at = now
+            checkpoint = self.packs.checkpoint(slot)
+            underway = Underway(checkpoint, member.loss_sum, member.num_losses, slot.seconds)
+            self.states.save_underway(slot.segment, underway)
+            slot.kept_at = now
 
     def _samples(self) -> int:
-        return sum(place.member.samples_seen for place in self.places)
+        return sum(slot.member.samples_seen for slot in self.slots)
 
     def _give_up_all(self, failures: Mapping[str, Exception]) -> None:
-        """Packs failed, by key: each of them beside the others, whichever of those failed with it."""
-        is_beside = len({place.pack_key for place in self.places}) > 1
+        """Give up the packs that failed, by key."""
+        is_beside = len({slot.pack_key for slot in self.slots}) > 1
         for key, error in failures.items():
             self._give_up(key, error, is_beside=is_beside)
 
@@ -345,8 +345,8 @@ class Search:
         if isinstance(error, DataError) or not isinstance(error, CrossbowError | RuntimeError | MemoryError):
             raise error
         self.packs.end(key)
-        mine = [place for place in self.places if place.pack_key == key]
-        self.places = [place for place in self.places if place.pack_key != key]
+        mine = [slot for slot in self.slots if slot.pack_key == key]
+        self.slots = [slot for slot in self.slots if slot.pack_key != key]
         cause = error.__cause__ or error
         self._admitted_at = (-1, ())  # what is given back may be admitted again
         if len(mine) == 1 and is_beside and is_out_of_memory(cause):
@@ -355,13 +355,13 @@ class Search:
         elif len(mine) == 1:
             self._fail(mine[0].segment, one_line(cause))
         elif is_out_of_memory(cause):
-            self.roster.narrow(mine[0].described.signature, len(mine) // 2)
+            self.registry.narrow(mine[0].described.signature, len(mine) // 2)
             self.hooks.message(f"Memory does not hold {len(mine)} trials side by side; {len(mine) // 2} are tried.")
         else:
-            self._alone.update(place.segment.trial for place in mine)
+            self._alone.update(slot.segment.trial for slot in mine)
             self.hooks.message(f"A pack of {len(mine)} failed ({one_line(cause)}); its trials train one at a time now.")
-        for place in mine if len(mine) > 1 else ():
-            self.study.release(place.segment)
+        for slot in mine if len(mine) > 1 else ():
+            self.study.release(slot.segment)
         forget_frames(error)
         with raising_if_lost(self.choices.device):
             free_memory(self.choices.device)
@@ -369,33 +369,33 @@ class Search:
     # --- measuring and telling ----------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Measure the trials whose segments are over, keep where they stand, and tell the study."""
-        over = [place for place in self.places if place.member.is_over]
+        """Measure the trials whose segments are over, save them, and tell the study."""
+        over = [slot for slot in self.slots if slot.member.is_over]
         if not over:
             return
-        healthy = [place for place in over if place.member.failure is None]
+        healthy = [slot for slot in over if slot.member.failure is None]
         begun = self.hooks.clock()
         measured = self.packs.measure(healthy)
         self.spent.evaluation_s += self.hooks.clock() - begun
-        for place, evaluation in zip(healthy, measured, strict=True):
+        for slot, evaluation in zip(healthy, measured, strict=True):
             if isinstance(evaluation, str):
-                place.member.failure = evaluation
+                slot.member.failure = evaluation
             elif not math.isfinite(evaluation.loss):
-                place.member.failure = "its loss on the validation data is not finite"
+                slot.member.failure = "its loss on the validation data is not finite"
             else:
-                self._finish(place, evaluation)
-        for place in over:
-            if place.member.failure is not None:
-                self._fail(place.segment, place.member.failure)
-        self.places = [place for place in self.places if not place.member.is_over]
+                self._finish(slot, evaluation)
+        for slot in over:
+            if slot.member.failure is not None:
+                self._fail(slot.segment, slot.member.failure)
+        self.slots = [slot for slot in self.slots if not slot.member.is_over]
         self._is_stale = True  # who is admitted next takes their rows
 
-    def _finish(self, place: Place, evaluation: Evaluation) -> None:
+    def _finish(self, slot: Slot, evaluation: Evaluation) -> None:
         value = evaluation.accuracy if self.rules.metric == "accuracy" else evaluation.loss
         if value is None:
             raise UserError("metric=accuracy needs targets that are classes; set metric=loss.")
-        segment, member = place.segment, place.member
-        self.states.save(segment, self.packs.checkpoint(place))
+        segment, member = slot.segment, slot.member
+        self.states.save(segment, self.packs.checkpoint(slot))
         attrs = {
             "train_loss": member.loss_sum / member.num_losses if member.num_losses else None,
             "validation_loss": evaluation.loss if math.isfinite(evaluation.loss) else None,
@@ -403,7 +403,7 @@ class Search:
             "samples": member.samples_seen,
         }
         epochs = to_epochs(self.rules.brackets, segment)
-        if self.study.finish(segment, value, epochs=epochs, seconds=place.seconds, attrs=attrs):
+        if self.study.finish(segment, value, epochs=epochs, seconds=slot.seconds, attrs=attrs):
             self.states.forget(segment.trial, before_rung=segment.rung)
         self.hooks.finished(self, segment)
 
@@ -415,7 +415,7 @@ class Search:
         self.hooks.finished(self, segment)
 
     def _conclude(self) -> None:
-        """Tell how trials ended that have, by the results of all workers; the files of those beaten are removed."""
+        """Report the trials that have ended, by the results of all workers, and remove the files of beaten ones."""
         brackets, maximize = self.rules.brackets, self.rules.maximize
         standings = standing(brackets, self.results, maximize=maximize)
         for trial, where in standings.items():
@@ -427,15 +427,15 @@ class Search:
             self.states.forget(trial)
 
     def _drop_lost(self, segments: Sequence[Segment]) -> None:
-        """Others have taken these, as this worker seemed dead."""
+        """Drop the segments that other workers have taken, as this one seemed dead."""
         if segments:
-            self.places = [place for place in self.places if place.segment not in segments]
+            self.slots = [slot for slot in self.slots if slot.segment not in segments]
             self._is_stale = True
             self.hooks.message(f"{len(segments)} trials were taken over by another worker.")
 
 
 def epoch_samples(epochs: float, samples_per_epoch: int) -> int:
-    """After how many samples a training run of so many epochs ends."""
+    """Return the samples after which a training run of so many epochs ends."""
     planned = StopConditions(max_epochs=epochs).planned_samples(samples_per_epoch)
     assert planned is not None, "a number of epochs is a number of samples"
     return planned

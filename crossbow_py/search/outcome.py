@@ -1,8 +1,7 @@
-"""What came of a search: its trials as records, and the best of them as a model, measured once on the test data."""
+"""The outcome of a search: its trials as records, and the best one as a model, measured once on the test data."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,14 +26,14 @@ from crossbow_py.search.packs.trial_registry import SearchData
 from crossbow_py.search.study.claims import SegmentResult
 from crossbow_py.search.study.states import TrialStates
 from crossbow_py.search.study.study import SharedStudy
-from crossbow_py.telemetry.records import CONFIG_FILE, DIGESTS, SUMMARY_FILE, write_atomically
+from crossbow_py.telemetry.records import CONFIG_FILE, DIGESTS, SUMMARY_FILE, write_atomically, write_json
 from crossbow_py.train.checkpoints.weights import MODEL_FILE, save_weights
 from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, evaluate_in_memory, evaluation_batch_size
 from crossbow_py.train.run_settings import Choices
 
 
 def trial_records(rules: SearchRules, study: SharedStudy) -> tuple[TrialRecord, ...]:
-    """All trials as they stand by the results of all workers; those not yet sampled have no parameters."""
+    """Return all trials as they stand by the results of all workers; those not yet sampled have no parameters."""
     found = study.segment_results()
     by_trial: dict[int, list[SegmentResult]] = defaultdict(list)
     for segment in sorted(found):
@@ -51,7 +50,7 @@ def _record(
     results: Sequence[SegmentResult],
     params: Mapping[str, Any] | None,
 ) -> TrialRecord:
-    """A trial from its own results, by rung."""
+    """Return the record of a trial from its own results, by rung."""
     bracket = bracket_of(rules.brackets, trial)
     values = {epochs: own.value for epochs, own in zip(bracket.epochs, results, strict=False)}
     return TrialRecord(
@@ -73,7 +72,7 @@ class Leader:
     """The best trial of a search so far.
 
     Attributes:
-        last: its segment that was measured last, after `epochs`; `value` came of it.
+        last: its last segment that was measured, after `epochs`, with `value`.
         is_at_end: whether it was trained to the end.
     """
 
@@ -86,7 +85,7 @@ class Leader:
 
 
 def find_leader(rules: SearchRules, study: SharedStudy) -> Leader | None:
-    """By the results of all workers; None while no trial that has not failed has a value."""
+    """Return the best trial by the results of all workers; None while no trial that has not failed has a value."""
     results = study.results()
     trial = best(rules.brackets, results, maximize=rules.maximize)
     if trial is None:
@@ -101,7 +100,7 @@ def find_leader(rules: SearchRules, study: SharedStudy) -> Leader | None:
 
 @dataclass(frozen=True)
 class LeaderRun:
-    """How the best trial is trained: its settings, and the command line and the text of the configuration that do."""
+    """The training of the best trial: its settings, and the command line and configuration text that reproduce it."""
 
     settings: TrialSettings
     command: str
@@ -117,17 +116,17 @@ def kept_best(
     loss: Loss,
     folder: Path,
 ) -> tuple[BestTrial | None, float]:
-    """The best trial, its model and configuration written to `folder` and the model measured on the test data.
+    """Return the best trial, its model and configuration written to `folder` and the model measured on the test data.
 
     Its files are with the worker that trained it; where they are not here, model and test accuracy are left out, and
     what `folder` has of another trial is removed. Of workers that end at once each finds the best trial after the
     one before has written: the last knows the most results.
 
     Args:
-        find: gives the best trial by what is known now.
-        run_of: how it is trained.
-        data, states, choices, loss: of the search.
-        folder: of the best trial; the search's is around it.
+        find: returns the best trial by what is known now.
+        run_of: returns how it is trained.
+        data, states, choices, loss: those of the search.
+        folder: the folder of the best trial, in that of the search.
 
     Returns:
         The trial, None where there is none, and the seconds that measuring took.
@@ -190,7 +189,7 @@ def _put(folder: Path, config: str, model: nn.Module) -> None:
     with _writing(folder):
         folder.mkdir(exist_ok=True)
         digests = {MODEL_FILE: save_weights(model, folder / MODEL_FILE)}
-        write_atomically(folder / SUMMARY_FILE, json.dumps({DIGESTS: digests}) + "\n")
+        write_json(folder / SUMMARY_FILE, {DIGESTS: digests}, indent=None)
         write_atomically(folder / CONFIG_FILE, config)
 
 
@@ -204,7 +203,7 @@ def _alone_at(folder: Path) -> Iterator[None]:
 
 
 def lock_of(folder: Path) -> Path:
-    """What is locked while the best trial is found and written: beside its folder, which there may be none of."""
+    """Return the file that is locked while the best trial is found and written: beside its folder."""
     return folder.with_name(f".{folder.name}.lock")
 
 

@@ -1,4 +1,4 @@
-"""The search space: what is searched, from plain mappings; which parameters exist follows from others' values. Pure."""
+"""The search space: ranges and choices, from plain mappings, and which of them exist for a trial. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Space:
 
     @classmethod
     def from_mapping(cls, plain: Any) -> Space:
-        """From parsed YAML: dotted configuration keys, each with a range or choices, and conditions where wanted.
+        """Parse YAML values: dotted configuration keys, each with a range or choices, and optional conditions.
 
             optimizer.learning_rate: {low: 0.001, high: 0.5, log: true}
             optimizer: [sgd, adam]                                        # short for {choices: [sgd, adam]}
@@ -56,7 +56,7 @@ class Space:
         return space
 
     def suggest(self, suggester: Suggester) -> dict[str, Value]:
-        """The parameters of one trial, by key, asked for in the order of the space."""
+        """Return the parameters of one trial, by key, asked for in the order of the space."""
         values: dict[str, Value] = {}
         for parameter in self.parameters:
             if parameter.exists(values):
@@ -77,12 +77,12 @@ class Space:
         return "" if other is None else f"{other}={_short(params[other])}, which is not searched there"
 
     def meant(self, params: Mapping[str, Value]) -> dict[str, Any]:
-        """A trial's values as a configuration takes them."""
+        """Return a trial's values as a configuration takes them."""
         own = {parameter.key: parameter for parameter in self.parameters}
         return {key: own[key].meant(value) if key in own else value for key, value in params.items()}
 
     def grid(self) -> list[dict[str, Value]]:
-        """Every combination once, the last parameter changing fastest.
+        """Return every combination once, the last parameter changing fastest.
 
         Raises:
             UserError: a range says neither `step` nor `num`, or there are more than 10,000 combinations.
@@ -107,7 +107,7 @@ class Space:
         return combinations
 
     def corners(self) -> list[dict[str, Value]]:
-        """A few assignments that together set every parameter to both its ends, or to each of its choices.
+        """Return a few assignments that together set every parameter to both its ends, or to each of its choices.
 
         For checking a space against a configuration before any trial is started.
         """
@@ -162,7 +162,7 @@ def _short(value: Any) -> str:
 
 
 def laid_over(plain: Any, key: str, entry: Any) -> Any:
-    """A space, as parsed YAML, with an entry laid over what is there of `key`: a parameter, a field of one, or a group.
+    """Return a space, as parsed YAML, with an entry laid over its `key`: a parameter, a field of one, or a group.
 
     Whatever is no mapping stays what it is, for `Space.from_mapping` to refuse. Raises UserError as that does.
     """
@@ -211,7 +211,7 @@ def _check_conditions(parameter: Parameter, known: Mapping[str, Parameter]) -> N
 
 
 def _in_order(parameters: Sequence[Parameter]) -> tuple[Parameter, ...]:
-    """Each after those its conditions name. Raises UserError for conditions in a circle."""
+    """Return each after those its conditions name. Raises UserError for conditions in a circle."""
     ordered: dict[str, Parameter] = {}
     left = list(parameters)
     while left:
@@ -226,7 +226,7 @@ def _in_order(parameters: Sequence[Parameter]) -> tuple[Parameter, ...]:
 
 
 def _circle(parameters: Sequence[Parameter]) -> str:
-    """The keys of a circle; every one of `parameters` waits for another of them."""
+    """Return the keys of a circle; every one of `parameters` waits for another of them."""
     waits_for = {parameter.key: {key for key, _ in parameter.when} for parameter in parameters}
     path = [parameters[0].key]
     while path[-1] not in path[:-1]:
@@ -235,20 +235,20 @@ def _circle(parameters: Sequence[Parameter]) -> str:
 
 
 class Suggester(Protocol):
-    """What asks for the values of one trial; an Optuna trial is one."""
+    """An object that asks for the values of one trial, such as an Optuna trial."""
 
     def suggest_float(
         self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
     ) -> float:
-        """A number from `low` to `high`."""
+        """Return a number from `low` to `high`."""
         ...
 
     def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        """A whole number from `low` to `high`."""
+        """Return a whole number from `low` to `high`."""
         ...
 
     def suggest_categorical(self, name: str, choices: Sequence[Value]) -> Value:
-        """One of `choices`."""
+        """Return one of `choices`."""
         ...
 
 
@@ -292,11 +292,11 @@ class Parameter:
         self._check_range()
 
     def exists(self, values: Mapping[str, Value]) -> bool:
-        """Whether its conditions hold with these values of the parameters before it."""
+        """Return whether its conditions hold for these values of the parameters before it."""
         return all(key in values and contains(allowed, values[key]) for key, allowed in self.when)
 
     def can_be(self, value: Value) -> bool:
-        """Whether a condition may name the value: a choice, or a whole number of the range; a fraction is never met."""
+        """Return whether a condition may name the value: a choice, or a whole number of the range, never a fraction."""
         if self.choices is not None:
             return contains(self.choices, value)
         if not self.integer or isinstance(value, bool) or not isinstance(value, int):
@@ -305,7 +305,7 @@ class Parameter:
         return low <= value <= high and (value - low) % step == 0
 
     def takes(self, value: Value) -> bool:
-        """Whether a trial may have the value."""
+        """Return whether a trial may have the value."""
         if self.choices is not None or self.integer:
             return self.can_be(value)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -315,7 +315,7 @@ class Parameter:
         return low <= value <= high and (self.step is None or abs(steps - round(steps)) < _OFF_STEP)
 
     def suggest(self, suggester: Suggester) -> Value:
-        """The suggester's value, asked for under the parameter's key."""
+        """Return the suggester's value, asked for under the parameter's key."""
         if self.choices is not None:
             return suggester.suggest_categorical(self.key, self.choices)
         if self.integer:
@@ -324,15 +324,15 @@ class Parameter:
         return suggester.suggest_float(self.key, *self._ends(), step=self.step, log=self.log)
 
     def meant(self, value: Value) -> Any:
-        """What a configuration is given for a value: the list that a text stands for, else the value itself."""
+        """Return what a configuration is given for a value: the list that a text stands for, else the value itself."""
         return json.loads(value) if isinstance(value, str) and value in self.lists else value
 
     def ends(self) -> tuple[Value, ...]:
         """Both ends of the range, or every choice."""
         return self._ends() if self.choices is None else self.choices
 
-    def place(self, value: Value) -> float:
-        """Where a value of it lies, from 0 (the lower end, or the first choice) to 1."""
+    def position(self, value: Value) -> float:
+        """Return the position of a value, from 0 (the lower end, or the first choice) to 1."""
         if self.choices is not None:
             index = next(n for n, choice in enumerate(self.choices) if contains((choice,), value))
             return index / max(1, len(self.choices) - 1)
@@ -343,7 +343,7 @@ class Parameter:
         return (value - low) / (high - low)
 
     def num_points(self) -> int:
-        """At most how many points the parameter has in a grid. Raises UserError when nothing says which."""
+        """Return an upper bound of its points in a grid. Raises UserError if nothing says which points."""
         if self.choices is not None:
             return len(self.choices)
         if self.num is not None:
@@ -358,7 +358,7 @@ class Parameter:
         return int((_exactly(high) - _exactly(low)) / _exactly(step)) + 1
 
     def points(self) -> tuple[Value, ...]:
-        """Its points in a grid, ascending, or as its choices are written."""
+        """Return its points in a grid, ascending, or as its choices are written."""
         count = self.num_points()
         if self.choices is not None:
             return self.choices
@@ -369,14 +369,14 @@ class Parameter:
         return tuple(dict.fromkeys(round(point) if self.integer else point for point in self._spread(count)))
 
     def to_plain(self) -> dict[str, Any]:
-        """Its key and what was set, as plain values."""
+        """Return its key and what was set, as plain values."""
         plain = {name: getattr(self, name) for name in ("key", *FIELDS[:-1], "integer")}
         plain["when"] = {key: list(allowed) for key, allowed in self.when} or None
         plain["choices"] = None if self.choices is None else list(self.choices)
         return {name: value for name, value in plain.items() if value is not None and value is not False}
 
     def describe(self) -> str:
-        """What it may be, for a message."""
+        """Return what it may be, for a message."""
         if self.choices is not None:
             return f"one of {', '.join(map(repr, self.choices))}"
         steps = f" in steps of {self.step}" if self.step is not None else ""
@@ -454,7 +454,7 @@ class Parameter:
 
 
 def parse_parameter(key: str, plain: Any) -> Parameter:
-    """A parameter from parsed YAML: a mapping with the fields of `Parameter`, or a list of choices.
+    """Parse a parameter from YAML values: a mapping with the fields of `Parameter`, or a list of choices.
 
     Raises:
         UserError: names the key, the rule and what was received.
@@ -517,10 +517,10 @@ def _are_plain(values: Any) -> bool:
 
 
 def contains(allowed: Sequence[Value], value: Value) -> bool:
-    """Whether the value is one of them; true is not 1."""
+    """Return whether the value is one of them; true is not 1."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
 
 
 def _exactly(number: float) -> Fraction:
-    """As it is written: 0.1 is a tenth."""
+    """Return the number as it is written: 0.1 is a tenth."""
     return Fraction(str(number))

@@ -1,1 +1,1 @@
-"""What a run tells the outside: throughput, console, TensorBoard and records."""
+"""Telemetry of a run: throughput, console, TensorBoard and records."""

@@ -1,7 +1,7 @@
-"""What TensorBoard's page of custom scalars shows of a run, in which order: charts by what one asks of training.
+"""The layout of TensorBoard's custom scalars for a run: charts in the order of the questions one has about training.
 
-Open it at `#custom_scalars`. Charts that would stay empty for a run are left out; TensorBoard puts those of several
-runs together.
+Open it at `#custom_scalars`. Charts that would stay empty for a run are left out; TensorBoard merges the layouts of
+several runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _Charts = dict[str, list[str]]  # tags, which are regular expressions, by the ch
 
 
 def dashboard(info: RunInfo) -> dict[str, Any]:
-    """The layout, as `SummaryWriter.add_custom_scalars` takes it."""
+    """Return the layout for `SummaryWriter.add_custom_scalars`."""
     measured = "validation" if info.validates else "test"
     learners = [] if info.shares_samples else [rf"accuracy/{measured}_learner_\d+"]
     accuracy = [rf"accuracy/(train|{measured})", *learners]

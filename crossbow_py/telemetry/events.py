@@ -1,4 +1,4 @@
-"""What a run tells the outside: plain values, and the listener that receives them."""
+"""The events of a run: plain values, and the listener that receives them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ Images = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is fixed when training starts.
+    """The facts that are fixed when training starts.
 
-    `planned_samples` is None when only accuracy, loss or time stop the run. `validates` says that validation data feeds
-    stops and the best accuracy, `shares_samples` that learners split an epoch's samples instead of all seeing each.
-    `num_workers` processes load the data; None where it lives on the device. `average_ema` is the horizon in epochs of
-    the EMA of the average model that is evaluated and saved in its place, where one is. `averaging_settings` are words
-    on how the rule differs from its defaults, and on what it makes of the learning rate. `replicas_differ` says that
-    learners move apart from an average model, `has_accuracy` that classes are told apart, `several` that there may be
-    more than one learner, `learning_statistics` that epochs have them. `hyper_parameters` are plain
-    values by the dotted keys of the command line.
+    Attributes:
+        validates: whether stops and the best accuracy use validation data.
+        shares_samples: whether learners split an epoch's samples; else each sees all of them.
+        planned_samples: None if only accuracy, loss or time stop the run.
+        num_workers: processes that load the data; None for data that lives on the device.
+        average_ema: horizon in epochs of the EMA of the average model that is evaluated and saved instead of it.
+        averaging_settings: texts on how the rule differs from its defaults, and how it scales the learning rate.
+        replicas_differ: whether learners differ from an average model.
+        has_accuracy: whether the targets are classes.
+        several: whether there may be more than one learner.
+        learning_statistics: whether epochs have them.
+        hyper_parameters: plain values by the dotted keys of the command line.
     """
 
     experiment: str
@@ -58,10 +62,10 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training stands, a few times a second. `train_loss` is the running mean of the epoch.
+    """The progress of training, a few times a second. `train_loss` is the running mean of the epoch.
 
-    `remaining_s` is None when nothing planned ends the run. `data_wait_share` is the share of the last seconds in which
-    nothing trained for want of data, `num_workers` how many processes load it; None for data that lives on the device.
+    `remaining_s` is None if no planned number of samples ends the run. `data_wait_share` is the share of the last
+    seconds in which training waited for data; `num_workers` processes load it, None for data on the device.
     """
 
     samples_seen: int
@@ -78,14 +82,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class RoundEnd:
-    """What `fit(after_round=...)` is told of a round.
+    """The event of a round, for `fit(after_round=...)`.
 
     Attributes:
-        images: of all learners and ranks, in the round.
+        images: images of all learners and ranks in the round.
         elapsed_s: seconds of training since the run began, without pauses.
-        waited_s: seconds of this call of `fit` in which nothing trained for want of data.
-        num_learners: K of this rank.
-        is_settled: whether the auto-tuner has found its number of learners; True where the number is fixed.
+        waited_s: seconds of this call of `fit` in which training waited for data.
+        num_learners: K, the learners of this rank.
+        is_settled: whether the auto-tuner has settled on a number of learners; True if the number is fixed.
     """
 
     images: int
@@ -108,17 +112,17 @@ class LearnerCount:
 
 @dataclass(frozen=True)
 class LearningStatistics:
-    """How learning goes at the end of an epoch, of the average model z (the first learner where there is none).
+    """Statistics of learning at the end of an epoch, of the average model z (the first learner if there is no z).
+
+    A value that cannot be measured is None.
 
     Attributes:
-        gradient_noise_scale_samples: B_simple = tr(Σ) / |G|²; None where the noise hides the gradient.
-        gradient_variance: tr(Σ) of gradients of single samples.
-        squared_gradient_norm: |G|². Like tr(Σ) without bias; means of both over epochs make a steadier noise scale.
-        agreement: share of samples on which two learners predict the same class, mean over pairs.
+        gradient_noise_scale_samples: B_simple = tr(Σ) / |G|²; None if the noise hides the gradient.
+        gradient_variance: tr(Σ) of the gradients of single samples.
+        squared_gradient_norm: |G|². Like tr(Σ) unbiased; averaging both over epochs gives a steadier noise scale.
+        agreement: the share of samples on which two learners predict the same class, averaged over pairs.
         sharpness: the largest eigenvalue of the Hessian of the training loss.
-        measuring_s: what it took to measure them, which is no part of training.
-
-    None is what cannot be measured.
+        measuring_s: seconds that the measurement took, which do not count as training.
     """
 
     gradient_noise_scale_samples: float | None
@@ -131,10 +135,10 @@ class LearningStatistics:
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """One line of metrics.jsonl. Fields named `spread` and `correction_norm` are None without a central model.
+    """A line of metrics.jsonl. Fields named `spread` and `correction_norm` are None without a central model.
 
-    `num_non_finite` of the evaluated samples have outputs that are not finite, which count as wrong. `data_wait_share`
-    and `num_workers` are as in `Progress`, the former of the epoch. `learning` is None unless asked for.
+    `num_non_finite` evaluated samples have outputs that are not finite, and count as wrong. `data_wait_share`, here of
+    the epoch, and `num_workers` are as in `Progress`. `learning` is None unless the user asked for it.
     """
 
     epoch: float
@@ -162,14 +166,14 @@ class EpochRecord:
 
 @dataclass(frozen=True)
 class Predictions:
-    """What the model that is evaluated says of N samples of the evaluation data, which are always the same.
+    """The evaluated model's predictions for N samples of the evaluation data, which are always the same.
 
     Attributes:
-        images: uint8 [N, H, W, C] with one or three channels; of clips the middle frame.
+        images: uint8 [N, H, W, C] with one or three channels; the middle frame of clips.
         targets: [N], the right classes.
         predicted: [N], the classes of the highest probability.
-        probabilities: [N], of the predicted ones.
-        class_names: by class; empty, or shorter, where they are not known.
+        probabilities: [N], the probabilities of the predicted classes.
+        class_names: names by class; empty, or shorter, if they are not known.
     """
 
     images: Images
@@ -179,7 +183,7 @@ class Predictions:
     class_names: tuple[str, ...] = ()
 
     def name(self, label: int) -> str:
-        """What a class is called: its number, where nothing else is known."""
+        """Return the name of a class, or its number if the name is unknown."""
         return self.class_names[label] if 0 <= label < len(self.class_names) else str(label)
 
 
@@ -227,7 +231,7 @@ class Summary:
 
 
 class Listener:
-    """Hooks a run calls; every one is a no-op to override. Called from the training loop's thread only.
+    """Hooks that a run calls from the training loop's thread. Each is a no-op to override.
 
     Attributes:
         BLOCKS: whether `on_progress` may take seconds, which then do not count as training.
@@ -236,32 +240,32 @@ class Listener:
     BLOCKS: ClassVar[bool] = False
 
     def on_start(self, info: RunInfo) -> None:
-        """Training is about to start (or to go on, when `info.resumed_from` is set)."""
+        """Called before training starts, or resumes if `info.resumed_from` is set."""
 
     def on_progress(self, progress: Progress) -> None:
-        """A few times a second."""
+        """Called a few times a second."""
 
     def on_epoch(self, record: EpochRecord) -> None:
-        """An epoch is closed and evaluated."""
+        """Called when an epoch is closed and evaluated."""
 
     def on_predictions(self, predictions: Predictions, samples_seen: int) -> None:
-        """An evaluation of images that are classified has more to show than figures: ever further apart, and last."""
+        """Called with example predictions of classified images, ever more rarely, and after the last evaluation."""
 
     def on_learner_count(self, change: LearnerCount) -> None:
-        """The auto-tuner decided about the number of learners."""
+        """Called when the auto-tuner has decided about the number of learners."""
 
     def on_message(self, message: str) -> None:
-        """A sentence for the user: a decision taken, a restart, a reseed, a checkpoint fallen back to."""
+        """Called with a sentence for the user: a decision, a restart, a reseed, a fallback to a checkpoint."""
 
     def on_checkpoint(self, path: str, samples_seen: int) -> None:
-        """A checkpoint is whole on disk."""
+        """Called when a checkpoint is complete on disk."""
 
     def on_end(self, summary: Summary) -> None:
-        """The run ended, after an error too if training had started; `summary.status` says how."""
+        """Called when the run ends, also by an error if training had started; `summary.status` says how."""
 
     def take_notes(self) -> list[str]:
-        """Sentences for the user that came up since the last call; asked for after every hook."""
+        """Return the sentences for the user since the last call. Called after every hook."""
         return []
 
     def close(self) -> None:
-        """Release files and the terminal. Called once, also after an error; must not raise."""
+        """Release files and the terminal. Called once, also after an error. Must not raise."""

@@ -1,13 +1,13 @@
-"""The figures of runs, side by side, as text: the table of a report, and of a sweep. Pure."""
+"""The figures of runs side by side, as text, for the table of a report and of a sweep. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from crossbow_py.telemetry.console import clock_time
+from crossbow_py.telemetry.screen import clock_time
 
-MOST_RUNS = 12  # more curves than that nobody tells apart
+MOST_RUNS = 12  # more curves cannot be told apart
 _LARGEST = 1e30
 
 _SECONDS_SPELLED_OUT = 120  # from there on minutes
@@ -17,7 +17,7 @@ Rows = list[tuple[str, list[str]]]
 
 
 class RecordedRun(Protocol):
-    """What is read of a run: its status, summary.json, configuration by dotted keys, and lines of metrics.jsonl."""
+    """A recorded run: its status, summary.json, configuration by dotted keys, and the lines of metrics.jsonl."""
 
     @property
     def status(self) -> str: ...  # noqa: D102
@@ -33,9 +33,9 @@ class RecordedRun(Protocol):
 
 
 def figures(runs: Sequence[RecordedRun]) -> Rows:
-    """Each figure by its name, with what every run has: what came out, and the settings that are not alike.
+    """Return each figure by its name with the value of every run: results, and settings in which runs differ.
 
-    What no run has is left out.
+    Figures that no run has are left out.
     """
     return [
         *_rows(_RESULTS, runs),
@@ -43,8 +43,8 @@ def figures(runs: Sequence[RecordedRun]) -> Rows:
     ]
 
 
-def alike(runs: Sequence[RecordedRun]) -> list[tuple[str, str]]:
-    """The settings that are the same for all runs."""
+def same_settings(runs: Sequence[RecordedRun]) -> list[tuple[str, str]]:
+    """Return the settings that are the same for all runs."""
     return [(name, values[0]) for name, values in _rows(_SETTINGS, runs) if len(set(values)) == 1]
 
 
@@ -54,7 +54,7 @@ def _rows(kinds: Sequence[_Kind], runs: Sequence[RecordedRun]) -> Rows:
 
 
 def _newest(run: RecordedRun, key: str, key_of_epochs: str | None) -> float | None:
-    """Of the summary; while there is none, of the newest epoch, if epochs have it."""
+    """Return the summary's value; without a summary the newest epoch's, if epochs have it."""
     value = number(run.summary.get(key))
     if value is None and key_of_epochs and run.epochs:
         return number(run.epochs[-1].get(key_of_epochs))
@@ -80,7 +80,7 @@ def _time(key: str, key_of_epochs: str | None = None) -> Callable[[RecordedRun],
 
 
 def _setting(key: str) -> Callable[[RecordedRun], str]:
-    """What it became; as it was configured where there is no summary."""
+    """Return the setting that the run used; without a summary the configured one."""
     return lambda run: str(run.summary.get(key, run.config.get(key, "")))
 
 
@@ -112,7 +112,7 @@ _SETTINGS: tuple[_Kind, ...] = (
 
 
 def number(value: Any) -> float | None:
-    """A number that can be drawn, or None for anything else that a damaged file may have in its place."""
+    """Return a number that can be drawn; None for anything else, such as in a damaged file."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if -_LARGEST < value < _LARGEST else None  # of which NaN is no case either

@@ -1,4 +1,4 @@
-"""Hyper-parameters for TensorBoard's HParams tab: what columns there are, what a run has, and how it ended."""
+"""Hyper-parameters for TensorBoard's HParams tab: its columns, a run's values, and how the run ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2, summ
 
 Values = Mapping[str, bool | int | float | str]
 
-# The same for every run, so that runs compare whichever TensorBoard reads first: it takes the columns of one.
+# The same for every run, as TensorBoard takes the columns from the run that it reads first.
 _FIRST = ("averaging", "batch_size", "model", "num_learners", "optimizer.learning_rate")
 _COLUMNS = (
     *_FIRST, "data", "num_devices", "averaging.rate_scaling", "averaging.correction_rate",
@@ -26,8 +26,8 @@ _METRICS = {
 
 
 def columns_of_runs() -> Summary:
-    """The columns that runs are compared by, and their metrics, which are the last values of curves."""
-    # What differs is shown first, and without being asked for; most that runs differ in is in these.
+    """Return the columns by which runs are compared, and their metrics, which are the last values of curves."""
+    # TensorBoard shows these first; they hold most of what runs differ in.
     parameters = [api_pb2.HParamInfo(name=name, differs=name in _FIRST) for name in _COLUMNS]
     metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=_METRICS[tag]) for tag in _METRICS]
     experiment = api_pb2.Experiment(hparam_infos=parameters, metric_infos=metrics)
@@ -35,17 +35,20 @@ def columns_of_runs() -> Summary:
 
 
 def columns(parameters: Sequence[summary_v2.HParam], metrics: Sequence[summary_v2.Metric]) -> Summary:
-    """What there is to compare."""
+    """Return the summary that lists the columns and metrics to compare."""
     return summary_v2.hparams_config_pb(parameters, metrics)
 
 
 def started(values: Values, group: str, now_s: float) -> Summary:
-    """What one run, or trial, has; runs of one `group` are repetitions of one. `now_s`: seconds since the epoch."""
+    """Return the summary of a run's or trial's values at its start, `now_s` seconds since 1970.
+
+    Runs with the same `group` are repetitions of one run.
+    """
     return summary_v2.hparams_pb(values, group, now_s)
 
 
 def ended(*, failed: bool, now_s: float) -> Summary:
-    """How it ended."""
+    """Return the summary of how a run ended, `now_s` seconds since 1970."""
     status = api_pb2.STATUS_FAILURE if failed else api_pb2.STATUS_SUCCESS
     info = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=now_s)
     return _summary(metadata.SESSION_END_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_end_info=info))

@@ -1,4 +1,4 @@
-"""A picture of what a model says of some images: framed green where it is right, red where it is wrong."""
+"""A picture of a model's predictions for some images: framed green if right, red if wrong."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _PAPER, _INK = (255, 255, 255), (33, 33, 33)
 
 
 def prediction_grid(predictions: Predictions) -> Images:
-    """The picture, uint8 [H, W, 3]: six images in a row, each with what it is held for and how surely.
+    """Return the picture, uint8 [H, W, 3]: six images in a row, each with its predicted class and probability.
 
-    Below a wrong one stands what it is.
+    A wrong one also shows its right class.
     """
     count = len(predictions.targets)
     columns = min(_COLUMNS, count)
@@ -25,13 +25,13 @@ def prediction_grid(predictions: Predictions) -> Images:
     grid = Image.new("RGB", (columns * cell + _GAP_PX, -(-count // columns) * row + _GAP_PX), _PAPER)
     draw, font = ImageDraw.Draw(grid), ImageFont.load_default(13)
     answers = zip(predictions.targets, predictions.predicted, predictions.probabilities, strict=True)
-    for place, (target, predicted, probability) in enumerate(answers):
-        left, top = _GAP_PX + place % columns * cell, _GAP_PX + place // columns * row
+    for index, (target, predicted, probability) in enumerate(answers):
+        left, top = _GAP_PX + index % columns * cell, _GAP_PX + index // columns * row
         right = target == predicted
         colour = _RIGHT if right else _WRONG
         edge = _IMAGE_PX + 2 * _FRAME_PX
         draw.rectangle((left, top, left + edge - 1, top + edge - 1), fill=colour)
-        grid.paste(_scaled(predictions.images[place]), (left + _FRAME_PX, top + _FRAME_PX))
+        grid.paste(_scaled(predictions.images[index]), (left + _FRAME_PX, top + _FRAME_PX))
         said, true = (predictions.name(label)[:_MOST_LETTERS] for label in (predicted, target))
         draw.text((left, top + edge + 2), f"{said} {probability:.2f}", _INK, font)
         if not right:
@@ -40,7 +40,7 @@ def prediction_grid(predictions: Predictions) -> Images:
 
 
 def _scaled(image: Images) -> Image.Image:
-    """Onto a square: small images keep their pixels, large ones are made smaller."""
+    """Scale an image onto a square; the pixels of small ones stay sharp."""
     picture = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).convert("RGB")
     way = Image.Resampling.NEAREST if max(picture.size) <= _IMAGE_PX else Image.Resampling.LANCZOS
     share = _IMAGE_PX / max(picture.size)

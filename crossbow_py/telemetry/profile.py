@@ -1,6 +1,6 @@
-"""Which operators take the time: some rounds of a run under torch's profiler, all threads and CUDA among them.
+"""A profile of operators: torch's profiler, over all threads and CUDA, for some rounds of a run.
 
-It begins once training is under way and ends by itself, as what it records grows by megabytes a second.
+It starts once training is under way and stops by itself, as its records grow by megabytes a second.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OperatorProfile(Listener):
     """Writes `profile.json.gz`, a timeline of operators, and `profile.txt`, the operators by their own time.
 
     Args:
-        folder: the run's.
+        folder: the run's folder.
     """
 
     BLOCKS = True
@@ -46,11 +46,11 @@ class OperatorProfile(Listener):
         self._notes: list[str] = []
 
     def on_start(self, info: RunInfo) -> None:
-        """Whether there are kernels to look at."""
+        """Note whether there are CUDA kernels to profile."""
         self._on_cuda = info.device.startswith("cuda")
 
     def on_progress(self, progress: Progress) -> None:
-        """Begin when the first rounds are over, and end after the next ones."""
+        """Start the profiler after the first rounds, and stop it some rounds later."""
         now_s = progress.elapsed_s
         if self._first_s is None:
             self._first_s = now_s
@@ -62,7 +62,7 @@ class OperatorProfile(Listener):
             self._write(now_s - self._begun_s)
 
     def on_end(self, summary: Summary) -> None:
-        """A run may be over before."""
+        """Stop the profiler if the run ends earlier."""
         if self._is_over:
             return
         if self._begun_s is None:
@@ -76,7 +76,7 @@ class OperatorProfile(Listener):
         return notes
 
     def close(self) -> None:
-        """End the profiler, whatever happened."""
+        """Stop the profiler in any case."""
         if self._profile is not None:
             self._profile.__exit__(None, None, None)
             self._profile = None
@@ -117,7 +117,7 @@ class OperatorProfile(Listener):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the profiler's library from telling on stderr that it begins and ends; it asks once for how much to tell."""
+    """Silence the profiler's library, which prints on stderr when it starts and stops. It reads its log level once."""
     said = os.environ.get(_LOG_LEVEL)
     os.environ[_LOG_LEVEL] = said or _NOTHING
     try:
@@ -128,7 +128,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _leading(operators: Any, order: str) -> str:
-    """The operators that took most, each with its share of the time of all."""
+    """Return the operators that took the most time, each with its share."""
     times = sorted(((float(getattr(each, order)), str(each.key)) for each in operators), reverse=True)
     whole = sum(time for time, _ in times) or 1.0
     return ", ".join(f"{name} {time / whole:.0%}" for time, name in times[:_NAMED])

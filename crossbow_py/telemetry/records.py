@@ -1,6 +1,6 @@
 """The run's records on disk: one metrics.jsonl line per epoch, summary.json at the end, TensorBoard beside them.
 
-Numbers that are not finite are written as null, because JSON has no word for them.
+Numbers that are not finite are written as null, because JSON has no value for them.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _LEADING_SUMMARY = (
 def file_listeners(
     output_dir: Path, resumed_samples: int | None, device_uuids: Sequence[str] = (), closed_epochs: int = 0
 ) -> list[Listener]:
-    """Listeners that write the run's files under `output_dir`, which exists.
+    """Return the listeners that write the run's files under `output_dir`, which exists.
 
     Args:
-        output_dir: the run's folder; its config.yaml, when there is one, is shown in TensorBoard.
-        resumed_samples: samples seen at the checkpoint the run goes on from; whatever was recorded beyond it is
-            dropped. None for a fresh run, which drops every earlier record.
-        device_uuids: the run's CUDA devices, to be watched; see `SystemMonitor`.
-        closed_epochs: at that checkpoint; each of them has left a record.
+        output_dir: the run's folder; its config.yaml, if there is one, is shown in TensorBoard.
+        resumed_samples: samples seen at the checkpoint that the run resumes from; later records are dropped. None for
+            a fresh run, which drops every earlier record.
+        device_uuids: the run's CUDA devices to monitor; see `SystemMonitor`.
+        closed_epochs: epochs closed at that checkpoint, each of which has a record.
 
     Raises:
         UserError: one of the files cannot be the run's own, such as a link.
     """
-    # TensorBoard's modules take a fifth of a second, which whoever only imports the package need not wait for.
+    # Imported here, as TensorBoard's modules take a fifth of a second, which importing the package should not.
     from crossbow_py.telemetry.tensorboard import TensorBoardScalars  # noqa: PLC0415
 
     config = output_dir / CONFIG_FILE
@@ -72,7 +72,7 @@ def file_listeners(
 
 
 class RunRecords(Listener):
-    """Appends to metrics.jsonl and writes summary.json, each whole or not at all."""
+    """Appends to metrics.jsonl and writes summary.json, each line or file whole or not at all."""
 
     def __init__(self, output_dir: Path, resumed_samples: int | None, closed_epochs: int = 0) -> None:
         self._metrics, self._summary = output_dir / METRICS_FILE, output_dir / SUMMARY_FILE
@@ -80,7 +80,7 @@ class RunRecords(Listener):
         self._notes: list[str] = []
 
     def on_start(self, info: RunInfo) -> None:
-        """Drop what a resumed run will write again, and the summary of an earlier end: the run is unfinished now."""
+        """Drop records that a resumed run will write again, and an earlier summary: the run is unfinished now."""
         self._summary.unlink(missing_ok=True)
         if self._resumed_samples is None:
             self._metrics.unlink(missing_ok=True)
@@ -97,35 +97,35 @@ class RunRecords(Listener):
             write_atomically(self._metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
     def take_notes(self) -> list[str]:
-        """Whether an earlier process's lines are all there."""
+        """Return a note if lines of an earlier process are missing."""
         notes, self._notes = self._notes, []
         return notes
 
     def on_epoch(self, record: EpochRecord) -> None:
-        """One line, flushed, so that a killed run has all but the epoch it was in."""
+        """Append one line and flush it, so that a killed run only lacks the epoch it was in."""
         line = json.dumps(_ordered(dataclasses.asdict(record), _LEADING_METRICS))
         with open(self._metrics, "a", opener=own_file) as file:
             file.write(line + "\n")
 
     def on_learner_count(self, change: LearnerCount) -> None:
-        """A line of its own, told apart from those of epochs by `event`."""
+        """Append a line, which `event` tells apart from those of epochs."""
         line = json.dumps({"event": "auto_tuner", **dataclasses.asdict(change)})
         with open(self._metrics, "a", opener=own_file) as file:
             file.write(line + "\n")
 
     def on_end(self, summary: Summary) -> None:
-        """The summary."""
+        """Write the summary."""
         ordered = _ordered(dataclasses.asdict(summary), _LEADING_SUMMARY)
-        write_atomically(self._summary, json.dumps(ordered, indent=2) + "\n")
+        write_json(self._summary, ordered)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The epochs of a metrics.jsonl."""
+    """Return the epochs of a metrics.jsonl."""
     return [line for line in read_records(path)[0] if "event" not in line]
 
 
 def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """All lines, epochs and decisions, and how many cannot be read, such as one torn by a crash, and are left out."""
+    """Return all lines, epochs and decisions, and how many were left out as unreadable, such as one torn by a crash."""
     lines, damaged = [], 0
     with open(path, encoding="utf-8", errors="replace", opener=own_file) as file:
         texts = file.read().splitlines()
@@ -142,7 +142,7 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _ends_inside_a_line(path: Path) -> bool:
-    """As a kill may leave it, which is no damage."""
+    """Return whether a file ends inside a line, as after a kill, which is no damage."""
     return path.exists() and not path.read_bytes().endswith(b"\n")
 
 
@@ -152,12 +152,12 @@ def _last_epoch(lines: Sequence[Mapping[str, Any]]) -> float:
 
 
 def read_summary(output_dir: Path) -> dict[str, Any]:
-    """A run's summary.json; empty when there is none, or none that can be read."""
+    """Return a run's summary.json; empty if it is missing or unreadable."""
     return read_json(output_dir / SUMMARY_FILE)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The mapping in a file; empty when there is none, or none that can be read."""
+    """Return the mapping in a JSON file; empty if it is missing or unreadable."""
     try:
         values = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
@@ -165,8 +165,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def write_json(path: Path, values: Mapping[str, Any], indent: int | None = 2) -> None:
+    """Write plain values as JSON, as `write_atomically` does; numbers that are not finite become null."""
+    write_atomically(path, json.dumps(finite(values), indent=indent, allow_nan=False) + "\n")
+
+
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` so that a reader, or a crash, sees the old file or the new one and nothing in between."""
+    """Write `text` so that a reader, or a crash, sees either the old file or the new one."""
     with replacing(path, synced=True) as partial:
         partial.write_text(text, encoding="utf-8")
 
@@ -177,7 +182,7 @@ def _ordered(values: dict[str, Any], leading: tuple[str, ...]) -> dict[str, Any]
 
 
 def finite(value: Any) -> Any:
-    """The same plain values with null for numbers that are not finite."""
+    """Return plain values with null for numbers that are not finite."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,6 +1,7 @@
-"""What the machine is doing: memory and CPU from Linux's /proc and cgroups, GPUs by NVML, sampled a few times a minute.
+"""The load of the machine: memory and CPU from Linux's /proc and cgroups, GPUs by NVML, sampled a few times a minute.
 
-A quantity that cannot be had, on another system or a GPU without a power sensor, is None; nothing here stops a run.
+A quantity that is not available, on another system or on a GPU without a power sensor, is None; nothing here stops a
+run.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True)
 class GpuSample:
-    """One GPU as a whole, other processes on it included.
+    """A sample of one GPU as a whole, including other processes on it.
 
-    `index` is its place among this process's devices; `utilization_percent` the share of time in which a kernel ran.
+    `index` is its index among this process's devices, `utilization_percent` the share of time in which a kernel ran.
     """
 
     index: int
@@ -39,7 +40,7 @@ class GpuSample:
 class SystemSample:
     """The machine at one moment.
 
-    Memory of the host is what this process may still have: see `Host.memory_bytes`.
+    The host's memory is what this process may still take, see `Host.memory_bytes`.
     `process_cpu_cores` is CPU time over wall time since the sample before: 2.0 is two busy cores.
     """
 
@@ -54,8 +55,8 @@ class SystemMonitor:
 
     Args:
         device_uuids: this process's CUDA devices, each `str(torch.cuda.get_device_properties(i).uuid)`. NVML's own
-            indices ignore CUDA_VISIBLE_DEVICES, so devices are found by UUID. Empty: NVML is not touched.
-        paths: where the kernel says what it knows.
+            indices ignore CUDA_VISIBLE_DEVICES, so devices are found by UUID. Without any, NVML is not used.
+        paths: the folders where the kernel publishes limits.
         clock: monotonic seconds.
         cpu_clock: seconds of CPU time this process has used.
         nvml: the NVML module.
@@ -75,11 +76,11 @@ class SystemMonitor:
 
     @property
     def warning(self) -> str | None:
-        """One sentence when a GPU cannot be read, the first reason only; else None. A sample may be what finds it."""
+        """Return one sentence with the first reason if a GPU cannot be read, which a sample may find; else None."""
         return self._gpus.warning
 
     def sample(self) -> SystemSample:
-        """Read everything once; CPU use counts from the sample before, the first from when the monitor was made."""
+        """Take a sample. CPU use counts from the sample before, for the first one from the monitor's construction."""
         return SystemSample(
             process_memory_bytes=self._process_memory(),
             host_memory_available_bytes=self._available_memory(),
@@ -88,7 +89,7 @@ class SystemMonitor:
         )
 
     def close(self) -> None:
-        """Let NVML go; later samples have no GPUs. Does not raise, and may be called again."""
+        """Release NVML. Later samples have no GPUs. Does not raise, and may be called again."""
         self._gpus.close()
 
     def _cpu_cores(self) -> float | None:
@@ -110,10 +111,10 @@ class SystemMonitor:
 
 
 class SystemScalars(Listener):
-    """Writes samples as scalars, a point right away and then at most one every five seconds of training.
+    """Writes samples as scalars, the first at once and then at most one every five seconds of training.
 
     Args:
-        monitor: closed with this listener.
+        monitor: takes the samples; closed with this listener.
         write: takes tag, value and samples seen, as `SummaryWriter.add_scalar` does.
     """
 
@@ -122,7 +123,7 @@ class SystemScalars(Listener):
         self._next_point_s, self._warned = 0.0, False
 
     def on_progress(self, progress: Progress) -> None:
-        """A point, when one is due; quantities that are not known are left out."""
+        """Write a point if one is due, without quantities that are not known."""
         if progress.elapsed_s < self._next_point_s:
             return
         self._next_point_s = progress.elapsed_s + _INTERVAL_S
@@ -131,7 +132,7 @@ class SystemScalars(Listener):
                 self._write(tag, value, progress.samples_seen)
 
     def take_notes(self) -> list[str]:
-        """The monitor's warning, once."""
+        """Return the monitor's warning, once."""
         if self._warned or self._monitor.warning is None:
             return []
         self._warned = True
@@ -143,7 +144,7 @@ class SystemScalars(Listener):
 
 
 class _Gpus:
-    """NVML's handles of this process's devices. A device that does not answer is left alone after one warning."""
+    """NVML's handles of this process's devices. A device that does not answer is ignored after one warning."""
 
     def __init__(self, uuids: Sequence[str], nvml: Any) -> None:
         self.warning: str | None = None

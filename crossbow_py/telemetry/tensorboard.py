@@ -1,4 +1,4 @@
-"""A run in TensorBoard. The x-axis is samples seen, so that runs with different learner counts lie over one another."""
+"""A run in TensorBoard. The x-axis is samples seen, so that runs with different learner counts can be compared."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class TensorBoardScalars(Listener):
     """Writes one run's event file: curves, samples of the machine, pictures of predictions, hyper-parameters.
 
     Args:
-        folder: where TensorBoard looks.
+        folder: TensorBoard's folder.
         resumed_samples: points of an earlier process beyond that many samples are hidden; None hides them all.
         config_text: the run's configuration, shown as text.
-        interval_s: at least that many seconds of training between two points inside an epoch.
-        new_monitor: makes what looks at the machine, once the run starts.
+        interval_s: the least seconds of training between two points within an epoch.
+        new_monitor: makes the machine's monitor when the run starts.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class TensorBoardScalars(Listener):
         self._last_samples = -1
 
     def on_start(self, info: RunInfo) -> None:
-        """Open the event file; the configuration and the layout of the charts come first."""
+        """Open the event file, and write the configuration and the layout of the charts."""
         self._num_devices = info.num_devices
         self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
         self._system = SystemScalars(self._new_monitor(), self._writer.add_scalar)
@@ -61,7 +61,7 @@ class TensorBoardScalars(Listener):
         self._writer.flush()
 
     def on_progress(self, progress: Progress) -> None:
-        """Points inside an epoch, ever further apart: a short run shows a curve and a long one stays a small file."""
+        """Write points within an epoch, ever more rarely: short runs get a curve, and long runs' files stay small."""
         if self._system is not None:
             self._system.on_progress(progress)
         if progress.elapsed_s < self._next_point_s:
@@ -81,7 +81,7 @@ class TensorBoardScalars(Listener):
         )
 
     def on_epoch(self, record: EpochRecord) -> None:
-        """Everything known once the epoch is closed; without a central model, each learner's own accuracy too."""
+        """Write the figures of a closed epoch; without a central model also each learner's own accuracy."""
         learners = enumerate(record.learner_accuracy or ())
         learning = {} if record.learning is None else dataclasses.asdict(record.learning)
         measured = "validation" if record.validation_loss is not None else "test"
@@ -112,18 +112,18 @@ class TensorBoardScalars(Listener):
             self._writer.flush()
 
     def on_predictions(self, predictions: Predictions, samples_seen: int) -> None:
-        """A picture of them."""
+        """Write a picture of the predictions."""
         if self._writer is not None:
             self._writer.add_image("predictions", prediction_grid(predictions), samples_seen, dataformats="HWC")
 
     def on_learner_count(self, change: LearnerCount) -> None:
-        """A mark in the text, and the count as a step in its curve."""
+        """Write the decision as text, and the count as a step in its curve."""
         if self._writer is not None:
             self._writer.add_text("auto_tuner", change.reason, change.samples_seen)
             self._writer.add_scalar("num_learners", change.num_learners, change.samples_seen)
 
     def on_end(self, summary: Summary) -> None:
-        """The final figures as text, and that the run has ended."""
+        """Write the final figures as text, and that the run has ended."""
         self._compare(ended(failed=summary.status == "failed", now_s=time.time()))
         if self._writer is not None:
             if summary.time_to_accuracy_s is not None:
@@ -132,21 +132,21 @@ class TensorBoardScalars(Listener):
             self._writer.add_text("result", text, summary.samples_seen)
 
     def take_notes(self) -> list[str]:
-        """What the monitor of the machine has to say."""
+        """Return the notes of the machine's monitor."""
         return self._system.take_notes() if self._system is not None else []
 
     def close(self) -> None:
-        """Let the machine go, flush and end the writer's thread."""
+        """Close the monitor, flush, and end the writer's thread."""
         if self._system is not None:
             self._system.close()
             self._system = None
         if self._writer is not None:
-            with suppress(OSError):  # of its thread, which a full disk has ended, once more
+            with suppress(OSError):  # raised again for its thread, which a full disk has ended
                 self._writer.close()
             self._writer = None
 
     def _compare(self, summary: Any) -> None:
-        """Something for the table of hyper-parameters."""
+        """Add a summary to the table of hyper-parameters."""
         if self._writer is not None:
             self._writer._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""Training time, throughput and waiting on an injected clock. Evaluation and checkpoints are left out by pausing."""
+"""Training time, throughput and waiting for data, on an injected clock. It pauses for evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Lap(NamedTuple):
-    """What a stretch of training came to: images per second, and the share of its time spent waiting for data."""
+    """The figures of an interval of training: images per second, and the share of time spent waiting for data."""
 
     images_per_s: float
     wait_share: float
@@ -29,7 +29,7 @@ class ThroughputMeter:
 
     Args:
         clock: monotonic seconds.
-        window_s: `recent` looks back over about that many seconds of training.
+        window_s: seconds of training that `recent` looks back over, about.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, window_s: float = 5.0) -> None:
@@ -42,22 +42,22 @@ class ThroughputMeter:
         self._points = deque([self._first])
 
     def start(self, elapsed_s: float = 0.0) -> None:
-        """Begin at zero samples; a resumed run passes the seconds it had trained before, which no rate counts."""
+        """Start at zero samples. A resumed run passes its earlier seconds of training, which no rate counts."""
         self._before_s, self._running_since, self._samples, self._waited_s = elapsed_s, self._clock(), 0, 0.0
         self._first = self._lap = _Point(elapsed_s, 0, 0.0)
         self._points = deque([self._first])
 
     def pause(self) -> None:
-        """Stop the time, for an evaluation or a checkpoint. No effect when already stopped."""
+        """Stop the clock, for an evaluation or a checkpoint. Has no effect if it is stopped."""
         self._before_s, self._running_since = self.elapsed_s, None
 
     def resume(self) -> None:
-        """Let the time run on. No effect when it runs."""
+        """Let the clock run again. Has no effect if it runs."""
         if self._running_since is None:
             self._running_since = self._clock()
 
     def update(self, samples: int) -> None:
-        """Count `samples` more, trained by now."""
+        """Count `samples` more that have been trained."""
         self._samples += samples
         self._points.append(self._now())
         while len(self._points) > 2 and self._points[1].elapsed_s <= self._points[-1].elapsed_s - self._window_s:
@@ -65,7 +65,7 @@ class ThroughputMeter:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count what the block takes as waiting for data."""
+        """Count the time of the block as waiting for data."""
         begun_s = self.elapsed_s
         try:
             yield
@@ -73,28 +73,28 @@ class ThroughputMeter:
             self._waited_s += self.elapsed_s - begun_s
 
     def lap(self) -> Lap:
-        """Since the last lap (or the start), which is how an epoch's throughput is taken."""
+        """Return the figures since the last lap (or the start), for the throughput of an epoch."""
         since, self._lap = self._lap, self._now()
         return _between(since, self._lap)
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training, pauses left out."""
+        """Return the seconds of training without pauses."""
         return self._before_s + (0.0 if self._running_since is None else self._clock() - self._running_since)
 
     @property
     def waited_s(self) -> float:
-        """Seconds of training spent waiting for data, since the start."""
+        """Return the seconds of training spent waiting for data, since the start."""
         return self._waited_s
 
     @property
     def whole(self) -> Lap:
-        """Since the start."""
+        """Return the figures since the start."""
         return _between(self._first, self._now())
 
     @property
     def recent(self) -> Lap:
-        """Over the window, up to the last update."""
+        """Return the figures over the window, up to the last update."""
         return _between(self._points[0], self._points[-1])
 
     def _now(self) -> _Point:

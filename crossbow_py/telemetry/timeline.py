@@ -1,8 +1,8 @@
-"""What ran when, on which row: spans of a run, written as a trace that Perfetto and chrome://tracing read.
+"""The timeline of a run: spans on rows, written as a trace that Perfetto and chrome://tracing read.
 
 A row is a stream by its name ("learner 0", "averaging"), so that averaging can be seen to overlap the next round's
-learning. The file is in the Trace Event Format: complete events ("X") on one thread id a row, and metadata events ("M")
-that name the process and the rows.
+learning. The file is in the Trace Event Format: complete events ("X") with one thread id per row, and metadata events
+("M") that name the process and the rows.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class _Span(NamedTuple):
 
 
 class Timeline:
-    """Collects spans from any number of threads and writes them once the run is over, or at any time before.
+    """Collects spans from any number of threads, and writes them when the run is over or at any time before.
 
-    When full it keeps the spans it has, which are the first, and counts the rest: they show the warm-up and the steady
-    state, which later rounds only repeat, and no live span is ever moved or thrown away under a thread that records.
+    When it is full it keeps the first spans and counts the rest: they show the warm-up and the steady state, which
+    later rounds only repeat, and no span is moved or dropped while a thread records.
 
     Args:
-        max_spans: how many are kept; each takes about 0.4 kB of memory, and 0.13 kB of the file.
+        max_spans: how many spans are kept; each takes about 0.4 kB of memory and 0.13 kB of the file.
         clock: monotonic nanoseconds; `add` expects times on the same clock.
     """
 
@@ -53,19 +53,19 @@ class Timeline:
         self.clock = clock
         self._max_spans = max_spans
         # Learners' threads append without a lock, which list.append does not need. Between the check for room and the
-        # append another thread may take the last place: such spans are cut off, and counted, when the list is read.
+        # append another thread may fill the list: such spans are cut off, and counted, when the list is read.
         self._spans: list[_Span] = []
         self._refused = 0
         self._refused_lock = threading.Lock()
 
     @contextmanager
     def span(self, name: str, row: str, /, **args: SpanValue) -> Iterator[None]:
-        """Record what the block takes, also when it raises.
+        """Record the time of the block, even if it raises.
 
         Args:
             name: the task, for example "learning".
-            row: where it is shown, for example "learner 0".
-            args: shown beside the span, for example `round=12, learner=0`.
+            row: the row that shows it, for example "learner 0".
+            args: values shown with the span, for example `round=12, learner=0`.
         """
         start_ns = self.clock()
         try:
@@ -74,7 +74,7 @@ class Timeline:
             self.add(name, row, start_ns, self.clock(), args)
 
     def add(self, name: str, row: str, start_ns: int, end_ns: int, args: Mapping[str, SpanValue] | None = None) -> None:
-        """Record a span measured elsewhere (by CUDA events, say), in nanoseconds of this timeline's clock."""
+        """Record a span measured elsewhere, such as by CUDA events, in nanoseconds of this timeline's clock."""
         assert end_ns >= start_ns, f"{name} on {row} ends {start_ns - end_ns} ns before it starts"
         if len(self._spans) < self._max_spans:
             self._spans.append(_Span(name, row, start_ns, end_ns, args or {}))
@@ -84,18 +84,18 @@ class Timeline:
 
     @property
     def kept_spans(self) -> int:
-        """Spans that `write` would write."""
+        """Return the number of spans that `write` would write."""
         return min(len(self._spans), self._max_spans)
 
     @property
     def dropped_spans(self) -> int:
-        """Spans that came when the timeline was full."""
+        """Return the number of spans that came when the timeline was full."""
         return self._refused + max(0, len(self._spans) - self._max_spans)
 
     def trace(self) -> dict[str, Any]:
-        """The trace as plain values. Times are microseconds since the start of the earliest span."""
+        """Return the trace as plain values. Times are microseconds since the start of the earliest span."""
         spans = self._spans[: self._max_spans]
-        # Of two spans that start together the longer comes first: viewers nest a span in the one before it.
+        # The longer of two spans that start together comes first: viewers nest a span in the one before it.
         spans.sort(key=lambda span: (span.start_ns, -span.end_ns))
         origin_ns = spans[0].start_ns if spans else 0
         thread_ids = {row: index for index, row in enumerate(ordered_rows(span.row for span in spans), start=1)}
@@ -109,8 +109,8 @@ class Timeline:
         }
 
     def write(self, path: Path) -> None:
-        """Write the trace to `path`, whole or not at all, in a folder that exists. Raises OSError when it cannot."""
-        # A value JSON has no type for is shown as its text, so that a slip in an argument does not cost the trace.
+        """Write the trace to `path`, whole or not at all, in a folder that exists. Raises OSError."""
+        # A value that JSON has no type for is written as text, so that a wrong argument does not cost the trace.
         write_atomically(path, json.dumps(self.trace(), allow_nan=False, default=str) + "\n")
 
 
@@ -119,7 +119,7 @@ class TimelineFile(Listener):
 
     Args:
         timeline: holds the spans of this process; a second call of `fit` adds to it and writes it again.
-        folder: the run's.
+        folder: the run's folder.
     """
 
     def __init__(self, timeline: Timeline, folder: Path) -> None:
@@ -127,11 +127,11 @@ class TimelineFile(Listener):
         self._notes: list[str] = []
 
     def on_start(self, info: RunInfo) -> None:
-        """Drop the file of an earlier process, which would pass for this one's."""
+        """Remove the file of an earlier process, which would be taken for this one's."""
         self._path.unlink(missing_ok=True)
 
     def on_end(self, summary: Summary) -> None:
-        """The file; what is missing from it becomes a note."""
+        """Write the file, and note what is missing from it."""
         timeline = self._timeline
         try:
             timeline.write(self._path)
@@ -153,11 +153,11 @@ class TimelineFile(Listener):
 
 
 def ordered_rows(rows: Iterable[str]) -> list[str]:
-    """Each row once, in the order shown: numbered ones by number, then the others by name, and averaging last."""
-    return sorted(set(rows), key=_place)
+    """Return each row once, in the order shown: numbered ones by number, then others by name, and averaging last."""
+    return sorted(set(rows), key=_row_order)
 
 
-def _place(row: str) -> tuple[int, str, int]:
+def _row_order(row: str) -> tuple[int, str, int]:
     if row == LAST_ROW:
         return 2, row, 0
     numbered = _NUMBERED.fullmatch(row)
@@ -165,7 +165,7 @@ def _place(row: str) -> tuple[int, str, int]:
 
 
 def _names(process_id: int, thread_ids: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Metadata events that name the process and its rows, and put the rows in order."""
+    """Return metadata events that name the process and its rows, and put the rows in order."""
     process = {"ph": "M", "pid": process_id}
     events: list[dict[str, Any]] = [{**process, "name": "process_name", "args": {"name": "crossbow_py"}}]
     for row, thread_id in thread_ids.items():
@@ -188,5 +188,5 @@ def _event(span: _Span, process_id: int, thread_id: int, origin_ns: int) -> dict
 
 
 def _shown(value: SpanValue) -> SpanValue:
-    """JSON has no word for a number that is not finite; in a trace its name is worth more than null."""
+    """Return a number that is not finite as text: JSON has no value for it, and text tells more than null."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

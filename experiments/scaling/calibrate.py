@@ -7,22 +7,25 @@ README.md says how.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, pstdev
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
+import numpy as np
+
 from experiments.bench.arguments import count, measuring_parser
 from experiments.bench.machine import machine
 from experiments.bench.results import show_and_write
-from experiments.scaling.fitting import between, fit_line, variation
 from experiments.scaling.ranks import NUM_RANKS, Case, RankPair, task_s, transfer_s
 from experiments.scaling.report import CALIBRATED, result_text
+from experiments.scaling.simulator import log_sigma
 
 # With how many rounds a window has; on two cores each window takes one to several seconds.
 CASES = {Case("lenet", 16): 96, Case("resnet32", 32): 16, Case("vgg16", 16): 8}
@@ -138,6 +141,56 @@ def all_reduce_s(calibration: Mapping[str, Any], num_bytes: float, kind: str) ->
     """The seconds that were measured at a size, `idle` or `busy`."""
     sweep = calibration["all_reduce"]
     return between(sweep["bytes"], [each / 1e6 for each in sweep[kind]["us"]], num_bytes)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds = `fixed_s` + bytes · `s_a_byte`; of a ring of n, fixed_s = 2·(n−1)·α and s_a_byte = 2·(n−1)/(n·β)."""
+
+    fixed_s: float
+    s_a_byte: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """At that size."""
+        return self.fixed_s + num_bytes * self.s_a_byte
+
+    def alpha_s(self, ranks: int) -> float:
+        """α of a ring."""
+        return self.fixed_s / (2 * (ranks - 1))
+
+    def bytes_per_s(self, ranks: int) -> float:
+        """β of a ring."""
+        return 2 * (ranks - 1) / ranks / self.s_a_byte
+
+
+def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> Line:
+    """The line with the smallest sum of squared relative errors: microseconds and tens of milliseconds count alike."""
+    taken = np.asarray(seconds)
+    columns = np.stack([1 / taken, np.asarray(sizes) / taken], axis=1)
+    fixed_s, s_a_byte = np.linalg.lstsq(columns, np.ones(len(taken)), rcond=None)[0]
+    return Line(max(0.0, float(fixed_s)), max(0.0, float(s_a_byte)))
+
+
+def between(sizes: Sequence[int], seconds: Sequence[float], num_bytes: float) -> float:
+    """Seconds at a size between measured ones, on straight lines between the logarithms; α and β beyond the last."""
+    return float(np.exp(np.interp(math.log(num_bytes), np.log(sizes), np.log(seconds))))
+
+
+def variation(seconds: Sequence[float]) -> dict[str, float]:
+    """The tasks' coefficient of variation, and their quantiles by those of a log-normal with the same mean and it.
+
+    A ratio of 1 says that the distribution has as much weight out there as measured.
+    """
+    middle = mean(seconds)
+    cv = pstdev(seconds) / middle
+    sigma, ordered = log_sigma(cv), sorted(seconds)
+    p95 = ordered[min(len(ordered) - 1, math.ceil(0.95 * len(ordered)) - 1)]
+    return {
+        "cv": round(cv, 4),
+        "median_by_lognormal": round(median(seconds) / (middle * math.exp(-(sigma**2) / 2)), 3),
+        "p95_by_lognormal": round(p95 / (middle * math.exp(1.6449 * sigma - sigma**2 / 2)), 3),
+        "n": len(seconds),
+    }
 
 
 if __name__ == "__main__":

@@ -36,10 +36,10 @@ from tests.unit.search.packs.test_pack import (
     assert_as_alone,
     assert_members_evaluated_as_each_model,
     job_of,
+    members_of,
     planned,
     replace_member,
     run,
-    seats,
     trained_alone,
     trial,
 )
@@ -72,7 +72,7 @@ def pack_of(
     )  # fmt: skip
     assert isinstance(feed, ResidentFeed)
     template = trials[0].new_model().to(DEVICE)
-    return Pack(job, "signature", template, feed.without_augmentation(), members or seats(trials, epochs))
+    return Pack(job, "signature", template, feed.without_augmentation(), members or members_of(trials, epochs))
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_pack_in_float32_is_after_a_round_what_each_trial_is_alone(alone: Alone,
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_trial_that_takes_a_row_later_is_what_it_is_alone_and_so_is_its_neighbour(alone: Alone, executor: str) -> None:
-    first = seats(TRIALS[:2], 2.0)
+    first = members_of(TRIALS[:2], 2.0)
     first[1].end_samples = NUM_SAMPLES
     pack = pack_of(TRIALS[:2], executor, members=first)
     try:
@@ -124,16 +124,16 @@ def test_trial_that_takes_a_row_later_is_what_it_is_alone_and_so_is_its_neighbou
         assert first[1].is_over and not first[0].is_over
         assert_as_alone(pack, 1, planned(alone, TRIALS[1], 1.0))
         begun = pack.checkpoint(first[1])
-        late = seats(TRIALS[2:3], 1.0, first=2)[0]
-        pack.seat([first[0], late])  # as many rows, with another's rate, smoothing and dropout in new graphs
+        late = members_of(TRIALS[2:3], 1.0, first=2)[0]
+        pack.assign([first[0], late])  # as many rows, with another's rate, smoothing and dropout in new graphs
         run(pack)
         assert_as_alone(pack, 0, alone(TRIALS[0]))
         assert_as_alone(pack, 1, planned(alone, TRIALS[2], 1.0))
         resumed = replace_member(first[1], begun)
-        pack.seat([resumed])  # fewer rows than before
+        pack.assign([resumed])  # fewer rows than before
         run(pack)
         assert_as_alone(pack, 0, alone(TRIALS[1]))
-        pack.seat([resumed, *seats(TRIALS[3:], 2.0, first=3)])  # more rows; the first is over and stays as it is
+        pack.assign([resumed, *members_of(TRIALS[3:], 2.0, first=3)])  # more rows; the first is over and stays as it is
         assert not pack.step()
         assert_as_alone(pack, 0, alone(TRIALS[1]))
     finally:
@@ -144,14 +144,14 @@ def test_trial_that_takes_a_row_later_is_what_it_is_alone_and_so_is_its_neighbou
 def test_trial_that_joins_a_pack_in_graphs_takes_the_row_of_one_that_leaves_unfinished(
     alone: Alone, executor: str
 ) -> None:
-    staying, leaving = seats(TRIALS[:2], 2.0)
+    staying, leaving = members_of(TRIALS[:2], 2.0)
     pack = pack_of(TRIALS[:2], executor, members=[leaving, staying])
     try:
         for _ in range(WARM_UP_ROUNDS + 2):
             assert pack.step()
         pack.drain()
-        joining = seats(TRIALS[2:3], 2.0, first=2)[0]
-        pack.seat([staying, joining])
+        joining = members_of(TRIALS[2:3], 2.0, first=2)[0]
+        pack.assign([staying, joining])
         run(pack)
         assert [member.trial for member in pack.members] == [2, 0]
         assert_as_alone(pack, 1, alone(TRIALS[0]))
@@ -167,7 +167,7 @@ def test_trial_that_diverges_harms_no_other(alone: Alone, executor: str) -> None
     try:
         run(pack)
         assert bad.failure == NON_FINITE and good.failure is None and not good.is_over
-        pack.seat([good])
+        pack.assign([good])
         run(pack)
         assert_as_alone(pack, 0, alone(TRIALS[0]))
         assert good.num_losses == 2 * NUM_SAMPLES // BATCH

@@ -359,12 +359,12 @@ def test_out_of_memory_on_one_rank_takes_learners_away_on_all(where, executor, a
 def test_rank_with_another_configuration_or_source_is_refused_on_all():
     config = config_to_mapping(compose(["+experiment=digits"], TrainConfig))
     other = config_to_mapping(compose(["+experiment=digits", "batch_size=8", "output_dir=/elsewhere"], TrainConfig))
-    assert results(rank_jobs.check_alike_on, 2, [config, config], ["a", "a"]) == ["alike", "alike"]
+    assert results(rank_jobs.check_agreement, 2, [config, config], ["a", "a"]) == ["agree", "agree"]
     for configs, codes, shown in (
         ([config, other], ["a", "a"], "rank 1 is not like rank 0 (config.batch_size: 16 → 8)"),
         ([config, config], ["a", "b"], "rank 1 is not like rank 0 (code.source: a → b)"),
     ):
-        first, second = all_raised(on_ranks(rank_jobs.check_alike_on, 2, configs, codes), "UserError", "RankError")
+        first, second = all_raised(on_ranks(rank_jobs.check_agreement, 2, configs, codes), "UserError", "RankError")
         assert first.text.startswith(shown)
         assert first.text in second.text
         assert (first.exit_code, second.exit_code) == (2, 2)

@@ -160,9 +160,9 @@ def open_or_fill(
     """
     try:
         folder = folder or user_cache() / "images"
-        place = folder / cache_key(files, short_side)
-        found = _opened(place, len(files))
-        return Opened(found) if found else _fill(files, short_side, place, timeout_s, progress)
+        path = folder / cache_key(files, short_side)
+        found = _opened(path, len(files))
+        return Opened(found) if found else _fill(files, short_side, path, timeout_s, progress)
     except (_NoRoom, OSError, RuntimeError) as error:  # a DataLoader raises RuntimeError for a worker that died
         reason = str(error) if isinstance(error, _NoRoom) else one_line(error)
         return Opened(
@@ -174,33 +174,33 @@ def open_or_fill(
         )
 
 
-def _opened(place: Path, count: int) -> ImageCache | None:
+def _opened(path: Path, count: int) -> ImageCache | None:
     """Return the cache, None if it is missing or damaged."""
     try:
-        return ImageCache(place, count)
+        return ImageCache(path, count)
     except (OSError, ValueError, EOFError):
         return None
 
 
-def _fill(files: ImageFiles, short_side: int, place: Path, timeout_s: float, progress: bool) -> Opened:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with _bar(len(files), progress) as (advance, say), _locked(place.with_suffix(".lock"), say) as waited:
-        found = _opened(place, len(files))
+def _fill(files: ImageFiles, short_side: int, path: Path, timeout_s: float, progress: bool) -> Opened:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _bar(len(files), progress) as (advance, say), _locked(path.with_suffix(".lock"), say) as waited:
+        found = _opened(path, len(files))
         if found:
             return Opened(found, ("Another run filled the image cache while this one waited.",) if waited else ())
-        partial = place.with_suffix(".partial")
-        for left in (partial, place):  # left by a killed process, and a damaged cache
+        partial = path.with_suffix(".partial")
+        for left in (partial, path):  # left by a killed process, and a damaged cache
             shutil.rmtree(left, ignore_errors=True)
-        _check_room(files, short_side, place.parent)
+        _check_room(files, short_side, path.parent)
         try:
             partial.mkdir()
             _write(files, short_side, partial, timeout_s, advance)
-            partial.rename(place)
+            partial.rename(path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        sync(place.parent)
-        cache = ImageCache(place, len(files))
-    return Opened(cache, (f"The image cache of {files.folder} was filled: {_room(cache.num_bytes)} in {place}.",))
+        sync(path.parent)
+        cache = ImageCache(path, len(files))
+    return Opened(cache, (f"The image cache of {files.folder} was filled: {_room(cache.num_bytes)} in {path}.",))
 
 
 def _check_room(files: ImageFiles, short_side: int, folder: Path) -> None:
@@ -221,18 +221,18 @@ def _bytes_of(size: tuple[int, int] | None, short_side: int) -> int:
 
 def _write(files: ImageFiles, short_side: int, folder: Path, timeout_s: float, advance: Advance) -> None:
     index = np.zeros((len(files), 3), dtype=np.int64)
-    begin = place = 0
+    begin = position = 0
     with (folder / IMAGES).open("wb") as out:
         for chunk in _decoded(files, short_side, timeout_s):
             for pixels in chunk:
                 if pixels is not None:
-                    index[place] = begin, *pixels.shape[:2]
+                    index[position] = begin, *pixels.shape[:2]
                     append(out, pixels)
                     begin += pixels.nbytes
-                place += 1
+                position += 1
             advance(len(chunk))
-        if place != len(files):
-            raise RuntimeError(f"{place} of {len(files)} images came from the workers")
+        if position != len(files):
+            raise RuntimeError(f"{position} of {len(files)} images came from the workers")
         _flush(out)
     with (folder / INDEX).open("wb") as out:
         np.save(out, index)

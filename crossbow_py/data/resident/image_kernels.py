@@ -81,8 +81,8 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
     first = ids * 72 + torch.tensor([0, 9, 26, 17, 3, 11], device=device)
     across = torch.arange(5, device=device)
     across = torch.where(mirrored.view(-1, 1, 1) == 1, 4 - across, across)
-    places = first.view(-1, 1, 1) + torch.arange(6, device=device).view(-1, 1) * 8 + across
-    whole = values[pixels[places].long(), torch.arange(3, device=device)].view(2, 3, 6, 5, 3).permute(0, 1, 4, 2, 3)
+    offsets = first.view(-1, 1, 1) + torch.arange(6, device=device).view(-1, 1) * 8 + across
+    whole = values[pixels[offsets].long(), torch.arange(3, device=device)].view(2, 3, 6, 5, 3).permute(0, 1, 4, 2, 3)
     all_targets, picks = torch.arange(4, device=device) * 10, torch.stack([ids, first, mirrored])
     edges, erased = torch.zeros(4, 6, dtype=torch.int64, device=device), whole.clone()
     edges[:, 5] = torch.tensor([3, 6, 1, 4], device=device)
@@ -161,14 +161,14 @@ def _gather(
         left, right = tl.load(edges + 2 * stride), tl.load(edges + 3 * stride)
         shown = inside & ((y < top) | (y >= bottom) | (x < left) | (x >= right))
     # The offset of a crop needs 64 bits; offsets within it do not.
-    places = (y * row_pixels + across) * CHANNELS + channel
-    found = tl.load(pixels + first * CHANNELS + places, mask=shown, other=0).to(tl.int32)
+    offsets = (y * row_pixels + across) * CHANNELS + channel
+    found = tl.load(pixels + first * CHANNELS + offsets, mask=shown, other=0).to(tl.int32)
     value = tl.load(values + found * CHANNELS + channel, mask=shown, other=0.0)
     tl.store(inputs + row.to(tl.int64) * (HEIGHT * WIDTH * LEARNERS * CHANNELS) + at, value, mask=inside)
     for begin in range(block * TARGET_BLOCK, LEARNERS * TARGET, tl.num_programs(1) * TARGET_BLOCK):
         entry = begin + tl.arange(0, TARGET_BLOCK)
         mine = entry < LEARNERS * TARGET
-        place = row + entry // TARGET * rows
-        sample = tl.load(picks + place, mask=mine, other=0)
+        slot = row + entry // TARGET * rows
+        sample = tl.load(picks + slot, mask=mine, other=0)
         target = tl.load(all_targets + sample * TARGET + entry % TARGET, mask=mine)
-        tl.store(targets + place.to(tl.int64) * TARGET + entry % TARGET, target, mask=mine)
+        tl.store(targets + slot.to(tl.int64) * TARGET + entry % TARGET, target, mask=mine)

@@ -25,12 +25,12 @@ from crossbow_py.data.normalisation import Normalisation, PixelNormaliser
 
 Fill = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
-_NUM_PLACES, _MIRRORED = 3, 2  # rows of the picks of images that say where pixels come from, and the last of them
+_NUM_PIXEL_ROWS, _MIRRORED = 3, 2  # rows of the picks of images that say where pixels come from, and the last of them
 
 
 def num_picks(augmentation: Augmentation) -> int:
     """Return R, the rows of the picks of images that are stored for `augmentation`; see `ImageInputs`."""
-    return _NUM_PLACES + (NUM_EDGES if augmentation.random_erasing else 0)
+    return _NUM_PIXEL_ROWS + (NUM_EDGES if augmentation.random_erasing else 0)
 
 
 class ResidentInputs(ABC):
@@ -206,24 +206,24 @@ class ImageInputs(ResidentInputs):
         top, left, mirrored = own.draw(seed, epoch, len(order))
         inset = self._augmentation.crop_padding - own.crop_padding
         top, left = top + inset, left + inset
-        places = np.stack([order, self._images.first_pixel(order, top[order], left[order]), mirrored[order]])
-        if self.num_rows == _NUM_PLACES:
-            return places
+        picks = np.stack([order, self._images.first_pixel(order, top[order], left[order]), mirrored[order]])
+        if self.num_rows == _NUM_PIXEL_ROWS:
+            return picks
         erased = own.draw_erased(seed, epoch, len(order), self._images.extent)
-        return np.concatenate([places, erased[:, order]])
+        return np.concatenate([picks, erased[:, order]])
 
     def plain_picks(self, ids: Ids) -> Ids:
         """See `ResidentInputs.plain_picks`. The crop in the middle is the image."""
         top, left, mirrored = self._augmentation.centre(len(ids))
         picks = np.zeros((self.num_rows, len(ids)), dtype=np.int64)
-        picks[:_NUM_PLACES] = ids, self._images.first_pixel(ids, top, left), mirrored
+        picks[:_NUM_PIXEL_ROWS] = ids, self._images.first_pixel(ids, top, left), mirrored
         return picks
 
     def take(self, picks: Tensor) -> Tensor:
         """Return the images [B, C, H, W], gathered by pixels, or whole if they are neither cropped nor flipped."""
         moves = self._augmentation.moves_pixels
         pixels = self._images.crops(picks[1], picks[2]) if moves else self._images.whole(picks[0])
-        return self._normalise(pixels, picks[_NUM_PLACES:] if self._augmentation.random_erasing else None)
+        return self._normalise(pixels, picks[_NUM_PIXEL_ROWS:] if self._augmentation.random_erasing else None)
 
     def take_targets(self, picks: Tensor, all_targets: Tensor) -> Tensor:
         """See `ResidentInputs.take_targets`. Masks [N, ..., H, W] are flipped with their images."""

@@ -39,7 +39,7 @@ class DataSource:
 
 @dataclass(frozen=True)
 class Declared:
-    """What is known of a data set without reading it.
+    """The facts that are known of a data set without reading it.
 
     Attributes:
         input_shape: shape of a sample, which is stored as bytes.

@@ -38,7 +38,7 @@ _SHAPE = (3, 32, 32)
 
 @dataclass(frozen=True)
 class PublishedBatch:
-    """One published pickle: its name, length in bytes and md5."""
+    """A published pickle: its name, length in bytes and md5."""
 
     name: str
     length: int

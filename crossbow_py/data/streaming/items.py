@@ -87,7 +87,7 @@ def _collate(items: list[Any], samples: list[int]) -> tuple[Tensor, Tensor]:
         if isinstance(error, TypeError):  # an entry is no array
             remedy = "return tensors and numbers: of an image, torch.from_numpy(numpy.array(image))"
         shapes = [[getattr(entry, "shape", ()) for entry in item] for item in items if isinstance(item, tuple | list)]
-        odd = next((place for place, own in enumerate(shapes) if own != shapes[0]), 0)
+        odd = next((index for index, own in enumerate(shapes) if own != shapes[0]), 0)
         reason += f", which are items {samples[0]} and {samples[odd]}" if odd else ""
         raise UserError(f"the samples of the data set cannot be stacked into a batch ({reason}); {remedy}.") from error
     if len(batch) != 2 or not all(isinstance(entry, Tensor) for entry in batch):

@@ -230,8 +230,8 @@ class Loader:
             idle_s = 0.0 if self._notes[:, _SINCE_NS].any() else idle_s + _POLL_S
             if idle_s > self._data.timeout_s:
                 raise DataError(
-                    f"a batch was lost on its way from a data worker: for {self._data.timeout_s:g} s it did not come, "
-                    "and no worker has anything in hand; if it happens again, set num_workers=0."
+                    f"a batch was lost on its way from a data worker: it did not arrive for {self._data.timeout_s:g} "
+                    "s, and no worker is loading one; if it happens again, set num_workers=0."
                 )
         raise StopIteration
 

@@ -60,7 +60,7 @@ class StreamedData(ABC):
     """
 
     max_bad: int = 0
-    remedy: str = "mend the data set"
+    remedy: str = "correct the data set"
     image_shape: tuple[int, int, int] | None = None
     timeout_s: float = 120.0
     patience_remedy: str = ""

@@ -333,7 +333,7 @@ class StreamingFeed(Feed):
         return [self._arrived(one) for one in found]
 
     def _arrived(self, one: _Staged) -> _Staged:
-        """On CUDA, let the current stream wait for the copy."""
+        """Let the current CUDA stream wait for the copy."""
         if one.copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(one.copied)

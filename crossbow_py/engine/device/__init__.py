@@ -1,1 +1,1 @@
-"""What a device is asked for: streams, graphs, threads and memory, and the tasks that never make the host wait."""
+"""The interface to devices: streams, graphs, threads and memory, and tasks that never block the host."""

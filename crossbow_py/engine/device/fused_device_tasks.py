@@ -1,4 +1,4 @@
-"""Task bodies for several learners in one pass that never make the host wait; see `device_tasks.py`."""
+"""Task bodies for several learners in one pass that never block the host; see `device_tasks.py`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from crossbow_py.engine.update.kernel_update import KernelUpdate, choose_kernel_
 
 
 class FusedDeviceTasks(RoundValues):
-    """Bodies for several learners at once, over a bank in `blocks`; one stream for all of them.
+    """Bodies for several learners at once, over a bank in `blocks`, on one stream.
 
     Args:
         tasks: what to compute.
-        fused: forward and backward of the learners.
-        update: corrections by kernels; None has operators do them, which takes all learners of the bank.
-        gathers: whether the batch is gathered where the learners learn, by the feed's picks.
-        executor: the name for messages.
+        fused: the forward and backward pass of the learners.
+        update: corrections by kernels, or None for operators, which must have all learners of the bank.
+        gathers: whether `learn`, and so a graph of it, gathers the batch from the feed's picks.
+        executor: its name, for messages.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class FusedDeviceTasks(RoundValues):
         self._rows = None if update else AllLearners(tasks.bank, tasks.update.optimizer)
         self._feed = tasks.feed if gathers and isinstance(tasks.feed, PickedFeed) else None
         self._batch: Batch | None = None
-        # Where the gather is in the graph: what is picked, and the batch that becomes of it, for one or K batches.
+        # If `learn` gathers: the picks and the gathered batch, for one or K batches.
         self._picked: dict[int, tuple[Tensor, Batch]] = {}
         self._loaded_rates: tuple[float, ...] = ()
         self._tape = MaskTape()
 
     def load(self, plan: Round, bank_changed: bool, masks_ahead: bool) -> None:
-        """As `DeviceTasks.load`, for every learner."""
+        """Do as `DeviceTasks.load`, for every learner."""
         bank, rates = self.tasks.bank, plan.learning_rates[self.learners.start : self.learners.stop]
         if self._pass.graph.draws:
             for learner in self.learners:
@@ -63,11 +63,11 @@ class FusedDeviceTasks(RoundValues):
             self._batch = self._keep(self._batch, self._pass.batch(plan))
 
     def shares(self, plan: Round) -> bool:
-        """Whether the learners take the same batch, which makes for another graph."""
+        """Return whether the learners take the same batch, which has a graph of its own."""
         return self._pass.shares(plan)
 
     def _picked_for(self, feed: PickedFeed, num_batches: int) -> tuple[Tensor, Batch]:
-        """Made when first needed, which is never in a capture."""
+        """Return static picks and batches, made at first use, which is never during a capture."""
         if num_batches not in self._picked:
             channels = self._pass.graph.takes_channels and num_batches > 1
             order: MemoryOrder = "channels" if channels else "stacked"
@@ -75,7 +75,7 @@ class FusedDeviceTasks(RoundValues):
         return self._picked[num_batches]
 
     def _loaded(self, shared: bool) -> Batch:
-        """The round's batches, gathered now if that is left to the graph."""
+        """Return the round's batches, gathered now if `learn` does this."""
         if self._feed is None:
             assert self._batch is not None, "a round needs a loaded batch"
             return self._batch
@@ -92,7 +92,7 @@ class FusedDeviceTasks(RoundValues):
         self._loaded_rates = rates
 
     def learn(self, shared: bool, masks_ahead: bool) -> None:
-        """The learning tasks of a round, on the loaded batch, which learners may share."""
+        """Run the learning tasks of a round on the loaded batch, which learners may share."""
         bank, results, k = self.tasks.bank, self._results, len(self.learners)
         with self._tape.over(masks_ahead):
             learned = self._pass.learn(self._loaded(shared), shared)
@@ -103,14 +103,14 @@ class FusedDeviceTasks(RoundValues):
         self._classifies = [learned.num_correct is not None] * k
 
     def correct(self, averaging: LinearRound | None) -> None:
-        """The correction tasks of a round; see `DeviceUpdate.correct`."""
+        """Run the correction tasks of a round; see `DeviceUpdate.correct`."""
         if self._kernels is not None:
             self._kernels.correct(
                 averaging, results=self._results, loss_column=self._loss_gate, finite_column=self._gate,
                 learning_rates=self._rates, step_counts=self._counts,
             )  # fmt: skip
             return
-        assert self._rows is not None, "without kernels there are vectors for the operators"
+        assert self._rows is not None, "operators need all rows end to end"
         results = self._results
         self.update.correct(
             self._rows,
@@ -123,37 +123,37 @@ class FusedDeviceTasks(RoundValues):
 
     @property
     def moves_z(self) -> bool:
-        """Whether `correct` moves z as well, and `average` has nothing to do."""
+        """Whether `correct` also moves z, so that `average` has nothing to do."""
         return self._kernels is not None and self._kernels.moves
 
     def average(self, outcome: RoundOutcome) -> None:
-        """Move z, where `moves_z` does not hold; the kernels have summed the corrections already."""
+        """Move z unless `correct` has; kernels have already summed the corrections."""
         if self._kernels is None:
             super().average(outcome)
         elif not self._kernels.moves:
             self.tasks.move(outcome, self._kernels.move)
 
     def report(self, host: Tensor) -> None:
-        """Copy the results to `host` [K, 4], pinned memory on CUDA; the host goes on."""
+        """Copy the results to `host` [K, 4], pinned memory on CUDA, without blocking."""
         own = host[self.learners.start : self.learners.stop]
         own.copy_(self._results[: len(self.learners)], non_blocking=True)
 
 
 class SubArrayTasks:
-    """Bodies for groups of neighbouring learners, each fused and on a stream of its own; `average` after all of them.
+    """Bodies for groups of neighbouring learners, each fused and on a stream of its own; `average` comes after all.
 
-    As `DeviceTasks`, with a group in place of a learner.
+    They are like `DeviceTasks`, with a group in place of a learner.
 
     Args:
-        tasks: over a bank in `blocks`.
-        groups: the learners of each; at most four groups.
-        executor: the name for messages.
+        tasks: what to compute, over a bank in `blocks`.
+        groups: the groups of learners, at most four.
+        executor: its name, for messages.
 
     Attributes:
-        notes: sentences for the user, on what runs slower than it might; the reader clears it.
+        notes: messages for the user about slower operation; the reader clears it.
 
     Raises:
-        UserError: the update kernels do not serve, without which groups cannot be updated side by side.
+        UserError: the update kernels cannot be used, without which groups cannot be updated side by side.
         FusionError: the model cannot be fused.
     """
 
@@ -171,7 +171,7 @@ class SubArrayTasks:
             self._totals.append(update.total)
 
     def variant(self, group: int, plan: Round) -> bool:
-        """What makes for another graph of `learn`."""
+        """Return what `learn` is captured separately for: whether the group shares a batch."""
         return self._groups[group][1].shares(plan)
 
     def load(self, group: int, plan: Round, bank_changed: bool, masks_ahead: bool) -> None:
@@ -190,11 +190,11 @@ class SubArrayTasks:
         average_gated(self._tasks, [bodies for _, bodies in self._groups])
 
     def correct(self, group: int, averaging: LinearRound | None) -> None:
-        """See `FusedDeviceTasks.correct`; the sum of the group's corrections is left in a vector of its own."""
+        """See `FusedDeviceTasks.correct`; the sum of the group's corrections goes to a vector of its own."""
         self._groups[group][1].correct(averaging)
 
     def average(self, outcome: RoundOutcome) -> None:
-        """Z moves by all groups' corrections, summed over devices."""
+        """Move z by all groups' corrections, summed over devices."""
         totals, coefficients = self._totals, outcome.plan.averaging
         if not self._tasks.collective.is_alone or (coefficients and coefficients.share != 1):
             for total in totals[1:]:

@@ -1,6 +1,6 @@
-"""Executors by name, and which of them run where.
+"""Executors by name, and the devices they run on.
 
-A new one is a file in this folder: a class derived from `Executor`, with a `NAME`.
+To add one, add a file with a subclass of `Executor` that has a `NAME`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from crossbow_py.engine.executors.threads import ThreadsExecutor
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-# In this order they are named and tried; those that are not here come after them.
+# The order in which executors are listed and tried; others come after these.
 _FIRST: tuple[type[Executor], ...] = (
     SerialExecutor,
     ThreadsExecutor,
@@ -34,7 +34,7 @@ _FIRST: tuple[type[Executor], ...] = (
 
 
 def _executors(base: type[Executor]) -> list[type[Executor]]:
-    """Those derived from a class that have a name of their own."""
+    """Return a class and its subclasses, as far as they define a `NAME`."""
     derived = [executor for each in base.__subclasses__() for executor in _executors(each)]
     return [base, *derived] if "NAME" in vars(base) else derived
 
@@ -44,7 +44,7 @@ EXECUTORS: dict[str, type[Executor]] = {executor.NAME: executor for executor in 
 
 
 def check_name(name: str) -> None:
-    """Raise UserError for what is neither `auto` nor an executor."""
+    """Raise UserError for a name that is neither `auto` nor that of an executor."""
     if name != "auto" and name not in EXECUTORS:
         raise UserError(f"executor must be one of auto, {', '.join(EXECUTORS)}, got {name!r}.")
 
@@ -57,7 +57,7 @@ def check_executor(name: str, device: torch.device) -> None:
 
 
 def candidates(device: torch.device) -> list[str]:
-    """What `executor=auto` chooses from on a device."""
+    """Return the names that `executor=auto` chooses from on a device."""
     fitting = [name for name, executor in EXECUTORS.items() if executor.DEVICE in (None, device.type)]
     return [name for name in fitting if not EXECUTORS[name].EXPERIMENTAL]
 

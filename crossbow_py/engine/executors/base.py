@@ -1,4 +1,4 @@
-"""What every executor promises: rounds go in, outcomes come out in order, one round late."""
+"""The interface of executors: rounds go in, outcomes come out in order, one round late."""
 
 from __future__ import annotations
 
@@ -25,26 +25,31 @@ def even_groups(num_learners: int, num_groups: int) -> list[range]:
 
 
 class Executor(ABC):
-    """Runs rounds. Used from one thread; `submit` keeps at most one round in flight behind the one submitted.
+    """Runs rounds. Used from one thread; besides the round just submitted, at most one is in flight.
 
-    A round is polled only after the next one is submitted, so streams never run dry while the caller plans; the
-    delay is part of the contract, so that policies act at the same round whatever the executor.
+    A round is waited for only after the next one is submitted, so that streams always have work while the caller plans.
+    The delay is part of the interface: policies act at the same round with every executor.
+
+    Attributes:
+        groups: the groups of learners that run as one.
+        running: the tasks that host threads are running, by stream.
+        notes: messages for the user, also from task bodies; take them (`taken`) after every round.
     """
 
     NAME: str
     DEVICE: str | None = None  # the only type of device it runs on; None is any
-    ORDER: Order | None = None  # of the bank it wants; None leaves it to the device
-    FUSES = False  # learners into one graph, which is exported and not the model itself
-    SPLITS_OPERATORS = True  # on CPUs over torch's threads, which then wait for each other
-    EXPERIMENTAL = False  # asked for by name alone, never taken by `auto`
+    ORDER: Order | None = None  # the order of rows it needs in the bank; None is the device's default
+    FUSES = False  # whether it runs learners in one graph, which is exported from the model
+    SPLITS_OPERATORS = True  # whether, on CPUs, it splits operators over torch's threads, which wait for each other
+    EXPERIMENTAL = False  # whether `auto` never chooses it
 
     def __init__(self, tasks: RoundTasks) -> None:
         self.tasks = tasks
         self.groups = self.groups_of(tasks.bank.num_learners)
         self.scheduler = Scheduler(len(self.groups), averages_gradients=tasks.gradient_mean is not None)
         self._in_flight: deque[RoundOutcome] = deque()
-        self.running: dict[str, Task] = {}  # what host threads are at, by stream
-        self.notes = tasks.notes  # sentences for the user, also of task bodies; `taken` after every round
+        self.running: dict[str, Task] = {}
+        self.notes = tasks.notes
         self._timeline: Timeline | None = None
         self._spans: TaskSpans | None = None
         self._spans_between: TaskSpans | None = None
@@ -58,30 +63,30 @@ class Executor(ABC):
         return even_groups(num_learners, num_learners)
 
     def trace(self, timeline: Timeline) -> None:
-        """Add a span to `timeline` for what runs from the next round on."""
+        """Add spans to `timeline` for the tasks from the next round on."""
         self._timeline = timeline
         self._spans_between = spans_on(self.tasks.bank.device, timeline)
         self._spans = self._new_spans(timeline, self._spans_between)
 
     def _new_spans(self, timeline: Timeline, on_callers_stream: TaskSpans) -> TaskSpans:
-        """Of the streams that tasks run on: by default the caller's."""
+        """Return the spans of the streams that tasks run on: by default the caller's."""
         return on_callers_stream
 
     def span(self, name: str, row: str, round_index: int) -> AbstractContextManager[None]:
-        """Around work as it runs, after what it waits for: measured when the executor traces, else nothing."""
+        """Return a context for work, entered after its waits, that measures it if the executor traces."""
         return nullcontext() if self._spans is None else self._spans.span(name, row, round_index)
 
     def span_between(self, name: str, round_index: int) -> AbstractContextManager[None]:
-        """Around averaging that the caller does when nothing is in flight, on its own stream."""
+        """Return a context that measures averaging by the caller, on its own stream, when nothing is in flight."""
         spans = self._spans_between
         return nullcontext() if spans is None else spans.span(name, AVERAGING_STREAM, round_index)
 
     def run_task(
         self, launch: Launch, outcome: RoundOutcome, body: Callable[[RoundOutcome], None] | None = None
     ) -> None:
-        """Run a launch's body in the calling thread, as a span on the launch's stream when the executor traces.
+        """Run a launch in the calling thread, with a span on the launch's stream if the executor traces.
 
-        `body` is for an executor with another body than that of `RoundTasks`.
+        `body` replaces that of `RoundTasks`.
         """
         self.running[launch.stream] = launch.task
         try:
@@ -91,37 +96,37 @@ class Executor(ABC):
             del self.running[launch.stream]
 
     def submit(self, plan: Round) -> list[RoundOutcome]:
-        """Issue a round; wait for the one before and return its outcome (none for the first after a drain).
+        """Issue a round, wait for the one before, and return its outcome (none for the first round after a drain).
 
-        Raises LearnerError when a task failed.
+        Raises LearnerError if a task failed.
         """
         self.issue(plan)
         return self.collect()
 
     def issue(self, plan: Round) -> None:
-        """Issue a round without waiting; `collect` before the next. Raises LearnerError when a task failed."""
+        """Issue a round without waiting; call `collect` before the next. Raises LearnerError if a task failed."""
         outcome = RoundOutcome(plan)
         self._issue(self.scheduler.round(plan.index, plan.averaging is not None), outcome)
         self._in_flight.append(outcome)
 
     def collect(self) -> list[RoundOutcome]:
-        """Wait for the round before the one issued last, and return its outcome, if there is one to come.
+        """Wait for the round before the last one issued, if it is in flight, and return its outcome.
 
-        Raises LearnerError when a task failed.
+        Raises LearnerError if a task failed.
         """
         return self._collect(leave=1)
 
     def is_ready(self) -> bool:
-        """Whether `collect` has nothing to wait for. Does not block."""
+        """Return whether `collect` would not wait. Does not block."""
         return len(self._in_flight) < 2 or self._is_over(self._in_flight[0])
 
     def settle(self) -> None:
-        """Wait for what is in flight, whose outcomes still come when they would have come. Failures come with them."""
+        """Wait for everything in flight. Outcomes and failures still come from `collect` and `drain`."""
         with self.tasks.collective.awaiting():
             self._settle()
 
     def drain(self) -> list[RoundOutcome]:
-        """Wait for everything in flight; afterwards the bank may be read and changed by the caller."""
+        """Wait for everything in flight and return its outcomes; then the caller may read and change the bank."""
         outcomes = self._collect(leave=0)
         with self.tasks.collective.awaiting():
             self._wait_for_z()
@@ -132,7 +137,7 @@ class Executor(ABC):
         return outcomes
 
     def recheck(self) -> None:
-        """Note where what runs no longer gives the model's own numbers; nothing is in flight. Most run the model."""
+        """Note if a graph no longer gives the model's own numbers, with nothing in flight; most have no graph."""
 
     def _collect(self, leave: int) -> list[RoundOutcome]:
         outcomes = []
@@ -145,21 +150,21 @@ class Executor(ABC):
 
     @abstractmethod
     def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
-        """Start a round's tasks, or run them."""
+        """Start, or run, a round's tasks."""
 
     @abstractmethod
     def _wait(self, outcome: RoundOutcome) -> None:
-        """Block until the round's last task is over; outcomes do not hang on z, so averaging may go on."""
+        """Block until the round's outcome is complete; it does not depend on z, so averaging may go on."""
 
     def _is_over(self, outcome: RoundOutcome) -> bool:
-        """Whether `_wait` would return at once: by default it would, as where rounds run while they are issued."""
+        """Return whether `_wait` would return at once; by default it does, because rounds run while they are issued."""
         return True
 
     def _wait_for_z(self) -> None:
-        """Block until averaging is over, once all outcomes have come. Raises LearnerError when it failed."""
+        """Block until averaging is over; called once all outcomes are complete. Raises LearnerError if it failed."""
 
     def _settle(self) -> None:
         """Block until every task is over. Does not raise."""
 
     def close(self) -> None:
-        """Stop threads and release streams. Does not raise; tasks not yet started are dropped."""
+        """Stop threads, drop tasks that have not started, and release streams. Does not raise."""

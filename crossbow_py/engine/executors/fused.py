@@ -1,8 +1,8 @@
-"""All learners in one pass over one graph: operators run once for K learners, with all of the device's threads.
+"""The executor `fused`: all learners in one pass over one graph, whose operators run once for K learners.
 
-What small batches leave idle is filled by other learners' work in the same operator. On CPU the host gates, updates and
-averages after each pass; on CUDA whole rounds are graphs (`fused_device.py`). Over several devices averaging(n), which
-waits for the others, goes on beside the passes up to the next corrections that pull, as the scheduler says.
+Work of other learners in the same operator uses what a small batch leaves idle. On CPU the host gates, updates and
+averages after each pass; on CUDA whole rounds are graphs (`fused_device.py`). With several devices averaging(n), which
+waits for the others, runs beside the passes up to the next corrections that pull, as in the scheduler.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from crossbow_py.engine.update.row_update import NativeUpdate, StackedRows, Step
 from crossbow_py.telemetry.timeline import Timeline
 
 _HOST_UPDATES = (
-    "executor=fused updates learner by learner, which is slower, because it knows no update of this optimizer for all."
+    "executor=fused updates learner by learner, which is slower, because this optimizer has no update for all at once."
 )
 
 
@@ -38,12 +38,12 @@ class FusedExecutor(Executor):
     """Runs a round as one forward and one backward pass of all learners.
 
     On CUDA, with a bank in `blocks` and SGD or AdamW, the host only issues rounds. Between a drain and the next submit
-    the bank is the caller's; the caller's work on its current stream then comes before everything that is enqueued.
+    the bank is the caller's; everything enqueued afterwards waits for the caller's work on its current stream.
 
     Args:
         tasks: what to compute.
-        device: for tests; by default CUDA for a bank that is there, and the calling thread for another.
-        kernels: for tests; by default Triton kernels serve on CUDA, where they can.
+        device: for tests; by default the bank's device if that is CUDA, else the calling thread.
+        kernels: for tests; by default Triton kernels are used on CUDA, where possible.
 
     Raises:
         FusionError: the model cannot be fused.
@@ -66,11 +66,11 @@ class FusedExecutor(Executor):
         self._pass_notes = PassNotes()
         self._rows = StackedRows(bank) if bank.order == "blocks" else None
         self._device = device
-        # With NCCL the host does not wait for a sum.
+        # On CPU a sum over devices blocks the thread that asks for it; with NCCL the host does not wait.
         blocks = bank.device.type == "cpu" and device is None and not tasks.collective.is_alone
         self._averaging = AveragingThread() if blocks else None
         self._build(kernels)
-        # Until a round by kernels was whole: what a round that fails before its update may have changed.
+        # Until a first round with kernels has succeeded, buffers are kept to repeat a failed one without them.
         self._on_trial = kernels
         self._before: list[tuple[Tensor, Tensor]] = []
 
@@ -87,7 +87,7 @@ class FusedExecutor(Executor):
 
     @property
     def looped(self) -> list[str]:
-        """Operators without a rule, run learner by learner; known after the first round."""
+        """The operators that run learner by learner, for want of a rule; known after the first round."""
         return self._pass.graph.looped
 
     def _new_spans(self, timeline: Timeline, on_callers_stream: TaskSpans) -> TaskSpans:
@@ -95,14 +95,14 @@ class FusedExecutor(Executor):
         return on_callers_stream if self._on_device is None else self._on_device.rounds.spans(timeline)
 
     def drain(self) -> list[RoundOutcome]:
-        """See Executor; on CUDA the next round waits for what the caller enqueued meanwhile."""
+        """See Executor; on CUDA the next round waits for what the caller enqueues until then."""
         outcomes = super().drain()
         if self._on_device is not None:
             self._on_device.rounds.bank_changed = True
         return outcomes
 
     def recheck(self) -> None:
-        """See Executor; on CUDA a pass outside of the captured graph would disturb it."""
+        """See Executor; on CUDA it does nothing, as a pass outside of the captured graph would disturb it."""
         if self._on_device is None and (found := outdated(self.tasks, self._pass)):
             self.notes.append(found)
 
@@ -115,7 +115,7 @@ class FusedExecutor(Executor):
         except CrossbowError:
             raise
         except Exception as error:
-            # What others have summed with this device cannot be begun anew.
+            # A round in which other devices have summed with this one cannot be repeated.
             summed = self.tasks.collective.num_sums > num_sums
             if not self._on_trial or summed or is_out_of_memory(error):
                 raise LearnerError("round", outcome.plan.index, ALL_LEARNERS, error) from error
@@ -124,7 +124,7 @@ class FusedExecutor(Executor):
         self._on_trial, self._before = False, []
 
     def _buffers(self) -> list[Tensor]:
-        """What a forward pass may write."""
+        """Return what a forward pass may write."""
         bank = self.tasks.bank
         modules = (bank.module(learner) for learner in range(bank.num_learners))
         return [buffer for module in modules for buffer in module.buffers()]
@@ -138,9 +138,9 @@ class FusedExecutor(Executor):
             self._on_device.issue(outcome, slot)
 
     def _give_up_kernels(self, error: Exception) -> None:
-        """The first round by kernels failed, before it updated anything: begin it anew by operators."""
+        """Prepare to repeat with operators a first round that failed with kernels, before it updated anything."""
         if self._on_device is not None:
-            self._on_device.rounds.device.synchronize()  # host–device synchronisation: what was queued still writes
+            self._on_device.rounds.device.synchronize()  # host–device synchronisation: queued work still writes
         for buffer, before in self._before:
             buffer.copy_(before)
         self._on_trial = False
@@ -159,19 +159,19 @@ class FusedExecutor(Executor):
         self._note_pass()
 
     def _note_pass(self) -> None:
-        """Say once what the pass has to say."""
+        """Pass on the notes of the pass, each once."""
         self._pass_notes.read(self._pass)
         self.notes += self._pass_notes.take()
 
     def _update(self, gradients: Sequence[Tensor | None], outcome: RoundOutcome) -> None:
-        """Corrections of all learners and the step of z: in one pass where there is native code for it."""
+        """Correct all learners and move z, in one pass if there is native code for it."""
         tasks, update, averaging = self.tasks, self.tasks.update, outcome.plan.averaging
         learners = range(tasks.bank.num_learners)
         if isinstance(update, NativeUpdate) and self._rows is not None:
             steps = self._steps(update, self._rows, gradients, outcome)
             moves = tasks.collective.is_alone and (averaging is None or averaging.share == 1)
             update.correct_all(self._rows, averaging, steps, moves=moves)
-            self._rows.gradients = tasks.bank.stacked_gradients()  # lets go of autograd's
+            self._rows.gradients = tasks.bank.stacked_gradients()  # frees those of autograd
             if averaging is not None and not moves:
                 self._average(tasks.move, outcome)
             return
@@ -186,7 +186,7 @@ class FusedExecutor(Executor):
     def _steps(
         self, update: NativeUpdate, rows: StackedRows, gradients: Sequence[Tensor | None], outcome: RoundOutcome
     ) -> list[Step | None]:
-        """The learners' steps, by gradients that lie where `rows` says afterwards."""
+        """Return the learners' steps, and set `rows.gradients` to the gradients to step by."""
         tasks, learners = self.tasks, range(self.tasks.bank.num_learners)
         if rows.share_gradient:
             stacked, rows.gradients = self._in_place(gradients), tasks.bank.total.trained()
@@ -202,7 +202,7 @@ class FusedExecutor(Executor):
         return [tasks.next_step(j, norms[j], outcome) for j in learners]
 
     def _average(self, body: Callable[[RoundOutcome], None], outcome: RoundOutcome) -> None:
-        """The step of z: now, or begun on a thread where it waits for other devices."""
+        """Move z: now, or on a thread if this waits for other devices."""
         if self._averaging is None:
             body(outcome)
         else:
@@ -218,17 +218,17 @@ class FusedExecutor(Executor):
             raise LearnerError(str(task), task.round_index, AVERAGING_STREAM, error) from error
 
     def _in_place(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Gradients where autograd left them, if their values lie as the bank's do; else copied to the bank's."""
+        """Return gradients where autograd left them, if they have the bank's strides and dtype; else in the bank."""
         found: list[Tensor] = []
         for view, gradient in zip(self.tasks.bank.stacked_gradients(), gradients, strict=True):
             if gradient is None:
                 found.append(view.zero_())
             else:
-                found.append(gradient if _lies_as(gradient, view) else view.copy_(gradient))
+                found.append(gradient if _has_layout_of(gradient, view) else view.copy_(gradient))
         return found
 
     def _learn(self, outcome: RoundOutcome) -> Sequence[Tensor | None]:
-        """Gradients `[K, *shape]` of all learners; losses and correct predictions to the outcome."""
+        """Return gradients `[K, *shape]` of all learners; losses and right predictions go to the outcome."""
         bank, plan = self.tasks.bank, outcome.plan
         for learner in range(bank.num_learners) if self._pass.graph.draws else ():
             self.tasks.seed_dropout(learner, plan)
@@ -239,7 +239,7 @@ class FusedExecutor(Executor):
         return learned.gradients
 
     def _wait(self, outcome: RoundOutcome) -> None:
-        """On CPU the round was over when it was issued, but for averaging."""
+        # On CPU the round was over when it was issued, except for averaging.
         if self._on_device is not None:
             self._on_device.read(outcome)
             self._note_pass()
@@ -269,14 +269,14 @@ class FusedExecutor(Executor):
             self._averaging.close()
 
 
-def _lies_as(tensor: Tensor, other: Tensor) -> bool:
+def _has_layout_of(tensor: Tensor, other: Tensor) -> bool:
     return tensor.stride() == other.stride() and tensor.dtype == other.dtype
 
 
 class AveragingThread:
-    """One averaging at a time, on a thread that starts with the first. Used from one thread.
+    """Runs one averaging at a time on a thread, which starts with the first. Used from one thread.
 
-    What an averaging raises is kept, and raised once by whoever waits for it next.
+    An exception is kept, and raised once by the next method that waits.
     """
 
     def __init__(self) -> None:
@@ -284,30 +284,30 @@ class AveragingThread:
         self._last: Future[None] | None = None
 
     def begin(self, body: Callable[[], None]) -> None:
-        """Call `body` on the thread. The one before has been waited for."""
+        """Call `body` on the thread. The averaging before must be finished."""
         assert self._last is None, "an averaging reads what the one before wrote"
         self._last = self._pool.submit(body)
 
     def finish(self) -> None:
-        """Block until what was begun is over."""
+        """Block until the averaging is over."""
         last, self._last = self._last, None
         try:
             if last is not None:
                 last.result()
         finally:
-            del last  # lets go of what an error's frames hold
+            del last  # frees what an error's frames hold
 
     def check(self) -> None:
-        """As `finish`, where that does not block."""
+        """Do as `finish` if that does not block."""
         if self._last is not None and self._last.done():
             self.finish()
 
     def settle(self) -> None:
-        """Block until what was begun is over; raises nothing."""
+        """Block until the averaging is over. Does not raise."""
         if self._last is not None:
             wait([self._last])
 
     def close(self) -> None:
-        """Let what was begun end, as other ranks wait for its sum, and join the thread. Does not raise."""
+        """Let the averaging end, because other ranks wait for its sum, and join the thread. Does not raise."""
         self._pool.shutdown()
         self._last = None

@@ -2,13 +2,13 @@
 
     load(n)  round(n): forward, backward, gate, corrections  averaging(n): z  report(n)  record
 
-Where the update is Triton kernels, the round moves z as well, and averaging(n) is there for several devices alone.
-With several devices a round is two graphs, and averaging is on a stream of its own, beside the next round's learning:
+If Triton kernels update, the round also moves z, and there is no averaging(n) unless there are several devices. With
+several devices a round is two graphs, and averaging has a stream of its own, beside the next round's learning:
 
     load(n)  learning(n)  [wait averaging(n−1)]  correction(n)  report(n)  record
                                                  averaging(n): all-reduce, z
 
-The host is a round ahead: it learns of losses and of learners that were gated when the next round is on its way.
+The host is a round ahead: it reads losses, and which learners were gated, once the next round is enqueued.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _DRAWS = "the model or the loss draws random numbers outside nn.Dropout modules"
 
 
 class FusedRounds:
-    """Issues fused rounds to a device. Not one of them has run on a GPU yet.
+    """Issues fused rounds to a device. None has run on a GPU yet.
 
     Args:
-        tasks: over a bank in `blocks`, with an optimizer that has a device update.
-        fused: forward and backward of all learners.
-        device: where to.
-        notes: gets a sentence where rounds cannot be captured; they run eagerly then.
-        kernels: whether Triton kernels are to be used where they serve.
-        span: around work on a stream, for traces.
+        tasks: what to compute, over a bank in `blocks` and with an optimizer that has a device update.
+        fused: the forward and backward pass of all learners.
+        device: the device.
+        notes: gets a message if rounds cannot be captured and run eagerly.
+        kernels: whether to use Triton kernels where possible.
+        span: makes a context around work on a stream, for traces.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class FusedRounds:
         self._averaging = program("averaging", averages_on, pool)
         self._averages_gradients = tasks.gradient_mean is not None
         self._gradient_mean = program("gradient mean", ALL_LEARNERS, pool)
-        # NCCL stays out of graphs.
+        # Sums by NCCL are not captured.
         self._averaging.captures = self._gradient_mean.captures = self._is_alone
 
     def issue(self, outcome: RoundOutcome, slot: Slot) -> None:
-        """Enqueue a round that has begun. Blocks the host only where a graph is captured or the feed blocks it."""
+        """Enqueue a round that has begun. Blocks the host only if a graph is captured or if the feed does."""
         rounds, bodies, plan = self.rounds, self._bodies, outcome.plan
         stream, shared = rounds.streams[ALL_LEARNERS], bodies.shares(plan)
         variant = (plan.averaging, shared) if self._is_alone else shared
@@ -109,7 +109,7 @@ class FusedRounds:
         rounds.end(plan.index, slot, last)
 
     def _average_beside(self, outcome: RoundOutcome, slot: Slot, corrected: Event) -> None:
-        """Averaging on its stream, after this round's corrections; the next that pull wait for it."""
+        """Average on a stream of its own, after this round's corrections; the next that pull wait for it."""
         device = self.rounds.device
         device.wait(self.rounds.streams[AVERAGING_STREAM], corrected)
         with self._span("averaging", AVERAGING_STREAM, outcome.plan.index):
@@ -117,7 +117,7 @@ class FusedRounds:
         self.rounds.mark(slot, AVERAGING_STREAM)
 
     def _launch(self, program: Program, body: Body, variant: Hashable) -> None:
-        """Launch; what cannot be captured runs eagerly from now on, beginning with this round."""
+        """Launch a program; if it cannot be captured, it runs eagerly from this round on."""
         try:
             if program.launch_watched(body, variant):
                 self._run_eagerly(program, _DRAWS)
@@ -130,7 +130,7 @@ class FusedRounds:
         self._notes.append(_EAGER.format(reason))
 
     def read(self, outcome: RoundOutcome) -> None:
-        """Block the host until the learners' stream is past the round, then read its results."""
+        """Block the host until the learners' stream has passed the round, then read its results."""
         self._bodies.read(outcome, self.rounds.wait(outcome.plan.index))
 
     def close(self) -> None:

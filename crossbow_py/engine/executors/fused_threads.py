@@ -1,8 +1,8 @@
-"""CPU executor between `threads` and `fused`: groups of fused learners, a thread and one intra-op thread each.
+"""The CPU executor `fused_threads`, between `threads` and `fused`: groups of fused learners, each on a thread.
 
-Fusing gives an operator more work than one small batch has; threads of their own spare it the barrier that all cores
-would meet at after every operator, at which they lose most when other programs run too. Tasks, order and overlap are
-those of `threads.py` with a group in place of a learner.
+Fusing gives operators more work than one small batch does. With one intra-op thread for each group, cores need not wait
+for each other after every operator, which costs most when other programs run too. Tasks, order and overlap are those of
+`threads.py` with a group in place of a learner.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from crossbow_py.engine.tasks import CorrectionTask, LearningTask, Task
 
 
 class FusedThreadsExecutor(ThreadsExecutor):
-    """As many groups as torch has intra-op threads, and no more than learners.
+    """Runs as many groups of learners as torch has intra-op threads, each in one pass on a thread of its own.
 
     Raises FusionError as `FusedExecutor` does.
     """
@@ -42,12 +42,12 @@ class FusedThreadsExecutor(ThreadsExecutor):
         return even_groups(num_learners, torch.get_num_threads())
 
     def recheck(self) -> None:
-        """See Executor; all passes have one model."""
+        """See Executor; all passes run the same model."""
         if found := outdated(self.tasks, self._passes[0]):
             self.notes.append(found)
 
     def _body(self, task: Task) -> Callable[[RoundOutcome], None] | None:
-        """See ThreadsExecutor: the tasks of a group."""
+        """See ThreadsExecutor; a task is that of a group."""
         if isinstance(task, LearningTask):
             return partial(self._learn, self._passes[task.learner])
         if isinstance(task, CorrectionTask):
@@ -72,6 +72,5 @@ class FusedThreadsExecutor(ThreadsExecutor):
             self.tasks.correct(learner, outcome)
 
     def _wait(self, outcome: RoundOutcome) -> None:
-        """See Executor: now every group has learned."""
         super()._wait(outcome)
-        self.notes += self._pass_notes.take()
+        self.notes += self._pass_notes.take()  # of all groups: each has learned

@@ -1,4 +1,4 @@
-"""What executors over CUDA streams share: programs that become graphs, and rounds whose results the host reads late."""
+"""The common part of executors on CUDA streams: programs that become graphs, and rounds whose results are read late."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from crossbow_py.engine.executors.spans import SpansOfStreams
 from crossbow_py.engine.scheduler import AVERAGING_STREAM
 from crossbow_py.telemetry.timeline import Timeline
 
-# Rounds a program runs eagerly before it is captured: libraries choose algorithms and allocate workspaces at their
-# first calls, which a capture does not allow. They are ordinary rounds, so there is no state to put back afterwards.
+# Rounds that a program runs eagerly before it is captured: libraries choose algorithms and allocate workspaces in their
+# first calls, which a capture does not allow. They are ordinary rounds, so no state has to be restored.
 WARM_UP_ROUNDS = 2
-# A round's results and events stay until the host has read them, and that is after the next round was issued.
+# A round's results and events stay until the host has read them, after the next round was issued.
 ROUNDS_IN_FLIGHT = 2
 
 Awaiting = Callable[[], AbstractContextManager[None]]
 
 
 class CaptureError(UserError):
-    """What a model or loss does is nothing a CUDA graph can hold. `reason` is what the capture said."""
+    """A CUDA graph cannot hold what a model or loss does. `reason` is the error of the capture."""
 
     def __init__(self, executor: str, name: str, reason: str) -> None:
         self.reason = reason
         super().__init__(
             f"executor={executor} cannot capture {name} as a CUDA graph ({reason}), which a model or loss must allow: "
-            "no waiting for the device, no shapes that follow from values; set executor=serial."
+            "no waiting for the device, no shapes that depend on values; set executor=serial."
         )
 
 
 @dataclass
 class Program:
-    """A stream's work, round after round: eager at first, then captured and replayed; once for every `variant`.
+    """The work of a stream in every round: eager at first, then captured and replayed, for each `variant` by itself.
 
-    A variant is what differs in the launches themselves, as the round's averaging coefficients do. A rule that changes
-    them every round is never captured.
+    Variants differ in the launches themselves, as by the round's averaging coefficients. A rule that changes these in
+    every round is never captured.
     """
 
     device: DeviceStreams
@@ -58,7 +58,7 @@ class Program:
     def launch(self, body: Body, variant: Hashable = None) -> None:
         """Run `body` on the stream, or replay what it enqueued when it was captured.
 
-        Blocks the host only when it captures. Raises CaptureError when that fails, other than for want of memory.
+        Blocks the host only to capture. Raises CaptureError if that fails, other than for lack of memory.
         """
         if not self.runs_graph(variant):
             self.eager_rounds[variant] = self.eager_rounds.get(variant, 0) + 1
@@ -69,7 +69,7 @@ class Program:
         self.device.replay(self.graphs[variant], self.stream)
 
     def launch_watched(self, body: Body, variant: Hashable = None) -> bool:
-        """As `launch`. Whether the body drew random numbers unasked, so that it must not be captured."""
+        """Launch, and return whether the body drew from global generators, so that it must not be captured."""
         if not self.captures or self.runs_graph(variant):
             self.launch(body, variant)
             return False
@@ -78,7 +78,7 @@ class Program:
         return before != self.device.random_state()
 
     def runs_graph(self, variant: Hashable = None) -> bool:
-        """Whether the next launch of the variant is a replay, after a capture if need be; else it is eager."""
+        """Return whether the next launch of the variant is a replay, maybe after a capture; else it is eager."""
         return self.captures and self.eager_rounds.get(variant, 0) >= WARM_UP_ROUNDS
 
     def _capture(self, body: Body) -> Graph:
@@ -86,12 +86,12 @@ class Program:
             with self.awaiting():
                 return self.device.capture(self.name, body, self.stream, self.pool)
         except Exception as error:
-            if is_out_of_memory(error):  # likelier here than anywhere, with pools of their own
+            if is_out_of_memory(error):  # which graphs with pools of their own are likely to cause
                 raise
             raise CaptureError(self.executor, self.name, one_line(error)) from error
 
     def release(self) -> None:
-        """Forget the graphs, which must not be running."""
+        """Drop the graphs, which must not be running."""
         for graph in self.graphs.values():
             self.device.release(graph)
         self.graphs.clear()
@@ -99,10 +99,10 @@ class Program:
 
 @dataclass(frozen=True)
 class Slot:
-    """A round in flight: the event at the end of each stream that had work, those in between, and its results.
+    """A round in flight: events at the end of each stream's work and in between, and the round's results.
 
-    Averaging may be in flight for longer. Its event is recorded anew only by a later averaging, which comes after all
-    that waits for this one was enqueued.
+    Averaging may be in flight for longer. Its event is recorded again only by a later averaging, which is enqueued
+    after everything that waits for this one.
     """
 
     events: dict[str, Event]
@@ -112,20 +112,20 @@ class Slot:
 class DeviceRounds:
     """Streams by name, the programs on them, and the rounds in flight.
 
-    Between a drain and the next round the bank is the caller's; the caller's work on its current stream then comes
-    before everything that is enqueued.
+    Between a drain and the next round the bank is the caller's; everything enqueued afterwards waits for the caller's
+    work on its current stream.
 
     Args:
-        device: what runs it all.
-        executor: its name.
-        names: of the streams; the averaging stream has high priority.
-        results: shape of a round's results, float64.
-        awaiting: around what blocks the host until the device is through, which may be in a sum with other ranks.
-        between: names of events within a round.
+        device: the device.
+        executor: the executor's name.
+        names: the names of the streams; the averaging stream has high priority.
+        results: the shape of a round's results, float64.
+        awaiting: makes a context around waiting for the device, which may be in a sum with other ranks.
+        between: the names of events within a round.
 
     Attributes:
-        streams: by name.
-        bank_changed: whether others may have changed the bank since the last round.
+        streams: the streams by name.
+        bank_changed: whether the caller may have changed the bank since the last round.
     """
 
     def __init__(
@@ -148,16 +148,16 @@ class DeviceRounds:
         ]
         self._num_issued = 0
         self._pending: dict[int, tuple[dict[str, str], Slot]] = {}
-        self._averaged: tuple[int, Event] | None = None  # the last averaging that may still run: its round and its end
+        self._averaged: tuple[int, Event] | None = None  # the round and the event of the last averaging, if it may run
 
     def program(self, name: str, stream: str, pool: Pool) -> Program:
-        """A program on a stream; programs that share a pool never run at the same time."""
+        """Return a new program on a stream; programs that share a pool must never run at the same time."""
         made = Program(self.device, self._executor, name, self.streams[stream], pool, awaiting=self._awaiting)
         self._programs.append(made)
         return self._programs[-1]
 
     def begin(self) -> Slot:
-        """Before a round's first launch. Does not block the host."""
+        """Begin a round, before its first launch. Does not block the host."""
         if self.bank_changed:
             self.device.record(self._callers_event, self.device.callers_stream())
             for stream in self.streams.values():
@@ -167,28 +167,28 @@ class DeviceRounds:
         return slot
 
     def mark(self, slot: Slot, stream: str, between: str | None = None) -> Event:
-        """The end of a stream's work in this round, or of its work so far: an event recorded on it."""
+        """Record and return the event of a stream's work in this round, or the event `between` of its work so far."""
         event = slot.events[between or stream]
         self.device.record(event, self.streams[stream])
         return event
 
     def end(self, index: int, slot: Slot, last: dict[str, str]) -> None:
-        """After a round's last launch; `last` is the name of the last task on each stream that was marked."""
+        """End a round, after its last launch; `last` has the last task on each stream that was marked."""
         if AVERAGING_STREAM in last:
             self._averaged = index, slot.events[AVERAGING_STREAM]
         self._pending[index] = {name: task for name, task in last.items() if name != AVERAGING_STREAM}, slot
         self.bank_changed = False
 
     def is_over(self, index: int) -> bool:
-        """Whether `wait` would not block the host. Raises what only the device saw."""
+        """Return whether `wait` would not block the host. Raises errors of the device."""
         last, slot = self._pending[index]
         return all(self.device.is_over(slot.events[stream]) for stream in last)
 
     def wait(self, index: int) -> Tensor:
-        """Block the host until every stream but the averaging stream is past the round. Returns its results.
+        """Block the host until all streams but the averaging stream have passed the round, and return its results.
 
-        Outcomes do not hang on z: a sum over ranks may take longer than its round. Raises LearnerError for what only
-        the device saw.
+        Outcomes do not depend on z, and a sum over ranks may take longer than its round. Raises LearnerError for errors
+        of the device.
         """
         last, slot = self._pending.pop(index)
         for stream, task in last.items():
@@ -202,37 +202,37 @@ class DeviceRounds:
             raise LearnerError(task, index, stream, error) from error
 
     def wait_for_average(self, stream: str) -> None:
-        """Work on the stream from now on starts after the last averaging. Does not block the host."""
+        """Have later work on the stream wait for the last averaging. Does not block the host."""
         if self._averaged is not None:
             self.device.wait(self.streams[stream], self._averaged[1])
 
     def finish_average(self) -> None:
-        """Block the host until the last averaging is over, which is enough for all: they are on one stream.
+        """Block the host until the last averaging is over, and so all, which are on one stream.
 
-        Raises LearnerError for what only the device saw.
+        Raises LearnerError for errors of the device.
         """
         if self._averaged is not None:
             (index, event), self._averaged = self._averaged, None
             self._synchronize(event, "averaging", index, AVERAGING_STREAM)
 
     def settle(self) -> None:
-        """Block the host until every stream is past every round; `wait` and `finish_average` raise what failed."""
+        """Block the host until every stream has passed every round; `wait` and `finish_average` raise errors later."""
         events = [slot.events[stream] for last, slot in self._pending.values() for stream in last]
         for event in [*events, *([self._averaged[1]] if self._averaged else [])]:
             with contextlib.suppress(Exception):
                 self.device.synchronize_event(event)  # host–device synchronisation
 
     def spans(self, timeline: Timeline) -> SpansOfStreams:
-        """Spans on all streams. Blocks the host until the first of them is idle."""
+        """Return spans for all streams. Blocks the host until the first stream is idle."""
         marks = {name: partial(self.device.timed_mark, stream) for name, stream in self.streams.items()}
         return SpansOfStreams(timeline, marks)
 
     def close(self, count_steps: Callable[[], None]) -> None:
-        """Wait until the device is idle, count the steps nobody waited for, drop the graphs, and only then their pools.
+        """Wait until the device is idle, copy its step counts to the bank, and drop the graphs and then their pools.
 
-        A round that died on the way has left its steps in some rows, so the device's own counts are the ones kept.
+        A round that failed midway has stepped some learners, so the device's counts are the right ones.
         """
-        with contextlib.suppress(Exception), self._awaiting():  # a device that failed has said so before
+        with contextlib.suppress(Exception), self._awaiting():  # errors of the device were raised before
             self.device.synchronize()  # host–device synchronisation
             if not self.bank_changed:
                 count_steps()

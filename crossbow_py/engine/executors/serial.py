@@ -1,4 +1,4 @@
-"""One task after another in the calling thread: the oracle every other executor is compared with."""
+"""One task after another in the calling thread: the oracle that every other executor is compared with."""
 
 from __future__ import annotations
 
@@ -23,4 +23,4 @@ class SerialExecutor(Executor):
                 raise LearnerError(str(launch.task), outcome.plan.index, launch.stream, error) from error
 
     def _wait(self, outcome: RoundOutcome) -> None:
-        """Tasks were over when they were issued."""
+        """Return at once: tasks were over when they were issued."""

@@ -1,7 +1,7 @@
-"""When tasks really ran, for the timeline: by the host's clock on CPU, by events on the stream on CUDA.
+"""The times at which tasks ran, for the timeline: by the host's clock on CPU, by events on the stream on CUDA.
 
-On CUDA the host is far ahead of the device, so its clock says when a task was enqueued. There a task lies between two
-events, and their times are read once the device has passed them; the host never waits for that while rounds go on.
+On CUDA the host is far ahead of the device, so its clock says only when a task was enqueued. There a task lies between
+two events, whose times are read once the device has passed them; the host does not wait for this while rounds go on.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ import torch
 from crossbow_py.telemetry.timeline import Timeline
 
 _NS_PER_MS = 1_000_000
-# Events tell times as float32 milliseconds: to 0.06 µs over a second, to 0.06 ms over a quarter of an hour.
+# Events give times as float32 milliseconds: to 0.06 µs over a second, but to 0.06 ms over a quarter of an hour.
 _FARTHEST_MS = 1000.0
 
 
 class Mark(Protocol):
-    """A moment on a stream: what is used of a recorded `torch.cuda.Event`."""
+    """A moment on a stream: the interface of a recorded `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Whether the device has passed it."""
+        """Return whether the device has passed it."""
 
     def synchronize(self) -> None:
         """Block the host until the device has passed it."""
 
     def elapsed_time(self, end: Any, /) -> float:
-        """Milliseconds from here to `end`; the device has passed both."""
+        """Return the milliseconds to `end`; the device must have passed both."""
 
 
 class TaskSpans(ABC):
-    """Measures blocks where they run, and adds them to a timeline."""
+    """Measures blocks of work and adds them to a timeline."""
 
     @abstractmethod
     def span(self, name: str, row: str, round_index: int) -> AbstractContextManager[None]:
-        """Measure the block: `name` of round `round_index`, shown on `row`."""
+        """Measure the block as `name` of round `round_index`, shown on `row`."""
 
     @abstractmethod
     def resolve(self) -> None:
-        """Wait for the blocks so far; afterwards the timeline has them all."""
+        """Wait for the blocks so far, so that the timeline has all of them."""
 
 
 class HostSpans(TaskSpans):
-    """For tasks that are over when their call returns, on any number of threads."""
+    """Measures tasks that are over when their call returns, on any number of threads."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
 
     def span(self, name: str, row: str, round_index: int) -> AbstractContextManager[None]:
-        """See TaskSpans; a block that raises is kept too."""
+        """See TaskSpans; a block that raises is kept as well."""
         return self._timeline.span(name, row, round=round_index)
 
     def resolve(self) -> None:
-        """See TaskSpans: a block's end is known when it ends."""
+        """See TaskSpans; there is nothing to wait for."""
 
 
 class _Block(NamedTuple):
@@ -69,30 +69,30 @@ class _Block(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """One moment on the device's clock and the timeline's."""
+    """One moment on the device's clock and on the timeline's."""
 
     mark: Mark
     time_ns: int
 
 
 def this_moment(timeline: Timeline, mark: Callable[[], Mark]) -> Moment:
-    """Blocks the host until the stream is idle."""
-    mark().synchronize()  # host–device synchronisation: nothing may lie before the moment on the stream
+    """Return the current moment. Blocks the host until the stream is idle."""
+    mark().synchronize()  # host–device synchronisation: the stream must be idle before the moment
     before_ns, origin = timeline.clock(), mark()
     origin.synchronize()  # host–device synchronisation
     return Moment(origin, (before_ns + timeline.clock()) // 2)
 
 
 class StreamSpans(TaskSpans):
-    """For tasks enqueued on one stream. Used from one thread; not one span of it has been taken on a GPU yet.
+    """Measures tasks enqueued on one stream. Used from one thread. It has not run on a GPU yet.
 
-    All times are a moment on both clocks plus what has passed on the device's clock: where the two clocks drift apart,
-    spans go with the device.
+    A time is that of a moment known on both clocks, plus what has passed on the device's clock since: if the two clocks
+    drift apart, spans follow the device.
 
     Args:
-        timeline: where spans go.
+        timeline: gets the spans.
         mark: records an event on the stream, without blocking the host.
-        moment: by default this one, for which the host is blocked until the stream is idle.
+        moment: a moment on both clocks; by default the current one, for which the host waits until the stream is idle.
     """
 
     def __init__(self, timeline: Timeline, mark: Callable[[], Mark], moment: Moment | None = None) -> None:
@@ -106,7 +106,7 @@ class StreamSpans(TaskSpans):
         start = self._mark()
         yield
         self._blocks.append(_Block(name, row, round_index, start, self._mark()))
-        # Events of long epochs do not pile up: what the device has passed is read at once.
+        # Blocks that the device has passed are read now, so that events do not pile up in long epochs.
         while self._blocks and self._blocks[0].end.query():
             self._read(self._blocks.popleft())
 
@@ -128,13 +128,13 @@ class StreamSpans(TaskSpans):
 
 
 class SpansOfStreams(TaskSpans):
-    """For tasks on several streams of a device: `StreamSpans` of each, told from one moment.
+    """Measures tasks on several streams of a device, with `StreamSpans` for each from one common moment.
 
-    Made, it blocks the host until the first stream is idle.
+    Making one blocks the host until the first stream is idle.
 
     Args:
-        timeline: where spans go.
-        marks: for every row, what records an event on its stream, without blocking the host.
+        timeline: gets the spans.
+        marks: for every row, a function that records an event on its stream, without blocking the host.
     """
 
     def __init__(self, timeline: Timeline, marks: Mapping[str, Callable[[], Mark]]) -> None:
@@ -152,7 +152,7 @@ class SpansOfStreams(TaskSpans):
 
 
 def spans_on(device: torch.device, timeline: Timeline) -> TaskSpans:
-    """The way to measure tasks that run on the device, on CUDA those on its current stream."""
+    """Return the spans of tasks on a device; on CUDA, of those on its current stream."""
     if device.type != "cuda":
         return HostSpans(timeline)
 

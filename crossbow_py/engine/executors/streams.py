@@ -1,15 +1,15 @@
-"""CUDA executor: a stream a learner, its tasks captured as CUDA graphs and replayed by one Python thread.
+"""The CUDA executors `streams`, with a stream for each learner, and `subarrays2` and `subarrays4`, for each group.
 
     learner j's stream    load(j, n)  learning(j, n)  [wait averaging(n−1)]  correction(j, n)  report(j, n)  record
     averaging stream      [wait for every learner]  averaging(n)  record
 
-By rules that average gradients, every learner's stream is also marked after learning(j, n), and waits for the averaging
-stream, on which the gradient mean waits for all of these marks, before correction(j, n).
+With rules that average gradients, every learner's stream also records an event after learning(j, n); the gradient mean,
+on the averaging stream, waits for these events, and correction(j, n) waits for it.
 
-Learning and correction are one graph each, in the learner's own memory pool, so learners run side by side and share
-nothing but z, which corrections read and averaging writes. What changes from round to round is in tensors on the device
-(`engine/device/device_tasks.py`), so nothing is captured twice. Waits are CUDA events, and exactly those that the
-scheduler names.
+One Python thread enqueues everything. Learning and correction are one CUDA graph each, in the learner's own memory
+pool, so learners run side by side and share only z, which corrections read and averaging writes. Values that change
+from round to round are in tensors on the device (`engine/device/device_tasks.py`), so nothing is captured twice. Waits
+are CUDA events, and exactly those that the scheduler names.
 """
 
 from __future__ import annotations
@@ -39,18 +39,17 @@ _DRAWS = (
 
 
 class StreamsExecutor(Executor):
-    """Learners on streams of their own, averaging on one of high priority. Experimental: no GPU has run it yet.
+    """Runs learners on streams of their own, and averaging on one of high priority.
 
-    Between a drain and the next submit the bank is the caller's; the caller's work on its current stream then comes
-    before everything the executor enqueues.
+    Experimental: no GPU has run it yet. Between a drain and the next submit the bank is the caller's; everything the
+    executor enqueues afterwards waits for the caller's work on its current stream.
 
     Args:
         tasks: what to compute; its optimizer must be SGD or AdamW.
-        device: for tests; by default CUDA, on the bank's device.
+        device: for tests; by default the bank's device, which must be CUDA.
 
     Attributes:
-        EXPERIMENTAL: until its tests have passed on a GPU.
-        notes: sentences for the user about what runs slower than it might; complete after the warm-up.
+        notes: messages for the user about slower operation; complete after the warm-up.
 
     Raises:
         UserError: the bank is not on CUDA, or the optimizer has no device update.
@@ -75,20 +74,20 @@ class StreamsExecutor(Executor):
         self._correction = [program(f"correction({j})", learner_stream(j), pools[j]) for j in learners]
         self._averaging = program("averaging", AVERAGING_STREAM, device.new_pool())
         self._gradient_mean = program("gradient mean", AVERAGING_STREAM, device.new_pool())
-        # NCCL stays out of graphs.
+        # Sums by NCCL are not captured.
         self._averaging.captures = self._gradient_mean.captures = tasks.collective.is_alone
         self._marks: dict[Task, Event] = {}
 
     def _make_bodies(self, tasks: RoundTasks) -> DeviceTasks | SubArrayTasks:
-        """What a stream runs."""
+        """Return the bodies of tasks."""
         return DeviceTasks(tasks)
 
     def _new_spans(self, timeline: Timeline, on_callers_stream: TaskSpans) -> TaskSpans:
-        """See Executor: a span lies between two events on its stream; the round that captures shows the capture too."""
+        """See Executor; a span is the time between two events on its stream, and includes captures."""
         return self._rounds.spans(timeline)
 
     def drain(self) -> list[RoundOutcome]:
-        """See Executor; the next round waits for what the caller enqueued meanwhile."""
+        """See Executor; the next round waits for what the caller enqueues until then."""
         outcomes = super().drain()
         self._rounds.bank_changed = True
         return outcomes
@@ -96,8 +95,8 @@ class StreamsExecutor(Executor):
     def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
         """Enqueue a round: each launch on its stream, after the events of `launch.after`.
 
-        The last task of every stream is followed by a record; that covers the tasks before it. The host does not
-        wait, except where a graph is captured and where the feed makes it.
+        An event is recorded after the last task of every stream, which covers the tasks before it. The host waits only
+        if a graph is captured or if the feed makes it.
         """
         rounds, slot = self._rounds, self._rounds.begin()
         last = {launch.stream: launch for launch in launches}
@@ -119,7 +118,7 @@ class StreamsExecutor(Executor):
         for other in launch.after:
             if isinstance(other, AveragingTask):
                 self._rounds.wait_for_average(launch.stream)
-            elif other in self._marks:  # else the host itself has waited for it
+            elif other in self._marks:  # else the host has waited for it
                 self._rounds.device.wait(stream, self._marks[other])
         with self.span(task.NAME, launch.stream, task.round_index):
             if isinstance(task, LearningTask):
@@ -134,7 +133,7 @@ class StreamsExecutor(Executor):
                 assert_never(task)
 
     def _learn(self, learner: int, outcome: RoundOutcome, stream: Stream) -> None:
-        """On the learner's stream: load the round, then learn."""
+        """Load the round and learn, on the learner's stream."""
         program, bodies, rounds = self._learning[learner], self._bodies, self._rounds
         plan, variant = outcome.plan, bodies.variant(learner, outcome.plan)
         ahead = program.runs_graph(variant)
@@ -149,7 +148,7 @@ class StreamsExecutor(Executor):
                 each.captures = False
 
     def _correct(self, learner: int, outcome: RoundOutcome, stream: Stream, host: Tensor) -> None:
-        """On the learner's stream: correct, then send the results to the host."""
+        """Correct, and copy the results to the host, on the learner's stream."""
         bodies, averaging = self._bodies, outcome.plan.averaging
         self._correction[learner].launch(partial(bodies.correct, learner, averaging), averaging)
         self._rounds.device.run(f"report({learner})", partial(bodies.report, learner, host), stream)
@@ -158,7 +157,7 @@ class StreamsExecutor(Executor):
         """Block the host until every learner's stream is past the round, then read its results."""
         index = outcome.plan.index
         results = self._rounds.wait(index)
-        # The host has waited for these: no stream needs to, and their events may be recorded anew.
+        # The host has waited for these tasks: no stream needs to, and their events may be recorded again.
         self._marks = {task: event for task, event in self._marks.items() if task.round_index > index}
         self._bodies.read(outcome, results)
 
@@ -177,7 +176,7 @@ class StreamsExecutor(Executor):
 
 
 class SubArraysExecutor(StreamsExecutor):
-    """An executor between `fused` and `streams`: groups of fused learners, each group on a stream of its own.
+    """Runs groups of fused learners, between `fused` and `streams`: each group on a stream of its own.
 
     Fusing all learners launches the fewest kernels, but every operator then waits for the one before, and small
     operators leave the device idle; groups on several streams fill each other's gaps. HFTA and μ-TWO call this

@@ -1,7 +1,7 @@
-"""CPU executor: a thread a stream, one intra-op thread each, so K small models fill K cores.
+"""The CPU executor `threads`: a thread for each stream, with one intra-op thread, so that K small models use K cores.
 
-PyTorch releases the interpreter lock inside operators and the whole backward pass, so learners really run side by
-side. Two intra-op threads on one small batch lose to one: the parallel regions are shorter than their barriers.
+PyTorch releases the interpreter lock inside operators and in the whole backward pass, so learners run side by side. On
+one small batch two intra-op threads are slower than one, as the parallel regions are shorter than their barriers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from crossbow_py.engine.tasks import Task
 
 @dataclass(frozen=True)
 class _Entry:
-    """A launch on its way: what to run, what to wait for, and the event that says it is over."""
+    """A queued launch, the events it waits for, and the event that is set when it is over."""
 
     launch: Launch
     outcome: RoundOutcome
@@ -32,9 +32,9 @@ class _Entry:
 
 
 class ThreadsExecutor(Executor):
-    """One thread per learner stream and one for the averaging stream.
+    """Runs each learner's stream, and the averaging stream, on a thread of its own.
 
-    The first failure is kept; every task after it is skipped, its event still set, so nothing waits for ever.
+    The first failure is kept. Later tasks are skipped, and their events set, so that nothing waits for ever.
     """
 
     NAME = "threads"
@@ -61,14 +61,14 @@ class ThreadsExecutor(Executor):
         self._set_intra_op(self._num_threads)
 
     def _body(self, task: Task) -> Callable[[RoundOutcome], None] | None:
-        """Return what runs a task, where it is not the body that `RoundTasks` has."""
+        """Return the body of a task, or None for that of `RoundTasks`."""
         return None
 
     def _set_intra_op(self, num_threads: int) -> None:
-        """Intra-op threads of the caller, and with them of MKL in every thread: torch has no setting of that for one.
+        """Set the caller's number of intra-op threads, which MKL uses in every thread: torch cannot set it for one.
 
-        While learners run it has to be one, or their matrix products would each take all cores (LeNet, K=2 on two
-        cores: half the throughput). In between, who evaluates or saves may have them all.
+        While learners run it must be one, or each of their matrix products would use all cores (LeNet, K=2 on two
+        cores: half the throughput). In between, evaluating and saving may use all of them.
         """
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
@@ -90,13 +90,13 @@ class ThreadsExecutor(Executor):
         for launch in launches:
             after = tuple(self._events[task] for task in launch.after if task in self._events)
             self._queues[launch.stream].put(_Entry(launch, outcome, after, events[launch.task]))
-        # Outcomes do not hang on z: a round is over for them once learners are, and averaging may take longer.
+        # Outcomes do not depend on z: they are complete once the learners' tasks are over.
         self._last_of_round[index] = [events[launch.task] for launch in launches if launch.stream != AVERAGING_STREAM]
 
     def _wait(self, outcome: RoundOutcome) -> None:
         for event in self._last_of_round.pop(outcome.plan.index):
             event.wait()
-        # Tasks that are over are forgotten; a later task that names one has nothing to wait for.
+        # Tasks that are over are dropped: a later task that depends on one has nothing to wait for.
         self._events = {task: event for task, event in self._events.items() if not event.is_set()}
         self._raise_failure()
 
@@ -121,7 +121,7 @@ class ThreadsExecutor(Executor):
             try:
                 if self._failure is None:
                     self.run_task(entry.launch, entry.outcome, self._body(entry.launch.task))
-            except BaseException as error:  # a user's function may even raise SystemExit
+            except BaseException as error:  # a user's function may raise SystemExit
                 self._fail(entry, error)
             finally:
                 entry.over.set()
@@ -136,7 +136,7 @@ class ThreadsExecutor(Executor):
             self._failure = self._failure or failure
 
     def close(self) -> None:
-        """Let running tasks end, drop the rest, and join the threads."""
+        """See Executor; running tasks end first."""
         with self._failure_lock:
             self._failure = self._failure or CrossbowError("the executor is closed")
         for entries in self._queues.values():
@@ -144,4 +144,4 @@ class ThreadsExecutor(Executor):
         for thread in self._threads:
             thread.join()
         self._set_intra_op(self._num_threads)
-        self._failure = CrossbowError("the executor is closed")  # lets go of what an error's frames hold
+        self._failure = CrossbowError("the executor is closed")  # frees what an error's frames hold

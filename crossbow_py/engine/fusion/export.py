@@ -1,4 +1,4 @@
-"""The export of a model: its graph for one learner, checked for what no run for several could do right."""
+"""The export of a model: its graph for one learner, checked for what a run for several cannot do right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from crossbow_py.core.host_randomness import host_state, kept_host_state
-from crossbow_py.engine.fusion.regions import cast_once, grad_modes_recorded, is_followed, put_in_line
+from crossbow_py.engine.fusion.regions import cast_once, grad_modes_recorded, inline_blocks, is_followed
 from crossbow_py.engine.fusion.rules.registry import base_name
 from crossbow_py.engine.fusion.writes import FusionError, Write, find_writes
 from crossbow_py.engine.modules.code_lines import line_of_failure
@@ -32,12 +32,12 @@ _EXPORTED: WeakKeyDictionary[nn.Module, dict[Any, torch.export.ExportedProgram]]
 def exported(
     template: nn.Module, example: Tensor, precision: Precision, training: bool = True
 ) -> torch.export.ExportedProgram:
-    """The template's graph for batches like the example; kept as long as the template, for banks of other sizes.
+    """Return the template's graph for batches like the example; kept as long as the template, for banks of all sizes.
 
-    With `training=False` that of its evaluation mode.
+    With `training=False` it is that of evaluation mode.
 
     Raises:
-        FusionError: the model cannot be exported, returns something else than one tensor, or writes what cannot be
+        FusionError: the model cannot be exported, does not return one tensor, or writes in a way that cannot be
             followed.
     """
     graphs = _EXPORTED.setdefault(template, {})
@@ -65,7 +65,7 @@ def _export(
         raise FusionError(f"torch.export cannot capture it ({reason.strip()[:160]}){line_of_failure(error)}") from error
     if draws:
         raise FusionError("it draws random numbers from Python's or numpy's generator, and a graph would repeat them")
-    put_in_line(program.graph_module)
+    inline_blocks(program.graph_module)
     cast_once(program.graph)
     for node in list(program.graph.nodes):
         _write_afterwards(node)
@@ -79,7 +79,7 @@ def _export(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Nothing on stderr: torch prints graphs and advice to authors of graphs, and what matters is in the exception."""
+    """Have nothing printed: torch prints graphs and advice for authors of graphs, and exceptions say what matters."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -91,12 +91,12 @@ def _quiet() -> Iterator[None]:
 
 
 def constants_of(program: torch.export.ExportedProgram) -> dict[str, Tensor]:
-    """By name."""
+    """Return the constants of a graph by name."""
     return {name: value for name, value in program.constants.items() if isinstance(value, Tensor)}
 
 
 def first_names(template: nn.Module) -> dict[str, str]:
-    """The name under which the bank keeps each parameter and buffer; tied ones have several."""
+    """Return, for each name of a parameter or buffer, the one that the bank uses; tied tensors have several names."""
     first: dict[int, str] = {}
     names = {}
     for tensors in (template.named_parameters(remove_duplicate=False), template.named_buffers(remove_duplicate=False)):
@@ -106,7 +106,7 @@ def first_names(template: nn.Module) -> dict[str, str]:
 
 
 def single_output(program: torch.export.ExportedProgram) -> Node:
-    """The node whose value the model returns. Raises FusionError unless it returns one tensor."""
+    """Return the node whose value the model returns. Raises FusionError unless it returns one tensor."""
     spec, returned = program.call_spec.out_spec, program.graph.output_node().args[0]
     outputs = [entry for entry in returned if isinstance(entry, Node)] if isinstance(returned, list | tuple) else []
     if spec is None or not spec.is_leaf() or not outputs:
@@ -116,7 +116,7 @@ def single_output(program: torch.export.ExportedProgram) -> Node:
 
 
 def writes_of(program: torch.export.ExportedProgram) -> dict[Node, Write]:
-    """What the graph's in-place operators write. Buffers keep it; parameters and constants may not be written."""
+    """Return what the graph's in-place operators write. Buffers may be written; parameters and constants may not."""
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
     inputs = {node: kinds[node.name] for node in program.graph.nodes if node.op == "placeholder"}
     buffers = {node for node, kind in inputs.items() if kind is InputKind.BUFFER}
@@ -128,14 +128,14 @@ def writes_of(program: torch.export.ExportedProgram) -> dict[Node, Write]:
 
 
 def _check_gradient(node: Node) -> None:
-    """Refuse a write that changes a value and leaves its gradient as it was: rules make a new value instead."""
+    """Refuse a write that changes a value but not its gradient, because rules make a new value instead."""
     written = node.args[0]
     if isinstance(written, Node) and written.op == "call_function" and is_followed(written) and not is_followed(node):
         raise FusionError(f"it writes under torch.no_grad what was computed outside of it ({node.target})", node)
 
 
 def _write_afterwards(node: Node) -> None:
-    """Make two of an operator that writes to its argument `out`: what it computes, and the writing."""
+    """Split an operator that writes to its argument `out` into two: computing and writing."""
     out = node.kwargs.get("out")
     if not isinstance(node.target, OpOverload) or not isinstance(out, Node):
         return
@@ -154,7 +154,7 @@ def _write_afterwards(node: Node) -> None:
 
 
 def _make_dense(node: Node) -> None:
-    """Have gradients of embeddings made dense: the bank's rows are."""
+    """Make the gradients of embeddings dense, as the bank's rows are."""
     if node.op == "call_function" and isinstance(node.target, OpOverload):
         names = [argument.name for argument in node.target._schema.arguments]
         if "sparse" in names[: len(node.args)]:
@@ -162,7 +162,7 @@ def _make_dense(node: Node) -> None:
 
 
 def _check_operator(node: Node) -> None:
-    """Refuse what cannot be right for several learners, whatever runs it."""
+    """Refuse an operator that cannot be right for several learners, whatever runs it."""
     target, value = node.target, node.meta.get("val")
     if node.op != "call_function" or target is operator.getitem:
         return

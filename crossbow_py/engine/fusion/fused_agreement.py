@@ -1,8 +1,8 @@
-"""Fused passes that were compared with eager autograd before they are trusted.
+"""Fused passes, which are compared with eager autograd before they are trusted.
 
-Two learners with weights of their own take two batches, alone by their modules and together by the fused pass; losses,
-gradients and buffers have to agree. What a graph cannot have, hooks, custom backward passes and whatever forward keeps
-between passes but in buffers, is refused by name even where it made no difference on these batches.
+Two learners with different weights take two batches, alone by their modules and together by the fused pass; losses,
+gradients and buffers must agree. What a graph cannot have (hooks, custom backward passes, and anything that forward
+keeps between passes except in buffers) is refused by name, even if it made no difference on these batches.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.engine.update.row_update import TorchUpdate
 
 _LEARNERS = range(2)
-_MOST_SAMPLES = 64  # that are loaded for it; batches beyond that repeat them
-_APART = 0.02  # how far the second learner's weights lie from the first one's, relatively
+_MOST_SAMPLES = 64  # samples to load; larger batches repeat them
+_APART = 0.02  # relative distance of the second learner's weights from the first one's
 
 _FOUND: WeakKeyDictionary[nn.Module, dict[Any, str | None]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A model and the data that it is to be trained on: what a comparison depends on.
+    """Everything a comparison depends on: a model and the data that it is to be trained on.
 
     Attributes:
         template: the model.
-        feed: of training batches.
-        loss: of a batch.
-        precision, channels_last: of the banks that learners are to train in.
+        feed: the training batches.
+        loss: the loss of a batch.
+        precision, channels_last: those of the bank.
         shared: whether learners take the same batches.
     """
 
@@ -82,9 +82,9 @@ class Comparison:
 
 
 def trusted_pass(tasks: RoundTasks, kernels: bool = False, learners: range | None = None) -> FusedPass:
-    """Return the learning tasks of `learners` in one pass, by operators where kernels give other numbers.
+    """Return the learning tasks of `learners` in one pass, by operators if kernels give other numbers.
 
-    Raises FusionError for models that cannot be fused, or whose graph gives other numbers than they do.
+    Raises FusionError if the model cannot be fused, or if its graph gives other numbers than the model.
     """
     bank = tasks.bank
     compared = Comparison(
@@ -177,10 +177,10 @@ class _Passes:
 
 
 def outdated(tasks: RoundTasks, fused: FusedPass) -> str | None:
-    """Return a sentence where a graph no longer gives the numbers of its model, on a learner's weights as they are now.
+    """Return a message if a graph no longer gives its model's numbers on a learner's current weights, else None.
 
-    A graph repeats what forward found outside the model when it was exported, such as a temperature that a callback
-    changes. Nothing is in flight, and nothing is changed. None: they agree, or nobody can tell.
+    A graph repeats what forward read outside the model when it was exported, such as a temperature that a callback
+    changes. Nothing may be in flight, and nothing is changed. Also None if they cannot be compared.
     """
     passes, learner = _Passes(tasks), fused.learners.start
     shared = _shares_batches(tasks)
@@ -208,12 +208,12 @@ def trusted_outputs(bank: ReplicaBank, inputs: Tensor, learners: range | None = 
     """Return the graph of some models in evaluation mode, once it gives the outputs of the first and last of them.
 
     Args:
-        bank: that is not for training.
+        bank: a bank that is not for training.
         inputs: a batch `[B, ...]` like those to come, in compute precision.
-        learners: which models; by default all.
+        learners: the models; by default all.
 
     Raises:
-        FusionError: the models cannot be fused, or their graph gives other outputs than they do.
+        FusionError: the models cannot be fused, or their graph gives other outputs than the models.
     """
     first = 0 if learners is None else learners.start
     with kept_buffers(bank.module(first)), kept_generators():
@@ -249,7 +249,7 @@ def _output_difference(bank: ReplicaBank, learner: int, inputs: Tensor, found: T
 
 
 def require_agreement(compared: Comparison, kernels: bool = False) -> None:
-    """Raise FusionError unless a fused pass of the model gives the model's own numbers; found out once a template."""
+    """Raise FusionError unless a fused pass of the model gives the model's own numbers; checked once per template."""
     example = compared.feed.for_measuring().batch(0).inputs
     key = (
         tuple(example.shape), example.dtype, compared.precision.name, compared.channels_last, compared.shared, kernels,
@@ -271,11 +271,11 @@ def _disagreement(compared: Comparison, kernels: bool) -> str | None:
     pair = _Pair(compared, kernels)
     example = compared.feed.for_measuring().batch(0).inputs
     try:
-        # Before the export, which would leave tensors without values in what a first pass keeps.
+        # Before the export, or what a first pass keeps would be tensors without values.
         with _failing("the model itself fails on its first samples"):
             refusal = pair.examine()
     except FusionError:
-        exported(compared.template, example, compared.precision)  # which says more
+        exported(compared.template, example, compared.precision)  # whose error says more
         raise
     if refusal is not None:
         return refusal
@@ -288,15 +288,15 @@ def _disagreement(compared: Comparison, kernels: bool) -> str | None:
         fused = pair.together()
     with _failing("it cannot be compared with its graph"):
         found = next((each for j in _LEARNERS if (each := pair.difference(j, fused[j])) is not None), None)
-        if found is None and pair.is_coarse and not kernels and pair.difference(0, fused[0], alike=True):
-            # In a coarse format rounding hides a lot; what the graph's operators give one by one leaves it little.
-            found = pair.difference(0, pair.one_by_one(), alike=True)
+        if found is None and pair.is_coarse and not kernels and pair.difference(0, fused[0], same_operators=True):
+            # In a coarse format rounding hides a lot; running the graph's operators one by one leaves little to it.
+            found = pair.difference(0, pair.one_by_one(), same_operators=True)
     return None if found is None else f"its graph gives other numbers than the model itself ({found})"
 
 
 @contextlib.contextmanager
 def _failing(what: str) -> Iterator[None]:
-    """Have exceptions of the block refuse the graph, but for memory that has run out."""
+    """Turn exceptions of the block into FusionError, except when memory has run out."""
     try:
         yield
     except CrossbowError:
@@ -308,14 +308,14 @@ def _failing(what: str) -> Iterator[None]:
 
 
 class _Pair:
-    """Two learners, each with a batch, in a bank of their own."""
+    """Two learners, each with a batch, in a bank made for the comparison."""
 
     def __init__(self, compared: Comparison, kernels: bool) -> None:
         self._precision, template = compared.precision, compared.template
         device = next(template.parameters()).device
         self._bank = ReplicaBank(
             template, len(_LEARNERS), device=device, precision=compared.precision, state_names=(),
-            channels_last=compared.channels_last, order="blocks", training=kernels,  # which write gradients to rows
+            channels_last=compared.channels_last, order="blocks", training=kernels,  # kernels write gradients to rows
         )  # fmt: skip
         for learner in _LEARNERS:
             self._bank.module(learner).train()
@@ -332,11 +332,11 @@ class _Pair:
 
     @property
     def is_coarse(self) -> bool:
-        """Whether rounding explains a lot."""
+        """Whether the format is so coarse that rounding explains a lot."""
         return digits_of(self._precision.compute, self._bank.device).itemsize < 4
 
     def examine(self) -> str | None:
-        """Return what a graph cannot have and two passes of the first learner's module show; None: there is nothing."""
+        """Return what two passes of the first learner's module show that a graph cannot have, or None."""
         module = self._bank.module(0)
         with kept_buffers(module):
             self._passes.seed()
@@ -351,7 +351,7 @@ class _Pair:
         again = self._passes.alone(0, self._batches[0])
         if (changed := changed_state(before, python_state(module))) is not None:
             return f"its forward changes {changed}, and a graph would repeat one value"
-        # The same operators on the same values: any difference is one that the first pass made.
+        # The same operators on the same values: any difference was made by the first pass.
         found = furthest(again, self._expected[0], lambda: self._expected[0], torch.float32)
         return None if found is None else f"a second pass on the same batch differs ({found}), and a graph's would not"
 
@@ -377,7 +377,7 @@ class _Pair:
             for learner in _LEARNERS
         ]
 
-    def difference(self, learner: int, found: dict[str, Tensor], alike: bool = False) -> Difference | None:
+    def difference(self, learner: int, found: dict[str, Tensor], same_operators: bool = False) -> Difference | None:
         """Return where values differ from the learner's own by more than rounding explains; see `furthest`."""
         batch = self._batches[learner]
         if learner not in self._expected:
@@ -388,10 +388,10 @@ class _Pair:
                 self._moved[learner] = self._passes.alone_with_moved_weights(learner, batch)
             return self._moved[learner]
 
-        return furthest(found, self._expected[learner], control, self._precision.compute, alike)
+        return furthest(found, self._expected[learner], control, self._precision.compute, same_operators)
 
     def one_by_one(self) -> dict[str, Tensor]:
-        """Return what the first learner gives by the graph's operators as they were exported."""
+        """Return what the first learner gives with the graph's operators run as they were exported."""
         single = FusedPass(self._tasks, learners=range(1), fuses=False)
         batch = Batch(*(each[None] for each in self._batches[0]))
         (found,) = self._passes.together(single, batch, shared=False, copies=self._kernels)
@@ -399,7 +399,7 @@ class _Pair:
 
 
 def _two_batches(feed: Feed) -> tuple[Batch, Batch]:
-    """Real samples, each batch its own, as far as there are as many; small data and large batches repeat some."""
+    """Return two batches of real samples, different if there are enough; small data and large batches repeat some."""
     size = feed.batch_size
     few = feed.first_samples(min(2 * size, _MOST_SAMPLES, feed.num_samples))
     count = len(few.targets)

@@ -1,4 +1,4 @@
-"""Forward and backward of all learners in one pass over the fused graph, without a word from the host."""
+"""The forward and backward pass of all learners over the fused graph, without waiting on the host."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from crossbow_py.engine.modules.losses import (
 )
 from crossbow_py.engine.rounds import Round, RoundTasks
 
-_MOST_CLASSES = 16384  # of the loss kernel
+_MOST_CLASSES = 16384  # for the loss kernel
 
-# Losses [K], right predictions [K] and the gradient of the outputs, from outputs [K, B, C] and targets [K, B].
+# Returns losses [K], right predictions [K] and the outputs' gradient from outputs [K, B, C] and targets [K, B].
 LossOfAll = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class Learned(NamedTuple):
-    """Of all learners: losses `[K]`, right predictions `[K]` if there are classes, and gradients `[K, *shape]`."""
+    """The results of all learners: losses `[K]`, right predictions `[K]` or None, and gradients `[K, *shape]`."""
 
     losses: Tensor
     num_correct: Tensor | None
@@ -37,19 +37,21 @@ class Learned(NamedTuple):
 
 
 class FusedPass:
-    """The learning tasks of a round. Dropout draws from the learners' generators: seed them first.
+    """The learning tasks of a round. Dropout draws from the learners' generators, so seed them first.
+
+    Training uses only passes from `trusted_pass`.
 
     Args:
         tasks: what to compute.
-        kernels: whether Triton kernels are to be used where they serve, and not operators.
-        learners: K neighbouring ones; by default all.
-        fuses: whether operators are to be fused, and not run as they were exported, learner by learner.
+        kernels: whether Triton kernels replace operators where possible.
+        learners: K neighbouring learners; by default all.
+        fuses: whether operators are fused; else they run as they were exported, learner by learner.
 
     Attributes:
         learners: as given.
-        notes: sentences for the user, on what runs slower than it might; grows in the first rounds, readers clear it.
+        notes: messages for the user about slower operation; grows in the first rounds, and readers clear it.
 
-    Raises FusionError for models it cannot run. What is trained with comes from `trusted_pass`.
+    Raises FusionError for models it cannot run.
     """
 
     def __init__(
@@ -70,26 +72,27 @@ class FusedPass:
         if refusal is not None:
             self.notes.append(refusal)
             return None
-        from crossbow_py.engine.kernels.cross_entropy import cross_entropy_of_learners  # noqa: PLC0415  Triton is there
+        # Imported here, because this module must be importable on machines without Triton.
+        from crossbow_py.engine.kernels.cross_entropy import cross_entropy_of_learners  # noqa: PLC0415
 
         return cross_entropy_of_learners
 
     def batch(self, plan: Round) -> Batch:
-        """The round's batches `[K, B, ...]`, or `[B, ...]` where all learners take the same."""
+        """Return the round's batches `[K, B, ...]`, or `[B, ...]` if all learners take the same."""
         feed, starts = self._tasks.feed, self.starts(plan)
         return feed.batch(starts[0]) if len(starts) == 1 else feed.batches(starts)
 
     def starts(self, plan: Round) -> tuple[int, ...]:
-        """Of the learners' batches; one alone where all take the same."""
+        """Return the positions of the learners' batches; only one if all take the same."""
         own = plan.starts[self.learners.start : self.learners.stop]
         return own[:1] if self.shares(plan) else own
 
     def shares(self, plan: Round) -> bool:
-        """Whether the learners take the same batch."""
+        """Return whether the learners take the same batch."""
         return len(set(plan.starts[self.learners.start : self.learners.stop])) == 1
 
     def learn(self, batch: Batch, shared: bool) -> Learned:
-        """Losses and their gradients at the learners' weights. Some gradients are the bank's own, already in place."""
+        """Return losses and their gradients at the learners' weights. Some gradients are rows of the bank."""
         bank, graph = self._tasks.bank, self.graph
         outputs = graph.run(batch.inputs, shared)
         targets = batch.targets.expand(len(self.learners), *batch.targets.shape) if shared else batch.targets
@@ -103,7 +106,7 @@ class FusedPass:
         return Learned(losses.detach(), correct_of_batch(outputs.detach(), targets, self._tasks.ignored, 1), gradients)
 
     def _gradients(self, of: Tensor, given: Tensor | None) -> list[Tensor | None]:
-        """In the order of the layout."""
+        """Return gradients in the order of the layout."""
         graph, trained = self.graph, self.graph.parameters.trained
         asked = [name for name in trained if name not in graph.written]
         leaves = [graph.anchor, *(trained[name] for name in asked)] if graph.written else list(trained.values())
@@ -117,7 +120,7 @@ class FusedPass:
         return [row if name in graph.written else by_name[name] for name, row in rows]
 
     def _losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """One loss a learner `[K]`; cross-entropy of classes in one call, any other in a loop."""
+        """Return the learners' losses `[K]`: cross-entropy of classes in one call, others in a loop."""
         smoothing = self._tasks.label_smoothing
         if smoothing is not None:
             return smoothed_cross_entropy(outputs, targets, smoothing[self.learners.start : self.learners.stop])
@@ -129,7 +132,7 @@ class FusedPass:
 
 
 class PassNotes:
-    """What passes over one model have to tell the user, each sentence once, whichever of them had it. Thread-safe."""
+    """The messages for the user from passes over one model, each once. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -139,14 +142,14 @@ class PassNotes:
         self._names_loops = True
 
     def read(self, fused: FusedPass) -> None:
-        """Take over the notes of a pass that has run. Called by what runs it, before it runs again."""
+        """Take the notes of a pass that has run, before it runs again."""
         with self._lock:
             self._new += fused.notes
             fused.notes.clear()
             self._looped |= set(fused.graph.looped)
 
     def take(self) -> list[str]:
-        """What is new; the first time, when every pass has been read, also which operators have no rule."""
+        """Return new messages; the first time, when every pass has been read, also the operators without a rule."""
         with self._lock:
             found = [sentence for sentence in dict.fromkeys(self._new) if sentence not in self._said]
             self._new.clear()

@@ -1,9 +1,9 @@
-"""A model's exported graph, and its run for all learners at once.
+"""A model's exported graph, run for all learners at once.
 
-The model is exported once (`torch.export`, training IR: in-place operators and BatchNorm's statistics as they are in
-eager mode). Every operator has a rule that does it for K learners in one call, or is run in a loop over them. The first
-run settles which: a rule that does not cover its arguments, or whose result has another shape than K of the exported
-one, is replaced by the loop from then on, and the operator is named in `looped`.
+The model is exported once (`torch.export`, training IR: in-place operators and BatchNorm's statistics are as in eager
+mode). Every operator has a rule that runs it for K learners in one call, or is run in a loop over them. The first run
+decides which: if a rule does not cover its arguments, or its result does not have K times the exported shape, the loop
+replaces it from then on, and `looped` names the operator.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ __all__ = ["FusedGraph", "FusionError", "Parameters", "exported"]
 
 _RULE_MODULES = (draws, elementwise, layers, recurrent)  # imported for the rules they register
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
-# What rules raise for arguments they were not written for.
-_UNSERVED = (NotFusedError, RuntimeError, AttributeError, TypeError, LookupError, ValueError, StopIteration)
+# What rules raise for arguments that they do not cover.
+_NOT_COVERED = (NotFusedError, RuntimeError, AttributeError, TypeError, LookupError, ValueError, StopIteration)
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """The leaves of a run: what autograd differentiates, `[K, *shape]` in the order of the layout, and the rest."""
+    """The leaves of a run: trained parameters `[K, *shape]`, in the order of the layout, and everything else."""
 
     trained: dict[str, Tensor]
     others: dict[str, Fused | PerLearner]
@@ -66,22 +66,22 @@ class FusedGraph:
     Args:
         template: the model; copied, never changed.
         example: a batch of inputs of one learner `[B, ...]`, in compute precision.
-        bank: whose rows the learners are.
-        kernels: whether units of the graph run by Triton kernels, where these serve.
-        learners: K neighbouring ones; by default all.
+        bank: the bank whose rows the learners are.
+        kernels: whether units of the graph run as Triton kernels where these can be used.
+        learners: K neighbouring learners; by default all.
         training: whether the model runs in training mode; else in evaluation mode, without autograd or kernels.
         fuses: whether operators are fused; else each runs as it was exported, learner by learner.
 
     Attributes:
-        looped: operators without a rule, run learner by learner; known after the first run.
-        notes: sentences for the user, on what runs slower than it might.
-        written: parameters whose gradients the backward pass writes to the bank's rows, past autograd.
-        draws: whether a run takes numbers from the learners' generators.
-        takes_channels: whether the inputs are best given in the memory order of CHANNELS.
-        anchor: has to be among what autograd differentiates, so that it comes by all units.
+        looped: operators without a rule, which run learner by learner; known after the first run.
+        notes: messages for the user about slower operation.
+        written: parameters whose gradients the backward pass writes to the bank's rows, without autograd.
+        draws: whether a run draws from the learners' generators.
+        takes_channels: whether inputs are best given in the memory order of CHANNELS.
+        anchor: a leaf that must be among what autograd differentiates, so that it runs the backward of every unit.
 
     Raises:
-        FusionError: the model cannot be exported, returns something else than one tensor, or writes what cannot be
+        FusionError: the model cannot be exported, does not return one tensor, or writes in a way that cannot be
             followed.
     """
 
@@ -136,18 +136,18 @@ class FusedGraph:
         self._shared: bool | None = None
 
     def _trained_once(self) -> list[Node]:
-        """Placeholders of trained parameters that one operator reads."""
+        """Return the placeholders of trained parameters that only one operator reads."""
         trained = self.parameters.trained
         return [node for node in self._inputs if self._sources[node.name][1] in trained and len(node.users) == 1]
 
     def _find_counters(self, writes: Mapping[Node, Write]) -> set[Node]:
-        """The operators that count batches, if they are all that is done with the bank's counters."""
+        """Return the operators that count batches, if nothing else uses the bank's counters."""
         names = {node: self._sources[node.name][1] for node in self._inputs}
         found = {node: names[own] for node in writes if (own := _counted(node)) in names}
         return set(found) if sorted(found.values()) == sorted(self._bank.counter_names) else set()
 
     def _add_shortcuts(self, shortcuts: list[Shortcut]) -> None:
-        """Have the step of each shortcut's last node run all of it."""
+        """Have the step of each shortcut's last node run the shortcut."""
         of_last = {shortcut.last: shortcut for shortcut in shortcuts}
         for step in self._steps:
             if step.node in of_last:
@@ -194,10 +194,11 @@ class FusedGraph:
         return Step(node, call, node.args, node.kwargs, write.others, modes=modes_of(node))
 
     def _bind(self) -> Parameters:
-        """Leaves over the bank's rows: they share the rows' memory, so that updates are seen without a copy.
+        """Return leaves that share the memory of the bank's rows, so that they see updates without a copy.
 
-        But not autograd's count of writes, which views of the bank have in common: while another graph of the bank is
-        between its forward and its backward pass, updates of these rows would look like writes to its own.
+        They do not share autograd's version counter, which views of the bank have in common: otherwise, while another
+        graph of the bank is between its forward and its backward pass, updates of these rows would look like writes to
+        its own.
         """
         bank, own_rows = self._bank, (self._num_learners, self._learners.start)
         master, shadow, buffers = (
@@ -221,7 +222,7 @@ class FusedGraph:
         return Parameters(ordered, others)
 
     def run(self, inputs: Tensor, shared: bool) -> Tensor:
-        """Outputs `[K, B, ...]` from inputs `[K, B, ...]`, or from `[B, ...]` that all learners share."""
+        """Return outputs `[K, B, ...]` of inputs `[K, B, ...]`, or of inputs `[B, ...]` that all learners share."""
         with torch.set_grad_enabled(self._training and torch.is_grad_enabled()):
             return self._run(inputs, shared)
 
@@ -246,7 +247,7 @@ class FusedGraph:
         return stack(output, self._num_learners)
 
     def _forget(self, shared: bool) -> None:
-        """Which rule serves hangs on what learners share."""
+        """Drop the choice of rules, which depends on whether learners share inputs."""
         self._shared = shared
         self.looped.clear()
         for step in self._steps:
@@ -262,19 +263,19 @@ class FusedGraph:
             return Fused(self.parameters.trained[name], Layout.STACK)
         value = self.parameters.others[name]
         if isinstance(value, PerLearner) and node not in self._written:
-            return Fused(torch.stack(value.tensors), Layout.STACK)  # a few integers: a mask, indices
+            return Fused(torch.stack(value.tensors), Layout.STACK)  # a few integers, such as a mask or indices
         return value
 
     def _first(self, step: Step, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a step for the first time, and find out whether its rule serves it."""
-        # Rules take other operators than the model's, which autocast may give other formats.
+        """Run a step for the first time, and find out whether its rule covers it."""
+        # Rules use other operators than the model does, for which autocast may choose other dtypes.
         casts = step.modes is not None and step.modes.casts
         step.settled, step.rule = True, loop if casts else _choose(step.call, args, kwargs, self._fuses)
         try:
             result = step.rule(step.call, args, kwargs)
             if step.rule is not loop and not _fits(result, step.node.meta.get("val"), step.call.num_learners):
                 raise NotFusedError
-        except _UNSERVED as error:
+        except _NOT_COVERED as error:
             if is_out_of_memory(error):
                 raise
             step.rule = loop
@@ -285,7 +286,7 @@ class FusedGraph:
 
 
 def _run_unit(layer: Any, anchor: Tensor, call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Copies:
-    """The rule of a unit's step."""
+    """Run a unit's step."""
     from crossbow_py.engine.fusion.units.unit_step import run_unit  # noqa: PLC0415  as in `_add_units`
 
     inputs = channels_last(channels(args[0], call.num_learners))
@@ -295,13 +296,13 @@ def _run_unit(layer: Any, anchor: Tensor, call: Call, args: list[Any], kwargs: M
 
 
 def _run_shortcut(shortcut: Shortcut, call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Fused:
-    """The rule of a shortcut's step."""
+    """Run a shortcut's step."""
     images = channels_last(channels(args[0], call.num_learners))
     return Fused(run_shortcut(images, shortcut, call.num_learners), Layout.CHANNELS)
 
 
 def _counted(node: Node) -> Node | None:
-    """What a node adds one to, in place, if nobody reads it before or afterwards."""
+    """Return what a node adds one to, in place, if nothing else reads it."""
     own = node.args[0]
     adds = base_name(node.target) == "add" and node.args[1:] == (1,) and not node.kwargs  # type: ignore[arg-type]
     alone = isinstance(own, Node) and len(own.users) == 1 and not node.users
@@ -313,7 +314,7 @@ def _is_assertion(node: Node) -> bool:
 
 
 def _choose(call: Call, args: list[Any], kwargs: Mapping[str, Any], fuses: bool) -> Rule:
-    """The rule for an operator, by its name, its tags and what it is given; the loop unless it `fuses` or draws."""
+    """Return the rule of an operator by its name, tags and arguments; without `fuses`, the loop unless it draws."""
     if call.target is operator.getitem:
         return _getitem
     values = values_in([*args, *kwargs.values()])
@@ -341,14 +342,14 @@ def _getitem(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _shared(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What is the same for all learners is computed once."""
+    """Compute once what is the same for all learners."""
     plain = [map_values(argument, lambda value: value.tensor) for argument in args]
     named = {name: map_values(value, lambda own: own.tensor) for name, value in kwargs.items()}
     return wrap(call.perform(plain, named), Layout.SHARED)
 
 
 def _fits(result: Any, exported: Any, num_learners: int) -> bool:
-    """Whether a result has the shapes and formats of K exported ones."""
+    """Return whether a result has the shapes and dtypes of K exported ones."""
     if isinstance(exported, list | tuple):
         parts = isinstance(result, list) and len(result) == len(exported)
         return parts and all(_fits(own, one, num_learners) for own, one in zip(result, exported, strict=True))
@@ -365,18 +366,18 @@ def _fits(result: Any, exported: Any, num_learners: int) -> bool:
 
 @dataclass
 class Step:
-    """One node, or a unit of several of which it is the last.
+    """A step of a run: one node, or a unit of several nodes by its last.
 
     Attributes:
-        node: whose value it computes.
+        node: the node whose value it computes.
         call: its operator.
-        arguments, named: what it is given, nodes in place of values.
-        others: further names of what it writes.
-        rule: what runs it.
-        settled: whether the rule is known to serve.
-        is_unit: whether it runs several nodes, by a rule that is settled from the beginning.
-        modes: of the blocks of the model's forward that the node is in.
-        finished: nodes whose values nobody needs afterwards.
+        arguments, named: its arguments, with nodes in place of values.
+        others: other nodes that are the tensor it writes.
+        rule: the function that runs it.
+        settled: whether the rule is known to cover it.
+        is_unit: whether it runs several nodes, with a rule that needs no settling.
+        modes: the modes of the blocks of the model's forward that the node is in.
+        finished: nodes whose values are not needed afterwards.
     """
 
     node: Node
@@ -392,23 +393,23 @@ class Step:
 
     @property
     def reads(self) -> list[Node]:
-        """The nodes whose values it takes, each as often as it takes it."""
+        """The nodes whose values it reads, each as often as it does."""
         return _nodes_in([*self.arguments, *self.named.values()])
 
 
 @dataclass
 class Copies:
-    """A value with a tensor of its own for every user, all of one memory: see `run_unit`."""
+    """A value with a tensor for each user, all with the same memory: see `run_unit`."""
 
     values: list[Fused]
 
     def take(self) -> Fused:
-        """One that nobody has had."""
+        """Return a tensor that no user has taken yet."""
         return self.values.pop()
 
 
 def resolve(argument: Any, values: Mapping[Node, Any]) -> Any:
-    """An argument with values in place of nodes."""
+    """Return an argument with values in place of nodes."""
     if isinstance(argument, Node):
         value = values[argument]
         return value.take() if isinstance(value, Copies) else value
@@ -418,7 +419,7 @@ def resolve(argument: Any, values: Mapping[Node, Any]) -> Any:
 
 
 def free_after_use(steps: Sequence[Step], output: Node) -> None:
-    """Note at every step which values nobody needs any more: activations are freed as early as in eager mode."""
+    """Note at every step which values are no longer needed, so that activations are freed as early as in eager mode."""
     last: dict[Node, Step] = {}
     for step in steps:
         for node in [step.node, *step.reads]:

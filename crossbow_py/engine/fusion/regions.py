@@ -1,7 +1,7 @@
 """Blocks of a forward under `torch.no_grad()` or `torch.autocast()`.
 
-torch.export makes one operator of each block, which holds the block's graph. Here the nodes of that graph are put back
-in line, and every node remembers the modes it runs in.
+torch.export makes one operator of each block, which holds the block's graph. This module puts the nodes of that graph
+in the block's place, and records with every node the modes it runs in.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from crossbow_py.engine.fusion.writes import FusionError
 
 _CASTS_OF_ITS_OWN = ("to", "_to_copy", "type_as")
 _NO_GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
-_MODES = "crossbow_modes"  # in a node's meta
-_BLOCK = "crossbow_block"  # in a node's meta: the outermost autocast block around it
-_GRAD = "crossbow_grad"  # in what a node's meta has of `annotate`
+_MODES = "crossbow_modes"  # key of a node's meta
+_BLOCK = "crossbow_block"  # key of a node's meta, for the outermost autocast block around it
+_GRAD = "crossbow_grad"  # key of what `annotate` adds to a node's meta
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Modes:
     """The modes that the blocks around an operator set.
 
     Attributes:
-        grad: whether autograd follows it; None where they leave that as it is.
-        autocast: the format that autocast casts to, by type of device; None where the innermost block switches it off.
+        grad: whether autograd follows it; None if no block sets this.
+        autocast: the dtype that autocast casts to, by type of device; None if the innermost block disables it.
     """
 
     grad: bool | None = None
@@ -41,12 +41,12 @@ class Modes:
 
     @property
     def casts(self) -> bool:
-        """Whether operators choose their number format."""
+        """Whether operators choose their dtypes."""
         return any(dtype is not None for _, dtype in self.autocast)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Run an operator of the block as the model's own forward would run it."""
+        """Have operators in the block run as in the model's own forward."""
         with ExitStack() as stack:
             if self.grad is not None:
                 stack.enter_context(torch.set_grad_enabled(self.grad and torch.is_grad_enabled()))
@@ -58,9 +58,9 @@ class Modes:
 
 @contextmanager
 def grad_modes_recorded() -> Iterator[None]:
-    """Have torch.export note with every operator whether the model wants a gradient of it.
+    """Have torch.export record with every operator whether the model wants its gradient.
 
-    torch 2.13 splits an autocast block where that changes inside it, and then forgets that it changes.
+    torch 2.13 splits an autocast block where that changes inside it, and then loses the change.
 
     Raises:
         FusionError: the model computes under torch.inference_mode.
@@ -70,7 +70,7 @@ def grad_modes_recorded() -> Iterator[None]:
 
 
 class _GradModes(TorchFunctionMode):
-    """Follows what a model switches itself; in torch.autograd.Function grad mode is off, and gradients flow."""
+    """Follows the modes that the model sets: inside torch.autograd.Function grad mode is off, and gradients flow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,31 +92,32 @@ class _GradModes(TorchFunctionMode):
 
 
 def modes_of(node: Node) -> Modes | None:
-    """The modes of the blocks around a node; None outside of any."""
+    """Return the modes of the blocks around a node; None outside of blocks."""
     modes: Modes | None = node.meta.get(_MODES)
     return modes
 
 
 def is_followed(node: Node) -> bool:
-    """Whether autograd follows what a node computes."""
+    """Return whether autograd follows what a node computes."""
     modes = modes_of(node)
     return modes is None or modes.grad is not False
 
 
-def put_in_line(module: GraphModule) -> None:
+def inline_blocks(module: GraphModule) -> None:
     """Replace the blocks of a graph by their nodes, in place."""
     graph = module.graph
     for node in [node for node in graph.nodes if _kind(node) is not None]:
-        _put_in_line(node, module)
+        _inline(node, module)
     for node in list(graph.nodes):
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
 
 
 def cast_once(graph: Graph) -> None:
-    """Have a parameter that several operators of an autocast block cast be cast once, in place.
+    """Cast a parameter once that several operators of an autocast block cast, in place.
 
-    So does the cache of torch.autocast, which torch.export leaves out: gradients are then summed in the lower format.
+    The cache of torch.autocast does this too, but torch.export leaves it out. Gradients are then summed in the lower
+    precision, as in eager mode.
     """
     for parameter in [node for node in graph.nodes if node.op == "placeholder"]:
         blocks: dict[str, list[Node]] = {}
@@ -129,7 +130,7 @@ def cast_once(graph: Graph) -> None:
 
 
 def _casts(user: Node, parameter: Node) -> bool:
-    """Whether autocast has an operator take a lower format of a parameter, and keeps that."""
+    """Return whether autocast gives an operator a lower precision of a parameter, and caches it."""
     modes, own, value = modes_of(user), parameter.meta.get("val"), user.meta.get("val")
     if modes is None or modes.grad is False or not isinstance(own, Tensor) or not isinstance(value, Tensor):
         return False
@@ -154,15 +155,15 @@ def _kind(node: Node) -> str | None:
     return name if known and name in (_NO_GRAD, _AUTOCAST) else None
 
 
-def _put_in_line(block: Node, module: GraphModule) -> None:
-    place = next(index for index, argument in enumerate(block.args) if _is_graph(argument))
-    inner = module.get_submodule(str(block.args[place].target))  # type: ignore[union-attr]
+def _inline(block: Node, module: GraphModule) -> None:
+    at = next(index for index, argument in enumerate(block.args) if _is_graph(argument))
+    inner = module.get_submodule(str(block.args[at].target))  # type: ignore[union-attr]
     assert isinstance(inner, GraphModule), "a block holds a graph"
-    put_in_line(inner)
-    returned = _copy(inner.graph, block, block.args[place + 1 :])
-    for part in list(block.users):
-        part.replace_all_uses_with(returned[part.args[1]])  # type: ignore[index]
-        block.graph.erase_node(part)
+    inline_blocks(inner)
+    returned = _copy(inner.graph, block, block.args[at + 1 :])
+    for item in list(block.users):
+        item.replace_all_uses_with(returned[item.args[1]])  # type: ignore[index]
+        block.graph.erase_node(item)
     block.graph.erase_node(block)
 
 
@@ -171,7 +172,7 @@ def _is_graph(argument: object) -> bool:
 
 
 def _copy(inner: Graph, block: Node, operands: tuple[object, ...]) -> list[Node]:
-    """Copy a block's nodes to the place before it; returns those whose values the block returns."""
+    """Copy a block's nodes before it, and return those whose values the block returns."""
     own = list(inner.nodes)
     values = dict(zip((node for node in own if node.op == "placeholder"), operands, strict=True))
     with block.graph.inserting_before(block):
@@ -190,7 +191,7 @@ def _recorded(node: Node) -> bool | None:
 
 
 def _inside(block: Node, own: Modes) -> Modes:
-    """The modes of a node in a block: those of the innermost blocks around it."""
+    """Return the modes of a node in a block: those of the innermost blocks around it."""
     if _kind(block) == _NO_GRAD:
         return replace(own, grad=bool(block.args[0])) if own.grad is None else own
     device_type, dtype, enabled = block.args[:3]

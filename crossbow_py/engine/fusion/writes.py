@@ -1,9 +1,8 @@
-"""In-place operators of an exported graph: what they may write, and which values change with them.
+"""In-place operators of an exported graph: what they write, and which values change with them.
 
-Values of all learners do not always lie in memory as one learner's would: what was a view may be a copy here, and what
-was a copy a view. So a write is followed by name, not by memory: every name of the tensor written gets the new value.
-Where other tensors of the same memory are used afterwards, only memory could tell their values: such graphs are
-refused.
+Values of all learners do not always share memory as one learner's would: a view may be a copy here, and a copy a view.
+So writes are followed by name, not by memory: every node that is the written tensor gets the new value. A graph that
+later uses other tensors of the same memory is refused, because only memory could give their values.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from crossbow_py.core.errors import CrossbowError
 from crossbow_py.engine.fusion.rules.registry import base_name, is_in_place
 from crossbow_py.engine.modules.code_lines import line_of
 
-_RETURNS_ITS_INPUT = ("type_as", "dropout", "feature_dropout")  # some of them sometimes, and without saying so
+_RETURNS_ITS_INPUT = ("type_as", "dropout", "feature_dropout")  # they may, although their schemas do not say so
 
 
 class FusionError(CrossbowError):
-    """A model cannot run fused; the message says why, as half a sentence, and names the line of the model's code.
+    """A model cannot run fused; the message says why, as part of a sentence, and names the line of the model's code.
 
     Args:
-        reason: half a sentence.
-        node: of the exported graph, that the reason is about.
+        reason: part of a sentence.
+        node: the node of the exported graph that it is about.
     """
 
     def __init__(self, reason: str, node: Node | None = None) -> None:
@@ -36,10 +35,10 @@ class FusionError(CrossbowError):
 
 @dataclass(frozen=True)
 class Write:
-    """One in-place operator.
+    """An in-place operator.
 
     Attributes:
-        others: further names of the tensor written that are used afterwards.
+        others: other nodes that are the written tensor and are used afterwards.
         may_write: whether its first argument has memory of its own, which may be overwritten.
         must_write: whether it changes a buffer, which outlives the run.
     """
@@ -53,15 +52,15 @@ NOTHING = Write()
 
 
 def find_writes(nodes: Sequence[Node], buffers: Collection[Node], fixed: Collection[Node]) -> dict[Node, Write]:
-    """All in-place operators of a graph.
+    """Return all in-place operators of a graph.
 
     Args:
-        nodes: of the graph, in order, the output last.
-        buffers: placeholders that may be written, and keep what was written.
+        nodes: the nodes of the graph in order, with the output last.
+        buffers: placeholders that may be written, and keep what is written.
         fixed: placeholders that may not be written.
 
     Raises:
-        FusionError: what is written cannot be followed by name.
+        FusionError: a write cannot be followed by name.
     """
     position = {node: index for index, node in enumerate(nodes)}
     last = {node: max((position[user] for user in node.users), default=-1) for node in nodes}
@@ -95,14 +94,14 @@ def _check_target(node: Node, base: Node, tensor: Node, buffers: Collection[Node
 
 
 def _tensor(node: Node) -> Node:
-    """The first name of a tensor: in-place operators return what they wrote."""
+    """Return the first node that is a tensor: in-place operators return what they wrote."""
     while _is_write(node) and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 
 
 def _memory(node: Node) -> Node:
-    """The node that made the memory a value may lie in."""
+    """Return the node that made the memory of a value."""
     base = _base(node)
     while base is not None:
         node, base = base, _base(base)
@@ -110,12 +109,12 @@ def _memory(node: Node) -> Node:
 
 
 def _base(node: Node) -> Node | None:
-    """The node whose memory this one's value may share."""
+    """Return the node whose memory this node's value may share, or None."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
         return None
     first, target = node.args[0], node.target
     if target is operator.getitem:
-        return _base(first)  # of the parts of a split; results of other operators have memory of their own
+        return _base(first)  # a piece of a split; results of other operators have memory of their own
     if not isinstance(target, OpOverload):
         return None
     shares = target._schema.arguments[0].alias_info is not None or _returns_its_input(node, target)

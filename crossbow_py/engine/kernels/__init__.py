@@ -1,5 +1,5 @@
 """GPU kernels in Triton: functions of tensors, one launch each unless they say otherwise.
 
-The lowest room: it knows tensors and nothing of banks, rounds or feeds. Where Triton may be missing only `launch` and
-`geometry` may be imported; the other modules need it, and are imported after `launch.unavailable` has said None.
+They know tensors and nothing of banks, rounds or feeds. Without Triton only `checks` and `geometry` can be imported;
+import the others after `core.triton_launch.unavailable` has returned None.
 """

@@ -2,16 +2,16 @@
 
     x̂ = (x − mean)·rstd,  y = max(0, x̂·weight + bias + residual)
 
-Activations are matrices [M, N] of bfloat16, float32 or float64: M pixels of a channels-last image, and in its N columns
-the channels of K learners side by side. Columns know nothing of each other, so K learners are one wide layer. What
-belongs to columns is `[N]` and float32, as all arithmetic is; with float64 matrices both are float64.
+Activations are matrices [M, N] of bfloat16, float32 or float64: M pixels of a channels-last image, and in the N columns
+the channels of K learners side by side. Columns are independent, so K learners are one wide layer. Values of columns
+are `[N]` and float32, like all arithmetic; with float64 matrices both are float64.
 
-Each function enqueues one kernel on the current stream, and the host does not wait. Sums over rows are made in parts,
-in an order that depends on the shape alone: the same values give the same bits.
+Each function enqueues one kernel on the current stream and does not block the host. Sums over rows are made in tiles,
+in an order that depends only on the shape: the same values give the same bits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# What a kernel is given becomes pointers and tiles when Triton compiles it: Python has no types for them.
+# Arguments of kernels become pointers and tiles when Triton compiles them, for which Python has no types.
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -24,20 +24,20 @@ from torch import Tensor
 from crossbow_py.core.triton_launch import launch
 from crossbow_py.engine.kernels.statistics import Workspace, hand_in, load_partials, merge, pool, publish_moments
 
-# Values of a tile: where programs sum over rows, and where they do not. Half as many in float64, for the registers.
+# Values of a tile for programs that sum over rows, and for others; half as many in float64, because of registers.
 _SUMMED_VALUES, _MAPPED_VALUES = 4096, 2048
 _SUMMED_WARPS, _MAPPED_WARPS = 8, 4
-# Narrow where rows are summed: the last program of each block of columns goes through all tiles of the block, so it is
-# better to have more blocks of fewer tiles. 32 columns of bfloat16 are still whole sectors of memory.
+# Narrow where rows are summed: the last program of each block of columns reads all tiles of the block, so more blocks
+# with fewer tiles are better. 32 columns of bfloat16 are still whole sectors of memory.
 _SUMMED_COLUMNS, _MAPPED_COLUMNS = 32, 128
 _FEWEST_COLUMNS = 16
-# Programs that sum over rows, at most: about four for each multiprocessor of a large GPU.
+# The most programs that sum over rows: about four for each multiprocessor of a large GPU.
 _SUMMING_PROGRAMS = 512
 
 
 @dataclass(frozen=True)
 class _Split:
-    """How a matrix is divided among programs that sum over rows: `rows_per_tile` is a multiple of `block_rows`."""
+    """The division of a matrix among programs that sum over rows; `rows_per_tile` is a multiple of `block_rows`."""
 
     block_rows: int
     block_columns: int
@@ -47,7 +47,7 @@ class _Split:
 
 
 def _blocks(N: int, most_columns: int, values: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Rows and columns of a block, powers of two."""
+    """Return the rows and columns of a block, powers of two."""
     columns = min(max(triton.next_power_of_2(N), _FEWEST_COLUMNS), most_columns)
     return (values // 2 if dtype == torch.float64 else values) // columns, columns
 
@@ -61,7 +61,7 @@ def _split(M: int, N: int, dtype: torch.dtype) -> _Split:
 
 
 def workspace_for(M: int, N: int, dtype: torch.dtype, device: torch.device) -> Workspace:
-    """What `statistics` and `backward_sums` of a matrix [M, N] of `dtype` need, by turns."""
+    """Return the workspace that `statistics` and `backward_sums` of a matrix [M, N] of `dtype` use in turn."""
     split = _split(M, N, dtype)
     return Workspace.of_tiles(split.num_tiles, split.column_blocks, N, device, _arithmetic(dtype))
 
@@ -74,7 +74,7 @@ def statistics(
     eps: float,
     workspace: Workspace,
 ) -> tuple[Tensor, Tensor]:
-    """Mean and rstd = 1/√(biased variance + eps) of the columns of x [M, N], M ≥ 2: two `[N]`.
+    """Return mean and rstd = 1/√(biased variance + eps) of the columns of x [M, N], M ≥ 2: two `[N]`.
 
     Running statistics `[N]` are updated in place, running ← (1 − momentum)·running + momentum·new, with the unbiased
     variance; both may be None. A kernel is compiled for every momentum and eps.
@@ -100,7 +100,7 @@ def normalise(
     residual: Tensor | None = None,
     relu: bool = True,
 ) -> Tensor:
-    """y = max(0, (x − mean)·rstd·weight + bias + residual) in x's dtype, [M, N]; NaN stays NaN. See the module."""
+    """Return y = max(0, (x − mean)·rstd·weight + bias + residual) in x's dtype, [M, N]; NaN stays NaN."""
     M, N = _shape(x, residual)
     rows, columns = _blocks(N, _MAPPED_COLUMNS, _MAPPED_VALUES, x.dtype)
     y = torch.empty_like(x)
@@ -123,18 +123,16 @@ def backward_sums(
     relu: bool,
     workspace: Workspace,
 ) -> None:
-    """d_bias ← Σ g and d_weight ← Σ g·x̂ over the rows, with g the sum of `gradients` where y > 0, else 0.
+    """Set d_bias ← Σ g and d_weight ← Σ g·x̂ over the rows, with g the sum of `gradients` where y > 0, else 0.
 
     Args:
-        gradients: of y, one or two [M, N]: where y has two users, their sum is never written.
-        x: what was normalised, [M, N].
-        y: what `normalise` gave. Not read, and may be None, without `relu`.
-        mean: of the columns, `[N]`, as rstd.
-        rstd: from `statistics`.
-        d_weight: written, `[N]`.
-        d_bias: written, `[N]`.
-        relu: whether y is a ReLU's.
-        workspace: of x's shape.
+        gradients: the gradients of y from its one or two users, [M, N] each; their sum is never written to memory.
+        x: the input of `normalise`, [M, N].
+        y: its output; not read, and may be None, without `relu`.
+        mean, rstd: from `statistics`, `[N]`.
+        d_weight, d_bias: the results, `[N]`.
+        relu: whether y is the output of a ReLU.
+        workspace: for x's shape.
     """
     M, N = _shape(x, *gradients, y)
     split = _split_in(workspace, x)
@@ -159,7 +157,7 @@ def backward_inputs(
     relu: bool,
     with_residual: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x and, if asked for, of the residual, which is g; [M, N] in x's dtype.
+    """Return the gradients of x and, `with_residual`, of the residual, which is g; [M, N] in x's dtype.
 
     dx = weight·rstd·(g − d_bias/M − x̂·d_weight/M), with g and the arguments as in `backward_sums`, which comes before.
     """

@@ -1,4 +1,4 @@
-"""Which families of kernels serve on a device: Triton is there, they compile, and they agree with torch's operators."""
+"""Checks of families of kernels on a device: Triton is there, they compile, and they agree with torch's operators."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-2, torch.bfloat16: 5e-2}  
 
 
 def serves(family: Family, device: torch.device, dtype: torch.dtype) -> str | None:
-    """None where a family serves for values of `dtype`; else a sentence for the user.
+    """Return None if a family can be used for values of `dtype`, else a message for the user.
 
-    Compiles and compares at the first call for a device and format, which blocks the host.
+    The first call for a device and dtype compiles and compares, which blocks the host.
     """
     reason = unavailable(device) if dtype in _TOLERANCE else f"there are no kernels for {dtype}"
     reason = reason or _failure(family, device, dtype)
@@ -37,7 +37,7 @@ def _failure(family: Family, device: torch.device, dtype: torch.dtype) -> str | 
 
 
 def _check_batches(device: torch.device, dtype: torch.dtype) -> None:
-    from crossbow_py.data.resident import image_kernels  # noqa: PLC0415  Triton is known to be there
+    from crossbow_py.data.resident import image_kernels  # noqa: PLC0415  needs Triton
 
     image_kernels.check(device, dtype)
 
@@ -49,9 +49,9 @@ def _check_loss(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _check_layers(device: torch.device, dtype: torch.dtype) -> None:
-    """A norm, a sum and a ReLU forward and backward; a convolution with what its launches do besides.
+    """Compare a norm, a sum and a ReLU, forward and backward, and a convolution with all that its launches compute.
 
-    Convolutions of a layer's own sizes are compared when their ways are measured.
+    Convolutions with a layer's own sizes are compared when their ways are measured.
     """
     from crossbow_py.engine.kernels import batch_norm as norms  # noqa: PLC0415  likewise
 
@@ -66,7 +66,7 @@ def _check_layers(device: torch.device, dtype: torch.dtype) -> None:
     leaves = [value.double().requires_grad_() for value in (x, residual, scale, offset)]
     normal = nn.functional.batch_norm(leaves[0], None, None, leaves[2], leaves[3], training=True, eps=1e-5)
     out = (normal + leaves[1]).relu()
-    # Where rounding decides on which side of zero a sum is, its gradient is left out.
+    # Gradients are left out where rounding decides on which side of zero the sum is.
     given = given * (out.detach().sign() == y.double().sign())
     norms.backward_sums([given], x, y, mean, rstd, sums[0], sums[1], True, space)
     found = norms.backward_inputs([given], x, y, mean, rstd, scale, sums[0], sums[1], True, True)
@@ -77,7 +77,7 @@ def _check_layers(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _check_convolution(device: torch.device, dtype: torch.dtype) -> None:
-    """Statistics that come with the outputs, and both gradients from one launch, the depth of the second split."""
+    """Compare the statistics that come with outputs, and both gradients of one launch, with a split depth."""
     from crossbow_py.engine.kernels import convolution as kernels  # noqa: PLC0415  as above
 
     g = Geometry(8, 2, 5, 7, 13, 12, (3, 3), stride=(2, 1), padding=(1, 1))

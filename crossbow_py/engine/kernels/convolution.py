@@ -1,21 +1,21 @@
 """2-D convolution with a learner axis as implicit matrix products: forward, and the gradients of inputs and filters.
 
-Images are channels-last with the groups' channels side by side, `[B, H, W, G·C]`; filters lie as a bank of blocks keeps
-them, `[G, O, KH, KW, C]`. A group is a learner, or a group of a learner's own grouped convolution. Every group is a
-matrix product of its own, and one launch does all of them. With n an image, (r, s) a place of the filter, and i(y, r) =
+Images are channels-last with the groups' channels side by side, `[B, H, W, G·C]`; filters are stored as in a bank in
+`blocks`, `[G, O, KH, KW, C]`. A group is a learner, or a group of a learner's grouped convolution. Every group is a
+matrix product, and one launch computes all of them. With n an image, (r, s) a position in the filter, and i(y, r) =
 y·stride − padding + r·dilation:
 
     out[n, y, x, o] = Σ_rsc  in[n, i(y, r), i(x, s), c] · w[o, r, s, c]          rows n·y·x, columns o, depth r·s·c
     d_in[n, h, v, c] = Σ_rso  d_out[n, y, x, o] · w[o, r, s, c]                  rows n·h·v, columns c, depth r·s·o
     d_w[o, r, s, c] = Σ_nyx  d_out[n, y, x, o] · in[n, i(y, r), i(x, s), c]      rows o, columns r·s·c, depth n·y·x
 
-where in the second y and x are the places with i(y, r) = h and i(x, s) = v. Products of bfloat16 or float32, sums in
-float32. The third has few rows and columns and much depth: its depth is split among programs, whose sums the last one
-to finish adds up in a fixed order, so that results repeat to the bit.
+where in the second y and x satisfy i(y, r) = h and i(x, s) = v. Factors are bfloat16 or float32, and sums float32. The
+third has few rows and columns and great depth, which is split among programs; the last one to finish adds up their sums
+in a fixed order, so that results repeat bit for bit.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# What a kernel is given becomes pointers and tiles when Triton compiles it: Python has no types for them.
+# Arguments of kernels become pointers and tiles when Triton compiles them, for which Python has no types.
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ from crossbow_py.core.triton_launch import interprets, launch
 from crossbow_py.engine.kernels.geometry import Blocking, Geometry, blocking, split_blocking
 from crossbow_py.engine.kernels.statistics import Workspace, finish_statistics
 
-_LANES = 2048  # over columns: tiles whose statistics are read at once
+_LANES = 2048  # divided by columns: the tiles whose statistics are read at once
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """How `_dot` multiplies: float32 as TF32 where torch's convolutions may."""
+    """Return how `_dot` multiplies: float32 as TF32 if torch's convolutions may."""
     if dtype == torch.bfloat16 and interprets():
         return "widened"
     return "tf32" if dtype == torch.float32 and torch.backends.cudnn.allow_tf32 else "ieee"
@@ -41,10 +41,10 @@ def precision_of(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Moments:
-    """What a forward convolution leaves for a BatchNorm behind it, `[G·O]` in float32.
+    """The statistics that a forward convolution computes for the BatchNorm after it, `[G·O]` in float32.
 
-    mean and rstd are written; running statistics, unless None, are moved in place; `workspace` is as
-    `statistics_workspace` makes it.
+    `mean` and `rstd` are written; running statistics, unless None, are updated in place; `workspace` comes from
+    `statistics_workspace`.
     """
 
     mean: Tensor
@@ -57,7 +57,7 @@ class Moments:
 
 
 def statistics_workspace(geometry: Geometry, device: torch.device) -> Workspace:
-    """For the statistics of a forward convolution."""
+    """Return the workspace for the statistics of a forward convolution."""
     tile = _forward_blocking(geometry)
     blocks = geometry.groups * triton.cdiv(geometry.out_channels, tile.columns)
     columns = geometry.groups * geometry.out_channels
@@ -65,21 +65,21 @@ def statistics_workspace(geometry: Geometry, device: torch.device) -> Workspace:
 
 
 def _forward_blocking(geometry: Geometry) -> Blocking:
-    depth = geometry.places * geometry.in_channels
+    depth = geometry.taps * geometry.in_channels
     return blocking(geometry.out_rows, geometry.out_channels, depth, geometry.groups)
 
 
 def forward(
     inputs: Tensor, filters: Tensor, bias: Tensor | None, geometry: Geometry, moments: Moments | None = None
 ) -> Tensor:
-    """Outputs `[B, G·O, OH, OW]`, channels-last, in the format of the inputs; statistics of them to `moments`.
+    """Return outputs `[B, G·O, OH, OW]`, channels-last, in the dtype of the inputs; their statistics go to `moments`.
 
     Args:
-        inputs: `[B, G·C, H, W]`, channels-last.
-        filters: `[G·O, C, KH, KW]`, channels-last, or whatever lies so in memory.
+        inputs: images `[B, G·C, H, W]`, channels-last.
+        filters: `[G·O, C, KH, KW]`, channels-last in memory.
         bias: `[G·O]` or None.
-        geometry: of it all.
-        moments: what a BatchNorm wants, taken from the sums before they are rounded.
+        geometry: the sizes.
+        moments: the statistics for a BatchNorm, computed from the sums before these are rounded; or None.
     """
     tile = _forward_blocking(geometry)
     out = torch.empty(
@@ -105,11 +105,11 @@ def forward(
 
 @dataclass(frozen=True)
 class BackwardWorkspace:
-    """What programs of a backward launch leave for each other; made once, outside of graphs.
+    """Memory through which the programs of a backward launch exchange results; made once, outside of graphs.
 
     Attributes:
         partials: `[splits, G, O, KH·KW·C]`, float32.
-        counters: of the tiles of d_w, int32; zero before and after every launch.
+        counters: one for each tile of d_w, int32; zero before and after every launch.
     """
 
     partials: Tensor
@@ -117,13 +117,13 @@ class BackwardWorkspace:
 
 
 def _filter_blocking(geometry: Geometry) -> Blocking:
-    columns = geometry.places * geometry.in_channels
+    columns = geometry.taps * geometry.in_channels
     return split_blocking(geometry.out_channels, columns, geometry.out_rows, geometry.groups)
 
 
 def backward_workspace(geometry: Geometry, device: torch.device) -> BackwardWorkspace:
-    """For `backward`."""
-    tile, columns = _filter_blocking(geometry), geometry.places * geometry.in_channels
+    """Return the workspace for `backward`."""
+    tile, columns = _filter_blocking(geometry), geometry.taps * geometry.in_channels
     rows = tile.splits if tile.splits > 1 else 0
     return BackwardWorkspace(
         torch.empty(rows, geometry.groups, geometry.out_channels, columns, device=device),
@@ -143,21 +143,21 @@ def backward(
     filter_gradient: Tensor | None,
     workspace: BackwardWorkspace,
 ) -> Tensor | None:
-    """One launch for both gradients. Returns that of the inputs `[B, G·C, H, W]`, channels-last, if it is wanted.
+    """Compute both gradients in one launch. Returns that of the inputs `[B, G·C, H, W]`, channels-last, or None.
 
     Args:
-        outputs: gradient of the outputs `[B, G·O, OH, OW]`, channels-last.
-        inputs, filters: as `forward` had them.
-        geometry: of it all.
-        input_gradient: whether the gradient of the inputs is wanted.
-        filter_gradient: where that of the filters goes, laid out as they are, any floating format; None if unwanted.
+        outputs: the gradient of the outputs `[B, G·O, OH, OW]`, channels-last.
+        inputs, filters: those of `forward`.
+        geometry: the sizes.
+        input_gradient: whether to compute the gradient of the inputs.
+        filter_gradient: the result for the filters, with their memory layout and any floating dtype; None for none.
         workspace: from `backward_workspace`.
     """
-    depth = geometry.places * geometry.out_channels
+    depth = geometry.taps * geometry.out_channels
     data = blocking(geometry.in_rows, geometry.in_channels, depth, geometry.groups)
     own = _filter_blocking(geometry)
     data_programs = data.tiles(geometry.in_rows, geometry.in_channels) if input_gradient else 0
-    columns = geometry.places * geometry.in_channels
+    columns = geometry.taps * geometry.in_channels
     filter_programs = own.tiles(geometry.out_channels, columns) * own.splits if filter_gradient is not None else 0
     result = torch.empty_like(inputs, memory_format=torch.channels_last) if input_gradient else None
     launch(

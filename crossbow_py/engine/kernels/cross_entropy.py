@@ -3,14 +3,14 @@
 For a learner with outputs x [B, C], targets t [B] and V targets that are not `ignore_index`:
 
     loss       = 1/V · Σ_b (log Σ_c exp(x_bc) − x_b,t_b)
-    gradient   = 1/V · (softmax(x_b)_c − [c = t_b]);  zero for samples that are left out
+    gradient   = 1/V · (softmax(x_b)_c − [c = t_b]);  zero for ignored samples
 
-Computed in float32 (float64 for float64) from the outputs as they are, with a row's maximum taken off first. One
-program a learner goes through its batch: outputs are read once and the gradient is written once.
+Computed in float32 (float64 for float64) from the outputs, after subtracting a row's maximum. One program for each
+learner goes through its batch: outputs are read once and the gradient is written once.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# What a kernel is given becomes pointers and tiles when Triton compiles it: Python has no types for them.
+# Arguments of kernels become pointers and tiles when Triton compiles them, for which Python has no types.
 from __future__ import annotations
 
 import torch
@@ -21,29 +21,29 @@ from torch import Tensor
 from crossbow_py.core.triton_launch import KernelError, launch
 
 IGNORE_INDEX = -100  # torch's own default
-MAXIMUM_CLASSES = 16384  # a sample's outputs lie in the registers of one program
-_TILE_BYTES = 16384  # outputs that a program works on at once, at least one sample's, in the dtype it computes in
+MAXIMUM_CLASSES = 16384  # a sample's outputs are in the registers of one program
+_TILE_BYTES = 16384  # outputs that a program works on at once, at least one sample's, in the dtype of arithmetic
 _VALUES_A_WARP = 256
-_TARGETS = 1024  # that are counted at once
+_TARGETS = 1024  # targets counted at once
 _TYPES = {torch.bfloat16: tl.float32, torch.float16: tl.float32, torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 def cross_entropy_of_learners(
     outputs: Tensor, targets: Tensor, ignore_index: int = IGNORE_INDEX
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean losses, right predictions, and the gradient of the sum of the losses; one launch on the current stream.
+    """Return mean losses, right predictions, and the gradient of the sum of losses; one launch on the current stream.
 
-    A loss is NaN as torch's is: for a NaN among the outputs that count, and for a batch all left out, whose gradient is
-    zero. It is NaN for a target that is no class, too.
+    A loss is NaN where torch's is: for a NaN among the outputs that count, and for a batch that is ignored as a whole,
+    whose gradient is zero. It is also NaN for a target that is no class.
 
     Args:
-        outputs: [K, B, C], bfloat16, float16, float32 or float64, C <= 16384. Values of a sample lie side by side.
+        outputs: [K, B, C], bfloat16, float16, float32 or float64, C <= 16384; contiguous along C.
         targets: int64 [K, B], or [B] for all learners.
-        ignore_index: the target of samples that are left out of the mean.
+        ignore_index: the target of samples to leave out of the mean.
 
     Returns:
-        losses [K], float32 or float64; num_correct int64 [K], samples whose largest output (the first of equals) is
-        the target's, and finite; gradient [K, B, C], like `outputs` in dtype and strides.
+        losses [K], float32 or float64; num_correct int64 [K], the samples whose largest output (the first of equals)
+        is the target's and is finite; gradient [K, B, C], with the dtype and strides of `outputs`.
 
     Raises:
         KernelError: there are more classes, or the tensors are not as described.
@@ -67,7 +67,7 @@ def cross_entropy_of_learners(
 
 
 def check(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise KernelError unless the kernel gives what torch does for outputs of a dtype. The host waits."""
+    """Raise KernelError unless the kernel gives what torch does for outputs of a dtype. Blocks the host."""
     generator = torch.Generator().manual_seed(0)
     outputs = (torch.randn(3, 19, 11, generator=generator) * 4).to(device, dtype)
     targets = torch.randint(0, 11, (3, 19), generator=generator).to(device)
@@ -88,7 +88,7 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
 def _check_tensors(outputs: Tensor, targets: Tensor) -> None:
     if outputs.ndim != 3 or outputs.dtype not in _TYPES or outputs.stride(2) != 1:
         got = f"{outputs.dtype} {list(outputs.shape)} of strides {outputs.stride()}"
-        raise KernelError(f"outputs must be [K, B, C] of floats, classes side by side, not {got}")
+        raise KernelError(f"outputs must be floats [K, B, C], contiguous along C, not {got}")
     if outputs.shape[2] > MAXIMUM_CLASSES:
         raise KernelError(f"the cross-entropy kernel takes {MAXIMUM_CLASSES} classes, not {outputs.shape[2]}")
     if targets.shape not in (outputs.shape[:2], outputs.shape[1:2]) or targets.dtype != torch.int64:

@@ -1,22 +1,22 @@
-"""Sizes of a convolution for all learners, and the tiles that its matrix products are cut into. Pure."""
+"""The sizes of a convolution for all learners, and the tiles of its matrix products. Pure, without Triton."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_PROGRAMS = 512  # wanted of a launch: a few for each processor of a large GPU
-_STEPS = 8  # of a split at least, else adding up costs more than it gains
+_PROGRAMS = 512  # programs of a launch to aim at: a few for each multiprocessor of a large GPU
+_STEPS = 8  # the least steps of a split; with fewer, adding up costs more than splitting gains
 _SPLITS = 64
 
 
 def ceil_div(value: int, divisor: int) -> int:
-    """⌈value / divisor⌉."""
+    """Return ⌈value / divisor⌉."""
     return -(-value // divisor)
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of a convolution; `groups` are learners times groups of one. Channels are a group's."""
+    """The sizes of a convolution. `groups` are learners times a learner's groups; channels are those of a group."""
 
     batch: int
     groups: int
@@ -31,28 +31,28 @@ class Geometry:
 
     @property
     def out_size(self) -> tuple[int, int]:
-        """Height and width of the output."""
+        """The height and width of the output."""
         sizes = zip((self.height, self.width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
         high, wide = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
         return high, wide
 
     @property
     def out_rows(self) -> int:
-        """Pixels of the output, of all images."""
+        """The pixels of the outputs of all images."""
         return self.batch * self.out_size[0] * self.out_size[1]
 
     @property
     def in_rows(self) -> int:
-        """Pixels of the input, of all images."""
+        """The pixels of the inputs of all images."""
         return self.batch * self.height * self.width
 
     @property
-    def places(self) -> int:
-        """Of a filter."""
+    def taps(self) -> int:
+        """The number of positions of a filter, KH·KW."""
         return self.kernel[0] * self.kernel[1]
 
     def constants(self) -> dict[str, int]:
-        """For kernels."""
+        """Return the sizes as constants of kernels."""
         high, wide = self.out_size
         return {
             "GROUPS": self.groups, "C": self.in_channels, "O": self.out_channels, "H": self.height, "W": self.width,
@@ -64,7 +64,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Blocking:
-    """Tile of a product: rows, columns and depth, powers of two and at least 16; `splits` of the depth."""
+    """A tile of a product: rows, columns and depth, powers of two from 16 on, and the number of splits of the depth."""
 
     rows: int
     columns: int
@@ -72,7 +72,7 @@ class Blocking:
     splits: int = 1
 
     def tiles(self, rows: int, columns: int) -> int:
-        """Of a group's product, splits not counted."""
+        """Return the number of tiles of a group's product, without splits."""
         return ceil_div(rows, self.rows) * ceil_div(columns, self.columns)
 
 
@@ -81,7 +81,7 @@ def _power_of_two(value: int, least: int, most: int) -> int:
 
 
 def blocking(rows: int, columns: int, depth: int, groups: int) -> Blocking:
-    """A tile for a product of few columns: as large as it fills, smaller where there would be few programs."""
+    """Return a tile for a product with few columns: as large as useful, smaller if there would be few programs."""
     wide, high = _power_of_two(columns, 16, 64), _power_of_two(rows, 16, 128)
     while high > 32 and groups * ceil_div(rows, high) * ceil_div(columns, wide) < _PROGRAMS // 4:
         high //= 2
@@ -89,7 +89,7 @@ def blocking(rows: int, columns: int, depth: int, groups: int) -> Blocking:
 
 
 def split_blocking(rows: int, columns: int, depth: int, groups: int) -> Blocking:
-    """A tile for a product of much depth, which is split until there are programs enough."""
+    """Return a tile for a product with great depth, which is split until there are enough programs."""
     wide, high = _power_of_two(columns, 16, 64), _power_of_two(rows, 16, 64)
     deep = _depth_of(depth, high * wide)
     programs = groups * ceil_div(rows, high) * ceil_div(columns, wide)

@@ -1,19 +1,19 @@
-"""Mean and variance of columns, by the kernel that makes them: they need no pass over memory of their own.
+"""Mean and variance of columns, computed by the kernel that makes the columns, without another pass over memory.
 
-A kernel whose programs each hold a tile of rows (the accumulator of a convolution, say) ends with `finish_statistics`.
-A program hands in its tile's mean and its sum of squared deviations and takes a ticket; the one that draws the last
-ticket of its columns combines all tiles, in their order, so the bits do not depend on which one was last.
+A kernel whose programs each hold a tile of rows (such as the accumulator of a convolution) ends with
+`finish_statistics`. A program stores its tile's mean and sum of squared deviations, and takes a ticket; the program
+with the last ticket of its columns combines all tiles in order, so the bits do not depend on which one was last.
 
-Deviations are taken from the tile's own mean, and parts a and b of n_a and n_b rows are combined (Chan, Golub, LeVeque:
+Deviations are from the tile's own mean, and parts a and b of n_a and n_b rows are combined (Chan, Golub, LeVeque:
 "Updating formulae and a pairwise algorithm for computing sample variances", 1979) by
 
     δ = m_b − m_a,  n = n_a + n_b,  m = m_a + δ·n_b/n,  S = S_a + S_b + δ²·n_a·n_b/n
 
-A sum of squares would lose the variance of columns whose mean is large.
+A plain sum of squares would lose the variance of columns with a large mean.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# What a kernel is given becomes pointers and tiles when Triton compiles it: Python has no types for them.
+# Arguments of kernels become pointers and tiles when Triton compiles them, for which Python has no types.
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -25,15 +25,15 @@ from torch import Tensor
 
 
 def partials_shape(num_tiles: int, N: int) -> tuple[int, int, int]:
-    """Shape of the buffer for what `num_tiles` tiles hand in: two numbers for each of N columns."""
+    """Return the shape of the buffer of `num_tiles` tiles' partial results: two numbers for each of N columns."""
     return (num_tiles, 2, N)
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """What programs of one launch leave for each other; made once, outside of graphs.
+    """Memory through which the programs of one launch exchange results; made once, outside of graphs.
 
-    Launches that use it follow each other on one stream. It may serve several kernels that split their work alike.
+    Launches that use it must follow each other on one stream. Kernels that split their work equally may share it.
 
     Attributes:
         partials: `[tiles, 2, N]`, float32, or float64 for float64 values.
@@ -47,18 +47,18 @@ class Workspace:
     def of_tiles(
         cls, num_tiles: int, column_blocks: int, N: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> Workspace:
-        """For a launch of `num_tiles` tiles in each of `column_blocks` blocks of the N columns."""
+        """Return a workspace for a launch of `num_tiles` tiles in each of `column_blocks` blocks of N columns."""
         partials = torch.empty(partials_shape(num_tiles, N), dtype=dtype, device=device)
         return cls(partials, torch.zeros(column_blocks, dtype=torch.int32, device=device))
 
 
-# Below, `columns` are a tile's column numbers, `column_mask` those that exist; tile t holds the rows from
-# t * rows_per_tile to M or to the next tile's. Reductions are over axis 0, the rows.
+# Below, `columns` are the indices of a tile's columns, and `column_mask` says which exist; tile t holds the rows from
+# t * rows_per_tile to those of the next tile or to M. Reductions are over axis 0, the rows.
 
 
 @triton.jit
 def merge(count, mean, squares, other_count, other_mean, other_squares):
-    """Chan's formula, element by element. Counts are floats and may be zero, of either part or of both."""
+    """Combine two parts by Chan's formula, element by element. Counts are floats, and either or both may be zero."""
     total = count + other_count
     share = other_count / tl.maximum(total, 1.0)
     delta = other_mean - mean
@@ -67,7 +67,7 @@ def merge(count, mean, squares, other_count, other_mean, other_squares):
 
 @triton.jit
 def pool(count, mean, squares, total):
-    """Chan's formula over all rows at once: `[R, 1]`, `[R, C]`, `[R, C]` and the sum of counts give two `[C]`."""
+    """Combine all rows by Chan's formula: `[R, 1]`, `[R, C]`, `[R, C]` and the sum of counts give two `[C]`."""
     pooled = tl.sum(count * mean, axis=0) / total
     delta = mean - pooled[None, :]
     return pooled, tl.sum(squares + count * delta * delta, axis=0)
@@ -75,7 +75,7 @@ def pool(count, mean, squares, total):
 
 @triton.jit
 def hand_in(first, second, columns, column_mask, tile_index, num_tiles, N, partials, counter):
-    """Leave a tile's two `[C]` for the last program of these columns. Whether that is this one."""
+    """Store a tile's two `[C]` for the last program of these columns, and return whether that is this one."""
     row = partials + tile_index * 2 * N + columns
     tl.store(row, first, mask=column_mask)
     tl.store(row + N, second, mask=column_mask)
@@ -90,7 +90,7 @@ def hand_in(first, second, columns, column_mask, tile_index, num_tiles, N, parti
 
 @triton.jit
 def load_partials(partials, tiles, columns, column_mask, num_tiles, N):
-    """What tiles `[R]` handed in: two `[R, C]`, zeros where there is no such tile. Past L1, which may be stale."""
+    """Load the partial results of tiles `[R]`: two `[R, C]`, zeros for missing tiles. L1 may be stale: bypass it."""
     at = partials + tiles[:, None] * 2 * N + columns[None, :]
     mask = (tiles < num_tiles)[:, None] & column_mask[None, :]
     first = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
@@ -102,7 +102,7 @@ def publish_moments(
     average, squares, columns, column_mask, tile_index, num_tiles, rows_per_tile, M, N, partials, counter,
     mean, rstd, running_mean, running_var, MOMENTUM: tl.constexpr, EPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """`finish_statistics` for a program that has the mean and the squared deviations of its tile, two `[C]`."""
+    """Do `finish_statistics` for a program with the mean and the squared deviations of its tile, two `[C]`."""
     if hand_in(average, squares, columns, column_mask, tile_index, num_tiles, N, partials, counter):
         dtype: tl.constexpr = partials.dtype.element_ty
         # LANES tiles are read at once, and each lane keeps its own moments until the end: one reduction for all.
@@ -134,11 +134,11 @@ def finish_statistics(
     tile, row_mask, columns, column_mask, tile_index, num_tiles, rows_per_tile, M, N, partials, counter,
     mean, rstd, running_mean, running_var, MOMENTUM: tl.constexpr, EPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The end of a kernel whose programs hold tiles `[R, C]` of a matrix [M, N]: the statistics of its columns.
+    """Compute the columns' statistics at the end of a kernel whose programs hold tiles `[R, C]` of a matrix [M, N].
 
-    `counter` points at the one of these columns, which `num_tiles` programs count in. The last of them writes mean and
-    rstd = 1/√(S/M + EPS) and, unless they are None, in place running_mean and running_var, with S/(M − 1), as
-    running ← (1 − MOMENTUM)·running + MOMENTUM·new. LANES, a power of two, is how many tiles it reads at once.
+    `counter` points to the counter of these columns, which `num_tiles` programs count up. The last of them writes mean
+    and rstd = 1/√(S/M + EPS) and, unless they are None, updates running_mean and running_var in place, with S/(M − 1),
+    as running ← (1 − MOMENTUM)·running + MOMENTUM·new. LANES, a power of two, is how many tiles it reads at once.
     """
     present = row_mask[:, None]
     values = tl.where(present, tile.to(partials.dtype.element_ty), 0.0)

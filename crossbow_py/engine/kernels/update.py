@@ -1,10 +1,10 @@
 """The update of all learners in one pass over their rows: gate, clipping, optimizer step, pull, averaging and shadow.
 
-Three launches a round, whatever the number of learners and parameters:
+A round takes three launches for any number of learners and parameters:
 
     squares    the sum of squares of every learner's gradient, tile by tile
-    prepare    a program a learner: its gate, the scale of its gradient, its coefficients; counts its step
-    update     every value of w, g, u read once and of w, u and the shadow written once; z and z_prev once for all K
+    prepare    one program for each learner: its gate, the scale of its gradient, its coefficients; counts its step
+    update     reads w, g and u once and writes w, u and the shadow once; z and z_prev once for all K
 
 In bytes, float32 rows with a bfloat16 shadow, SGD with momentum: (12 + 8 + 2)·K·P + 16·P for `update`, 4·K·P for
 `squares`. Equations: averaging/sma.py and engine/update/optimizers.py. Rows are a bank's in `blocks`
@@ -12,7 +12,7 @@ In bytes, float32 rows with a bfloat16 shadow, SGD with momentum: (12 + 8 + 2)·
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# What a kernel is given becomes pointers and tiles when Triton compiles it: Python has no types for them.
+# Arguments of kernels become pointers and tiles when Triton compiles them, for which Python has no types.
 from __future__ import annotations
 
 import struct
@@ -27,9 +27,9 @@ from torch import Tensor
 from crossbow_py.core.triton_launch import launch
 
 TILE = tl.constexpr(1024)  # values of a parameter that a program updates
-_WIDTH = tl.constexpr(4)  # of the tile table
-SETTINGS = 8  # of a learner, float64; see `sgd_settings` and `adamw_settings`
-VALUES = tl.constexpr(16)  # of a learner in a round; see `_prepare`
+_WIDTH = tl.constexpr(4)  # columns of the tile table
+SETTINGS = 8  # float64 settings of a learner; see `sgd_settings` and `adamw_settings`
+VALUES = tl.constexpr(16)  # values of a learner in a round; see `_prepare`
 _SETTINGS = tl.constexpr(SETTINGS)
 _LEARNERS_A_TURN = tl.constexpr(1024)
 
@@ -38,24 +38,24 @@ SGD, ADAMW = 0, 1
 
 @dataclass(frozen=True)
 class Tiles:
-    """Where the values of a bank lie.
+    """The tiles of a bank's values.
 
     Attributes:
-        table: int64 [T, 4] on the device: beginning of the parameter's block in the bank, beginning of the block in z,
-            length of a row, and the tile's place in the row times 4, plus 1 if weight decay applies, plus 2 if rows
-            begin on 4 values.
+        table: int64 [T, 4] on the device: the offset of the parameter's block in the bank, that of its block in z, the
+            length of a row, and 4 times the tile's index in the row, plus 1 if weight decay applies, plus 2 if rows
+            begin at multiples of 4 values.
     """
 
     table: Tensor
 
     @property
     def count(self) -> int:
-        """T."""
+        """T, the number of tiles."""
         return len(self.table)
 
 
 def make_tiles(blocks: Sequence[tuple[int, int, int, bool]], device: torch.device) -> Tiles:
-    """Tiles of blocks `(beginning in the bank, beginning in z, values of a row, whether weight decay applies)`."""
+    """Return the tiles of blocks `(offset in the bank, offset in z, values of a row, whether weight decay applies)`."""
     rows = [
         (bank, z, numel, 4 * place + decays + 2 * (numel % 4 == 0 and bank % 4 == 0))
         for bank, z, numel, decays in blocks
@@ -65,14 +65,14 @@ def make_tiles(blocks: Sequence[tuple[int, int, int, bool]], device: torch.devic
 
 
 def sgd_settings(momentum: float, weight_decay: float, nesterov: bool, clip_norm: float | None) -> list[float]:
-    """A learner's row of settings for SGD."""
+    """Return a learner's row of settings for SGD."""
     return [momentum, weight_decay, float(nesterov), 0.0, 0.0, 0.0, 0.0, _limit(clip_norm)]
 
 
 def adamw_settings(
     beta1: float, beta2: float, epsilon: float, weight_decay: float, clip_norm: float | None
 ) -> list[float]:
-    """A learner's row of settings for AdamW."""
+    """Return a learner's row of settings for AdamW."""
     return [beta1, weight_decay, beta2, epsilon, 0.0, 0.0, 0.0, _limit(clip_norm)]
 
 
@@ -82,9 +82,9 @@ def _limit(clip_norm: float | None) -> float:
 
 @dataclass(frozen=True)
 class RowsToUpdate:
-    """Storages of a bank of K rows in `blocks`, 1-dim, and of z with one row; float32 or float64.
+    """The 1-dim storages of a bank of K rows in `blocks`, and of z with one row; float32 or float64.
 
-    `state` has one or two; `shadow` is bfloat16 or None; `total` is where the sum of corrections goes, or None.
+    `state` has one or two; `shadow` is bfloat16 or None; `total` takes the sum of corrections, or is None.
     """
 
     weights: Tensor
@@ -114,17 +114,19 @@ def prepare(
     loss_column: int,
     finite_column: int,
 ) -> None:
-    """The gate and coefficients of each learner; a learner whose gate is open has its step counted.
+    """Compute each learner's gate and coefficients, and count the step of learners whose gate is open.
 
     Args:
         partial_squares: float64 [T, K], from `squares`.
         settings: float64 [K, 8].
-        results: float64 [>= K, columns]; the loss is read there, and 1 or 0 for an open or shut gate written.
-        learning_rates, step_counts: float64 [>= K]; the counts are of steps so far.
-        values: [K, 16] in the rows' dtype, written.
+        results: float64 [>= K, columns], from which the loss is read, and to which 1 or 0 is written for an open or
+            closed gate.
+        learning_rates: float64 [>= K].
+        step_counts: float64 [>= K], the steps so far.
+        values: [K, 16] in the rows' dtype, the result.
         num_learners: K.
         optimizer: SGD or ADAMW.
-        loss_column, finite_column: of `results`.
+        loss_column, finite_column: columns of `results`.
     """
     launch(
         _prepare, (num_learners,), partial_squares, partial_squares.shape[0], num_learners, settings,
@@ -144,17 +146,17 @@ def update(
     momentum: float | None,
     total_squares: Tensor,
 ) -> None:
-    """One pass over all rows. Rows whose gate is shut stay as they are to the bit, and add nothing to the sum.
+    """Update all rows in one pass. Rows whose gate is closed do not change by a bit, and add nothing to the sum.
 
     Args:
-        rows: what is read and written.
-        tiles: of the rows.
+        rows: the storages to read and write.
+        tiles: the tiles of the rows.
         values: from `prepare`.
         num_learners: K.
         optimizer: SGD or ADAMW.
         correction: α; None in a round that does not average.
-        momentum: μ, to move z in the same pass; None where the sum goes to `rows.total` for others to move z.
-        total_squares: float64 [T]; the sum of squares of the sum of corrections, by tile.
+        momentum: μ, to move z in the same pass; None to leave the sum in `rows.total`.
+        total_squares: float64 [T], the sum of squares of the sum of corrections in each tile.
     """
     averages, moves = correction is not None, correction is not None and momentum is not None
     state = rows.state or (rows.weights,)
@@ -169,10 +171,10 @@ def update(
 
 
 def move(z: Tensor, z_prev: Tensor, totals: Sequence[Tensor], momentum: float) -> None:
-    """z' = z + Σ totals + μ·(z − z_prev), z_prev ← z; the sum, in order, is left in the first of the totals.
+    """Set z' = z + Σ totals + μ·(z − z_prev), z_prev ← z; the first of the totals becomes their sum, in order.
 
-    All are 1-dim and alike; at most four totals. To the bit what `AveragingRule.average` gives: ranks where kernels
-    serve, and those where torch's operators move z, are to have the same.
+    All are 1-dim and of one shape; there are at most four totals. The result equals that of `AveragingRule.average` bit
+    for bit, as ranks with kernels and ranks with torch's operators must have the same z.
     """
     padded = [*totals, *[totals[0]] * (4 - len(totals))]
     grid = (triton.cdiv(z.numel(), TILE.value),)
@@ -181,18 +183,18 @@ def move(z: Tensor, z_prev: Tensor, totals: Sequence[Tensor], momentum: float) -
 
 
 def two_floats(value: float) -> tuple[float, float]:
-    """A number as a float32 and what that leaves: kernels take float32, and float64 rows want all digits."""
+    """Return a number as a float32 and the rest: kernels take float32, and float64 rows need all digits."""
     (high,) = struct.unpack("f", struct.pack("f", value))
     return high, value - high
 
 
 def three_floats(value: float) -> tuple[float, float, float]:
-    """As three of float32, which hold all 53 binary digits; two hold 48."""
+    """Return a number as three float32, which hold all 53 binary digits; two hold 48."""
     high, low = two_floats(value)
     return high, *two_floats(low)
 
 
-# One program a tile. out[t, j] <- the sum of squares.
+# One program for each tile: out[t, j] <- the sum of squares.
 @triton.jit
 def _squares(gradients, tiles, out, num_learners):
     tile = tl.program_id(0)
@@ -200,7 +202,7 @@ def _squares(gradients, tiles, out, num_learners):
     at = (tl.load(tiles + tile * _WIDTH + 3) // 4) * TILE + tl.arange(0, TILE)
     for learner in range(num_learners):
         values = tl.load(gradients + base + learner * numel + at, mask=at < numel, other=0.0)
-        # float32 within a tile, as a norm of torch's would be; float64 over tiles.
+        # float32 within a tile, as in a norm by torch; float64 over tiles.
         tl.store(out + tile * num_learners + learner, tl.sum(values * values, axis=0).to(tl.float64))
 
 
@@ -275,7 +277,7 @@ def _update_tile(w, g, s0, s1, shadow, z, z_prev, total, values, squares_out, ba
                  SHADOW: tl.constexpr, AVERAGES: tl.constexpr, MOVES: tl.constexpr, KEEPS_TOTAL: tl.constexpr):
     kind = w.dtype.element_ty
     if ALIGNED:
-        # Multiples of 4 already; written so that the compiler sees it.
+        # These are multiples of 4; this tells the compiler.
         base, z_base, numel = (base // 4) * 4, (z_base // 4) * 4, (numel // 4) * 4
     inside = at < numel
     centre = tl.zeros(at.shape, kind)
@@ -319,7 +321,7 @@ def _update_tile(w, g, s0, s1, shadow, z, z_prev, total, values, squares_out, ba
             tl.store(z + z_base + at, centre + (pulls + (centre - before) * momentum), mask=inside)
 
 
-# One program a tile.
+# One program for each tile.
 @triton.jit
 def _update(w, g, s0, s1, shadow, z, z_prev, total, tiles, values, total_squares, num_learners, rate_high, rate_low,
             momentum_high, momentum_low, ADAMW: tl.constexpr, STATES: tl.constexpr, SHADOW: tl.constexpr,
@@ -340,7 +342,7 @@ def _update(w, g, s0, s1, shadow, z, z_prev, total, tiles, values, total_squares
                      decays, num_learners, rate, momentum, False, ADAMW, STATES, SHADOW, AVERAGES, MOVES, KEEPS_TOTAL)
 
 
-# One program a tile of z.
+# One program for each tile of z.
 @triton.jit
 def _move(z, z_prev, total0, total1, total2, total3, count, momentum_high, momentum_low, momentum_rest,
           TOTALS: tl.constexpr):

@@ -1,12 +1,12 @@
-"""Whether another way to run a model gives the model's own numbers, on this model, its data and this machine.
+"""The comparison of another way to run a model with the model itself, on its data and this machine.
 
-Exported graphs, kernels, compiled code and copies are trusted where they were compared with the module as the user
-wrote it, run by eager autograd, and refused by name elsewhere. What autograd does only backwards, such as a custom
-backward or a hook, is in no exported graph, and nothing but a comparison of gradients shows that.
+Exported graphs, kernels, compiled code and copies are trusted only after they were compared with the module as the user
+wrote it, run by eager autograd. What autograd does only in the backward pass, such as a custom backward or a hook, is
+in no exported graph, and only a comparison of gradients shows it.
 
-Two ways round differently, and a model may enlarge that. So where values are further apart than rounding alone puts
-them, a control decides: the module is run again with weights moved by about one rounding. What that moves, rounding may
-move as well.
+Two ways round differently, and a model may amplify this. If values differ by more than rounding explains, a control
+decides: the module is run again with weights moved by about one rounding. Values that this changes, rounding may change
+as well.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from crossbow_py.engine.modules.dropout import CounterDropout
 
 Values = Mapping[str, Tensor]
 
-# Relative norm of a difference that rounding alone explains.
+# The relative norm of a difference that rounding alone explains.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
-# Weights are moved so far, relatively, by the control.
+# How far the control moves weights, relatively.
 _MOVED = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
-_CHAOS, _CHAOS_ALIKE = 10.0, 2.0  # times what the control moves
-_NOISE = 0.1  # of a value that the control moves by as much
-# What rounding leaves of a gradient that is zero, such as a bias before BatchNorm has, of the norm of all gradients.
+_CHAOS, _CHAOS_SAME = 10.0, 2.0  # times what the control moves: allowed differences, of other and of the same operators
+_NOISE = 0.1  # a value of which the control moves this share is nothing but rounding
+# What rounding leaves of a gradient that is zero, such as that of a bias before BatchNorm, relative to all gradients.
 _RESIDUE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 _OF_TORCH = frozenset(vars(nn.Module()))
-_DEEPEST = 5  # containers and objects in each other
-_LEAST = 1e-2  # of that residue: the last digit of the whole gradient
-_DEVIATES = 4093  # a prime: what repeats is nowhere in step with a layer
-_SMALL = 1e-12  # below, squares of float32 values vanish
+_DEEPEST = 5  # levels of containers and objects inside each other
+_LEAST = 1e-2  # the share of that residue that is always allowed: the last digit of the whole gradient
+_DEVIATES = 4093  # a prime, so that repetitions are never in step with a layer
+_SMALL = 1e-12  # norms below this lose squares of float32 values
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The value that is furthest off, by which relative distance."""
+    """The value that differs most, and its relative distance."""
 
     name: str
     distance: float
@@ -59,19 +59,19 @@ class Difference:
 
 
 def furthest(
-    found: Values, expected: Values, control: Callable[[], Values], compute: torch.dtype, alike: bool = False
+    found: Values, expected: Values, control: Callable[[], Values], compute: torch.dtype, same_operators: bool = False
 ) -> Difference | None:
-    """Return the value that differs most, or None where rounding explains all of them.
+    """Return the value that differs most, or None if rounding explains all differences.
 
     Args:
-        found, expected: by name; those of one name have one shape.
-        control: gives the expected values once more, after `moved_weights`; called only where it decides.
-        compute: what both were computed in.
-        alike: whether both ran the same operators, so that only the order of some sums is left to rounding.
+        found, expected: values by name, in pairs of the same shape.
+        control: returns the expected values again, under `moved_weights`; called only if needed.
+        compute: the dtype that both were computed in.
+        same_operators: whether both ran the same operators, and may differ only in the order of some sums.
     """
     compute = digits_of(compute, next(iter(expected.values())).device)
     few = max(_ROUNDING[torch.float32], 4 * _MOVED[compute])  # roundings
-    rounding, chaos = (few, _CHAOS_ALIKE) if alike else (_ROUNDING[compute], _CHAOS)
+    rounding, chaos = (few, _CHAOS_SAME) if same_operators else (_ROUNDING[compute], _CHAOS)
     residue = _RESIDUE[compute] * _norm([value for name, value in expected.items() if name.startswith("the gradient")])
     distances = {name: _distance(found[name], expected[name]) for name in expected}
     norms = {name: _norm([value]) for name, value in expected.items()}
@@ -80,7 +80,7 @@ def furthest(
     if far:
         moved = control()
         by = {name: _distance(moved[name], expected[name]) for name in far}
-        # What a rounding changes by much of itself is nothing but rounding: the rest of a sum that is zero.
+        # A value that one rounding changes by a large share is the residue of a sum that is zero.
         least = residue * _LEAST if compute in (torch.float64, torch.float32) else 0.0
         residues = {name: residue if by[name] >= _NOISE * norms[name] else least for name in far}
         allowed = {name: max(chaos * by[name], residues[name]) for name in far}
@@ -91,12 +91,12 @@ def furthest(
 
 
 def digits_of(compute: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return a format with the digits that products have: on CUDA those of float32 may be TF32's, float16's number."""
+    """Return a dtype with as many digits as products have: on CUDA float32 may be TF32, with those of float16."""
     return torch.float16 if device.type == "cuda" and compute == torch.float32 else compute
 
 
 def _norm(values: Sequence[Tensor]) -> float:
-    """Return the norm of what is finite: masks may hold infinity."""
+    """Return the norm of the finite values: masks may hold infinity."""
     return math.hypot(*(_length(value) for value in values))
 
 
@@ -109,7 +109,7 @@ def _length(value: Tensor) -> float:
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference; it is not finite where only one of the two values is."""
+    """Return the norm of the difference; it is not finite if only one of two values is."""
     found, expected = _real(found), _real(expected)
     fine = torch.promote_types(expected.dtype, torch.float32)
     difference = found.to(fine) - expected.to(fine)
@@ -120,7 +120,7 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 
 
 def _norm_of(value: Tensor, mended: Callable[[Tensor], Tensor]) -> float:
-    """Return a norm; where squares overflow or vanish, in float64 that of what `mended` makes of the value."""
+    """Return a norm; if squares overflow or vanish, that of `mended(value)` in float64."""
     value = value.to(torch.promote_types(value.dtype, torch.float32))  # integers too
     found = float(torch.linalg.vector_norm(value))
     if math.isfinite(found) and (found > _SMALL or not value.any()):
@@ -129,20 +129,20 @@ def _norm_of(value: Tensor, mended: Callable[[Tensor], Tensor]) -> float:
 
 
 def gradients_of(loss: Tensor, module: nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return `values_of` a loss, with its gradients by the named parameters of the module that it came from."""
+    """Return `values_of` a loss and its gradients with respect to the named parameters of its module."""
     parameters = dict(module.named_parameters())
     gradients = torch.autograd.grad(loss, [parameters[name] for name in names], allow_unused=True)
     return values_of(loss, dict(zip(names, gradients, strict=True)), module)
 
 
 def projection(outputs: Tensor) -> Tensor:
-    """Return one number of outputs, for autograd, that depends on all of them."""
+    """Return a scalar for autograd that depends on all outputs."""
     weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs.device)
     return (outputs.to(torch.promote_types(outputs.dtype, torch.float32)) * weights).mean()
 
 
 def values_of(value: Tensor, gradients: Mapping[str, Tensor | None], module: nn.Module) -> dict[str, Tensor]:
-    """Return what two ways are compared by, under names for messages; a missing gradient is left out as zero."""
+    """Return the values by which two ways are compared, under names for messages; a missing gradient is zero."""
     parameters = dict(module.named_parameters())
     return {
         "the loss": value.detach().clone(),
@@ -156,7 +156,7 @@ def values_of(value: Tensor, gradients: Mapping[str, Tensor | None], module: nn.
 
 @contextlib.contextmanager
 def kept_buffers(*modules: nn.Module) -> Iterator[None]:
-    """Put back what passes of the block write to the modules' buffers."""
+    """Restore the modules' buffers after the block."""
     kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
     try:
         yield
@@ -168,7 +168,7 @@ def kept_buffers(*modules: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def moved_weights(parameters: Sequence[Tensor], compute: torch.dtype) -> Iterator[None]:
-    """Have the block run with weights moved by about one rounding, always the same way."""
+    """Have the block run with weights moved by about one rounding, in the same way each time."""
     kept = [parameter.detach().clone() for parameter in parameters]
     try:
         with torch.no_grad():
@@ -182,9 +182,9 @@ def moved_weights(parameters: Sequence[Tensor], compute: torch.dtype) -> Iterato
 
 @torch.no_grad()
 def move(tensors: Sequence[Tensor], share: float) -> None:
-    """Multiply values by 1 + `share` times normal deviates, always the same; draws nothing from torch's generators.
+    """Multiply values by 1 + `share` times normal deviates, the same each time; draws nothing from torch's generators.
 
-    Tensors of one shape are moved differently, so that those that ought to share memory can be told apart.
+    Tensors of the same shape are moved differently, which shows if tensors that should share memory do not.
     """
     factors = 1 + share * torch.randn(_DEVIATES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for index, tensor in enumerate(tensors):
@@ -206,7 +206,7 @@ def graph_nodes(value: Tensor) -> Iterator[Any]:
 
 
 def custom_backwards(value: Tensor) -> list[str]:
-    """Return the custom autograd functions, but for torch's own, behind a value, with where each is defined."""
+    """Return the custom autograd functions behind a value, except torch's own, with the file and line of each."""
     found: dict[str, None] = {}
     for node in graph_nodes(value):
         own = getattr(type(node), "_forward_cls", None)
@@ -223,7 +223,7 @@ def _defined(thing: type) -> str:
 
 
 def backward_hook(model: nn.Module) -> str | None:
-    """Return the name of a module with a hook on its backward pass; "every module" where one is registered for all."""
+    """Return the name of a module with a hook on its backward pass, "every module" for a global hook, or None."""
     everywhere = nn.modules.module
     if everywhere._global_backward_hooks or everywhere._global_backward_pre_hooks:
         return "every module"
@@ -234,14 +234,14 @@ def backward_hook(model: nn.Module) -> str | None:
 
 
 def python_state(model: nn.Module) -> dict[str, str]:
-    """Return what modules and their classes keep in attributes of Python, as text: numbers, containers, generators.
+    """Return the Python attributes of modules and their classes as text: numbers, containers, generators.
 
-    Tensors are left out: many models keep some to look at. Whether one matters a second pass shows.
+    Tensors are left out, because many models keep some only to inspect them; a second pass shows whether one matters.
     """
     state = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule | CounterDropout):
-            continue  # attributes of TorchScript are made anew when they are looked at; a learner's numbers are known
+            continue  # TorchScript makes attributes when they are read; CounterDropout draws a learner's known numbers
         for key, value in vars(module).items():
             if key not in _OF_TORCH:
                 state[f"{name}.{key}".lstrip(".")] = fingerprint(value)
@@ -253,12 +253,12 @@ def python_state(model: nn.Module) -> dict[str, str]:
 
 
 def changed_state(before: Mapping[str, str], after: Mapping[str, str]) -> str | None:
-    """Return the first attribute of `python_state` that is another than before."""
+    """Return the first attribute of `python_state` that has changed, or None."""
     return next((name for name in after if before.get(name) != after[name]), None)
 
 
 def fingerprint(value: Any, depth: int = _DEEPEST) -> str:
-    """Return a text that changes with the value; empty for tensors, modules, functions, and what lies too deep."""
+    """Return a text that changes with the value; "" for tensors, modules, functions and deeply nested values."""
     if isinstance(value, Tensor | nn.Module | type | logging.Logger) or depth == 0:
         return ""
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What a forward pass does besides computing values: hooks on gradients, and generators that it sets."""
+"""A watch on what a forward pass does besides computing values: hooks on gradients, and generators that it seeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from crossbow_py.engine.modules.code_lines import place_of_call
+from crossbow_py.engine.modules.code_lines import line_of_call
 
 _HOOKS = {Tensor.register_hook.__code__, Tensor.register_post_accumulate_grad_hook.__code__}
 _NODE_HOOKS = {"register_hook", "register_prehook"}
@@ -21,14 +21,16 @@ _SETTERS = {"manual_seed", "seed", "set_state"}
 
 
 class CallWatch:
-    """Notes what the block calls, in this thread. Python's profiler pauses meanwhile; beside others nothing is noted.
+    """Notes what the block calls in this thread.
+
+    It takes the place of Python's profiler, which pauses meanwhile; beside other profilers it notes nothing.
 
     Args:
         under_mode: whether the block runs under a dispatch mode.
 
     Attributes:
-        hooks: file and line, in the user's code, of each hook on a gradient or on a node of the graph.
-        reseeds: likewise of each call that sets torch's generator of the CPU.
+        hooks: the file and line, in the user's code, of each hook on a gradient or on a node of the autograd graph.
+        reseeds: the file and line of each call that seeds torch's CPU generator.
     """
 
     def __init__(self, under_mode: bool = True) -> None:
@@ -37,7 +39,7 @@ class CallWatch:
         self.reseeds: list[str] = []
 
     def __enter__(self) -> CallWatch:
-        if self._under_mode:  # which imports this, and that takes longer while it is watched
+        if self._under_mode:  # a dispatch mode imports this, which would take longer while it is watched
             importlib.import_module("torch._dynamo")
         before: Any = sys.getprofile()
         self._put_back: Callable[[], None] | None = None
@@ -60,10 +62,10 @@ class CallWatch:
     def _see(self, frame: FrameType, event: str, called: Any) -> None:
         if event == "call":
             if frame.f_code in _HOOKS:
-                self.hooks.append(place_of_call(frame))
+                self.hooks.append(line_of_call(frame))
         elif event == "c_call":
             name, owner = getattr(called, "__name__", ""), getattr(called, "__self__", None)
             if name in _NODE_HOOKS and isinstance(owner, Node):
-                self.hooks.append(place_of_call(frame))
+                self.hooks.append(line_of_call(frame))
             elif name in _SETTERS and owner is torch.default_generator:
-                self.reseeds.append(place_of_call(frame))
+                self.reseeds.append(line_of_call(frame))

@@ -1,4 +1,4 @@
-"""The line of a model's code that something comes from, for messages: the innermost outside torch and this package."""
+"""Lines of a model's code, for messages: the innermost line outside torch and this package."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _LONGEST = 80
 
 
 def line_of(node: Node) -> str:
-    """` in net.py, line 7: y[:, 0].mul_(2)` of an exported node; nothing where that is not known."""
+    """Return ` in net.py, line 7: y[:, 0].mul_(2)` for an exported node; "" if unknown."""
     frames = _FRAME.finditer(node.meta.get("stack_trace") or "")
     return _last([(found["file"], int(found["line"]), found["code"]) for found in frames])
 
 
 def line_of_failure(error: BaseException) -> str:
-    """The line of the model's forward that an exception passed, as `line_of` has it."""
+    """Return the line of the model's forward that an exception passed through, as `line_of` does."""
     frames = traceback.extract_tb(error.__traceback__)
     return _last([(frame.filename, frame.lineno or 0, frame.line or "") for frame in frames])
 
 
-def place_of_call(frame: FrameType) -> str:
-    """`net.py:7`, the line that a function which runs was called from; "its forward" where that is not known."""
+def line_of_call(frame: FrameType) -> str:
+    """Return `net.py:7`, the line that a running function was called from; "its forward" if unknown."""
     for summary in reversed(traceback.extract_stack(frame)):
         if not summary.filename.startswith((*_OURS, "<")):
             return f"{Path(summary.filename).name}:{summary.lineno}"

@@ -1,7 +1,7 @@
-"""Learners' models as `torch.compile` makes them: fewer and larger operators, also in CUDA graphs captured afterwards.
+"""Learners' models compiled by `torch.compile`: fewer and larger operators, also in CUDA graphs captured afterwards.
 
-Compiled once for all learners, as they differ in nothing but their tensors; whoever runs first compiles, which takes up
-to minutes, and later runs find most of it in torch's cache. That first run is compared with the module's own.
+Models are compiled once for all learners, which differ only in their tensors. The first learner that runs compiles,
+which takes up to minutes; later runs find most of it in torch's cache. The first result is compared with the module's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CompiledModels:
         self._has_run = False
 
     def __call__(self, module: nn.Module, learner: int) -> Model:
-        """The learner's module, compiled; another one than before, as after growth, anew."""
+        """Return the learner's module, compiled; compiles again if it is not the module it was."""
         own, compiled = self._known.get(learner, (None, None))
         if own is not module or compiled is None:
             compiled = self._guarded(torch.compile(module, dynamic=False), module)
@@ -38,7 +38,7 @@ class CompiledModels:
         return compiled
 
     def _guarded(self, compiled: Model, module: nn.Module) -> Model:
-        """One at a time until the first has run; then side by side. Failure of the compiler is the user's to know."""
+        """Return the compiled model with a lock until the first run is over, and UserError if the compiler fails."""
 
         def run(inputs: Tensor) -> Tensor:
             if self._has_run:

@@ -1,7 +1,7 @@
-"""Dropout, and whatever else a forward draws, from its learner's own stream of numbers.
+"""Dropout and other random numbers of a forward pass, from its learner's own generator.
 
-Masks follow from (seed, round, learner) alone, so threads, resumes and executors see the same masks, and no
-generator state has to be saved. They are drawn where a pass needs them, or ahead of it, on a `MaskTape`.
+Masks depend only on (seed, round, learner), so they are the same with any executor, on any thread and after a resume,
+and no generator state has to be saved. They are drawn when a pass needs them, or ahead of it on a `MaskTape`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Shape of the mask for an input [B, C, ...]: whole channels for the N-d kinds, single values for nn.Dropout.
+# Whether masks drop whole channels of an input [B, C, ...], or single values.
 _KINDS: dict[type[nn.Module], bool] = {nn.Dropout: False, nn.Dropout1d: True, nn.Dropout2d: True, nn.Dropout3d: True}
 
 
 class CounterDropout(nn.Dropout):
-    """Replaces one nn.Dropout module; all of a model's share the learner's generator."""
+    """The replacement of an nn.Dropout module, which draws from the learner's generator."""
 
     def __init__(self, p: float, whole_channels: bool, generator: torch.Generator, inplace: bool = False) -> None:
         super().__init__(p, inplace)
         self.whole_channels, self.generator = whole_channels, generator
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Inverted dropout: kept values are scaled by 1/(1−p)."""
+        """Return the inputs with inverted dropout: kept values are scaled by 1/(1−p)."""
         if not self.training or self.p == 0:
             return inputs
         shape = inputs.shape[:2] + (1,) * (inputs.ndim - 2) if self.whole_channels else inputs.shape
@@ -41,7 +41,7 @@ class CounterDropout(nn.Dropout):
 
 @dataclass(frozen=True)
 class _Masks:
-    """Masks `[N, *shape]`, one of each of N generators."""
+    """Masks `[N, *shape]`, one from each of N generators."""
 
     values: Tensor
     p: tuple[float, ...]
@@ -53,15 +53,15 @@ class _Masks:
             own.div_(max(1 - p, torch.finfo(self.values.dtype).tiny))
 
 
-_THREAD = threading.local()  # `tape`: the one this thread's pass records or plays
+_THREAD = threading.local()  # `tape` is the one that this thread's pass records or plays
 
 
 def take_masks(
     shape: Sequence[int], p: Sequence[float], generators: Sequence[torch.Generator], like: Tensor
 ) -> Tensor:
-    """Masks `[len(generators), *shape]`, 0 with probability p and 1/(1−p) else, of the dtype and device of `like`.
+    """Return masks `[len(generators), *shape]` with the dtype and device of `like`: 0 with probability p, else 1/(1−p).
 
-    From the thread's tape when one is playing, else drawn from one generator each, which has its own p.
+    They come from the thread's tape if one is playing; else each is drawn from its generator, with its own p.
     """
     tape: MaskTape | None = getattr(_THREAD, "tape", None)
     if tape is not None and tape.is_playing:
@@ -74,10 +74,10 @@ def take_masks(
 
 
 class MaskTape:
-    """The masks of a pass, in the order it takes them, in tensors that stay where they are.
+    """The masks of a pass, in the order it takes them, in tensors with fixed addresses.
 
-    A CUDA graph repeats its launches, so random numbers are no part of it: `draw` fills the tensors before a replay,
-    from the generators the pass itself would draw from and in the same order, so that the numbers are the same too.
+    A CUDA graph repeats its launches, so it must not draw: `draw` fills the tensors before a replay, from the
+    generators that the pass itself would draw from and in the same order, so that the numbers are the same.
     """
 
     def __init__(self) -> None:
@@ -87,9 +87,9 @@ class MaskTape:
 
     @contextmanager
     def over(self, masks_ahead: bool) -> Iterator[None]:
-        """Around a pass: one that takes what `draw` has drawn ahead of it, or one that draws itself and is recorded.
+        """Have the pass in the block take the masks that `draw` has drawn, or draw its own and record them.
 
-        Raises RuntimeError when the first kind is not like the pass last recorded.
+        Raises RuntimeError if it takes masks other than the pass last recorded did.
         """
         self._position, self.is_playing = 0, masks_ahead
         if not masks_ahead:
@@ -103,16 +103,16 @@ class MaskTape:
             raise RuntimeError(f"dropout took {self._position} masks, and {len(self._masks)} in the rounds before")
 
     def draw(self) -> None:
-        """Draw all masks anew, enqueued on the current stream; seed the generators first."""
+        """Draw all masks again on the current stream; seed the generators first."""
         for each in self._masks:
             each.draw()
 
     def add(self, drawn: _Masks) -> None:
-        """What a recorded pass drew."""
+        """Record what a pass drew."""
         self._masks.append(drawn)
 
     def next(self, shape: tuple[int, ...], p: tuple[float, ...]) -> Tensor:
-        """What a played pass takes. Raises RuntimeError when something else was recorded."""
+        """Return the next masks. Raises RuntimeError if others were recorded."""
         found = self._masks[self._position] if self._position < len(self._masks) else None
         if found is None or (tuple(found.values.shape), found.p) != (shape, p):
             raise RuntimeError("dropout takes masks of other shapes than in the rounds before")
@@ -121,10 +121,10 @@ class MaskTape:
 
 
 class OwnDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Draws everything that operators would take from torch's own generator from another: drop path, say.
+    """Has operators draw from `generator` that would draw from torch's own, as for drop path.
 
-    Numbers lie in a tensor as in a contiguous one, whatever its memory order, so that they are the same in every
-    executor. What has no generator to be given draws as it would without. For one thread.
+    Numbers fill a tensor in the order of a contiguous one, whatever its memory format, so that they are the same with
+    every executor. Operators that take no generator draw as they would without this mode. For one thread.
 
     Attributes:
         has_drawn: whether anything was drawn.
@@ -137,7 +137,7 @@ class OwnDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operator, with the generator where it can be given one."""
+        """Run an operator, with the generator if it takes one."""
         kwargs = kwargs or {}
         own = _with_generator(func)
         if own is None or kwargs.get("generator") is not None:
@@ -152,7 +152,7 @@ class OwnDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @cache
 def _with_generator(func: OpOverload) -> OpOverload | None:
-    """The overload of a random operator that takes a generator besides; None where there is none."""
+    """Return the overload of a random operator that also takes a generator, or None."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
     names = [argument.name for argument in func._schema.arguments]
@@ -165,7 +165,7 @@ def _with_generator(func: OpOverload) -> OpOverload | None:
 
 
 def replace_dropout(module: nn.Module, generator: torch.Generator) -> bool:
-    """Replace every nn.Dropout, Dropout1d, 2d and 3d below `module` in place. Returns whether there was any."""
+    """Replace every nn.Dropout, Dropout1d, 2d and 3d below `module` in place. Returns whether there were any."""
     found = False
     for name, child in list(module.named_children()):
         if type(child) in _KINDS:
@@ -177,20 +177,20 @@ def replace_dropout(module: nn.Module, generator: torch.Generator) -> bool:
 
 
 def _replacement(layer: Any, generator: torch.Generator) -> CounterDropout:
-    """Return what takes a dropout layer's place, with its hooks."""
+    """Return the replacement of a dropout layer, with its hooks."""
     found = CounterDropout(layer.p, _KINDS[type(layer)], generator, layer.inplace)
     found.__dict__.update({name: value for name, value in vars(layer).items() if "hooks" in name})
     return found
 
 
 def dropout_rates(module: nn.Module) -> tuple[float, ...]:
-    """The p of every dropout layer below `module`, in order; before `replace_dropout`, or after it."""
+    """Return the p of every dropout layer below `module`, in order, before or after `replace_dropout`."""
     kinds: tuple[type[nn.Module], ...] = (CounterDropout, *_KINDS)
     return tuple(child.p for child in module.modules() if isinstance(child, kinds))  # type: ignore[misc]
 
 
 def set_dropout_rate(module: nn.Module, rate: float) -> None:
-    """Let every dropout layer below `module`, in which they have been replaced, drop that share."""
+    """Set the p of every dropout layer below `module`, after `replace_dropout`."""
     for child in module.modules():
         if isinstance(child, CounterDropout):
             child.p = rate
@@ -198,7 +198,7 @@ def set_dropout_rate(module: nn.Module, rate: float) -> None:
 
 @contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
-    """Have no dropout layer below `module` drop anything in the block, replaced or not."""
+    """Have no dropout layer below `module`, replaced or not, drop anything in the block."""
     kinds: tuple[type[nn.Module], ...] = (CounterDropout, *_KINDS)
     layers: list[Any] = [child for child in module.modules() if isinstance(child, kinds)]
     rates = [layer.p for layer in layers]
@@ -212,6 +212,6 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
 
 
 def counter_seed(seed: int, purpose: str, round_index: int, learner: int) -> int:
-    """A 63-bit seed that follows from its arguments alone, on every platform."""
+    """Return a 63-bit seed that depends only on the arguments, and is the same on every platform."""
     digest = hashlib.blake2b(f"{seed}/{purpose}/{round_index}/{learner}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""Number formats: float32 masters always, and the format a model computes in."""
+"""The precisions that models are trained in, and the choice of precision and device."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PrecisionName = Literal["auto", "fp32", "bf16"]
 
 @contextmanager
 def ordinary_modes() -> Iterator[None]:
-    """Have the block compute with gradients and in the formats it says, whatever modes the caller has entered.
+    """Have the block compute with gradients and without autocast, in whatever modes the caller is.
 
-    Under the caller's autocast serial learners would compute with copies of their first weights, which autocast keeps
+    Under the caller's autocast, serial learners would compute with copies of their first weights, which autocast keeps
     until its outermost block ends.
     """
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -33,7 +33,13 @@ def ordinary_modes() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Precision:
-    """`master` holds weights, state and averages; `compute` is the dtype of activations and of the weights used."""
+    """The dtypes of training.
+
+    Attributes:
+        name: the name in settings.
+        master: the dtype of weights, optimizer state and averages.
+        compute: the dtype of activations, and of the weights they are computed with.
+    """
 
     name: str
     master: torch.dtype
@@ -41,31 +47,31 @@ class Precision:
 
     @property
     def has_shadow(self) -> bool:
-        """Whether models run on a lower-precision copy of the weights."""
+        """Whether models compute with a lower-precision copy of the weights."""
         return self.master != self.compute
 
 
 FP32 = Precision("fp32", torch.float32, torch.float32)
 BF16 = Precision("bf16", torch.float32, torch.bfloat16)
-FP64 = Precision("fp64", torch.float64, torch.float64)  # the reference in exactness tests; not on the command line
+FP64 = Precision("fp64", torch.float64, torch.float64)  # the reference in tests of exactness; not a setting
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether bfloat16 has matrix instructions here: AMX or AVX512-BF16 on CPU, any GPU that supports it."""
+    """Return whether bfloat16 has matrix instructions here: AMX or AVX512-BF16 on CPU, any GPU that supports it."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
 
 
 def choose_precision(name: PrecisionName, device: torch.device) -> Precision:
-    """`auto` is bf16 where it is fast and fp32 elsewhere."""
+    """Return the precision of a name; `auto` is bf16 if it is fast on the device, else fp32."""
     if name == "auto":
         return BF16 if has_fast_bf16(device) else FP32
     return BF16 if name == "bf16" else FP32
 
 
 def choose_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """`auto` is CUDA when there is one. Raises UserError for `cuda` without CUDA."""
+    """Return the device of a name; `auto` is CUDA if there is one. Raises UserError for `cuda` without CUDA."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda, but no CUDA device is visible here; set device=cpu or device=auto.")
     if name == "cpu" or not torch.cuda.is_available():
@@ -74,12 +80,12 @@ def choose_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 
 def device_uuids(device: torch.device) -> tuple[str, ...]:
-    """The UUID of a CUDA device, by which NVML knows it; nothing for another."""
+    """Return the UUID of a CUDA device, by which NVML identifies it; () for other devices."""
     return (str(torch.cuda.get_device_properties(device).uuid),) if device.type == "cuda" else ()
 
 
 def full_precision_parameters(module: nn.Module) -> set[str]:
-    """Names of parameters that stay in master precision under bf16: BatchNorm's, whose sums need the digits."""
+    """Return the names of the parameters that stay in master precision under bf16: BatchNorm's, whose sums need it."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, child in module.named_modules()
@@ -89,7 +95,7 @@ def full_precision_parameters(module: nn.Module) -> set[str]:
 
 
 def cast_module(module: nn.Module, precision: Precision) -> nn.Module:
-    """Cast a whole model for running it outside the bank (evaluation), as the bank's rows are."""
+    """Cast a model to the dtypes that learners have in a bank, in place, to run it outside of one."""
     full = full_precision_parameters(module)
     for name, parameter in module.named_parameters():
         parameter.data = parameter.data.to(precision.master if name in full else precision.compute)

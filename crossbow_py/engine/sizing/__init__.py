@@ -1,1 +1,1 @@
-"""How large batches may be, how many learners fit, and how many workers feed them."""
+"""The memory model, and what follows from it: batch sizes, numbers of learners, and the workers that feed them."""

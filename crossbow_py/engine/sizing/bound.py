@@ -1,4 +1,4 @@
-"""How many learners fit into a device's memory now: the auto-tuner's bound at the start of a run."""
+"""The number of learners that fit in a device's memory now: the auto-tuner's bound at the start of a run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from crossbow_py.engine.modules.precision import Precision, cast_module
 from crossbow_py.engine.sizing.job import Job, Sample, model_sizes
 from crossbow_py.engine.sizing.memory import Activations, LearnerModel, Line
 
-# Of what a forward pass saves for its backward pass, both together hold 0.94 to 1.41 times as much (probes of an MLP,
-# LeNet, VGG-16, AlexNet, DenseNet-121 and ResNets, in fp32 and bf16). Where this many times as much fits, none is made.
+# A forward and a backward pass together hold 0.94 to 1.41 times what the forward pass saves for the backward pass
+# (probes of an MLP, LeNet, VGG-16, AlexNet, DenseNet-121 and ResNets, in fp32 and bf16). If this many times as much
+# fits, no probe is made.
 _CRUDE = 3.0
-_SHARE = 0.9  # of free memory: the rest is for rounding, fragmentation and workspaces
+_SHARE = 0.9  # the share of free memory to use; the rest is for rounding, fragmentation and workspaces
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can be taken on a device now; on CPU by control groups too."""
+    """Return the memory that can be allocated on a device now; on CPU within the limits of control groups."""
     if device.type != "cuda":
         return read_host().memory_bytes
     free, _ = torch.cuda.mem_get_info(device)
@@ -42,24 +43,24 @@ def learners_that_fit(
     limit_bytes: float,
     known: Remembered | None = None,
 ) -> int:
-    """The largest number of learners, from 1 to `max_learners`, that the memory holds by all that is known.
+    """Return the largest number of learners, from 1 to `max_learners`, that should fit in memory.
 
-    One real forward pass of a few samples shows at once that memory is ample, which it mostly is. Otherwise the memory
-    model is probed under fake tensors, which takes seconds, and remembered.
+    One real forward pass of a few samples usually shows at once that memory is ample. Otherwise the memory model is
+    probed under fake tensors, which takes seconds, and the result is remembered.
 
     Args:
-        template: the model, on its device; it and torch's generators stay as they are.
+        template: the model on its device; it and torch's generators are not changed.
         inputs, targets: a few samples as the model takes them, [n, ...]; n ≥ 2 for BatchNorm.
         job: what learners do.
-        batch_size: of a learner.
-        max_learners: what would be allowed.
+        batch_size: the batch size of a learner.
+        max_learners: the most learners to return.
         in_turn: whether one learner runs at a time, as under `serial`.
-        limit_bytes: free memory; what the run has allocated so far is not in it.
-        known: where activations of earlier probes are remembered; default the user's cache.
+        limit_bytes: free memory, without what the run has allocated.
+        known: the remembered activations of earlier probes; by default those in the user's cache.
 
     Raises:
-        UserError: memory is not ample by a crude guess, and the model does not run under fake tensors, or this torch
-            does not count.
+        UserError: memory is not ample by a crude guess, and the model does not run under fake tensors or this torch
+            cannot count them.
     """
     limit = _SHARE * limit_bytes
     saved = saved_bytes(template, inputs, job.precision)
@@ -79,11 +80,11 @@ def learners_that_fit(
 
 
 def saved_bytes(template: nn.Module, inputs: Tensor, precision: Precision) -> int:
-    """What a forward pass of these samples keeps for its backward pass, parameters left out."""
+    """Return the bytes that a forward pass of these samples keeps for its backward pass, without parameters."""
     model = cast_module(copy.deepcopy(template), precision).train()
     replace_dropout(model, torch.Generator(inputs.device))
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, tuple[int, Tensor]] = {}  # tensors are held, or another one could get their address
+    kept: dict[int, tuple[int, Tensor]] = {}  # holds tensors, or another one could get the same address
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -1,4 +1,4 @@
-"""What a learner's memory hangs on: its samples, what is done with them, and the shapes of its model."""
+"""The inputs of the memory model: a learner's samples, what is done with them, and the shapes of its model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Sample:
     target_dtype: torch.dtype = torch.int64
 
     def batch(self, size: int, channels_last: bool) -> tuple[Tensor, Tensor]:
-        """Uninitialised inputs `[B, ...]` and targets `[B, ...]`, as a feed gives them."""
+        """Return uninitialised inputs `[B, ...]` and targets `[B, ...]`, as a feed returns them."""
         inputs = torch.empty(size, *self.input_shape, dtype=self.input_dtype)
         if channels_last and inputs.ndim == 4:
             inputs = torch.empty_like(inputs, memory_format=torch.channels_last)
@@ -34,7 +34,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Job:
-    """What a learner does with its model. `order` is that of the bank's rows."""
+    """The settings of training that memory depends on. `order` is that of the bank's rows."""
 
     loss: Loss
     optimizer: Optimizer
@@ -45,7 +45,7 @@ class Job:
 
 
 def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
-    """What the shapes of a model say."""
+    """Return the sizes that follow from the shapes of a model."""
     others = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
     return ModelSizes(
         parameters=tuple(block.numel for block in parameter_layout(model, job.channels_last).blocks),

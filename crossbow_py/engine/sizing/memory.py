@@ -1,17 +1,17 @@
-"""The memory model: how much K learners with batches of b need, and so what fits. Values in, values out.
+"""The memory model: the bytes that K learners with batches of b need, and so what fits. Values in, values out.
 
-At every moment t of a forward and a backward pass a learner holds F_t + b · S_t bytes beside its rows: tensors either
+At every moment t of a forward and a backward pass a learner holds F_t + b · S_t bytes besides its rows: tensors either
 have the batch in their shape or not. Two probes, at two batch sizes, give every F_t and S_t, and
 
     activations(b) = max_t (F_t + b · S_t)
 
 which is convex: with a small batch the peak is among the gradients, with a large one among the activations. It is exact
 for tensors that are constant or linear in b. For tensors that grow faster, such as b × b similarities, the lines are
-chords, above the truth between the two probes; so the larger probe lies above every batch size asked for.
+chords, above the true values between the two probes, so the larger probe has the largest batch size of interest.
 
     bytes(b, K) = fixed + bank(K) + staged_batches(K) · b · staged + max(at_once · activations(b), evaluated)
 
-`evaluated` is what evaluations hold while no learner runs: copies of the model. What they run on it is not counted.
+`evaluated` is what evaluations hold while no learner runs: copies of the model. Their activations are not counted.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from crossbow_py.engine.bank.layout import ALIGNMENT_VALUES, Order
 
 MIB, GIB = 2**20, 2**30
-LARGEST_BATCH = 65_536  # no batch size beyond is looked at
-# K of a table: few enough to be read, and each a count that executors keep a graph for.
+LARGEST_BATCH = 65_536  # the largest batch size of interest
+# The numbers of learners in a table: few enough to read, and among those that the auto-tuner chooses from.
 TABLE = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -36,45 +36,49 @@ class Line:
     per_sample: float
 
     def at(self, batch_size: int) -> float:
-        """Bytes with a batch of that size."""
+        """Return the bytes with a batch of this size."""
         return self.fixed + self.per_sample * batch_size
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A probe: the bytes held after every operator of a pass over `batch_size` samples, beyond those before it."""
+    """A probe: the bytes held after every operator of a pass over `batch_size` samples, beyond those at its start."""
 
     batch_size: int
     held: tuple[int, ...]
 
     @property
     def peak(self) -> int:
-        """The most at any moment."""
+        """The most bytes held at any moment."""
         return max(self.held, default=0)
 
 
 @dataclass(frozen=True)
 class Activations:
-    """What a pass holds at most: the upper envelope of `lines`, by rising slope. `probes` are (batch size, peak)."""
+    """The peak of a pass: the upper envelope of `lines`, by rising slope. `probes` are (batch size, peak)."""
 
     lines: tuple[Line, ...]
     probes: tuple[tuple[int, int], ...] = ()
 
     def at(self, batch_size: int) -> int:
-        """Bytes with a batch of that size, rounded up."""
+        """Return the bytes with a batch of this size, rounded up."""
         return -int(-max(line.at(batch_size) for line in self.lines) // 1)
 
     @property
     def per_sample(self) -> float:
-        """Bytes for one sample more, once batches are large."""
+        """The bytes of one more sample in a large batch."""
         return self.lines[-1].per_sample
 
 
 def activations(small: Trace, large: Trace, also: int = 0, unseen: int = 0) -> Activations:
-    """The model from two probes; see the module's first lines.
+    """Return the model from two probes, see the module's docstring.
 
-    `also` are bytes that some other moment holds, `unseen` those that every moment holds beside what was probed. Where
-    the two ran different operators, one chord between their peaks stands for all moments.
+    If the probes ran different operators, one chord between their peaks replaces the lines.
+
+    Args:
+        small, large: the probes.
+        also: the bytes held at another moment, outside the probed pass.
+        unseen: bytes held at every moment that the probes do not see.
     """
     step = large.batch_size - small.batch_size
     assert step > 0, f"the larger probe must be larger, got {large.batch_size} after {small.batch_size}"
@@ -88,7 +92,7 @@ def activations(small: Trace, large: Trace, also: int = 0, unseen: int = 0) -> A
 
 
 def upper_envelope(lines: Iterable[Line]) -> tuple[Line, ...]:
-    """Those of the lines that are the highest somewhere at b ≥ 1, by rising slope."""
+    """Return the lines that are the highest for some b ≥ 1, by rising slope."""
     hull: list[Line] = []
     for line in sorted(lines, key=lambda line: (line.per_sample, line.fixed)):
         while hull and (_begins(hull[-1], line) <= 1 or _is_hidden(hull, line)):
@@ -98,7 +102,7 @@ def upper_envelope(lines: Iterable[Line]) -> tuple[Line, ...]:
 
 
 def _begins(flat: Line, steep: Line) -> float:
-    """The batch size from which the steeper of two lines is the higher one."""
+    """Return the batch size from which the steeper of two lines is higher."""
     if steep.per_sample == flat.per_sample:
         return 0.0
     return (flat.fixed - steep.fixed) / (steep.per_sample - flat.per_sample)
@@ -110,16 +114,16 @@ def _is_hidden(hull: Sequence[Line], line: Line) -> bool:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What follows from a model's shapes alone.
+    """The sizes that follow from a model's shapes.
 
     Attributes:
-        parameters, buffers: number of values of each parameter, and of each floating-point buffer.
-        counter_bytes: of its other buffers.
-        num_states: rows of optimizer state.
-        master_bytes, compute_bytes: of a value, in rows and in a pass.
-        order: of the bank's rows in memory.
+        parameters, buffers: the number of values of each parameter, and of each floating-point buffer.
+        counter_bytes: the bytes of other buffers.
+        num_states: the number of rows of optimizer state.
+        master_bytes, compute_bytes: the bytes of a value in rows and in a pass.
+        order: the order of the bank's rows in memory.
         has_velocity, has_ema: whether there is a velocity of z, and an EMA of z and its buffers.
-        shows_mean: whether it is a mean of the learners that is evaluated, and not z.
+        shows_mean: whether the learners' mean is evaluated instead of z.
     """
 
     parameters: tuple[int, ...]
@@ -135,11 +139,11 @@ class ModelSizes:
 
     @property
     def num_values(self) -> int:
-        """P."""
+        """P, the number of values of all parameters."""
         return sum(self.parameters)
 
     def learner(self, activation_bytes: int) -> LearnerBytes:
-        """One learner's needs without padding."""
+        """Return what one learner needs, without padding."""
         return learner_bytes(
             self.num_values,
             sum(self.buffers),
@@ -150,7 +154,7 @@ class ModelSizes:
         )
 
     def bank_bytes(self, num_learners: int) -> int:
-        """What `ReplicaBank` allocates for K learners, and for z; with the EMA, if any; padding included."""
+        """Return the bytes that `ReplicaBank` allocates for K learners and z, and those of the EMA, with padding."""
         k, master = num_learners, self.master_bytes
         rows = (3 + self.num_states) * _rows_bytes(self.parameters, k, master, self.order)
         if self._has_shadow:
@@ -163,19 +167,19 @@ class ModelSizes:
 
     @property
     def template_bytes(self) -> int:
-        """The model as it was made, which evaluation copies from."""
+        """The bytes of the template, which evaluation copies."""
         return (self.num_values + sum(self.buffers)) * self.master_bytes + self.counter_bytes
 
     @property
     def ema_bytes(self) -> int:
-        """What the EMA of z and its buffers are, if any; padding is not counted."""
+        """The bytes of the EMA of z and its buffers, if any, without padding."""
         return (self.num_values + sum(self.buffers)) * self.master_bytes if self.has_ema else 0
 
     @property
     def evaluation_bytes(self) -> int:
-        """What an evaluation holds beside the bank and the template: the model it runs, and what that is filled from.
+        """The bytes of an evaluation besides the bank and the template: the model it runs, and the values for it.
 
-        This is z or the learners' mean, with means of the learners' buffers, or the EMA as it stands then besides.
+        These are the learners' mean if it is shown, and means of the learners' buffers or a copy of the EMA.
         """
         mean = _rows_bytes(self.parameters, 1, self.master_bytes, self.order) if self.shows_mean else 0
         return self.template_bytes + mean + (self.ema_bytes or sum(self.buffers) * self.master_bytes)
@@ -186,15 +190,15 @@ class ModelSizes:
 
 
 def staged_batches(num_learners: int) -> int:
-    """Batches that `StreamingFeed` has on the device at most, for K learners.
+    """Return the most batches that `StreamingFeed` has on the device for K learners.
 
-    Those of a round, those of the round before, which may still be read, and those ahead: a round's, and at least two.
+    These are a round's, those of the round before, which may still be read, and those of the next, at least two.
     """
     return 2 * num_learners + max(2, num_learners)
 
 
 def _rows_bytes(blocks: Sequence[int], rows: int, itemsize: int, order: Order) -> int:
-    """Of `engine.layout.Rows`: every block padded, once for all rows or in each, and room to align the first."""
+    """Return the bytes of `Rows`, with every block padded, once for all rows or in each, and the first aligned."""
     repeat = rows if order == "blocks" else 1
     length = sum(-(-repeat * numel // ALIGNMENT_VALUES) * ALIGNMENT_VALUES for numel in blocks)
     return (length * (rows if order == "rows" else 1) + ALIGNMENT_VALUES) * itemsize
@@ -202,15 +206,15 @@ def _rows_bytes(blocks: Sequence[int], rows: int, itemsize: int, order: Order) -
 
 @dataclass(frozen=True)
 class LearnerModel:
-    """All that is known of one learner's memory.
+    """The model of one learner's memory.
 
     Attributes:
-        sizes: of the model.
-        activations: of a pass over a batch, the batch included.
-        staged_sample_bytes: of a sample and its target in the batches that a streaming feed keeps on the device; 0 for
-            data that lives there.
-        fixed_bytes: what else lies on the device, such as a resident data set.
-        most: no batch size beyond is looked at: that of the larger probe, or the number of samples.
+        sizes: the sizes of the model.
+        activations: those of a pass over a batch, including the batch.
+        staged_sample_bytes: the bytes of a sample and its target in the batches that a streaming feed keeps on the
+            device; 0 for resident data.
+        fixed_bytes: other bytes on the device, such as a resident data set.
+        most: the largest batch size of interest: that of the larger probe, or the number of samples.
     """
 
     sizes: ModelSizes
@@ -220,11 +224,11 @@ class LearnerModel:
     most: int = LARGEST_BATCH
 
     def learner(self, batch_size: int) -> LearnerBytes:
-        """What one learner needs, by what it is for."""
+        """Return what one learner needs, by purpose."""
         return self.sizes.learner(self.activations.at(batch_size))
 
     def predicted_bytes(self, batch_size: int, num_learners: int, at_once: int) -> int:
-        """Peak of K learners of which `at_once` run at the same moment; see the module's first lines."""
+        """Return the peak of K learners of which `at_once` run at the same time; see the module's docstring."""
         own = self.learner(batch_size)
         padding = self.sizes.bank_bytes(num_learners) - 3 * own.weights - num_learners * own.row
         fixed = self.fixed_bytes + self.sizes.template_bytes + padding + self.staged_bytes(batch_size, num_learners)
@@ -232,22 +236,22 @@ class LearnerModel:
         return predicted_bytes(own, num_learners, at_once=at_once, fixed=fixed)
 
     def evaluation_beyond(self, batch_size: int, at_once: int) -> int:
-        """By how much an evaluation holds more than the passes of learners, if it does."""
+        """Return the bytes that an evaluation holds beyond the passes of learners, at least 0."""
         return max(0, self.sizes.evaluation_bytes - at_once * self.activations.at(batch_size))
 
     def staged_bytes(self, batch_size: int, num_learners: int) -> int:
-        """Batches that a streaming feed keeps on the device."""
+        """Return the bytes of the batches that a streaming feed keeps on the device."""
         return staged_batches(num_learners) * batch_size * self.staged_sample_bytes
 
     def largest_batch_size(self, limit_bytes: float, num_learners: int, at_once: int) -> int:
-        """The largest b, up to `most`, with which K learners stay within the limit; 0 when there is none."""
+        """Return the largest b, up to `most`, with which K learners stay within the limit; 0 if there is none."""
         sizes = range(1, self.most + 1)
         return bisect.bisect_right(sizes, limit_bytes, key=lambda b: self.predicted_bytes(b, num_learners, at_once))
 
     def most_learners(self, limit_bytes: float, batch_size: int, max_learners: int, in_turn: bool) -> int:
-        """The largest K, up to `max_learners`, that stays within the limit; 0 when not even one does.
+        """Return the largest K, up to `max_learners`, that stays within the limit; 0 if not even one does.
 
-        `in_turn` says that one runs at a time, as under `serial`.
+        `in_turn` says that one learner runs at a time, as under `serial`.
         """
 
         def needed(k: int) -> int:
@@ -256,7 +260,7 @@ class LearnerModel:
         return bisect.bisect_right(range(1, max_learners + 1), limit_bytes, key=needed)
 
     def table(self, limit_bytes: float, max_learners: int, in_turn: bool) -> dict[int, int]:
-        """K → the largest batch size, for the K of `TABLE` up to `max_learners` that fit, and `max_learners` itself."""
+        """Return the largest batch size by K, for `max_learners` and the K of `TABLE` below, as far as they fit."""
         counts = sorted({k for k in TABLE if k <= max_learners} | {max_learners})
         found = {k: self.largest_batch_size(limit_bytes, k, 1 if in_turn else k) for k in counts}
         return {k: batch_size for k, batch_size in found.items() if batch_size}
@@ -264,18 +268,18 @@ class LearnerModel:
 
 @dataclass(frozen=True)
 class HeldBack:
-    """Memory that predictions leave alone, and why."""
+    """Memory that predictions do not use, and why."""
 
     fixed_bytes: int
     fraction: float
     why: str
 
     def limit(self, memory_bytes: float) -> float:
-        """What is left of it; 0 where all is to be left alone."""
+        """Return the bytes left for use, at least 0."""
         return max(0.0, memory_bytes - self.fixed_bytes - self.fraction * memory_bytes)
 
 
-# Where every tensor is counted, what is left to chance is what no operator shows as a tensor.
+# Every tensor is counted, so these are for what operators do not return as tensors.
 ELSEWHERE = HeldBack(
     512 * MIB,
     0.05,
@@ -291,7 +295,7 @@ ON_HOST = HeldBack(
 
 
 def breakdown(model: LearnerModel, batch_size: int, num_learners: int, at_once: int) -> Mapping[str, int]:
-    """`predicted_bytes` by what it is for. The values add up to it."""
+    """Return `predicted_bytes` by purpose; the values add up to it."""
     own = model.learner(batch_size)
     parts = {
         "weights": num_learners * own.weights,
@@ -315,15 +319,15 @@ def breakdown(model: LearnerModel, batch_size: int, num_learners: int, at_once: 
 
 @dataclass(frozen=True)
 class LearnerBytes:
-    """What one learner needs on its device, in bytes.
+    """The bytes that one learner needs on its device.
 
     Attributes:
         weights, gradients, corrections: P master values each.
-        state: the optimizer's P master values, as often as it has state rows.
-        shadow: P values in the compute format, where that is another.
+        state: P master values for each state row of the optimizer.
+        shadow: P values in compute precision, if that is another.
         buffers: floating-point buffers.
-        activations: the most that a forward and a backward pass over a batch hold beside all of this: the batch,
-            activations, the gradients as autograd makes them, and workspaces inside operators. Probed, not computed.
+        activations: the most that a forward and a backward pass over a batch hold besides all this: the batch,
+            activations, the gradients that autograd makes, and workspaces inside operators. Probed, not computed.
     """
 
     weights: int
@@ -336,12 +340,12 @@ class LearnerBytes:
 
     @property
     def row(self) -> int:
-        """What stays from round to round."""
+        """The bytes that stay from round to round."""
         return self.weights + self.gradients + self.corrections + self.state + self.shadow + self.buffers
 
     @property
     def whole(self) -> int:
-        """All of it."""
+        """The bytes of all."""
         return self.row + self.activations
 
 
@@ -354,9 +358,9 @@ def learner_bytes(
     compute_bytes: int,
     activations: int,
 ) -> LearnerBytes:
-    """What a learner of a model with P = `num_values` needs; padding to 128 bytes a block is not counted.
+    """Return what a learner of a model with P = `num_values` needs, without padding.
 
-    `master_bytes` and `compute_bytes` are those of a value, in rows and in a pass.
+    `master_bytes` and `compute_bytes` are those of a value in rows and in a pass.
     """
     values = num_values * master_bytes
     return LearnerBytes(
@@ -371,12 +375,12 @@ def learner_bytes(
 
 
 def predicted_bytes(own: LearnerBytes, num_learners: int, *, at_once: int, fixed: int = 0) -> int:
-    """Peak of K learners on a device, of which `at_once` run at the same moment::
+    """Return the peak of K learners on a device, of which `at_once` run at the same time::
 
         fixed + (z, z_prev and the sum of corrections: 3 P values) + K · row + at_once · activations
 
-    `fused`, `threads` and `streams` have all K at once; `serial` has one, as learners in turn use the same memory.
-    `fixed` is what else is there: the data set, the template, the context of the device.
+    With `fused`, `threads` and `streams` all K run at once; with `serial` one does, and learners in turn use the same
+    memory. `fixed` is everything else: the data set, the template, the context of the device.
     """
     assert 1 <= at_once <= num_learners, f"{at_once} of {num_learners} learners cannot run at once"
     return fixed + 3 * own.weights + num_learners * own.row + at_once * own.activations

@@ -1,8 +1,8 @@
-"""Probes without a device: a learner's pass under fake tensors, every one of them counted, nothing computed.
+"""Probes without a device: a learner's pass under fake tensors, which are counted, while nothing is computed.
 
-Fake tensors have shapes and no memory, so a probe of 100 GiB takes as long as one of 100 MiB, and needs no GPU. What is
-counted are the tensors that operators return. What an operator takes for itself, such as a convolution's workspace, and
-what an allocator rounds up, is no tensor and is not seen.
+Fake tensors have shapes and no memory, so a probe of 100 GiB takes as long as one of 100 MiB and needs no GPU. The
+tensors that operators return are counted. Memory inside an operator, such as a convolution's workspace, and an
+allocator's rounding are not seen.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from crossbow_py.engine.update.row_update import Step, TorchUpdate
 if TYPE_CHECKING:
     from crossbow_py.engine.sizing.tracker import Tracker
 
-SMALL_BATCH = 2  # BatchNorm on single values trains with two samples and not with one
+SMALL_BATCH = 2  # the fewest samples for which BatchNorm on single values trains
 
-# A function that makes the model, or the model itself.
+# A function that makes the model, or the model.
 ModelSource = nn.Module | Callable[[], nn.Module]
 
 
@@ -44,19 +44,19 @@ def estimate_learner(
     fixed_bytes: int = 0,
     most: int = LARGEST_BATCH,
 ) -> LearnerModel:
-    """The memory model of a learner, from two probes under fake tensors: a few seconds and next to no memory.
+    """Return the memory model of a learner, from two probes under fake tensors: a few seconds and almost no memory.
 
     Args:
         source: a function that makes the model, called under fake tensors; or a model, whose values are not read.
-        sample: what batches are made of.
+        sample: a sample of the batches.
         job: what is done with them.
         staged_sample_bytes, fixed_bytes: see `LearnerModel`.
-        most: the largest batch size of interest; the model holds up to there.
+        most: the largest batch size for which the model is valid.
 
     Raises:
-        UserError: the model cannot be made or run without real values, or this torch does not count.
+        UserError: the model cannot be made or run without real values, or this torch cannot count tensors.
     """
-    _tracker()  # imported before tensors are fake: what torch makes then is to be real
+    _tracker()  # imported first, because tensors that torch makes on import must be real
     largest = max(most, SMALL_BATCH + 1)
     with _shapes_alone():
         model = _made(source)
@@ -68,7 +68,7 @@ def estimate_learner(
 
 
 def probe(learner: nn.Module, sample: Sample, job: Job, batch_size: int) -> Trace:
-    """What a learning task holds beside the learner's rows, operator by operator; call it under fake tensors."""
+    """Return what a learning task holds besides the learner's rows after each operator; call it under fake tensors."""
     trained = [parameter for parameter in learner.parameters() if parameter.requires_grad]
     tracker = _tracker(learner)
     with tracker:
@@ -76,14 +76,14 @@ def probe(learner: nn.Module, sample: Sample, job: Job, batch_size: int) -> Trac
             _learn(learner, trained, sample, job, batch_size)
         except UserError:
             raise
-        except Exception as error:  # of the user's model, which may fail in any way
+        except Exception as error:  # the user's model may raise anything
             raise _unsized("run", error) from error
     return Trace(batch_size, tuple(tracker.held))
 
 
 def _tracker(*known: nn.Module | Tensor) -> Tracker:
     try:
-        from crossbow_py.engine.sizing.tracker import Tracker  # noqa: PLC0415  torch's own books, which it may change
+        from crossbow_py.engine.sizing.tracker import Tracker  # noqa: PLC0415  uses a private module of torch
 
         return Tracker(*known)
     except Exception as error:
@@ -95,7 +95,7 @@ def _tracker(*known: nn.Module | Tensor) -> Tracker:
 
 @contextmanager
 def _shapes_alone() -> Iterator[None]:
-    """Fake tensors; torch's generators stay as they were, and no garbage is collected at a moment of its own choice."""
+    """Have the block run under fake tensors, without garbage collection, and without changing torch's generators."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -119,7 +119,7 @@ def _made(source: ModelSource) -> nn.Module:
 
 
 def _as_learner(model: nn.Module, job: Job) -> nn.Module:
-    """A copy on fake parameters and buffers, in the formats and the memory order that `ReplicaBank` gives a row."""
+    """Return a copy on fake parameters and buffers, with the dtypes and the memory order of a row of `ReplicaBank`."""
     full, precision = full_precision_parameters(model), job.precision
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
@@ -139,7 +139,7 @@ def _like(tensor: Tensor, dtype: torch.dtype, channels_last: bool) -> Tensor:
 
 
 def _learn(learner: nn.Module, trained: Sequence[nn.Parameter], sample: Sample, job: Job, batch_size: int) -> None:
-    """As `RoundTasks.learn`, with the same tensors alive at the same time."""
+    """Do as `RoundTasks.learn`, with the same tensors alive at the same time."""
     inputs, targets = sample.batch(batch_size, job.channels_last)
     output = learner(inputs).to(job.precision.master)
     loss = job.loss(output, targets)
@@ -149,7 +149,7 @@ def _learn(learner: nn.Module, trained: Sequence[nn.Parameter], sample: Sample, 
 
 
 def _update_bytes(sizes: ModelSizes, job: Job) -> int:
-    """What a gradient step, a correction and a step of z hold beside the rows, made by operators."""
+    """Return what a gradient step, a correction and a step of z hold besides the rows, with operators."""
 
     def rows() -> list[Tensor]:
         return [torch.empty(sizes.num_values, dtype=job.precision.master)]
@@ -167,7 +167,7 @@ def _update_bytes(sizes: ModelSizes, job: Job) -> int:
 
 
 def _unseen_bytes(sizes: ModelSizes) -> int:
-    """BatchNorm saves a batch's mean and variance in the master format, and under fake tensors in its input's."""
+    """Return what probes miss: BatchNorm saves a batch's moments in master precision, but fake ones in its input's."""
     return sum(sizes.buffers) * (sizes.master_bytes - sizes.compute_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Counts tensors by torch's own `MemTracker`, which is private to torch: a module of its own, for it may be missing."""
+"""Counts tensors with torch's own `MemTracker`, which is private: a module by itself, because torch may lack it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 
 class Tracker(MemTracker):
-    """Of `MemTracker` the counting alone: it also keeps books on every module, which takes most of its time.
+    """`MemTracker` without its statistics of every module, which take most of its time.
 
     Attributes:
-        held: after every operator, the bytes held beyond those of `known`.
+        held: the bytes held after every operator, beyond those of `known`.
     """
 
     def __init__(self, *known: nn.Module | Tensor) -> None:
@@ -26,7 +26,7 @@ class Tracker(MemTracker):
         return sum(of_device["Total"] for of_device in self._curr_mem_snap.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # asked now and then, as a cache inside fake tensors has it
+        if func is torch.ops.prim.device.default:  # which depends on a cache inside fake tensors
             return func(*args)
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 

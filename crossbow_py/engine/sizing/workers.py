@@ -1,13 +1,13 @@
-"""How many worker processes feed a run, and what that leaves of the batch size. Values in, values out.
+"""The number of worker processes that feed a run, and the batch size that they allow. Values in, values out.
 
-The rule is the thesis': with W workers, N learners that take a batch each a round, and samples of I bytes, the largest
-B for which
+The rule is the thesis': with W workers, N learners that take a batch each in a round, and samples of I bytes, the
+largest B for which
 
     t_fetch ≤ t_step · W / N          the workers keep up: a batch takes t_fetch of one of them
-    W · batches · B · I < DRAM        what they hold fits into the host's memory, and into /dev/shm where it goes there
+    W · batches · B · I < DRAM        their batches fit in the host's memory, and in /dev/shm if they are there
     W ≤ cores,  B ≤ B_max             B_max is what fits on the device
 
-Both times grow with B alike, so the first line says how many workers are needed, and the second how large B may be.
+Both times are proportional to B, so the first line gives the number of workers, and the second the largest B.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Literal
 
 from crossbow_py.core.host import Host
 
-BATCHES_HELD_A_WORKER = 3  # two made ahead or in hand, and one more for the slots that are being copied
-_HOST_SHARE = 0.5  # of its free memory: the rest is for the page cache, without which every file is read from disk
+BATCHES_HELD_A_WORKER = 3  # two that are ready or being made, and one that is being copied
+_HOST_SHARE = 0.5  # the share of free memory to use; the rest is for the page cache, or files are read from disk
 _SHARED_SHARE = 0.9
 
 Limit = Literal["device memory", "host memory", "shared memory", "cores", "samples"]
@@ -28,14 +28,14 @@ Limit = Literal["device memory", "host memory", "shared memory", "cores", "sampl
 
 @dataclass(frozen=True)
 class Loading:
-    """How samples get to the device.
+    """The loading of samples to the device.
 
     Attributes:
-        sample_bytes: of a sample as workers hand it over.
-        resident: whether the data set lies on the device, so that nothing is loaded.
-        fetch_s: seconds a worker takes for a sample; None where that was not measured.
-        step_s: seconds the device takes for a sample, all learners together; None likewise.
-        through_shared: whether workers hand samples over through /dev/shm; images go through memory of their own.
+        sample_bytes: the bytes of a sample as workers hand it over.
+        resident: whether the data set is on the device, so that nothing is loaded.
+        fetch_s: the seconds a worker takes for a sample; None if not measured.
+        step_s: the seconds the device takes for a sample, with all learners together; None if not measured.
+        through_shared: whether workers hand over samples through /dev/shm; images have memory of their own.
     """
 
     sample_bytes: int
@@ -46,7 +46,7 @@ class Loading:
 
     @property
     def needed(self) -> int | None:
-        """Workers that keep up with the device; None where it is not known."""
+        """The number of workers that keep up with the device; None if unknown."""
         if self.fetch_s is None or self.step_s is None or self.step_s <= 0:
             return None
         return max(1, math.ceil(self.fetch_s / self.step_s - 1e-9))
@@ -54,11 +54,13 @@ class Loading:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A batch size a learner and a number of workers.
+    """A batch size of a learner and a number of workers.
 
     Attributes:
-        limits: what keeps each of the two from being larger, or the workers from being enough.
-        sentences: the same for the user.
+        batch_size: the batch size.
+        num_workers: the number of workers.
+        limits: what limits the two, or keeps the workers from being enough.
+        sentences: the limits as messages for the user.
     """
 
     batch_size: int
@@ -68,13 +70,13 @@ class Recommendation:
 
 
 def recommend(largest_batch: int, loading: Loading, host: Host, most: int | None = None) -> Recommendation:
-    """The thesis' rule; see the module's first lines.
+    """Return the recommendation of the rule in the module's docstring.
 
     Args:
-        largest_batch: B_max, what fits on the device.
-        loading: the data.
-        host: what this machine has.
-        most: B_max is no more than that, such as the number of samples.
+        largest_batch: B_max, the largest that fits on the device.
+        loading: the loading of samples.
+        host: this machine.
+        most: another limit of B_max, such as the number of samples.
     """
     limit: Limit = "device memory"
     if most is not None and largest_batch >= most:
@@ -113,13 +115,13 @@ _WORDS: dict[Limit, str] = {"device memory": "the device's memory", "samples": "
 
 
 def _fit(largest: int, workers: int, fewest: int, loading: Loading, host: Host) -> tuple[int, int, Limit | None]:
-    """Fewer workers, down to `fewest`, before smaller batches; and which memory asked for it."""
+    """Return workers, a batch size and the scarce memory: fewer workers, down to `fewest`, before smaller batches."""
     room: float = _HOST_SHARE * host.memory_bytes
     scarce: Limit = "host memory"
     shared = host.shared_bytes if loading.through_shared else None
     if shared is not None and _SHARED_SHARE * shared < room:
         room, scarce = _SHARED_SHARE * shared, "shared memory"
-    samples = int(room / (BATCHES_HELD_A_WORKER * max(1, loading.sample_bytes)))  # that all workers together may have
+    samples = int(room / (BATCHES_HELD_A_WORKER * max(1, loading.sample_bytes)))  # for all workers together
     if workers * largest <= samples:
         return workers, largest, None
     workers = max(fewest, min(workers, samples // max(1, largest)))
@@ -128,14 +130,14 @@ def _fit(largest: int, workers: int, fewest: int, loading: Loading, host: Host) 
 
 @dataclass(frozen=True)
 class WorkerState:
-    """Where the tuning of a run stands.
+    """The state of the worker autotuner.
 
     Attributes:
-        num_workers: how many there are.
-        starved: the largest number that was seen to be too few.
-        idle_windows: windows in a row in which there were twice as many as needed.
-        settling: whether the next window is not looked at, as workers have just been started.
-        reason: a sentence on the last decision.
+        num_workers: the number of workers.
+        starved: the largest number that was too few.
+        idle_windows: windows in a row with twice as many workers as needed.
+        settling: whether the next window is ignored, because workers have just been started.
+        reason: a message about the last decision, or "".
     """
 
     num_workers: int
@@ -147,15 +149,15 @@ class WorkerState:
 
 @dataclass(frozen=True)
 class WorkerTuning:
-    """`num_workers=auto`: corrects the number of workers by the share of time a run waits for data.
+    """The rule of the worker autotuner, `num_workers=auto`, by the share of time that a run waits for data.
 
-    It needs W = ceil(1.25 · t_fetch / t_step), and has at once what it needs when it waits; it gives workers up only
-    after several windows with twice as many, and never goes back to a number that was too few.
+    W = ceil(1.25 · t_fetch / t_step) workers are needed. A run that waits gets them at once; workers are taken away
+    only after several windows with twice as many, and never down to a number that was too few.
 
     Args:
-        limit: most workers.
-        max_wait: share of time spent waiting from which it grows.
-        patience: windows of too many workers before it shrinks.
+        limit: the most workers.
+        max_wait: the share of time spent waiting above which it grows.
+        patience: the windows with too many workers before it shrinks.
     """
 
     limit: int
@@ -163,7 +165,7 @@ class WorkerTuning:
     patience: int = 3
 
     def needed(self, fetch_s_per_batch: float, step_s_per_batch: float) -> int:
-        """Workers that keep up, with a quarter to spare; between 1 and the limit."""
+        """Return the number of workers that keep up, with a quarter to spare, from 1 to the limit."""
         if step_s_per_batch <= 0 or fetch_s_per_batch <= 0:
             return 1
         return min(self.limit, max(1, math.ceil(1.25 * fetch_s_per_batch / step_s_per_batch - 1e-9)))
@@ -171,16 +173,16 @@ class WorkerTuning:
     def observe(
         self, state: WorkerState, wait_share: float, fetch_s_per_batch: float, step_s_per_batch: float
     ) -> tuple[WorkerState, int | None]:
-        """Look at a window of training.
+        """Take a window of training.
 
         Args:
-            state: where it stands.
-            wait_share: part of the window spent waiting for data, 0 to 1.
-            fetch_s_per_batch: seconds of one worker for a batch.
-            step_s_per_batch: seconds of training for a batch, waiting left out: those of a round divided by learners.
+            state: the state before it.
+            wait_share: the share of the window spent waiting for data, in [0, 1].
+            fetch_s_per_batch: the seconds that one worker takes for a batch.
+            step_s_per_batch: the seconds of training for a batch, without waiting: a round's divided by learners.
 
         Returns:
-            The state after it, and how many workers there are to be from now on: None for no change.
+            The new state, and the new number of workers, or None for no change.
         """
         if state.settling:
             return dataclasses.replace(state, settling=False, reason=""), None

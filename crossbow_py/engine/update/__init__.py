@@ -1,1 +1,1 @@
-"""What changes a learner's row: optimizers, corrections and the outer step, by torch operators, C code or kernels."""
+"""Updates of learners' rows: optimizers, corrections and the outer step, by torch operators, C code or kernels."""

@@ -1,14 +1,14 @@
-"""Corrections on the device alone: gate, clipping, optimizer step and pull, without a word from the host.
+"""Corrections entirely on the device: gate, clipping, optimizer step and pull, without the host.
 
-What `TorchUpdate` and `RoundTasks.correct` do between them, for executors whose host must not wait: whatever changes
-from round to round (learning rate, step count, whether the gate is open) is a tensor on the device, so that the same
-launches serve every round and a CUDA graph of them stays good.
+They do what `TorchUpdate` and `RoundTasks.correct` do together, for executors that must not block the host: values that
+change from round to round (learning rate, step count, whether the gate is open) are tensors on the device, so that the
+same launches, or a CUDA graph of them, serve every round.
 
-They work on one learner's row, or on the rows of all learners end to end, in as many launches as for one. There, what
-differs between learners is a table with one entry a learner, and spread over the values by the learner they belong to.
+They work on one learner's row, or on the rows of all learners end to end, in as many launches as for one. For all, a
+value that differs between learners is a table with one entry for each, spread over the values by their learners.
 
-The gate. Operators propose new weights and state beside the old ones, and one of the two is kept, to the bit. Numbers
-cannot do that, as NaN times 0 is NaN; so both are taken as integers and multiplied by 0 and 1.
+The gate: operators propose new weights and state beside the old ones, and one of the two is kept, bit for bit.
+Multiplying numbers cannot do this, because NaN times 0 is NaN, so both are viewed as integers and multiplied by 0 or 1.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from crossbow_py.engine.update.optimizers import SGD, AdamW, Optimizer, PerLearn
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
-# What a vector is multiplied by: one number for all of it (a 0-dim tensor where only the device knows it), or vectors.
+# A factor of vectors: one number (a 0-dim tensor if only the device knows it), or vectors.
 Factor = float | Tensor | list[Tensor]
 
 
 def knows(optimizer: Optimizer) -> bool:
-    """Whether `DeviceUpdate` has the optimizer's step."""
+    """Return whether `DeviceUpdate` has the optimizer's step."""
     return type(optimizer) in _PROPOSALS
 
 
@@ -49,23 +49,23 @@ class Learners(ABC):
 
     @abstractmethod
     def setting(self, value: PerLearner) -> float | Tensor:
-        """A hyper-parameter: a number, or float64 with one entry a learner."""
+        """Return a hyper-parameter: a number, or float64 with one entry for each learner."""
 
     @abstractmethod
     def spread(self, values: float | Tensor) -> Factor:
-        """A number, or what `setting` and a round's values are, as a factor for the row's vectors or their gate."""
+        """Return a number, or a tensor as from `setting` and in a round's values, as a factor of the row's vectors."""
 
     @abstractmethod
     def gradient_norms(self) -> Tensor:
-        """Of each learner's whole gradient, float64, summed as `TorchUpdate.gradient_norm` does."""
+        """Return the norm of each learner's whole gradient, float64, summed as in `TorchUpdate.gradient_norm`."""
 
     @abstractmethod
     def write_corrections(self, rule: AveragingRule, averaging: LinearRound) -> None:
-        """C ← what the rule gives for the weights as they are."""
+        """Write the rule's corrections for the current weights to C."""
 
 
 class OneLearner(Learners):
-    """A learner's row. What a round brings for it is 0-dim."""
+    """A learner's row. A round's values for it are 0-dim."""
 
     def __init__(self, learner: int, row: TrainedRow) -> None:
         self._learner, self.row = learner, row
@@ -90,8 +90,8 @@ class OneLearner(Learners):
 class AllLearners(Learners):
     """The K active rows of a bank in `blocks`, in one or two vectors for all.
 
-    What a round brings is `[K + 1]`: the last entry is for values that are nobody's, which are padding and rows not in
-    use. Their gradient norm is infinite, so the gate leaves them as they are.
+    A round's values are `[K + 1]`: the last entry is for padding and unused rows, which belong to no learner. Their
+    gradient norm is infinite, so the gate leaves them unchanged.
     """
 
     def __init__(self, bank: ReplicaBank, optimizer: Optimizer) -> None:
@@ -109,12 +109,12 @@ class AllLearners(Learners):
         owners = Rows(bank.layout, bank.capacity, torch.int32, bank.device, bank.order)
         owners.storage.fill_(bank.num_learners)
         for learner in learners:
-            for part in owners.trained(learner):
-                part.fill_(learner)
+            for vector in owners.trained(learner):
+                vector.fill_(learner)
         self._owners = owners.end_to_end()
-        self._gradients = [part for learner in learners for part in bank.gradients.trained(learner)]
-        self._nobodys_norm = torch.full((1,), torch.inf, dtype=torch.float64, device=bank.device)
-        # Made here, as no value may come from the host while a graph is captured.
+        self._gradients = [vector for learner in learners for vector in bank.gradients.trained(learner)]
+        self._norm_of_no_learner = torch.full((1,), torch.inf, dtype=torch.float64, device=bank.device)
+        # Made here, because no value may come from the host while a graph is captured.
         given = (getattr(optimizer, field.name) for field in fields(optimizer))
         self._tables = {
             value: torch.tensor([*value, value[-1]], dtype=torch.float64, device=bank.device)
@@ -135,11 +135,11 @@ class AllLearners(Learners):
 
     def gradient_norms(self) -> Tensor:
         """See Learners; `[K + 1]`."""
-        parts = torch.stack(torch._foreach_norm(self._gradients)).view(self._bank.num_learners, -1)
-        return torch.cat([parts.double().square().sum(1).sqrt(), self._nobodys_norm])
+        norms = torch.stack(torch._foreach_norm(self._gradients)).view(self._bank.num_learners, -1)
+        return torch.cat([norms.double().square().sum(1).sqrt(), self._norm_of_no_learner])
 
     def write_corrections(self, rule: AveragingRule, averaging: LinearRound) -> None:
-        """See Learners: learner by learner, as z is one row to be read by all."""
+        """See Learners; learner by learner, because all read the one row of z."""
         bank = self._bank
         for learner in range(bank.num_learners):
             row = bank.trained_row(learner)
@@ -152,7 +152,7 @@ def _in_dtype_of(row: TrainedRow, values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Proposal:
-    """New weights, and those state rows that change, beside the learners' own; side by side with their vectors."""
+    """New weights and changed state rows, as vectors that match the learners' own."""
 
     weights: list[Tensor]
     state: dict[str, list[Tensor]]
@@ -160,20 +160,20 @@ class Proposal:
 
 @dataclass(frozen=True)
 class StepValues:
-    """What one step needs besides the row: float64 tensors on the device. `step_count` is from 1."""
+    """The learning rate and the number of the step, from 1: float64 tensors on the device."""
 
     learning_rate: Tensor
     step_count: Tensor
 
 
 def keep_bits(vectors: list[Tensor], gate: Factor) -> None:
-    """Leave vectors as they are where the bool `gate` is true, else set them to zero, whatever they hold."""
+    """Keep vectors where the bool `gate` is true, and set them to zero elsewhere, even NaN."""
     integer = _INTEGERS[vectors[0].dtype]
     torch._foreach_mul_([vector.view(integer) for vector in vectors], _as(integer, gate))
 
 
 def select_bits(old: list[Tensor], new: list[Tensor], gate: Factor) -> None:
-    """Old ← new where the bool `gate` is true, else unchanged to the bit. `new` is scratch afterwards."""
+    """Set old ← new where the bool `gate` is true, and keep it bit for bit elsewhere. `new` is scratch afterwards."""
     if isinstance(gate, list):
         for kept, given, opened in zip(old, new, gate * (len(old) // len(gate)), strict=True):
             torch.where(opened, given, kept, out=kept)
@@ -189,14 +189,14 @@ def select_bits(old: list[Tensor], new: list[Tensor], gate: Factor) -> None:
 def _as(dtype: torch.dtype, gate: Factor) -> Any:
     if isinstance(gate, list):
         return [part.to(dtype) for part in gate]
-    assert isinstance(gate, Tensor), "whether a gate is open is known to the device alone"
+    assert isinstance(gate, Tensor), "only the device knows whether a gate is open"
     return gate.to(dtype)
 
 
 class DeviceUpdate:
-    """Gated corrections for SGD and AdamW, and every averaging rule whose operators do not make the host wait.
+    """Gated corrections for SGD and AdamW, and every averaging rule whose operators do not block the host.
 
-    Raises UserError for another optimizer.
+    Raises UserError for other optimizers.
     """
 
     def __init__(self, optimizer: Optimizer, rule: AveragingRule, device: torch.device) -> None:
@@ -219,18 +219,18 @@ class DeviceUpdate:
         step_count: Tensor,
         finite: Tensor,
     ) -> None:
-        """As `RoundTasks.correct`. Enqueued on the current stream; records nothing, the host does not wait.
+        """Do as `RoundTasks.correct`. Enqueued on the current stream; records no event and does not block the host.
 
-        A learner whose loss or gradient norm is not finite keeps weights and state to the bit, and its corrections
+        A learner whose loss or gradient norm is not finite keeps its weights and state bit for bit, and its corrections
         are zero. Tensors are 0-dim for one learner and `[K + 1]` for all.
 
         Args:
-            learners: whose rows.
-            averaging: coefficients of the round, constants of a graph; None writes no corrections.
-            loss: of the batches the gradients are from.
+            learners: the rows to correct.
+            averaging: the coefficients of the round, constants of a graph; None writes no corrections.
+            loss: the losses that the gradients are from.
             learning_rate: γ, float64.
-            step_count: steps taken so far, float64; one more afterwards unless the gate is shut.
-            finite: 1 afterwards, or 0 where the gate is shut.
+            step_count: the number of steps so far, float64; counted up unless the gate is closed.
+            finite: set to 1, or to 0 where the gate is closed.
         """
         row, norms = learners.row, learners.gradient_norms()
         opened = torch.isfinite(norms) & torch.isfinite(loss)
@@ -261,7 +261,7 @@ class DeviceUpdate:
 
 
 def _add_scaled(vectors: list[Tensor], others: list[Tensor], factor: Any) -> None:
-    """Vectors += factor · others, for a factor the host knows or one that is vectors."""
+    """Add factor · others to vectors; the factor is a number on the host, or vectors."""
     if isinstance(factor, list):
         torch._foreach_addcmul_(vectors, others, factor)
     else:
@@ -269,7 +269,7 @@ def _add_scaled(vectors: list[Tensor], others: list[Tensor], factor: Any) -> Non
 
 
 def _add_scaled_squares(vectors: list[Tensor], others: list[Tensor], factor: Any) -> None:
-    """Vectors += factor · others², likewise."""
+    """Add factor · others² to vectors; the factor is a number on the host, or vectors."""
     if isinstance(factor, list):
         torch._foreach_addcmul_(vectors, torch._foreach_mul(others, factor), others)
     else:
@@ -289,7 +289,7 @@ def _num_decayed(optimizer: Optimizer, row: TrainedRow) -> int:
 
 
 def propose_sgd(optimizer: SGD, learners: Learners, values: StepValues) -> Proposal:
-    """The class equation of SGD."""
+    """Return the step in the docstring of `SGD`."""
     momentum, decay = learners.setting(optimizer.momentum), learners.setting(optimizer.weight_decay)
     row, count = learners.row, _num_decayed(optimizer, learners.row)
     gradients = row.gradients
@@ -311,7 +311,7 @@ def propose_sgd(optimizer: SGD, learners: Learners, values: StepValues) -> Propo
 
 
 def propose_adamw(optimizer: AdamW, learners: Learners, values: StepValues) -> Proposal:
-    """The class equation of AdamW. Factors are worked out in float64: 1 − β2^t has few digits left in float32."""
+    """Return the step in the docstring of `AdamW`. Factors are float64: 1 − β2^t has few digits in float32."""
     beta1, beta2 = learners.setting(optimizer.beta1), learners.setting(optimizer.beta2)
     row, decay, count = learners.row, learners.setting(optimizer.weight_decay), _num_decayed(optimizer, learners.row)
     root: Any = learners.spread((1 - beta2**values.step_count).sqrt())

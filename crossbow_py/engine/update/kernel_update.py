@@ -1,8 +1,8 @@
 """The update of a fused round by Triton kernels: three launches, every value read and written once.
 
-What `DeviceUpdate` does with a few dozen operators over all rows (`device_update.py`), for SGD and AdamW, every rule
-that is linear in (w, z), and banks in `blocks`. On one device the same pass moves z; over several it leaves the sum of
-corrections, which is all-reduced before z moves.
+It does what `DeviceUpdate` does with a few dozen operators over all rows (`device_update.py`), for SGD and AdamW, every
+rule that is linear in (w, z), and banks in `blocks`. On one device the same pass moves z; with several it writes the
+sum of corrections, which is all-reduced before z moves.
 """
 
 from __future__ import annotations
@@ -12,41 +12,40 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from crossbow_py.averaging.rule import AveragingRule, LinearRound
 from crossbow_py.core.triton_launch import KernelError, compiles, unavailable
 from crossbow_py.engine.bank.layout import Rows
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import Precision
+from crossbow_py.engine.update.agreement import NUM_LEARNERS, are_close, random_bank, round_by_row, written_values
 from crossbow_py.engine.update.optimizers import SGD, AdamW, Optimizer, as_first, for_learner
 from crossbow_py.engine.update.row_update import Step, TorchUpdate
 
 if TYPE_CHECKING:
     from crossbow_py.engine.kernels.update import RowsToUpdate
 
-_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2**-7}
-
 
 class KernelUpdate:
-    """Corrections and averaging of all learners of a bank. Enqueues on the current stream; the host does not wait.
+    """Corrections and averaging of a bank's learners. Enqueues on the current stream and does not block the host.
 
     Args:
-        bank: in `blocks`, float32 or float64 rows, on a device where Triton runs.
+        bank: a bank in `blocks`, with float32 or float64 rows, on a device where Triton runs.
         optimizer: SGD or AdamW.
         moves: whether z moves in the same pass; else `move` does it, after the sum was all-reduced.
-        learners: neighbouring ones; by default all.
+        learners: neighbouring learners; by default all.
 
     Attributes:
         moves: as given.
-        total: where the sum of corrections is left, unless it moves z at once.
+        total: the sum of corrections, unless z moves in the same pass.
     """
 
     def __init__(
         self, bank: ReplicaBank, optimizer: Optimizer, *, moves: bool, learners: range | None = None
     ) -> None:
         learners = range(bank.num_learners) if learners is None else learners
-        # Triton is there by now, as `supports` has said; on other machines this module must still be importable.
+        # Imported here, because this module must be importable on machines without Triton.
         from crossbow_py.engine.kernels import update as kernels  # noqa: PLC0415
 
         self._kernels, self._bank, self.moves = kernels, bank, moves
@@ -68,7 +67,7 @@ class KernelUpdate:
         self._squares = torch.zeros(self._tiles.count, k, dtype=torch.float64, device=device)
         self._total_squares = torch.zeros(self._tiles.count, dtype=torch.float64, device=device)
         bank.total_squares = self._total_squares if moves else None
-        # Where others sum it up, the sum of these learners' corrections.
+        # Groups other than the first have a vector of their own, for their groups' sums to be added up.
         self.total = bank.total if learners.start == 0 else bank.new_flat()
         self._rows = self._rows_of(bank, uses_state=_uses_state(optimizer))
 
@@ -85,7 +84,7 @@ class KernelUpdate:
 
     @staticmethod
     def supports(bank: ReplicaBank, optimizer: Optimizer, rule: AveragingRule) -> bool:
-        """Whether there are kernels for all that such a run does to its rows."""
+        """Return whether there are kernels for everything that such a run does to its rows."""
         known = type(optimizer) in (SGD, AdamW) and bank.precision.master in (torch.float32, torch.float64)
         return known and rule.is_linear and bank.order == "blocks"
 
@@ -99,7 +98,7 @@ class KernelUpdate:
         learning_rates: Tensor,
         step_counts: Tensor,
     ) -> None:
-        """See `DeviceUpdate.correct`; z moves as well if `moves`. Tensors are float64 with K entries at least."""
+        """See `DeviceUpdate.correct`; also moves z if `moves`. Tensors are float64 with at least K entries."""
         kernels, k, coefficients = self._kernels, self._num_learners, averaging
         kernels.squares(self._rows.gradients, self._tiles, k, self._squares)
         kernels.prepare(
@@ -114,24 +113,24 @@ class KernelUpdate:
         )  # fmt: skip
 
     def move(self, averaging: LinearRound) -> None:
-        """Z moves by the all-reduced sum of corrections."""
+        """Move z by the all-reduced sum of corrections."""
         move_z(self._bank, [self.total], averaging)
 
 
 def move_z(bank: ReplicaBank, totals: Sequence[Rows], averaging: LinearRound) -> None:
-    """Z moves by the sum of at most four totals, which is left in the first."""
+    """Move z by the sum of at most four totals, which the first becomes."""
     from crossbow_py.engine.kernels import update as kernels  # noqa: PLC0415  as above
 
     kernels.move(bank.z.whole(), bank.z_prev.whole(), [total.whole() for total in totals], averaging.momentum)
 
 
 def _uses_state(optimizer: Optimizer) -> bool:
-    """SGD without momentum leaves its state alone."""
+    """Return whether steps change the state, which SGD without momentum does not."""
     return not isinstance(optimizer, SGD) or optimizer.momentum != 0
 
 
 def _settings(optimizer: Optimizer, learners: range) -> tuple[int, list[list[float]]]:
-    """Which optimizer, and a row of settings a learner."""
+    """Return the number of the optimizer, and a row of settings for each learner."""
     from crossbow_py.engine.kernels import update as kernels  # noqa: PLC0415
 
     rows, clip_norm = [], optimizer.clip_norm
@@ -150,7 +149,7 @@ def _settings(optimizer: Optimizer, learners: range) -> tuple[int, list[list[flo
 def choose_kernel_update(
     bank: ReplicaBank, optimizer: Optimizer, rule: AveragingRule, *, moves: bool, learners: range | None = None
 ) -> tuple[KernelUpdate | None, str | None]:
-    """The kernels where they serve, compile and agree with the reference; else None, and why if that is a surprise."""
+    """Return the kernels if they serve, compile and agree with the reference; else None, maybe with a message why."""
     if not KernelUpdate.supports(bank, optimizer, rule):
         return None, None
     reason = unavailable(bank.device) or _failure(as_first(optimizer), rule, bank.device, bank.precision, moves)
@@ -163,7 +162,7 @@ def choose_kernel_update(
 def _failure(
     optimizer: Optimizer, rule: AveragingRule, device: torch.device, precision: Precision, moves: bool
 ) -> str | None:
-    """Why the kernels do not serve, as half a sentence. Blocks the host while they compile and run."""
+    """Return why kernels cannot be used, as part of a sentence, or None. Blocks the host while they compile and run."""
 
     def check() -> None:
         for averaging in (LinearRound(0.3, 0.9), None):
@@ -185,54 +184,28 @@ def _check(
     moves: bool,
 ) -> None:
     """Raise KernelError unless a round of three learners does what the reference does, one of them gated."""
-    # Without values of its own: those would be drawn from the run's generator.
-    template = nn.Sequential(nn.Linear(53, 41, device="meta"), nn.Linear(41, 3, device="meta")).to_empty(device=device)
-    options = {"device": device, "precision": precision, "state_names": optimizer.STATE, "order": "blocks"}
-    banks = [ReplicaBank(template, 3, **options) for _ in range(2)]  # type: ignore[arg-type]
-    generator = torch.Generator(device).manual_seed(0)
-    for rows in _buffers(banks[0]):
-        rows.copy_(torch.rand(rows.shape, generator=generator, device=device, dtype=rows.dtype) + 0.1)
+    banks = [random_bank(optimizer, device, precision, least=0.1) for _ in range(2)]  # away from division by zero
     for bank in banks:
-        for ours, theirs in zip(_buffers(bank), _buffers(banks[0]), strict=True):
-            ours.copy_(theirs)
-        for learner in range(3):
+        for learner in range(NUM_LEARNERS):
             bank.refresh_shadow(learner)
     results = torch.tensor([[0.5, 0.0], [torch.nan, 0.0], [2.0, 0.0]], dtype=torch.float64, device=device)
-    rates, counts = (torch.full((3,), value, dtype=torch.float64, device=device) for value in (0.1, 2.0))
+    rates, counts = (torch.full((NUM_LEARNERS,), value, dtype=torch.float64, device=device) for value in (0.1, 2.0))
     update = KernelUpdate(banks[0], optimizer, moves=moves)
     update.correct(
         averaging, results=results, loss_column=0, finite_column=1, learning_rates=rates, step_counts=counts
     )
     if averaging is not None and not moves:
         update.move(averaging)
-    _reference(banks[1], TorchUpdate(optimizer, rule), averaging)
-    for ours, theirs in zip(_compared(banks[0]), _compared(banks[1]), strict=True):
-        tolerance = _TOLERANCE[ours.dtype]
-        if not torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance):
-            raise KernelError("the update kernel's results differ from those of the torch operators")
+    reference = TorchUpdate(optimizer, rule)
+    steps = [None if learner == 1 else _clipped_step(reference, banks[1], learner) for learner in range(NUM_LEARNERS)]
+    round_by_row(reference, banks[1], averaging, steps)
+    if not are_close(written_values(banks[0]), written_values(banks[1])):
+        raise KernelError("the update kernel's results differ from those of the torch operators")
     if counts.tolist() != [3.0, 2.0, 3.0] or results[:, 1].tolist() != [1.0, 0.0, 1.0]:
         raise KernelError("the update kernel's gate differs from the reference's")
 
 
-def _buffers(bank: ReplicaBank) -> list[Tensor]:
-    rows = [bank.weights, bank.gradients, *bank.state.values(), bank.z, bank.z_prev]
-    return [each.storage for each in rows]
-
-
-def _compared(bank: ReplicaBank) -> list[Tensor]:
-    """What a round changes, without padding; gradients and corrections are scratch."""
-    rows = [bank.weights, *bank.state.values(), *([bank.shadow] if bank.precision.has_shadow else [])]
-    learners = [vector for each in rows for j in range(bank.num_learners) for vector in each.trained(j)]
-    return [*learners, *bank.z.trained(), *bank.z_prev.trained()]
-
-
-def _reference(bank: ReplicaBank, update: TorchUpdate, averaging: LinearRound | None) -> None:
-    for learner in (0, 2):
-        row = bank.trained_row(learner)
-        norm, limit = update.gradient_norm(row), update.optimizer.clip_norm
-        scale = limit / (norm + 1e-6) if limit is not None and norm > limit else 1.0
-        update.correct(learner, row, averaging, Step(learning_rate=0.1, step_count=3, gradient_scale=scale))
-    if averaging is None:
-        return
-    update.sum(bank.total.trained(), [bank.corrections.trained(j) for j in (0, 2)])
-    update.move(bank.z.trained(), bank.z_prev.trained(), bank.total.trained(), averaging)
+def _clipped_step(update: TorchUpdate, bank: ReplicaBank, learner: int) -> Step:
+    norm, limit = update.gradient_norm(bank.trained_row(learner)), update.optimizer.clip_norm
+    scale = limit / (norm + 1e-6) if limit is not None and norm > limit else 1.0
+    return Step(learning_rate=0.1, step_count=3, gradient_scale=scale)

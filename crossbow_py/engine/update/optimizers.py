@@ -23,16 +23,16 @@ PerLearner = float | tuple[float, ...]
 
 
 def for_learner(value: PerLearner, learner: int) -> float:
-    """The learner's own value of a hyper-parameter given once for all, or as a list with one entry a learner."""
+    """Return a learner's value of a hyper-parameter, which is one for all or a list with one for each learner."""
     return value[learner] if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)
 class Optimizer(ABC):
-    """Base of every optimizer: settings, the names of its state rows, and the update of one learner.
+    """The base of all optimizers: settings, the names of the state rows, and the update of one learner.
 
-    `NATIVE_STEP` is the place of the C function that does what `step` does, from `native_values`, among those of
-    native/update.c; None if there is none. At most two state rows then, and eight values.
+    `NATIVE_STEP` is the index, in native/update.c, of the C function that does what `step` does from `native_values`,
+    or None. With such a function there are at most two state rows and eight values.
     """
 
     GROUP: ClassVar[str] = "optimizer"
@@ -49,7 +49,7 @@ class Optimizer(ABC):
         check(self)
 
     def check_learners(self, num_learners: int | Literal["auto"]) -> None:
-        """Raise UserError when a per-learner list has not one entry a learner."""
+        """Raise UserError if a list of a setting has not exactly one value for each learner."""
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, tuple) and num_learners == "auto":
@@ -64,11 +64,11 @@ class Optimizer(ABC):
                 )
 
     def per_learner(self) -> list[str]:
-        """The settings of which every learner may have its own value."""
+        """Return the names of the settings that may differ between learners."""
         return [field.name for field in fields(self) if field.type == "PerLearner"]
 
     def shared(self) -> dict[str, Any]:
-        """The settings that are the same for all learners of a bank, and the rule's name."""
+        """Return the settings that are the same for all learners of a bank, and the optimizer's name."""
         own = self.per_learner()
         return {"name": self.NAME, **{f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}}
 
@@ -84,14 +84,14 @@ class Optimizer(ABC):
         learning_rate: float,
         step_count: int,
     ) -> None:
-        """Apply step number `step_count` (from 1) of `learner` to `weights` in place; `gradients` are scratch."""
+        """Apply step number `step_count`, from 1, of a learner to `weights` in place; `gradients` become scratch."""
 
     def native_values(self, learner: int, learning_rate: float, step_count: int) -> tuple[float, ...]:
-        """The numbers the C function wants, in its order."""
+        """Return the numbers that the C function takes, in its order."""
         raise NotImplementedError(f"{self.NAME} has no native step")
 
     def decay(self, learner: int) -> float:
-        """λ of the learner."""
+        """Return the learner's λ."""
         return for_learner(self.weight_decay, learner)
 
     def _decayed(self, tensors: list[Tensor], num_decayed: int) -> list[Tensor]:
@@ -213,7 +213,7 @@ class AdamW(Optimizer):
 
 
 def side_by_side(each: Sequence[Optimizer]) -> Optimizer:
-    """One optimizer for several learners that have one each; what they share must be equal."""
+    """Return one optimizer for several learners, each with its own; their shared settings must be equal."""
     first = each[0]
     assert all(own.shared() == first.shared() for own in each), "learners of a bank have one update rule"
     values: dict[str, Any] = {name: tuple(getattr(own, name) for own in each) for name in first.per_learner()}
@@ -221,7 +221,7 @@ def side_by_side(each: Sequence[Optimizer]) -> Optimizer:
 
 
 def as_first(optimizer: Optimizer) -> Optimizer:
-    """The optimizer with the first learner's settings for all, of however many learners it has lists."""
+    """Return the optimizer with the first learner's settings for all learners."""
     settings = {field.name: getattr(optimizer, field.name) for field in fields(optimizer)}
     return replace(optimizer, **{name: value[0] for name, value in settings.items() if isinstance(value, tuple)})
 

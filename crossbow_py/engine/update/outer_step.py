@@ -13,7 +13,7 @@ from crossbow_py.engine.bank.layout import Rows
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.host import intra_op_threads
 
-# Values of all learners: more threads save them no time, and cost some where another program has one of the cores.
+# For fewer values, over all learners, more threads save no time, and cost some if another program uses a core.
 _OF_ONE_THREAD = 2**20
 
 
@@ -26,11 +26,16 @@ def take_outer_step(
     *,
     without: Collection[int] = (),
 ) -> None:
-    """The equations of `OuterStep` (averaging/rule.py) on a drained bank; all devices take it together.
+    """Take the step of `OuterStep` (averaging/rule.py) on a drained bank; all devices do so together.
 
-    `bank.total` is left as d, the mean over all devices' learners of w_j − z, summed in learner order. `add`, which
-    sums a vector over devices in place, is for averaging optimizer state. This device's learners in `without` add
-    nothing to either, as if they were z and had no state.
+    Afterwards `bank.total` is d, the mean over all devices' learners of w_j − z, summed in learner order.
+
+    Args:
+        bank: the learners.
+        step: the coefficients.
+        collective: sums over devices.
+        add: sums a vector over devices in place, to average optimizer state.
+        without: learners of this device that add nothing to the means, as if they were z and had no state.
     """
     few = bank.num_learners * bank.layout.num_values <= _OF_ONE_THREAD
     with intra_op_threads(1 if few else torch.get_num_threads()):
@@ -63,9 +68,10 @@ def _take_outer_step(
 
 @torch.no_grad()
 def mean_of_learners(bank: ReplicaBank, collective: Collective, without: Collection[int] = ()) -> Rows:
-    """A new row, the mean of all devices' learners as they are; drained, all devices together.
+    """Return the mean of all devices' learners as a new row; drained, and all devices together.
 
-    It is z to the bit where learners are. What is not trained is that of z, for which learners in `without` count.
+    It equals z bit for bit where the learners do. Learners in `without` count as z, and values that are not trained are
+    those of z.
     """
     mean = bank.new_flat()
     write_mean_difference(mean, bank, collective, without)
@@ -75,14 +81,14 @@ def mean_of_learners(bank: ReplicaBank, collective: Collective, without: Collect
 
 @torch.no_grad()
 def bring_up_to_date(bank: ReplicaBank, collective: Collective, without: Collection[int] = ()) -> None:
-    """z ← `mean_of_learners`, in place; `bank.total` is scratch."""
+    """Set z ← `mean_of_learners`, in place; `bank.total` becomes scratch."""
     bank.total_squares = None
     write_mean_difference(bank.total, bank, collective, without)
     torch._foreach_add_(bank.z.trained(), bank.total.trained())
 
 
 def write_mean_difference(out: Rows, bank: ReplicaBank, collective: Collective, without: Collection[int]) -> None:
-    """The trained part of `out` ← mean over all devices' learners of w_j − z, 0 for those `without`."""
+    """Write the mean over all devices' learners of w_j − z, 0 for those `without`, to the trained values of `out`."""
     z, mean = bank.z.trained(), out.trained()
     torch._foreach_zero_(mean)
     for learner in range(bank.num_learners):
@@ -93,7 +99,7 @@ def write_mean_difference(out: Rows, bank: ReplicaBank, collective: Collective, 
 
 
 def _pull(weights: list[Tensor], z: list[Tensor], share: float) -> None:
-    """w ← w + share · (z − w); a whole pull makes it z to the bit."""
+    """Set w ← w + share · (z − w); with a share of 1, w becomes z bit for bit."""
     if share == 1:
         torch._foreach_copy_(weights, z)
     elif share:

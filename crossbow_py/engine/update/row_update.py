@@ -1,8 +1,8 @@
-"""What a correction and an averaging task do to the bank's rows: by torch operators, or in one pass by native code.
+"""The updates of a bank's rows by correction and averaging tasks: with torch operators, or in one pass of native code.
 
-`TorchUpdate` is the reference, for every device, format, optimizer and rule. `NativeUpdate` does the same for float32
-rows on a CPU, optimizers that have a C function and rules that are linear: every value is read and written once, where
-the operators make over ten passes, and gradients once more before, for the gate. Rounding is alike; only sums over a
+`TorchUpdate` is the reference, for every device, dtype, optimizer and rule. `NativeUpdate` does the same for float32
+rows on a CPU, optimizers that have a C function and linear rules: it reads and writes every value once, where the
+operators make over ten passes, and reads gradients once more for the gate. Both round in the same way; only sums over a
 whole gradient differ in their last digits.
 """
 
@@ -26,13 +26,13 @@ from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.update.native.library import Averaging, Learner, Vector
 from crossbow_py.engine.update.optimizers import Optimizer
 
-_STRIPS = 64  # sums of squares a gradient, each with a fixed place, so that a norm is one whatever the threads
-_VALUES_A_PART = 2**17  # their update takes about as long as it takes to hand work to another thread
+_STRIPS = 64  # sums of squares of a gradient over fixed strips, so that its norm does not depend on the threads
+_VALUES_A_PART = 2**17  # updating these takes about as long as handing work to another thread
 
 
 @dataclass(frozen=True)
 class Step:
-    """One learner's gradient step: γ, the number of the step from 1, and what the gradient is multiplied by first."""
+    """A learner's gradient step: γ, the number of the step from 1, and the factor of the gradient."""
 
     learning_rate: float
     step_count: int
@@ -40,20 +40,20 @@ class Step:
 
 
 class TorchUpdate:
-    """The reference. Bodies touch what they are given alone, so learners may update at the same time."""
+    """The reference. Methods change only their arguments, so learners may update at the same time."""
 
     NAME = "torch"
-    KEEPS_GRADIENTS = False  # as they were, in a correction
+    KEEPS_GRADIENTS = False  # whether `correct` leaves gradients unchanged
 
     def __init__(self, optimizer: Optimizer, rule: AveragingRule) -> None:
         self.optimizer, self.rule = optimizer, rule
 
     def gradient_norm(self, row: TrainedRow) -> float:
-        """Of the learner's whole gradient, summed in float64 over vectors. Synchronises with the host on CUDA."""
+        """Return the norm of the learner's whole gradient, summed in float64. Host–device synchronisation on CUDA."""
         return norm(row.gradients)
 
     def correct(self, learner: int, row: TrainedRow, averaging: LinearRound | None, step: Step) -> None:
-        """g ← scale·g; c ← correction from w; w ← (optimizer step of w) − c; shadow ← w. Without averaging, no c."""
+        """Set g ← scale·g; c ← correction from w; w ← (optimizer step of w) − c; shadow ← w. No c without averaging."""
         if step.gradient_scale != 1:
             torch._foreach_mul_(row.gradients, step.gradient_scale)
         if averaging:
@@ -73,20 +73,20 @@ class TorchUpdate:
             torch._foreach_copy_(row.shadow, row.weights)
 
     def sum(self, total: list[Tensor], corrections: Sequence[list[Tensor]]) -> None:
-        """Total ← Σ_j c_j, in learner order."""
+        """Set total ← Σ_j c_j, in learner order."""
         torch._foreach_copy_(total, corrections[0])
         for own in corrections[1:]:
             torch._foreach_add_(total, own)
 
     def move(self, z: list[Tensor], z_prev: list[Tensor], total: list[Tensor], averaging: LinearRound) -> None:
-        """The rule's step of z by the all-reduced `total`; z_prev ← the old z."""
+        """Move z by the all-reduced `total`, as the rule does; z_prev becomes the old z."""
         self.rule.average(z, z_prev, total, averaging)
 
 
 class NativeUpdate(TorchUpdate):
-    """The same by update.c, for runs `supports` says yes to; calls release the interpreter lock.
+    """The same by update.c, for runs that `supports` allows; its functions release the interpreter lock.
 
-    What is passed to C is laid out once for each learner and for each set of learners, and kept.
+    Structs for C are made once for each learner and each set of learners, and kept.
     """
 
     NAME = "native"
@@ -94,14 +94,14 @@ class NativeUpdate(TorchUpdate):
 
     def __init__(self, optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) -> None:
         super().__init__(optimizer, rule)
-        assert optimizer.NATIVE_STEP is not None, "an optimizer without a C function takes the torch path"
+        assert optimizer.NATIVE_STEP is not None, "an optimizer without a C function needs TorchUpdate"
         self._library, self._step = library, optimizer.NATIVE_STEP
         self._known: WeakKeyDictionary[TrainedRow, Array[Vector]] = WeakKeyDictionary()
         self._helpers = ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "crossbow update")
 
     @staticmethod
     def supports(optimizer: Optimizer, rule: AveragingRule, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether there is C code for all that such a run does to its rows."""
+        """Return whether there is C code for everything that such a run does to its rows."""
         on_floats = device.type == "cpu" and dtype == torch.float32
         return on_floats and optimizer.NATIVE_STEP is not None and rule.is_linear
 
@@ -110,12 +110,12 @@ class NativeUpdate(TorchUpdate):
         return self._norms(self._vectors(row), 1, _num_values(row.weights))[0]
 
     def correct(self, learner: int, row: TrainedRow, averaging: LinearRound | None, step: Step) -> None:
-        """See TorchUpdate; gradients are left as they were."""
+        """See TorchUpdate; gradients are not changed."""
         learners, coefficients = (Learner * 1)(self._learner(learner, step)), _coefficients(averaging, moves=False)
         self._update(self._vectors(row), learners, coefficients, _num_values(row.weights))
 
     def _vectors(self, row: TrainedRow) -> Array[Vector]:
-        """The row for C, made once: a bank that grew has other TrainedRows."""
+        """Return the row's structs, made once; a bank that has grown has new TrainedRows."""
         known = self._known.get(row)
         if known is None:
             known = self._known[row] = _vectors(row, self.optimizer.decay_norm_and_bias)
@@ -144,7 +144,7 @@ class NativeUpdate(TorchUpdate):
             self._spread(count, self._library.crossbow_move, *pointers, averaging.momentum, count)
 
     def gradient_norms(self, rows: StackedRows) -> list[float]:
-        """Of every learner; of all together where they share one."""
+        """Return the norm of every learner's gradient, or of the one that all share."""
         learners = 1 if rows.share_gradient else rows.num_learners
         values = rows.num_values * learners // rows.num_learners
         return self._norms(rows.vectors(self.optimizer.decay_norm_and_bias), learners, values)
@@ -152,9 +152,9 @@ class NativeUpdate(TorchUpdate):
     def correct_all(
         self, rows: StackedRows, averaging: LinearRound | None, steps: Sequence[Step | None], *, moves: bool
     ) -> None:
-        """`correct` of all learners and `sum`, in one pass; a learner without a step is gated.
+        """Do `correct` of all learners and `sum` in one pass; learners without a step keep their rows.
 
-        With `moves`, the pass does what `move` does as well: where the sum is not all-reduced in between.
+        With `moves`, the pass also does `move`, which is right if the sum is not all-reduced in between.
         """
         learners = (Learner * len(steps))(
             *(Learner(skipped=1) if step is None else self._learner(j, step) for j, step in enumerate(steps))
@@ -173,7 +173,7 @@ class NativeUpdate(TorchUpdate):
         return [math.sqrt(math.fsum(sums[j * _STRIPS : (j + 1) * _STRIPS])) for j in range(num_learners)]
 
     def _spread(self, values: int, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function once a part, side by side: as many as torch uses threads, fewer for few values."""
+        """Call a function for each part of the work side by side, in up to as many parts as torch has threads."""
         parts = max(1, min(torch.get_num_threads(), values // _VALUES_A_PART))
         others = [self._helpers.submit(function, *arguments, part, parts) for part in range(1, parts)]
         function(*arguments, 0, parts)
@@ -182,17 +182,17 @@ class NativeUpdate(TorchUpdate):
 
 
 class StackedRows:
-    """The trained vectors of all learners of a bank in blocks, for one pass over them.
+    """The trained vectors of all learners of a bank in `blocks`, for one pass over them.
 
     Attributes:
         num_learners: K.
-        num_values: trained values of all learners.
-        gradients: what is read, `[K, numel]` a block with the learners' values in the bank's order; set every round.
-        share_gradient: whether all learners read one, `[numel]` a block.
+        num_values: the number of trained values of all learners.
+        gradients: the gradients to read, `[K, numel]` for each block, strided as in the bank; set in every round.
+        share_gradient: whether all learners read one gradient, `[numel]` for each block.
     """
 
     def __init__(self, bank: ReplicaBank) -> None:
-        assert bank.order == "blocks", "one pass over all learners needs their values side by side"
+        assert bank.order == "blocks", "one pass over all learners needs order=blocks"
         self.num_learners, self._bank = bank.num_learners, bank
         self.share_gradient = bank.replicas_identical and not bank.is_single
         self.gradients = [bank.gradients.flat(0)[index] for index in range(bank.num_trained)]
@@ -200,9 +200,10 @@ class StackedRows:
         self._array: Array[Vector] | None = None
 
     def vectors(self, decay_all: bool) -> Array[Vector]:
-        """For C. The first row's views point at the beginning of each block."""
+        """Return the structs for C, whose pointers are to the beginnings of blocks."""
         if self._array is None:
             bank = self._bank
+            # The views of the first row begin where the blocks do.
             first = TrainedRow(
                 weights=bank.weights.trained(0),
                 gradients=self.gradients,
@@ -230,7 +231,7 @@ def _num_values(vectors: Sequence[Tensor]) -> int:
 
 
 def _vectors(row: TrainedRow, decay_all: bool, z_prev: Sequence[Tensor] | None = None) -> Array[Vector]:
-    """A row for C; z_prev where z may move."""
+    """Return the structs of a row; `z_prev` is needed only if z may move."""
     states = list(row.state.values())
     num_decayed = len(row.weights) if decay_all else row.num_decayed
     return (Vector * len(row.weights))(

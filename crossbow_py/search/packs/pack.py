@@ -1,4 +1,4 @@
-"""Trials on the rows of one bank, trained in lockstep: the same round for all, and the place of each in its own run.
+"""Trials on the rows of one bank, trained in lockstep: all do the same round, each at its own point of its own run.
 
 Nothing is averaged. What a row sees is what its trial would see alone: its own position in the stream of samples, its
 own learning rate, dropout and augmentation.
@@ -33,13 +33,13 @@ NON_FINITE = "its loss or gradient is not finite"
 
 @dataclass(frozen=True)
 class PackJob:
-    """What all packs of a search have in common.
+    """The settings that all packs of a search share.
 
     Attributes:
-        settings, choices: of the search's runs; a trial has its own seed and batch size.
-        loss: for all trials; label smoothing is a trial's own.
-        planned_samples: what schedules count with: the length of a trial that goes to the end.
-        choose_executor: the name of the executor for that many trials of a signature.
+        settings, choices: those of all trials; a trial has its own seed and batch size.
+        loss: the loss of all trials; label smoothing is a trial's own.
+        planned_samples: the length of a trial that is trained to the end, for schedules.
+        choose_executor: returns the name of the executor for that many trials of a signature.
     """
 
     settings: RunSettings
@@ -51,13 +51,13 @@ class PackJob:
 
 @dataclass
 class Member:
-    """A trial on a row: where it is, and how far it is to be trained.
+    """A trial on a row: how far it has been trained, and how far it will be.
 
     Attributes:
-        begun: where it stood when its segment began, or later, when its pack was last parked; None for a new trial.
+        begun: its checkpoint when its segment began, or when its pack was last parked; None for a new trial.
         end_samples: where the segment ends.
-        dropout_rate: of the model's dropout layers; read where trials of its signature may have different ones.
-        loss_sum, num_losses: over the rounds of this segment.
+        dropout_rate: the rate of the model's dropout layers; read if trials of its signature may differ in it.
+        loss_sum, num_losses: sums over the rounds of this segment.
         failure: why it cannot go on.
     """
 
@@ -78,13 +78,13 @@ class Member:
 
     @property
     def is_over(self) -> bool:
-        """Whether its segment is."""
+        """Whether its segment is over."""
         return self.failure is not None or self.samples_seen >= self.end_samples
 
 
 @dataclass
 class _Engine:
-    """What a number of rows needs; made anew when that changes."""
+    """The bank, tasks and executor for a number of rows; built anew when that number changes."""
 
     name: str
     bank: ReplicaBank
@@ -97,10 +97,10 @@ class Pack:
     """Trials of one signature. Used from one thread at a time; close it.
 
     Args:
-        job: what all packs share.
-        signature: what these trials have in common.
+        job: the settings that all packs share.
+        signature: the signature of these trials.
         template: a model of theirs, on the device.
-        feed: training batches of their size; closed with the pack.
+        feed: gives training batches of their size; closed with the pack.
         members: at least one.
 
     Raises LearnerError, MemoryError or RuntimeError from rounds that fail for all; see `Executor.submit`.
@@ -121,15 +121,15 @@ class Pack:
         self._round_index = 0
         self.notes: list[str] = []
         try:
-            self.seat(members)
+            self.assign(members)
         except BaseException:
             self.close()
             raise
 
-    # --- who sits where -----------------------------------------------------------------------------------------------
+    # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def seat(self, members: Sequence[Member]) -> None:
-        """Have these members on the rows, from now on; those that were there before go on where they are.
+    def assign(self, members: Sequence[Member]) -> None:
+        """Put these members on the rows; those that were there before keep their rows.
 
         Between `drain` and the next `step`. With as many members as before the others' rows are not touched.
         """
@@ -166,7 +166,7 @@ class Pack:
         return new_row(member.settings.new_model().to(self.job.choices.device), self._update.optimizer.STATE)
 
     def _settle_rows(self, rows: Sequence[int]) -> None:
-        """Take over what belongs to the members themselves: optimizer settings, dropout, smoothing, augmentation."""
+        """Apply the members' own settings: optimizer, dropout, label smoothing, augmentation."""
         engine = self._engine
         assert engine is not None, "rows are in a bank"
         self._update.optimizer = side_by_side([member.settings.optimizer for member in self.members])
@@ -192,7 +192,7 @@ class Pack:
                 engine.tasks.label_smoothing[row] = share
 
     def _stream(self, row: int, settings: TrialSettings) -> int:
-        """Where the row's stream of samples begins: all have the same, unless each augments in its own way."""
+        """Return where the row's stream of samples begins: at 0 for all, unless each row augments in its own way."""
         if not (settings.augmentation.active and isinstance(self.feed, ResidentFeed)):
             return 0
         self.feed.set_variant(row + 1, Variant(settings.seed, settings.augmentation))
@@ -222,13 +222,13 @@ class Pack:
     # --- rounds -------------------------------------------------------------------------------------------------------
 
     def is_ready(self) -> bool:
-        """Whether `step` has no round to wait for. Does not block."""
+        """Return whether `step` has no round to wait for. Does not block."""
         return self._executor.is_ready()
 
     def step(self) -> bool:
         """Issue a round for all members, after the one before the last is over; that one may still run.
 
-        False when a member's segment is over: drain and seat others first.
+        Returns False if a member's segment is over: drain, and assign others first.
         """
         assert self._engine is not None, "the pack is open"
         executor = self._executor
@@ -271,19 +271,19 @@ class Pack:
                     member.failure = NON_FINITE
 
     def drain(self) -> None:
-        """Wait for what is in flight; members may be measured and change seats then."""
+        """Wait for what is in flight; after that, members may be measured and exchanged."""
         self._absorb(self._executor.drain())
         self._bank.check_bindings(averages=False)
         self.notes += [*taken(self._executor.notes), *self.feed.take_notes()]
 
-    # --- what becomes of them -----------------------------------------------------------------------------------------
+    # --- results ------------------------------------------------------------------------------------------------------
 
     def evaluate(self, members: Sequence[Member], evaluator: Evaluator, feed: Feed) -> list[Evaluation]:
         """Measure members on the samples of a feed, in one pass where they can be fused; drained."""
         return evaluate_bank(self._bank, evaluator, feed, [self._row(member) for member in members])
 
     def checkpoint(self, member: Member) -> Checkpoint:
-        """Where a member stands; drained."""
+        """Return where a member stands; the pack must be drained."""
         return Checkpoint(member.samples_seen, member.num_rounds, read_row(self._bank, self._row(member)))
 
     def _row(self, member: Member) -> int:

@@ -1,4 +1,4 @@
-"""Which waiting trials are admitted next beside those that run. Pure, and deterministic for a given seed.
+"""The policies that choose which waiting trials are admitted next. Pure, and deterministic for a given seed.
 
 `batch_size`, `random` and `knn` are the policies of Pack (Liu, Krishnan, Elmore and Franklin, "Understanding and
 Optimizing Packed Neural Network Training for Hyper-Parameter Tuning", 2021, arXiv 2002.02885). Here, trials of any
@@ -41,7 +41,7 @@ class Waiting:
 
 
 def admit(policy: Policy, waiting: Sequence[Waiting], running: Sequence[Waiting], *, seed: int) -> list[Waiting]:
-    """The trials to start now, in this order.
+    """Return the trials to start now, in this order.
 
     `signature` takes those that can join a bank that runs, or the bank of the first one waiting; then, while there is
     room, those of the next signature. `batch_size` takes those of the batch size that runs, or of the first one
@@ -71,18 +71,18 @@ def admit(policy: Policy, waiting: Sequence[Waiting], running: Sequence[Waiting]
 
 
 def few_kinds(admitted: Sequence[Waiting], running: Sequence[Waiting], most: int) -> list[Waiting]:
-    """Those admitted whose signatures are, with those that run, no more than `most`, at least 1."""
+    """Return those admitted of the first `most` signatures, at least 1, counting those that run."""
     kinds = list(dict.fromkeys(each.signature for each in (*running, *admitted)))[: max(1, most)]
     return [each for each in admitted if each.signature in kinds]
 
 
 def fair_share(num_segments: int, num_searchers: int) -> int:
-    """How many of the segments that may train one search process holds at most, so that each of them has some."""
+    """Return the most segments that one search process should hold, so that each process has some."""
     return -(-num_segments // max(1, num_searchers))
 
 
 def _in_order(policy: Policy, waiting: Sequence[Waiting], running: Sequence[Waiting], seed: int) -> Sequence[Waiting]:
-    """The trials that the policy would admit if all had room, the first one first."""
+    """Return the trials that the policy would admit if all had room, in its order."""
     match policy:
         case "none":
             return [] if running else waiting[:1]
@@ -100,7 +100,7 @@ def _in_order(policy: Policy, waiting: Sequence[Waiting], running: Sequence[Wait
 
 
 def _by_signature(waiting: Sequence[Waiting], running: Sequence[Waiting]) -> list[Waiting]:
-    """Those of a signature follow on each other; the running signatures are the first."""
+    """Sort by signature, the running signatures first."""
     ranks = {name: rank for rank, name in enumerate(dict.fromkeys(each.signature for each in (*running, *waiting)))}
     return sorted(waiting, key=lambda each: ranks[each.signature])
 

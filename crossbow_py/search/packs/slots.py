@@ -23,21 +23,21 @@ from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.search.hyperband import Segment
 from crossbow_py.search.packs.pack import Member, Pack, PackJob
 from crossbow_py.search.packs.trial import Checkpoint
-from crossbow_py.search.packs.trial_registry import Described, Roster
+from crossbow_py.search.packs.trial_registry import Described, TrialRegistry
 from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, evaluate_in_memory, evaluation_batch_size
 from crossbow_py.train.run_settings import Choices
 
-Failures = dict[int, Exception]  # by place of the pack
+Failures = dict[int, Exception]  # by the position of the pack
 _PAUSE_S = 1e-4  # between looks at what runs
 
 
 @dataclass
-class Place:
+class Slot:
     """A segment on its way, in a pack of this worker.
 
     Attributes:
-        kept_at: when it was last kept on its way, or claimed.
-        first_sample: where this worker began with it.
+        kept_at: when it was last saved, or claimed.
+        first_sample: the sample at which this worker began with it.
     """
 
     segment: Segment
@@ -53,56 +53,56 @@ class Place:
 
     @property
     def pack_key(self) -> str:
-        """Which pack it is in: that of its signature, or one of its own."""
+        """The key of its pack: that of its signature, or one of its own."""
         signature = self.described.signature
         return f"{signature} {self.segment.trial}" if self.alone else signature
 
     @property
     def progress(self) -> float:
-        """How much of the segment is over, 0 to 1."""
+        """The share of the segment that is over, 0 to 1."""
         begun = self.first_sample
         return min(1.0, (self.member.samples_seen - begun) / max(1, self.member.end_samples - begun))
 
 
 class Packs:
-    """Seats places, trains and measures them. Used from one thread; close it.
+    """The packs of a worker: assigns slots to them, trains and measures. Used from one thread; close it.
 
     Args:
-        job: what all packs share.
-        roster: what is known of trials.
-        choices, loss: of all trials.
-        message: is told what users should know.
+        job: the settings that all packs share.
+        registry: describes the trials.
+        choices, loss: those of all trials.
+        message: takes sentences for the user.
     """
 
     def __init__(
-        self, job: PackJob, roster: Roster, choices: Choices, loss: Loss, message: Callable[[str], None]
+        self, job: PackJob, registry: TrialRegistry, choices: Choices, loss: Loss, message: Callable[[str], None]
     ) -> None:
-        self._job, self._roster, self._choices, self._loss, self._message = job, roster, choices, loss, message
+        self._job, self._registry, self._choices, self._loss, self._message = job, registry, choices, loss, message
         self._packs: dict[str, Pack] = {}
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of packs."""
         return len(self._packs)
 
-    def number_of(self, place: Place) -> int:
-        """Which of the packs a place is in, from 0."""
-        return list(self._packs).index(place.pack_key) if place.pack_key in self._packs else 0
+    def number_of(self, slot: Slot) -> int:
+        """Return the number of the pack that a slot is in, from 0."""
+        return list(self._packs).index(slot.pack_key) if slot.pack_key in self._packs else 0
 
-    def seat(self, places: Sequence[Place]) -> dict[str, Exception]:
-        """Have packs of these places from now on; those that go on keep their rows. Why packs failed, by key.
+    def assign(self, slots: Sequence[Slot]) -> dict[str, Exception]:
+        """Build the packs of these slots; slots that go on keep their rows. Returns why packs failed, by key.
 
-        What failed is closed, and holds no memory while the next is seated.
+        A pack that failed is closed, and holds no memory while the next one is built.
         """
-        groups: dict[str, list[Place]] = {}
-        for place in places:
-            groups.setdefault(place.pack_key, []).append(place)
+        groups: dict[str, list[Slot]] = {}
+        for slot in slots:
+            groups.setdefault(slot.pack_key, []).append(slot)
         for key in [key for key in self._packs if key not in groups]:
             self.end(key)
         failures: dict[str, Exception] = {}
         for key, group in groups.items():
             try:
-                self._seat(key, group)
+                self._assign(key, group)
             except (CrossbowError, RuntimeError, MemoryError) as error:
                 failures[key] = error
             if key in failures:
@@ -111,18 +111,18 @@ class Packs:
         return failures
 
     def _let_go(self, error: Exception) -> None:
-        """Of memory that was short."""
+        """Free what the failed pack held, if memory was short."""
         if is_out_of_memory(error):
             forget_frames(error)
             free_memory(self._choices.device)
 
-    def _seat(self, key: str, places: Sequence[Place]) -> None:
-        members, signature = [place.member for place in places], places[0].described.signature
+    def _assign(self, key: str, slots: Sequence[Slot]) -> None:
+        members, signature = [slot.member for slot in slots], slots[0].described.signature
         if key in self._packs:
-            self._packs[key].seat(members)
+            self._packs[key].assign(members)
             return
-        feed = self._roster.data.feed_of(members[0].settings.batch_size)
-        self._packs[key] = Pack(self._job, signature, self._roster.template(signature), feed, members)
+        feed = self._registry.data.feed_of(members[0].settings.batch_size)
+        self._packs[key] = Pack(self._job, signature, self._registry.template(signature), feed, members)
         if warning := self._packs[key].warning:
             self._message(warning)
 
@@ -137,9 +137,9 @@ class Packs:
         return {packs[number][0]: error for number, error in failures.items()}
 
     def park(self) -> bool:
-        """Keep where all trials stand on the host, and close the packs, drained, for what needs their memory.
+        """Save all trials on the host, and close the packs, which are drained, for what needs their memory.
 
-        `seat` has them go on from there. Whether there were any. Raises as `checkpoint` does.
+        `assign` continues them from there. Returns whether there were any packs. Raises as `checkpoint` does.
         """
         is_any = bool(self._packs)
         for pack in self._packs.values():
@@ -150,10 +150,10 @@ class Packs:
             free_memory(self._choices.device)
         return is_any
 
-    def measure(self, places: Sequence[Place]) -> list[Evaluation | str]:
-        """Of each on the validation data; a sentence for one whose model cannot be evaluated.
+    def measure(self, slots: Sequence[Slot]) -> list[Evaluation | str]:
+        """Measure each slot's trial on the validation data; the result is a sentence if its model cannot be evaluated.
 
-        Where memory does not hold it beside packs they are parked.
+        If memory does not hold the evaluation beside the packs, these are parked.
 
         Raises:
             DataError: the data cannot be loaded.
@@ -161,32 +161,32 @@ class Packs:
         """
         found: dict[int, Evaluation | str | None] = {}
         for key, pack in self._packs.items():
-            mine = [place for place in places if place.pack_key == key]
+            mine = [slot for slot in slots if slot.pack_key == key]
             found |= zip(map(id, mine), self._measured(pack, mine), strict=True)
         if any(each is None for each in found.values()):
             self._message("Memory does not hold the evaluation of trials beside packs; they are closed meanwhile.")
             self.park()
-        return [found[id(place)] or self._measured_alone(place) for place in places]
+        return [found[id(slot)] or self._measured_alone(slot) for slot in slots]
 
-    def _measured(self, pack: Pack, places: Sequence[Place]) -> list[Evaluation | str | None]:
-        """Of one pack; where that fails each is evaluated alone, to find out which it was. None: memory is short."""
-        if not places:
+    def _measured(self, pack: Pack, slots: Sequence[Slot]) -> list[Evaluation | str | None]:
+        """Measure the slots of one pack, one by one if together they fail. None means that memory is short."""
+        if not slots:
             return []
-        members, data = [place.member for place in places], self._roster.data.validation
+        members, data = [slot.member for slot in slots], self._registry.data.validation
         try:
             return list(pack.evaluate(members, self._evaluator(pack.template), data))
         except Exception as error:  # of the user's model
             raise_if_lost(error, self._choices.device)
             if isinstance(error, DataError):
                 raise
-            if len(places) == 1:
+            if len(slots) == 1:
                 return [None if is_out_of_memory(error) else _failed(error)]
-        return [found for place in places for found in self._measured(pack, [place])]
+        return [found for slot in slots for found in self._measured(pack, [slot])]
 
-    def _measured_alone(self, place: Place) -> Evaluation | str:
-        """Of one that is parked; with as many samples at once as memory holds."""
-        template, data = self._roster.template(place.described.signature), self._roster.data.validation
-        state, device = self.checkpoint(place).state, self._choices.device
+    def _measured_alone(self, slot: Slot) -> Evaluation | str:
+        """Measure the trial of a parked slot, with as many samples at once as memory holds."""
+        template, data = self._registry.template(slot.described.signature), self._registry.data.validation
+        state, device = self.checkpoint(slot).state, self._choices.device
         try:
             with raising_if_lost(device):
                 return evaluate_in_memory(self._evaluator(template), state, data, device)
@@ -196,18 +196,18 @@ class Packs:
             return _failed(error)
 
     def _evaluator(self, template: nn.Module) -> Evaluator:
-        few = self._roster.data.validation.first_samples(1)
+        few = self._registry.data.validation.first_samples(1)
         return Evaluator(
             template, precision=self._choices.precision, loss=self._loss, metrics={},
             batch_size=evaluation_batch_size(few.inputs.numel()), channels_last=self._job.settings.channels_last,
         )  # fmt: skip
 
-    def checkpoint(self, place: Place) -> Checkpoint:
-        """Where a place's trial stands. Raises DeviceLostError when the device does not say any more."""
-        if place.pack_key in self._packs:
-            return self._checkpoint(self._packs[place.pack_key], place.member)
-        assert place.member.begun is not None, "it is parked"
-        return place.member.begun
+    def checkpoint(self, slot: Slot) -> Checkpoint:
+        """Return where a slot's trial stands. Raises DeviceLostError if the device does not answer any more."""
+        if slot.pack_key in self._packs:
+            return self._checkpoint(self._packs[slot.pack_key], slot.member)
+        assert slot.member.begun is not None, "it is parked"
+        return slot.member.begun
 
     def _checkpoint(self, pack: Pack, member: Member) -> Checkpoint:
         with raising_if_lost(self._choices.device):
@@ -244,7 +244,7 @@ def advance(packs: Sequence[Pack], is_enough: Callable[[], bool], *, device: tor
     share = max(1, torch.get_num_threads() // len(packs))
     with ThreadPoolExecutor(len(packs), "crossbow pack", lambda: torch.set_num_threads(share)) as pool:
         found = pool.map(lambda pack: _alone(pack, is_enough, stop), packs)
-        return {place: error for place, error in enumerate(found) if error is not None}
+        return {number: error for number, error in enumerate(found) if error is not None}
 
 
 def _alone(pack: Pack, is_enough: Callable[[], bool], stop: threading.Event) -> Exception | None:
@@ -265,20 +265,20 @@ def _in_turn(packs: Sequence[Pack], is_enough: Callable[[], bool]) -> Failures:
     goes_on = True
     while goes_on and not is_enough():
         is_idle = True
-        for place, pack in enumerate(packs):
+        for number, pack in enumerate(packs):
             try:
                 if len(packs) == 1 or pack.is_ready():
                     goes_on, is_idle = pack.step() and goes_on, False
             except Exception as error:
-                failures[place] = error
+                failures[number] = error
                 goes_on = False
                 break  # the others are tried again when what it held is given back
         if goes_on and is_idle:
             time.sleep(_PAUSE_S)  # every pack has a round behind the one it waits for: no device runs dry
-    for place, pack in enumerate(packs):
-        if place not in failures:
+    for number, pack in enumerate(packs):
+        if number not in failures:
             try:
                 pack.drain()
             except Exception as error:
-                failures[place] = error
+                failures[number] = error
     return failures

@@ -22,7 +22,7 @@ Row = dict[str, Any]  # one learner as `ReplicaBank.load_row` takes it: tensors 
 
 @dataclass(frozen=True)
 class TrialSettings:
-    """What a trial trains. The order of samples is the search's; all else that is random follows from `seed`.
+    """The settings of a trial. The order of samples is the search's; all other randomness follows from `seed`.
 
     `model_key` says what `make_model` makes, but for the rate of dropout: models with equal keys have equal
     architectures. `name` is how people call it.
@@ -39,7 +39,7 @@ class TrialSettings:
     name: str = "this model"
 
     def new_model(self) -> nn.Module:
-        """The model as the trial begins. Raises UserError, or what `make_model` raises."""
+        """Return the model as the trial begins. Raises UserError, or what `make_model` raises."""
         return seeded_model(self.make_model, self.seed, None)
 
 
@@ -59,7 +59,7 @@ class Checkpoint:
 
 
 def signature(settings: TrialSettings, model: nn.Module) -> str:
-    """Equal for trials that can share a bank: architecture, batch size, and what the optimizer shares.
+    """Return a text that is equal for trials that can share a bank.
 
     Each may have its own rate of dropout where all of its dropout layers have one rate, which is not 0.
     """
@@ -75,13 +75,13 @@ def signature(settings: TrialSettings, model: nn.Module) -> str:
 
 
 def own_dropout_rate(model: nn.Module) -> float | None:
-    """The rate of all dropout layers of a model; None where there are several rates, or none."""
+    """Return the rate of all dropout layers of a model; None if there are several rates, or no such layer."""
     rates = set(dropout_rates(model))
     return rates.pop() if len(rates) == 1 else None
 
 
 def new_row(model: nn.Module, state_names: tuple[str, ...]) -> Row:
-    """A learner that begins as `model`."""
+    """Return the row of a learner that begins as `model`."""
     weights = {name: value.detach().unsqueeze(0) for name, value in model.named_parameters()}
     buffers = dict(model.named_buffers())
     return {
@@ -94,7 +94,7 @@ def new_row(model: nn.Module, state_names: tuple[str, ...]) -> Row:
 
 
 def read_row(bank: ReplicaBank, row: int) -> Row:
-    """A copy of a learner, on the host."""
+    """Return a copy of a learner's row, on the host."""
     state = bank.learner_state(row)
     buffers = bank.buffers.shaped(row)
     weights = bank.weights.shaped(row)

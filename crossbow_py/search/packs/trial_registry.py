@@ -1,4 +1,4 @@
-"""What is known of a search's trials before they train: settings, what they can be packed with, how wide packs are."""
+"""The registry of a search's trials: their settings, which can share a pack, and how wide packs are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, rais
 from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.search.packs.policies import Waiting
 from crossbow_py.search.packs.trial import TrialSettings, own_dropout_rate, signature
-from crossbow_py.search.packs.width import BUDGET_S, TrialsAlike, Width, measured_width
+from crossbow_py.search.packs.width import BUDGET_S, CompatibleTrials, Width, measured_width
 from crossbow_py.search.space import Space
 from crossbow_py.train.checks.probe import probe, probe_evaluation
 from crossbow_py.train.checks.seeded_model import faithful_copy
@@ -31,11 +31,11 @@ class SearchData:
     """The data of a search, on the device.
 
     Attributes:
-        feed_of: new training batches of a size, to be closed; raises UserError for one the data set has not.
-        num_samples: N, of an epoch.
-        validation, test: what trials are measured on, and the best one in the end.
-        num_classes: what models must return, and whether exactly.
-        streams: whether samples are loaded while trials train: all trials of a pack had better be at the same ones.
+        feed_of: makes a feed of training batches of a size, to be closed; raises UserError for an impossible size.
+        num_samples: N, the samples of an epoch.
+        validation, test: the data that trials are measured on, and the best one at the end.
+        num_classes: the number of outputs that models need, and whether it must be exact.
+        streams: whether samples are loaded while trials train; then all trials of a pack should be at the same ones.
     """
 
     feed_of: Callable[[int], Feed]
@@ -48,7 +48,7 @@ class SearchData:
 
 @dataclass(frozen=True)
 class Kind:
-    """What trials of one signature have in common."""
+    """The template and the pack width that trials of one signature share."""
 
     template: nn.Module
     width: Width
@@ -64,25 +64,25 @@ class Described:
     features: tuple[float, ...]
 
 
-class Roster:
-    """Describes trials, each once.
+class TrialRegistry:
+    """The registry of trials: describes each of them once, on demand.
 
     Args:
-        make_trial: a trial's settings from its number and parameters.
-        space: whose parameters these are.
-        data: of the search.
-        settings, choices: of its runs.
-        loss: of all trials.
-        most: trials side by side at most.
-        announce: is told before what takes long, and what was found.
-        total_samples: that the whole search trains on: a tenth of the time of that may go into measuring packs.
+        make_trial: makes a trial's settings from its number and parameters.
+        space: the search space.
+        data: the data of the search.
+        settings, choices: those of all trials.
+        loss: the loss of all trials.
+        most: the most trials side by side.
+        announce: takes sentences for the user: before what takes long, and what was found.
+        total_samples: the samples of the whole search; measuring packs may take a tenth of their time.
 
     Attributes:
-        stopped: whether the search is to end, so that nothing is to be measured any more.
+        stopped: returns whether the search is to end, so that nothing should be measured any more.
         is_alone: whether no other worker on this host shares the search now: what those do while packs are measured is
-            part of it.
-        has_packs: whether packs hold memory.
-        make_room: gives memory back that packs hold, which they take again later; whether there was any.
+        is_alone: whether no other worker on this host shares the search now, as others disturb measurements.
+        has_packs: returns whether packs hold memory.
+        make_room: frees memory that packs hold, until they take it again; returns whether there was any.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Roster:
         self._kinds: dict[str, Kind] = {}
 
     def of(self, trial: int, params: Mapping[str, Any]) -> Described | str:
-        """What is known of a trial; a sentence where it cannot train.
+        """Return what is known of a trial, or a sentence on why it cannot train.
 
         Raises:
             DataError: the data cannot be loaded.
@@ -143,7 +143,7 @@ class Roster:
         return Described(settings, key, own_dropout_rate(model) or 0.0, features(self._space, params))
 
     def waiting(self, trial: int, described: Described, alone: bool, sample: int) -> Waiting:
-        """For a policy; a trial that is to train alone fits beside nobody, nor does one at an unknown `sample` (-1).
+        """Return a trial as policies see it; one that trains alone, or is at an unknown `sample` (-1), fits with none.
 
         `sample` is where it trains, or goes on; streamed samples are for those that are at the same one.
         """
@@ -155,7 +155,7 @@ class Roster:
         return Waiting(trial, name, described.settings.batch_size, described.features, share)
 
     def _new_kind(self, settings: TrialSettings, model: nn.Module) -> Kind:
-        """Where memory is short beside packs, once more without them."""
+        """Describe a new kind; if memory is short beside the packs, again without them."""
         try:
             return self._found_kind(settings, model)
         except Exception as error:
@@ -180,7 +180,7 @@ class Roster:
         begun = time.perf_counter()
         try:
             width, notes = measured_width(
-                TrialsAlike(self._settings, self._choices, settings, template, feed, self._loss),
+                CompatibleTrials(self._settings, self._choices, settings, template, feed, self._loss),
                 self._most, self._announce, self.has_packs(), self.make_room, self._effort(),
             )  # fmt: skip
         finally:
@@ -191,26 +191,26 @@ class Roster:
         return Kind(template, width)
 
     def _effort(self) -> Effort:
-        """For the next kind: what those before left of that for all; by their throughput it may be nothing."""
+        """Return the effort for measuring the next kind: what those before have left, which may be nothing."""
         effort = Effort(BUDGET_S, self._total_samples, self._measuring_s, self.stopped, self.is_alone)
         return replace(effort, budget_s=0.0) if self._fastest and effort.seconds(self._fastest) <= 0 else effort
 
     def template(self, key: str) -> nn.Module:
-        """A model of a signature, on the device."""
+        """Return a model of a signature, on the device."""
         return self._kinds[key].template
 
     def executor(self, key: str, num_trials: int) -> str:
-        """For that many trials of a signature."""
+        """Return the executor for that many trials of a signature."""
         return self._kinds[key].width.executor(num_trials)
 
     def narrow(self, key: str, size: int) -> None:
-        """Memory did not hold more than that."""
+        """Make the packs of a signature smaller, as memory did not hold more than `size` trials."""
         kind = self._kinds[key]
         self._kinds[key] = Kind(kind.template, replace(kind.width, size=max(1, size)))
 
 
 def features(space: Space, params: Mapping[str, Any]) -> tuple[float, ...]:
-    """Parameters as numbers from 0 to 1, by their places in their ranges; 0.5 for one that does not exist."""
+    """Return parameters as numbers from 0 to 1, by their positions in their ranges; 0.5 for one that does not exist."""
     return tuple(
-        parameter.place(params[parameter.key]) if parameter.key in params else 0.5 for parameter in space.parameters
+        parameter.position(params[parameter.key]) if parameter.key in params else 0.5 for parameter in space.parameters
     )

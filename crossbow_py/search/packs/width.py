@@ -1,4 +1,4 @@
-"""How many trials of a signature train side by side, and by which executor: measured once, and remembered."""
+"""The width of packs: how many trials of a signature train side by side, by which executor. Measured and remembered."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ _LITTLE = "which is not measured, as there is little to train"
 
 
 @dataclass(frozen=True)
-class TrialsAlike:
+class CompatibleTrials:
     """Trials of one signature.
 
     Attributes:
-        settings, choices, loss: of the search.
-        like: one of the trials.
+        settings, choices, loss: those of the search.
+        like: the settings of one of the trials.
         template: its model, on the device.
-        feed: training batches of its size.
+        feed: gives training batches of its size.
     """
 
     settings: RunSettings
@@ -80,12 +80,12 @@ class Width:
     sentence: str
 
     def executor(self, num_trials: int) -> str:
-        """For that many trials: the fastest by what was measured with fewer and with more."""
+        """Return the fastest executor for that many trials, by what was measured with fewer and with more."""
         names = dict.fromkeys(name for name, _ in self.rates)
         return max(names, key=lambda name: self._rate(name, num_trials))
 
     def _rate(self, name: str, num_trials: int) -> float:
-        """Images/s: a round takes a time that is linear in its trials; more than were measured are as fast."""
+        """Return images/s. The time of a round is linear in its trials; more than were measured are as fast."""
         rounds = {count: count / rate for (own, count), rate in self.rates.items() if own == name and rate}
         if not rounds:
             return 0.0  # nothing was measured: there is one executor
@@ -104,7 +104,7 @@ class Width:
 
 
 def choose_width(rates: Rates, what: str, bound: int, why_alone: str = ASKED_FOR) -> Width:
-    """The smallest pack close to the best throughput; one at a time where packs do not pay. Pure.
+    """Return the smallest pack close to the best throughput, or one trial at a time if packs do not pay. Pure.
 
     `rates` has one trial at a time, by whatever executor; `what` names the trials, of which `bound` are all there can
     be. A pack that takes nearly all of them takes all, as those that were left would train alone in the end.
@@ -128,20 +128,20 @@ def choose_width(rates: Rates, what: str, bound: int, why_alone: str = ASKED_FOR
 
 
 def has_packs(rates: Rates) -> bool:
-    """Whether trials side by side are among them."""
+    """Return whether the rates have trials side by side."""
     return any(count > 1 for _, count in rates)
 
 
 def asked(names: Sequence[str], bound: int) -> list[tuple[str, int]]:
-    """What is to be measured, what tells most first: one trial at a time, and packs where they run side by side.
+    """Return the executors and sizes to measure, the most telling first: one trial at a time, and packs.
 
     Trials that run apart on a CPU gain nothing from there being more of them than cores.
     """
     packed = [name for name in names if name != SerialExecutor.NAME or len(names) == 1]
     sizes = {name: _apart_sizes(bound) if _is_apart(name) else _sizes(bound) for name in packed}
     packs = [
-        (name, own[place]) for place in range(max(map(len, sizes.values()))) for name, own in sizes.items()
-        if place < len(own)
+        (name, own[index]) for index in range(max(map(len, sizes.values()))) for name, own in sizes.items()
+        if index < len(own)
     ]  # fmt: skip
     first = [(names[0], 1), *packs[: len(packed)]]
     order = [*first, *((name, 1) for name in names[1:]), *packs[len(packed) :]]
@@ -149,7 +149,7 @@ def asked(names: Sequence[str], bound: int) -> list[tuple[str, int]]:
 
 
 def _is_apart(name: str) -> bool:
-    """Whether an executor runs trials by themselves, each on a core."""
+    """Return whether an executor runs each trial by itself, on a core of its own."""
     return not EXECUTORS[name].FUSES and EXECUTORS[name].DEVICE != "cuda"
 
 
@@ -158,7 +158,7 @@ def _apart_sizes(bound: int) -> list[int]:
 
 
 def _sizes(bound: int) -> list[int]:
-    """Packs of up to `bound` trials: some sizes, and doubled ones up to nearly all that there can be."""
+    """Return sizes of packs of up to `bound` trials: some fixed ones, and doubled ones up to nearly `bound`."""
     doubled, size = [], LARGEST_ALWAYS
     while NEARLY * size < bound:
         size *= 2
@@ -174,13 +174,13 @@ def steady(bound: int) -> int:
 
 @dataclass(frozen=True)
 class Found:
-    """What is remembered of measuring.
+    """The remembered result of measuring.
 
     Attributes:
-        rates: throughputs.
-        why_no_packs: why no packs are among them, where some were to be.
-        bound: trials side by side that memory was thought to hold then.
-        most: that a pack may have.
+        rates: the throughputs.
+        why_no_packs: why they have no packs, if some were to be measured.
+        bound: the trials side by side that memory was thought to hold.
+        most: the most trials of a pack.
     """
 
     rates: Rates
@@ -189,29 +189,30 @@ class Found:
     most: int
 
     def within(self, bound: int) -> Found | None:
-        """What of it counts where memory holds no more trials than that; None where that is nothing."""
+        """Return the part that counts if memory holds no more than `bound` trials; None if that is nothing."""
         rates = {key: rate for key, rate in self.rates.items() if key[1] <= bound}
         return replace(self, rates=rates, most=min(self.most, bound)) if rates else None
 
 
 class WidthMemory:
-    """What was measured for such trials before, in long searches and in those with little to train.
+    """The memory of what was measured for such trials in earlier searches, long ones and those with little to train.
 
     Args:
         trials: the trials.
-        names: of the executors that may run them.
-        limit: trials side by side, at most.
+        names: the executors that may run them.
+        limit: the most trials side by side.
         is_alone: whether no other search takes part of the machine.
     """
 
-    def __init__(self, trials: TrialsAlike, names: Sequence[str], limit: int, is_alone: bool) -> None:
+    def __init__(self, trials: CompatibleTrials, names: Sequence[str], limit: int, is_alone: bool) -> None:
         key = _fingerprint(trials, names, limit, is_alone)
         self._known, self._key, self._short_key = Remembered("packs.json"), key, f"{key} short"
 
     def recall(self, effort: Effort, bound: int, *, beside_packs: bool) -> Found | None:
-        """What is known of as many trials as memory holds, `bound`; of what a short search measured only in another.
+        """Return what is known of up to `bound` trials, which memory holds.
 
-        Where packs hold memory it is what memory held without them.
+        Results of short searches serve only short ones. If packs hold memory now, the result is what memory held
+        without them.
         """
         found = self._read(self._key)
         if found is None or found.bound < bound:
@@ -221,7 +222,7 @@ class WidthMemory:
         return found if beside_packs else found.within(bound)
 
     def keep(self, found: Found, *, is_short: bool) -> None:
-        """Keep it for the next time."""
+        """Remember it for the next search."""
         rates = [[name, count, rate] for (name, count), rate in found.rates.items()]
         plain = json.dumps(
             {"rates": rates, "why_no_packs": found.why_no_packs, "bound": found.bound, "most": found.most}
@@ -238,7 +239,7 @@ class WidthMemory:
         return Found(rates, why, bound, most) if rates and all(name in EXECUTORS for name, _ in rates) else None
 
 
-def _fingerprint(trials: TrialsAlike, names: Sequence[str], limit: int, is_alone: bool) -> str:
+def _fingerprint(trials: CompatibleTrials, names: Sequence[str], limit: int, is_alone: bool) -> str:
     trial, template, choices, inputs = trials.like, trials.template, trials.choices, trials.feed.first_samples(1).inputs
     return fingerprint(
         crossbow_py=__version__,
@@ -254,14 +255,14 @@ def _fingerprint(trials: TrialsAlike, names: Sequence[str], limit: int, is_alone
 
 
 def measured_width(
-    trials: TrialsAlike,
+    trials: CompatibleTrials,
     limit: int,
     announce: Callable[[str], None],
     beside_packs: bool,
     make_room: Callable[[], bool],
     effort: Effort,
 ) -> tuple[Width, list[str]]:
-    """The width for such trials, with at most `limit` side by side, and no more than memory holds.
+    """Return the width for such trials, with at most `limit` side by side, and no more than memory holds.
 
     Measured for a model, batch size and machine, which takes some seconds, and remembered; guessed when `effort` leaves
     no time for that. Where memory is short for measuring, `make_room` gives back what it can, and says whether there
@@ -312,7 +313,7 @@ def measured_width(
     return width, [*notes, *_notes(result, what)]
 
 
-def _candidate(name: str, count: int, trials: TrialsAlike) -> Candidate:
+def _candidate(name: str, count: int, trials: CompatibleTrials) -> Candidate:
     def build() -> tuple[Executor, Callable[[int], Round]]:
         choices, optimizer, feed = trials.choices, trials.like.optimizer, trials.feed
         bank = new_bank(trials.template, count, name, trials.settings, choices, optimizer)
@@ -332,7 +333,7 @@ def _calibrated(
     effort: Effort,
     make_room: Callable[[], bool],
 ) -> tuple[Calibration, bool]:
-    """Once more, for what memory refused, where room can be made; and whether there was time for all of that."""
+    """Measure, and again what memory refused if room can be made. Also returns whether there was time for all."""
     begun = time.perf_counter()
     first = calibrate(candidates, batch_size, device, effort)
     if not (_is_short_of_memory(first) and make_room()):
@@ -347,7 +348,7 @@ def _late_packs(result: Calibration) -> list[tuple[str, int]]:
 
 
 def _why_no_packs(result: Calibration) -> str:
-    """Why no packs were measured, where they were to be; empty where they were, or were not to be."""
+    """Return why no packs were measured although they were asked for; else an empty text."""
     left_out = [f"executor {name}: {reason}" for name, reason in result.left_out(fewest=2).items()]
     if has_packs(result.images_per_s) or not left_out:
         return ""
@@ -359,7 +360,7 @@ def _is_short_of_memory(result: Calibration) -> bool:
 
 
 def _is_lasting(result: Calibration, width: Width, effort: Effort) -> bool:
-    """Whether the next measurement would say the same: memory may hold more then, and there may be time for packs.
+    """Return whether the next measurement would say the same: memory may hold more then, or time suffice for packs.
 
     Memory that holds packs, but none so large as it was thought to, is no larger the next time, unless others had some.
     """
@@ -371,18 +372,18 @@ def _is_lasting(result: Calibration, width: Width, effort: Effort) -> bool:
 
 
 def _most(result: Calibration, bound: int) -> int:
-    """Trials a pack may have: `bound`, or what was measured where memory refused more."""
+    """Return the most trials that a pack may have: `bound`, or what was measured if memory refused more."""
     return max(count for _, count in result.images_per_s) if _is_short_of_memory(result) else bound
 
 
 def _notes(result: Calibration, what: str) -> list[str]:
-    """For the user; where there are no packs at all, the width's own sentence says why."""
+    """Return sentences for the user; if there are no packs at all, the width's own sentence says why."""
     left_out = result.left_out(fewest=2).items() if has_packs(result.images_per_s) else ()
     return [*(f"Executor {name} runs no packs of {what}: {reason}." for name, reason in left_out), *result.busy_notes]
 
 
 def _unmeasured(asked: Sequence[tuple[str, int]], what: str, is_exportable: bool, why: str) -> Width:
-    """What is likely to pay: a middling pack, fused where that can be."""
+    """Return the width that is likely to pay: a middling pack, fused if that is possible."""
     packs = [each for each in asked if each[1] > 1 and (is_exportable or not EXECUTORS[each[0]].FUSES)]
     name, size = next((each for each in packs if EXECUTORS[each[0]].FUSES), [*packs, asked[0]][0])
     how = f"in packs of {size}" if size > 1 else "one at a time"
@@ -390,11 +391,11 @@ def _unmeasured(asked: Sequence[tuple[str, int]], what: str, is_exportable: bool
 
 
 def _still_round(index: int, count: int, batch_size: int) -> Round:
-    """All take one batch, at a learning rate of 0."""
+    """Return a round in which all take the same batch, at a learning rate of 0."""
     return Round(index, (index * batch_size,) * count, (0.0,) * count, None)
 
 
-def _memory_bound(trials: TrialsAlike, limit: int) -> tuple[int, list[str]]:
+def _memory_bound(trials: CompatibleTrials, limit: int) -> tuple[int, list[str]]:
     choices, like = trials.choices, trials.like
     executor = "fused" if choices.executor == "auto" else choices.executor
     settings = replace(trials.settings, num_learners="auto", max_learners=limit, batch_size=like.batch_size)

@@ -1,1 +1,1 @@
-"""What the user of a search sees of it: on the terminal, in search.json, in TensorBoard, in pictures."""
+"""The records of a search: on the terminal, in search.json, in TensorBoard and in pictures."""

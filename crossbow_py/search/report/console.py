@@ -1,4 +1,4 @@
-"""What the user of a search sees: a header, a live table of trials or a line per result, and what came of it.
+"""The console of a search: a header, a live table of trials or a line per result, and the outcome.
 
 Everything but the table also goes to console.log, which workers that share a folder share too.
 """
@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Group, JustifyMethod, RenderableType
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -38,13 +37,10 @@ from crossbow_py.search.report.standing import (
     short_names,
     trained_epochs,
 )
-from crossbow_py.telemetry.console import clock_time
-from crossbow_py.telemetry.records import TENSORBOARD_FOLDER
-from crossbow_py.telemetry.screen import Screen
+from crossbow_py.telemetry.console import folder_lines
+from crossbow_py.telemetry.screen import Screen, ScreenConsole, clock_time, counted, fact
 
 PLAIN_INTERVAL_S = 30.0  # of silence, before a line says where the search stands
-_WIDTH_FOR_A_BAR = 120  # columns: the bar takes 21, the line beside it 95 or so
-_INDENT = " " * 17
 _LINES_AROUND = 5  # two of the table's head, the counts, the progress line, and the cursor's
 _FEWEST_ROWS = 2
 _MOST_BEST = 10
@@ -56,20 +52,21 @@ _TRIAL_WIDTH, _BRACKET_WIDTH, _EPOCHS_WIDTH, _VALUE_WIDTH = 6, 7, 9, 8
 _MARK = "*"
 
 
-class SearchConsole(SearchListener):
+class SearchConsole(ScreenConsole, SearchListener):
     """Talks to the terminal and to console.log.
 
     Args:
         log_path: console.log, appended to; None for none.
-        screen: where to talk in its place.
+        screen: the screen to talk to instead.
         clock: monotonic seconds; plain lines and the time that is left depend on it.
     """
+
+    WIDTH_FOR_A_BAR: ClassVar[int] = 120
 
     def __init__(
         self, log_path: Path | None = None, screen: Screen | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._screen = screen or Screen(log_path)
-        self._clock = clock
+        super().__init__(screen or Screen(log_path), clock)
         self._info: SearchInfo | None = None
         self._trials: tuple[TrialRecord, ...] = ()
         self._said: set[tuple[int, float]] | None = None  # None: what was before is not known yet
@@ -81,9 +78,7 @@ class SearchConsole(SearchListener):
         self._info = info
         if not info.num_finished_segments:
             self._said, self._begun = set(), (self._clock(), 0.0)
-        for line in header_lines(info):
-            self._say(line)
-        self._screen.start_live()
+        self._begin(header_lines(info))
 
     def on_progress(self, progress: SearchProgress) -> None:
         """Redraw the live table, or, without a terminal, a plain line after a while of silence."""
@@ -91,7 +86,8 @@ class SearchConsole(SearchListener):
             return
         line = progress_line(progress, self._remaining_s(self._info, progress))
         if self._screen.is_live:
-            screen, shown = self._screen, self._with_bar(line, progress)
+            screen = self._screen
+            shown = self._with_bar(line, progress.num_finished, progress.num_segments)
             screen.show(live_table(self._info, self._trials, progress, shown, (screen.width, screen.height)))
         elif self._clock() >= self._last_line_s + PLAIN_INTERVAL_S:
             self._say(line)
@@ -113,19 +109,9 @@ class SearchConsole(SearchListener):
                 is_best = best is not None and (best.trial, last_epochs(best)) == (number, epochs)
                 self._say(value_line(self._info, by_number[number], epochs, is_best=is_best), to_live=False)
 
-    def on_message(self, message: str) -> None:
-        """A sentence that stays."""
-        self._say(message)
-
     def on_end(self, summary: SearchSummary) -> None:
         """The last block."""
-        self._screen.stop_live()
-        for line in final_lines(summary):
-            self._say(line)
-
-    def close(self) -> None:
-        """Give the terminal back and close the log."""
-        self._screen.close()
+        self._end(final_lines(summary))
 
     def _say(self, line: str, *, to_live: bool = True) -> None:
         self._last_line_s = self._clock()
@@ -134,16 +120,8 @@ class SearchConsole(SearchListener):
         else:
             self._screen.note(line)
 
-    def _with_bar(self, line: str, progress: SearchProgress) -> Table | Text:
-        text = Text(line, no_wrap=True, overflow="ellipsis")
-        if self._screen.width < _WIDTH_FOR_A_BAR:
-            return text
-        row = Table.grid(padding=(0, 1))
-        row.add_row(ProgressBar(total=progress.num_segments, completed=progress.num_finished, width=20), text)
-        return row
-
     def _remaining_s(self, info: SearchInfo, progress: SearchProgress) -> float | None:
-        """By the epochs that all workers trained since this one began; None before any."""
+        """Return the time left, by the epochs that all workers trained since this one began; None before any."""
         if self._begun is None:
             return None
         seconds, before = self._begun
@@ -155,12 +133,11 @@ class SearchConsole(SearchListener):
 
 
 def header_lines(info: SearchInfo) -> list[str]:
-    """The search's facts."""
-    brackets = f"{info.num_brackets} bracket{'s' if info.num_brackets > 1 else ''}"
+    """Return the lines of the header."""
     rungs = sorted({epochs for bracket in info.brackets for epochs in bracket.epochs})
     lines = [
         f"{info.experiment}: {info.num_trials} trials on {info.data}, {info.sampler} sampling, {info.method} in "
-        f"{brackets}, measured at {_listed(rungs)} epochs",
+        f"{counted(info.num_brackets, 'bracket')}, measured at {_listed(rungs)} epochs",
         f"{'greatest' if info.maximize else 'least'} {_metric(info)} wins · packing {info.policy} · {info.device} · "
         f"{info.precision} · seed {info.seed} · worker {info.worker}",
         f"storage {info.storage}",
@@ -174,14 +151,14 @@ def header_lines(info: SearchInfo) -> list[str]:
 
 
 def value_line(info: SearchInfo, trial: TrialRecord, epochs: float, *, is_best: bool) -> str:
-    """A trial at a rung; `is_best` when no trial got further, and none that got as far has a better value."""
+    """Return a trial at a rung; `is_best` when no trial got further, and none that got as far has a better value."""
     best = " (best so far at this rung)" if is_best else ""
     parts = [f"trial {trial.trial} at {_epochs(epochs)}: {_metric(info)} {trial.values[epochs]:.4f}{best}"]
     return " · ".join([*parts, *_parameters(trial.params or {})])
 
 
 def progress_line(progress: SearchProgress, remaining_s: float | None) -> str:
-    """Where the search stands, on one line."""
+    """Return the state of the search on one line."""
     parts = [f"{progress.num_finished} of {progress.num_segments} rungs"]
     if progress.best_trial is not None and progress.best_value is not None:
         parts.append(f"best {progress.best_value:.4f} by trial {progress.best_trial}")
@@ -191,29 +168,28 @@ def progress_line(progress: SearchProgress, remaining_s: float | None) -> str:
 
 
 def final_lines(summary: SearchSummary) -> list[str]:
-    """How the search ended, the best trial, where the time went and where the files are."""
+    """Return the last block: how the search ended, the best trial, where the time went and where the files are."""
     info = summary.info
     counts = Counter(str(trial.state) for trial in summary.trials)
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
     lines = ["", f"{info.experiment} {summary.status}: {len(summary.trials)} trials ({states})"]
     lines += _leader_lines(summary) if summary.best is None else _best_lines(info, summary.best)
-    lines += [*_time_lines(summary), f"  throughput     {summary.images_per_s:,.0f} images/s while training"]
+    lines += [*_time_lines(summary), fact("throughput", f"{summary.images_per_s:,.0f} images/s while training")]
     if info.output_dir:
-        lines.append(f"  folder         {info.output_dir}")
-        lines.append(f"  curves         tensorboard --logdir {Path(info.output_dir) / TENSORBOARD_FOLDER}")
+        lines += folder_lines("folder", info.output_dir)
     if summary.status in StopSignal.REASONS:
-        lines.append("  to go on       the same command: what is finished is kept")
+        lines.append(fact("to go on", "the same command: what is finished is kept"))
     return lines
 
 
 def _leader_lines(summary: SearchSummary) -> list[str]:
-    """Of a search that did not come to choose its best."""
+    """Return the lines on the leading trial of a search that ended before it chose the best."""
     info = summary.info
     best = leader(info.brackets, summary.trials, maximize=info.maximize)
     if best is None:
-        return [f"  best           none: {_why_none(summary)}"]
+        return [fact("best", f"none: {_why_none(summary)}")]
     at = last_epochs(best)
-    return [f"  best so far    trial {best.trial}: {_metric(info)} {best.values[at]:.4f} after {_epochs(at)}"]
+    return [fact("best so far", f"trial {best.trial}: {_metric(info)} {best.values[at]:.4f} after {_epochs(at)}")]
 
 
 def _why_none(summary: SearchSummary) -> str:
@@ -225,17 +201,17 @@ def _why_none(summary: SearchSummary) -> str:
 
 
 def _best_lines(info: SearchInfo, best: BestTrial) -> list[str]:
-    lines = [f"  best           trial {best.trial}: {_metric(info)} {best.value:.4f} after {_epochs(best.epochs)}"]
+    lines = [fact("best", f"trial {best.trial}: {_metric(info)} {best.value:.4f} after {_epochs(best.epochs)}")]
     if best.test_accuracy is not None:
-        lines.append(f"  test accuracy  {best.test_accuracy:.4f}")
+        lines.append(fact("test accuracy", f"{best.test_accuracy:.4f}"))
     elif best.test_loss is not None:
-        lines.append(f"  test loss      {best.test_loss:.4f}")
+        lines.append(fact("test loss", f"{best.test_loss:.4f}"))
     params = [f"{key}={as_text(value)}" for key, value in best.params.items()]
-    lines += [f"{_INDENT if n else '  parameters     '}{text}" for n, text in enumerate(params)]
-    lines.append(f"  model          {best.model_path or 'its files are not in this folder'}")
-    lines.append(f"  to train it    {best.command}")
+    lines += [fact("" if n else "parameters", text) for n, text in enumerate(params)]
+    lines.append(fact("model", best.model_path or "its files are not in this folder"))
+    lines.append(fact("to train it", best.command))
     if best.epochs < info.max_epochs:
-        lines.append(f"{_INDENT}as far as it came here; without max_rounds to its end, {_epochs(info.max_epochs)}")
+        lines.append(fact("", f"as far as it came here; without max_rounds to its end, {_epochs(info.max_epochs)}"))
     return lines
 
 
@@ -251,7 +227,7 @@ def _time_lines(summary: SearchSummary) -> list[str]:
     share = summary.overhead_time_s / wall_s if wall_s else 0.0
     said = [f"{seconds:.1f} s {what}" for what, seconds in parts.items() if seconds or what == "training"]
     said.append(f"{summary.overhead_time_s:.1f} s overhead ({share:.1%})")
-    return [f"  time           {wall_s:.1f} s: {', '.join(said)}"]
+    return [fact("time", f"{wall_s:.1f} s: {', '.join(said)}")]
 
 
 def _epochs(number: float) -> str:
@@ -287,7 +263,7 @@ def live_table(
     line: RenderableType,
     size: tuple[int, int],
 ) -> Group:
-    """The table, how many trials are in which state, and `line` under it, in at most `size`: columns and lines.
+    """Return the table, the number of trials in each state, and `line` under it, in at most `size`: columns and lines.
 
     What runs comes first, then the best of the others; a `*` marks the best of all.
     """
@@ -323,7 +299,7 @@ def _two_lines(name: str) -> str:
 def choose_rows(
     trials: Sequence[TrialRecord], running: Sequence[RunningTrial], room: int, *, maximize: bool
 ) -> tuple[list[Row], int]:
-    """The rows that fit, those that run before the best of the others; and how many that run are left out."""
+    """Return the rows that fit, running trials before the best of the others, and the number of those left out."""
     room = max(room, _FEWEST_ROWS)
     records = {record.trial: record for record in trials}
     here = {each.trial: each for each in sorted(running, key=lambda each: each.trial)}
@@ -336,7 +312,7 @@ def choose_rows(
 def counts_line(
     trials: Sequence[TrialRecord], running: Sequence[RunningTrial], num_trials: int, hidden: int = 0
 ) -> str:
-    """How many trials are in which state; those that run elsewhere are waiting or promoted."""
+    """Return the number of trials in each state; those that run elsewhere are waiting or promoted."""
     here = {each.trial for each in running}
     counts = Counter(record.state for record in trials if record.trial not in here)
     counts[TrialState.WAITING] += num_trials - len(here | {record.trial for record in trials})
@@ -352,7 +328,7 @@ def _fixed_width(info: SearchInfo) -> int:
 
 
 def _fitting(names: Mapping[str, str], rows: Sequence[Row], room: int) -> dict[str, int]:
-    """The first parameters that find room, with the widths of their columns."""
+    """Return the first parameters that have room, with the widths of their columns."""
     found: dict[str, int] = {}
     for key, name in names.items():
         width = max(len(text) for text in (*_two_lines(name).split("\n"), *(_parameter(row, key) for row in rows)))
@@ -377,7 +353,7 @@ def _cells(info: SearchInfo, row: Row, keys: Sequence[str], *, is_best: bool) ->
 
 
 def _reached(row: Row, rungs: Sequence[float]) -> str:
-    """Where it was measured last, and where it trains to."""
+    """Return the epochs at which it was measured last, and those it trains to."""
     reached = 0.0 if row.record is None else last_epochs(row.record)
     return f"{reached:.3g}" if row.running is None else f"{reached:.3g} > {rungs[row.running.rung]:.3g}"
 

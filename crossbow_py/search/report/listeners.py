@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
-from crossbow_py.core.files import replacing
 from crossbow_py.search.events import SearchListener, SearchSummary
 from crossbow_py.search.report.console import SearchConsole
 from crossbow_py.search.report.search_file import SearchFile
 from crossbow_py.search.report.standing import ranked
 from crossbow_py.telemetry.console import CONSOLE_LOG
+from crossbow_py.telemetry.pictures import INSTALL_MATPLOTLIB, has_matplotlib, save_picture
 from crossbow_py.telemetry.records import TENSORBOARD_FOLDER
 
 PARALLEL_FILE = "parallel_coordinates.png"
@@ -39,26 +38,25 @@ class SearchPictures(SearchListener):
     """Draws the pictures where matplotlib is there and a trial has a value, and says what it did.
 
     Args:
-        folder: the search's.
-        say: tells the user.
+        folder: the search's folder.
+        say: takes sentences for the user.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self._folder, self._say = folder, say
 
     def on_end(self, summary: SearchSummary) -> None:
-        """See SearchListener."""
+        """Draw both pictures."""
         if not ranked(summary.trials, maximize=summary.info.maximize):
             return
-        if importlib.util.find_spec("matplotlib") is None:
-            self._say("No pictures: matplotlib is not there; pip install matplotlib.")
+        if not has_matplotlib():
+            self._say(f"No pictures: {INSTALL_MATPLOTLIB}")
             return
         from crossbow_py.search.report.pictures import draw_curves, draw_parallel  # noqa: PLC0415  matplotlib is an extra
 
         try:
             for name, draw in ((PARALLEL_FILE, draw_parallel), (CURVES_FILE, draw_curves)):
-                with replacing(self._folder / name) as partial:
-                    draw(summary.info, summary.trials).savefig(partial, dpi=120, format="png")
+                save_picture(draw(summary.info, summary.trials), self._folder / name)
         except OSError as error:
             self._say(f"No pictures were written to {self._folder} ({error.strerror or error}).")
             return

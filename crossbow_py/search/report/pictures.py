@@ -39,7 +39,7 @@ _PRUNED, _BEST = "0.7", "crimson"
 
 
 def draw_parallel(info: SearchInfo, trials: Sequence[TrialRecord]) -> Figure:
-    """The figure; one trial at least has a value. The better the value, the higher and the brighter.
+    """Return the figure; one trial at least has a value. The better the value, the higher and the brighter.
 
     The last axis is the scale of both.
     """
@@ -52,11 +52,11 @@ def draw_parallel(info: SearchInfo, trials: Sequence[TrialRecord]) -> Figure:
     for trial in [trial for trial in trials if trial.params is not None and not trial.values] + order[::-1]:
         share = None
         if trial.value is not None and trial.values:
-            share = min(1.0, max(0.0, value_place(trial.value, low, high, maximize=info.maximize)))
+            share = min(1.0, max(0.0, value_height(trial.value, low, high, maximize=info.maximize)))
         _draw_line(axes, parameters, trial, share, is_best=trial is order[0])
-    for place, parameter in enumerate(parameters):
+    for position, parameter in enumerate(parameters):
         name = short_names([each.key for each in parameters])[parameter.key]
-        _draw_axis(axes, place, name, parameter_ticks(parameter))
+        _draw_axis(axes, position, name, parameter_ticks(parameter))
     lowest = min(value for trial in order for value in trial.values.values())
     greatest = max(value for trial in order for value in trial.values.values())
     cut = lowest < low if info.maximize else greatest > high
@@ -70,31 +70,31 @@ def draw_parallel(info: SearchInfo, trials: Sequence[TrialRecord]) -> Figure:
     return figure
 
 
-def value_place(value: float, low: float, high: float, *, maximize: bool) -> float:
-    """How high a value lies on its axis: 1 for the best."""
+def value_height(value: float, low: float, high: float, *, maximize: bool) -> float:
+    """Return how high a value lies on its axis: 1 for the best."""
     share = (value - low) / (high - low)
     return share if maximize else 1 - share
 
 
-def places(parameters: Sequence[Parameter], trial: TrialRecord, share: float | None) -> list[float]:
-    """How high the line of a trial is on each axis, the value's last."""
+def heights_of(parameters: Sequence[Parameter], trial: TrialRecord, share: float | None) -> list[float]:
+    """Return the height of a trial's line on each axis, the value's last."""
     params = trial.params or {}
-    found = [_place(parameter, params, trial.trial) for parameter in parameters]
+    found = [_height(parameter, params, trial.trial) for parameter in parameters]
     return [*found, NOTHING if share is None else share]
 
 
 def parameter_ticks(parameter: Parameter) -> list[tuple[float, str]]:
-    """Where the axis of a parameter is labelled, and how."""
+    """Return the positions and texts of the labels on a parameter's axis."""
     if parameter.choices is not None:
         every = math.ceil(len(parameter.choices) / _MOST_CHOICES)
-        return [(parameter.place(choice), _shortened(as_text(choice))) for choice in parameter.choices[::every]]
+        return [(parameter.position(choice), _shortened(as_text(choice))) for choice in parameter.choices[::every]]
     low, high = (float(end) for end in (parameter.low or 0, parameter.high or 0))
     within = [float(value) for value in _round_numbers(parameter, low, high) if low < value < high]
-    return _apart([(parameter.place(value), f"{value:.3g}") for value in (low, high, *within)])
+    return _apart([(parameter.position(value), f"{value:.3g}") for value in (low, high, *within)])
 
 
 def _round_numbers(parameter: Parameter, low: float, high: float) -> Iterable[Any]:
-    """Numbers that are easily read, or the steps of the range where they are few."""
+    """Return numbers that are easily read, or the steps of the range where they are few."""
     if parameter.step is not None and parameter.num_points() <= _MOST_CHOICES:
         return parameter.points()
     if parameter.log:
@@ -109,29 +109,29 @@ def value_ticks(low: float, high: float, *, maximize: bool, cut: bool) -> list[t
     worst, best = (low, high) if maximize else (high, low)
     sign = ("≤ " if maximize else "≥ ") if cut else ""
     ends = [(0.0, f"{sign}{worst:.4g}"), (1.0, f"{best:.4g}")]
-    return _apart([*ends, *((value_place(value, low, high, maximize=maximize), f"{value:.4g}") for value in inner)])
+    return _apart([*ends, *((value_height(value, low, high, maximize=maximize), f"{value:.4g}") for value in inner)])
 
 
 def _apart(ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Without those that would touch one before them; ends come first."""
+    """Return the labels without those that would touch an earlier one; ends come first."""
     kept: list[tuple[float, str]] = []
-    for place, text in ticks:
-        if all(abs(place - other) > _NEAR for other, _ in kept):
-            kept.append((place, text))
+    for position, text in ticks:
+        if all(abs(position - other) > _NEAR for other, _ in kept):
+            kept.append((position, text))
     return sorted(kept)
 
 
-def _place(parameter: Parameter, params: Mapping[str, Any], trial: int) -> float:
+def _height(parameter: Parameter, params: Mapping[str, Any], trial: int) -> float:
     if parameter.key not in params:
         return NOTHING
-    place = parameter.place(params[parameter.key])
-    return place if parameter.choices is None else place + _JITTER * ((trial * _GOLDEN) % 1 - 0.5)
+    position = parameter.position(params[parameter.key])
+    return position if parameter.choices is None else position + _JITTER * ((trial * _GOLDEN) % 1 - 0.5)
 
 
 def _draw_line(
     axes: Axes, parameters: Sequence[Parameter], trial: TrialRecord, share: float | None, *, is_best: bool
 ) -> None:
-    heights = places(parameters, trial, share)
+    heights = heights_of(parameters, trial, share)
     if share is None:
         axes.plot(heights, color="0.6", linestyle=":", linewidth=1.0, zorder=1)
         return
@@ -150,15 +150,17 @@ def _casing() -> list[AbstractPathEffect]:
     return [Stroke(linewidth=_CASING_WIDTH, foreground="black"), Normal()]
 
 
-def _draw_axis(axes: Axes, place: int, name: str, ticks: Sequence[tuple[float, str]], *, is_last: bool = False) -> None:
+def _draw_axis(
+    axes: Axes, position: int, name: str, ticks: Sequence[tuple[float, str]], *, is_last: bool = False
+) -> None:
     """The last axis has the colours of values beside it, and its labels outside."""
     side, align = (1, "left") if is_last else (-1, "right")
-    begin = place + _BAR_WIDTH if is_last else place
+    begin = position + _BAR_WIDTH if is_last else position
     if is_last:
         colours = _COLOURS(np.linspace(0, _BRIGHTEST, 256))[:, None]
-        axes.imshow(colours, extent=(place, begin, 0, 1), origin="lower", aspect="auto", zorder=5)
-    axes.plot([place, place], [0, 1], color="black", linewidth=1.0, zorder=5)
-    axes.text(place, 1.05, name.replace("_", "\n"), ha="center", va="bottom", fontweight="bold", fontsize=10)
+        axes.imshow(colours, extent=(position, begin, 0, 1), origin="lower", aspect="auto", zorder=5)
+    axes.plot([position, position], [0, 1], color="black", linewidth=1.0, zorder=5)
+    axes.text(position, 1.05, name.replace("_", "\n"), ha="center", va="bottom", fontweight="bold", fontsize=10)
     behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}  # no line crosses a label
     for height, text in ticks:
         axes.plot([begin, begin + side * 0.02], [height, height], color="black", linewidth=1.0, zorder=5)
@@ -166,23 +168,23 @@ def _draw_axis(axes: Axes, place: int, name: str, ticks: Sequence[tuple[float, s
 
 
 def _label_nothing(axes: Axes, parameters: Sequence[Parameter], trials: Sequence[TrialRecord]) -> bool:
-    """Name the places below the axes that lines go to; whether there are some."""
+    """Name the positions below the axes that lines go to; whether there are some."""
     sampled = [trial.params for trial in trials if trial.params is not None]
     labels = ["not set" if any(p.key not in params for params in sampled) else "" for p in parameters]
     labels.append("no value" if any(_is_without_value(trial) for trial in trials) else "")
-    for place, text in enumerate(labels):
+    for position, text in enumerate(labels):
         if text:
-            axes.text(place, NOTHING - 0.025, text, ha="center", va="top", fontsize=8, style="italic")
+            axes.text(position, NOTHING - 0.025, text, ha="center", va="top", fontsize=8, style="italic")
     return any(labels)
 
 
 def _is_without_value(trial: TrialRecord) -> bool:
-    """Whether its line goes nowhere: it was sampled, and failed or was not measured yet."""
+    """Return whether its line ends below the axis: it was sampled, and failed or was not measured yet."""
     return trial.params is not None and (trial.value is None or not trial.values)
 
 
 def _line_legend(trials: Sequence[TrialRecord], best: TrialRecord) -> list[Line2D]:
-    """What the kinds of lines are, of those that are there."""
+    """Return the legend of the kinds of lines that are drawn."""
     label = f"best: trial {best.trial}, {best.value:.4g}"
     handles = [Line2D([], [], color=_COLOURS(_BRIGHTEST), linewidth=_BEST_WIDTH, path_effects=_casing(), label=label)]
     others = [trial for trial in trials if trial.trial != best.trial and not _is_without_value(trial)]
@@ -203,7 +205,7 @@ def _shortened(text: str) -> str:
 
 
 def draw_curves(info: SearchInfo, trials: Sequence[TrialRecord]) -> Figure:
-    """The figure; one trial at least has a value. Dotted lines are the rungs where trials are compared."""
+    """Return the figure; one trial at least has a value. Dotted lines are the rungs where trials are compared."""
     order = ranked(trials, maximize=info.maximize)
     low, high = value_range(trials, maximize=info.maximize) or (0.0, 1.0)
     figure = Figure(figsize=(8.5, 5.4), layout="constrained")
@@ -223,7 +225,7 @@ def draw_curves(info: SearchInfo, trials: Sequence[TrialRecord]) -> Figure:
 
 
 def rung_labels(info: SearchInfo, trials: Sequence[TrialRecord]) -> dict[float, str]:
-    """By epochs at which trials are measured: how many were, of each bracket that is measured there."""
+    """Return labels by the epochs of the rungs: how many trials were measured there, of each bracket."""
     measured = Counter((epochs, trial.bracket) for trial in trials for epochs in trial.values)
     labels: dict[float, list[str]] = defaultdict(list)
     for bracket in info.brackets:
@@ -235,7 +237,7 @@ def rung_labels(info: SearchInfo, trials: Sequence[TrialRecord]) -> dict[float, 
 
 
 def bracket_colour(info: SearchInfo, trial: TrialRecord) -> str:
-    """Of a trial that was trained to the end."""
+    """Return the colour of a trial that was trained to the end."""
     return _BRACKET_COLOURS[trial.bracket % len(_BRACKET_COLOURS)] if info.num_brackets > 1 else _BRACKET_COLOURS[0]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from crossbow_py.search.events import (
     TrialRecord,
 )
 from crossbow_py.search.report.standing import last_epochs, leader
-from crossbow_py.telemetry.records import finite, write_atomically
+from crossbow_py.telemetry.records import write_json
 
 _RUNNING = "running"
 _BEST_KEYS = tuple(field.name for field in dataclasses.fields(BestTrial))
@@ -33,8 +32,8 @@ class SearchFile(SearchListener):
     A disk that is full does not end the search: what is missing is said.
 
     Args:
-        folder: the search's; several workers may write there, each the results of all.
-        say: tells the user.
+        folder: the search's folder; several workers may write there, each the results of all.
+        say: takes sentences for the user.
         clock: monotonic seconds.
     """
 
@@ -52,16 +51,16 @@ class SearchFile(SearchListener):
             self._write(running_plain(info, (), 0.0))
 
     def on_trials(self, trials: tuple[TrialRecord, ...]) -> None:
-        """See SearchListener."""
+        """Write the trials, but not too often."""
         self._trials, self._is_new = trials, True
         self._write_now_and_then()
 
     def on_progress(self, progress: SearchProgress) -> None:
-        """What was too soon to be written."""
+        """Write what came too soon after the last version of the file."""
         self._write_now_and_then()
 
     def on_end(self, summary: SearchSummary) -> None:
-        """See SearchListener."""
+        """Write how the search ended."""
         self._write(ended_plain(summary))
 
     def _write_now_and_then(self) -> None:
@@ -71,7 +70,7 @@ class SearchFile(SearchListener):
 
     def _write(self, plain: dict[str, Any]) -> None:
         try:
-            write_atomically(self._path, json.dumps(finite(plain), indent=1, allow_nan=False) + "\n")
+            write_json(self._path, plain, indent=1)
         except OSError as error:
             self._say(f"{self._path} was not written ({error.strerror or error}).")
 
@@ -90,7 +89,7 @@ def running_plain(info: SearchInfo, trials: Sequence[TrialRecord], elapsed_s: fl
 
 
 def ended_plain(summary: SearchSummary) -> dict[str, Any]:
-    """A search that has ended, as plain values. Times and samples are those of the worker that writes."""
+    """Return a search that has ended, as plain values. Times and samples are those of the worker that writes."""
     wall_s = summary.wall_time_s
     return {
         "experiment": summary.info.experiment,
@@ -116,7 +115,7 @@ def ended_plain(summary: SearchSummary) -> dict[str, Any]:
 def recorded_summary(
     plain: Mapping[str, Any], info: SearchInfo, trials: tuple[TrialRecord, ...]
 ) -> SearchSummary | None:
-    """What search.json says of a search that has ended; None where it says no such thing."""
+    """Return the summary of a search that has ended, from search.json; None if the file has none."""
     plain = {"loading_time_s": 0.0, **plain}  # which it did not tell apart at first
     known = {field.name for field in dataclasses.fields(SearchSummary)} - {"info", "trials", "best", "notes"}
     best, notes = plain.get("best"), plain.get("notes", [])
@@ -136,28 +135,28 @@ def recorded_summary(
 
 
 def _is_well_formed(known: Mapping[str, Any], notes: Any) -> bool:
-    """Whether a status, versions and numbers are such, and notes are texts; the file may be anybody's."""
+    """Return whether the values are of their types; anybody may have written the file."""
     texts = isinstance(known["status"], str) and isinstance(known["versions"], dict) and isinstance(notes, list)
     numbers = (value for name, value in known.items() if name not in ("status", "versions"))
     return texts and all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)
 
 
 def trial_plain(trial: TrialRecord) -> dict[str, Any]:
-    """A trial; `values` by epochs as text, because keys are text in JSON."""
+    """Return a trial; `values` by epochs as text, because keys are text in JSON."""
     plain = {field.name: getattr(trial, field.name) for field in dataclasses.fields(trial)}
     values = {f"{epochs:g}": value for epochs, value in sorted(trial.values.items())}
     return {**plain, "state": str(trial.state), "values": values, "params": trial.params and dict(trial.params)}
 
 
 def info_plain(info: SearchInfo) -> dict[str, Any]:
-    """What was fixed at the start."""
+    """Return the facts of the start as plain values."""
     plain = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
     brackets = [{"trials": each.num_trials, "epochs": each.epochs, "sizes": each.sizes} for each in info.brackets]
     return {**plain, "brackets": brackets, "space": info.space.to_plain()}
 
 
 def _leader(info: SearchInfo, trials: Sequence[TrialRecord]) -> dict[str, Any] | None:
-    """The trial that leads, with the keys of `BestTrial`; null for what is found out when a search is over."""
+    """Return the trial that leads, with the keys of `BestTrial`; null for what is found out when a search is over."""
     trial = leader(info.brackets, trials, maximize=info.maximize)
     if trial is None:
         return None

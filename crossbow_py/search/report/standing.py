@@ -1,4 +1,4 @@
-"""How a search stands, by the records of its trials: who leads, how much is trained, what its parameters are called.
+"""The standing of a search by the records of its trials: the leader, the epochs trained, the names of parameters.
 
 Pure: values in, values out.
 """
@@ -14,7 +14,7 @@ from crossbow_py.search.hyperband import Bracket, TrialStanding, TrialState, bes
 
 
 def ranked(trials: Iterable[TrialRecord], *, maximize: bool) -> list[TrialRecord]:
-    """Those with a value, best first: measured at more epochs comes before a better value, ties by trial number.
+    """Return the trials with a value, best first: more epochs come before a better value, ties by trial number.
 
     Trials that failed after it come last.
     """
@@ -25,7 +25,7 @@ def ranked(trials: Iterable[TrialRecord], *, maximize: bool) -> list[TrialRecord
 
 
 def leader(brackets: Sequence[Bracket], trials: Iterable[TrialRecord], *, maximize: bool) -> TrialRecord | None:
-    """The record of the search's best, as `hyperband.best` has it."""
+    """Return the record of the search's best trial, as `hyperband.best` finds it."""
     records = {each.trial: each for each in trials}
     standings = {number: TrialStanding(each.state, each.rung, each.value) for number, each in records.items()}
     best = best_of(brackets, standings, maximize=maximize)
@@ -37,12 +37,12 @@ def _failed(trial: TrialRecord) -> bool:
 
 
 def last_epochs(trial: TrialRecord) -> float:
-    """Epochs at its last value; 0 before the first."""
+    """Return the epochs at its last value; 0 before the first."""
     return max(trial.values, default=0.0)
 
 
 def value_range(trials: Iterable[TrialRecord], *, maximize: bool) -> tuple[float, float] | None:
-    """From the worst to the best value worth a place in a picture, rising; None without any.
+    """Return the range of values that a picture shows, rising; None without any value.
 
     The far end of what is worse than the better three quarters is cut off, as one trial that learned nothing would
     press all others together: at most half as far again from the best as the quartile is.
@@ -60,7 +60,7 @@ def value_range(trials: Iterable[TrialRecord], *, maximize: bool) -> tuple[float
 
 
 def num_results(trial: TrialRecord) -> int:
-    """Segments that are over: those with a value, and the one it failed in."""
+    """Return the number of segments that are over: those with a value, and the one it failed in."""
     return (0 if trial.rung is None else trial.rung + 1) + (trial.state is TrialState.FAILED)
 
 
@@ -70,12 +70,12 @@ def trained_epochs(brackets: Sequence[Bracket], trials: Iterable[TrialRecord]) -
 
 
 def running_epochs(brackets: Sequence[Bracket], running: Iterable[RunningTrial]) -> float:
-    """Epochs of training so far in segments that are not over."""
+    """Return the epochs of training so far in segments that are not over."""
     return sum(each.progress * segment_lengths(bracket_of(brackets, each.trial))[each.rung] for each in running)
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """As little of the end of each dotted key as tells it from the others."""
+    """Return, for each dotted key, the shortest end that tells it from the others."""
     names = {}
     for key in keys:
         parts = key.split(".")
@@ -86,7 +86,7 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 
 
 def as_text(value: Any) -> str:
-    """The value of a parameter in a few characters."""
+    """Return the value of a parameter in a few characters."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return f"{value:.3g}" if isinstance(value, float) else str(value)

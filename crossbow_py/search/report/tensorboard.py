@@ -33,7 +33,7 @@ from crossbow_py.telemetry.hyper_parameters import columns, ended, started
 BEST_TAG = "search/best_value_by_samples_of_all_trials"
 PACE_TAG = "search/images_per_s_by_samples_of_all_trials"  # of one worker
 
-_LAST = 10**6  # place of the file that is read last
+_LAST = 10**6  # position of the file that is read last
 _FLUSH_S = 10
 _FILE_VERSION = "brain.Event:2"  # the format TensorBoard reads
 
@@ -47,7 +47,7 @@ class SearchTensorBoard(SearchListener):
 
     Args:
         folder: where TensorBoard looks.
-        say: tells the user what could not be written.
+        say: takes sentences for the user on what could not be written.
         clock: seconds since the epoch, of the events.
     """
 
@@ -72,7 +72,7 @@ class SearchTensorBoard(SearchListener):
         self._write(self._folder / _file_name(0, "space"), [(0, experiment_summary(info))])
 
     def on_trials(self, trials: tuple[TrialRecord, ...]) -> None:
-        """What is new of every trial, and the best value."""
+        """Write what is new of every trial, and the best value."""
         if self._info is None or self._writer is None:
             return
         for trial in trials:
@@ -92,7 +92,7 @@ class SearchTensorBoard(SearchListener):
             self._writer.add_scalar(PACE_TAG, progress.images_per_s, self._samples)
 
     def on_end(self, summary: SearchSummary) -> None:
-        """How all trials ended, and what came of it as text."""
+        """Write how all trials ended, and the outcome as text."""
         self.on_trials(summary.trials)
         if self._writer is not None and summary.best is not None:
             best = summary.best
@@ -129,7 +129,7 @@ def experiment_summary(info: SearchInfo) -> Summary:
 
 
 def trial_tag(info: SearchInfo) -> str:
-    """The curve of a trial."""
+    """Return the curve of a trial."""
     return f"search/{info.metric}_by_samples_seen"
 
 
@@ -139,7 +139,7 @@ def samples_of_all(info: SearchInfo, trials: Iterable[TrialRecord]) -> int:
 
 
 def trial_files(info: SearchInfo, trial: TrialRecord, now: float) -> dict[str, list[tuple[int, Summary]]]:
-    """What there is to say of a trial that has begun: summaries with their x-axis values, by the files they go to.
+    """Return the summaries of a trial that has begun, with their x-axis values, by the files they go to.
 
     TensorBoard reads the files of a run in the order of their names.
     """
@@ -185,8 +185,8 @@ def _scalar(tag: str, value: float) -> Summary:
     return Summary(value=[Summary.Value(tag=tag, simple_value=value)])
 
 
-def _file_name(place: int, what: str) -> str:
-    return f"events.out.tfevents.{place:010}.{what}"
+def _file_name(position: int, what: str) -> str:
+    return f"events.out.tfevents.{position:010}.{what}"
 
 
 def _write_events(path: Path, events: Iterable[tuple[int, Summary]], now: float) -> None:

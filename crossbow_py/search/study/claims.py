@@ -1,4 +1,4 @@
-"""Which worker process trains which segment: claims, kept beside a search's trials in the same storage.
+"""The claims of worker processes on segments, and their leases, kept beside a search's trials in the same storage.
 
 Every claim is one Optuna trial of a second study. What any storage of Optuna's does as one step is to number a new
 trial, and to end one that has not ended; the rest follows from these two:
@@ -59,27 +59,27 @@ class Lease:
 
     @classmethod
     def taken(cls, now: float, lease_s: float) -> Lease:
-        """One for this process."""
+        """Return a new lease for this process."""
         return cls(now + lease_s, lease_s, _host(), os.getpid(), _started(os.getpid()))
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Lease:
-        """What `to_plain` gave. Raises UserError or TypeError for anything else."""
+        """Make a lease of the values of `to_plain`. Raises UserError or TypeError for anything else."""
         lease = cls(**plain)
         check(lease)
         return lease
 
     def to_plain(self) -> dict[str, Any]:
-        """Numbers and text by field."""
+        """Return numbers and text by field."""
         return asdict(self)
 
     @property
     def is_here(self) -> bool:
-        """Whether its process runs on this host, in a container of its own or not."""
+        """Whether its process runs on this host, in whatever container."""
         return self.host.partition(" ")[0] == _host().partition(" ")[0]
 
     def is_over_for_others(self, now: float) -> bool:
-        """Whether what its holder had may be taken."""
+        """Return whether others may take what its holder had."""
         return now >= self.until + _LATE * self.lease_s or self._has_ended()
 
     def _has_ended(self) -> bool:
@@ -87,7 +87,7 @@ class Lease:
 
 
 def _host() -> str:
-    """The running kernel, its space of process numbers (containers have their own), and the user: all of it is seen."""
+    """Return the running kernel, its space of process numbers (containers have their own), and the user."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
@@ -95,7 +95,7 @@ def _host() -> str:
 
 
 def _started(process: int) -> str:
-    """When the process was started; empty when it has ended, also where nobody has waited for it yet."""
+    """Return when the process was started; empty if it has ended, even if nobody has waited for it yet."""
     with suppress(OSError):
         state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return "" if state in ("Z", "X") else fields[18]
@@ -104,15 +104,15 @@ def _started(process: int) -> str:
 
 @dataclass(frozen=True)
 class SegmentResult:
-    """What came of a segment.
+    """The result of a segment.
 
     Attributes:
         value: None when the trial failed in it.
         reason: why it failed.
-        epochs: the trial had been trained for when it was measured; 0 when it failed.
-        seconds: the segment took; 0 when it failed.
-        worker: that trained it.
-        attrs: whatever else was to be kept, plain values.
+        epochs: those that the trial had been trained for when it was measured; 0 if it failed.
+        seconds: the time that the segment took; 0 if it failed.
+        worker: the worker that trained it.
+        attrs: other plain values to keep.
     """
 
     value: Outcome
@@ -125,7 +125,7 @@ class SegmentResult:
 
 @dataclass(frozen=True)
 class _Claim:
-    """One as the storage has it."""
+    """A claim as the storage has it."""
 
     number: int
     id: int
@@ -150,26 +150,26 @@ class SegmentClaims:
     """The claims of one search, as one worker sees and makes them. Not for several threads at once.
 
     Args:
-        storage, study: where they are kept: Optuna's storage, and in it the number of a study for nothing else.
+        storage, study: Optuna's storage, and in it the number of a study that holds nothing else.
         patience: calls the storage.
-        place: what the storage is called in errors.
-        worker: name of this process, for people.
-        lease_s: how long what it claims stays its own without `prolong`.
+        address: the name of the storage in errors.
+        worker: the name of this process for people.
+        lease_s: how long what it claims stays its own without Prolong the lease, if that is due.
         clock: seconds since 1970.
     """
 
     def __init__(
-        self, storage: BaseStorage, study: int, patience: Patience, place: str, worker: str, lease_s: float,
+        self, storage: BaseStorage, study: int, patience: Patience, address: str, worker: str, lease_s: float,
         clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        self._storage, self._study, self._patience, self._place = storage, study, patience, place
+        self._storage, self._study, self._patience, self._address = storage, study, patience, address
         self._worker, self._lease_s, self._clock = worker, lease_s, clock
         self._held: dict[Segment, int] = {}
         self._lost: set[Segment] = set()  # since the last `renew`
         self._holder, self._lease = "", Lease.taken(0.0, 0.0)
 
     def agreed_identity(self, identity: Mapping[str, Any]) -> dict[str, Any]:
-        """The identity of the search that is kept here: the given one (plain values) where there was none."""
+        """Return the identity of the search that is kept here: the given one (plain values) if there was none."""
         for _ in range(2):
             trials = self._patience.call(self._storage.get_all_trials, self._study, deepcopy=False)
             with self._of_a_search("identity"):
@@ -183,11 +183,11 @@ class SegmentClaims:
 
     @property
     def held(self) -> tuple[Segment, ...]:
-        """What this worker holds, as far as it knows."""
+        """The segments that this worker holds, as far as it knows."""
         return tuple(sorted(self._held))
 
     def results(self) -> dict[Segment, SegmentResult]:
-        """What came of every segment that is over, by trial and rung."""
+        """Return the results of the segments that are over, by trial and rung."""
         return _results(self._read())
 
     def claim(self, segments: Collection[Segment]) -> list[Segment]:
@@ -210,7 +210,7 @@ class SegmentClaims:
         return self._settled(free) if free else []
 
     def free(self, segments: Collection[Segment]) -> list[Segment]:
-        """Those that `claim` would take now."""
+        """Return the segments that `claim` would take now."""
         return self._free(segments, self._read()) if segments else []
 
     def prolong(self) -> None:
@@ -236,7 +236,7 @@ class SegmentClaims:
             self._claim(held)
 
     def renew(self) -> list[Segment]:
-        """`prolong`.
+        """Prolong the lease, if that is due.
 
         Returns:
             What others have taken since the last call, whatever found that out: held no longer.
@@ -261,7 +261,7 @@ class SegmentClaims:
             self._holder, self._lease, self._held = "", Lease.taken(0.0, 0.0), {}
 
     def finish(self, segment: Segment, result: SegmentResult) -> bool:
-        """Keep a segment's result; False when it is not held, or another has taken it, whose result then counts."""
+        """Save a segment's result. Returns False if it is not held, or another worker took it, whose result counts."""
         claim = self._held.get(segment)
         if claim is None:
             return False
@@ -275,13 +275,13 @@ class SegmentClaims:
         return is_ours
 
     def release(self, segment: Segment) -> None:
-        """Give a segment back, unfinished; nothing, when it is not held."""
+        """Give a segment back, unfinished, if it is held."""
         if segment in self._held:
             self._end(self._held[segment])
             del self._held[segment]
 
     def _free(self, segments: Iterable[Segment], claims: Sequence[_Claim]) -> list[Segment]:
-        """Those that may be taken; the claims of ended leases on them are ended."""
+        """Return the segments that may be taken, after ending the claims of ended leases on them."""
         leases = self._leases()
         now = self._clock()
         results = _results(claims)
@@ -299,11 +299,11 @@ class SegmentClaims:
         return free
 
     def _is_over(self, claim: _Claim, lease: Lease | None, now: float) -> bool:
-        """Whether a claim holds its segment no more. Ours that is not held is left from a call that failed midway."""
+        """Return whether a claim is void. Our own that is not held is left from a call that failed midway."""
         return claim.holder == self._holder or lease is None or lease.is_over_for_others(now)
 
     def _settled(self, claimed: Iterable[Segment]) -> list[Segment]:
-        """Those of which our claim is the first; our other claims on them are ended."""
+        """Return the segments on which our claim is the first, and end our other claims on them."""
         claims = self._read()
         results = _results(claims)
         by_segment = _unfinished(claims)
@@ -351,15 +351,15 @@ class SegmentClaims:
 
     @contextmanager
     def _of_a_search(self, kind: str) -> Iterator[None]:
-        """Around what takes values from the storage. Raises BadStorageError where they are none of a search."""
+        """Raise BadStorageError if the block finds values in the storage that no search has written."""
         try:
             yield
         except (UserError, LookupError, TypeError, ValueError) as error:
-            raise BadStorageError(self._place, f"a {kind} is damaged ({text_of(error)[:200]})") from error
+            raise BadStorageError(self._address, f"a {kind} is damaged ({text_of(error)[:200]})") from error
 
 
 def _made(kind: type[_T], plain: Any) -> _T:
-    """An object of plain values, each of its field's type. Raises UserError and TypeError."""
+    """Return an object of plain values, each of its field's type. Raises UserError and TypeError."""
     made = kind(**plain)
     check(made)
     return made
@@ -374,7 +374,7 @@ def _results(claims: Iterable[_Claim]) -> dict[Segment, SegmentResult]:
 
 
 def _unfinished(claims: Iterable[_Claim]) -> dict[Segment, list[_Claim]]:
-    """By segment, in the order in which they were made."""
+    """Return the claims that have not ended, by segment, in the order in which they were made."""
     found: dict[Segment, list[_Claim]] = {}
     for claim in claims:
         if not claim.has_ended:
@@ -409,12 +409,12 @@ class Heartbeat:
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a thread."""
+        """Whether the thread runs."""
         with self._lock:
             return self._thread is not None
 
     def start(self) -> None:
-        """Begin, where it has not begun."""
+        """Start the thread, unless it runs."""
         with self._lock:
             if self._thread is None:
                 self._ended = threading.Event()

@@ -1,4 +1,4 @@
-"""What a trial's parameters are: Optuna's samplers, asked on the side.
+"""The sampling of a trial's parameters by Optuna's samplers, apart from the storage.
 
 A trial is sampled in memory and then kept in the storage as one record with all of its parameters, so that no crash
 leaves one half sampled.
@@ -28,9 +28,9 @@ class Sampling:
     that have no value yet count as bad ones, so that those sampled together differ.
 
     Args:
-        space: what is sampled.
-        sampler: how.
-        seed: of the search.
+        space: the search space.
+        sampler: the sampler's name.
+        seed: the seed of the search.
         maximize: whether greater values are better.
     """
 
@@ -39,7 +39,7 @@ class Sampling:
         self._grid = space.grid() if sampler == "grid" else []
 
     def sampled(self, trial: int, history: Sequence[FrozenTrial]) -> FrozenTrial:
-        """A trial as a record for a storage, with its number as the attribute `trial`.
+        """Return a trial as a record for a storage, with its number as the attribute `trial`.
 
         Args:
             trial: its number; of a grid, which point.
@@ -70,7 +70,7 @@ class Sampling:
 
 
 def _as_measured(record: FrozenTrial) -> FrozenTrial:
-    """A copy that is ranked by its last value, of a trial that goes on and has one.
+    """Return a copy that is ranked by its last value, of a trial that goes on and has one.
 
     Optuna would count it as a bad one, as it does all that run: those that lead would be bad, and those that they have
     beaten good. A pruned one it ranks by its last step, and then by the value there.

@@ -1,4 +1,4 @@
-"""Where trials stand between two segments, as files of a search's folder: whole on disk, or not there."""
+"""The checkpoints of trials between two segments, as files of a search's folder: whole on disk, or not there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Underway:
-    """Where a trial stands within a segment: its checkpoint, what its losses sum up to, and the seconds it took."""
+    """A trial within a segment: its checkpoint, the sum of its losses, and the seconds it took."""
 
     checkpoint: Checkpoint
     loss_sum: float
@@ -40,7 +40,7 @@ class TrialStates:
         self._folder = folder
 
     def save(self, segment: Segment, checkpoint: Checkpoint) -> None:
-        """Keep where the trial stands after a segment; it is on the disk when this returns.
+        """Save where the trial stands after a segment; it is on the disk when this returns.
 
         Raises UserError when the disk refuses.
         """
@@ -48,21 +48,21 @@ class TrialStates:
         self._write(self._path(segment), vars(checkpoint), synced=True)
 
     def load(self, segment: Segment) -> Checkpoint | None:
-        """Where the trial stood after a segment; None when that is not there, or not whole."""
+        """Return where the trial stood after a segment; None if the file is missing or not whole."""
         return self._read(self._path(segment), lambda values: Checkpoint(**values))
 
     def has(self, segment: Segment) -> bool:
-        """Whether there is something to load."""
+        """Return whether there is something to load."""
         return self._path(segment).exists()
 
     def save_underway(self, segment: Segment, underway: Underway) -> None:
-        """Keep where the trial stands within a segment, until `forget`. Raises UserError when the disk refuses."""
+        """Save where the trial stands within a segment, until `forget`. Raises UserError when the disk refuses."""
         # Not synced: what a power cut tears is not whole, and the segment is trained again.
         values = {**vars(underway), "checkpoint": vars(underway.checkpoint)}
         self._write(self._underway(segment), values, synced=False)
 
     def load_underway(self, segment: Segment) -> Underway | None:
-        """Where the trial stood within a segment; None when that is not there, or not whole."""
+        """Return where the trial stood within a segment; None if the file is missing or not whole."""
 
         def made(values: dict[str, Any]) -> Underway:
             return Underway(**{**values, "checkpoint": Checkpoint(**values["checkpoint"])})
@@ -70,7 +70,7 @@ class TrialStates:
         return self._read(self._underway(segment), made)
 
     def is_underway(self, segment: Segment) -> bool:
-        """Whether something is there of where the trial stood within a segment."""
+        """Return whether there is a file on where the trial stood within a segment."""
         return self._underway(segment).exists()
 
     def _write(self, path: Path, values: Mapping[str, Any], *, synced: bool) -> None:

@@ -43,15 +43,15 @@ class Patience:
     A call that failed may have been done all the same, so only what may be done twice is called through it.
 
     Args:
-        place: the storage, for errors.
-        sleep: takes seconds.
+        address: the name of the storage in errors.
+        sleep: waits for some seconds.
     """
 
-    def __init__(self, place: str, sleep: Callable[[float], None] = time.sleep) -> None:
-        self._place, self._sleep = place, sleep
+    def __init__(self, address: str, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._address, self._sleep = address, sleep
 
     def call(self, do: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """What `do` returns.
+        """Call `do`, and return what it returns.
 
         Raises:
             StorageError: it failed every time.
@@ -67,26 +67,26 @@ class Patience:
             except (CrossbowError, OptunaError, ImportError, ArgumentError):
                 raise
             except Exception as error:  # a record that lacks something makes Optuna raise nearly anything
-                raise BadStorageError(self._place, f"{one_line(error)[:_LONGEST_SHOWN]} while it is read") from error
+                raise BadStorageError(self._address, f"{one_line(error)[:_LONGEST_SHOWN]} while it is read") from error
         raise AssertionError("the last try returns or raises")
 
     def _unusable(self, error: BaseException) -> StorageError:
         if getattr(_cause(error), "sqlite_errorcode", None) in _DAMAGED:
-            return BadStorageError(self._place, _said(error))
+            return BadStorageError(self._address, _said(error))
         return StorageError(
-            f"the search's storage {self._place} cannot be used, tried {len(_WAITS_S) + 1} times: {_said(error)}. "
+            f"the search's storage {self._address} cannot be used, tried {len(_WAITS_S) + 1} times: {_said(error)}. "
             "What was finished stays in it: see that it is there, writable, not full and not locked by another "
             "program, and start the same command again, which goes on from there."
         )
 
 
 def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> BaseStorage:
-    """The storage at an address.
+    """Open the storage at an address.
 
     Args:
         storage: `journal:PATH`, or a path that ends in .log or .journal, is a file, for the processes of one host;
             an URL such as sqlite:///PATH (one host too), postgresql://... or mysql://... is a data base.
-        sleep: takes seconds.
+        sleep: waits for some seconds.
 
     Raises:
         UserError: another address, a folder that does not exist, what is no search, or a data base without its driver.
@@ -107,7 +107,7 @@ def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> B
 
 
 def shown_address(storage: str) -> str:
-    """The address without its password."""
+    """Return the address without its password."""
     try:
         return make_url(storage).render_as_string(hide_password=True) if "://" in storage else storage
     except (ArgumentError, ValueError):
@@ -179,13 +179,13 @@ def _require_file(path: Path, begin: bytes, kind: str) -> None:
 
 
 def _said(error: BaseException) -> str:
-    """What the storage said; Optuna's own text is the same for everything."""
+    """Return the error text of the storage; Optuna's own text is the same for everything."""
     said = _cause(error)
     return f"{type(said).__name__}: {said}".splitlines()[0]
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The error of the disk or of the data base's driver."""
+    """Return the error of the disk or of the data base's driver."""
     cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
     return getattr(cause, "orig", None) or cause
 
@@ -199,9 +199,9 @@ class BadStorageError(StorageError, UserError):
 
     exit_code = 2
 
-    def __init__(self, place: str, found: str) -> None:
+    def __init__(self, address: str, found: str) -> None:
         super().__init__(
-            f"the search's storage {place} holds what this search cannot have written: {found}; restore it from a "
+            f"the search's storage {address} holds what this search cannot have written: {found}; restore it from a "
             "copy, or give another storage."
         )
 
@@ -232,7 +232,7 @@ class JournalFile(BaseJournalBackend):
         self._path.touch()
 
     def read_logs(self, log_number_from: int) -> Iterable[dict[str, Any]]:
-        """All whole records from the given one on. A last line without its end is still being written, or was torn."""
+        """Return all whole records from the given one on. A last line without its end is being written, or was torn."""
         with self._path.open("rb") as file:
             self._require_what_was_read(os.fstat(file.fileno()).st_size)
             file.seek(self._starts[log_number_from])

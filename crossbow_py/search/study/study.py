@@ -18,7 +18,7 @@ from optuna.trial import TrialState as OptunaState
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.search.hyperband import Outcome, Segment, TrialState
-from crossbow_py.search.identity import brought_up
+from crossbow_py.search.identity import upgraded
 from crossbow_py.search.space import Space
 from crossbow_py.search.study.claims import Heartbeat, SegmentClaims, SegmentResult
 from crossbow_py.search.study.sampling import SamplerName, Sampling
@@ -44,15 +44,15 @@ class SharedStudy:
 
     Args:
         storage: an address for `open_storage`, or one of Optuna's storages.
-        name: of the search, in the storage.
+        name: the name of the search in the storage.
         sampler: how trials are sampled.
-        space: what of.
-        seed: of the sampling.
+        space: the search space.
+        seed: the seed of sampling.
         maximize: whether greater values are better.
-        worker: name of this process, for people.
+        worker: the name of this process for people.
         lease_s: how long after its last sign of life, one every third of it, other hosts take this worker for dead.
         clock: seconds since 1970; of all hosts the same to within a tenth of `lease_s`.
-        sleep: takes seconds.
+        sleep: waits for some seconds.
 
     Raises (all methods):
         StorageError: the storage could not be used for some seconds. What was finished is in it.
@@ -66,8 +66,8 @@ class SharedStudy:
     ) -> None:  # fmt: skip
         silence_optuna()
         self._storage = open_storage(storage, sleep) if isinstance(storage, str) else storage
-        self._place = shown_address(storage) if isinstance(storage, str) else type(storage).__name__
-        self._patience = Patience(self._place, sleep)
+        self._address = shown_address(storage) if isinstance(storage, str) else type(storage).__name__
+        self._patience = Patience(self._address, sleep)
         self._name, self._maximize = name, maximize
         self._space = space
         self._sampling = Sampling(space, sampler, seed, maximize)
@@ -75,7 +75,7 @@ class SharedStudy:
         self._trials: dict[int, FrozenTrial] = {}
         self._study = self._study_named(name)
         claims = self._study_named(f"{name}/segments")
-        self._claims = SegmentClaims(self._storage, claims, self._patience, self._place, worker, lease_s, clock)
+        self._claims = SegmentClaims(self._storage, claims, self._patience, self._address, worker, lease_s, clock)
         self._heartbeat = Heartbeat(self._claims.prolong, lambda: bool(self._claims.held), self._lock, lease_s / 3)
 
     def open(self, identity: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
@@ -90,11 +90,11 @@ class SharedStudy:
         """
         with self._lock:
             ours = json.loads(json.dumps(identity))
-            agreed = brought_up(self._claims.agreed_identity(ours), defaults or {})
+            agreed = upgraded(self._claims.agreed_identity(ours), defaults or {})
             difference = self._foreign() or _first_difference(agreed, ours)
             if difference:
                 raise UserError(
-                    f"storage: {self._place} holds another search named {self._name!r}: {difference}; go on "
+                    f"storage: {self._address} holds another search named {self._name!r}: {difference}; go on "
                     "with its settings, or give another study or storage."
                 )
             self._records()  # refused before anything is trained
@@ -109,18 +109,18 @@ class SharedStudy:
     # --- trials -------------------------------------------------------------------------------------------------------
 
     def params(self, trial: int) -> dict[str, Any]:
-        """A trial's parameters by key: sampled when any worker first asks, and the same for all from then on."""
+        """Return a trial's parameters by key: sampled when any worker first asks, and the same for all from then on."""
         with self._lock:
             return dict(self._registered(trial).params)
 
     def sampled(self) -> dict[int, dict[str, Any]]:
-        """The parameters of all trials that have been sampled by any worker, by trial."""
+        """Return the parameters of all trials that have been sampled by any worker, by trial."""
         with self._lock:
             self._trials = _first_by_trial(self._records())
             return {trial: dict(self._trials[trial].params) for trial in sorted(self._trials)}
 
     def conclude(self, trial: int, state: TrialState, value: Outcome) -> None:
-        """Tell Optuna how a trial ended; nothing, when that has been told.
+        """Tell Optuna how a trial ended, unless that has been told.
 
         Args:
             trial: one whose parameters were asked for.
@@ -141,7 +141,7 @@ class SharedStudy:
 
     @property
     def held(self) -> tuple[Segment, ...]:
-        """The segments this worker holds, as far as it knows."""
+        """The segments that this worker holds, as far as it knows."""
         with self._lock:
             return self._claims.held
 
@@ -158,7 +158,7 @@ class SharedStudy:
             return claimed
 
     def free(self, segments: Collection[Segment]) -> list[Segment]:
-        """Those that nobody holds and that have no result yet, in the order given: what `claim` would be given."""
+        """Return the segments that nobody holds and that have no result yet, in the order given."""
         with self._lock:
             return self._claims.free(segments)
 
@@ -184,8 +184,8 @@ class SharedStudy:
         Args:
             segment: one that was claimed.
             value: measured at its rung.
-            epochs: the trial has been trained for.
-            seconds: the segment took.
+            epochs: the epochs that the trial has been trained for.
+            seconds: the time that the segment took.
             attrs: plain values to keep with it.
 
         Returns:
@@ -207,15 +207,15 @@ class SharedStudy:
             return self._claims.finish(segment, SegmentResult(None, reason))
 
     def release(self, segment: Segment) -> None:
-        """Give back a segment, unfinished; nothing, when it is held no more."""
+        """Give back a segment, unfinished, if it is still held."""
         with self._lock:
             self._claims.release(segment)
 
     def num_searchers(self, *, here: bool = False) -> int:
-        """How many processes share the search now, with this one; those that are done, or dead, count no more.
+        """Return the number of processes that share the search now, this one included; those done or dead do not count.
 
         Args:
-            here: count those on this host alone.
+            here: count only those on this host.
         """
         with self._lock:
             return self._claims.num_searchers(here=here)
@@ -226,12 +226,12 @@ class SharedStudy:
             self._claims.leave()
 
     def segment_results(self) -> dict[Segment, SegmentResult]:
-        """All that is known of the segments that are over, ascending."""
+        """Return the results of the segments that are over, ascending."""
         with self._lock:
             return self._claims.results()
 
     def results(self) -> dict[Segment, Outcome]:
-        """The values of the segments that are over, ascending."""
+        """Return the values of the segments that are over, ascending."""
         return {segment: result.value for segment, result in self.segment_results().items()}
 
     # --- records ------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class SharedStudy:
                 self._patience.call(self._storage.set_trial_intermediate_value, key, step, result.value)
 
     def _registered(self, trial: int) -> FrozenTrial:
-        """The trial's record, made when there is none. Of two that were made at once the first counts."""
+        """Return the trial's record, created if there is none. Of two that were created at once the first counts."""
         if trial not in self._trials:
             self._trials = _first_by_trial(self._records())
         if trial not in self._trials:
@@ -264,7 +264,7 @@ class SharedStudy:
             self._patience.call(self._storage.set_trial_state_values, record._trial_id, state, values)
 
     def _records(self) -> list[FrozenTrial]:
-        """All trials, each with parameters that this search may give one.
+        """Return all trials, each with parameters that this search may give one.
 
         Parameters become a configuration, which may name code to call; and who can write to the storage is not who
         searches. Raises BadStorageError.
@@ -273,21 +273,21 @@ class SharedStudy:
         for record in records:
             trial = record.user_attrs.get("trial")
             if type(trial) is not int or trial < 0:
-                raise BadStorageError(self._place, f"its trial {record.number} is of another program")
+                raise BadStorageError(self._address, f"its trial {record.number} is of another program")
             mistake = self._space.mistake_in(record.params)
             if mistake:
-                raise BadStorageError(self._place, f"trial {trial} has {mistake}")
+                raise BadStorageError(self._address, f"trial {trial} has {mistake}")
         return records
 
     def _all_records(self) -> list[FrozenTrial]:
         records = self._patience.call(self._storage.get_all_trials, self._study, deepcopy=False)
         for record in records:
             if not isinstance(record.user_attrs, dict):
-                raise BadStorageError(self._place, f"its trial {record.number} has attributes that are no mapping")
+                raise BadStorageError(self._address, f"its trial {record.number} has attributes that are no mapping")
         return records
 
     def _foreign(self) -> str:
-        """Says that another program's trials are there; empty when they are ours."""
+        """Return a sentence if another program's trials are there; empty if they are ours."""
         numbers = [record.number for record in self._all_records() if "trial" not in record.user_attrs]
         return f"its trial {numbers[0]} is of another program" if numbers else ""
 
@@ -309,7 +309,7 @@ def _first_by_trial(records: Collection[FrozenTrial]) -> dict[int, FrozenTrial]:
 
 
 def _first_difference(theirs: Any, ours: Any, key: str = "") -> str:
-    """Where two trees of plain values differ, in words; empty where they do not."""
+    """Return in words where two trees of plain values differ; empty if they do not."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         for each in sorted({*theirs, *ours}):
             found = _first_difference(theirs.get(each), ours.get(each), f"{key}.{each}" if key else each)

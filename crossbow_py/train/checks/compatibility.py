@@ -107,8 +107,8 @@ def _check_policies(
 def _check_ranks(settings: RunSettings, rule: AveragingRule, ranks: Ranks, least_local: int) -> None:
     if ranks.num_ranks > 1 and not rule.has_central_model:
         raise UserError(
-            f"averaging={rule.NAME} trains models that are never averaged, on one device, got {ranks.num_ranks} ranks; start "
-            "it without torchrun, once for each device."
+            f"averaging={rule.NAME} trains models that are never averaged, on one device, got {ranks.num_ranks} ranks; "
+            "start it without torchrun, once for each device."
         )
     alone = least_local * settings.first_learners == 1
     if rule.node_period > 1 and ranks.num_nodes > 1 and alone:

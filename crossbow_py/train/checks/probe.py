@@ -23,8 +23,8 @@ from crossbow_py.train.checks.losses import classes_of, copied_loss, hidden_para
 from crossbow_py.train.evaluation.evaluator import Metric
 
 _KEEPS_STATE = (
-    "The model's forward changes its attribute {}. Every learner has its own, and evaluations, saved models and resumed "
-    "runs start with the initial value: keep what they need in a buffer."
+    "The model's forward changes its attribute {}. Every learner has its own, and evaluations, saved models and "
+    "resumed runs start with the initial value: keep what they need in a buffer."
 )
 _DOES_NOT_REPEAT = (
     "A second pass of the model over the same batch gives another output: its forward keeps state between passes, "
@@ -176,7 +176,7 @@ class _TwoPasses:
             return [_KEEPS_STATE.format(changed)]
         first = {"the output": self._output}
         if again["the output"].shape == self._output.shape and (
-            self._draws_torch or furthest(again, first, lambda: first, precision.compute, alike=True) is None
+            self._draws_torch or furthest(again, first, lambda: first, precision.compute, same_operators=True) is None
         ):
             return []
         return [_DOES_NOT_REPEAT]

@@ -8,15 +8,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
-from experiments.bench.gate import Ready, Visit, Window
-from experiments.bench.packs.side import BASES, DEFAULT, TUNED, PackSide
-from experiments.bench.packs.sides import run_pack_side
+from crossbow_py.core.errors import CrossbowError
+from experiments.bench.gate import Gate, Ready, Visit, Window
+from experiments.bench.packs.inference import predict
+from experiments.bench.packs.layers import run_layers
+from experiments.bench.packs.mixed import train_mixed
+from experiments.bench.packs.side import BASES, CAPTURED, DEFAULT, TUNED, PackSide
+from experiments.bench.packs.training import train_captured, train_pack
 from experiments.bench.packs.workloads import PackWorkload
+from experiments.bench.sides.side import Side
+from experiments.bench.sides.tuned import default_loop, tuned_single
 from experiments.bench.windows import MAX_FOREIGN_SHARE, clean_window, spread, wait_for_others
 from experiments.bench.workers import SideError, SideProcess
-from experiments.bench.workloads import Effort
+from experiments.bench.workloads import Effort, Workload
 
 EFFORT = Effort(trial_s=0.2, trials=2)
 WARM_UP_S = 0.3
@@ -184,3 +190,31 @@ def _gain(cell: PackCell, alone: Sequence[PackCell | None]) -> dict[str, float] 
 
 def _rate(window: Window, member: int | None) -> float | None:
     return window.images_per_s if member is None else window.members.get(member)
+
+
+def run_pack_side(side: Side, workload: Workload, gate: Gate, effort: Effort) -> None:
+    """Work until the gate raises FinishedError. Raises CrossbowError when a side cannot be had."""
+    own, of_pack = cast(PackSide, side), cast(PackWorkload, workload)
+    try:
+        if own.work == "layers":
+            run_layers(own, of_pack, gate, effort)
+        elif own.work == "inference":
+            predict(own, of_pack, gate, effort)
+        else:
+            _train(own, of_pack, gate, effort)
+    except RuntimeError as error:  # of a capture, or memory
+        words = str(error).splitlines() or ["no more was said"]
+        raise CrossbowError(f"{type(error).__name__}: {words[0]}") from error
+
+
+def _train(side: PackSide, workload: PackWorkload, gate: Gate, effort: Effort) -> None:
+    if side.side == DEFAULT:
+        default_loop(workload, gate)
+    elif side.side == TUNED:
+        tuned_single(side.precision, workload, gate, effort)
+    elif side.side == CAPTURED:
+        train_captured(side, workload, gate)
+    elif side.mixed:
+        train_mixed(side, workload, gate)
+    else:
+        train_pack(side, workload, gate)

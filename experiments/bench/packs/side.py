@@ -1,4 +1,10 @@
-"""The sides of comparisons of packs."""
+"""The sides of comparisons of packs.
+
+One model at a time: `default_loop`, PyTorch's tutorial loop; `tuned_single` (see bench/sides/tuned.py); `captured`, on
+CUDA one model with a graph a step; `serial`, a pack of one by this project. Their images/s are those of any number of
+models trained one after another. The others are packs: models that share one feed and never average
+(`averaging=independent`), by the executor the side is named after; an image counts once for every model that took it.
+"""
 
 from __future__ import annotations
 

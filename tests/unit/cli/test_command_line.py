@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from crossbow_py.cli.command_line import run_with_text
+from crossbow_py.cli.command_line import run_with_text, sweep_lines
 
 
 @pytest.mark.parametrize(
@@ -36,3 +39,34 @@ def test_mistake_of_ours_keeps_its_traceback(capsys: pytest.CaptureFixture[str])
 
     assert run_with_text([], "usage", job) == 1
     assert capsys.readouterr().err.startswith("Traceback (most recent call last):")
+
+
+def ended(folder: Path, **summary: Any) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text(json.dumps({"status": "finished", "train_time_s": 1.5, **summary}))
+    return folder
+
+
+def test_sweep_has_a_line_for_each_run_that_ended_and_says_how_to_compare_them(tmp_path: Path) -> None:
+    runs = [
+        ended(tmp_path / "seed=1", test_accuracy=0.5, images_per_s=1234.5),
+        tmp_path / "seed=2",
+        ended(tmp_path / "seed=3", test_accuracy=0.75, status="failed"),
+    ]
+    assert sweep_lines(runs) == [
+        "",
+        "  run       status  test accuracy  time of training  images/s",
+        "  seed=1  finished         0.5000             1.5 s     1,234",
+        "  seed=3    failed         0.7500             1.5 s          ",
+        "",
+        f"compare them: python -m crossbow_py.report {tmp_path}",
+    ]
+
+
+def test_sweep_of_one_run_has_no_table(tmp_path: Path) -> None:
+    assert sweep_lines([ended(tmp_path / "seed=1", test_accuracy=0.5)]) == []
+
+
+def test_sweep_of_more_runs_than_a_report_compares_does_not_offer_one(tmp_path: Path) -> None:
+    runs = [ended(tmp_path / f"seed={seed}", test_accuracy=0.5) for seed in range(13)]
+    assert len(sweep_lines(runs)) == 1 + 1 + 13

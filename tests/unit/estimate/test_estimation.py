@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import subprocess
 import sys
@@ -108,7 +109,7 @@ def test_estimate_draws_a_picture_where_it_can(tmp_path: Path) -> None:
 def test_estimate_without_matplotlib_says_so_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     plain(tmp_path, "memory=1GiB")
     assert "No picture: matplotlib is not there" in capsys.readouterr().out
     assert not (tmp_path / "estimate.png").exists()

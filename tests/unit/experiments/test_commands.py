@@ -145,7 +145,7 @@ def test_command_of_a_page_runs(words: Words, tmp_path: Path, monkeypatch: pytes
         grid: Grid = module.GRIDS[arguments[0]]
         written = tmp_path / f"{grid.name}.json"
         arguments += ["--cells", grid.cells[0].name, "--seeds", "0", "--runs", str(tmp_path), "--results",
-                      str(tmp_path), "+debug=fast"]  # fmt: skip
+                      str(tmp_path), "max_epochs=0.1", "+debug=fast"]  # fmt: skip
     elif hasattr(module, "RUNS"):
         written = tmp_path / f"{module.RUNS.experiment}.json"
     elif program == "auto_tuner/throttled":

@@ -13,8 +13,15 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.streaming.streamed_data import Fetched, StreamedData
 from crossbow_py.data.streaming.streaming_feed import Preparation, StreamingFeed
 from experiments.bench.rounds import Rounds, Setup
-from experiments.estimate.relay import run_in_step
-from experiments.estimate.truth import SUBJECTS, Subject, TrainingRun, doubling_search, largest, staged_batches
+from experiments.estimate.truth import (
+    SUBJECTS,
+    Subject,
+    TrainingRun,
+    doubling_search,
+    largest,
+    run_in_step,
+    staged_batches,
+)
 from experiments.memory.measure import peak_on_host
 
 MLP = Subject("mlp", (1, 28, 28), 10)  # 784-256-256-10

@@ -17,14 +17,13 @@ from crossbow_py.core.errors import CrossbowError
 from experiments.bench import windows, workloads
 from experiments.bench.gate import FinishedError, Gate, Ready, Visit, Window
 from experiments.bench.packs import comparison, inference, layers, mixed, training
-from experiments.bench.packs.comparison import Method, measure_panel, mixed_rows, rows_of
+from experiments.bench.packs.comparison import Method, measure_panel, mixed_rows, rows_of, run_pack_side
 from experiments.bench.packs.mixed import SharedGate, train_mixed
 from experiments.bench.packs.models import BUILDS, RowReader, data_of
 from experiments.bench.packs.plot import COLORS
 from experiments.bench.packs.report import best_pack, cells_table, left_out, summary_header, summary_row
 from experiments.bench.packs.running import executors_on, one_at_a_time, predictors_on
 from experiments.bench.packs.side import PackSide, packed, single
-from experiments.bench.packs.sides import run_pack_side
 from experiments.bench.packs.training import new_pack
 from experiments.bench.packs.workloads import PackWorkload, prepare_packs
 from experiments.bench.sides import tuned

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from crossbow_py.models import MODELS
 from experiments.bench.rounds import input_shape, num_classes
 from experiments.scaling import calibrate, plot, ranks, report, run, study, validate
-from experiments.scaling.fitting import Line, between, fit_line, variation
+from experiments.scaling.calibrate import Line, between, fit_line, variation
 from experiments.scaling.inputs import PARAMETERS, WORKLOADS, Workload, last_bucket_bytes
 from experiments.scaling.network import NETWORKS, Link, Network, ring_s, tree_s
 from experiments.scaling.ranks import Case, Measured

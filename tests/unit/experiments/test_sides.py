@@ -13,12 +13,15 @@ import pytest
 import torch
 from torch import nn
 
+from crossbow_py.core.errors import CrossbowError
 from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.telemetry.events import RoundEnd
 from crossbow_py.train.trainer import Trainer
 from experiments.bench import workloads
 from experiments.bench.gate import FinishedError
 from experiments.bench.results import EXPERIMENTS
 from experiments.bench.sides import tuned
+from experiments.bench.sides.paced import Paced, Settling
 from experiments.bench.sides.side import Side
 from experiments.bench.sides.tuned import Form
 from experiments.bench.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Effort, Workload
@@ -153,3 +156,41 @@ def test_throughput_run_from_the_command_line_writes_rows_and_ratios(tmp_path: P
     assert all(row["images_per_s"] > 0 for row in result["rows"])
     assert {entry["kind"] for entry in result["ratios"]} == {"throughput", "round_time"}
     assert "round with SMA ÷ without" in done.stdout
+
+
+class Wanting(CountingGate):
+    """Wants so many learners in one window after another."""
+
+    def __init__(self, *wanted: int | None) -> None:
+        super().__init__(10**9)
+        self.wanted = list(wanted)
+
+    @property
+    def num_learners(self) -> int | None:
+        return self.wanted.pop(0)
+
+
+def end(num_learners: int, elapsed_s: float = 0.0, is_settled: bool = True) -> RoundEnd:
+    return RoundEnd(4 * num_learners, elapsed_s, 0.0, num_learners, is_settled)
+
+
+def test_pace_asks_for_the_learners_of_a_window_and_fails_where_memory_does_not_hold_them() -> None:
+    gate = Wanting(None, 4, None)
+    paced = Paced(gate)
+    assert [paced(end(2)), paced(end(2)), paced(end(4))] == [2, 4, 4]
+    assert gate.images == 8 + 8 + 16
+    with pytest.raises(CrossbowError, match="memory does not hold 4 learners"):
+        paced(end(3))
+
+
+@pytest.mark.parametrize(("ends", "settled_at"), [
+    ([end(1, 1.0, False), end(2, 2.0, True)], 2.0), ([end(1, 1.0, False), end(1, 9.0, False)], 9.0),
+])  # fmt: skip
+def test_auto_side_is_left_alone_until_it_has_settled_or_its_time_is_over(
+    ends: list[RoundEnd], settled_at: float
+) -> None:
+    told: list[float] = []
+    settling = Settling(Wanting(None), 5.0, lambda end: told.append(end.elapsed_s))
+    assert [settling(each) for each in ends] == [None, ends[-1].num_learners]
+    assert told == [settled_at]
+    assert settling(ends[-1]) == ends[-1].num_learners

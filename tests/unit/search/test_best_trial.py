@@ -21,7 +21,7 @@ from crossbow_py.search import outcome
 from crossbow_py.search.events import BestTrial
 from crossbow_py.search.hyperband import Segment
 from crossbow_py.search.outcome import Leader, LeaderRun, find_leader, kept_best, lock_of
-from crossbow_py.search.packs.slots import Place
+from crossbow_py.search.packs.slots import Slot
 from crossbow_py.search.study.states import TrialStates
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.train.checkpoints.weights import load_weights
@@ -39,7 +39,7 @@ def test_best_trial_is_measured_on_the_test_data_and_written(setting: Setting, t
         return LeaderRun(setting.trial(leader.trial, leader.params), "train it", "seed: 1\n")
 
     find = partial(find_leader, setting.rules(), setting.study())
-    found, _ = kept_best(find, run_of, search.roster.data, search.states, CHOICES, LOSS, best_folder)
+    found, _ = kept_best(find, run_of, search.registry.data, search.states, CHOICES, LOSS, best_folder)
     assert found is not None
     assert (found.trial, found.epochs, found.seed) == (setting.best(), 9, setting.best())
     assert found.command == "train it" and found.params.keys() == {"batch_size", "optimizer.learning_rate"}
@@ -56,7 +56,7 @@ def test_best_trial_of_a_search_without_any_value_is_nobody(setting: Setting, tm
         raise AssertionError("there is nothing to train")
 
     search = setting.search()
-    data = search.roster.data
+    data = search.registry.data
     assert kept_best(lambda: None, run_of, data, search.states, CHOICES, LOSS, tmp_path / "best") == (None, 0.0)
     assert not (tmp_path / "best").exists()
     search.close()
@@ -83,7 +83,7 @@ def kept(setting: Setting, tmp_path: Path) -> Keep:
         def run_of(leader: Leader) -> LeaderRun:
             return LeaderRun(setting.trial(leader.trial, leader.params), "train it", config.format(leader.value))
 
-        found, seconds = kept_best(find, run_of, search.roster.data, states, CHOICES, LOSS, tmp_path / "best")
+        found, seconds = kept_best(find, run_of, search.registry.data, states, CHOICES, LOSS, tmp_path / "best")
         assert found is not None
         return found, seconds
 
@@ -187,9 +187,9 @@ def test_best_trial_has_its_files_when_the_only_one_that_was_left_fails(setting:
     search = setting.search()
     measure = search.packs.measure
 
-    def diverging(healthy: Sequence[Place]) -> list[Evaluation | str]:
+    def diverging(healthy: Sequence[Slot]) -> list[Evaluation | str]:
         found = zip(healthy, measure(healthy), strict=True)
-        return ["it diverged" if place.segment.rung == 2 else evaluation for place, evaluation in found]
+        return ["it diverged" if slot.segment.rung == 2 else evaluation for slot, evaluation in found]
 
     search.packs.measure = diverging  # type: ignore[method-assign]
     assert search.run(never)

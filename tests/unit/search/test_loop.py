@@ -94,7 +94,7 @@ def test_hyperband_interleaves_brackets_so_that_packs_stay_full(
         where.state for where in standing(setting.rules().brackets, setting.study().results(), maximize=True).values()
     }
     assert states == {TrialState.PRUNED, TrialState.COMPLETE}
-    first_narrow = next(place for place, count in enumerate(rows) if count < 4)
+    first_narrow = next(number for number, count in enumerate(rows) if count < 4)
     assert first_narrow > len(rows) // 2  # only when little is left
 
 
@@ -118,7 +118,7 @@ def test_killed_search_repeats_no_finished_rung_and_finds_the_same_best(setting:
 def test_stopped_search_gives_back_what_it_held(setting: Setting) -> None:
     search = setting.search()
     assert not search.run(lambda: len(setting.finished) >= 3)
-    assert search.study.held == () and search.places == []
+    assert search.study.held == () and search.slots == []
     assert setting.search(setting.study("other")).run(never)
     assert len(setting.finished) == len(set(setting.finished)) == 13
 
@@ -170,12 +170,12 @@ def test_workers_that_live_take_their_share_of_a_rung_each(setting: Setting, mon
     other.renew()  # it lives
     search = setting.search(setting.study("first"))
     search._admit()
-    assert [place.segment.trial for place in search.places] == [0, 1, 2, 3, 4]
-    assert alone == [False] and not search.roster.is_alone
+    assert [slot.segment.trial for slot in search.slots] == [0, 1, 2, 3, 4]
+    assert alone == [False] and not search.registry.is_alone
     other.leave()
     search._admitted_at = (-1, ())
     search._admit()
-    assert len(search.places) == 9 and search.roster.is_alone
+    assert len(search.slots) == 9 and search.registry.is_alone
     search.close()
     assert setting.study("third").num_searchers() == 1  # but for itself all have left
 
@@ -189,7 +189,7 @@ def test_workers_on_other_hosts_share_the_trials_and_are_no_company_while_packs_
         setting.study("other").renew()
     search = setting.search(setting.study("first"))
     search._admit()
-    assert len(search.places) == 5 and search.roster.is_alone
+    assert len(search.slots) == 5 and search.registry.is_alone
     search.close()
 
 

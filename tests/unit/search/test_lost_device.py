@@ -30,7 +30,7 @@ def lost_samples(*_: Any, **__: Any) -> Any:
     [
         (trial_registry, "probe", lost_in_a_loss),
         (trial_registry, "measured_width", lost),
-        (Pack, "seat", lost),
+        (Pack, "assign", lost),
         (Pack, "step", lost),
         (Pack, "step", lost_samples),
         (Pack, "drain", lost),

@@ -64,19 +64,19 @@ def test_trials_whose_packs_run_out_of_memory_at_once_train_alone(
 def test_trials_that_memory_does_not_seat_beside_each_other_train_alone(
     side_by_side: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    search, seat = side_by_side.search(), Pack.seat
+    search, assign = side_by_side.search(), Pack.assign
     banks: list[weakref.ref[nn.Module]] = []
     num_held: list[int] = []
 
     def short(pack: Pack, *args: Any) -> None:
         num_held.append(sum(bank() is not None for bank in banks))
-        if len({place.pack_key for place in search.places}) > 1:
+        if len({slot.pack_key for slot in search.slots}) > 1:
             bank = nn.Linear(4, 3)
             banks.append(weakref.ref(bank))
             raise MemoryError
-        seat(pack, *args)
+        assign(pack, *args)
 
-    monkeypatch.setattr(Pack, "seat", short)
+    monkeypatch.setattr(Pack, "assign", short)
     assert search.run(never)
     assert banks and not why_failed(side_by_side.study())
     assert set(num_held) == {0}  # half-made banks are gone when the next is made
@@ -110,7 +110,7 @@ def test_trial_that_cannot_be_described_in_the_memory_packs_leave_is_described_w
 
     def short(*args: Any, **kwargs: Any) -> Any:
         if search.packs.count:
-            beside.extend(place.progress for place in search.places)
+            beside.extend(slot.progress for slot in search.slots)
             raise error from (MemoryError() if isinstance(error, UserError) else None)
         return probe(*args, **kwargs)
 
@@ -169,7 +169,7 @@ def test_stop_while_packs_have_made_room_keeps_where_segments_stand(
     measured, signals = trial_registry.measured_width, []
 
     def signalled(*args: Any) -> Any:
-        if any(0 < place.progress < 1 for place in search.places) and args[-2]():
+        if any(0 < slot.progress < 1 for slot in search.slots) and args[-2]():
             signals.append("SIGTERM")
         return measured(*args)
 

@@ -476,11 +476,11 @@ def test_choices_that_are_lists_are_texts_for_samplers_and_lists_for_configurati
     assert parameter.choices == ("[64]", "[128, 128]", "[1]")
     assert parameter.meant("[128, 128]") == [128, 128]
     assert parameter.meant("[1]") == "[1]"  # a text that was written as one
-    assert parameter.place("[128, 128]") == 0.5
+    assert parameter.position("[128, 128]") == 0.5
 
 
 def test_place_lies_between_the_ends_of_a_range_or_among_choices() -> None:
-    assert parse_parameter("a", {"low": 2.0, "high": 4.0}).place(2.5) == 0.25
-    assert parse_parameter("a", {"low": 0.01, "high": 100.0, "log": True}).place(1.0) == pytest.approx(0.5)
-    assert [parse_parameter("a", [False, 0.5, None]).place(value) for value in (False, 0.5, None)] == [0.0, 0.5, 1.0]
-    assert parse_parameter("a", ["only"]).place("only") == 0.0
+    assert parse_parameter("a", {"low": 2.0, "high": 4.0}).position(2.5) == 0.25
+    assert parse_parameter("a", {"low": 0.01, "high": 100.0, "log": True}).position(1.0) == pytest.approx(0.5)
+    assert [parse_parameter("a", [False, 0.5, None]).position(value) for value in (False, 0.5, None)] == [0.0, 0.5, 1.0]
+    assert parse_parameter("a", ["only"]).position("only") == 0.0

@@ -20,7 +20,7 @@ from crossbow_py.search.hyperband import Segment, best, make_brackets
 from crossbow_py.search.loop import Search, SearchHooks, SearchRules
 from crossbow_py.search.packs.policies import Policy
 from crossbow_py.search.packs.trial import TrialSettings
-from crossbow_py.search.packs.trial_registry import Roster, SearchData
+from crossbow_py.search.packs.trial_registry import SearchData, TrialRegistry
 from crossbow_py.search.space import Space
 from crossbow_py.search.study.states import TrialStates
 from crossbow_py.search.study.study import SharedStudy
@@ -69,12 +69,12 @@ class Setting:
         study.open({"tiny": 1})
         return study
 
-    def roster(self, told: Callable[[str], None]) -> Roster:
+    def registry(self, told: Callable[[str], None]) -> TrialRegistry:
         feed = make_feed(blobs(40), 1, 0)
         assert isinstance(feed, ResidentFeed)
         validation, test = make_feed(blobs(30), 1), make_feed(blobs(21), 1)
         data = SearchData(feed.with_batch_size, 40, validation, test, (3, True), self.streams)
-        return Roster(self.trial, self.space, data, RunSettings(device="cpu"), CHOICES, LOSS, self.width, told)
+        return TrialRegistry(self.trial, self.space, data, RunSettings(device="cpu"), CHOICES, LOSS, self.width, told)
 
     def trial(self, trial: int, params: Mapping[str, Any]) -> TrialSettings:
         rate = self.rates.get(trial, params["optimizer.learning_rate"])
@@ -92,7 +92,7 @@ class Setting:
         )
         states = TrialStates(self.folder)
         return Search(
-            self.rules(), study or self.study(), self.roster(self.messages.append), states, RunSettings(device="cpu"),
+            self.rules(), study or self.study(), self.registry(self.messages.append), states, RunSettings(device="cpu"),
             CHOICES, LOSS, hooks,
         )  # fmt: skip
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from crossbow_py import SMA, Independent, LocalSGD
-from crossbow_py.telemetry.console import ConsoleListener, clock_time, epoch_line, header_lines, progress_line
+from crossbow_py.telemetry.console import ConsoleListener, epoch_line, header_lines, progress_line
 from crossbow_py.telemetry.events import LearningStatistics
+from crossbow_py.telemetry.screen import clock_time
 from crossbow_py.train.run_folder.reporter import averaging_settings
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from crossbow_py.report.reading import RunRecord
-from crossbow_py.telemetry.figures import alike, figures
+from crossbow_py.telemetry.figures import figures, same_settings
 
 SUMMARY = {"test_accuracy": 0.98765, "time_to_accuracy_s": 12.34, "train_time_s": 725.0, "images_per_s": 12345.6,
            "model": "mlp", "num_learners": 4}  # fmt: skip
@@ -28,7 +28,7 @@ def test_figures_of_a_run_that_ended_are_those_of_its_summary_and_of_another_tho
         "learners a device": ["4", "2"],
         "seed": ["", "3"],
     }
-    assert alike([ended, killed]) == []
+    assert same_settings([ended, killed]) == []
 
 
 def test_settings_that_are_alike_stand_apart_from_the_table() -> None:
@@ -37,8 +37,8 @@ def test_settings_that_are_alike_stand_apart_from_the_table() -> None:
         for seed, name in enumerate("ab")
     ]
     assert dict(figures(runs)) == {"status": ["finished"] * 2, "seed": ["0", "1"]}
-    assert alike(runs) == [("model", "mlp"), ("precision", "fp32")]
-    assert [name for name, _ in alike(runs[:1])] == ["model", "precision", "seed"]
+    assert same_settings(runs) == [("model", "mlp"), ("precision", "fp32")]
+    assert [name for name, _ in same_settings(runs[:1])] == ["model", "precision", "seed"]
 
 
 def test_figures_of_a_damaged_summary_are_left_out() -> None:

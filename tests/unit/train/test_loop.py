@@ -336,7 +336,7 @@ def test_non_finite_learner_without_a_checkpoint_says_that_there_is_none():
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_reseed_clones_the_non_finite_learner_from_z_counts_it_and_leaves_the_others_bit_untouched(monkeypatch, executor):
+def test_reseed_clones_the_non_finite_learner_from_z_and_leaves_the_others_bit_untouched(monkeypatch, executor):
     recorder = Recorder()
     trainer = make_trainer(
         train_data=with_a_nan_at(22), num_learners=3, executor=executor, on_nonfinite="reseed",

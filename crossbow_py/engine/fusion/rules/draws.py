@@ -1,4 +1,4 @@
-"""Random numbers of a graph: from each learner's own generator, in the order in which the model draws them."""
+"""Rules for operators that draw random numbers: from each learner's own generator, in the order of the model."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from crossbow_py.engine.fusion.values import Fused, Layout, channels, of_learner
 from crossbow_py.engine.modules.dropout import take_masks
 
 _MODULES = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")
-_CHANCES = {"dropout": 1, "feature_dropout": 1, "scaled_dot_product_attention": 4}  # where p is among the arguments
+_RATE_INDEX = {"dropout": 1, "feature_dropout": 1, "scaled_dot_product_attention": 4}  # of p among the arguments
 
 
 def draws(node: Node) -> bool:
-    """Whether a node of a graph draws random numbers."""
+    """Return whether a node of a graph draws random numbers."""
     target = node.target
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    place = _CHANCES.get(base_name(target))
-    if place is None:
+    index = _RATE_INDEX.get(base_name(target))
+    if index is None:
         return True
-    return bool(node.args[place] if len(node.args) > place else node.kwargs.get("dropout_p"))
+    return bool(node.args[index] if len(node.args) > index else node.kwargs.get("dropout_p"))
 
 
 def is_of_dropout_module(node: Node) -> bool:
-    """Whether a node is what an `nn.Dropout` computes, which learners' own layers replace in eager mode."""
+    """Return whether a node is that of an `nn.Dropout`, which learners' own layers replace in eager mode."""
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     return bool(modules) and str(modules[-1][1]).rsplit(".", 1)[-1].rstrip("'>") in _MODULES
 
 
 @rule("dropout", "feature_dropout")
 def dropout(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A mask of each learner's own, of those `engine.dropout.CounterDropout` would take."""
+    """Apply each learner's own mask, the one that `CounterDropout` would take."""
     own, p, train = args
     assert call.shape is not None, "dropout gives a tensor"
     if not train or p == 0:
@@ -53,7 +53,7 @@ def dropout(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @rule("bernoulli")
 def bernoulli(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Ones of one chance, else zeros: drop path. Chances in a tensor are left to the loop."""
+    """Draw ones with one probability, as for drop path; the loop runs it for a tensor of probabilities."""
     own, chance = (*args, None)[:2]
     if not isinstance(chance, float | int) or kwargs.get("generator") is not None:
         raise NotFusedError
@@ -64,5 +64,5 @@ def bernoulli(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @rule("new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like", "ones_like", "full_like")
 def new_tensor(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The same for all learners, until somebody writes to it."""
+    """Make one tensor for all learners, until it is written to."""
     return Fused(call.target(*of_learner(args, 0, call.num_learners), **kwargs), Layout.SHARED)

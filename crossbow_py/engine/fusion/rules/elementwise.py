@@ -1,4 +1,4 @@
-"""Rules of operators that keep to dimensions: element-wise ones, those told dimensions, and changes of shape."""
+"""Rules for element-wise operators, operators with a dimension as argument, and changes of shape."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from crossbow_py.engine.fusion.values import (
     Fused,
     Layout,
     PerLearner,
-    apart,
     channels,
     map_values,
     rank_of,
+    split_learners,
     stack,
     values_in,
     with_rank,
     wrap,
 )
 
-# Element-wise operators that carry no tag saying so.
+# Element-wise operators without the tag that says so.
 POINTWISE = frozenset({
     "clone", "detach", "to", "_to_copy", "type_as", "relu6", "selu", "celu", "rsub", "square", "softplus", "clamp",
     "clip", "logical_not", "masked_fill", "float_power", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "mish",
     "silu", "true_divide", "relu", "gelu", "elu", "where", "log_sigmoid", "floor_divide", "__and__", "__or__",
     "__xor__", "absolute", "negative", "multiply", "divide", "subtract",
 })  # fmt: skip
-_FORMAT = "memory_format"  # layouts are ours to choose
+_FORMAT = "memory_format"  # ignored: rules choose layouts
 _DIMENSIONS = ("dim", "dims", "dim0", "dim1", "source", "destination")
 _ANY_DIMENSIONS = ("mean", "sum", "amax", "amin", "logsumexp", "linalg_vector_norm", "var", "std", "any", "all")
 
 
 def pointwise(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """In CHANNELS when all tensors are and match, else in STACK, shapes aligned so that they broadcast as one's own."""
+    """Run in CHANNELS if all tensors are and match, else in STACK, aligned to broadcast as one learner's do."""
     kwargs = {name: value for name, value in kwargs.items() if name != _FORMAT}
     values = [value for value in values_in([*args, *kwargs.values()]) if isinstance(value, Fused)]
     keep = _all_channels(values)
@@ -60,7 +60,7 @@ def pointwise(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     named = {name: map_values(value, tensor) for name, value in kwargs.items()}
     result = call.target(*plain, **named) if in_place else call.functional(*plain, **named)
     if is_in_place(call.target):
-        result = result.to(plain[0].dtype)  # which writing keeps, whatever the others are
+        result = result.to(plain[0].dtype)  # which writing in place would keep
     return wrap(result, Layout.CHANNELS if keep else Layout.STACK)
 
 
@@ -74,7 +74,7 @@ def _all_channels(values: list[Fused]) -> bool:
 
 
 def _writable(value: Any, keep: bool) -> bool:
-    """Whether the first argument is a tensor with memory of its own for every learner."""
+    """Return whether the first argument is a tensor with memory of its own for every learner."""
     if not isinstance(value, Fused):
         return False
     return value.layout is Layout.CHANNELS if keep else value.layout is Layout.STACK
@@ -87,7 +87,7 @@ def _writable(value: Any, keep: bool) -> bool:
     "concatenate", "stack", "flip", "roll", "gather", "sort", "topk", "glu", "var_mean", "std_mean",
 )  # fmt: skip
 def dimensional(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """In STACK, every dimension one further; without a dimension, over all but the first."""
+    """Run in STACK with every dimension moved by one; without a dimension, over all but the first."""
     named = arguments_by_name(call, args, kwargs)
     name = base_name(call.target)
     if _stays_in_channels(name, named):
@@ -96,9 +96,9 @@ def dimensional(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     if not dimensions:
         return _over_everything(call, name, named)
     rank = next(rank_of(value) for value in values_in(list(named.values())) if isinstance(value, Fused))
-    rank += name == "stack"  # whose dimension is one of the result's
+    rank += name == "stack"  # its dimension is one of the result
     if not rank:
-        raise NotFusedError  # a single value, of which dimension -1 is none of its own
+        raise NotFusedError  # a scalar accepts dimension -1, although it has none
     for key in dimensions:
         named[key] = _shifted(name, named[key], rank)
     plain = {key: map_values(value, lambda own: stack(own, call.num_learners)) for key, value in named.items()}
@@ -118,7 +118,7 @@ def _shifted(name: str, dims: Any, rank: int) -> Any:
 
 
 def _over_everything(call: Call, name: str, named: dict[str, Any]) -> Fused:
-    """A full reduction is one over everything but K: the learners' values as one row each."""
+    """Reduce over everything but K, with each learner's values as one row."""
     if name not in {"mean", "sum", "prod", "max", "min", "any", "all"}:
         raise NotFusedError
     own = stack(named["self"], call.num_learners).reshape(call.num_learners, -1)
@@ -128,7 +128,7 @@ def _over_everything(call: Call, name: str, named: dict[str, Any]) -> Fused:
 
 
 def _stays_in_channels(name: str, named: Mapping[str, Any]) -> bool:
-    """Concatenation of channels, and reductions over space, which need no change of layout."""
+    """Return whether it concatenates channels or reduces over space, which needs no change of layout."""
     if name in {"cat", "concat", "concatenate"}:
         values = values_in(list(named.values()))
         return named["dim"] == 1 and all(isinstance(v, Fused) and v.layout is Layout.CHANNELS for v in values)
@@ -142,23 +142,23 @@ def _in_channels(call: Call, named: dict[str, Any]) -> Fused:
     if "tensors" in named:
         own = [value.tensor for value in named["tensors"]]
         if own[0].ndim == 4:  # in memory order, so that the result is channels-last without another copy
-            parts = [apart(tensor.movedim(1, -1), -1, call.num_learners) for tensor in own]
-            return Fused(torch.cat(parts, dim=-1).flatten(-2).movedim(-1, 1), Layout.CHANNELS)
-        parts = [apart(tensor, 1, call.num_learners) for tensor in own]
-        return Fused(torch.cat(parts, dim=2).flatten(1, 2), Layout.CHANNELS)
+            split = [split_learners(tensor.movedim(1, -1), -1, call.num_learners) for tensor in own]
+            return Fused(torch.cat(split, dim=-1).flatten(-2).movedim(-1, 1), Layout.CHANNELS)
+        split = [split_learners(tensor, 1, call.num_learners) for tensor in own]
+        return Fused(torch.cat(split, dim=2).flatten(1, 2), Layout.CHANNELS)
     return Fused(run(call.functional, {**named, "self": named["self"].tensor}), Layout.CHANNELS)
 
 
 @rule("t", "mT")
 def transposed(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Matrices are transposed, vectors stay."""
+    """Transpose matrices, and leave vectors."""
     own = stack(args[0], call.num_learners)
     return Fused(own.transpose(-2, -1) if own.ndim > 2 else own, Layout.STACK)
 
 
 @rule("index_select")
 def index_select(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """With the same index for every learner."""
+    """Select with an index that all learners share."""
     own, dim, index = args
     if index.layout is not Layout.SHARED:
         raise NotFusedError
@@ -167,7 +167,7 @@ def index_select(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @rule("index")
 def index(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Dimensions with an index come first; learners with indices of their own are one index more."""
+    """Index with the indexed dimensions first; if learners have different indices, K is indexed too."""
     own, given = stack(args[0], call.num_learners), args[1]
     dims = [dim for dim, each in enumerate(given) if each is not None]
     indices = [given[dim] for dim in dims]
@@ -183,14 +183,14 @@ def index(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         tensors = [each.tensor for each in indices]
     moved = own.movedim([dim + 1 for dim in dims], list(range(1, len(dims) + 1)))
     found = torch.ops.aten.index.Tensor(moved, [*first, *tensors])
-    if dims[-1] - dims[0] == len(dims) - 1:  # neighbours: what is found takes their place
+    if dims[-1] - dims[0] == len(dims) - 1:  # adjacent dimensions, which the result replaces
         found = found.movedim(list(range(1, rank + 1)), list(range(dims[0] + 1, dims[0] + rank + 1)))
     return Fused(found, Layout.STACK)
 
 
 @rule("contiguous", "alias", "lift_fresh_copy")
 def unchanged(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Memory formats are the layouts' own business."""
+    """Return the value: rules choose memory formats."""
     return args[0]
 
 
@@ -198,7 +198,7 @@ def unchanged(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     "view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel"
 )
 def reshape(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The exported shape behind K."""
+    """Change the shape to the exported one, after K."""
     assert call.shape is not None, "a change of shape gives a tensor"
     own = stack(args[0], call.num_learners)
     return Fused(own.reshape(call.num_learners, *call.shape), Layout.STACK)
@@ -206,7 +206,7 @@ def reshape(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @rule("expand", "expand_as", "broadcast_to")
 def expand(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The exported shape behind K, without a copy."""
+    """Expand to the exported shape, after K, without a copy."""
     assert call.shape is not None, "an expansion gives a tensor"
     own = with_rank(stack(args[0], call.num_learners), len(call.shape))
     return Fused(own.expand(call.num_learners, *call.shape), Layout.STACK)
@@ -214,19 +214,19 @@ def expand(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @rule("repeat")
 def repeat(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Learners are not repeated."""
+    """Repeat every dimension but K."""
     own, sizes = args
     return Fused(with_rank(stack(own, call.num_learners), len(sizes)).repeat(1, *sizes), Layout.STACK)
 
 
 @rule("pad", "constant_pad_nd")
 def pad(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Space is padded in any layout; constants also along channels and the batch, in STACK."""
+    """Pad space in any layout; in STACK also channels and the batch, with a constant."""
     named = arguments_by_name(call, args, kwargs)
     own, widths = named["self"], named["pad"]
     spatial = len(widths) // 2 <= rank_of(own) - 2
     layout = Layout.CHANNELS if spatial and own.layout is Layout.CHANNELS else Layout.STACK
-    if named.get("mode", "constant") != "constant":  # other modes know images alone
+    if named.get("mode", "constant") != "constant":  # other modes pad only images
         if len(widths) // 2 != rank_of(own) - 2:
             raise NotFusedError  # without a batch
         layout = Layout.CHANNELS
@@ -235,7 +235,7 @@ def pad(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def add_to_integer_buffers(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`num_batches_tracked += 1` of every learner's own module."""
+    """Run `num_batches_tracked += 1` on every learner's own module."""
     own: PerLearner = args[0]
     if kwargs or isinstance(args[1], Fused | PerLearner):
         raise NotFusedError

@@ -1,4 +1,4 @@
-"""Rules of layers: convolution, normalisation, linear, embedding, attention, pooling, dropout."""
+"""Rules for layers: convolution, normalisation, linear, embedding, attention and pooling."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.engine.fusion.rules.registry import Call, NotFusedError, arguments_by_name, base_name, rule, run
-from crossbow_py.engine.fusion.values import Fused, Layout, apart, channels, rank_of, stack, with_rank
+from crossbow_py.engine.fusion.values import Fused, Layout, channels, rank_of, split_learners, stack, with_rank
 from crossbow_py.engine.modules.dropout import take_masks
 
 
 def _flat(value: Fused | None, num_learners: int) -> Tensor | None:
-    """Parameters or statistics `[K, C, ...]` as `[K·C, ...]`: a view in a bank of blocks."""
+    """Return parameters or statistics `[K, C, ...]` as `[K·C, ...]`, a view in a bank of blocks."""
     return None if value is None else stack(value, num_learners).flatten(0, 1)
 
 
 @rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def convolution(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """One grouped convolution; of an input shared by all learners, one dense convolution with K times the outputs."""
+    """Run one grouped convolution, or for a shared input one dense convolution with K times the outputs."""
     named = arguments_by_name(call, args, kwargs)
     weight, own = named["weight"], named["input"]
     if weight.layout is not Layout.STACK or rank_of(own) != weight.tensor.ndim - 1:
-        raise NotFusedError  # filters that are no parameters, or an image without a batch
+        raise NotFusedError  # filters are no parameters, or images have no batch
     named["weight"], named["bias"] = _flat(weight, call.num_learners), _flat(named["bias"], call.num_learners)
     transposed = "output_padding" in named
     if own.layout is Layout.SHARED and named["groups"] == 1 and not transposed and not _is_thin(own.tensor):
@@ -37,11 +37,11 @@ def convolution(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _is_thin(images: Tensor) -> bool:
-    """Images of one channel on a CPU whose vectors are short, where filter gradients of a dense convolution are slow.
+    """Return whether dense filter gradients are slow: for images of one channel on a CPU without AVX-512.
 
-    The first layer of LeNet for 16 learners, batches of 32, both directions, one core of an AMD EPYC with AVX2: 2.7 to
-    3.3 ms a learner dense, 1.8 to 1.9 grouped (shortest of 25). With AVX-512 it is 0.3 dense and 1.1 grouped in
-    bfloat16, 0.6 and 1.0 in float32. With three channels dense is faster anyway.
+    The first layer of LeNet for 16 learners, batches of 32, both directions, on one core of an AMD EPYC with AVX2,
+    takes 2.7 to 3.3 ms a learner dense and 1.8 to 1.9 ms grouped (shortest of 25). With AVX-512 it is 0.3 dense and 1.1
+    grouped in bfloat16, 0.6 and 1.0 in float32. With three channels dense is faster in any case.
     """
     is_short = images.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() != "AVX512"
     return is_short and images.ndim == 4 and images.shape[1] == 1
@@ -49,7 +49,7 @@ def _is_thin(images: Tensor) -> bool:
 
 @rule("batch_norm", "instance_norm")
 def batch_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """K·C channels are K times C channels; the bank's statistics are moved in place."""
+    """Normalise K·C channels, and update the bank's statistics in place."""
     named = arguments_by_name(call, args, kwargs)
     named["input"] = channels(named["input"], call.num_learners)
     for name in ("weight", "bias", "running_mean", "running_var"):
@@ -59,10 +59,10 @@ def batch_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @rule("group_norm")
 def group_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """K times the groups."""
+    """Normalise K times as many groups."""
     named = arguments_by_name(call, args, kwargs)
     own = channels(named["input"], call.num_learners)
-    # torch 2.13 crashes in the backward pass of a channels-last input that needs no gradient itself.
+    # torch 2.13 crashes in the backward pass of a channels-last input that does not require a gradient.
     named["input"] = own if own.requires_grad else own.contiguous()
     named["num_groups"] *= call.num_learners
     for name in ("weight", "bias"):
@@ -72,7 +72,7 @@ def group_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @rule("layer_norm", "rms_norm")
 def layer_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Without its parameters over all rows alike, then each learner's own scale and shift."""
+    """Normalise all rows without parameters, and then apply each learner's scale and shift."""
     named = arguments_by_name(call, args, kwargs)
     own, weight, bias = stack(named["input"], call.num_learners), named["weight"], named.get("bias")
     rank = own.ndim - 1
@@ -87,7 +87,7 @@ def layer_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @rule("linear")
 def linear(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A batched product; of an input shared by all learners, one product with K times the outputs."""
+    """Compute one batched product, or for a shared input one product with K times the outputs."""
     named = arguments_by_name(call, args, kwargs)
     own, weight, bias = named["input"], named["weight"], named["bias"]
     if weight.layout is Layout.SHARED:
@@ -95,7 +95,7 @@ def linear(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     weights = stack(weight, call.num_learners)
     if own.layout is Layout.SHARED:
         wide = nn.functional.linear(own.tensor, weights.flatten(0, 1), _flat(bias, call.num_learners))
-        return Fused(apart(wide, -1, call.num_learners).movedim(-2, 0), Layout.STACK)
+        return Fused(split_learners(wide, -1, call.num_learners).movedim(-2, 0), Layout.STACK)
     rows = stack(own, call.num_learners)
     flat = rows.reshape(call.num_learners, -1, rows.shape[-1])
     shift = None if bias is None else stack(bias, call.num_learners)
@@ -104,11 +104,11 @@ def linear(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 class _BatchedLinear(torch.autograd.Function):
-    """x·Wᵀ + b of every learner. Unlike torch's own, the gradient of W is made in the memory order of W."""
+    """x·Wᵀ + b for every learner. Unlike in torch's own, the gradient of W has the memory order of W."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
-        """Rows `[K, N, I]`, weights `[K, O, I]` and bias `[K, O]` to `[K, N, O]`."""
+        """Return `[K, N, O]` from rows `[K, N, I]`, weights `[K, O, I]` and bias `[K, O]`."""
         ctx.save_for_backward(rows, weights)
         ctx.has_bias = bias is not None
         turned = weights.transpose(1, 2)
@@ -116,7 +116,7 @@ class _BatchedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of what is needed."""
+        """Return the gradients that are needed."""
         (gradient,), (rows, weights) = outputs, ctx.saved_tensors
         needs_rows, needs_weights, _ = ctx.needs_input_grad
         return (
@@ -128,7 +128,7 @@ class _BatchedLinear(torch.autograd.Function):
 
 @rule("addmm", "baddbmm")
 def product_and_sum(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A batched product of all learners, with what is added."""
+    """Compute a batched product and sum for all learners."""
     assert call.shape is not None, "a product is a tensor"
     shift, left, right = (with_rank(stack(value, call.num_learners), len(call.shape)) for value in args)
     whole = shift.expand(call.num_learners, *call.shape)
@@ -138,7 +138,7 @@ def product_and_sum(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> A
 
 @rule("matmul", "mm", "bmm")
 def matmul(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A batched product with one more batch dimension. Vectors are left to the loop."""
+    """Compute a product with one more batch dimension. The loop runs products of vectors."""
     rank = max(rank_of(value) for value in args)
     if min(rank_of(value) for value in args) < 2:
         raise NotFusedError
@@ -148,7 +148,7 @@ def matmul(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @rule("einsum")
 def einsum(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """One more letter, in front, of the terms that differ by learner. An equation without `->` is left to the loop."""
+    """Put a letter for K before the terms that differ by learner. The loop runs equations without `->`."""
     inputs, arrow, output = args[0].replace(" ", "").partition("->")
     learner = next(letter for letter in ascii_letters if letter not in args[0])
     terms = inputs.split(",")
@@ -164,12 +164,12 @@ def einsum(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @rule("embedding")
 def embedding(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """One table of K·V rows; learner j's indices begin at j·V."""
+    """Look up in one table of K·V rows, in which learner j's begin at j·V."""
     named = arguments_by_name(call, args, kwargs)
     if named["weight"].layout is Layout.SHARED:
         raise NotFusedError
     table, indices = stack(named["weight"], call.num_learners), stack(named["indices"], call.num_learners)
-    # Beyond a learner's own table lies its neighbour's. On CUDA the check is made on the device, without a wait.
+    # An index beyond a learner's table would read its neighbour's. On CUDA the device checks, without a wait.
     within = (indices >= 0) & (indices < table.shape[1])
     torch._assert_async(within.all(), f"an index is not in the {table.shape[1]} rows of an embedding")
     first = torch.arange(call.num_learners, device=table.device) * table.shape[1]
@@ -178,14 +178,14 @@ def embedding(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         table.flatten(0, 1),
         scale_grad_by_freq=named["scale_grad_by_freq"],
     )
-    if named["padding_idx"] >= 0:  # a row that is read and never learned
+    if named["padding_idx"] >= 0:  # a row that is read but not trained
         found = torch.where((indices == named["padding_idx"]).unsqueeze(-1), found.detach(), found)
     return Fused(found, Layout.STACK)
 
 
 @rule("scaled_dot_product_attention")
 def attention(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Learners are more of the batch. With dropout, as torch does it on a CPU, by masks of each learner's own."""
+    """Run with learners as part of the batch; with dropout as torch does on a CPU, with each learner's own masks."""
     named = arguments_by_name(call, args, kwargs)
     mask, p = named["attn_mask"], named["dropout_p"]
     if rank_of(named["query"]) < 3 or p == 1 or (named["scale"] or 1) < 0:
@@ -199,15 +199,15 @@ def attention(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     for name in ("query", "key", "value"):
         named[name] = stack(named[name], call.num_learners).flatten(0, 1)
     if p == 0:
-        return Fused(apart(run(call.target, named), 0, call.num_learners), Layout.STACK)
-    query = apart(named["query"], 0, call.num_learners)
+        return Fused(split_learners(run(call.target, named), 0, call.num_learners), Layout.STACK)
+    query = split_learners(named["query"], 0, call.num_learners)
     shape, generators = (*query.shape[1:-1], named["key"].shape[-2]), call.generators[: call.num_learners]
     kept = take_masks(shape, [p] * call.num_learners, generators, query)
-    return Fused(apart(_attention_with_dropout(named, kept.flatten(0, 1)), 0, call.num_learners), Layout.STACK)
+    return Fused(split_learners(_attention_with_dropout(named, kept.flatten(0, 1)), 0, call.num_learners), Layout.STACK)
 
 
 def _attention_with_dropout(named: Mapping[str, Any], kept: Tensor) -> Tensor:
-    """softmax(q·kᵀ·scale + mask)·kept·v, in the order in which torch does it on a CPU."""
+    """Return softmax(q·kᵀ·scale + mask)·kept·v, computed in the order of torch on a CPU."""
     query, key, value, mask = (named[name] for name in ("query", "key", "value", "attn_mask"))
     if named["enable_gqa"]:
         key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
@@ -217,7 +217,7 @@ def _attention_with_dropout(named: Mapping[str, Any], kept: Tensor) -> Tensor:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
-    weights = torch.ops.aten._safe_softmax(scores, -1)  # zeros where all is masked
+    weights = torch.ops.aten._safe_softmax(scores, -1)  # zeros for rows that are masked completely
     result: Tensor = (weights * kept) @ value
     return result
 
@@ -243,7 +243,7 @@ _POOLING = [
     "_upsample_bilinear2d_aa", "im2col",
 )  # fmt: skip
 def channelwise(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Operators that do to every channel the same: K·C of them are K times C."""
+    """Run an operator that treats all channels equally on K·C channels."""
     name = base_name(call.target)
     if rank_of(args[0]) != 2 + next((int(letter) for letter in name if letter.isdigit()), 2):
         raise NotFusedError  # an image without a batch
@@ -256,7 +256,7 @@ def channelwise(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @rule("prelu")
 def prelu(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """One slope for every channel, or one for all of a learner's."""
+    """Apply a slope for every channel, or one for all channels of a learner."""
     own, slopes = args
     if rank_of(own) < 2:
         raise NotFusedError  # a vector without a batch

@@ -1,12 +1,12 @@
-"""Recurrent layers of all learners over all time steps, from the inputs' share of the gates on; forward and backward.
+"""Recurrent layers of all learners over all time steps, forward and backward, given the inputs' product with weights.
 
-A step is one batched product of all learners and some operators that do point-wise work for them. What a step leaves
-for the backward pass is written side by side: gradients of weights are one batched product over all steps, and those
-of LSTM's gates are multiples of factors worked out for all steps at once (for GRU that was no faster). For an LSTM of
-64 hidden values and batches of 16, written this way but with factors made in each step, 16 learners took 0.78 of the
-time that autograd took over the same operators, on two CPU cores.
+A step is one batched product of all learners and some element-wise operators. Values for the backward pass are stored
+for all steps together: gradients of weights are one batched product over all steps, and those of an LSTM's gates are
+multiples of factors computed for all steps at once (for GRU that was no faster). For an LSTM with 64 hidden values and
+batches of 16, with factors computed in each step, 16 learners took 0.78 of the time of autograd over the same
+operators, on two CPU cores.
 
-Legend: K learners, T steps, B batch, H hidden size; gates in torch's order.
+Legend: K learners, T steps, B batch, H hidden size; gates are in torch's order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _aten = torch.ops.aten
 
 
 def _slots(initial: Tensor, num_steps: int, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """States `[T + 1, K, B, H]` with the initial one in place; those before and after each step, as views by time."""
+    """Return states `[T + 1, K, B, H]` with the initial one, and views of those before and after each step, by time."""
     every = initial.new_empty(num_steps + 1, *initial.shape)
     early, late = every[:-1], every[1:]
     before, after = (late, early) if reverse else (early, late)
@@ -33,33 +33,41 @@ def _order(num_steps: int, reverse: bool) -> range:
 
 
 def _by_rows(steps: Tensor) -> Tensor:
-    """`[T, K, B, N]` as `[K, B, T, N]` in memory, as batched products over all steps take it."""
+    """Return `[T, K, B, N]` as contiguous `[K, B, T, N]`, for batched products over all steps."""
     return steps.permute(1, 2, 0, 3).contiguous()
 
 
 def _by_steps(rows: Tensor) -> Tensor:
-    """`[K, B, T, N]` as `[T, K, B, N]`; a view."""
+    """Return `[K, B, T, N]` as a view `[T, K, B, N]`."""
     return rows.permute(2, 0, 1, 3)
 
 
 def _of_weights(gradients: Tensor, before: Tensor) -> Tensor:
-    """The gradient of weights `[K, N, H]` from those of products `[K, B, T, N]` and the states `[T, K, B, H]`."""
+    """Return the gradient of weights `[K, N, H]` from those of products `[K, B, T, N]` and states `[T, K, B, H]`."""
     return torch.bmm(gradients.flatten(1, 2).transpose(1, 2), _by_rows(before).flatten(1, 2))
 
 
 class LSTM(torch.autograd.Function):
-    """One direction of one layer of LSTM.
+    """One direction of one LSTM layer.
 
         i, f, o = σ(…), g = tanh(…);   c ← f·c + i·g;   h ← o·tanh(c)
 
-    The bias of the states' product is in the gates already.
+    The gates include the bias of the states' product.
     """
 
     @staticmethod
     def forward(
         ctx: Any, reverse: bool, gates: Tensor, weights: Tensor, hidden: Tensor, cell: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Gates `[K, B, T, 4H]`, weights `[K, 4H, H]`, states `[K, B, H]` to outputs `[K, B, T, H]` and the last c."""
+        """Return outputs `[K, B, T, H]` and the last c.
+
+        Args:
+            ctx: of autograd.
+            reverse: whether time runs backwards.
+            gates: the inputs' products `[K, B, T, 4H]`.
+            weights: those of the states, `[K, 4H, H]`.
+            hidden, cell: the initial states `[K, B, H]`.
+        """
         ctx.set_materialize_grads(False)
         own, size, turned = _by_steps(gates), weights.shape[2], weights.transpose(1, 2)
         found = gates.new_empty(own.shape)
@@ -82,12 +90,12 @@ class LSTM(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Of the gates, and of what else is needed."""
+        """Return the gradients of the gates, and of what else needs one."""
         outputs, dc = given
         weights, found, bounded, states, cells = ctx.saved_tensors
         h, c = (each[1:] if ctx.reverse else each[:-1] for each in (states, cells))
         i, f, g, o = torch.split(found, weights.shape[2], -1)
-        gates = torch.empty_like(found)  # what gradients of c, and for o of h, are multiplied by; then the products
+        gates = torch.empty_like(found)  # the factors of gradients of c, and for o of h; then the products
         by_gate = gates.unflatten(-1, (4, -1))  # type: ignore[no-untyped-call]
         _aten.sigmoid_backward.grad_input(g, i, grad_input=by_gate[..., 0, :])
         _aten.sigmoid_backward.grad_input(c, f, grad_input=by_gate[..., 1, :])
@@ -108,14 +116,22 @@ class LSTM(torch.autograd.Function):
 
 
 class GRU(torch.autograd.Function):
-    """One direction of one layer of GRU.
+    """One direction of one GRU layer.
 
     r, z = σ(x + W·h + b),   n = tanh(x + r·(W·h + b));   h ← n + z·(h − n)
     """
 
     @staticmethod
     def forward(ctx: Any, reverse: bool, gates: Tensor, weights: Tensor, bias: Tensor | None, hidden: Tensor) -> Tensor:
-        """Gates `[K, B, T, 3H]`, weights `[K, 3H, H]`, bias `[K, 3H]`, state `[K, B, H]` to outputs `[K, B, T, H]`."""
+        """Return outputs `[K, B, T, H]`.
+
+        Args:
+            ctx: of autograd.
+            reverse: whether time runs backwards.
+            gates: the inputs' products `[K, B, T, 3H]`.
+            weights, bias: those of the states, `[K, 3H, H]` and `[K, 3H]`.
+            hidden: the initial state `[K, B, H]`.
+        """
         own, size, turned = _by_steps(gates), weights.shape[2], weights.transpose(1, 2)
         found = gates.new_empty(own.shape)
         both, n = (part.unbind() for part in torch.split(found, [2 * size, size], -1))
@@ -138,11 +154,11 @@ class GRU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
-        """Of the gates, and of what else is needed."""
+        """Return the gradients of the gates, and of what else needs one."""
         (outputs,), (weights, found, inner, states) = given, ctx.saved_tensors
         h, size = states[1:] if ctx.reverse else states[:-1], weights.shape[2]
         r, z, n = (part.unbind() for part in torch.split(found, size, -1))
-        # Of W·h + b; of the gates it is another for n alone.
+        # Gradients of W·h + b; those of the gates differ only for n.
         products, last = torch.empty_like(found), torch.empty_like(inner)
         dr, dz, dn = (part.unbind() for part in torch.split(products, size, -1))
         dh = torch.zeros_like(last[0])
@@ -166,11 +182,11 @@ class GRU(torch.autograd.Function):
 
 
 class Elman(torch.autograd.Function):
-    """One direction of one layer of plain RNN: h ← tanh(…), or relu(…). All biases are in the gates already."""
+    """One direction of one plain RNN layer: h ← tanh(…), or relu(…). The gates include all biases."""
 
     @staticmethod
     def forward(ctx: Any, reverse: bool, relu: bool, gates: Tensor, weights: Tensor, hidden: Tensor) -> Tensor:
-        """Gates `[K, B, T, H]`, weights `[K, H, H]`, state `[K, B, H]` to outputs `[K, B, T, H]`."""
+        """Return outputs `[K, B, T, H]` from gates `[K, B, T, H]`, weights `[K, H, H]` and the state `[K, B, H]`."""
         own, turned = _by_steps(gates), weights.transpose(1, 2)
         states, h, h_next = _slots(hidden, len(own), reverse)
         for t in _order(len(own), reverse):
@@ -182,7 +198,7 @@ class Elman(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
-        """Of the gates, and of what else is needed."""
+        """Return the gradients of the gates, and of what else needs one."""
         (outputs,), (weights, states) = given, ctx.saved_tensors
         before, after = (states[1:], states[:-1]) if ctx.reverse else (states[:-1], states[1:])
         gates, dh = torch.empty_like(after), torch.zeros_like(after[0])

@@ -1,19 +1,19 @@
-"""Rules of recurrent layers and cells: LSTM, GRU and plain RNN, all learners in one batched product a time step.
+"""Rules for recurrent layers and cells: LSTM, GRU and plain RNN, with one batched product of all learners a time step.
 
-Left to the loop: projections (`proj_size`), packed sequences, and dropout between layers, which torch draws inside the
-operator, from its own generator: no executor can repeat it, and a run's probe warns of it. `nn.Dropout` between layers
-of their own is drawn from the learners' generators.
+The loop runs projections (`proj_size`), packed sequences, and dropout between layers, which torch draws inside the
+operator from its own generator: no executor can repeat it, and a run's probe warns of it. `nn.Dropout` between separate
+layers draws from the learners' generators.
 
-Time of the loop ÷ time of the rule, forward and backward, float32, 16 learners, 28 steps of 28 inputs, batches of 16
-and 32, interleaved on a machine that was busy (ratios of the shortest times; medians scatter by a third and more):
+The loop's time divided by the rule's, forward and backward, float32, 16 learners, 28 steps of 28 inputs, batches of 16
+and 32, interleaved on a busy machine (ratios of the shortest times; medians scatter by a third and more):
 
     LSTM  2 cores  hidden 64: 1.54, 1.36   128: 1.13, 1.20   256: 0.99, 0.65     (forward alone at 128: 0.74, 1.12)
     LSTM  1 core   hidden 64: 1.26, 1.21   128: 0.81, 1.11   256: 0.62
     GRU   1 core   hidden 64: 3.8, 3.2     128: 3.0, 2.0     256: 1.16           (whole rounds, but for 256)
     RNN   1 core   hidden 64: 5.5, 2.2     128: 2.6, 2.0     (whole rounds)
 
-On CPUs torch runs a float32 LSTM layer by oneDNN, and everything else by operators of its own, step by step. So wide
-LSTM layers in float32 are left to the loop there. No rule has been measured on CUDA.
+On CPUs torch runs a float32 LSTM layer with oneDNN, and everything else with its own operators, step by step. So the
+loop runs wide LSTM layers in float32 there. No rule has been measured on CUDA.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from crossbow_py.engine.fusion.rules.recurrence import GRU, LSTM, Elman
 from crossbow_py.engine.fusion.rules.registry import Call, NotFusedError, arguments_by_name, base_name, rule
 from crossbow_py.engine.fusion.values import Fused, Layout, stack
 
-_WIDEST_LSTM = 128  # hidden values; see above
-# Of inputs and of states, and their biases if there are any.
+_WIDEST_LSTM = 128  # hidden values; see the module's docstring
+# The weights of inputs and of states, and their biases if there are any.
 _Weights = Sequence[Fused]
-# Inputs [B, T, I] of each learner or shared, one direction's weights, its initial states [K, B, H], and whether time
-# runs backwards, to outputs [K, B, T, H] and the last states.
+# Takes inputs [B, T, I] of each learner or shared, one direction's weights, its initial states [K, B, H], and whether
+# time runs backwards; returns outputs [K, B, T, H] and the last states.
 _Direction = Callable[[Call, Fused, _Weights, Sequence[Tensor], bool], tuple[Tensor, list[Tensor]]]
 
 
 @rule("lstm")
 def lstm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Outputs, the last h and the last c of every layer and direction."""
+    """Return outputs, the last h and the last c of every layer and direction."""
     named = arguments_by_name(call, args, kwargs)
     hidden = named["hx"][0].tensor
     if hidden.shape[-1] > _WIDEST_LSTM and _has_layers_of_onednn(hidden):
@@ -50,14 +50,14 @@ def lstm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @rule("gru", "rnn_tanh", "rnn_relu")
 def of_one_state(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Outputs, and the last h of every layer and direction."""
+    """Return outputs, and the last h of every layer and direction."""
     named = arguments_by_name(call, args, kwargs)
     return _layers(call, named, [named["hx"]])
 
 
 @rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 def cell(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """One step of one layer: the new states."""
+    """Return the new states after one step of one layer."""
     named = arguments_by_name(call, args, kwargs)
     k, has_several = call.num_learners, isinstance(named["hx"], list)
     given = named["hx"] if has_several else [named["hx"]]
@@ -70,7 +70,7 @@ def cell(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _layers(call: Call, named: Mapping[str, Any], initial: Sequence[Fused]) -> list[Fused]:
-    """Outputs of the last layer, and the last states `[K, L·D, B, H]` of all layers and directions."""
+    """Return outputs of the last layer, and the last states `[K, L·D, B, H]` of all layers and directions."""
     num_directions, count = 1 + named["bidirectional"], 2 + 2 * named["has_biases"]
     _check(named, initial, named["num_layers"] * num_directions * count)
     k, direction = call.num_learners, _direction_of(call)
@@ -92,10 +92,10 @@ def _layers(call: Call, named: Mapping[str, Any], initial: Sequence[Fused]) -> l
 
 
 def _check(named: Mapping[str, Any], initial: Sequence[Fused], num_weights: int) -> None:
-    """Raise NotFusedError for what is left to the loop."""
+    """Raise NotFusedError for layers that the loop runs."""
     packed = "batch_sizes" in named
     if packed or len(named["params"]) != num_weights:
-        raise NotFusedError  # weights of a projection are a further one a direction
+        raise NotFusedError  # a projection has one more weight for each direction
     if named["dropout"] and named["train"] and named["num_layers"] > 1:
         raise NotFusedError
 
@@ -106,12 +106,12 @@ def _has_layers_of_onednn(like: Tensor) -> bool:
 
 
 def _in_rows(value: Fused, num_learners: int) -> Fused:
-    """Shared inputs as they are, others `[K, ...]`."""
+    """Return shared inputs unchanged, and others as `[K, ...]`."""
     return value if value.layout is Layout.SHARED else Fused(stack(value, num_learners), Layout.STACK)
 
 
 def _swapped(sequences: Fused) -> Fused:
-    """`[T, B, N]` of each learner as `[B, T, N]`, or the other way round; a view."""
+    """Return `[T, B, N]` of each learner as a view `[B, T, N]`, or the other way round."""
     return Fused(sequences.tensor.transpose(-3, -2), sequences.layout)
 
 
@@ -148,7 +148,7 @@ def _elman(
 
 
 def _share_of_inputs(call: Call, own: Fused, weight: Fused, bias: Fused | None) -> Tensor:
-    """The gates' `[K, B, T, N]`, of all time steps in one product."""
+    """Return the inputs' share of the gates, `[K, B, T, N]`, for all time steps in one product."""
     found: Fused = linear(replace(call, target=torch.ops.aten.linear.default), [own, weight, bias], {})
     return found.tensor
 

@@ -1,4 +1,4 @@
-"""Which rule serves an operator, and what a rule is given."""
+"""The registry of rules that run operators for K learners, and the arguments of a rule."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from crossbow_py.engine.modules.dropout import OwnDraws
 
 
 class NotFusedError(Exception):
-    """A rule does not cover these arguments; the operator is run learner by learner."""
+    """A rule does not cover these arguments, so the operator runs learner by learner."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One operator of the graph for K learners.
+    """An operator of the graph, for K learners.
 
     Attributes:
         target: the ATen operator as it was exported.
-        shape: of one learner's result; None when it is no tensor.
+        shape: the shape of one learner's result; None if that is no tensor.
         num_learners: K.
-        generators: each learner's own stream of random numbers.
-        dropout_rates: each learner's own share to drop, or None, where the operator's own holds; read in every run.
-        learners: which of these rates are theirs.
-        may_write: of an in-place operator, whether it may overwrite the memory of its first argument.
-        must_write: whether it has to: what it changes is a buffer, and outlives the run.
+        generators: each learner's generator of random numbers.
+        dropout_rates: each learner's own dropout rate, or None for that of the operator; read in every run.
+        learners: the K learners, which index these rates.
+        may_write: whether an in-place operator may overwrite the memory of its first argument.
+        must_write: whether it has to, because it changes a buffer, which outlives the run.
     """
 
     target: OpOverload
@@ -44,17 +44,17 @@ class Call:
 
     @property
     def draws(self) -> bool:
-        """Whether the operator may draw from the learners' generators; on CUDA it draws from torch's own in a loop."""
+        """Whether the operator may draw from the learners' generators; on CUDA the loop draws from torch's own."""
         seeded = torch.Tag.nondeterministic_seeded in self.target.tags
         return seeded and self.generators[0].device.type == "cpu"
 
     @property
     def functional(self) -> OpOverload:
-        """The operator that does the same and leaves its argument alone."""
+        """The operator that does the same without writing its argument."""
         return functional(self.target)
 
     def perform(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The operator on tensors; one in place on a copy, unless it may overwrite."""
+        """Return the operator's result; an in-place operator that may not overwrite works on a copy."""
         if is_in_place(self.target) and not self.may_write:
             return self.target(args[0].clone(), *args[1:], **kwargs)
         return self.target(*args, **kwargs)
@@ -75,13 +75,13 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def base_name(target: OpOverload) -> str:
-    """`relu` of `aten.relu_.default`."""
+    """Return the operator's name without overload or underscore, such as `relu` for `aten.relu_.default`."""
     name = str(target._schema.name).split("::")[1]
     return name.removesuffix("_") if is_in_place(target) else name
 
 
 def is_in_place(target: OpOverload) -> bool:
-    """Whether the operator writes its first argument and returns it."""
+    """Return whether the operator writes its first argument and returns it."""
     arguments = target._schema.arguments
     info = arguments[0].alias_info if arguments else None
     name = str(target._schema.name)
@@ -89,14 +89,14 @@ def is_in_place(target: OpOverload) -> bool:
 
 
 def is_view(target: OpOverload) -> bool:
-    """Whether the result is a view of the first argument."""
+    """Return whether the result is a view of the first argument."""
     arguments = target._schema.arguments
     info = arguments[0].alias_info if arguments else None
     return info is not None and not info.is_write
 
 
 def functional(target: OpOverload) -> OpOverload:
-    """`aten.relu.default` of `aten.relu_.default`; the operator itself when it writes nothing."""
+    """Return the operator that writes nothing, such as `aten.relu.default` for `aten.relu_.default`."""
     if not is_in_place(target):
         return target
     packet = getattr(torch.ops.aten, base_name(target))
@@ -105,7 +105,7 @@ def functional(target: OpOverload) -> OpOverload:
 
 
 def arguments_by_name(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Every argument of the operator under its name in the schema, defaults filled in."""
+    """Return every argument of the operator by its name in the schema, with defaults."""
     named = {}
     for index, argument in enumerate(call.target._schema.arguments):
         if index < len(args):
@@ -123,14 +123,14 @@ def run(target: OpOverload, named: Mapping[str, Any]) -> Any:
 
 
 def loop(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The operator once for every learner, as it was exported: right for everything, fast for nothing."""
-    # Only buffers are written where they lie: a learner's part is a view, and its neighbours' share its version.
+    """Run the operator once for every learner, as it was exported: always right, and slow."""
+    # Only buffers are written in place: a learner's part is a view, which shares its version with the others'.
     call = replace(call, may_write=call.must_write)
     results = []
     for learner in range(call.num_learners):
         own = [of_learner(argument, learner, call.num_learners) for argument in args]
         named = {name: of_learner(value, learner, call.num_learners) for name, value in kwargs.items()}
-        if is_view(call.target):  # what is a view of one learner's tensor need not be one of its part of all
+        if is_view(call.target):  # a learner's part of a stack may not have the strides that a view needs
             own[0] = own[0].contiguous()
         with OwnDraws(call.generators[learner]) if call.draws else nullcontext():
             results.append(call.perform(own, named))

@@ -1,1 +1,1 @@
-"""Nodes of a graph that run as one step: which they are, and how a step runs for all learners."""
+"""Nodes of a graph that run as one step: finding them, and running the step for all learners."""

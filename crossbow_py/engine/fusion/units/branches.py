@@ -1,4 +1,4 @@
-"""Work side by side, on streams that fork from the current one and join it again: in a capture, branches of a graph."""
+"""Work side by side on streams that fork from the current one and join it again: branches of a graph in a capture."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 _MOST = 8  # streams; more branches share them in turn
-_CALLS, _REPLAYS = 8, 3  # of work in a graph whose time is taken, and of the graph
+_CALLS, _REPLAYS = 8, 3  # calls in a graph that is timed, and replays of it
 
 
 class Branches:
-    """At most `most` streams of a CUDA device, made when they are first needed. On a CPU one branch follows another."""
+    """At most `most` streams of a CUDA device, made at first use. On a CPU branches run one after another."""
 
     def __init__(self, device: torch.device, most: int = _MOST) -> None:
         self._device, self._most = device, most
         self._streams: list[torch.cuda.Stream] = []
 
     def run(self, bodies: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
-        """What the bodies return, in order. The host does not wait; afterwards the current stream does for all."""
+        """Run bodies and return their results in order. The current stream waits for all; the host does not."""
         if self._device.type != "cuda":
             return [body() for body in bodies]
         while len(self._streams) < min(self._most, len(bodies)):
@@ -31,7 +31,7 @@ class Branches:
         for index, body in enumerate(bodies):
             with torch.cuda.stream(streams[index % len(streams)]):
                 results.append(body())
-        # Results are freed after this, so their memory, which belongs to the branch, is not used again too early.
+        # Results are freed after this, so that their branches' memory is not reused too early.
         for stream in streams:
             home.wait_stream(stream)
         return results
@@ -48,9 +48,9 @@ def _replay_milliseconds(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream)
 
 
 def graph_milliseconds(device: torch.device) -> Callable[[Callable[[], Tensor]], float]:
-    """A clock for work that will run in a CUDA graph: the best of a few replays of a graph of a few calls.
+    """Return a function that times work as in a CUDA graph: the best of a few replays of a graph of a few calls.
 
-    Outside a graph what is measured of small operators is how fast the host can launch them.
+    Outside a graph, the time of small operators is only how fast the host launches them.
     """
 
     def milliseconds(run: Callable[[], Tensor]) -> float:
@@ -60,7 +60,7 @@ def graph_milliseconds(device: torch.device) -> Callable[[Callable[[], Tensor]],
             run()  # libraries choose algorithms and allocate workspaces at their first call on a stream
         graph = torch.cuda.CUDAGraph()
         try:
-            # The outer guard: when ending a capture fails, torch leaves the capture's stream as the current one.
+            # The outer guard restores the current stream, which torch does not if ending a capture fails.
             with (
                 torch.cuda.stream(stream),
                 torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),

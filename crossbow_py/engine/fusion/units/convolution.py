@@ -1,10 +1,10 @@
-"""Ways to convolve for all learners, and the one that is fastest for a layer on a device.
+"""The ways to convolve for all learners, and the choice of the fastest for a layer on a device.
 
-A convolution of K learners can be one grouped operator (channels-last or not), an operator a group on streams that
-fork and join, one dense operator whose filters are zero between learners, or the implicit-GEMM kernel. Which is
-fastest hangs on shapes, formats and the library, so it is measured: for each direction (forward, gradient of the input,
-gradient of the filters) apart, at a layer's first rounds, as a CUDA graph runs it. Every way is compared with the first
-one before its time counts. Choices are remembered in the user's cache.
+A convolution of K learners can be one grouped operator (channels-last or not), an operator for each group on streams
+that fork and join, one dense operator whose filters are zero between learners, or the implicit-GEMM kernel. Which is
+fastest depends on shapes, dtypes and the library, so it is measured in a layer's first rounds, as a CUDA graph runs it,
+for each direction (forward, gradient of the input, gradient of the filters) by itself. Every way is compared with the
+first one before its time counts. Choices are remembered in the user's cache.
 """
 
 from __future__ import annotations
@@ -29,48 +29,46 @@ from crossbow_py.engine.kernels.geometry import Geometry
 Direction = Literal["forward", "inputs", "filters"]
 IMPLICIT, GROUPED, GROUPED_NCHW = "implicit_gemm", "grouped_nhwc", "grouped_nchw"
 BRANCHES, DENSE = "branches", "block_diagonal"
-# Relative to the largest value: bfloat16 has 8 bits, TF32 10, and sums are long.
+# Tolerances relative to the largest value: bfloat16 has 8 bits, TF32 10, and sums are long.
 _TOLERANCE = {torch.bfloat16: 5e-2, torch.float32: 1e-2, torch.float64: 1e-10}
-# Filters that are mostly zeros cost as many products as learners squared; beyond this it never pays.
+# Dense filters, mostly zeros, cost as many products as learners squared; beyond this they are never faster.
 _MOST_DENSE_CHANNELS = 1024
 _MOST_BRANCHES = 32
 
 
 class Operators:
-    """A convolution of all learners by torch's operators, in four ways; images are channels-last `[B, G·C, H, W]`."""
+    """A convolution of all learners by torch's operators, in four ways, on channels-last images `[B, G·C, H, W]`."""
 
     def __init__(self, sizes: Geometry, branches: Branches) -> None:
         self._sizes, self._branches = sizes, branches
 
     def forward(self, way: str, inputs: Tensor, filters: Tensor, bias: Tensor | None) -> Tensor:
-        """Outputs, channels-last; filters `[G·O, C, KH, KW]`."""
+        """Return the outputs, channels-last. Filters are `[G·O, C, KH, KW]`."""
         s = self._sizes
         if way == GROUPED_NCHW:
             return channels_last(self._conv(inputs.contiguous(), filters.contiguous(), bias, s.groups))
         if way == DENSE:
             return self._conv(inputs, self._dense(filters), bias, 1)
         if way == BRANCHES:
-            parts = self._apart(inputs, filters, bias)
-            each = self._branches.run([partial(self._conv, *part, 1) for part in parts])
+            groups = self._split(inputs, filters, bias)
+            each = self._branches.run([partial(self._conv, *group, 1) for group in groups])
             return channels_last(torch.cat(each, 1))
         return self._conv(inputs, filters, bias, s.groups)
 
     def gradient(self, way: str, outputs: Tensor, inputs: Tensor, filters: Tensor, of_inputs: bool) -> Tensor:
-        """That of the inputs, channels-last, or that of the filters."""
+        """Return the gradient of the inputs, channels-last, or of the filters."""
         s = self._sizes
         if way == GROUPED_NCHW:
-            parts = (outputs.contiguous(), inputs.contiguous(), filters.contiguous())
-            found = self._backward(*parts, s.groups, of_inputs)
+            given = (outputs.contiguous(), inputs.contiguous(), filters.contiguous())
+            found = self._backward(*given, s.groups, of_inputs)
             return channels_last(found) if of_inputs else found
         if way == DENSE:
             found = self._backward(outputs, inputs, self._dense(filters), 1, of_inputs)
             return found if of_inputs else self._diagonal(found)
         if way == BRANCHES:
-            given = torch.split(outputs, s.out_channels, 1)
-            parts_of_all = zip(given, self._apart(inputs, filters, None), strict=True)
+            groups = zip(torch.split(outputs, s.out_channels, 1), self._split(inputs, filters, None), strict=True)
             bodies = [
-                partial(self._backward, channels_last(out), part[0], part[1], 1, of_inputs)
-                for out, part in parts_of_all
+                partial(self._backward, channels_last(out), group[0], group[1], 1, of_inputs) for out, group in groups
             ]
             each = self._branches.run(bodies)
             return channels_last(torch.cat(each, 1)) if of_inputs else torch.cat(each, 0)
@@ -89,7 +87,7 @@ class Operators:
         gradient: Tensor = found[0] if of_inputs else found[1]
         return gradient
 
-    def _apart(
+    def _split(
         self, inputs: Tensor, filters: Tensor, bias: Tensor | None
     ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
         s = self._sizes
@@ -97,10 +95,10 @@ class Operators:
         own = zip(
             torch.split(inputs, s.in_channels, 1), torch.split(filters, s.out_channels), biases, strict=True
         )
-        return [(channels_last(part), weights, shift) for part, weights, shift in own]
+        return [(channels_last(images), weights, shift) for images, weights, shift in own]
 
     def _dense(self, filters: Tensor) -> Tensor:
-        """`[G·O, G·C, KH, KW]` with zeros between groups; channels-last."""
+        """Return filters `[G·O, G·C, KH, KW]` with zeros between groups, channels-last."""
         s = self._sizes
         whole = filters.new_zeros(s.groups, s.out_channels, *s.kernel, s.groups, s.in_channels)
         own = filters.permute(0, 2, 3, 1).reshape(s.groups, s.out_channels, *s.kernel, s.in_channels)
@@ -108,7 +106,7 @@ class Operators:
         return whole.view(s.groups * s.out_channels, *s.kernel, -1).permute(0, 3, 1, 2)
 
     def _diagonal(self, dense: Tensor) -> Tensor:
-        """`[G·O, C, KH, KW]` out of the gradient of dense filters."""
+        """Return the gradient of filters `[G·O, C, KH, KW]` from that of dense filters."""
         s = self._sizes
         whole = dense.permute(0, 2, 3, 1).reshape(s.groups, s.out_channels, *s.kernel, s.groups, s.in_channels)
         own = whole.diagonal(0, 0, 4).movedim(-1, 0)
@@ -116,7 +114,7 @@ class Operators:
 
 
 def ways(sizes: Geometry, dtype: torch.dtype, device: torch.device) -> list[str]:
-    """All that serve, the one that others are compared with first."""
+    """Return all ways that can be used; the first is the one that others are compared with."""
     found = [GROUPED, GROUPED_NCHW]
     if sizes.groups > 1:
         found += [BRANCHES] if sizes.groups <= _MOST_BRANCHES else []
@@ -128,14 +126,14 @@ def ways(sizes: Geometry, dtype: torch.dtype, device: torch.device) -> list[str]
 
 
 class ConvolutionChoices:
-    """The way of each layer and direction: remembered, or measured when it is asked for the first time.
+    """The way of each layer and direction: remembered, or measured at first use.
 
     Args:
-        milliseconds: how long a way takes; raises for one that fails.
-        remembered: choices of earlier runs.
+        milliseconds: measures how long a way takes; raises if it fails.
+        remembered: the choices of earlier runs.
 
     Attributes:
-        notes: sentences for the user, on ways that failed or gave other numbers; the reader clears it.
+        notes: messages for the user about ways that failed or gave other numbers; the reader clears it.
     """
 
     def __init__(self, milliseconds: Callable[[Callable[[], Tensor]], float], remembered: Remembered) -> None:
@@ -145,7 +143,7 @@ class ConvolutionChoices:
         self.notes: list[str] = []
 
     def choose(self, key: str, candidates: Mapping[str, Callable[[], Tensor]]) -> str:
-        """The fastest of the candidates; the first is right by definition. Blocks the host while it measures."""
+        """Return the fastest candidate; the first is right by definition. Measuring blocks the host."""
         if key not in self._known:
             self._known[key] = self._settle(key, candidates)
         return self._known[key]
@@ -155,7 +153,7 @@ class ConvolutionChoices:
         if recalled == first:
             return first
         expected = candidates[first]()
-        # What was right when it was remembered may be compiled by another compiler now.
+        # A remembered way may have been compiled by another compiler since.
         if recalled in candidates and self._is_right(recalled, candidates[recalled], expected):
             return recalled
         right = {first: candidates[first]}
@@ -176,7 +174,7 @@ class ConvolutionChoices:
         try:
             if _agree(run(), expected):
                 return True
-        except Exception as error:  # compilers and libraries raise what they like
+        except Exception as error:  # compilers and libraries raise anything
             self._failed(name, error)
             return False
         self._note(f"Convolutions never run as {name}, which gave other numbers than the others.")
@@ -185,7 +183,7 @@ class ConvolutionChoices:
     def _time(self, name: str, run: Callable[[], Tensor]) -> float | None:
         try:
             return self._milliseconds(run)
-        except Exception as error:  # what cannot be captured, for one
+        except Exception as error:  # for example if it cannot be captured
             self._failed(name, error)
             return None
 
@@ -207,7 +205,7 @@ def _agree(found: Tensor, expected: Tensor) -> bool:
 
 
 def key_of(sizes: Geometry, direction: Direction, dtype: torch.dtype, device: torch.device) -> str:
-    """What a choice depends on."""
+    """Return the key of a choice: a hash of all it depends on."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     versions = [torch.__version__, _triton_version(), __version__]
     facts = [repr(sizes), direction, str(dtype), where, *versions, torch.backends.cudnn.allow_tf32]
@@ -222,7 +220,7 @@ def _triton_version() -> str:
 
 @contextlib.contextmanager
 def searching_libraries() -> Iterator[None]:
-    """cuDNN tries its algorithms for a shape it sees for the first time, and keeps the fastest."""
+    """Have cuDNN try its algorithms for each new shape in the block, and keep the fastest."""
     cudnn = torch.backends.cudnn
     with cudnn.flags(
         enabled=cudnn.enabled, benchmark=True, deterministic=cudnn.deterministic, allow_tf32=cudnn.allow_tf32

@@ -1,4 +1,4 @@
-"""One layer's convolution of all learners, forward and backward, each direction in the way that was fastest."""
+"""One layer's convolution of all learners, forward and backward, with the fastest way for each direction."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from crossbow_py.engine.kernels.geometry import Geometry
 
 @dataclass(frozen=True)
 class Leaf:
-    """A parameter of a unit: its rows `[K, *shape]`, and where their gradients go, alike in shape and memory."""
+    """A parameter of a unit: its rows `[K, *shape]`, and those of its gradients, with the same shape and strides."""
 
     rows: Tensor
     gradient: Tensor
@@ -34,7 +34,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Running mean and variance `[K·C]` of a norm, moved in place, or None; momentum and ε."""
+    """A norm's running mean and variance `[K·C]`, which are updated in place, or None; its momentum and ε."""
 
     running_mean: Tensor | None
     running_var: Tensor | None
@@ -43,14 +43,14 @@ class Statistics:
 
 
 class Convolution:
-    """One layer's convolution of all learners, each direction in a way of its own.
+    """One layer's convolution of all learners, with a way for each direction.
 
     Args:
-        node_args: `conv2d`'s arguments behind filters and shift: stride, padding, dilation, groups.
+        node_args: the arguments of `conv2d` after filters and shift: stride, padding, dilation, groups.
         filters, shift: the layer's parameters; shift may be None.
         num_learners: K.
-        choices: which way.
-        branches: for ways that fork.
+        choices: chooses the ways.
+        branches: the streams of ways that fork.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Convolution:
         self._ways: dict[Direction, str] = {}
 
     def _prepare(self, inputs: Tensor) -> Geometry:
-        """Sizes, and what kernels need between launches; made at the first call, which is never captured."""
+        """Return the sizes. At the first call, which is never captured, make the kernels' workspaces."""
         if self._geometry is None:
             out, own, high, wide = self._weights.shape
             self._geometry = Geometry(
@@ -86,7 +86,7 @@ class Convolution:
         return self._geometry
 
     def _way(self, direction: Direction, inputs: Tensor, statistics: Statistics | None = None) -> str:
-        """Settled at the first call, on values of its own: those of a first round may be zeros, or not finite."""
+        """Return the way, chosen at the first call on random values: a round's may be zero or not finite."""
         if direction not in self._ways:
             geometry = self._prepare(inputs)
             generator = torch.Generator(inputs.device).manual_seed(0)
@@ -104,8 +104,8 @@ class Convolution:
         return self._gradient(tried.outputs, tried.inputs, tried.filters, way, of_inputs=direction == "inputs")
 
     def forward(self, inputs: Tensor, statistics: Statistics | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Outputs, and mean and rstd `[K·C]` of them where the kernel finds them on the way."""
-        # Tried with statistics, as it will run, but of its own: the norm's would move with every try.
+        """Return the outputs, and their mean and rstd `[K·C]` if the kernel computes them in the same pass."""
+        # Ways are tried with statistics, as they will run, but without running ones: each try would move those.
         own = None if statistics is None else replace(statistics, running_mean=None, running_var=None)
         return self._outputs(inputs, self._weights, self._way("forward", inputs, own), statistics)
 
@@ -126,7 +126,7 @@ class Convolution:
         return implicit.forward(inputs, filters, self._bias, geometry, moments), (mean, rstd)
 
     def backward(self, outputs: Tensor, inputs: Tensor, input_gradient: bool) -> Tensor | None:
-        """Write the parameters' gradients; returns that of the inputs if it is wanted."""
+        """Write the parameters' gradients, and return that of the inputs if `input_gradient`."""
         of_filters = self._way("filters", inputs)
         of_inputs = self._way("inputs", inputs) if input_gradient else IMPLICIT
         if self._shift is not None:
@@ -153,7 +153,7 @@ class Convolution:
         )  # fmt: skip
 
     def _gradient(self, outputs: Tensor, inputs: Tensor, filters: Tensor, way: str, *, of_inputs: bool) -> Tensor:
-        """That of the inputs or of the filters, in a tensor of its own."""
+        """Return the gradient of the inputs or of the filters, in a new tensor."""
         if way != IMPLICIT:
             with searching_libraries():
                 return self._operators.gradient(way, outputs, inputs, filters, of_inputs)
@@ -165,7 +165,7 @@ class Convolution:
 
 
 class Tried(NamedTuple):
-    """Values to compare and time ways with: of inputs, of the outputs' gradient, and of filters."""
+    """Values to compare and time ways with: inputs, the outputs' gradient, and filters."""
 
     inputs: Tensor
     outputs: Tensor
@@ -173,7 +173,7 @@ class Tried(NamedTuple):
 
 
 def _random_like(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Normal values, channels-last."""
+    """Return normal values, channels-last."""
     values = torch.randn(images.shape, generator=generator, device=images.device, dtype=images.dtype)
     return channels_last(values)
 

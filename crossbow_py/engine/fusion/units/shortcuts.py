@@ -1,7 +1,7 @@
-"""Shortcuts without parameters, in one step: every s-th pixel of an image, and channels of zeros around the old ones.
+"""Shortcuts without parameters in one step: every s-th pixel of an image, with channels of zeros around its own.
 
-What ResNets for small images take where a stage halves the image (He et al. 2016, option A). As operators they are two
-slices and a padding of channels, each with copies forward and backward; here two launches each way.
+ResNets for small images have them where a stage halves the image (He et al. 2016, option A). As operators they are two
+slices and a padding of channels, each with copies forward and backward; here they are two launches each way.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 from torch.fx import Node
 
 from crossbow_py.engine.fusion.units.units import calls, only_user
-from crossbow_py.engine.fusion.values import apart
+from crossbow_py.engine.fusion.values import split_learners
 from crossbow_py.engine.fusion.writes import Write
 
-_TO_THE_END = 2**31  # what a slice without an end has for one, at least
+_TO_THE_END = 2**31  # the least end of a slice without one
 
 
 @dataclass(frozen=True)
 class Shortcut:
-    """Nodes that run as one step, at the place of the last.
+    """Nodes that run as one step, in place of the last.
 
     Attributes:
-        input: `[B, C, H, W]`.
-        strides: of rows and columns.
-        padding: channels before and behind.
+        input: the node of the images `[B, C, H, W]`.
+        strides: the strides of rows and columns.
+        padding: the channels added before and after.
         last: the node whose value it is.
-        nodes: all of them, in order.
+        nodes: all its nodes, in order.
     """
 
     input: Node
@@ -41,7 +41,7 @@ class Shortcut:
 
 
 def find_shortcuts(nodes: Sequence[Node], writes: Mapping[Node, Write]) -> list[Shortcut]:
-    """Those of a graph; their inputs are written by nobody, in place."""
+    """Return the shortcuts of a graph whose inputs no in-place operator writes."""
     written = {node.args[0] for node in writes} | {other for write in writes.values() for other in write.others}
     found = []
     for node in nodes:
@@ -59,7 +59,7 @@ def find_shortcuts(nodes: Sequence[Node], writes: Mapping[Node, Write]) -> list[
 
 
 def _sliced(node: Node | None, dim: int) -> int | None:
-    """The step of a slice along a dimension, from its beginning to its end."""
+    """Return the step of a slice along a whole dimension, or None."""
     if node is None or not calls(node, "slice") or len(node.args) != 5:
         return None
     _, along, begin, end, step = node.args
@@ -68,7 +68,7 @@ def _sliced(node: Node | None, dim: int) -> int | None:
 
 
 def _padded(node: Node | None) -> tuple[int, int] | None:
-    """Channels of zeros before and behind, where nothing else is padded."""
+    """Return the channels of zeros that a node pads with, before and after, or None if it pads anything else."""
     if node is None or not calls(node, "pad") or len(node.args) != 2 or node.kwargs:
         return None
     widths = node.args[1]
@@ -81,7 +81,7 @@ def _padded(node: Node | None) -> tuple[int, int] | None:
 
 
 def run_shortcut(images: Tensor, shortcut: Shortcut, num_learners: int) -> Tensor:
-    """`[B, K·C, H, W]`, channels-last, to `[B, K·(before + C + behind), ⌈H/s⌉, ⌈W/s⌉]`, likewise."""
+    """Return `[B, K·(before + C + after), ⌈H/s⌉, ⌈W/s⌉]` for images `[B, K·C, H, W]`, all channels-last."""
     result: Tensor = _Run.apply(images, shortcut, num_learners)  # type: ignore[no-untyped-call]
     return result
 
@@ -90,7 +90,7 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, images: Tensor, shortcut: Shortcut, num_learners: int) -> Tensor:
         ctx.shape, ctx.shortcut, ctx.num_learners = images.shape, shortcut, num_learners
-        taken = apart(_taken(images, shortcut).permute(0, 2, 3, 1), 3, num_learners)
+        taken = split_learners(_taken(images, shortcut).permute(0, 2, 3, 1), 3, num_learners)
         width = sum(shortcut.padding) + taken.shape[-1]
         whole = taken.new_zeros(*taken.shape[:-1], width)
         whole.narrow(-1, shortcut.padding[0], taken.shape[-1]).copy_(taken)
@@ -100,10 +100,10 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
         shortcut: Shortcut = ctx.shortcut
         own = ctx.shape[1] // ctx.num_learners
-        parts = apart(given[0].permute(0, 2, 3, 1), 3, ctx.num_learners).narrow(-1, shortcut.padding[0], own)
+        parts = split_learners(given[0].permute(0, 2, 3, 1), 3, ctx.num_learners).narrow(-1, shortcut.padding[0], own)
         batch, channels, high, wide = ctx.shape
         result = given[0].new_zeros(batch, high, wide, channels).permute(0, 3, 1, 2)
-        apart(_taken(result, shortcut).permute(0, 2, 3, 1), 3, ctx.num_learners).copy_(parts)
+        split_learners(_taken(result, shortcut).permute(0, 2, 3, 1), 3, ctx.num_learners).copy_(parts)
         return result, None, None
 
 

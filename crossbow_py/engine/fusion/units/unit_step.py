@@ -1,11 +1,11 @@
-"""Runs a unit of the graph (`units.py`) for all learners: a convolution in its fastest way, the rest by kernels.
+"""Runs a unit of the graph (`units.py`) for all learners: a convolution in its fastest way, the rest with kernels.
 
     launches           forward                                  backward
     convolution        1, with the norm's statistics            1 for both gradients
     norm, sum, ReLU    1                                        2, which add up the gradients of two users
 
-with the implicit-GEMM kernel; by torch's operators a convolution takes what they take, and statistics one more.
-Gradients of parameters are written to the bank's rows, in master precision, and so never pass through autograd.
+These are the launches with the implicit-GEMM kernel; by torch's operators a convolution takes as many as they do, and
+statistics take one more. Gradients of parameters are written to the bank's rows in master precision, without autograd.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["LayerMaker", "Leaf", "UnitRows", "run_unit"]
 
 
 class Norm:
-    """One layer's BatchNorm of all learners, with what comes behind it."""
+    """One layer's BatchNorm of all learners, with the residual sum and the ReLU after it."""
 
     def __init__(self, scale: Leaf, offset: Leaf, statistics: Statistics, relu: bool) -> None:
         self._scale, self._offset, self.statistics, self._relu = scale, offset, statistics, relu
@@ -39,7 +39,7 @@ class Norm:
         self._workspace: Workspace | None = None
 
     def _space(self, x: Tensor) -> Workspace:
-        """Made at the first call, which is never captured."""
+        """Return the workspace, made at the first call, which is never captured."""
         if self._workspace is None:
             self._workspace = norms.workspace_for(x.shape[0], x.shape[1], x.dtype, x.device)
         return self._workspace
@@ -47,7 +47,7 @@ class Norm:
     def forward(
         self, images: Tensor, moments: tuple[Tensor, Tensor] | None, residual: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs, mean and rstd."""
+        """Return outputs, mean and rstd."""
         x, own = _matrix(images), self.statistics
         if moments is None:
             moments = norms.statistics(
@@ -60,7 +60,7 @@ class Norm:
     def backward(
         self, gradients: list[Tensor], images: Tensor, y: Tensor, mean: Tensor, rstd: Tensor, with_residual: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Write the parameters' gradients; returns those of the images and of the residual."""
+        """Write the parameters' gradients, and return those of the images and of the residual."""
         x, given, out = _matrix(images), [_matrix(gradient) for gradient in gradients], _matrix(y)
         scale, offset = (leaf.gradient.flatten() for leaf in (self._scale, self._offset))
         norms.backward_sums(given, x, out, mean, rstd, scale, offset, self._relu, self._space(x))
@@ -71,7 +71,7 @@ class Norm:
 
 
 def _matrix(images: Tensor) -> Tensor:
-    """`[B, N, H, W]` as `[B·H·W, N]`; a view of images that are channels-last, else one copy."""
+    """Return `[B, N, H, W]` as `[B·H·W, N]`: a view of channels-last images, else one copy."""
     return images.permute(0, 2, 3, 1).reshape(-1, images.shape[1]).contiguous()
 
 
@@ -82,7 +82,7 @@ def _images(matrix: Tensor, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Layer:
-    """What a unit is made of, for K learners; one of the two may be None. `users` is how many read its value."""
+    """The parts of a unit for K learners, of which one may be None, and the number of users of its value."""
 
     convolution: Convolution | None
     norm: Norm | None
@@ -90,13 +90,13 @@ class Layer:
 
 
 def run_unit(layer: Layer, anchor: Tensor, inputs: Tensor, residual: Tensor | None) -> list[Tensor]:
-    """The unit's value, once for every user: their gradients then come apart, and no launch adds them up.
+    """Return the unit's value, once for every user: their gradients then come separately, without a launch to add them.
 
     Args:
-        layer: what to run.
-        anchor: a scalar that needs a gradient, so that the unit has a backward pass wherever it stands.
-        inputs: `[B, K·C, H, W]`, channels-last.
-        residual: likewise, or None.
+        layer: the unit to run.
+        anchor: a scalar that requires a gradient, so that the unit always has a backward pass.
+        inputs: images `[B, K·C, H, W]`, channels-last.
+        residual: images likewise, or None.
     """
     found: tuple[Tensor, ...] = _Run.apply(anchor, inputs, residual, layer)  # type: ignore[no-untyped-call]
     return list(found)
@@ -138,17 +138,17 @@ class _Run(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class UnitRows:
-    """The bank's rows by the name of their placeholder in the graph: trained parameters, and float buffers `[K, C]`."""
+    """The bank's rows by the name of their placeholder in the graph: trained parameters, and buffers `[K, C]`."""
 
     leaves: dict[str, Leaf]
     buffers: dict[str, Tensor]
 
 
 class LayerMaker:
-    """Makes what runs the units of one graph.
+    """Makes the layers of one graph's units.
 
     Attributes:
-        notes: sentences for the user, on convolutions; grows while ways are measured.
+        notes: messages for the user about convolutions; grows while ways are measured.
     """
 
     def __init__(self, rows: UnitRows, num_learners: int, device: torch.device) -> None:
@@ -157,7 +157,7 @@ class LayerMaker:
         self.notes = self._choices.notes
 
     def layer(self, unit: Unit, users: int) -> Layer:
-        """What runs a unit whose value is read `users` times."""
+        """Return the layer of a unit whose value has `users`."""
         convolution, norm = unit.convolution, unit.norm
         return Layer(
             None if convolution is None else self._convolution(convolution),
@@ -185,14 +185,14 @@ class LayerMaker:
 
 
 def choices_on(device: torch.device) -> ConvolutionChoices:
-    """Ways that are measured as a CUDA graph runs them. In the interpreter nothing is worth measuring."""
+    """Return choices that measure ways as a CUDA graph runs them; on other devices nothing is measured."""
     if device.type != "cuda":
         return Unmeasured()
     return ConvolutionChoices(graph_milliseconds(device), Remembered("convolutions.json"))
 
 
 class Unmeasured(ConvolutionChoices):
-    """The kernel where it serves, else the first way."""
+    """The choice of the kernel if it can be used, else of the first way."""
 
     def __init__(self) -> None:
         super().__init__(lambda _: 0.0, Remembered("convolutions.json"))

@@ -1,8 +1,8 @@
 """Finds the units of a graph: a convolution, a BatchNorm, a residual sum and a ReLU that can run as one step.
 
-    convolution → BatchNorm → (+ residual) → ReLU        any part but the first two may be missing, or one of these
+    convolution → BatchNorm → (+ residual) → ReLU        the last two may be missing, and one of the first two
 
-Pure: it reads an exported graph and names its nodes. What runs a unit is `unit_step.py`.
+It only reads an exported graph and names its nodes; `unit_step.py` runs units.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from crossbow_py.engine.fusion.writes import Write
 
 @dataclass(frozen=True)
 class Unit:
-    """Nodes that run as one step, at the place of the last.
+    """Nodes that run as one step, in place of the last.
 
     Attributes:
-        convolution: `conv2d`, or None.
-        norm: `batch_norm` with statistics of the batch, or None.
-        residual: what is added behind the norm, or None.
-        relu: whether it ends with a ReLU.
-        last: the node whose value the unit's is.
-        nodes: all of them, in the graph's order.
+        convolution: the node of `conv2d`, or None.
+        norm: the node of `batch_norm` with statistics of the batch, or None.
+        residual: the node that is added after the norm, or None.
+        relu: whether the unit ends with a ReLU.
+        last: the node whose value is the unit's.
+        nodes: all its nodes, in the graph's order.
     """
 
     convolution: Node | None
@@ -41,7 +41,7 @@ class Unit:
 
     @property
     def input(self) -> Node:
-        """What the unit works on, besides the residual and parameters."""
+        """The node of the images that the unit takes."""
         first = self.convolution or self.norm
         assert first is not None, "a unit has a convolution or a norm"
         argument = first.args[0]
@@ -50,19 +50,19 @@ class Unit:
 
     @property
     def parameters(self) -> tuple[Node, ...]:
-        """Filters, shift, scale and offset: those that there are."""
+        """The nodes of filters, shift, scale and offset, as far as there are any."""
         of_convolution = self.convolution.args[1:3] if self.convolution is not None else ()
         of_norm = self.norm.args[1:3] if self.norm is not None else ()
         return tuple(node for node in (*of_convolution, *of_norm) if isinstance(node, Node))
 
 
 def find_units(nodes: Sequence[Node], writes: Mapping[Node, Write], parameters: Iterable[Node]) -> list[Unit]:
-    """The units of a graph, which have no node in common.
+    """Return the units of a graph, which have no node in common.
 
     Args:
-        nodes: of the graph, in order.
-        writes: what its in-place operators write.
-        parameters: placeholders that may be a unit's own: trained ones, of one use.
+        nodes: the nodes of the graph in order.
+        writes: its in-place operators.
+        parameters: placeholders that a unit may own: trained parameters with one user.
     """
     position, own, found, taken = {node: at for at, node in enumerate(nodes)}, set(parameters), [], set[Node]()
     for node in nodes:
@@ -106,7 +106,7 @@ def _end(convolution: Node | None, norm: Node) -> Unit:
 def _is_whole(
     unit: Unit, position: Mapping[Node, int], nodes: Sequence[Node], writes: Mapping[Node, Write], own: set[Node]
 ) -> bool:
-    """Whether running all of it at the place of the last node changes nothing, and the parameters are the unit's."""
+    """Return whether the unit may run in place of its last node, and owns its parameters."""
     if not own.issuperset(unit.parameters) or len(set(unit.parameters)) != len(unit.parameters):
         return False
     if unit.norm is not None and len([node for node in unit.norm.args[1:3] if isinstance(node, Node)]) != 2:
@@ -124,7 +124,7 @@ def _are_written(given: set[Node | None], writes: Mapping[Node, Write], between:
 
 
 def _normalises(node: Node) -> bool:
-    """A BatchNorm of images by the statistics of the batch, with scale and offset."""
+    """Return whether a node is a BatchNorm of images with the statistics of the batch."""
     if not calls(node, "batch_norm") or len(node.args) < 8 or _rank(node) != 4:
         return False
     training, momentum = node.args[5], node.args[6]
@@ -142,9 +142,9 @@ def _same_shape(node: Node, other: Node) -> bool:
 
 
 def calls(node: Node, name: str, overload: str | None = None) -> bool:
-    """Whether a node calls the operator of that name, in place or not; by default whatever its overload.
+    """Return whether a node calls an operator, in place or not, by default with any overload.
 
-    One in a block with modes of its own is never taken for another's part.
+    False for a node in a block with modes of its own, which cannot be part of a unit.
     """
     target = node.target
     if node.op != "call_function" or not isinstance(target, OpOverload) or base_name(target) != name:
@@ -155,5 +155,5 @@ def calls(node: Node, name: str, overload: str | None = None) -> bool:
 
 
 def only_user(node: Node | None) -> Node | None:
-    """The one node that reads a node's value; None where there are others, or none."""
+    """Return the node that alone reads a node's value, or None."""
     return next(iter(node.users)) if node is not None and len(node.users) == 1 else None

@@ -1,1 +1,1 @@
-"""C code for what one CPU core does to a row of the bank, compiled on the machine that runs it."""
+"""C code that updates rows of the bank on CPUs, compiled on the machine that runs it."""

@@ -1,10 +1,10 @@
-"""Compiles update.c once a machine and loads it.
+"""Compiles update.c once on a machine and loads it.
 
-The C compiler is whatever `$CC` or `cc` is. The library is kept in the user's cache under a name that follows from the
-source, the flags, the processor and the compiler, so that a home folder may be shared among unlike machines, and from
-its own bytes: one that was torn or damaged is found out, and made anew. What others could have written is not loaded.
-Where the cache cannot be written, or is open to others, the library is compiled for the process alone. Without a
-compiler nothing is lost but speed: callers fall back to torch operators.
+The C compiler is `$CC` or `cc`. The library is kept in the user's cache under a name made of the source, the flags, the
+processor and the compiler, so that different machines may share a home folder, and of its own bytes, so that a damaged
+one is noticed and compiled again. A library that others could have written is not loaded. If the cache cannot be
+written, or is open to others, the library is compiled for this process only. Without a compiler only speed is lost:
+callers fall back to torch operators.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _SOURCE = Path(__file__).with_name("update.c")
 # Contraction is off so that a result is rounded where the torch operators of the reference round it.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 _COMPILE_S, _VERSION_S = 60.0, 10.0
-_PRIVATE = 0o700  # of the folder and of what is in it
+_PRIVATE = 0o700  # the mode of the folder and its files
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _INSTALL = "install gcc, or name a C compiler in CC"
 
 
 class NativeError(Exception):
-    """There is no native library here; the message says why, as half a sentence, and `remedy` what helps."""
+    """There is no native library here; the message says why, as part of a sentence, and `remedy` what to do."""
 
     def __init__(self, reason: str, remedy: str = _INSTALL) -> None:
         super().__init__(reason)
@@ -62,7 +62,7 @@ class Vector(Structure):
 
 
 class Learner(Structure):
-    """The struct of the same name in update.c; up to eight values."""
+    """The struct of the same name in update.c, with up to eight values."""
 
     _fields_ = [
         ("skipped", c_int64),
@@ -73,7 +73,7 @@ class Learner(Structure):
 
 
 class Averaging(Structure):
-    """The struct of the same name in update.c; all zero in a round that does not average."""
+    """The struct of the same name in update.c, all zero in a round that does not average."""
 
     _fields_ = [
         ("averages", c_int64),
@@ -84,16 +84,16 @@ class Averaging(Structure):
 
 
 def load(cache: Path | None = None) -> ctypes.CDLL:
-    """The library, compiled if need be. Its functions release the interpreter lock. Raises NativeError."""
+    """Return the library, compiled if necessary. Its functions release the interpreter lock. Raises NativeError."""
     command = _compiler()
     try:
         cache = cache or user_cache() / "native"
         _make_private(cache)
         return _load_from(cache, command)
     except OSError:
-        pass  # the cache cannot be written, is not this user's alone, or holds no files that may be run
+        pass  # the cache cannot be written, is open to others, or is mounted noexec
     try:
-        with tempfile.TemporaryDirectory() as folder:  # what is loaded outlives its file
+        with tempfile.TemporaryDirectory() as folder:  # a loaded library outlives its file
             return _load_from(Path(folder), command)
     except OSError as error:
         raise NativeError(
@@ -103,22 +103,22 @@ def load(cache: Path | None = None) -> ctypes.CDLL:
 
 
 def _compiler() -> list[str]:
-    """The words of the command that compiles. Raises NativeError."""
+    """Return the words of the compiler's command. Raises NativeError."""
     given = os.environ.get("CC", "cc")
     try:
         return shlex.split(given)
-    except ValueError as error:  # quotes that do not end
+    except ValueError as error:  # a quote without its end
         raise NativeError(f"CC={given} is no command ({error})") from error
 
 
 def _load_from(cache: Path, command: list[str]) -> ctypes.CDLL:
-    """What the cache holds for this machine, or has after compiling. Raises OSError and NativeError."""
+    """Return the library for this machine, from the cache or compiled to it. Raises OSError and NativeError."""
     parts = [_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), platform.machine().encode(), _processor()]
     stem = f"update-{_digest(*parts)}"
     has_compiler = bool(command) and shutil.which(command[0]) is not None
     if has_compiler:
         stem = f"{stem}-{_digest(_version(command))}"
-    for path in sorted(cache.glob(f"{stem}-*.so")):  # without a compiler any: there was one
+    for path in sorted(cache.glob(f"{stem}-*.so")):  # without a compiler, that of any
         if _is_whole(path):
             with suppress(OSError, AttributeError):  # it cannot be loaded, or lacks a function
                 return _declare(ctypes.CDLL(str(path)))
@@ -130,19 +130,19 @@ def _load_from(cache: Path, command: list[str]) -> ctypes.CDLL:
 
 
 def _make_private(cache: Path) -> None:
-    """Make the folder, or see that nobody else could put a library there. Raises OSError where somebody could."""
+    """Make the folder, or check that no one else can put a library there. Raises OSError if someone can."""
     cache.mkdir(parents=True, mode=_PRIVATE, exist_ok=True)
     found = cache.stat()
     if found.st_uid != os.getuid():
         raise PermissionError(errno.EPERM, f"it belongs to user {found.st_uid}", str(cache))
-    if found.st_mode & _OTHERS_WRITE:  # as it was made by earlier versions with some umasks
-        for path in cache.glob("*.so"):  # anybody's
+    if found.st_mode & _OTHERS_WRITE:  # made by an earlier version under some umasks
+        for path in cache.glob("*.so"):  # of unknown origin
             path.unlink()
         cache.chmod(_PRIVATE)
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether it is this user's own file and has the bytes that were compiled. A torn one would end the process."""
+    """Return whether it is this user's own file with the bytes that were compiled. A torn one would end the process."""
     try:
         with open(path, "rb", opener=own_file) as file:
             found = os.fstat(file.fileno())
@@ -164,7 +164,7 @@ def _digest(*parts: bytes) -> str:
 
 
 def _processor() -> bytes:
-    """What `-march=native` depends on: model and flags of the first processor."""
+    """Return what `-march=native` depends on: the model and the flags of the first processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
     except OSError:
@@ -173,7 +173,7 @@ def _processor() -> bytes:
 
 
 def _compile(command: list[str], cache: Path, stem: str) -> Path:
-    """Into a folder of its own first, then renamed: several processes may be at it at once."""
+    """Compile in a new folder and then rename, because several processes may do so at once."""
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         made = Path(folder) / f"{stem}.so"
         try:

@@ -406,7 +406,7 @@ class Unpicklable(Images):
 @pytest.mark.timeout(60)
 def test_batch_that_is_lost_on_its_way_ends_the_wait_for_it(made: Any) -> None:
     feed = made(Unpicklable(), 1)
-    with pytest.raises(DataError, match=r"lost on its way from a data worker: for 0\.5 s .* set num_workers=0\.$"):
+    with pytest.raises(DataError, match=r"from a data worker: it did not arrive for 0\.5 s, .* set num_workers=0\.$"):
         rounds(feed, [(0,)])
 
 

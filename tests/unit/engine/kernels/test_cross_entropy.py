@@ -165,8 +165,8 @@ def test_backward_from_outputs_with_the_raw_gradient_needs_no_further_kernel() -
 @pytest.mark.parametrize(
     ("outputs", "targets", "message"),
     [
-        (torch.zeros(2, 3), torch.zeros(2).long(), r"outputs must be \[K, B, C\]"),
-        (torch.zeros(2, 3, 4).long(), torch.zeros(2, 3).long(), "of floats, classes side by side, not torch.int64"),
+        (torch.zeros(2, 3), torch.zeros(2).long(), r"outputs must be floats \[K, B, C\]"),
+        (torch.zeros(2, 3, 4).long(), torch.zeros(2, 3).long(), "contiguous along C, not torch.int64"),
         (torch.zeros(2, 4, 3).mT, torch.zeros(2, 3).long(), r"not torch.float32 \[2, 3, 4\] of strides \(12, 1, 3\)"),
         (torch.zeros(2, 3, 4), torch.zeros(2, 3), r"int64 \[2, 3\], not torch.float32"),
         (torch.zeros(2, 3, 4), torch.zeros(2, 4).long(), r"not torch.int64 \[2, 4\]"),

@@ -88,10 +88,10 @@ def pack_of(
     assert isinstance(feed, ResidentFeed)
     feed = feed.without_augmentation()
     template = trials[0].new_model()
-    return Pack(job, "signature", template, feed, members or seats(trials, epochs))
+    return Pack(job, "signature", template, feed, members or members_of(trials, epochs))
 
 
-def seats(trials: Sequence[TrialSettings], epochs: float, first: int = 0) -> list[Member]:
+def members_of(trials: Sequence[TrialSettings], epochs: float, first: int = 0) -> list[Member]:
     return [
         Member(first + index, own, None, round(epochs * NUM_SAMPLES), own_dropout_rate(own.new_model()) or 0.0)
         for index, own in enumerate(trials)
@@ -146,7 +146,7 @@ def test_pack_of_different_trials_is_what_each_is_alone(
 def test_trial_that_takes_a_row_later_is_what_it_is_alone_and_so_is_its_neighbour(
     alone: Callable[..., Any], executor: str
 ) -> None:
-    first = seats(TRIALS[:2], 2.0)
+    first = members_of(TRIALS[:2], 2.0)
     first[1].end_samples = NUM_SAMPLES
     pack = pack_of(TRIALS[:2], executor, members=first)
     try:
@@ -154,17 +154,17 @@ def test_trial_that_takes_a_row_later_is_what_it_is_alone_and_so_is_its_neighbou
         assert first[1].is_over and not first[0].is_over
         assert_as_alone(pack, 1, planned(alone, TRIALS[1], 1.0))
         begun = pack.checkpoint(first[1])
-        late = seats(TRIALS[2:3], 1.0, first=2)[0]
-        pack.seat([first[0], late])
+        late = members_of(TRIALS[2:3], 1.0, first=2)[0]
+        pack.assign([first[0], late])
         run(pack)
         assert_as_alone(pack, 0, alone(TRIALS[0]))
         assert_as_alone(pack, 1, planned(alone, TRIALS[2], 1.0))
         resumed = replace_member(first[1], begun)
-        pack.seat([resumed])  # fewer rows than before
+        pack.assign([resumed])  # fewer rows than before
         run(pack)
         assert_as_alone(pack, 0, alone(TRIALS[1]))
-        rest = [replace_member(late, None), *seats(TRIALS[3:], 2.0, first=3)]
-        pack.seat([resumed, *rest])  # more rows; the first is over and stays as it is
+        rest = [replace_member(late, None), *members_of(TRIALS[3:], 2.0, first=3)]
+        pack.assign([resumed, *rest])  # more rows; the first is over and stays as it is
         assert not pack.step()
         assert_as_alone(pack, 0, alone(TRIALS[1]))
     finally:
@@ -205,7 +205,7 @@ def test_trial_that_diverges_harms_no_other(alone: Callable[..., Any], executor:
     try:
         run(pack)
         assert bad.failure == NON_FINITE and good.failure is None and not good.is_over
-        pack.seat([good])
+        pack.assign([good])
         run(pack)
         assert_as_alone(pack, 0, alone(TRIALS[0]))
         assert good.num_losses == 20 and math.isfinite(good.loss_sum)
@@ -219,7 +219,11 @@ def test_packs_over_one_data_set_augment_each_in_its_own_way(alone: Callable[...
     feed, larger = feed.without_augmentation(), replace(TRIALS[2], batch_size=8, augmentation=LONGEST)
     packs = [
         Pack(
-            job_of("serial", 2.0), "signature", own.new_model(), feed.with_batch_size(own.batch_size), seats([own], 2.0)
+            job_of("serial", 2.0),
+            "signature",
+            own.new_model(),
+            feed.with_batch_size(own.batch_size),
+            members_of([own], 2.0),
         )
         for own in (TRIALS[3], larger)
     ]
@@ -235,13 +239,13 @@ def test_packs_over_one_data_set_augment_each_in_its_own_way(alone: Callable[...
 
 
 def test_member_that_leaves_unfinished_gives_its_row_to_another(alone: Callable[..., Any]) -> None:
-    staying, leaving = seats(TRIALS[:2], 2.0)
+    staying, leaving = members_of(TRIALS[:2], 2.0)
     pack = pack_of(TRIALS[:2], "serial", members=[leaving, staying])
     try:
         assert pack.step() and pack.step()
         pack.drain()
-        joining = seats(TRIALS[2:3], 2.0, first=2)[0]
-        pack.seat([staying, joining])
+        joining = members_of(TRIALS[2:3], 2.0, first=2)[0]
+        pack.assign([staying, joining])
         run(pack)
         assert [member.trial for member in pack.members] == [2, 0]
         assert_as_alone(pack, 1, alone(TRIALS[0]))
@@ -295,8 +299,8 @@ def test_change_of_seats_makes_one_executor(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setitem(EXECUTORS, "serial", Counted)
     pack = pack_of(TRIALS[:2], "serial")
-    pack.seat([*pack.members, *seats(TRIALS[2:3], 2.0, first=2)])
+    pack.assign([*pack.members, *members_of(TRIALS[2:3], 2.0, first=2)])
     assert made == [2, 3]
-    pack.seat([*pack.members[:2], *seats(TRIALS[3:4], 2.0, first=3)])  # a row changes hands
+    pack.assign([*pack.members[:2], *members_of(TRIALS[3:4], 2.0, first=3)])  # a row changes hands
     assert made == [2, 3]
     pack.close()

@@ -14,7 +14,7 @@ from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.search.packs import trial_registry as module
 from crossbow_py.search.packs.trial import TrialSettings
-from crossbow_py.search.packs.trial_registry import Roster, SearchData
+from crossbow_py.search.packs.trial_registry import SearchData, TrialRegistry
 from crossbow_py.search.packs.width import BUDGET_S, Width
 from crossbow_py.search.space import Space
 from crossbow_py.train.run_settings import Choices, RunSettings
@@ -47,7 +47,7 @@ def efforts(monkeypatch: pytest.MonkeyPatch) -> list[Effort]:
     return asked
 
 
-def new_roster(total_samples: int | None) -> Roster:
+def new_roster(total_samples: int | None) -> TrialRegistry:
     feed = make_feed(blobs(40), 1, 0)
     assert isinstance(feed, ResidentFeed)
     data = SearchData(feed.with_batch_size, 40, make_feed(blobs(30), 1), None, (3, True))
@@ -62,12 +62,12 @@ def new_roster(total_samples: int | None) -> Roster:
 
     choices = Choices(torch.device("cpu"), FP32, "auto")
     loss, settings = nn.functional.cross_entropy, RunSettings(device="cpu")
-    return Roster(trial, SPACE, data, settings, choices, loss, 8, lambda _: None, total_samples)
+    return TrialRegistry(trial, SPACE, data, settings, choices, loss, 8, lambda _: None, total_samples)
 
 
-def describe_all(roster: Roster) -> None:
+def describe_all(registry: TrialRegistry) -> None:
     for trial, width in enumerate((1, 2, 3, 1)):
-        assert not isinstance(roster.of(trial, {"model.width": width}), str)
+        assert not isinstance(registry.of(trial, {"model.width": width}), str)
 
 
 def test_kinds_share_a_tenth_of_the_time_of_the_search(efforts: list[Effort]) -> None:
@@ -88,17 +88,17 @@ def test_time_of_measuring_that_ran_out_of_memory_counts(
         return found
 
     monkeypatch.setattr(module, "measured_width", short)
-    roster = new_roster(10_000_000)
-    roster.make_room = lambda: True
-    assert not isinstance(roster.of(0, {"model.width": 1}), str)
+    registry = new_roster(10_000_000)
+    registry.make_room = lambda: True
+    assert not isinstance(registry.of(0, {"model.width": 1}), str)
     assert [each.spent_s for each in efforts] == [0.0, 0.75]
 
 
 def test_packs_are_measured_beside_other_workers_of_the_search_as_a_part_of_it(efforts: list[Effort]) -> None:
-    roster = new_roster(10_000_000)
-    roster.of(0, {"model.width": 1})
-    roster.is_alone = False
-    roster.of(1, {"model.width": 2})
+    registry = new_roster(10_000_000)
+    registry.of(0, {"model.width": 1})
+    registry.is_alone = False
+    registry.of(1, {"model.width": 2})
     assert [each.is_alone for each in efforts] == [True, False]
 
 

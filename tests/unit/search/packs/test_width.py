@@ -16,7 +16,7 @@ from crossbow_py.data.build import make_feed
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.search.packs import width as module
 from crossbow_py.search.packs.trial import TrialSettings
-from crossbow_py.search.packs.width import TrialsAlike, choose_width, measured_width
+from crossbow_py.search.packs.width import CompatibleTrials, choose_width, measured_width
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.calibration import Calibration, Candidate, Effort, Refusal
 from tests.caches import use_cache
@@ -128,7 +128,9 @@ def measure(
     feed = make_feed(blobs(40), 4)
     said = [] if told is None else told
     return measured_width(
-        TrialsAlike(RunSettings(device="cpu"), choices, trial, trial.new_model(), feed, nn.functional.cross_entropy),
+        CompatibleTrials(
+            RunSettings(device="cpu"), choices, trial, trial.new_model(), feed, nn.functional.cross_entropy
+        ),
         limit,
         said.append,
         make_room is not None,

@@ -21,8 +21,8 @@ from crossbow_py.search.report.pictures import (
     bracket_colour,
     draw_curves,
     draw_parallel,
+    heights_of,
     parameter_ticks,
-    places,
     rung_labels,
     value_ticks,
 )
@@ -67,11 +67,11 @@ def test_pictures_that_cannot_be_written_do_not_end_the_search(tmp_path: Path, s
 def test_places_of_a_trial_follow_the_ranges_and_go_below_where_there_is_nothing(searched: Any) -> None:
     parameters = searched.info().space.parameters
     # sgd is the first choice, 0.01 the middle of 0.001 to 0.1 by logarithm, 0.9 the upper end; 0.25 as given
-    optimizer, *others = places(parameters, searched.trial(1), 0.25)
+    optimizer, *others = heights_of(parameters, searched.trial(1), 0.25)
     assert optimizer == pytest.approx(0.0, abs=0.025)
     assert others == pytest.approx([0.5, 1.0, 0.25])
     # adamw has no momentum, and there is no value
-    optimizer, *others = places(parameters, searched.trial(2), None)
+    optimizer, *others = heights_of(parameters, searched.trial(2), None)
     assert optimizer == pytest.approx(1.0, abs=0.025)
     assert others == pytest.approx([1.0, NOTHING, NOTHING])
 

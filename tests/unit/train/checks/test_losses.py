@@ -40,7 +40,8 @@ def test_parameter_of_a_loss_is_found_where_there_is_one_to_train():
 
 @pytest.mark.parametrize("loss", [F.mse_loss, nn.MSELoss(), nn.L1Loss(), nn.SmoothL1Loss(), F.huber_loss])
 def test_elementwise_loss_of_unequal_shapes_is_said_to_repeat_values(loss):
-    assert "would broadcast them; give targets of the output's shape" in str(misfit(loss, torch.ones(2, 1), torch.ones(2)))
+    said = str(misfit(loss, torch.ones(2, 1), torch.ones(2)))
+    assert "would broadcast them; give targets of the output's shape" in said
     assert misfit(loss, torch.ones(2, 1), torch.ones(2, 1)) is None
 
 

@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them, and as they read them."""
+"""Amounts of memory as text: parsed from settings, and written for people."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _AMOUNT = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECA
 
 
 def parse_bytes(key: str, value: str | float) -> int:
-    """Bytes of `8GiB`, `500MB`, `16e9`. Raises UserError naming the key for anything else, and for less than a byte."""
+    """Return the bytes of `8GiB`, `500MB` or `16e9`. Raises UserError for anything else, and for less than a byte."""
     found = _AMOUNT.fullmatch(str(value))
     unit = _UNITS.get(found[2].lower()) if found else None
     try:
@@ -26,7 +26,7 @@ def parse_bytes(key: str, value: str | float) -> int:
 
 
 def in_words(size: float) -> str:
-    """`1.5 GiB`; three digits."""
+    """Return an amount of memory with three digits, such as `1.50 GiB`."""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(size) >= scale:
             return f"{_three_digits(size / scale)} {unit}"

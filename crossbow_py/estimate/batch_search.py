@@ -1,23 +1,23 @@
-"""The largest batch size on a device that can be tried: predicted by a line, and confirmed by real rounds."""
+"""The search for the largest batch size on a real device: predicted by a line, and confirmed by rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Measures real rounds at a batch size: the bytes they took, or None when memory ran out.
+# Runs real rounds at a batch size and returns the bytes they took, or None if memory ran out.
 Measure = Callable[[int], int | None]
-_TOLERANCE = 0.02  # how near the answer must be, of itself
+_TOLERANCE = 0.02  # the relative accuracy of the answer
 _MOST_TRIES = 12
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        batch_size: the largest one that was run and stayed within the limit; 0 when none did.
-        points: (batch size, bytes, or None where memory ran out) of everything that was tried, in that order.
+        batch_size: the largest batch size that ran within the limit; 0 if none did.
+        points: all batch sizes tried, in order, with their bytes, or None if memory ran out.
     """
 
     batch_size: int
@@ -25,23 +25,23 @@ class Measured:
 
     @property
     def bytes(self) -> int | None:
-        """What the answer took."""
+        """The bytes that the answer took."""
         return dict(self.points).get(self.batch_size)
 
 
 def largest_measured(measure: Measure, limit_bytes: int, *, first: int, most: int) -> Measured:
-    """The largest batch size within the limit, to 2 % of itself; nothing is returned that was not run.
+    """Return the largest batch size within the limit, to 2 % of itself; it is always one that was run.
 
-    The first two points are `first` and twice that. Every next one is where a line through two that fitted, the largest
-    one of them, meets the limit, at most four times as far; or below what has just failed, by a few percent at first
-    and ever more; in any case between what fitted and what did not. It ends when these are so near each other, or
-    after a dozen tries.
+    The first two tries are `first` and twice that. Each next one is where a line through two sizes that fitted, of
+    which one is the largest, meets the limit, but at most four times the largest; after a failure it is below the size
+    that failed, by a few percent at first and then more. It is always between the sizes that fitted and those that did
+    not. The search ends when these are close, or after a dozen tries.
 
     Args:
         measure: runs rounds at a batch size.
-        limit_bytes: what they may take.
-        first: where to begin: about a third of what is expected.
-        most: no larger one is tried.
+        limit_bytes: the bytes that they may take.
+        first: the first size to try, about a third of what is expected.
+        most: the largest size to try.
     """
     fitted: dict[int, int] = {}
     points: list[tuple[int, int | None]] = []
@@ -59,7 +59,7 @@ def largest_measured(measure: Measure, limit_bytes: int, *, first: int, most: in
 
 
 def _next(fitted: dict[int, int], failed: int, failures: int, limit_bytes: int) -> int | None:
-    """What to try next; None when what fitted and what failed, `failures` times in a row, are near enough."""
+    """Return the next size to try after `failures` in a row; None if what fitted and what failed are close enough."""
     if not fitted:
         return failed // 2 or None
     largest = max(fitted)
@@ -68,7 +68,7 @@ def _next(fitted: dict[int, int], failed: int, failures: int, limit_bytes: int) 
     guess = 2 * largest
     if len(fitted) > 1:
         others = sorted(fitted)[:-1]
-        # Allocators take memory in steps, so that neighbours may need the same.
+        # Allocators take memory in steps, so that close sizes may need the same.
         below = max((size for size in others if size <= 0.75 * largest), default=others[0])
         slope = (fitted[largest] - fitted[below]) / (largest - below)
         guess = largest + int((limit_bytes - fitted[largest]) / slope) if slope > 0 else 4 * largest

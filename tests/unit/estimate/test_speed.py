@@ -11,8 +11,8 @@ from torch import nn
 from crossbow_py.averaging import SMA
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.engine.sizing.job import Job, Sample
-from crossbow_py.engine.sizing.speed import fetch_seconds, step_seconds
 from crossbow_py.engine.update.optimizers import SGD
+from crossbow_py.estimate.speed import fetch_seconds, step_seconds
 
 JOB = Job(nn.functional.cross_entropy, SGD(), SMA(), FP32)
 

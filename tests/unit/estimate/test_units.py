@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.engine.sizing.units import in_words, parse_bytes
+from crossbow_py.estimate.units import in_words, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from crossbow_py.engine.sizing.search import largest_measured
+from crossbow_py.estimate.batch_search import largest_measured
 
 LIMIT = 10_000
 

@@ -1,4 +1,4 @@
-"""How fast a machine trains and loads: a few real steps of one learner, and a few real samples."""
+"""The speed of training and loading on this machine: a few real steps of one learner, and a few real samples."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Clock = Callable[[], float]
 def step_seconds(
     make_model: Callable[[], nn.Module], sample: Sample, job: Job, batch_size: int, clock: Clock = time.perf_counter
 ) -> float:
-    """Seconds a sample of a forward and a backward pass on one core of this machine; the best of some, within seconds.
+    """Return the seconds a sample of a forward and a backward pass, the best of a few, on one core of this machine.
 
-    One, because learners side by side take one each.
+    It is one core, because learners that run side by side use one each.
     """
     with kept_generators(), intra_op_threads(1):
         model = cast_module(make_model(), job.precision).train()
@@ -39,13 +39,13 @@ def step_seconds(
             loss = job.loss(model(inputs).to(job.precision.master), targets)
             torch.autograd.grad(loss, trained, allow_unused=True)
 
-        return _best_of(step, clock) / batch_size
+        return _shortest_s(step, clock) / batch_size
 
 
 def fetch_seconds(
     data: StreamedData | MapStyleDataset, num_samples: int = 8, clock: Clock = time.perf_counter
 ) -> float:
-    """Seconds a sample that one worker takes to load, on this machine; the best of some batches, within seconds."""
+    """Return the seconds in which one worker loads a sample on this machine, the best of a few batches."""
     order = itertools.count()
 
     def fetch() -> None:
@@ -57,11 +57,11 @@ def fetch_seconds(
             data[sample]
 
     with kept_generators():
-        return _best_of(fetch, clock) / num_samples
+        return _shortest_s(fetch, clock) / num_samples
 
 
-def _best_of(action: Callable[[], Any], clock: Clock) -> float:
-    """Of at least two runs, the first of which does what is done only once."""
+def _shortest_s(action: Callable[[], Any], clock: Clock) -> float:
+    """Return the shortest time of two runs or more, of which the first also initialises."""
     begun, best = clock(), float("inf")
     for run in range(_MOST_RUNS):
         if run > 1 and clock() - begun > _BUDGET_S:

@@ -1,0 +1,62 @@
+"""The common part of checks of native code and of kernels: a small bank, a round by the reference, and tolerances."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from crossbow_py.averaging.rule import LinearRound
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.modules.precision import Precision
+from crossbow_py.engine.update.optimizers import Optimizer
+from crossbow_py.engine.update.row_update import Step, TorchUpdate
+
+NUM_LEARNERS = 3
+_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2**-7}  # one digit of bfloat16
+
+
+def random_bank(optimizer: Optimizer, device: torch.device, precision: Precision, least: float = 0.0) -> ReplicaBank:
+    """Return a bank with odd row lengths and the same values in [least, least + 1) each time.
+
+    Draws nothing from torch's own generators, which are those of the run.
+    """
+    layers = nn.Linear(53, 41, device="meta"), nn.Linear(41, 3, device="meta")
+    bank = ReplicaBank(
+        nn.Sequential(*layers).to_empty(device=device), NUM_LEARNERS, device=device, precision=precision,
+        state_names=optimizer.STATE, order="blocks",
+    )  # fmt: skip
+    generator = torch.Generator(device).manual_seed(0)
+    for rows in (bank.weights, bank.gradients, *bank.state.values(), bank.z, bank.z_prev, bank.shadow):
+        rows.storage.uniform_(generator=generator).add_(least)
+    return bank
+
+
+def round_by_row(
+    update: TorchUpdate, bank: ReplicaBank, averaging: LinearRound | None, steps: Sequence[Step | None]
+) -> list[float]:
+    """Run a round learner by learner, without those that have no step, and return the norms of their gradients."""
+    norms = [update.gradient_norm(bank.trained_row(j)) for j in range(bank.num_learners)]
+    for learner, step in enumerate(steps):
+        if step is not None:
+            update.correct(learner, bank.trained_row(learner), averaging, step)
+    if averaging is not None:
+        update.sum(bank.total.trained(), [bank.corrections.trained(j) for j in range(bank.num_learners)])
+        update.move([bank.z.whole()], [bank.z_prev.whole()], [bank.total.whole()], averaging)
+    return norms
+
+
+def written_values(bank: ReplicaBank) -> list[Tensor]:
+    """Return what a round writes to learners, z and z_prev, without padding."""
+    rows = (bank.trained_row(j) for j in range(bank.num_learners))
+    lists = (vectors for row in rows for vectors in (row.weights, row.shadow or [], *row.state.values()))
+    return [*(vector for vectors in lists for vector in vectors), *bank.z.trained(), *bank.z_prev.trained()]
+
+
+def are_close(found: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
+    """Return whether all tensors agree, value by value."""
+    return all(
+        torch.allclose(one, other, rtol=_TOLERANCE[one.dtype], atol=_TOLERANCE[one.dtype])
+        for one, other in zip(found, expected, strict=True)
+    )
