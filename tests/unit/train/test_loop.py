@@ -1,4 +1,4 @@
-"""The timeline of a run: when epochs close, what stops it, who hears of it, and what becomes of non-finite learners."""
+"""The timeline of a run: when epochs close, what stops it, what is reported, and non-finite learners."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SLOW = SGD(learning_rate=0.01)  # several epochs to a target
 
 
 def run(stops, **options):
-    """(result, what a listener heard, trainer)."""
+    """Return (result, recorder, trainer)."""
     recorder = Recorder()
     trainer = make_trainer(callbacks=[recorder], **options)
     return trainer.fit(**stops), recorder, trainer
 
 
 def spy(monkeypatch, owner, name):
-    """Let calls through and keep their first argument."""
+    """Record the first argument of calls, and pass them on."""
     original, seen = getattr(owner, name), []
 
     def call(first, *rest):
@@ -44,7 +44,7 @@ def spy(monkeypatch, owner, name):
 
 
 def with_a_nan_at(position):
-    """Blobs of which the sample at a position of the first epoch's stream (seed 0) is NaN."""
+    """Return blobs with a NaN sample at a position of the first epoch's stream (seed 0)."""
     inputs, targets = blobs(40)
     inputs[epoch_order(0, 0, 40)[position]] = math.nan
     return inputs, targets
@@ -199,7 +199,7 @@ def test_checkpoints_are_written_when_due_and_always_at_the_end(tmp_path, settin
 
 
 class HeldWriter(CheckpointWriter):
-    """Is through with a part once so many rounds have found it being written, however fast the disk."""
+    """A writer that completes a part only after a number of rounds have seen it being written."""
 
     ROUNDS = 0
     rounds_left = 0
@@ -271,7 +271,7 @@ def test_failing_task_closes_listeners_and_threads_and_names_the_task(executor):
 
 
 def restarts(monkeypatch, **options):
-    """Fit through a drop at epoch 1; what was true right after each restart."""
+    """Fit through a drop at epoch 1. Returns what was true right after each restart."""
     recorder = Recorder()
     trainer = make_trainer(schedule=MultiStep(milestones=(1.0,), gamma=0.1), callbacks=[recorder], **options)
     bank, original, seen = trainer.run.bank, trainer.run.bank.restart, []

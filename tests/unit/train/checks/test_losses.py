@@ -1,4 +1,4 @@
-"""Losses: the default in other clothes, parameters nobody would train, and what does not fit without torch's saying."""
+"""Losses: the default in other forms, parameters that nothing trains, and misfits that torch does not report."""
 
 from __future__ import annotations
 

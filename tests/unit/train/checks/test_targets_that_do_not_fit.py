@@ -1,4 +1,4 @@
-"""Targets and limits with which a run would train on nonsense or end in its middle: one sentence before it begins."""
+"""Targets and limits that would train on nonsense or fail midway are refused before training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INPUTS, CLASSES = blobs(40)
 
 
 def with_label(label):
-    """The blobs, of which sample 30 has another label."""
+    """Return the blobs with another label for sample 30."""
     targets = CLASSES.clone()
     targets[30] = label
     return INPUTS, targets
@@ -26,7 +26,7 @@ def as_items(pair):
 
 
 class PerToken(nn.Module):
-    """Scores [batch, tokens, classes]: classes in the last place."""
+    """A model with scores [batch, tokens, classes]: classes are last."""
 
     def __init__(self, num_classes):
         super().__init__()
@@ -113,7 +113,7 @@ def test_fit_with_no_time_for_a_round_is_refused_and_writes_no_model(tmp_path, s
 
 
 class Broken:
-    """Fails at item 24, two calls deep."""
+    """A data set that fails at item 24, two calls deep."""
 
     def __len__(self):
         return 40

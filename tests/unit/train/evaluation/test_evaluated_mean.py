@@ -1,4 +1,4 @@
-"""Rules by which learners go on by themselves for rounds: what is evaluated, saved and restarted from is their mean."""
+"""Rules by which learners train apart for several rounds: their mean is evaluated, saved and restarted from."""
 
 from __future__ import annotations
 
