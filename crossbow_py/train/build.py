@@ -24,6 +24,7 @@ from crossbow_py.engine.modules.dropout import counter_seed
 from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.modules.precision import FP32, Precision
 from crossbow_py.engine.update.optimizers import Optimizer
+from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.telemetry.timeline import Timeline
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
@@ -74,6 +75,52 @@ def build_run(
     loss, metrics = loss_on(choices.device, loss), metrics or {}
     collective = ranks.collective(choices.device, apart=rule.node_period > 1)
     check_settles(rule, settings.num_learners, collective.num_devices)
+    template, choices, batch, (train_feed, validation_feed, test_feed), warnings = _probed(
+        make_model, data, settings, choices, rule, loss, metrics, init_from, ranks
+    )
+    update, warning = choose_update(optimizer, rule, choices.device, choices.precision.master)
+    choices, notes = _with_executor(
+        template, settings, choices, update, train_feed, loss, announce, ranks, executor_cache
+    )
+    with ranks.together():
+        most_learners, bounded = learner_bound(template, batch, settings, choices, loss, optimizer, rule)
+        bank, average_ema = _bank(template, settings, choices, optimizer, rule, train_feed.num_samples, ranks)
+    most_learners = most_settling(rule, most_learners, collective.num_devices)
+    most_learners = min(int(each) for (each,) in ranks.gather([most_learners]))
+    if not rule.has_central_model:
+        _initialise_each(bank, make_model, settings.seed, init_from)
+    return Run(
+        data=data, settings=settings, schedule=schedule, checkpoints=checkpoints, distributed=distributed,
+        output_dir=output_dir, experiment=experiment, names=_named(make_model, names), resumed_from=resumed_from,
+        choices=choices, bank=bank, average_ema=average_ema, update=update, loss=loss,
+        evaluator=_evaluator(template, batch, settings, choices, loss, metrics, max_evaluation_batches),
+        train_feed=train_feed, validation_feed=validation_feed, test_feed=test_feed, collective=collective,
+        ranks=ranks, nodes=ranks.nodes() if collective.apart else None, timeline=timeline, most_learners=most_learners,
+        warnings=[*warnings, *filter(None, [warning]), *notes, *bounded, *_refusals(choices)],
+        tuning=learner_tuning(settings.num_learners, most_learners),
+        worker_autotuner=worker_autotuner(settings.num_workers, train_feed, ranks.num_local),
+        busy_cores=busy_cores(choices.executor, choices.device.type, ranks.num_local == 1 and not train_feed.STREAMS),
+    )  # fmt: skip
+
+
+_Feeds = tuple[Feed, Feed | None, Feed | None]
+
+
+def _probed(
+    make_model: MakeModel,
+    data: DataSets,
+    settings: RunSettings,
+    choices: Choices,
+    rule: AveragingRule,
+    loss: Loss,
+    metrics: Mapping[str, Metric],
+    init_from: str | None,
+    ranks: Ranks,
+) -> tuple[nn.Module, Choices, Batch, _Feeds, list[str]]:
+    """Return the template, the choices, a small batch, and the feeds of all data sets, once they fit; and warnings.
+
+    All ranks call it together, and have the same template.
+    """
     with ranks.together():
         template = seeded_model(make_model, settings.seed, init_from).to(choices.device)
         choices, train_feed, batch, warnings = _train_feed(template, data, settings, choices, loss, rule, ranks)
@@ -84,42 +131,46 @@ def build_run(
         )
     # Other libraries on a host, or a model that draws from generators other than torch's, may initialise differently.
     ranks.copy_first(value for value in template.state_dict().values() if value.is_floating_point())
-    update, warning = choose_update(optimizer, rule, choices.device, choices.precision.master)
-    warnings += [warning] if warning else []
+    return template, choices, batch, (train_feed, validation_feed, test_feed), warnings
+
+
+def _with_executor(
+    template: nn.Module,
+    settings: RunSettings,
+    choices: Choices,
+    update: TorchUpdate,
+    feed: Feed,
+    loss: Loss,
+    announce: Callable[[str], None],
+    ranks: Ranks,
+    cache: Path | None,
+) -> tuple[Choices, list[str]]:
+    """Return the choices with the executor that the first rank chooses, and messages. All ranks together."""
     notes: list[str] = []
 
     def chosen() -> str:
-        nonlocal choices
-        choices, said = choose_executor(
-            template, settings, choices, update, train_feed, loss, announce, ranks.num_ranks, executor_cache
+        nonlocal choices, notes
+        choices, notes = choose_executor(
+            template, settings, choices, update, feed, loss, announce, ranks.num_ranks, cache
         )
-        notes.extend(said)
         return choices.executor
 
     executor = ranks.from_first(chosen)
-    choices = dataclasses.replace(choices, executor=executor)
-    with ranks.together():
-        most_learners, bounded = learner_bound(template, batch, settings, choices, loss, optimizer, rule)
-        bank, average_ema = _bank(template, settings, choices, optimizer, rule, train_feed.num_samples, ranks)
-    most_learners = most_settling(rule, most_learners, collective.num_devices)
-    most_learners = min(int(each) for (each,) in ranks.gather([most_learners]))
-    if not rule.has_central_model:
-        _initialise_each(bank, make_model, settings.seed, init_from)
-    evaluator = Evaluator(
-        template, precision=choices.precision, loss=loss, metrics=metrics, max_batches=max_evaluation_batches,
+    return dataclasses.replace(choices, executor=executor), notes
+
+
+def _evaluator(
+    template: nn.Module,
+    batch: Batch,
+    settings: RunSettings,
+    choices: Choices,
+    loss: Loss,
+    metrics: Mapping[str, Metric],
+    max_batches: int | None,
+) -> Evaluator:
+    return Evaluator(
+        template, precision=choices.precision, loss=loss, metrics=metrics, max_batches=max_batches,
         batch_size=evaluation_batch_size(batch.inputs[0].numel()), channels_last=settings.channels_last,
-    )  # fmt: skip
-    is_alone = ranks.num_local == 1 and not train_feed.STREAMS
-    return Run(
-        data=data, settings=settings, schedule=schedule, checkpoints=checkpoints, distributed=distributed,
-        output_dir=output_dir, experiment=experiment, names=_named(make_model, names), resumed_from=resumed_from,
-        choices=choices, bank=bank, average_ema=average_ema, update=update, loss=loss, evaluator=evaluator,
-        train_feed=train_feed, validation_feed=validation_feed, test_feed=test_feed, collective=collective,
-        ranks=ranks, nodes=ranks.nodes() if collective.apart else None, timeline=timeline,
-        most_learners=most_learners, warnings=[*warnings, *notes, *bounded, *_refusals(choices)],
-        tuning=learner_tuning(settings.num_learners, most_learners),
-        worker_autotuner=worker_autotuner(settings.num_workers, train_feed, ranks.num_local),
-        busy_cores=busy_cores(choices.executor, choices.device.type, is_alone),
     )  # fmt: skip
 
 

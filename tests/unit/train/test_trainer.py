@@ -395,7 +395,7 @@ def test_model_that_replaces_a_buffer_is_refused():
             self.seen = self.seen + 1
             return super().forward(inputs)
 
-    with pytest.raises(UserError, match=r"replaces its buffer seen in forward.*copy_\(\)"):
+    with pytest.raises(UserError, match=r"forward replaces its buffer seen.*copy_\(\)"):
         make_trainer(model=Counting)
 
 

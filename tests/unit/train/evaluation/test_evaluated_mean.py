@@ -166,8 +166,8 @@ def test_learner_that_went_out_of_bounds_adds_nothing_to_an_outer_step(momentum:
     bank = trainer.run.bank
     z, rows = bank.z.shaped()["weight"].clone(), weights(trainer)
     velocities = [bank.state["momentum"].shaped(j)["weight"].clone() for j in range(3)]
-    for rows in (bank.weights, bank.state["momentum"]):
-        rows.shaped(1)["weight"].fill_(1e30)  # what a step can leave before the gate sees a loss
+    for held in (bank.weights, bank.state["momentum"]):
+        held.shaped(1)["weight"].fill_(1e30)  # what a step can leave before the gate sees a loss
     expected = z + (rows[0] - z + rows[2] - z) / 3
     found = mean_of_learners(bank, Collective(), without=[1])
     torch.testing.assert_close(found.shaped()["weight"], expected)
