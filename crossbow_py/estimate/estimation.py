@@ -37,7 +37,7 @@ from crossbow_py.estimate.units import parse_bytes
 from crossbow_py.train.build import build_run
 from crossbow_py.train.run import DataSets
 from crossbow_py.train.run_settings import RunSettings, choose
-from crossbow_py.train.tuning.calibration import still_round
+from crossbow_py.train.tuning.calibration import calibration_round
 
 _ROUNDS = WARM_UP_ROUNDS + 3  # eager rounds, the one that is captured, and replays
 _BATCHES_THERE = 4  # a learner: what a streaming feed keeps on the device
@@ -356,7 +356,7 @@ def _train(
     executor = run.new_executor()
     try:
         for index in range(_ROUNDS):
-            executor.submit(still_round(index, run.bank.num_learners, settings.batch_size, rule))
+            executor.submit(calibration_round(index, run.bank.num_learners, settings.batch_size, rule))
         executor.drain()
     finally:
         executor.close()

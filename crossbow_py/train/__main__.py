@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(config: TrainConfig) -> int:
-    """One run in its own folder, over all ranks that were launched; returns its exit code."""
+    """Train one run in its own folder, over all ranks that were launched; returns its exit code."""
     with joined(config.distributed, config.device) as ranks:
         check_ranks_agree(config_to_mapping(config), ranks)
         with open_run(config, ranks) as folder, ExitStack() as stack:
@@ -49,7 +49,7 @@ def train(config: TrainConfig) -> int:
 def build_trainer(
     config: TrainConfig, folder: RunFolder, callbacks: Sequence[Listener] = (), ranks: Ranks = ALONE
 ) -> Trainer:
-    """Load (where needed download) the data and make the trainer of one run. Raises UserError for what cannot work."""
+    """Load the data, downloading them where needed, and make the trainer of one run. Raises UserError."""
     source = _load(config, ranks)
 
     def make_model() -> nn.Module:
@@ -91,26 +91,26 @@ def build_trainer(
 
 
 def _load(config: TrainConfig, ranks: Ranks) -> DataSource:
-    """The data; where there are several ranks one of each host loads first, so that it is downloaded once."""
+    """Load the data. One rank of each host goes first, so that they are downloaded once."""
     source: DataSource | None = None
     for turn in (True, False):
         with ranks.together():
             if (ranks.local_rank == 0) is turn:
                 source = config.data.load(progress=turn and ranks.is_first and sys.stderr.isatty())
-    assert source is not None, "every rank has its turn"
+    assert source is not None, "every rank loads in one of the two turns"
     return source
 
 
 def stops(config: TrainConfig) -> dict[str, Any]:
-    """What ends the run: the keyword arguments of `Trainer.fit`."""
+    """Return the keyword arguments of `Trainer.fit` that end the run."""
     return {field.name: getattr(config, field.name) for field in fields(StopConditions)}
 
 
 def _num_classes(config: TrainConfig, source: DataSource) -> int:
-    """Width of the model's output. A custom model decides that itself and is checked against the data later."""
+    """Return the width of the model's output. A custom model decides it, and is checked against the data later."""
     if source.num_classes is None and not isinstance(config.model, CustomModel):
         raise UserError(
-            f"model={config.model.NAME} classifies, and the targets of data={source.name} are no classes; "
+            f"model={config.model.NAME} classifies, but the targets of data={source.name} are not classes; "
             "use integer targets, or model=custom."
         )
     return source.num_classes or 0

@@ -1,4 +1,4 @@
-"""Builds a run: feeds, bank, evaluator; all are tried on small batches before anything is trained."""
+"""Builds a run: its feeds, bank and evaluator. Small batches go through the model before anything is trained."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from crossbow_py.train.run import DataSets, Run
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.schedules import Constant, Schedule
 from crossbow_py.train.tuning.busy_cores import busy_cores
-from crossbow_py.train.tuning.executor_choice import new_bank, settle_executor
+from crossbow_py.train.tuning.executor_choice import choose_executor, new_bank
 from crossbow_py.train.tuning.learner_tuning import learner_bound, learner_tuning
 from crossbow_py.train.tuning.worker_autotuner import first_workers, worker_autotuner
 
-_FEW_ITEMS = 32  # to be looked at before training
+_FEW_ITEMS = 32  # looked through for rounded inputs before training
 
 
 def build_run(
@@ -67,37 +67,35 @@ def build_run(
     ranks: Ranks = ALONE,
     executor_cache: Path | None = None,
 ) -> Run:
-    """Build a run, once small batches of every data set went through the model. Raises UserError.
+    """Build a run, after small batches of every data set went through the model. Raises UserError.
 
-    All ranks call it together; what `auto` becomes on the first is taken by all. `announce` is told what takes long.
+    All ranks call it together, and take the executor that the first one chooses. `announce` is given a sentence before
+    anything that takes seconds.
     """
     loss, metrics = loss_on(choices.device, loss), metrics or {}
     collective = ranks.collective(choices.device, apart=rule.node_period > 1)
     check_settles(rule, settings.num_learners, collective.num_devices)
-    with ranks.together():
-        template = seeded_model(make_model, settings.seed, init_from).to(choices.device)
-        choices, train_feed, batch, warnings = _train_feed(template, data, settings, choices, loss, rule, ranks)
-        template = faithful_copy(template, choices.precision, batch, settings.channels_last)
-        feeds = _evaluation_feeds(template, data, settings, choices, loss, metrics, ranks)
-    # Hosts' libraries, or a model that draws from other generators than torch's, may have made another of it.
-    ranks.copy_first(value for value in template.state_dict().values() if value.is_floating_point())
+    template, choices, batch, (train_feed, validation_feed, test_feed), warnings = _probed(
+        make_model, data, settings, choices, rule, loss, metrics, init_from, ranks
+    )
     update, warning = choose_update(optimizer, rule, choices.device, choices.precision.master)
-    choosing = template, settings, choices, update, train_feed, loss, announce, ranks, executor_cache
-    choices, notes = _choose_executor(*choosing)
+    choices, notes = _with_executor(
+        template, settings, choices, update, train_feed, loss, announce, ranks, executor_cache
+    )
     with ranks.together():
         most_learners, bounded = learner_bound(template, batch, settings, choices, loss, optimizer, rule)
         bank, average_ema = _bank(template, settings, choices, optimizer, rule, train_feed.num_samples, ranks)
-    most_learners = int(min(ranks.gather([most_settling(rule, most_learners, collective.num_devices)]))[0])
+    most_learners = most_settling(rule, most_learners, collective.num_devices)
+    most_learners = min(int(each) for (each,) in ranks.gather([most_learners]))
     if not rule.has_central_model:
-        _begin_apart(bank, make_model, settings.seed, init_from)
+        _initialise_each(bank, make_model, settings.seed, init_from)
     return Run(
         data=data, settings=settings, schedule=schedule, checkpoints=checkpoints, distributed=distributed,
         output_dir=output_dir, experiment=experiment, names=_named(make_model, names), resumed_from=resumed_from,
         choices=choices, bank=bank, average_ema=average_ema, update=update, loss=loss,
         evaluator=_evaluator(template, batch, settings, choices, loss, metrics, max_evaluation_batches),
-        train_feed=train_feed, validation_feed=feeds[0], test_feed=feeds[1], collective=collective,
-        ranks=ranks, nodes=ranks.nodes() if collective.apart else None, timeline=timeline,
-        most_learners=most_learners,
+        train_feed=train_feed, validation_feed=validation_feed, test_feed=test_feed, collective=collective,
+        ranks=ranks, nodes=ranks.nodes() if collective.apart else None, timeline=timeline, most_learners=most_learners,
         warnings=[*warnings, *filter(None, [warning]), *notes, *bounded, *_refusals(choices)],
         tuning=learner_tuning(settings.num_learners, most_learners),
         worker_autotuner=worker_autotuner(settings.num_workers, train_feed, ranks.num_local),
@@ -105,7 +103,38 @@ def build_run(
     )  # fmt: skip
 
 
-def _choose_executor(
+_Feeds = tuple[Feed, Feed | None, Feed | None]
+
+
+def _probed(
+    make_model: MakeModel,
+    data: DataSets,
+    settings: RunSettings,
+    choices: Choices,
+    rule: AveragingRule,
+    loss: Loss,
+    metrics: Mapping[str, Metric],
+    init_from: str | None,
+    ranks: Ranks,
+) -> tuple[nn.Module, Choices, Batch, _Feeds, list[str]]:
+    """Return the template, the choices, a small batch, and the feeds of all data sets, once they fit; and warnings.
+
+    All ranks call it together, and have the same template.
+    """
+    with ranks.together():
+        template = seeded_model(make_model, settings.seed, init_from).to(choices.device)
+        choices, train_feed, batch, warnings = _train_feed(template, data, settings, choices, loss, rule, ranks)
+        template = faithful_copy(template, choices.precision, batch, settings.channels_last)
+        validation_feed, test_feed = (
+            _evaluation_feed(what, template, source, data, settings, choices, loss, metrics, ranks)
+            for what, source in (("validation", data.validation), ("test", data.test))
+        )
+    # Other libraries on a host, or a model that draws from generators other than torch's, may initialise differently.
+    ranks.copy_first(value for value in template.state_dict().values() if value.is_floating_point())
+    return template, choices, batch, (train_feed, validation_feed, test_feed), warnings
+
+
+def _with_executor(
     template: nn.Module,
     settings: RunSettings,
     choices: Choices,
@@ -116,28 +145,42 @@ def _choose_executor(
     ranks: Ranks,
     cache: Path | None,
 ) -> tuple[Choices, list[str]]:
-    """Settle the executor on the first rank, for all; only there does it cost time, and are there notes."""
+    """Return the choices with the executor that the first rank chooses, and messages. All ranks together."""
     notes: list[str] = []
 
-    def settled() -> str:
-        nonlocal choices
-        choices, said = settle_executor(
+    def chosen() -> str:
+        nonlocal choices, notes
+        choices, notes = choose_executor(
             template, settings, choices, update, feed, loss, announce, ranks.num_ranks, cache
         )
-        notes.extend(said)
         return choices.executor
 
-    executor = ranks.from_first(settled)
+    executor = ranks.from_first(chosen)
     return dataclasses.replace(choices, executor=executor), notes
 
 
+def _evaluator(
+    template: nn.Module,
+    batch: Batch,
+    settings: RunSettings,
+    choices: Choices,
+    loss: Loss,
+    metrics: Mapping[str, Metric],
+    max_batches: int | None,
+) -> Evaluator:
+    return Evaluator(
+        template, precision=choices.precision, loss=loss, metrics=metrics, max_batches=max_batches,
+        batch_size=evaluation_batch_size(batch.inputs[0].numel()), channels_last=settings.channels_last,
+    )  # fmt: skip
+
+
 def _named(model: MakeModel, names: Mapping[str, str] | None) -> dict[str, str]:
-    """Return what the model and the data are called in records."""
+    """Return the names of the model and the data in records."""
     return {"model": getattr(model, "__name__", type(model).__name__), "data": "custom", **(names or {})}
 
 
-def _begin_apart(bank: ReplicaBank, make_model: MakeModel, seed: int, init_from: str | None) -> None:
-    """Start learners that share every batch and are never averaged from models of their own."""
+def _initialise_each(bank: ReplicaBank, make_model: MakeModel, seed: int, init_from: str | None) -> None:
+    """Initialise each learner differently: they share every batch and are never averaged."""
     for learner in range(1, bank.num_learners):
         own_seed = counter_seed(seed, "initialisation", 0, learner)
         bank.load_learner(learner, seeded_model(make_model, own_seed, init_from))
@@ -159,7 +202,7 @@ def _bank(
             gradient_mean=rule.gradient_mean,
         )  # fmt: skip
         return bank, None if rule.average_ema is None else AverageEMA(bank, rule.average_ema * num_samples)
-    except (RuntimeError, MemoryError) as error:  # how torch says that there is no memory left, CUDA's error included
+    except (RuntimeError, MemoryError) as error:  # torch raises these when memory runs out, on CUDA too
         raise UserError(
             f"num_learners={settings.num_learners} replicas of this model cannot be allocated on {choices.device} "
             f"({one_line(error)[:200]}); lower num_learners."
@@ -175,12 +218,12 @@ def _train_feed(
     rule: AveragingRule,
     ranks: Ranks,
 ) -> tuple[Choices, Feed, Batch, list[str]]:
-    """The feed of training batches, tried on a small one; where `auto` took bf16 and the model cannot, it is fp32."""
+    """Build the training feed and probe the model with a small batch; in fp32 if `auto` chose bf16 and that fails."""
     feed = new_feed(data.train, settings.batch_size, data.augmentation, data, settings, choices, ranks=ranks)
-    # Not more than a batch: BatchNorm on single values, for one, trains with two samples and not with one.
+    # No more samples than a batch: BatchNorm over single values, for example, trains with two samples but not with one.
     batch = feed.first_samples(min(2, settings.batch_size))
     needs = (loss, *count_classes(data, loss), settings.label_smoothing, settings.compile_model)
-    averages = rule.has_central_model and (settings.several or ranks.num_ranks > 1)
+    averages = settings.averages(rule, ranks.num_ranks)
     try:
         if settings.precision == "auto" and choices.precision != FP32:
             _check_integers(feed, choices.precision)
@@ -188,7 +231,7 @@ def _train_feed(
     except UserError as error:
         if settings.precision != "auto" or choices.precision == FP32:
             raise
-        reason, _, _ = str(error).partition("; ")  # what to do about it is done
+        reason, _, _ = str(error).partition("; ")  # without the remedy, which is being applied
     choices = dataclasses.replace(choices, precision=FP32)
     feed = new_feed(data.train, settings.batch_size, data.augmentation, data, settings, choices, ranks=ranks)
     batch = feed.first_samples(min(2, settings.batch_size))
@@ -197,46 +240,28 @@ def _train_feed(
 
 
 def _check_integers(feed: Feed, precision: Precision) -> None:
-    """Raise UserError for inputs with whole numbers that the precision rounds; of items a few are looked at."""
+    """Raise UserError for inputs with whole numbers that the precision rounds; looks at a few items."""
     feed.look_through(_FEW_ITEMS)
     if feed.rounded is not None:
         raise UserError(feed.rounded.remark(precision.compute))
 
 
-def _evaluation_feeds(
+def _evaluation_feed(
+    what: str,
     template: nn.Module,
+    source: Data | None,
     data: DataSets,
     settings: RunSettings,
     choices: Choices,
     loss: Loss,
     metrics: Mapping[str, Metric],
     ranks: Ranks,
-) -> list[Feed | None]:
-    """Return the feeds of validation and test data, each tried on two samples; None where there are no data."""
-    feeds: list[Feed | None] = []
-    for what, source in (("validation", data.validation), ("test", data.test)):
-        feed = None
-        if source is not None:
-            feed = new_feed(source, 1, None, data, settings, choices, training=False, ranks=ranks)
-            probe_evaluation(template, choices.precision, feed.first_samples(2), loss, what, metrics, feed)
-        feeds.append(feed)
-    return feeds
-
-
-def _evaluator(
-    template: nn.Module,
-    batch: Batch,
-    settings: RunSettings,
-    choices: Choices,
-    loss: Loss,
-    metrics: Mapping[str, Metric],
-    max_batches: int | None,
-) -> Evaluator:
-    size = evaluation_batch_size(batch.inputs[0].numel())
-    return Evaluator(
-        template, precision=choices.precision, loss=loss, metrics=metrics, max_batches=max_batches, batch_size=size,
-        channels_last=settings.channels_last,
-    )  # fmt: skip
+) -> Feed | None:
+    if source is None:
+        return None
+    feed = new_feed(source, 1, None, data, settings, choices, training=False, ranks=ranks)
+    probe_evaluation(template, choices.precision, feed.first_samples(2), loss, what, metrics, feed)
+    return feed
 
 
 def new_feed(
@@ -249,7 +274,7 @@ def new_feed(
     training: bool = True,
     ranks: Ranks = ALONE,
 ) -> Feed:
-    """The feed of one of a run's data sets. Raises UserError for what does not fit it."""
+    """Build the feed of one of a run's data sets. Raises UserError for data that do not fit the settings."""
     return make_feed(
         source,
         batch_size,
@@ -268,13 +293,16 @@ def new_feed(
 
 
 def _refusals(choices: Choices) -> list[str]:
-    """Why kernels do not make batches, where one would expect it."""
+    """Return the reason why kernels do not make batches on CUDA, if there is one."""
     refusal = serves("batches", choices.device, choices.precision.compute) if choices.device.type == "cuda" else None
     return [refusal] if refusal else []
 
 
 def count_classes(data: DataSets, loss: Loss) -> tuple[int | None, bool]:
-    """As given, exactly; else at least one more than the largest target of training tensors. None: none to count."""
+    """Return the number of classes, None if unknown, and whether it is exact.
+
+    If it was not given, it is at least the largest target of the training tensors plus one.
+    """
     if loss is not nn.functional.cross_entropy:
         return None, False
     pair = as_pair(data.train)

@@ -1,4 +1,4 @@
-"""What `crossbow_py.train` can be told: its keys, its groups, and its usage."""
+"""The configuration of `crossbow_py.train`: its keys, its groups, and its usage."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Exit codes: 0 done, 2 a mistake in what was asked for, 143 after SIGTERM, 130 af
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig(JobSettings):
-    """What runs and searches can both be told. A group holds the settings object chosen by its `name`."""
+    """The configuration that runs and searches share. A group holds the settings object that its `name` chooses."""
 
     GROUPS: ClassVar[Mapping[str, Registry]] = {
         "model": MODELS, "data": SOURCES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES,
@@ -58,7 +58,7 @@ class JobConfig(JobSettings):
     experiment: str = setting("custom", "name of the run's recipe; chosen with +experiment=NAME")
     resume: str | None = setting(None, "null, auto (newest valid checkpoint) or the path of a run or checkpoint folder")
     output_dir: str | None = setting(None, "the run's folder; null is runs/<experiment>/<time>")
-    checkpoint_every_s: float | None = setting(None, "checkpoint every that many seconds; null never", above=0)
+    checkpoint_every_s: float | None = setting(None, "seconds between checkpoints; null for none", above=0)
     model: Any = group("the network")
     data: Any = group("the data set, its augmentation and where its files are")
     optimizer: Any = group("each learner's own optimizer")
@@ -73,36 +73,36 @@ class JobConfig(JobSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(JobConfig, RunSettings, StopConditions):
-    """Everything `crossbow_py.train` can be told."""
+    """The whole configuration of `crossbow_py.train`."""
 
     CONF: ClassVar[str] = "train"
     USAGE: ClassVar[str] = _USAGE
     GROUPS: ClassVar[Mapping[str, Registry]] = {**JobConfig.GROUPS, "averaging": RULES}
     PATHS: ClassVar[Sequence[str]] = (*JobConfig.PATHS, "init_from")
 
-    max_epochs: float | None = setting(10.0, "stop after that many passes over the training set", above=0)
-    max_evaluation_batches: int | None = setting(None, "evaluate on at most that many batches; null is all", minimum=1)
+    max_epochs: float | None = setting(10.0, "stop after this many passes over the training set", above=0)
+    max_evaluation_batches: int | None = setting(None, "the most batches to evaluate on; null is all", minimum=1)
     init_from: str | None = setting(None, "safetensors file with the initial weights (fine-tuning)")
     trace: bool = setting(
         False, "write a timeline of tasks to trace.json in the run's folder (open it in ui.perfetto.dev)"
     )
     profile: bool = setting(False, "write which operators take the time to profile.txt and profile.json.gz")
-    checkpoint_every_epochs: int | None = setting(1, "checkpoint every that many epochs; null never", minimum=1)
-    keep_checkpoints: int = setting(2, "newest checkpoints kept", minimum=1)
+    checkpoint_every_epochs: int | None = setting(1, "epochs between checkpoints; null for none", minimum=1)
+    keep_checkpoints: int = setting(2, "how many of the newest checkpoints to keep", minimum=1)
     distributed: DistributedSettings = dataclasses.field(
-        default=DistributedSettings(), metadata={"help": "what several ranks, started by torchrun, do"}
+        default=DistributedSettings(), metadata={"help": "settings of several ranks, started by torchrun"}
     )
     averaging: Any = group("how the learners are kept together")
 
     def __post_init__(self) -> None:
-        StopConditions.__post_init__(self)  # checks every field, and that the run has an end
+        StopConditions.__post_init__(self)  # checks every field, and that something ends the run
         super().__post_init__()
 
 
 def config_from_mapping(plain: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
-    """Plain values, as in a run's config.yaml, to the configuration.
+    """Build the configuration from plain values, as in a run's config.yaml.
 
-    Raises UserError naming the key, and the file that they were read from where it is given.
+    Raises UserError, which names the key, and also `file` where it is given: where the values were read from.
     """
     try:
         return from_plain(plain, TrainConfig)
@@ -113,7 +113,7 @@ def config_from_mapping(plain: Mapping[str, Any], file: Path | None = None) -> T
 
 
 def config_to_mapping(config: JobConfig) -> dict[str, Any]:
-    """Return the plain values of a configuration, every default spelled out: the inverse of `config_from_mapping`."""
+    """Return the plain values of a configuration, with every default: the inverse of `config_from_mapping`."""
     plain = to_mapping(config)
     for name in config.GROUPS:
         plain[name] = {"name": type(getattr(config, name)).NAME, **plain[name]}

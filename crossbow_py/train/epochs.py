@@ -1,26 +1,24 @@
-"""What becomes of an epoch once nothing is in flight: it is evaluated and recorded, and the next one begins."""
+"""The end of an epoch, once nothing is in flight: evaluate, record, and begin the next one."""
 
 from __future__ import annotations
 
 from crossbow_py.telemetry.events import LearningStatistics
 from crossbow_py.telemetry.throughput import ThroughputMeter
-from crossbow_py.train.evaluation.evaluator import Evaluation, non_finite_remark
+from crossbow_py.train.evaluation.evaluator import non_finite_remark
 from crossbow_py.train.evaluation.learning_measurement import LearningMeasurement
-from crossbow_py.train.run import Run
+from crossbow_py.train.run import Measured, Run
 from crossbow_py.train.run_folder.reporter import Reporter, epoch_record
 from crossbow_py.train.run_settings import StopConditions
 
-Measured = tuple[Evaluation, tuple[Evaluation, ...]]
-
 
 class EpochCloser:
-    """Owned by the training loop, which drains before each call. All ranks together.
+    """Closes epochs. Owned by the training loop, which drains before each call. All ranks together.
 
     Args:
-        run: what is trained.
-        reporter: who hears of it.
-        meter: of the training time, which stands still meanwhile.
-        stops: of which the target accuracy is looked at.
+        run: the run.
+        reporter: gets the records.
+        meter: measures training time, and is paused meanwhile.
+        stops: has the target accuracy.
     """
 
     def __init__(self, run: Run, reporter: Reporter, meter: ThroughputMeter, stops: StopConditions) -> None:
@@ -51,7 +49,7 @@ class EpochCloser:
         self._meter.resume()
 
     def _measure_learning(self) -> LearningStatistics | None:
-        """Where it is asked for; the meter is paused."""
+        """Measure the statistics of learning, if asked for. The meter is paused."""
         if self._learning is None:
             return None
         self._watch.doing = f"the statistics of learning after round {self._state.round_index - 1}"
@@ -61,13 +59,13 @@ class EpochCloser:
         return measured
 
     def close_partial(self, learning_rate: float) -> None:
-        """Record where a run stopped inside an epoch; the epoch's sums are kept, for a resume with a later stop."""
+        """Record a run that stops inside an epoch; the epoch's sums are kept, for a resume with a later stop."""
         kept = self._state.open_epoch
         self.close(learning_rate)
         self._state.reopen_epoch(kept)
 
     def final(self, measures: bool) -> Measured | None:
-        """The evaluation of the model on test data: the last epoch's if that was of it, else one made now if asked."""
+        """Return the evaluation of the final model on test data: the last epoch's, or a new one if `measures`."""
         if self._state.last_recorded != self._state.samples_seen:
             self._final = None  # of an earlier model
         if self._final is None and measures:
@@ -75,7 +73,7 @@ class EpochCloser:
         return self._final
 
     def _evaluate(self, which: str) -> Measured | None:
-        """Measure on the `test` or `validation` data, and say what outputs were not finite."""
+        """Evaluate on the `test` or `validation` data, and report outputs that are not finite."""
         measured = self._run.evaluate(which)
         if measured and measured[0].num_non_finite:
             what = f"{which} data after {self._state.samples_seen:,} samples"

@@ -1,7 +1,7 @@
 """The training loop, which reads as a timeline.
 
-Plan a round, let the ranks meet, submit it, absorb the outcome of the one before; when an epoch closes, wait for what
-is in flight, evaluate and record; write checkpoints when due; stop when told to.
+Plan a round, synchronise the ranks, submit the round, absorb the outcome of the one before; when an epoch closes, drain
+the executor, evaluate and record; write checkpoints when due; stop when told to.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from crossbow_py.train.tuning.worker_autotuner import WorkerAutotuner
 class TrainingLoop:
     """One call of `fit`. A context manager: leaving it stops the executor and closes the listeners.
 
-    On several ranks each has its own, and all take the same course: what comes up on one rank is acted upon after the
-    next synchronisation (`distributed.synchronisation`).
+    Every rank has its own loop, and all take the same course: what comes up on one rank is acted upon after the next
+    synchronisation (`distributed.synchronisation`).
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class TrainingLoop:
         self._run, self.settings, self.state, self.stops = run, run.settings, run.state, stops
         self.ranks = run.ranks
         self.num_samples, self.total_samples = run.num_samples, stops.planned_samples(run.num_samples)
-        run.schedule.factor(0, self.num_samples, self.total_samples)  # refuses what it cannot do, before training
+        run.schedule.factor(0, self.num_samples, self.total_samples)  # raises before training, if at all
         measured = self._run.validation_feed or self._run.test_feed
         stops.check_measured(
             measured is not None, lambda: measured is not None and self._run.evaluator.counts_correct(measured)
         )
-        # Clocks of ranks differ, and what time decides is decided alike: all go on from the slowest one's.
+        # Clocks of ranks differ, but decisions by time must not: all continue from the slowest one's.
         self.state.elapsed_s = max(elapsed_s for (elapsed_s,) in self.ranks.gather([self.state.elapsed_s]))
         self.meter = ThroughputMeter()
         self.reporter = Reporter(listeners, self.meter)
@@ -61,7 +61,7 @@ class TrainingLoop:
         self.learning_rate = 0.0
         self._agreed = agree([Report(self.state.elapsed_s)])
         self._synchronisation = SynchronisationSchedule(self.state.round_index)
-        self._images = 0  # of all ranks, since the last synchronisation
+        self._images = 0  # trained on by all ranks since the last synchronisation
         self._failure: DataError | None = None
         self._after_round = after_round
 
@@ -72,22 +72,22 @@ class TrainingLoop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
         if is_of_data(error):
-            self._keep_what_is_trained()
+            self._save_after_data_error()
         elif error is not None and self.ranks.num_ranks == 1:
-            self.checkpoints.settle()  # what was being written is from before
+            self.checkpoints.settle()  # what is being written precedes the error
         if self._run.busy_cores:
             self._run.busy_cores.stop()
         self.rounds.close()
         self.checkpoints.close()
         self._run.close_feeds()
         if error is not None and self.reporter.started:
-            status, reason = _how_it_failed(error)
+            status, reason = _failure_status(error)
             self.reporter.summarize(self.state, status, reason, None, SavedModels(None, {}))
         self.reporter.close()
         return False
 
     def start(self, messages: Sequence[str]) -> None:
-        """Announce the run and what has to be said about it."""
+        """Announce the run, and pass on the messages about it."""
         self.reporter.start(run_info(self._run, self.total_samples), self.state.wall_s)
         for message in [*messages, *self._run.remarks(self.total_samples)]:
             self.reporter.message(message)
@@ -97,7 +97,7 @@ class TrainingLoop:
         self.ranks.watch.start()
 
     def run(self, signals: StopSignal) -> tuple[str, str]:
-        """Train until something says stop. Returns (status, reason)."""
+        """Train until a stop condition is met or a signal comes. Returns (status, reason)."""
         state, first_round = self.state, self.state.round_index
         if state.last_recorded == state.samples_seen and (reason := self._target_reached()):
             return "target_reached", reason
@@ -120,7 +120,7 @@ class TrainingLoop:
             self._run_round(plan if plan and len(plan.starts) == self._run.bank.num_learners else self._plan())
 
     def _checkpoint_is_due(self) -> bool:
-        """Not while one is still being written, which training would have to wait for."""
+        """Return whether to write one now; not while one is being written, as training would have to wait for it."""
         return not any(self._agreed.checkpoints) and self.checkpoints.is_due(self._agreed.elapsed_s)
 
     def _end_reached(self) -> str | None:
@@ -128,7 +128,7 @@ class TrainingLoop:
         return self.stops.after_round(state.samples_seen, self.num_samples, self._agreed.elapsed_s, state.round_index)
 
     def _check_trained(self, reason: str, first_round: int) -> None:
-        """Say that a resumed run had nothing left to do. Raises UserError where nothing was ever trained."""
+        """Report a resumed run that had nothing left to train. Raises UserError if nothing was ever trained."""
         if not self.state.round_index:
             limit = getattr(self.stops, reason)
             raise UserError(f"{reason}={limit:g} is over before the first round, with nothing trained; raise it.")
@@ -141,13 +141,13 @@ class TrainingLoop:
         return signal, reason
 
     def _end_epoch(self) -> str | None:
-        """Once all its samples are seen: close it, write its checkpoint. Returns why that ends the run, if it does."""
+        """Close the epoch once all its samples are seen. Returns the target that was reached, if one was."""
         state, every = self.state, self._run.checkpoints.every_epochs
         if state.samples_seen < (state.closed_epochs + 1) * self.num_samples:
             return None
         self._drain()
         self._epochs.close(self.learning_rate)
-        if state.closed_epochs.bit_count() == 1:  # the first, second, fourth, ...: it costs a round or two
+        if state.closed_epochs.bit_count() == 1:  # after epochs 1, 2, 4, ...: it costs a round or two
             self._recheck()
         reason = self._target_reached()
         if not reason and every and state.closed_epochs % every == 0:
@@ -163,7 +163,7 @@ class TrainingLoop:
         return self.stops.after_evaluation(self.state.last_accuracy, self.state.last_loss)
 
     def _plan(self) -> Round:
-        """The next round, from where training stands."""
+        """Plan the next round from the current state."""
         state, factor = self.state, self._factor()
         after = state.samples_seen + self._run.samples_per_round
         is_last = self.total_samples is not None and after >= self.total_samples
@@ -175,7 +175,7 @@ class TrainingLoop:
         return factor(self.state.samples_seen, self.num_samples, self.total_samples)
 
     def _await_batches(self, plan: Round, signals: StopSignal) -> None:
-        """Block until the next round's batches are there, or a signal comes; or keep why they cannot be made.
+        """Block until the next round's batches are loaded or a signal comes; keep the error if they cannot be loaded.
 
         Only time in which nothing is in flight counts as waiting for them.
         """
@@ -190,7 +190,7 @@ class TrainingLoop:
             self._failure = error
 
     def _synchronise(self, signals: StopSignal) -> None:
-        """Tell the other ranks what has come up, and do what follows for all; not before every short round."""
+        """Exchange reports with the other ranks, when due, and act on what all of them report."""
         if not self._synchronisation.is_due(self.state.round_index):
             return
         report = Report(
@@ -210,32 +210,32 @@ class TrainingLoop:
             self.state.round_index, self._agreed.elapsed_s - before_s, period, every_round
         )
         self.checkpoints.follow(self._agreed.checkpoints)
-        if self._look_after(self._agreed.num_non_finite, self._agreed.out_of_memory):
-            self._tune()
+        if self._handle_lost_learners(self._agreed.num_non_finite, self._agreed.out_of_memory):
+            self._tune_learners()
 
-    def _look_after(self, num_non_finite: int, out_of_memory: bool) -> bool:
-        """Stop for learners that are lost, or take away those that memory did not hold, if any. Whether it held all.
+    def _handle_lost_learners(self, num_non_finite: int, out_of_memory: bool) -> bool:
+        """Stop the run for non-finite learners, or remove those that did not fit in memory. Returns whether all fitted.
 
         Raises NonFiniteError, or RankError on other ranks.
         """
-        # With every learner gone there is nothing healthy to clone, so reseeding would loop for ever.
-        everyone = num_non_finite == self._run.bank.total_learners
-        if num_non_finite and (self.settings.on_nonfinite == "stop" or everyone):
-            self._stop_for_non_finite(everyone)
+        # If all learners are non-finite there is no finite one to clone, so reseeding would loop for ever.
+        all_non_finite = num_non_finite == self._run.bank.total_learners
+        if num_non_finite and (self.settings.on_nonfinite == "stop" or all_non_finite):
+            self._stop_for_non_finite(all_non_finite)
         if out_of_memory:
             self.rounds.shrink()
         return not out_of_memory
 
-    def _stop_for_non_finite(self, everyone: bool) -> None:
+    def _stop_for_non_finite(self, all_non_finite: bool) -> None:
         self.checkpoints.settle()
-        sick, failure = self.state.non_finite_learners, None
-        if sick:
-            learner, first = next(iter(sick.items())), self._run.bank.first_learner
-            failure = NonFiniteError(first + learner[0], learner[1], self._run.newest_checkpoint(), everyone)
+        non_finite, failure = self.state.non_finite_learners, None
+        if non_finite:
+            (learner, round_index), first = next(iter(non_finite.items())), self._run.bank.first_learner
+            failure = NonFiniteError(first + learner, round_index, self._run.newest_checkpoint(), all_non_finite)
         self.ranks.raise_any(failure)
 
-    def _tune(self) -> None:
-        """Let the auto-tuner look at the rounds since the last synchronisation."""
+    def _tune_learners(self) -> None:
+        """Give the auto-tuner the images and the time since the last synchronisation."""
         images, self._images = self._images, 0
         if not self._run.tuning or not images:
             return
@@ -243,13 +243,12 @@ class TrainingLoop:
             self._run.tuning.interrupt()
             return
         if decision := self._run.tuning.after_round(images, self._agreed.elapsed_s):
-            self._follow(decision)
+            self._apply(decision)
 
-    def _follow(self, decision: Decision) -> None:
-        """Do what the auto-tuner decided."""
+    def _apply(self, decision: Decision) -> None:
         if decision.reason:
             self.reporter.decision(decision, self.state.samples_seen)
-        # A drain in which memory ran out has taken learners away itself, which overrules the decision.
+        # If memory runs out in the drain, that removes learners itself and overrules the decision.
         if decision.num_learners != self._run.bank.num_learners and self._drain():
             self.rounds.set_learners(decision.num_learners)
 
@@ -262,7 +261,7 @@ class TrainingLoop:
             self.rounds.restart()
         counts = self.rounds.submit(plan)
         if self.ranks.num_ranks == 1:
-            self._look_after(len(state.non_finite_learners), self.rounds.out_of_memory)
+            self._handle_lost_learners(len(state.non_finite_learners), self.rounds.out_of_memory)
         if not counts:
             return
         factor = self._factor(warmed_up=True)
@@ -271,7 +270,7 @@ class TrainingLoop:
         self._images += images
         if len(state.non_finite_learners) if self.ranks.num_ranks == 1 else self._agreed.num_non_finite:
             self._reseed()
-        self._attend_to_z(start)
+        self._check_and_average_z(start)
         self.learning_rate = plan.learning_rates[0]
         self.meter.update(images)
         rate, stops = self.learning_rate, self.stops
@@ -280,22 +279,22 @@ class TrainingLoop:
         if self._run.worker_autotuner:
             self._tune_workers(self._run.worker_autotuner)
         if self._run.busy_cores:
-            self._share_cores(self._run.busy_cores, images)
+            self._tune_waiting(self._run.busy_cores, images)
         if self._after_round is not None:
-            self._pace(self._after_round, images)
+            self._call_after_round(self._after_round, images)
 
-    def _pace(self, after_round: Callable[[RoundEnd], int | None], images: int) -> None:
-        """Tell the caller of `fit` that a round is over, and go on with as many learners as it says."""
+    def _call_after_round(self, after_round: Callable[[RoundEnd], int | None], images: int) -> None:
+        """Call `after_round` of `fit`, and set the number of learners that it returns."""
         tuning, now = self._run.tuning, self._run.bank.num_learners
         settled = tuning is None or tuning.state.phase == "settled"
         wanted = after_round(RoundEnd(images, self.meter.elapsed_s, self.meter.waited_s, now, settled))
         if wanted is None:
             return
-        self._images = 0  # the auto-tuner has not seen this round
-        self._follow(Decision("grow" if wanted > now else "shrink", wanted))
+        self._images = 0  # the auto-tuner does not count this round
+        self._apply(Decision("grow" if wanted > now else "shrink", wanted))
 
-    def _attend_to_z(self, before: int) -> None:
-        """Compare z over ranks and let its EMA follow, each when due, after a round that began at `before` samples."""
+    def _check_and_average_z(self, before: int) -> None:
+        """Compare z over ranks and update its EMA, each when due, after a round that began at `before` samples."""
         ema = self._run.average_ema
         if self.state.round_index % self._run.distributed.check_every_rounds == 0 and self.ranks.num_ranks > 1:
             self._drain()
@@ -305,14 +304,13 @@ class TrainingLoop:
             self.rounds.move_ema()
 
     def _tune_workers(self, tuner: WorkerAutotuner) -> None:
-        """Let the number of workers be corrected."""
         batches = self.state.samples_seen // self.settings.batch_size // self.ranks.num_ranks
         if said := tuner.after_round(self.meter.elapsed_s, self.meter.waited_s, batches):
             self.reporter.message(said)
             self.reporter.workers(self._run.train_feed.num_workers)
 
-    def _share_cores(self, busy_cores: BusyCores, images: int) -> None:
-        """Let threads wait for each other in the way that copes with what else runs here; numbers stay the same."""
+    def _tune_waiting(self, busy_cores: BusyCores, images: int) -> None:
+        """Have threads wait for each other in the faster way on this busy machine; numbers stay the same."""
         training_s = self.meter.elapsed_s - self.meter.waited_s
         if said := busy_cores.after_round(images, self._run.bank.num_learners, training_s):
             self.reporter.message(said)
@@ -320,27 +318,27 @@ class TrainingLoop:
     def _drain(self) -> bool:
         """Wait for what is in flight; the bank may be read and changed afterwards. All ranks together.
 
-        False when memory did not hold the learners somewhere, and some were taken away.
+        Returns False if the learners did not fit in the memory of some rank, and some were removed.
         """
         self.rounds.drain()
         with self.ranks.together():
-            self._run.bank.check_bindings(self._run.rule.has_central_model and not self._run.bank.is_single)
-        num_non_finite, without = self.ranks.sum([len(self.state.non_finite_learners), self.rounds.out_of_memory])
+            self._run.bank.check_bindings(self.settings.averages(self._run.rule, self.ranks.num_ranks))
+        num_non_finite, out_of_memory = self.ranks.sum([len(self.state.non_finite_learners), self.rounds.out_of_memory])
         self._agreed = dataclasses.replace(self._agreed, num_non_finite=int(num_non_finite))
-        return self._look_after(int(num_non_finite), bool(without))
+        return self._handle_lost_learners(int(num_non_finite), bool(out_of_memory))
 
     def _reseed(self) -> None:
-        """Clone learners that were gated from z, after the round behind theirs.
+        """Reseed gated learners from z, after the round that follows theirs.
 
-        That round has been submitted whether or not something waited for the outcome in between (an epoch's end, a
-        checkpoint), so that a run takes the same course wherever its checkpoints lie.
+        That round is always submitted first, even if an epoch's end or a checkpoint waited for the outcome in between.
+        So a run takes the same course wherever its checkpoints are.
         """
         self._drain()
         self.rounds.reseed()
         self._agreed = dataclasses.replace(self._agreed, num_non_finite=0)
 
     def _write_checkpoint(self) -> None:
-        """Wait for what is in flight, copy it, and go on. A disk that refuses is reported, and training goes on."""
+        """Drain, copy the state, and go on while it is written. A disk error is reported, and training goes on."""
         if self._run.output_dir is None:
             return
         self._drain()
@@ -350,8 +348,8 @@ class TrainingLoop:
         self.checkpoints.begin(self._agreed.elapsed_s)
         self.meter.resume()
 
-    def _keep_what_is_trained(self) -> None:
-        """The data failed, not what was learned from it."""
+    def _save_after_data_error(self) -> None:
+        """Write a checkpoint: the data failed, but what was learned is intact."""
         with suppress(CrossbowError):
             if not self.checkpoints.has(self.state.samples_seen):
                 self._write_checkpoint()
@@ -360,7 +358,7 @@ class TrainingLoop:
                 self.reporter.message(f"What was trained is in {newest}; the same command with resume=auto goes on.")
 
     def finish(self, status: str, reason: str) -> Result:
-        """Evaluate what is not yet evaluated, write the last checkpoint and the model, and sum up."""
+        """Evaluate if that is still due, write the last checkpoint and the model, and return the result."""
         self._drain()
         stopped_by_signal = status in StopSignal.REASONS
         if self.state.last_recorded != self.state.samples_seen and not stopped_by_signal:
@@ -377,12 +375,12 @@ class TrainingLoop:
         self.rounds.tell_notes()
         summary = self.reporter.summarize(self.state, status, reason, final, saved)
         independent = [] if self._run.rule.has_central_model else models
-        (images_per_s,), *_ = self.ranks.gather([summary.images_per_s])  # the first rank's, as in its records
+        (images_per_s,), *_ = self.ranks.gather([summary.images_per_s])  # of the first rank, as in its records
         return Result(status, reason, summary.test_accuracy, images_per_s, models[0], independent, summary)
 
 
-def _how_it_failed(error: BaseException) -> tuple[str, str]:
-    """Status and reason of a run that an exception ended."""
+def _failure_status(error: BaseException) -> tuple[str, str]:
+    """Return the status and reason of a run that an exception ended."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", "Ctrl-C, aborted"
     kind = error.kind if isinstance(error, RankError) else type(error).__name__

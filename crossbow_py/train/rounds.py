@@ -1,8 +1,8 @@
-"""The executor over a run's learners: rounds go in, outcomes are counted, learners come and go.
+"""Runs rounds through the executor, counts their outcomes, and changes the number of learners.
 
-On several ranks all call `drain`, `set_learners`, `shrink`, `reseed` and `move_ema` together. A rank whose learners did
-not fit in memory sits out: it takes part in the sums of rounds without adding to them, so that nobody waits for it,
-until the ranks have met.
+All ranks call `drain`, `set_learners`, `shrink`, `reseed` and `move_ema` together. A rank whose learners did not fit in
+memory sits out until the ranks synchronise: it takes part in the sums of rounds without adding to them, so that the
+other ranks do not wait for it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _SUMS_REMEMBERED = 8  # more than an executor has rounds in flight
 
 
 class RoundRunner:
-    """Owned by the training loop.
+    """Runs the rounds of a run. Owned by the training loop.
 
     Attributes:
-        executor: the present one; every change of the number of learners makes another.
+        executor: the current executor; every change of the number of learners makes a new one.
         out_of_memory: whether this rank sits out.
     """
 
@@ -34,19 +34,20 @@ class RoundRunner:
         self.executor = run.new_executor()
         self.out_of_memory = False
         self._sums_begun = self._run.collective.num_sums
-        self._sums_due: deque[Round] = deque()  # rounds submitted since, that average
+        self._sums_due: deque[Round] = deque()  # averaging rounds submitted since
         self._told = set(run.warnings)
 
     def submit(self, plan: Round) -> bool:
-        """Submit a round and absorb the outcome of the one before. False when memory did not hold it: try again.
+        """Submit a round and absorb the outcome of the one before. Returns False if it is to be submitted again.
 
-        On several ranks it is never tried again, as the others have gone on: its samples are not learned from then.
+        That is when it did not fit in memory. On several ranks it is never submitted again, because the other ranks
+        have gone on: this rank then learns nothing from its samples.
         """
         if self.out_of_memory:
             self._run.sit_out(plan)
             return True
         if plan.together is not None or (self._run.bank.replicas_identical and not self._run.bank.is_single):
-            if not self._sums_due:  # none is in flight, but evaluations may have summed since
+            if not self._sums_due:  # no sum is in flight, but evaluations may have called the collective since
                 self._sums_begun = self._run.collective.num_sums
             self._sums_due.append(plan)
             while len(self._sums_due) > _SUMS_REMEMBERED:
@@ -58,7 +59,7 @@ class RoundRunner:
         return done or not self._run.collective.is_alone
 
     def _take_outer_step(self, plan: Round, step: OuterStep) -> bool:
-        """Once the round is over. False when memory did not hold it."""
+        """Take the outer step once the round is over. Returns False if the round did not fit in memory."""
         if not self._attempt(self.executor.drain):
             return False
         with self.executor.span_between(AveragingTask.NAME, plan.index), self._run.collective.awaiting():
@@ -67,12 +68,12 @@ class RoundRunner:
         return True
 
     def settle(self) -> None:
-        """See Executor."""
+        """Wait for what is in flight, without absorbing outcomes; see `Executor.settle`."""
         if not self.out_of_memory:
             self.executor.settle()
 
     def drain(self) -> bool:
-        """Wait for what is in flight; the bank may be read and changed then. False when memory did not hold it."""
+        """Wait for what is in flight; the bank may be changed then. Returns False if it did not fit in memory."""
         if self.out_of_memory or not self._attempt(self.executor.drain):
             return False
         self._sums_settled()
@@ -80,14 +81,14 @@ class RoundRunner:
         return True
 
     def _sums_settled(self) -> None:
-        """No sum of this rank is in flight."""
+        """Note that no sum of this rank is in flight."""
         self._sums_begun = self._run.collective.num_sums
         self._sums_due.clear()
 
     def _attempt(self, work: Callable[..., Sequence[RoundOutcome]], *plan: Round) -> bool:
-        """Absorb what the executor yields. False when memory did not hold the learners; some are to be taken away.
+        """Absorb what the executor yields. Returns False if the learners did not fit in memory.
 
-        What the others had done in that round stays; its losses are not counted.
+        Then some have to be removed. Steps that learners took in that round stay; its losses are not counted.
         """
         try:
             for outcome in work(*plan):
@@ -107,14 +108,14 @@ class RoundRunner:
         return False
 
     def shrink(self) -> None:
-        """Take learners away that memory did not hold, on this rank or another."""
+        """Remove learners that did not fit in memory, on this rank or another."""
         self.drain()
-        self._run.take_replica(is_whole=not self.out_of_memory)
+        self._run.take_replica(is_intact=not self.out_of_memory)
         self.out_of_memory = False
         self.set_learners(self._give_up_learners())
 
     def set_learners(self, num_learners: int) -> None:
-        """Grow or shrink the drained bank; what memory does not hold, the auto-tuner takes back."""
+        """Grow or shrink the drained bank; if that does not fit in memory, the auto-tuner chooses a smaller number."""
         bank, given_up = self._run.bank, False
         self.executor.close()
         self.reseed()
@@ -130,7 +131,7 @@ class RoundRunner:
                 if num_learners == 1 or self._run.tuning is None or not is_out_of_memory(error):
                     raise
                 failed = True
-            # Out of the except block, the error is gone, and with it what its frames held.
+            # Outside the except block the error is gone, and with it the memory that its frames held.
             if not any(self._run.ranks.sum([failed])):
                 self._sums_begun = self._run.collective.num_sums
                 return
@@ -139,7 +140,7 @@ class RoundRunner:
             num_learners, given_up = self._give_up_learners(), True
 
     def _give_up_learners(self) -> int:
-        """How many learners memory may hold, after it did not hold the last number."""
+        """Return the number of learners to try after the last number did not fit in memory."""
         assert self._run.tuning is not None, "only the auto-tuner changes the number of learners"
         free_memory(self._run.choices.device)
         decision = self._run.tuning.out_of_memory()
@@ -147,24 +148,24 @@ class RoundRunner:
         return decision.num_learners
 
     def restart(self) -> None:
-        """Restart the learners from z, when nothing is in flight."""
+        """Restart the learners from z. Nothing is in flight."""
         self._run.restart()
         self.reporter.message("The learning rate dropped: learners restart from the average model.")
 
     def move_ema(self) -> None:
-        """Let the EMA of the average model follow it, when nothing is in flight."""
+        """Update the EMA of the average model. Nothing is in flight."""
         with self.executor.span_between("average EMA", self.state.round_index - 1):
             self._run.move_ema()
 
     def reseed(self) -> None:
-        """Clone learners that were gated from z, when nothing is in flight."""
+        """Clone gated learners from z. Nothing is in flight."""
         bank, ranks = self._run.bank, self._run.ranks
         non_finite, self.state.non_finite_learners = self.state.non_finite_learners, {}
-        (everywhere,) = ranks.sum([len(non_finite)])
-        if not everywhere:
+        (num_reseeded,) = ranks.sum([len(non_finite)])
+        if not num_reseeded:
             return
-        healthy = [learner for learner in range(bank.num_learners) if learner not in non_finite]
-        buffers = bank.central_buffers(healthy, ranks.adder)
+        finite = [learner for learner in range(bank.num_learners) if learner not in non_finite]
+        buffers = bank.central_buffers(finite, ranks.adder)
         bank.reseed(non_finite, buffers)
         said = [
             f"Learner {bank.first_learner + learner} went non-finite in round {round_index} and was reseeded from the "
@@ -174,16 +175,16 @@ class RoundRunner:
         for text in ranks.gather_texts("\n".join(said)):
             for line in text.splitlines():
                 self.reporter.message(line)
-        self.state.num_reseeded += int(everywhere)
+        self.state.num_reseeded += int(num_reseeded)
 
     def recheck(self) -> None:
-        """Say where the executor no longer gives the model's own numbers, when nothing is in flight."""
+        """Report if the executor no longer gives the model's own numbers. Nothing is in flight."""
         if not self.out_of_memory:
             self.executor.recheck()
             self.tell_notes()
 
     def tell_notes(self) -> None:
-        """Pass on what the executor and the feeds have to say, once."""
+        """Pass on messages of the executor and the feeds, each once."""
         notes = [*taken(self.executor.notes), *self._run.feed_notes()]
         for note in notes:
             if note not in self._told:  # every change of the number of learners makes a new executor
@@ -191,5 +192,5 @@ class RoundRunner:
             self._told.add(note)
 
     def close(self) -> None:
-        """See Executor."""
+        """Close the executor."""
         self.executor.close()

@@ -1,6 +1,6 @@
-"""A run: what it was told, what it is built of, and where it stands. One object, and one owner of the state.
+"""A run: its settings, its components and its state, in one object that owns them.
 
-What a checkpoint holds of a run is in `checkpoints/contents.py`.
+Saving a run in a checkpoint and restoring it is in `checkpoints/contents.py`.
 """
 
 from __future__ import annotations
@@ -50,9 +50,12 @@ from crossbow_py.train.tuning.busy_cores import BusyCores
 from crossbow_py.train.tuning.learner_tuning import LearnerTuning
 from crossbow_py.train.tuning.worker_autotuner import WorkerAutotuner
 
+# An evaluation of a data set: the one that stops look at, and each learner's when learners are independent.
+Measured = tuple[Evaluation, tuple[Evaluation, ...]]
+
 
 class SavedModels(NamedTuple):
-    """Where a run's models are, None for nowhere, and the SHA-256 of each file by its name."""
+    """The path of a run's saved models, None if there is none, and the SHA-256 of each file by its name."""
 
     path: str | None
     digests: dict[str, str]
@@ -60,7 +63,7 @@ class SavedModels(NamedTuple):
 
 @dataclass(frozen=True)
 class DataSets:
-    """What is trained on and measured on, and how images are prepared."""
+    """The data sets of a run, and how their images are prepared."""
 
     train: Data
     test: Data | None = None
@@ -73,17 +76,17 @@ class DataSets:
 
     @property
     def normalisation(self) -> Normalisation | None:
-        """Of inputs. Raises UserError when only one of `mean` and `std` is there."""
+        """The normalisation of inputs. Raises UserError when only one of `mean` and `std` is given."""
         return Normalisation.of(self.mean, self.std)
 
     @property
     def names_of_classes(self) -> list[str]:
-        """What classes are called: as given, or as the test data says, in `classes`; empty where nobody does."""
+        """The names of the classes: as given, or the test data's attribute `classes`; empty without either."""
         return list(map(str, self.class_names or getattr(self.test, "classes", None) or ()))
 
 
 class OpenEpoch(NamedTuple):
-    """The epochs closed before this one, and its own sums so far; see `RunState`."""
+    """The number of epochs closed before this one, and its own sums so far; see `RunState`."""
 
     closed_epochs: int
     loss_sum: float
@@ -98,10 +101,10 @@ class RunState:
     `samples_seen` counts samples of submitted rounds: over all learners, or per learner when they are independent.
     The epoch sums cover the rounds absorbed since the last epoch closed; `num_correct` is None when the task is not
     classification. `best_accuracy` and `last_*` are of the data that stops look at: validation, where there is some.
-    `apart_since` is the first round after learners last averaged, and `apart_factor` what the learning rate was in it ÷
-    the largest of the schedule, had the warm-up been over.
-    `non_finite_learners` were gated, each in which round, and wait to be reseeded. `wall_s` is the time of earlier
-    processes, and what making the trainer took in this one.
+    `apart_since` is the first round after learners last averaged, and `apart_factor` the schedule's factor in that
+    round, without warm-up.
+    `non_finite_learners` maps learners that were gated, and wait to be reseeded, to the round in which they were.
+    `wall_s` is the time of earlier processes, plus the time that building the trainer took in this one.
     """
 
     round_index: int = 0
@@ -124,7 +127,7 @@ class RunState:
     non_finite_learners: dict[int, int] = field(default_factory=dict)
 
     def absorb(self, outcome: RoundOutcome) -> None:
-        """Add a round's losses to the epoch; gated learners do not count and are noted."""
+        """Add a round's losses to the epoch; gated learners are noted and do not count."""
         for learner in outcome.non_finite_learners:
             self.non_finite_learners.setdefault(learner, outcome.plan.index)
         for loss, correct, finite in zip(outcome.losses, outcome.num_correct, outcome.finite, strict=True):
@@ -134,15 +137,15 @@ class RunState:
                 self.num_correct = None if correct is None or self.num_correct is None else self.num_correct + correct
 
     def apart(self, factor: float) -> tuple[int, float]:
-        """How many rounds learners will have gone by themselves after the next one, and the factor of their first.
+        """Return the rounds since learners averaged, the next one included, and the factor in the first of them.
 
-        Both factors are without warm-up; `factor` is that of the next one.
+        Both factors are without warm-up; `factor` is that of the next round.
         """
         num_rounds = self.round_index + 1 - self.apart_since
         return num_rounds, factor if num_rounds == 1 else self.apart_factor
 
     def note_round(self, num_samples: int, factor: float, averages: bool) -> None:
-        """Count a round that was submitted, with the factor as of `apart`, and whether learners average in it."""
+        """Count a submitted round, with its factor as for `apart`, and whether learners average in it."""
         if self.apart_since == self.round_index:
             self.apart_factor = factor
         self.round_index, self.last_round_start = self.round_index + 1, self.samples_seen
@@ -152,17 +155,17 @@ class RunState:
 
     @property
     def train_loss(self) -> float:
-        """Mean loss of the epoch so far; NaN before its first round."""
+        """The mean loss of the epoch so far; NaN before its first round."""
         return self.loss_sum / self.num_losses if self.num_losses else math.nan
 
     def train_accuracy(self, batch_size: int) -> float | None:
-        """Share of the epoch's training samples predicted right, as they were when trained on; None without classes."""
+        """Return the accuracy on the epoch's training samples, each when it was trained on; None without classes."""
         if self.num_correct is None or not self.num_losses:
             return None
         return self.num_correct / (self.num_losses * batch_size)
 
     def note_evaluation(self, accuracy: float | None, loss: float, target: float | None) -> None:
-        """Keep the last and the best, and the training time at which the target accuracy was first reached."""
+        """Note the last and the best accuracy, and the training time when the target was first reached."""
         self.last_accuracy, self.last_loss = accuracy, loss
         if accuracy is None:
             return
@@ -177,24 +180,24 @@ class RunState:
 
     @property
     def open_epoch(self) -> OpenEpoch:
-        """What `close_epoch` starts anew, for `reopen_epoch`."""
+        """The values that `close_epoch` resets, for `reopen_epoch`."""
         return OpenEpoch(self.closed_epochs, self.loss_sum, self.num_losses, self.num_correct)
 
     def reopen_epoch(self, kept: OpenEpoch) -> None:
-        """Go on with the epoch that was closed since."""
+        """Continue an epoch that was closed since."""
         self.closed_epochs, self.loss_sum, self.num_losses, self.num_correct = kept
 
     def to_plain(self) -> dict[str, Any]:
-        """Return plain values for a checkpoint, in which learners that are not finite are called sick."""
+        """Return plain values for a checkpoint, where `non_finite_learners` has its older name, `sick_learners`."""
         plain = asdict(self)
         plain["sick_learners"] = plain.pop("non_finite_learners")
         return plain
 
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> RunState:
-        """Rebuild from a checkpoint; counters a newer version added start at their defaults.
+        """Build the state from a checkpoint; counters that a newer version added start at their defaults.
 
-        Raises TypeError or ValueError for what no run has written.
+        Raises TypeError or ValueError for values that no run writes.
         """
         renamed = {"non_finite_learners" if key == "sick_learners" else key: value for key, value in values.items()}
         return cls(**known_fields(cls, renamed, least=-1))
@@ -202,37 +205,37 @@ class RunState:
 
 @dataclass
 class Run:
-    """Everything the training loop works on; made by the trainer, kept over several calls of `fit`.
+    """Everything that the training loop works on; built by the trainer and kept over several calls of `fit`.
 
     Attributes:
         data: the data sets, and how images are prepared.
         settings: the keys that shape the run.
         schedule: how the learning rate moves.
         checkpoints: when checkpoints are written, and how many are kept.
-        distributed: what a run over several ranks was told.
+        distributed: settings of a run over several ranks.
         output_dir: the run's folder, or None.
         experiment: the name of the run in records.
-        names: what the model and the data are called in records.
-        resumed_from: the checkpoint that the run went on from.
-        choices: what `auto` became.
+        names: the names of the model and the data in records.
+        resumed_from: the checkpoint that the run resumed from.
+        choices: the values chosen for `auto`.
         bank: the replicas.
-        average_ema: the EMA of z, where the rule asks for one.
-        update: what a correction and an averaging do to rows of the bank, with the optimizer and the rule.
-        loss: what learners are trained on.
-        evaluator: measures models that are not being trained.
+        average_ema: the EMA of z, if the rule asks for one.
+        update: updates rows of the bank by corrections and averagings, with the optimizer and the rule.
+        loss: the loss that learners are trained on.
+        evaluator: evaluates copies of the models.
         train_feed: batches to train on.
-        validation_feed: batches to measure on, which then decide about stops.
-        test_feed: batches to measure on.
+        validation_feed: batches to evaluate on; if there are any, stops look at them.
+        test_feed: batches to evaluate on.
         collective: the sum over ranks.
         ranks: the ranks of the run.
-        nodes: `Ranks.nodes`, where every node has an average model of its own.
-        timeline: gets a span of every task, where there is one.
-        most_learners: how many memory holds, no more than the settings allow.
-        warnings: sentences for the user, said when training starts.
-        state: where training stands.
-        tuning: the auto-tuner at work, for num_learners=auto.
-        worker_autotuner: the same for num_workers=auto, with streamed data.
-        busy_cores: decides how threads wait for each other, on CPUs.
+        nodes: `Ranks.nodes`, if every node has an average model of its own; else None.
+        timeline: records a span of every task, if there is one.
+        most_learners: the number of learners that memory holds, at most `max_learners`.
+        warnings: messages for the user when training starts.
+        state: the counters.
+        tuning: tunes the number of learners, for num_learners=auto.
+        worker_autotuner: tunes the number of workers, for num_workers=auto with streamed data.
+        busy_cores: chooses how threads wait for each other, on CPUs.
     """
 
     data: DataSets
@@ -279,13 +282,23 @@ class Run:
 
     @property
     def samples_per_round(self) -> int:
-        """Samples by which a round moves the cursor; independent learners all take the same batch."""
+        """The samples by which a round moves the cursor; independent learners all take the same batch."""
         return self.settings.batch_size * (self.bank.total_learners if self.rule.has_central_model else 1)
 
     @property
     def num_samples(self) -> int:
-        """N, the samples of an epoch."""
+        """The samples of an epoch, N."""
         return self.train_feed.num_samples
+
+    @property
+    def num_workers(self) -> int | None:
+        """The worker processes that load training data; None if the data live on the device."""
+        return self.train_feed.num_workers if self.train_feed.STREAMS else None
+
+    @property
+    def groups(self) -> dict[str, Any]:
+        """The settings objects that decide how learners learn, by the group that they are chosen from."""
+        return {"optimizer": self.optimizer, "schedule": self.schedule, "averaging": self.rule}
 
     def new_executor(self) -> Executor:
         """Return a new executor over the bank. It may start threads: close it."""
@@ -336,7 +349,7 @@ class Run:
         )
 
     def sit_out(self, plan: Round) -> None:
-        """Take part in a round without learners of this device: nothing is added to the sum, and z moves alike.
+        """Take part in a round without this device's learners: they add nothing to the sum, and z moves as elsewhere.
 
         The executor is closed or drained.
         """
@@ -345,16 +358,16 @@ class Run:
             self._tasks().move(RoundOutcome(plan))
         elif plan.outer_step is not None:
             self.take_outer_step(plan.outer_step, without=range(self.bank.num_learners))
-        elif self.bank.replicas_identical:  # its learners do not step until they are given another's weights
+        elif self.bank.replicas_identical:  # its learners do not step until they get another rank's weights
             self.bank.total.zero_row(0)
             self.collective.all_reduce_sum(self.bank.total.storage)
 
-    def take_replica(self, is_whole: bool) -> None:
-        """Copy a replica from a rank where it is whole, if all replicas are equal. All ranks together, drained."""
+    def take_replica(self, is_intact: bool) -> None:
+        """Copy a replica from a rank where it is intact, if all replicas are equal. All ranks together, drained."""
         bank = self.bank
         if bank.replicas_identical:
-            found = self.ranks.gather([is_whole, bank.step_counts[0]])
-            source = next((rank for rank, (whole, _) in enumerate(found) if whole), 0)
+            found = self.ranks.gather([is_intact, bank.step_counts[0]])
+            source = next((rank for rank, (intact, _) in enumerate(found) if intact), 0)
             row = bank.trained_row(0)
             self.ranks.copy_from(source, [*row.weights, *(part for parts in row.state.values() for part in parts)])
             bank.step_counts[0] = int(found[source][1])
@@ -363,34 +376,34 @@ class Run:
         self.adopt_learner()
 
     def adopt_learner(self) -> None:
-        """Set z to one of the learners, where they are equal and nothing is in flight."""
+        """Set z to one of the learners, if they are equal. Nothing is in flight."""
         if self.bank.replicas_identical:
             self.bank.adopt_learner()
 
     def take_outer_step(self, step: OuterStep, without: Collection[int] = ()) -> None:
-        """Move z by an outer step (`engine/update/outer_step.py`); drained, all ranks together."""
+        """Move z by an outer step (`engine/update/outer_step.py`). All ranks together, drained."""
         take_outer_step(self.bank, step, self.collective, self.ranks.adder, without=without)
 
     def restart(self) -> None:
-        """Restart the learners from z, when nothing is in flight; see `SMA.restart_momentum`. All ranks together.
+        """Restart the learners from z; see `SMA.restart_momentum`. All ranks together, drained.
 
-        Learners of this device that are not finite count for nothing.
+        Non-finite learners of this device do not count.
         """
         self.bring_up_to_date()
         self.bank.restart(self.rule.restart_momentum, self.ranks.adder, self.state.non_finite_learners)
 
     def bring_up_to_date(self) -> None:
-        """Set z to the learners' mean, where it is as old as their last averaging. Drained, all ranks together."""
+        """Set z to the learners' mean, if z is as old as their last averaging. All ranks together, drained."""
         if self.rule.shows_mean and not self.bank.is_single:
             bring_up_to_date(self.bank, self.collective, self.state.non_finite_learners)
 
     @property
     def feeds(self) -> list[Feed]:
-        """Training, validation and test feed, as far as there are data for them."""
+        """The training feed, and the validation and test feed if there are such data."""
         return [feed for feed in (self.train_feed, self.validation_feed, self.test_feed) if feed is not None]
 
     def feed_notes(self) -> list[str]:
-        """Return what there is to tell the user about the data since the last call."""
+        """Return the messages about the data since the last call."""
         return taken(self._notes) + list(dict.fromkeys(note for feed in self.feeds for note in feed.take_notes()))
 
     def close_feeds(self) -> None:
@@ -399,10 +412,10 @@ class Run:
             feed.close()
 
     def final_states(self, ema: bool = True) -> list[State]:
-        """Return the state dicts of what the run has produced: the average model, or every independent learner.
+        """Return the state dict of the average model, or of every independent learner.
 
-        Learners that are not finite count neither in BatchNorm's statistics nor in means of weights. With `ema` it is
-        the EMA of the average model, where there is one. All ranks call it together, and get the same.
+        Non-finite learners count neither in BatchNorm's statistics nor in means of weights. With `ema` it is the EMA of
+        the average model, if there is one. All ranks call it together, and get the same.
         """
         if not self.rule.has_central_model:
             return [self.bank.learner_state(learner) for learner in range(self.bank.num_learners)]
@@ -412,7 +425,7 @@ class Run:
         return [self._recalibrated(state) if self.rule.batch_norm == "recalibrate" else state]
 
     def _recalibrated(self, state: State) -> State:
-        """Measure BatchNorm's statistics anew on the training batches that come next, if they can be loaded."""
+        """Recalibrate BatchNorm on the training batches that come next, if they can be loaded."""
         share = range(self.ranks.rank, self.rule.recalibration_batches, self.ranks.num_ranks)
         starts = [self.state.samples_seen + number * self.train_feed.batch_size for number in share]
         try:
@@ -425,7 +438,7 @@ class Run:
             return state
 
     def _central_state(self) -> State:
-        """Return the state dict of z: the mean over nodes that have one each, or the learners' mean as they are now."""
+        """Return the state dict of z: the mean over nodes if each has its own, or the learners' mean by some rules."""
         excluded = list(self.state.non_finite_learners)
         state = self.bank.central_state(excluded, self.ranks.adder)
         if self.rule.shows_mean and not self.bank.is_single:
@@ -438,15 +451,15 @@ class Run:
         return {**state, **z.shaped()}
 
     def move_ema(self) -> None:
-        """Let the EMA of z follow it; drained, all ranks together."""
+        """Update the EMA of z. All ranks together, drained."""
         assert self.average_ema is not None, "nothing asks for an EMA"
         self.average_ema.move(self._central_state(), self.state.samples_seen)
 
-    def evaluate(self, which: str) -> tuple[Evaluation, tuple[Evaluation, ...]] | None:
-        """Measure the present models on the `test` or `validation` data; None where there is no such data.
+    def evaluate(self, which: str) -> Measured | None:
+        """Evaluate the current models on the `test` or `validation` data; None if there is no such data.
 
-        All ranks call it together; each measures a share of the samples. Returns what stops look at, and for
-        independent learners the evaluation of each (the first value is then their mean).
+        All ranks call it together; each evaluates a share of the samples. Returns the evaluation that stops look at,
+        and for independent learners the evaluation of each; the first one is then their mean.
         """
         feed = self.test_feed if which == "test" else self.validation_feed
         if feed is None:
@@ -462,7 +475,7 @@ class Run:
         return [self.evaluator.module(state) for state in self.final_states()]
 
     def save_models(self, models: Sequence[nn.Module]) -> SavedModels:
-        """Write them as safetensors into the run's folder, if it has one; the first rank does, all call it.
+        """Write models as safetensors to the run's folder, if it has one. All ranks call it; the first one writes.
 
         Raises UserError when they cannot be written.
         """
@@ -487,7 +500,7 @@ class Run:
         return str(found[0]) if found else None
 
     def epoch_sums(self) -> tuple[float, int, float | None]:
-        """Return the epoch's sums over all ranks: losses, their number, right predictions. All call it together."""
+        """Return the epoch's sums over all ranks: losses, their number, correct predictions. All ranks together."""
         state = self.state
         loss_sum, num_losses, num_correct = self.ranks.sum(
             [state.loss_sum, state.num_losses, math.nan if state.num_correct is None else state.num_correct]
@@ -495,15 +508,15 @@ class Run:
         return loss_sum, int(num_losses), None if math.isnan(num_correct) else num_correct
 
     def add_up_epoch(self) -> None:
-        """Replace the epoch's sums by those of all ranks, for the record of an epoch that closes."""
+        """Replace this rank's sums of the epoch by those of all ranks, for the epoch's record."""
         state = self.state
         state.loss_sum, state.num_losses, state.num_correct = self.epoch_sums()
 
     def spread(self) -> float | None:
-        """Return the root mean square of |w_j − c| / |c| over the learners of all ranks, which call it together.
+        """Return the root mean square of |w_j − c| / |c| over the learners of all ranks. All ranks together.
 
-        c is z, or by rules that show it the learners' mean. None with one learner, where c is zero, or where no
-        learner is finite.
+        c is z, or the learners' mean if the rule evaluates that. None with one learner, or if c is zero or no learner
+        is finite.
         """
         excluded = list(self.state.non_finite_learners)
         if self.bank.is_single:
@@ -514,9 +527,9 @@ class Run:
         return math.sqrt(total / count) if count else None
 
     def check_z(self) -> None:
-        """Compare z over ranks, which must have the same; all together, drained.
+        """Compare z over ranks, on which it must be equal. All ranks together, drained.
 
-        Raises CentralModelError, or RankError where the first rank says it.
+        Raises CentralModelError on the first rank, RankError on the others.
         """
         ranks = self.ranks
         if ranks.num_ranks == 1:
@@ -526,14 +539,14 @@ class Run:
             ranks.raise_any(CentralModelError(odd, self.state.round_index) if ranks.is_first else None)
 
     def remarks(self, total_samples: int | None) -> list[str]:
-        """Return what has to be said of a run of that many samples; None where they are not known.
+        """Return warnings about settings that do not fit a run of that many samples; None if that is not known.
 
-        Raises UserError when the rule needs to know them.
+        Raises UserError if the rule needs to know it.
         """
         if self.rule.needs_end and total_samples is None:
             raise UserError(
-                "averaging.quadratic_period has learners average at the end of the run at the latest, which nothing "
-                "says beforehand; set max_epochs or max_samples."
+                "averaging.quadratic_period needs to know the end of the run, where learners average at the latest; "
+                "set max_epochs or max_samples."
             )
         remarks, ema = [], self.rule.average_ema
         if total_samples is not None:

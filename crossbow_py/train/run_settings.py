@@ -1,4 +1,4 @@
-"""The top-level keys that shape a run, and what `auto` becomes on this machine."""
+"""The top-level keys that shape a run, the values that `auto` takes on this machine, and stop conditions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from crossbow_py.averaging import AveragingRule
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.host import prepare_environment
 from crossbow_py.core.settings import check, setting, suggestion
@@ -20,18 +21,18 @@ from crossbow_py.engine.modules.precision import Precision, PrecisionName, choos
 
 @dataclass(frozen=True)
 class JobSettings:
-    """How models are trained, be it a run's learners or a search's trials."""
+    """Settings that runs and searches share: how learners or trials are trained."""
 
     GROUP: ClassVar[str] = ""
 
     batch_size: int = setting(16, "samples a learner takes per round", minimum=1)
     executor: str = setting(
         "auto",
-        "how learners run: auto (the fastest), serial, fused; on CPU threads, and fused_threads, which is a group of "
-        "fused learners a thread; on CUDA and experimental streams, and "
-        "subarrays2 or subarrays4, which are that many groups of fused learners on streams",
+        "how learners run: auto (the fastest), serial, fused; on CPU threads, and fused_threads, which is one group of "
+        "fused learners per thread; on CUDA and experimental streams, and subarrays2 or subarrays4, which are two or "
+        "four groups of fused learners on streams",
     )
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where they run: auto, cpu or cuda")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "the device that learners run on: auto, cpu or cuda")
     precision: PrecisionName = setting("auto", "compute format: fp32, bf16, or auto (bf16 where it is fast)")
     channels_last: bool = setting(True, "channels-last memory format for images and 4-D weights")
     seed: int = setting(
@@ -46,7 +47,7 @@ class JobSettings:
         None, "seed of the sample order alone; null is seed", minimum=0, maximum=2**63 - 1
     )
     label_smoothing: float = setting(
-        0.0, "share of the target spread over all classes, in the cross-entropy that is trained on", minimum=0, below=1
+        0.0, "share of the target spread over all classes, in the cross-entropy of training", minimum=0, below=1
     )
 
     def __post_init__(self) -> None:
@@ -55,19 +56,19 @@ class JobSettings:
 
     @property
     def sample_order_seed(self) -> int:
-        """The seed of the order of samples."""
+        """The seed of the sample order."""
         return self.seed if self.order_seed is None else self.order_seed
 
 
 @dataclass(frozen=True)
 class RunSettings(JobSettings):
-    """The top-level keys of a run that shape its training. Checked alike from Python and the command line."""
+    """The top-level keys that shape a run's training. The same checks apply from Python and the command line."""
 
     num_learners: int | Literal["auto"] = setting(
         "auto",
         "learners (replicas trained side by side) per device; auto finds the fastest number",
         minimum=1,
-        maximum=16_384,  # each has a module of its own: more take minutes to set up
+        maximum=16_384,  # each has its own module: more take minutes to set up
     )
     max_learners: int = setting(8, "most learners that num_learners=auto may take per device", minimum=1)
     compile_model: bool = setting(
@@ -82,12 +83,12 @@ class RunSettings(JobSettings):
 
     @classmethod
     def of(cls, config: object, **own: Any) -> RunSettings:
-        """Return the settings among the attributes of an object, and `own` ones; the others keep their defaults."""
+        """Build settings from the attributes of an object that has some of them; `own` values override these."""
         names = [field.name for field in dataclasses.fields(RunSettings)]
         return RunSettings(**{name: getattr(config, name) for name in names if hasattr(config, name)} | own)
 
     def changed(self, changes: Mapping[str, Any]) -> RunSettings:
-        """Return these settings with some keys changed. Raises TypeError for a key that is none, with a suggestion."""
+        """Return these settings with some keys changed. Raises TypeError for an unknown key, with a suggestion."""
         known = [field.name for field in dataclasses.fields(RunSettings)]
         for key in changes:
             if key not in known:
@@ -96,24 +97,32 @@ class RunSettings(JobSettings):
 
     @property
     def first_learners(self) -> int:
-        """How many a run begins with: the auto-tuner starts from one."""
+        """The learners per device that a run begins with: with `auto` it is one."""
         return 1 if self.num_learners == "auto" else self.num_learners
 
     @property
     def several(self) -> bool:
-        """Whether there may be more than one learner."""
+        """Whether there may be more than one learner on a device."""
         return self.num_learners == "auto" or self.num_learners > 1
+
+    def has_several(self, num_ranks: int) -> bool:
+        """Return whether there may be more than one learner over all ranks."""
+        return self.several or num_ranks > 1
+
+    def averages(self, rule: AveragingRule, num_ranks: int) -> bool:
+        """Return whether learners may follow an average model."""
+        return rule.has_central_model and self.has_several(num_ranks)
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What `auto` became: kept in checkpoints, so that a resume takes the same.
+    """The values chosen for `auto`. Checkpoints keep them, so that a resumed run takes the same.
 
     Attributes:
-        device: where learners run.
-        precision: their formats.
-        executor: how they run; `auto` until the candidates have been measured.
-        executor_choice_s: seconds that measuring the candidates took; 0 where none was measured. Not in checkpoints.
+        device: the device that learners run on.
+        precision: the formats of weights and of computation.
+        executor: the executor; `auto` until the candidates have been measured.
+        executor_choice_s: seconds that measuring the candidates took; 0 if none was measured. Not in checkpoints.
     """
 
     device: torch.device
@@ -122,16 +131,17 @@ class Choices:
     executor_choice_s: float = 0.0
 
     def to_plain(self) -> dict[str, str]:
-        """Plain values for a checkpoint."""
+        """Return plain values for a checkpoint."""
         return {"device": self.device.type, "precision": self.precision.name, "executor": self.executor}
 
 
 def choose(settings: RunSettings, saved: Mapping[str, Any] | None, num_ranks: int = 1) -> Choices:
-    """Resolve `auto` but for the executor: as a checkpoint says when there is one, else for this machine.
+    """Resolve `auto` for everything but the executor: to a checkpoint's values if there is one, else for this machine.
 
-    A learner alone on a CPU that averages with those of other ranks has a thread for that, to go on meanwhile.
+    The executor is resolved too if there is nothing to measure: for a single learner per device on CPUs. On several
+    ranks it gets a thread, so that it goes on while ranks average.
 
-    Raises UserError for what this machine cannot do.
+    Raises UserError for settings that this machine cannot run.
     """
     saved = saved or {}
     chosen = EXECUTORS.get(settings.executor)
@@ -143,7 +153,7 @@ def choose(settings: RunSettings, saved: Mapping[str, Any] | None, num_ranks: in
     precision = saved.get("precision", "auto") if settings.precision == "auto" else settings.precision
     executor = saved.get("executor", "auto") if settings.executor == "auto" else settings.executor
     if executor == "auto" and not settings.several and device.type == "cpu":
-        executor = "serial" if num_ranks == 1 else "threads"  # there is nothing to run side by side
+        executor = "serial" if num_ranks == 1 else "threads"  # no learners to run side by side
     if executor != "auto":
         check_executor(executor, device)
         if settings.compile_model and EXECUTORS[executor].FUSES:
@@ -156,17 +166,17 @@ def choose(settings: RunSettings, saved: Mapping[str, Any] | None, num_ranks: in
 
 @dataclass(frozen=True)
 class StopConditions:
-    """What stops a run; the first one reached does. At least one must be set.
+    """The conditions that stop a run; the first one met does. At least one must be set.
 
-    Every function returns the name of the field that stops the run, or None to go on.
+    `after_round` and `after_evaluation` return the name of the field that stops the run, or None to go on.
     """
 
-    max_epochs: float | None = setting(None, "stop after that many epochs", above=0)
-    max_samples: int | None = setting(None, "stop after that many samples", minimum=1)
-    max_time_s: float | None = setting(None, "stop after that much training time, evaluation left out", above=0)
-    max_rounds: int | None = setting(None, "stop after that many rounds (one batch per learner each)", minimum=1)
-    target_accuracy: float | None = setting(None, "stop at that accuracy, between 0 and 1", above=0, maximum=1)
-    target_loss: float | None = setting(None, "stop at that loss or below", minimum=0)
+    max_epochs: float | None = setting(None, "stop after this many epochs", above=0)
+    max_samples: int | None = setting(None, "stop after this many samples", minimum=1)
+    max_time_s: float | None = setting(None, "stop after this many seconds of training, without evaluation", above=0)
+    max_rounds: int | None = setting(None, "stop after this many rounds (one batch per learner each)", minimum=1)
+    target_accuracy: float | None = setting(None, "stop at this accuracy, between 0 and 1", above=0, maximum=1)
+    target_loss: float | None = setting(None, "stop at this loss or below", minimum=0)
 
     def __post_init__(self) -> None:
         check(self)
@@ -176,11 +186,11 @@ class StopConditions:
 
     @property
     def needs_evaluation(self) -> bool:
-        """Whether there is a target."""
+        """Whether a condition looks at evaluations."""
         return self.target_accuracy is not None or self.target_loss is not None
 
     def check_measured(self, has_data: bool, has_accuracy: Callable[[], bool]) -> None:
-        """Raise UserError when a target could never be reached, as nothing measures it."""
+        """Raise UserError if a target is set that nothing measures, so that it could never be reached."""
         if self.needs_evaluation and not has_data:
             raise UserError(
                 "target_accuracy and target_loss are measured on data, got neither test_data nor validation_data; "
@@ -195,7 +205,7 @@ class StopConditions:
     def after_round(
         self, samples_seen: int, samples_per_epoch: int, train_time_s: float, num_rounds: int = 0
     ) -> str | None:
-        """Why to stop after a round: `max_epochs`, `max_samples`, `max_time_s`, `max_rounds` or None."""
+        """Return which of `max_epochs`, `max_samples`, `max_time_s` and `max_rounds` is reached, or None."""
         if self.max_epochs is not None and samples_seen >= self._epoch_samples(self.max_epochs, samples_per_epoch):
             return "max_epochs"
         if self.max_samples is not None and samples_seen >= self.max_samples:
@@ -207,7 +217,7 @@ class StopConditions:
         return None
 
     def after_evaluation(self, accuracy: float | None, loss: float | None) -> str | None:
-        """Why to stop after an evaluation: `target_accuracy`, `target_loss` or None."""
+        """Return which of `target_accuracy` and `target_loss` is reached after an evaluation, if any."""
         if self.target_accuracy is not None and accuracy is not None and accuracy >= self.target_accuracy:
             return "target_accuracy"
         if self.target_loss is not None and loss is not None and loss <= self.target_loss:
@@ -215,7 +225,7 @@ class StopConditions:
         return None
 
     def planned_samples(self, samples_per_epoch: int) -> int | None:
-        """Samples at which `max_epochs` or `max_samples` ends the run, None when neither is set."""
+        """Return the samples at which `max_epochs` or `max_samples` ends the run; None if neither is set."""
         limits = [] if self.max_samples is None else [self.max_samples]
         if self.max_epochs is not None:
             limits.append(self._epoch_samples(self.max_epochs, samples_per_epoch))

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the samples seen, whatever the batch size and the number of learners.
+"""Learning-rate schedules: pure functions of the samples seen, not of the batch size or the number of learners.
 
 Settings are in epochs. A schedule multiplies the base learning rate by `factor`; a linear warm-up multiplies on top.
 """
@@ -13,15 +13,15 @@ from typing import ClassVar
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import check, setting
 
-_ROUNDED = 1e-3  # runs are whole numbers of samples
+_ROUNDED = 1e-3  # relative tolerance, as runs are whole numbers of samples
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(ABC):
-    """Base of every schedule. Frozen settings, no state.
+    """Base class of schedules. Frozen settings, no state.
 
-    `samples` is what has been seen before the round, `samples_per_epoch` the size N of the training set and
-    `total_samples` what is planned for the whole run, None when only accuracy, loss or time stop it.
+    `samples` is the number of samples seen before the round, `samples_per_epoch` the size N of the training set, and
+    `total_samples` the length of the whole run, None if only accuracy, loss or time stop it.
     """
 
     GROUP: ClassVar[str] = "schedule"
@@ -33,24 +33,24 @@ class Schedule(ABC):
         check(self)
 
     def factor(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
-        """The multiple of the base learning rate after `samples` samples.
+        """Return the factor of the base learning rate after `samples` samples.
 
         Raises:
-            UserError: the schedule needs the length of the run and neither it nor the run states one.
+            UserError: the schedule needs the length of the run, and neither `total_samples` nor a setting gives it.
         """
         return self._warmup(samples, samples_per_epoch) * self._shape(samples, samples_per_epoch, total_samples)
 
     def warmed_up_factor(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
-        """As `factor`, had the warm-up been over from the first."""
+        """Return `factor` without the warm-up."""
         factor = self._shape if self.warmup_epochs else self.factor
         return factor(samples, samples_per_epoch, total_samples)
 
     def drops_between(self, before: int, after: int, samples_per_epoch: int) -> bool:
-        """Whether the rate dropped by a step in (before, after], in samples; averaging rules may restart on that."""
+        """Return whether the rate drops by a step in (before, after], in samples; averaging rules may restart then."""
         return False
 
     def remark(self, run_epochs: float) -> str | None:
-        """A sentence on what does not fit a run of so many epochs, with a remedy."""
+        """Return a warning if the schedule does not fit a run of `run_epochs` epochs, with the remedy; else None."""
         if self.warmup_epochs > run_epochs:
             return (
                 f"schedule.warmup_epochs={self.warmup_epochs:g} is longer than the run of {run_epochs:g} epochs: the "
@@ -60,7 +60,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def _shape(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
-        """The factor without warm-up."""
+        """Return the factor without warm-up."""
 
     def _warmup(self, samples: int, samples_per_epoch: int) -> float:
         # Starts one sample up the ramp: a rate of exactly zero would waste the first round.
@@ -85,10 +85,9 @@ class _Stepwise(Schedule):
 
     @abstractmethod
     def _drops(self, samples: int, samples_per_epoch: int) -> int:
-        """How many drops lie at or before `samples`."""
+        """Return the number of drops at or before `samples`."""
 
     def drops_between(self, before: int, after: int, samples_per_epoch: int) -> bool:
-        """Whether a drop lies in (before, after], in samples."""
         return self.gamma < 1 and self._drops(after, samples_per_epoch) > self._drops(before, samples_per_epoch)
 
     def _shape(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
@@ -131,9 +130,9 @@ class Step(_Stepwise):
 
 @dataclass(frozen=True)
 class Cosine(Schedule):
-    """factor = f + (1 - f) * (1 + cos(pi * t)) / 2, t the share of the run that is over and f the final factor.
+    """factor = f + (1 - f) * (1 + cos(pi * t)) / 2, with t the share of the cycle that is over and f the final factor.
 
-    Loshchilov and Hutter (SGDR, 2017), one cycle; at f ever after.
+    After the cycle the factor stays at f. Loshchilov and Hutter 2017, SGDR: one cycle without restarts.
     """
 
     NAME: ClassVar[str] = "cosine"
@@ -142,7 +141,7 @@ class Cosine(Schedule):
     epochs: float | None = setting(None, "length of the cycle; null is the length of the run", above=0)
 
     def remark(self, run_epochs: float) -> str | None:
-        """See Schedule."""
+        """Return a warning also if the learning rate is 0 from the end of the cycle on."""
         short = self.epochs is not None and self.epochs < (1 - _ROUNDED) * run_epochs
         if short and self.final_factor == 0:
             return (
@@ -188,7 +187,7 @@ class Exponential(Schedule):
 
 
 def _passed(samples: int, period: float) -> int:
-    """How many whole periods fit; each end is rounded to a whole sample, so that 0.7 * 10 epochs is 7 samples."""
+    """Return the whole periods in `samples`, each end rounded to a whole sample: 0.7 * 10 is 7 samples."""
     return math.floor((samples + 0.5) / period)
 
 

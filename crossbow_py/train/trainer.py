@@ -1,4 +1,4 @@
-"""The trainer: what a run is made of, what makes two runs the same, and `fit`."""
+"""The trainer: builds a run, trains it in `fit`, and evaluates its model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from crossbow_py.telemetry.records import file_listeners
 from crossbow_py.telemetry.timeline import Timeline, TimelineFile
 from crossbow_py.train.build import build_run
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, SavedCheckpoint, holds_run
-from crossbow_py.train.checkpoints.contents import choose_together, restore, saved_run
+from crossbow_py.train.checkpoints.contents import choose_together, find_checkpoint, restore
 from crossbow_py.train.checks.compatibility import check_compatible
 from crossbow_py.train.checks.seeded_model import MakeModel
 from crossbow_py.train.evaluation.evaluator import Evaluation, Metric
@@ -44,7 +44,7 @@ _BUILDING = threading.RLock()
 
 @contextmanager
 def _by_turns() -> Iterator[None]:
-    """Have one thread at a time build a trainer, which seeds the process's generators and puts them back."""
+    """Let one thread at a time build a trainer: building seeds the process's generators and restores them."""
     with _BUILDING, ordinary_modes():
         yield
 
@@ -55,38 +55,41 @@ class Trainer:
     Args:
         model: a function without arguments that returns an `nn.Module`, such as a class; called once.
         train_data: a map-style data set of (input, target), or two tensors: inputs [N, ...] and targets [N].
-        test_data: the same; without it nothing is evaluated, unless there is validation data.
-        validation_data: the same; it then feeds stops and the best accuracy, and test is measured once, at the end.
-        num_classes: checked against the model's output when the loss is cross-entropy.
-        optimizer: what a learner does with its gradient.
-        schedule: how its learning rate moves.
-        averaging: what keeps learners together.
+        test_data: data in the same form; without it nothing is evaluated, unless there is validation data.
+        validation_data: data in the same form. Stops and the best accuracy then use it, and the test data is evaluated
+            once, at the end.
+        num_classes: number of classes, checked against the model's output when the loss is cross-entropy.
+        optimizer: updates a learner's weights from its gradient.
+        schedule: the learning rate as a function of samples seen.
+        averaging: the rule that keeps learners together.
         loss: `f(outputs [B, ...], targets [B, ...])`, a batch mean.
         metrics: further functions like `loss` to evaluate, by name; they are in `result.summary.metrics`.
-        augmentation: of training images, for uint8 tensors [N, C, H, W].
-        mean: what inputs are normalised by, one number a channel or one for all; pixels count as 0 to 1. With `std`.
-        std: standard deviation, likewise.
-        output_dir: where the run is recorded; nothing is written to disk without it.
-        resume: a run folder, its checkpoints folder, or one checkpoint to go on from; `auto` is the newest in
-            `output_dir`, and a fresh start where there is none.
-        init_from: safetensors to start from (fine-tuning).
-        checkpoint: when checkpoints are written, with an `output_dir`.
+        augmentation: augmentation of training images, uint8 tensors [N, C, H, W].
+        mean: mean that inputs are normalised by, one number per channel or one for all, for pixels from 0 to 1. Needs
+            `std`.
+        std: standard deviation that inputs are normalised by, likewise.
+        class_names: names of the classes in pictures of predictions; None is `test_data.classes`, if it has them.
+        output_dir: the run's folder; without it nothing is written to disk.
+        resume: a run folder, its checkpoints folder, or one checkpoint to resume from; `auto` is the newest in
+            `output_dir`, or a fresh start if there is none.
+        init_from: safetensors file with the initial weights (fine-tuning).
+        checkpoint: when checkpoints are written, if there is an `output_dir`.
         callbacks: listeners, called from the training loop's thread.
         experiment: name of the run in records.
-        names: how the model and the data are called in records: `{"model": ..., "data": ...}`.
-        class_names: what classes are called in pictures of predictions; None takes `test_data.classes`, where it is.
-        max_evaluation_batches: look at no more than that many batches in an evaluation.
-        notes: sentences the listeners are told when training starts.
+        names: names of the model and the data in records: `{"model": ..., "data": ...}`.
+        max_evaluation_batches: the most batches to evaluate on; None is all.
+        notes: messages for the listeners when training starts.
         trace: write a timeline of tasks to trace.json in `output_dir`, which must be given.
         profile: write the operators of half a second of training, by time, to profile.txt and profile.json.gz.
-        distributed: what a run over several ranks can be told.
-        ranks: of `joined()`, with which one script under torchrun trains on all devices; every rank calls the same. The
-            first one writes to disk. Data sets and settings must be alike; samples are shared out.
-        executor_cache: the file in which `executor="auto"` remembers what it measured; None is that of the user.
+        distributed: settings of a run over several ranks.
+        ranks: the ranks of `joined()`, with which one script under torchrun trains on all devices. Every rank makes the
+            same calls with the same data sets and settings; samples are divided among them, and the first rank writes
+            to disk.
+        executor_cache: the file in which `executor="auto"` remembers its measurements; None is the user's.
         settings: the keys that shape a run: batch size, number of learners, executor, device, precision, seed, ...
-        changes: the same keys one by one, as in `Trainer(batch_size=32, num_learners=4)`; they win over `settings`.
+        changes: the same keys one by one, as in `Trainer(batch_size=32, num_learners=4)`; they override `settings`.
 
-    On CPU with several learners the process is told to keep freed memory, in huge pages.
+    On a CPU with several learners the process keeps freed memory, in huge pages.
 
     Raises:
         UserError: settings, data and model do not fit each other.
@@ -131,7 +134,7 @@ class Trainer:
         self.callbacks, self._continues, self._profile = callbacks, resume == "auto", profile
         settings = settings.changed(changes)
         check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
-        found, self._messages = saved_run(resume, folder, ranks)
+        found, self._messages = find_checkpoint(resume, folder, ranks)
         self.run = build_run(
             model,
             DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std, class_names),
@@ -148,16 +151,16 @@ class Trainer:
         with ranks.together():
             if found:
                 restore(self.run, found)
-        self.state.wall_s += time.monotonic() - begun  # what all of it took belongs to the run
+        self.state.wall_s += time.monotonic() - begun  # building counts as time of the run
 
     @property
     def state(self) -> RunState:
-        """Where training stands."""
+        """The counters of training."""
         return self.run.state
 
     @property
     def choices(self) -> Choices:
-        """What `auto` became: device, precision, executor, and the seconds that choosing an executor took."""
+        """The values chosen for `auto`: device, precision, executor; and the seconds that choosing an executor took."""
         return self.run.choices
 
     @ordinary_modes()
@@ -173,18 +176,20 @@ class Trainer:
         handle_signals: bool = False,
         after_round: Callable[[RoundEnd], int | None] | None = None,
     ) -> Result:
-        """Train until the first stop condition is met; a second call goes on where the first ended.
+        """Train until the first stop condition is met; a second call continues where the first ended.
 
         Args:
             max_epochs: passes over the training data, counted since the run began.
-            max_samples: samples seen, likewise.
-            max_time_s: seconds of training, likewise, without evaluation.
-            target_accuracy: of the validation data where there is some, else of the test data; between 0 and 1.
-            target_loss: likewise.
+            max_samples: samples seen, counted since the run began.
+            max_time_s: seconds of training since the run began, without evaluation.
+            target_accuracy: accuracy to reach, between 0 and 1, on the validation data if there is any, else on the
+                test data.
+            target_loss: loss to reach, on the same data.
             max_rounds: rounds of this call.
             handle_signals: on SIGTERM and Ctrl-C write a checkpoint and return with status terminated or interrupted.
-            after_round: called by the loop's thread once a round is submitted and the one before is over. It may block,
-                and returns with how many learners to go on; None leaves that to the auto-tuner. All ranks return alike.
+            after_round: called by the loop's thread once a round is submitted and the one before is over. It may block.
+                It returns the number of learners to continue with, the same on all ranks; None leaves that to the
+                auto-tuner.
 
         Raises:
             NonFiniteError: a learner's loss is not finite and `on_nonfinite` is stop.
@@ -209,7 +214,10 @@ class Trainer:
 
     @ordinary_modes()
     def evaluate(self) -> Evaluation:
-        """Measure the current model (independent learners: their mean) on the test data. Raises UserError without."""
+        """Evaluate the current model on the test data; of independent learners return the mean.
+
+        Raises UserError without test data.
+        """
         try:
             measured = self.run.evaluate("test")
         finally:
@@ -253,7 +261,7 @@ class Trainer:
 
 
 def _initial(init_from: str | Path | None, found: SavedCheckpoint | None) -> str | None:
-    """What a fresh run begins with; one that goes on has its own weights."""
+    """Return the file of initial weights; a run that resumes has its own."""
     return None if init_from is None or found else str(given_path("init_from", init_from))
 
 

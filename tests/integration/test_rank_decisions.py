@@ -373,7 +373,7 @@ def test_rank_with_another_configuration_or_source_is_refused_on_all():
 def test_independent_learners_on_several_ranks_are_refused():
     found = on_ranks(rank_jobs.train, 2, {"averaging": Independent()}, {"max_rounds": 1})
     first, _ = all_raised(found, "UserError", "RankError")
-    assert "averaging=independent trains models that never meet, on one device, got 2 ranks" in first.text
+    assert "averaging=independent trains models that are never averaged, on one device, got 2 ranks" in first.text
 
 
 def test_node_period_with_one_learner_a_node_is_refused():

@@ -1,1 +1,1 @@
-"""Checkpoints: their format, the background writer, which are kept, and resuming from one."""
+"""Checkpoints: their format, the background writer, the manager, and resuming from one."""

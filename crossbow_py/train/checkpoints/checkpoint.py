@@ -1,11 +1,12 @@
-"""Checkpoints that are whole or not there: a folder with one file a rank and a manifest of hashes.
+"""The format of checkpoints, and reading them: a folder with one file per rank and a manifest of hashes.
 
     checkpoints/samples-000000320000/rank-0.pt        tensors and plain types only
     checkpoints/samples-000000320000/rank-1.pt
     checkpoints/samples-000000320000/manifest.json    format version, samples seen, ranks, sha256 of every file
 
-This room finds, verifies and reads them; `checkpoint_writer` writes them. Nothing in a checkpoint is trusted before its
-hash was seen, no code in it is run, and what is wrong with one is a single sentence.
+A checkpoint is complete or does not exist. This module finds, verifies and reads checkpoints; `writer` writes them.
+Files are read only after their hash was verified, and code in them is never run. What is wrong with a checkpoint is
+said in one sentence.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from crossbow_py.telemetry.records import METRICS_FILE, SUMMARY_FILE
 FORMAT_VERSION = 2
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
-_MOST_MANIFEST_BYTES = 2**24  # of 100,000 ranks and more
-# What stood for settings that runs of earlier versions lack.
+_MOST_MANIFEST_BYTES = 2**24  # enough for 100,000 ranks
+# Values of settings that earlier versions did not have.
 _ADDED: dict[str, Any] = {
     "node_period": 1,
     "order_seed": None,
@@ -47,12 +48,12 @@ _SHA256 = re.compile(f"[{string.hexdigits}]{{64}}")
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """When a checkpoint is written besides the end, SIGTERM and Ctrl-C, and how many are kept."""
+    """The times to write checkpoints, besides at the end, on SIGTERM and on Ctrl-C, and the number to keep."""
 
     GROUP: ClassVar[str] = ""
 
-    every_epochs: int | None = setting(1, "write a checkpoint every that many epochs; null never", minimum=1)
-    every_s: float | None = setting(None, "write a checkpoint every that many seconds; null never", above=0)
+    every_epochs: int | None = setting(1, "epochs between checkpoints; null for none", minimum=1)
+    every_s: float | None = setting(None, "seconds between checkpoints; null for none", above=0)
     keep: int = setting(2, "how many of the newest checkpoints to keep", minimum=1)
 
     def __post_init__(self) -> None:
@@ -60,12 +61,12 @@ class CheckpointSettings:
 
 
 class SavedCheckpoint:
-    """One checkpoint folder, of which the manifest was read. Made by `open_checkpoint`.
+    """A checkpoint folder whose manifest was read. Made by `open_checkpoint`.
 
     Attributes:
-        folder: where it is.
-        samples_seen: where in the run it was written.
-        num_ranks: how many ranks wrote it, a file each.
+        folder: its path.
+        samples_seen: the samples seen when it was written.
+        num_ranks: the number of ranks that wrote it, one file each.
     """
 
     def __init__(self, folder: Path, samples_seen: int, hashes: list[str]) -> None:
@@ -74,24 +75,24 @@ class SavedCheckpoint:
         self._verified: set[int] = set()
 
     def part(self, rank: int) -> dict[str, Any]:
-        """What one rank wrote. Its file is hashed the first time.
+        """Return what a rank wrote. The hash of its file is verified the first time.
 
-        Its tensors are mapped, and read from the disk as they are looked at: copy what is to outlive the file.
+        Tensors are memory-mapped and read from the disk when accessed: copy what must outlive the file.
 
         Raises:
-            CheckpointError: the file is corrupted, or holds something else than tensors and plain types.
+            CheckpointError: the file is corrupted, or holds anything but tensors and plain types.
         """
         self._verify(rank)
         try:
             state = torch.load(self.folder / part_name(rank), map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # torch.load answers bad bytes with many kinds of exception
+        except Exception as error:  # torch.load raises many kinds of exceptions for bad bytes
             raise self._unreadable(error) from error
         if not isinstance(state, dict):
             raise self._unreadable(TypeError(f"{part_name(rank)} holds a {type(state).__name__}"))
         return state
 
     def verify(self) -> None:
-        """Hash every file that was not yet hashed. Raises CheckpointError naming the first that differs."""
+        """Verify the hashes of all files not verified yet. Raises CheckpointError for the first that differs."""
         for rank in range(self.num_ranks):
             self._verify(rank)
 
@@ -114,16 +115,16 @@ class SavedCheckpoint:
 
 
 def part_name(rank: int) -> str:
-    """The file one rank writes."""
+    """Return the name of the file that a rank writes."""
     return f"rank-{rank}.pt"
 
 
 def open_checkpoint(folder: Path) -> SavedCheckpoint:
-    """Read a checkpoint's manifest and look whether its files are there; they are hashed when they are read.
+    """Read a checkpoint's manifest and check that its files exist; their hashes are verified when they are read.
 
     Raises:
-        CheckpointError: there is no readable manifest, it is of a later version, or a file it lists is missing, is no
-            file of a rank, or lies outside the folder.
+        CheckpointError: there is no readable manifest, it is of a later version, or a file that it lists is missing, is
+            not the file of a rank, or is outside the folder.
     """
     manifest = _manifest(folder)
     try:
@@ -170,7 +171,7 @@ def _whole_number(manifest: Mapping[str, Any], key: str, minimum: int) -> int:
 
 
 def _hashes(manifest: Mapping[str, Any], num_ranks: int) -> list[str]:
-    """By rank. Names are compared with those they must be, so that none leads to another place."""
+    """Return the hashes by rank. Names must be exactly those of ranks' files, so that none leads elsewhere."""
     hashes = manifest["sha256"]
     if not isinstance(hashes, dict) or len(hashes) != num_ranks:
         raise ValueError(f"sha256 is not of {num_ranks} files")
@@ -201,20 +202,19 @@ def _check_there(folder: Path, name: str) -> None:
 
 
 def find_newest(path: Path) -> tuple[SavedCheckpoint, list[str]]:
-    """The newest whole checkpoint of a run folder, a `checkpoints` folder, or one checkpoint folder; all files hashed.
+    """Return the newest intact checkpoint of a run folder, a `checkpoints` folder or one checkpoint folder, verified.
 
-    Returns it, and a sentence for every newer one that had to be passed over.
-    Raises CheckpointError when none is left.
+    Also returns a message for every newer one that is damaged. Raises CheckpointError if there is no intact one.
     """
     if (path / MANIFEST).exists() or path.name.startswith("samples-"):
-        return _whole(path), []
+        return _verified(path), []
     candidates = checkpoints(path.parent if path.name == FOLDER else path)
     if not candidates:
         raise CheckpointError(f"no checkpoint in {path}; give resume= a run folder that has one, or drop resume.")
     problems: list[str] = []
     for candidate in candidates:
         try:
-            return _whole(candidate), problems
+            return _verified(candidate), problems
         except CheckpointError as error:
             problems.append(f"{str(error).partition(';')[0]}; falling back to the one before.")
     raise CheckpointError(
@@ -223,18 +223,18 @@ def find_newest(path: Path) -> tuple[SavedCheckpoint, list[str]]:
     )
 
 
-def _whole(folder: Path) -> SavedCheckpoint:
+def _verified(folder: Path) -> SavedCheckpoint:
     saved = open_checkpoint(folder)
     for rank in range(saved.num_ranks):
-        saved.part(rank)  # of mapped tensors, which costs nothing beside the hashing
+        saved.part(rank)  # memory-mapped, so it costs nothing besides the hashing
     return saved
 
 
 @contextmanager
 def taking_from(folder: Path) -> Iterator[None]:
-    """Around what uses a part's contents: hashes say that they are as written, not that a run has written them.
+    """Turn errors of a block that uses a part's contents into CheckpointError.
 
-    Raises CheckpointError where they are not what a checkpoint of this format holds.
+    Hashes only prove that contents are as they were written, not that a run wrote them in this format.
     """
     try:
         yield
@@ -248,20 +248,20 @@ def taking_from(folder: Path) -> Iterator[None]:
 
 
 def checkpoints(run_folder: Path) -> list[Path]:
-    """Checkpoint folders of a run, newest first; whole or not."""
+    """Return the checkpoint folders of a run, newest first, intact or not."""
     found = (run_folder / FOLDER).glob("samples-*") if (run_folder / FOLDER).is_dir() else []
     return sorted((path for path in found if path.is_dir()), key=lambda path: path.name, reverse=True)
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether there is anything in `folder` that a fresh run would spoil."""
+    """Return whether `folder` holds anything that a fresh run would overwrite."""
     metrics = folder / METRICS_FILE
     recorded = metrics.exists() and metrics.stat().st_size > 0
     return recorded or (folder / SUMMARY_FILE).exists() or bool(checkpoints(folder))
 
 
 def formerly(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What those of these settings that earlier versions did not have stood for then; plain nested values."""
+    """Return, as nested plain values, what earlier versions did where they lacked some of these settings."""
     nested = {key: formerly(value) for key, value in settings.items() if isinstance(value, Mapping)}
     added = {key: _ADDED[key] for key in settings if key in _ADDED}
     return {key: settings[key] for key in ("name",) if key in settings} | nested | added

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run, what makes two runs the same, and going on from a checkpoint."""
+"""The contents of a checkpoint: saving a run's state, and finding a checkpoint to resume from and restoring it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from crossbow_py.train.checkpoints.checkpoint import (
 from crossbow_py.train.run import Run, RunState
 from crossbow_py.train.run_settings import Choices, RunSettings, choose
 
-# Settings that do not decide what comes out, or are kept with what `auto` chose.
+# Settings that do not change results, or whose value is in `choices`.
 _CHANGEABLE = (
     "device", "executor", "compile_model", "precision", "on_nonfinite", "max_learners", "num_workers",
     "learning_statistics",
@@ -35,7 +35,7 @@ _CHANGEABLE = (
 def state_dict(run: Run) -> dict[str, Any]:
     """Return this rank's part of a checkpoint: tensors and plain types. All ranks call it together, drained.
 
-    The first rank's part holds everything that belongs to no learner, z included unless every node has its own.
+    The first rank's part also holds what belongs to no learner, including z unless every node has its own.
     """
     bank, ranks = run.bank, run.ranks
     if bank.is_single:
@@ -57,10 +57,10 @@ def state_dict(run: Run) -> dict[str, Any]:
 
 
 def restore(run: Run, checkpoint: SavedCheckpoint) -> None:
-    """Go on from a checkpoint, whose number of ranks may be another one.
+    """Restore a run from a checkpoint, which may be of another number of ranks.
 
-    With as many ranks as it has, every learner is what it was. With another number z is, and so is the schedule;
-    learners beyond those that were there are clones of z. Raises CheckpointError when it is of another run.
+    With the same number of ranks every learner is restored. With another number z and the schedule are; additional
+    learners are clones of z. Raises CheckpointError if the checkpoint is of another run.
     """
     with taking_from(checkpoint.folder):
         saved = checkpoint.part(0)
@@ -88,7 +88,7 @@ def _check_identity(run: Run, saved: Mapping[str, Any]) -> None:
 
 
 def _take_own(run: Run, checkpoint: SavedCheckpoint) -> None:
-    """Load this rank's part; z is its node's where every node has one and ranks are on the nodes they were on."""
+    """Load this rank's part, with its node's z if every node has one and ranks are on the same nodes as before."""
     own = checkpoint.part(run.ranks.rank)
     nodes = run.nodes
     central = own["bank"] if nodes and nodes == own.get("nodes") else _central(checkpoint)
@@ -100,7 +100,7 @@ def _take_share(run: Run, checkpoint: SavedCheckpoint) -> None:
     """Load a share of the learners and of the epoch's sums, which another number of ranks wrote."""
     saved = checkpoint.part(0)
     run.bank.resize(num_saved(saved["bank"]))
-    non_finite = _spread_out(run, checkpoint)
+    non_finite = _distribute(run, checkpoint)
     state = RunState.from_plain({**saved["state"], "sick_learners": non_finite})
     whole = saved.get("epoch_sums", (state.loss_sum, state.num_losses, state.num_correct))
     none = (0.0, 0, None if state.num_correct is None else 0.0)
@@ -108,8 +108,8 @@ def _take_share(run: Run, checkpoint: SavedCheckpoint) -> None:
     run.state = state
 
 
-def _spread_out(run: Run, checkpoint: SavedCheckpoint) -> dict[int, int]:
-    """Deal a checkpoint's learners out to another number of ranks. Returns those of this rank that are not finite."""
+def _distribute(run: Run, checkpoint: SavedCheckpoint) -> dict[int, int]:
+    """Distribute learners over another number of ranks. Returns this rank's non-finite learners and their rounds."""
     bank, non_finite = run.bank, dict[int, int]()
     num_learners = num_saved(checkpoint.part(0)["bank"])
     bank.load_central(_central(checkpoint))
@@ -117,7 +117,7 @@ def _spread_out(run: Run, checkpoint: SavedCheckpoint) -> dict[int, int]:
         parts = [checkpoint.part(rank) for rank in range(checkpoint.num_ranks)]
         gated = [part["state"]["sick_learners"] for part in parts]
         bank.z.load(0, mean_weights([part["bank"] for part in parts], gated))
-    # Alike, learners are z with a state that goes on; else each is its own, as long as there are enough.
+    # Identical replicas are z and keep their optimizer state; others are restored each, as far as there are enough.
     mean, goes_on = run.rule.gradient_mean, not bank.replicas_identical
     if bank.replicas_identical and mean is not None:
         goes_on = mean.num_groups(num_learners, checkpoint.num_ranks) == 1
@@ -128,13 +128,13 @@ def _spread_out(run: Run, checkpoint: SavedCheckpoint) -> dict[int, int]:
         there = learner < num_learners * checkpoint.num_ranks or bank.replicas_identical
         (bank.load_row if there and goes_on else bank.clone_learner)(row, saved["bank"], saved_row)
         if (since := saved["state"]["sick_learners"].get(saved_row)) is not None:
-            non_finite[row] = since  # its buffers, at least, are not to be used
+            non_finite[row] = since  # at least its buffers must not be used
     bank.align_groups()
     return non_finite
 
 
 def _central(checkpoint: SavedCheckpoint) -> Mapping[str, Any]:
-    """Return the saved values named in `CENTRAL`: the first rank's, or their means where every node had its own."""
+    """Return the saved values named in `CENTRAL`: the first rank's, or their means if every node had its own."""
     first = checkpoint.part(0)
     if not first.get("nodes"):
         return first["bank"]  # type: ignore[no-any-return]
@@ -147,15 +147,14 @@ def _central(checkpoint: SavedCheckpoint) -> Mapping[str, Any]:
 
 
 def identity(run: Run) -> dict[str, Any]:
-    """Return what must be equal for a run to go on: everything but stops, logging and paths."""
+    """Return what must be equal for a run to resume: everything but stops, logging and paths."""
     settings = to_mapping(run.settings)
     for changeable in _CHANGEABLE:
         settings.pop(changeable)
-    groups: dict[str, Any] = {"optimizer": run.optimizer, "schedule": run.schedule, "averaging": run.rule}
     return {
         **settings,
         "precision": run.choices.precision.name,
-        **{group: {"name": chosen.NAME, **to_mapping(chosen)} for group, chosen in groups.items()},
+        **{group: {"name": chosen.NAME, **to_mapping(chosen)} for group, chosen in run.groups.items()},
         "data": {
             "augmentation": to_mapping(run.data.augmentation or Augmentation()),
             "mean": list(run.data.mean or ()),
@@ -170,12 +169,12 @@ def identity(run: Run) -> dict[str, Any]:
     }
 
 
-def saved_run(
+def find_checkpoint(
     resume: str | Path | None, output_dir: Path | None, ranks: Ranks
 ) -> tuple[SavedCheckpoint | None, list[str]]:
-    """The checkpoint the first rank finds whole, and what there is to say of it. All ranks call it together.
+    """Return the checkpoint to resume from, None for a fresh start, and messages. All ranks call it together.
 
-    `auto` is the newest in `output_dir`, or none.
+    The first rank finds and verifies it. `auto` is the newest in `output_dir`, or none.
     """
     if resume is None:
         return None, []
@@ -197,15 +196,15 @@ def saved_run(
     if found.num_ranks != ranks.num_ranks:
         said.append(
             f"The checkpoint is of another number of ranks ({found.num_ranks}, now {ranks.num_ranks}): the average "
-            "model and the schedule are what they were, and learners that are missing start as its clones."
+            "model and the schedule are restored, and missing learners start as clones of the average model."
         )
     return found, said
 
 
 def choose_together(settings: RunSettings, found: SavedCheckpoint | None, ranks: Ranks) -> Choices:
-    """What `auto` becomes, as the checkpoint says where there is one. All ranks call it together.
+    """Resolve `auto` by `choose`, to the checkpoint's values if there is one. All ranks call it together.
 
-    Raises UserError, on all of them, when it would not be the same everywhere.
+    Raises UserError on all ranks if the values would differ between them.
     """
     with ranks.together():
         if found is None:
@@ -217,7 +216,7 @@ def choose_together(settings: RunSettings, found: SavedCheckpoint | None, ranks:
     for rank, other in enumerate(others, 1):
         if differing := differences(first, other):
             error = UserError(
-                f"rank {rank} would not train as rank 0 does ({'; '.join(differing)}): their machines are not alike; "
+                f"rank {rank} would not train as rank 0 does ({'; '.join(differing)}): their machines differ; "
                 "set device and precision to what all of them have."
             )
             ranks.raise_any(error if ranks.is_first else None)

@@ -1,7 +1,7 @@
-"""A run's checkpoints as it trains: when one is due, and how all ranks bring one to its end together.
+"""Manages a run's checkpoints in training: when one is due, and when all ranks conclude it or give it up.
 
-Each rank writes its part in the background. Where that stands is told at every meeting of the ranks; once all parts
-are there the checkpoint is concluded, and when one cannot be written it is given up, alike on all ranks.
+Each rank writes its part in the background and reports its status whenever ranks synchronise. Once all parts are
+written the checkpoint is concluded; if one cannot be written all ranks give the checkpoint up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from crossbow_py.train.run_folder.reporter import Reporter
 
 
 class CheckpointManager:
-    """Owned by the training loop. Does nothing for a run without a folder."""
+    """Manages checkpoints. Owned by the training loop. Does nothing for a run without a folder."""
 
     STATUSES: tuple[Status, ...] = get_args(Status)
 
@@ -29,25 +29,25 @@ class CheckpointManager:
                 run.output_dir, run.checkpoints.keep, rank=ranks.rank, num_ranks=ranks.num_ranks, token=ranks.token
             )
         self._last_s = run.state.elapsed_s
-        self._samples: int | None = None  # of the newest that was begun and has not failed
+        self._samples: int | None = None  # samples seen of the newest that was begun and has not failed
         self._told: str | None = None
 
     @property
     def status(self) -> int:
-        """Of this rank's part: an index of STATUSES."""
+        """The status of this rank's part, as an index into STATUSES."""
         return 0 if self._writer is None else self.STATUSES.index(self._writer.status)
 
     def is_due(self, elapsed_s: float) -> bool:
-        """Whether `checkpoint_every_s` has gone by."""
+        """Return whether `checkpoint_every_s` has passed since the last one."""
         every_s = self._run.checkpoints.every_s
         return every_s is not None and elapsed_s - self._last_s >= every_s
 
     def has(self, samples_seen: int) -> bool:
-        """Whether there is one of that many samples, or one is being written."""
+        """Return whether a checkpoint at `samples_seen` exists or is being written."""
         return self._writer is None or self._samples == samples_seen
 
     def begin(self, elapsed_s: float) -> None:
-        """Copy what the run is, and go on while that is written. All ranks together, drained."""
+        """Copy the run's state and begin to write it in the background. All ranks together, drained."""
         self._last_s = elapsed_s
         if self._writer is None:
             return
@@ -56,7 +56,7 @@ class CheckpointManager:
         self._writer.begin(state_dict(self._run), self._samples)
 
     def follow(self, statuses: Sequence[int]) -> None:
-        """Do what all ranks' statuses ask for."""
+        """Conclude the checkpoint or give it up, as all ranks' statuses require."""
         writer = self._writer
         if writer is None:
             return
@@ -68,7 +68,7 @@ class CheckpointManager:
         self._tell()
 
     def settle(self) -> None:
-        """Wait until nothing is being written any more. All ranks together."""
+        """Wait until nothing is being written. All ranks together."""
         while self._writer is not None:
             self._writer.wait()
             statuses = [int(status) for (status,) in self._ranks.gather([self.status])]
@@ -77,7 +77,7 @@ class CheckpointManager:
                 return
 
     def close(self) -> None:
-        """End the writer; a part that others do not complete is worth nothing."""
+        """Close the writer, without waiting: a part is useless if other ranks do not complete theirs."""
         if self._writer is not None:
             self._writer.close()
 

@@ -1,4 +1,4 @@
-"""Models as safetensors: written whole or not at all, and read into a module that fits."""
+"""Models as safetensors: written atomically, and read into a module that fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from crossbow_py.core.errors import CheckpointError
 from crossbow_py.core.files import replacing
 from crossbow_py.telemetry.records import DIGESTS, read_summary
 
-MODEL_FILE = "model.safetensors"  # of the one model of a run, in its folder
+MODEL_FILE = "model.safetensors"  # in the folder of a run with one model
 
 
 def save_weights(module: nn.Module, path: Path) -> str:
@@ -30,7 +30,7 @@ def save_weights(module: nn.Module, path: Path) -> str:
 
 def _write(module: nn.Module, path: Path) -> None:
     path.touch()
-    mode = path.stat().st_mode  # as the umask says; safetensors would leave a file only its owner can read
+    mode = path.stat().st_mode  # by the umask; safetensors would write a file that only its owner can read
     try:
         save_model(module, str(path))
     except SafetensorError as error:
@@ -45,15 +45,19 @@ def load_weights(
     model: str = "this model",
     remedy: str = "choose the model it was saved from, or fill in what fits where the model is made",
 ) -> None:
-    """Fill a module from safetensors, which `key` named.
+    """Load a safetensors file into a module.
 
-    Raises CheckpointError naming what does not fit, in words for the module and for what the user can do; and for a
-    file that is not what the run in whose folder it lies has written.
+    Args:
+        module: the module, filled in place.
+        path: the file.
+        key, model, remedy: for errors: the setting that named the file, the module, and what the user can do.
+
+    Raises CheckpointError if the file does not fit, or is not the one that the run in its folder wrote.
     """
     _check_digest(Path(path), key)
     try:
         if not Path(path).is_file():
-            raise OSError("it is no file")  # reading a pipe may take for ever
+            raise OSError("it is no file")  # reading a pipe might block for ever
         values = load_file(str(path))
     except Exception as error:
         raise CheckpointError(
@@ -69,7 +73,7 @@ def load_weights(
 
 
 def _check_digest(path: Path, key: str) -> None:
-    """A file without a summary beside it is taken as it is."""
+    """Compare the file with the digest in the summary beside it, if there is one."""
     digests = read_summary(path.parent).get(DIGESTS)
     expected = digests.get(path.name) if isinstance(digests, dict) else None
     if expected is not None and path.is_file() and _sha256(path) != expected:
@@ -85,7 +89,7 @@ def _sha256(path: Path) -> str:
 
 
 def _unfitting(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> str:
-    # Tied tensors are one object under several names, of which the file has any one.
+    # Tied tensors are one object under several names; the file has one of them.
     filled = {id(own[name]) for name in values if name in own}
     for name in sorted(own.keys() | values.keys()):
         if name not in own or id(own[name]) not in filled:

@@ -1,10 +1,10 @@
-"""Writes checkpoints beside the training: one thread a rank, and a checkpoint that appears when all parts are there.
+"""Writes checkpoints during training, in one thread per rank. A checkpoint appears once all parts are written.
 
     checkpoints/.samples-000000320000.TOKEN-1.partial/rank-0.pt       being written: hidden, never read
-    checkpoints/.samples-000000320000.TOKEN-1.partial/rank-0.sha256   of a part that is whole on disk
+    checkpoints/.samples-000000320000.TOKEN-1.partial/rank-0.sha256   hash of a part that is complete on disk
 
-Every rank writes its part into the hidden folder and fsyncs it. Once all have, the first writes the manifest and
-renames the folder, so that a crash at any moment leaves what was there before. See `checkpoint` for what is read.
+Every rank writes its part into the hidden folder and fsyncs it. Once all have, the first rank writes the manifest and
+renames the folder, so that a crash at any moment leaves the checkpoints there were before. `checkpoint` has the format.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from crossbow_py.core.files import sync
 from crossbow_py.train.checkpoints.checkpoint import FOLDER, FORMAT_VERSION, MANIFEST, checkpoints, part_name
 
 Status = Literal["idle", "writing", "written", "failed"]
-# A piece is hashed and written while a cache still holds it. Both let go of the interpreter's lock; larger pieces would
-# save nothing, smaller ones would ask for the lock more often, which a training thread may hold.
+# A piece is hashed and written while it is still in a cache. Both release the interpreter's lock; larger pieces would
+# save nothing, and smaller ones would need the lock more often, which a training thread may hold.
 _PIECE = 2**20
 _HASH = ".sha256"
-_HERE, _RENAME_EXCHANGE = -100, 2  # as Linux has them in fcntl.h and fs.h
+_HERE, _RENAME_EXCHANGE = -100, 2  # constants of Linux's fcntl.h and fs.h
 
 
 class CheckpointWriter:
-    """Writes one rank's parts, and on the first rank what makes them a checkpoint, in one background thread.
+    """Writes one rank's parts in a background thread; on the first rank, also concludes checkpoints.
 
-    The ranks call `begin`, `conclude` and `discard` in the same order; between them each looks at its own `status`, and
-    they decide together. Called from one thread a rank, but for `status`, `error` and `newest`, which any may read.
+    All ranks call `begin`, `conclude` and `discard` in the same order; in between each reads its own `status`, and they
+    decide together. One thread per rank calls the methods; `status`, `error` and `newest` may be read from any.
 
     Args:
-        run_folder: shared by all ranks.
+        run_folder: the run's folder, shared by all ranks.
         keep: how many of the newest checkpoints to keep.
-        rank, num_ranks: whose parts these are, and of how many.
-        token: equal on all ranks that were started together and different for every start, so that the parts of a
-            killed start are never taken for those of this one.
+        rank, num_ranks: the rank that writes, and the number of ranks.
+        token: equal on all ranks that were started together and different for every start, so that parts of a killed
+            start are never mistaken for those of this one.
     """
 
     def __init__(self, run_folder: Path, keep: int, rank: int = 0, num_ranks: int = 1, token: str = "alone") -> None:
         self._parent = run_folder / FOLDER
         self._run_folder, self._keep = run_folder, keep
         self._rank, self._num_ranks, self._token = rank, num_ranks, token
-        self._samples_seen, self._number = 0, 0  # of what was begun last
+        self._samples_seen, self._number = 0, 0  # of the part that was begun last
         self._status: Status = "idle"
         self._error: OSError | None = None
         self._newest: Path | None = None
@@ -64,23 +64,23 @@ class CheckpointWriter:
 
     @property
     def status(self) -> Status:
-        """`writing` while the thread has something to do, `written` or `failed` after a part, else `idle`."""
+        """The status: `writing` while the thread is busy, `written` or `failed` after a part, else `idle`."""
         return self._status
 
     @property
     def error(self) -> OSError | None:
-        """Why the status is `failed`."""
+        """The reason why the status is `failed`."""
         return self._error
 
     @property
     def newest(self) -> Path | None:
-        """The last checkpoint this writer has concluded; always None but on the first rank."""
+        """The last checkpoint that this writer concluded; None on all ranks but the first."""
         return self._newest
 
     def begin(self, state: Mapping[str, Any], samples_seen: int) -> None:
-        """Write this rank's part, in the background: `written` or `failed` comes out.
+        """Write this rank's part in the background. The status becomes `written` or `failed`.
 
-        The tensors of `state` belong to the writer from now on, and are let go when they are on disk.
+        The tensors of `state` belong to the writer from now on, and are released once they are on disk.
         """
         self.wait()
         assert self._status == "idle", f"a part was {self._status} and neither concluded nor discarded"
@@ -90,11 +90,11 @@ class CheckpointWriter:
         self._do(lambda: self._write_part(folder, state, given_up), "written")
 
     def conclude(self) -> None:
-        """Make the parts a checkpoint, once all ranks have `written` theirs.
+        """Make a checkpoint of the parts, once all ranks have `written` theirs.
 
-        The first rank does so in the background, and drops what the new one replaces: the oldest beyond `keep`, and
-        those of more samples, which are of a future this run has not had, because it went back to an older checkpoint
-        or started afresh in this folder. `idle` or `failed` comes out. On other ranks it is `idle` at once.
+        The first rank does so in the background and drops checkpoints that the new one replaces: the oldest beyond
+        `keep`, and those with more samples, which are left over from before the run resumed from an older checkpoint or
+        started afresh in this folder. The status becomes `idle` or `failed`; on other ranks it is `idle` at once.
         """
         assert self._status == "written", f"the part is {self._status}"
         if self._rank == 0:
@@ -104,7 +104,7 @@ class CheckpointWriter:
             self._status = "idle"
 
     def discard(self) -> None:
-        """Give up what was begun last, because some rank has failed; in the background, `idle` comes out."""
+        """Discard the part that was begun last, in the background, as some rank failed. The status becomes `idle`."""
         self._given_up.set()
         if self._number:
             folder = self._partial
@@ -116,7 +116,7 @@ class CheckpointWriter:
             self._changed.wait_for(lambda: self._status != "writing")
 
     def close(self) -> None:
-        """End the thread, and with it a part that is being written; a conclusion is brought to its end."""
+        """End the thread. A part that is being written is given up; a conclusion is completed."""
         self._given_up.set()
         if self._thread is not None:
             self._tasks.put(None)
@@ -125,7 +125,7 @@ class CheckpointWriter:
 
     @property
     def _partial(self) -> Path:
-        """The number tells an attempt from one that was discarded before, at the same samples."""
+        """The hidden folder. The number tells it from an earlier attempt at the same samples, which was discarded."""
         return self._parent / f".{folder_name(self._samples_seen)}.{self._token}-{self._number}.partial"
 
     def _do(self, task: Callable[[], None], then: Status) -> None:
@@ -142,9 +142,9 @@ class CheckpointWriter:
             error: OSError | None = None
             try:
                 task()
-            except Exception as failure:  # whatever it is, the training loop has to hear of it
+            except Exception as failure:  # of any kind, as the training loop must know
                 error, status = _plain(failure), "failed"
-            del asked, task  # and with them the state, before anyone is told that it is written
+            del asked, task  # releases the state before the status says that it is written
             with self._changed:
                 if self._tasks.empty():
                     self._status, self._error = status, error
@@ -167,11 +167,11 @@ class CheckpointWriter:
             final.with_suffix(_HASH).write_text(digest, encoding="utf-8")
         except Exception:
             with suppress(OSError):
-                partial.unlink()  # a full disk needs the room
+                partial.unlink()  # frees space on a full disk
             raise
 
     def _drop_leftovers(self) -> None:
-        """What a crash left behind. Other ranks of this start may have begun, and theirs is not touched."""
+        """Remove what a crash left behind, but not the parts that other ranks of this start may have begun."""
         for path in self._parent.glob(".samples-*"):
             if self._num_ranks == 1 or f".{self._token}-" not in path.name:
                 shutil.rmtree(path, ignore_errors=True)
@@ -200,7 +200,7 @@ class CheckpointWriter:
         older = [path for path in found if path.name < final.name]
         for path in found:
             if path != final and path not in older[: self._keep - 1]:
-                # Hidden first, so that a crash leaves no half of one.
+                # Hidden first, so that a crash does not leave a damaged checkpoint.
                 _remove(_hide(path, self._parent / f".{path.name}.{self._token}-{self._number}.dropped"))
 
     def _remove_part(self, folder: Path) -> None:
@@ -209,14 +209,14 @@ class CheckpointWriter:
                 path.unlink()
         if self._rank == 0:
             _remove(folder)
-        with suppress(OSError):  # others' files are in it, or it is gone
+        with suppress(OSError):  # it is gone, or has files of other ranks
             folder.rmdir()
 
 
 def save(run_folder: Path, state: Mapping[str, Any], samples_seen: int, keep: int) -> Path:
-    """Write a checkpoint of one rank and wait for it. Returns its folder; for what it replaces see `conclude`.
+    """Write a checkpoint of one rank and wait for it. Returns its folder; it replaces others as in `conclude`.
 
-    Raises OSError when the disk refuses; what was there before is untouched.
+    Raises OSError if it cannot be written; earlier checkpoints are then untouched.
     """
     writer = CheckpointWriter(run_folder, keep)
     try:
@@ -231,17 +231,17 @@ def save(run_folder: Path, state: Mapping[str, Any], samples_seen: int, keep: in
             raise error
     finally:
         writer.close()
-    assert writer.newest is not None, "a conclusion without an error has a folder"
+    assert writer.newest is not None, "a checkpoint concluded without an error has a folder"
     return writer.newest
 
 
 def folder_name(samples_seen: int) -> str:
-    """Names sort as the samples do."""
+    """Return the name of a checkpoint's folder; names sort by samples."""
     return f"samples-{samples_seen:012d}"
 
 
 class _HashingFile:
-    """What torch.save writes to, from the first byte to the last: takes the hash of what goes by."""
+    """A file for torch.save that hashes what is written to it."""
 
     def __init__(self, file: IO[bytes], given_up: threading.Event) -> None:
         self.sha256 = hashlib.sha256()
@@ -258,7 +258,7 @@ class _HashingFile:
                 self.sha256.update(piece)
                 self._file.write(piece)
         except OSError as error:
-            self.refusal = error  # torch raises something else, which does not say why
+            self.refusal = error  # torch raises another error, without the reason
             raise
         return len(whole)
 
@@ -267,7 +267,7 @@ class _HashingFile:
 
 
 def _save(state: Mapping[str, Any], file: IO[bytes], given_up: threading.Event) -> str:
-    """Returns the sha256 of what is in the file then."""
+    """Write a state to a file. Returns its SHA-256."""
     hashing = _HashingFile(file, given_up)
     try:
         torch.save(dict(state), hashing)  # type: ignore[arg-type]
@@ -277,14 +277,14 @@ def _save(state: Mapping[str, Any], file: IO[bytes], given_up: threading.Event) 
 
 
 def _plain(error: Exception) -> OSError:
-    """The error without its traceback, which would keep the state in memory."""
+    """Return the error without its traceback, which would keep the state in memory."""
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror, error.filename)
     return OSError(str(error) if isinstance(error, OSError) else one_line(error))
 
 
 def _put(folder: Path, final: Path) -> None:
-    """Give a checkpoint its name; another one that has it is dropped."""
+    """Rename the folder of a checkpoint to its final name, in place of another one that has it."""
     replaced: Path | None = None
     if not final.exists():
         folder.rename(final)
@@ -299,14 +299,14 @@ def _put(folder: Path, final: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Let two folders have each other's name in one step. False where the system has no such step."""
+    """Exchange the names of two folders atomically. Returns False if the system cannot."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     names = (os.fsencode(path) for path in (first, second))
     return rename is not None and rename(_HERE, next(names), _HERE, next(names), _RENAME_EXCHANGE) == 0
 
 
 def _hide(path: Path, hidden: Path) -> Path:
-    """Rename a folder that is to go. Returns where it is now."""
+    """Rename a folder before it is removed. Returns its new path."""
     with suppress(OSError):
         return path.rename(hidden)
     return path

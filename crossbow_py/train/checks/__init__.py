@@ -1,1 +1,1 @@
-"""What is looked for before anything is trained, and refused in one sentence."""
+"""Checks before training: each refuses a mistake in one sentence."""

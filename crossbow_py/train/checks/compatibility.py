@@ -1,4 +1,4 @@
-"""What of a run's settings does not go together, which no group of them can see for itself."""
+"""Checks that a run's settings fit each other, across the groups that they belong to."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_compatible(
     max_evaluation_batches: int | None,
     ranks: Ranks,
 ) -> None:
-    """Refuse what does not fit each other. All ranks call it together. Raises UserError, on all of them alike."""
+    """Raise UserError for settings that do not fit each other, on all ranks alike. All ranks call it together."""
     if ranks is ALONE and launched():
         warnings.warn(
             "torchrun has started several ranks, and this Trainer was given none: each of them trains a model of its "
@@ -97,8 +97,7 @@ def _check_policies(
         raise UserError(
             f"max_evaluation_batches must be at least 1 or None, got {max_evaluation_batches}; None evaluates on all."
         )
-    several = settings.several or ranks.num_ranks > 1
-    if settings.on_nonfinite == "reseed" and not (rule.has_central_model and several):
+    if settings.on_nonfinite == "reseed" and not settings.averages(rule, ranks.num_ranks):
         raise UserError(
             f"on_nonfinite=reseed clones the average model, and averaging={rule.NAME} with "
             f"num_learners={settings.num_learners} has none; set on_nonfinite=stop."
@@ -108,8 +107,8 @@ def _check_policies(
 def _check_ranks(settings: RunSettings, rule: AveragingRule, ranks: Ranks, least_local: int) -> None:
     if ranks.num_ranks > 1 and not rule.has_central_model:
         raise UserError(
-            f"averaging={rule.NAME} trains models that never meet, on one device, got {ranks.num_ranks} ranks; start "
-            "it without torchrun, once for each device."
+            f"averaging={rule.NAME} trains models that are never averaged, on one device, got {ranks.num_ranks} ranks; "
+            "start it without torchrun, once for each device."
         )
     alone = least_local * settings.first_learners == 1
     if rule.node_period > 1 and ranks.num_nodes > 1 and alone:

@@ -1,4 +1,4 @@
-"""Losses of the user's: which of them is the default in other clothes, and what they would train on without a word."""
+"""Checks of the user's loss: whether it is cross-entropy in another form, and whether it fits outputs and targets."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _ELEMENTWISE = (
 _ELEMENTWISE_MODULES = (
     nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss, nn.KLDivLoss, nn.SoftMarginLoss,
 )  # fmt: skip
-_TOLERANCE = 0.02  # of a sum of probabilities, which in bfloat16 have two digits, and of means that are to differ
+_TOLERANCE = 0.02  # for sums of probabilities, which in bfloat16 have two digits, and for equal means
 _EXACT = 1e-5
 _CLASS_DTYPES = (torch.int64, torch.uint8)
 
 
 def settled_loss(loss: Loss) -> Loss:
-    """`nn.CrossEntropyLoss()` as the function that it calls, which is checked more closely and fuses; others as given.
+    """Return `cross_entropy` for a plain `nn.CrossEntropyLoss()`, as it is checked more closely and fuses.
 
-    One with weights, smoothing or another reduction stays what it is.
+    Every other loss is returned as given, also one with weights, smoothing or another reduction.
     """
     if type(loss) is not nn.CrossEntropyLoss:
         return loss
@@ -37,7 +37,7 @@ def settled_loss(loss: Loss) -> Loss:
 
 
 def loss_on(device: torch.device, loss: Loss) -> Loss:
-    """The settled loss; where it is a module its tensors, weights of classes for one, are moved to the device."""
+    """Return the settled loss. Tensors of a module, such as class weights, are moved to the device."""
     settled = settled_loss(loss)
     if isinstance(settled, nn.Module):
         settled.to(device)
@@ -45,7 +45,7 @@ def loss_on(device: torch.device, loss: Loss) -> Loss:
 
 
 def classes_of(loss: Loss, output: Tensor, targets: Tensor) -> Classes | None:
-    """The targets that the loss takes with such an output; None where they are no classes, or nobody knows."""
+    """Return the targets that the loss takes for this output; None if they are not classes, or it is unknown."""
     if output.ndim < 2 or not has_integers(targets):
         return None
     ignored = ignored_target(loss)
@@ -53,7 +53,7 @@ def classes_of(loss: Loss, output: Tensor, targets: Tensor) -> Classes | None:
 
 
 def copied_loss(loss: Loss) -> Loss:
-    """Return a loss to measure with, whose calls the loss itself does not count; itself where it cannot be copied."""
+    """Return a copy to measure with, so that the loss's own state does not change; the loss if it cannot be copied."""
     try:
         return copy.deepcopy(loss)
     except Exception:
@@ -61,21 +61,21 @@ def copied_loss(loss: Loss) -> Loss:
 
 
 def untrained(loss: Loss) -> str | None:
-    """The name of a parameter of the loss itself, which nothing would train; None where it has none."""
+    """Return the name of a parameter of the loss itself, which nothing would train; None if it has none."""
     named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
     return next((name for name, parameter in named if parameter.requires_grad), None)
 
 
 def hidden_parameter(value: Tensor, outputs: Tensor) -> Tensor | None:
-    """Return a parameter that the loss holds, on which its value depends besides the outputs, a leaf; None: none."""
+    """Return a parameter besides the leaf `outputs` that the loss's value depends on; None if there is none."""
     leaves = (getattr(node, "variable", None) for node in graph_nodes(value))
     return next((leaf for leaf in leaves if leaf is not None and leaf is not outputs), None)
 
 
 def misfit(loss: Callable[[Tensor, Tensor], Tensor | float], output: Tensor, targets: Tensor) -> str | None:
-    """Why torch would take a loss of these and make nonsense of them, or refuse them for reasons of its own.
+    """Return why the loss does not fit, if torch would compute nonsense or raise an error that is hard to read.
 
-    One sentence with the remedy; None where nothing is known against them.
+    One sentence with the remedy; None if nothing is known against it.
     """
     given = f"the loss cannot take the model's output {list(output.shape)} with targets {list(targets.shape)}"
     if loss in (_F.nll_loss, _F.cross_entropy) or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
@@ -90,18 +90,18 @@ def misfit(loss: Callable[[Tensor, Tensor], Tensor | float], output: Tensor, tar
         return "the loss must be the mean over a batch, got one with reduction='sum'; leave the reduction out."
     elementwise = loss in _ELEMENTWISE or isinstance(loss, _ELEMENTWISE_MODULES)
     if elementwise and output.shape != targets.shape:
-        return f"{given}: it compares value by value and would repeat them; give targets of the output's shape."
+        return f"{given}: it compares value by value and would broadcast them; give targets of the output's shape."
     return None
 
 
 def remarks(loss: Loss, output: Tensor, targets: Tensor) -> list[str]:
-    """Return sentences on what looks wrong and may be meant so."""
+    """Return warnings about what looks wrong but may be intended."""
     output = output.detach().float()
     shape = f"[batch, {', '.join(map(str, output.shape[1:]))}]"
     if loss is _F.cross_entropy and output.ndim > 2 and output.shape[:-1] == targets.shape:
         return [
-            f"The model's output is {shape}: classes are in the second place. If the model has them in the last one, "
-            "it trains on something else; then return output.movedim(-1, 1)."
+            f"The model's output is {shape}: classes are in dimension 1. If the model has them in the last one, it "
+            "trains on something else; then return output.movedim(-1, 1)."
         ]
     if _is_of(loss, (_F.cross_entropy, nn.CrossEntropyLoss)) and _are_probabilities(output):
         return [
@@ -110,7 +110,7 @@ def remarks(loss: Loss, output: Tensor, targets: Tensor) -> list[str]:
         ]
     if _is_of(loss, (_F.nll_loss, nn.NLLLoss)) and not _are_probabilities(output.exp()):
         return [
-            "The model's outputs are no logarithms of probabilities, which nll_loss takes: end the model with "
+            "The model's outputs are not logarithms of probabilities, which nll_loss takes: end the model with "
             "log_softmax, or leave the loss out for cross-entropy."
         ]
     return [] if loss is _F.cross_entropy else _remarks_on_mean(loss, output, targets)
@@ -118,17 +118,17 @@ def remarks(loss: Loss, output: Tensor, targets: Tensor) -> list[str]:
 
 @torch.no_grad()
 def _remarks_on_mean(loss: Loss, output: Tensor, targets: Tensor) -> list[str]:
-    """By the losses of samples one by one, whose mean a batch's loss ought to be."""
+    """Return warnings if a batch's loss is not the mean of its samples' losses."""
     try:
         loss = copied_loss(loss)
         whole = float(loss(output, targets))
         each = [float(loss(*one)) for one in zip(torch.split(output, 1), torch.split(targets, 1), strict=True)]
-    except Exception:  # it may need several samples
+    except Exception:  # the loss may need several samples
         return []
     if len(each) < 2 or math.isclose(whole, sum(each) / len(each), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE):
         return []
     if math.isclose(whole, sum(each), rel_tol=_EXACT):
-        return ["The loss is a sum over the batch, and is taken for a mean: divide it by the number of samples."]
+        return ["The loss is a sum over the batch, but is used as a mean: divide it by the number of samples."]
     fewer, more = sorted([tuple(output.shape), tuple(targets.shape)], key=len)
     if more != (*fewer, 1):
         return []
@@ -144,7 +144,7 @@ def _is_of(loss: Loss, kinds: tuple[Loss, type[nn.Module]]) -> bool:
 
 
 def _are_probabilities(output: Tensor) -> bool:
-    """Return whether outputs are probabilities of two classes or more, which are in the second place."""
+    """Return whether outputs are probabilities of at least two classes, along dimension 1."""
     if output.ndim < 2 or output.shape[1] < 2 or bool((output < 0).any()):
         return False
     return bool(((output.sum(1) - 1).abs() < _TOLERANCE).all())
@@ -158,13 +158,13 @@ def _no_classes(given: str, output: Tensor, targets: Tensor) -> str | None:
     kind = _kind(targets)
     if targets.dtype in _CLASS_DTYPES:
         if output.ndim > 2 and targets.shape == output.shape[:-1] != (len(output), *output.shape[2:]):
-            return f"{given}: it takes the scores of classes from the second place; return output.movedim(-1, 1)."
+            return f"{given}: it takes the scores of classes from dimension 1; return output.movedim(-1, 1)."
         return None
     if has_integers(targets):
         return f"{given}: classes are int64, got {kind}; give targets.long()."
     if targets.is_floating_point() and targets.shape == output.shape and output.ndim > 1 and output.shape[1] > 1:
         return None  # probabilities of the classes
     return (
-        f"{given}: it is cross-entropy, and targets of {kind} are no classes; give classes as int64, or, from Python, "
+        f"{given}: it is cross-entropy, and targets of {kind} are not classes; give classes as int64, or, from Python, "
         "a loss for numbers, such as loss=nn.MSELoss()."
     )

@@ -1,4 +1,4 @@
-"""Small batches through the model before anything is trained: refuses what cannot work, in one sentence each."""
+"""Runs small batches through the model before anything is trained, and refuses what cannot work in one sentence."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from crossbow_py.train.checks.losses import classes_of, copied_loss, hidden_para
 from crossbow_py.train.evaluation.evaluator import Metric
 
 _KEEPS_STATE = (
-    "The model's forward changes its attribute {}, which every learner has for itself, and which evaluations, saved "
-    "models and resumed runs begin anew: keep in a buffer what they need."
+    "The model's forward changes its attribute {}. Every learner has its own, and evaluations, saved models and "
+    "resumed runs start with the initial value: keep what they need in a buffer."
 )
 _DOES_NOT_REPEAT = (
-    "A second pass of the model over the same batch gives another output: its forward keeps something between passes, "
-    "which evaluations, saved models and resumed runs begin anew. Keep in a buffer what they need."
+    "A second pass of the model over the same batch gives another output: its forward keeps state between passes, "
+    "without which evaluations, saved models and resumed runs start. Keep what they need in a buffer."
 )
 _WRITES_PARAMETER = (
-    "The model's forward writes its parameter {}: every learner does so for itself, and the average model, which is "
-    "evaluated and saved, follows only as far as it is pulled along."
+    "The model's forward writes its parameter {}: every learner writes its own, and the average model, which is "
+    "evaluated and saved, follows only by averaging."
 )
 _LOSES_DIGITS = (
-    "The model's buffer {} is float64, and float32 in learners and in what is saved: whole numbers are exact to 2**24."
+    "The model's buffer {} is float64, but float32 in learners and saved models: whole numbers are exact up to 2**24."
 )
 _DRAWS_ON_HOST = (
     "The model draws random numbers from Python's or NumPy's generator: runs will not repeat or resume bit for bit."
@@ -58,15 +58,15 @@ def probe(
     feed: Feed | None = None,
     averages: bool = False,
 ) -> list[str]:
-    """Run one small training batch through a copy of the model; returns warnings.
+    """Run one small training batch through a copy of the model. Returns warnings.
 
     Args:
-        num_classes: the width the output must have; None when the data does not say.
-        exact: whether more outputs than classes are refused too.
-        label_smoothing: with more than 0 the loss is cross-entropy with a class for each sample.
+        num_classes: the width that the output must have; None if unknown.
+        exact: whether to refuse more outputs than classes, too.
+        label_smoothing: above 0, the loss is cross-entropy with one class per sample.
         compile_model: whether the model will be compiled.
-        feed: where the batch is from, whose other targets must be classes of the output, too.
-        averages: whether learners are to follow an average model.
+        feed: the feed of the batch; its other targets must be classes of the output, too.
+        averages: whether learners may follow an average model.
 
     Raises:
         UserError: the model, its output or the loss does not fit the data.
@@ -74,9 +74,9 @@ def probe(
     model = _runnable(template, precision).train()
     generator = torch.Generator(batch.inputs.device)
     replace_dropout(model, generator)
-    own = batch.inputs.device.type == "cpu" and not compile_model  # learners draw as `RoundTasks` says
-    trial = _Trial(model, batch.inputs, generator, own)
-    output = trial.first()
+    own = batch.inputs.device.type == "cpu" and not compile_model  # as in `RoundTasks`
+    passes = _TwoPasses(model, batch.inputs, generator, own)
+    output = passes.first()
     _check_output(output, batch.targets, num_classes, exact)
     if wrong := misfit(loss, output, batch.targets):
         raise UserError(wrong)
@@ -89,14 +89,14 @@ def probe(
             "loss of your own."
         )
     _check_backward(model, output, generator)
-    said = [*trial.check(template, precision, averages), *_wide_buffers(template, precision), *of_loss]
+    said = [*passes.check(template, precision, averages), *_wide_buffers(template, precision), *of_loss]
     return [*said, *remarks(loss, output, batch.targets)]
 
 
-class _Trial:
-    """Two passes of a model over one batch, and what they do besides computing it.
+class _TwoPasses:
+    """Two passes of a model over one batch, to find side effects.
 
-    Both begin with the same numbers in all generators but the model's own.
+    Both begin with the same states of all generators, except those that the model has itself.
     """
 
     def __init__(self, model: nn.Module, inputs: Tensor, generator: torch.Generator, own: bool) -> None:
@@ -107,7 +107,7 @@ class _Trial:
         self._draws_torch = self._draws_host = False
 
     def first(self) -> Tensor:
-        """Return the outputs of a first pass. Raises UserError where it fails."""
+        """Return the outputs of a first pass. Raises UserError if it fails."""
         device = self._inputs.device
         torchs, host = _generator_state(device), host_state()
         try:
@@ -126,14 +126,14 @@ class _Trial:
         return OwnDraws(self._generator) if self._own else nullcontext()
 
     def check(self, template: nn.Module, precision: Precision, averages: bool) -> list[str]:
-        """Return what is to be said of the first pass, and of a second. Raises UserError for what no learner can do.
+        """Return warnings about the first pass and a second one. Raises UserError for what a learner cannot do.
 
-        `template` has the weights as they were.
+        `template` has the weights as they were before the first pass.
         """
         if self._watch.reseeds and self._has_drawn:
             raise UserError(
-                f"the model's forward sets torch's generator at {self._watch.reseeds[0]} and draws, and learners draw "
-                "from numbers of their own; draw from a generator that forward makes: "
+                f"the model's forward sets torch's generator at {self._watch.reseeds[0]} and draws from it, but "
+                "learners draw from generators of their own; draw from a generator that forward makes: "
                 "torch.rand(..., generator=torch.Generator().manual_seed(7))."
             )
         for name, buffer in self._model.named_buffers():
@@ -160,8 +160,8 @@ class _Trial:
 
     @torch.no_grad()
     def _kept(self, before: Mapping[str, Tensor], precision: Precision) -> list[str]:
-        """Return what is to be said of what a second pass finds, other than in buffers, of the first."""
-        state = python_state(self._model)  # what a first pass makes once, such as a mask, is there by now
+        """Return a warning if a second pass shows state that the first one kept outside buffers."""
+        state = python_state(self._model)  # after the first pass, as it may make things once, such as a mask
         try:
             for name, buffer in self._model.named_buffers():
                 buffer.copy_(self._buffers[name])
@@ -170,7 +170,7 @@ class _Trial:
             self._generator.set_state(self._seed)
             with torch.enable_grad(), torch.random.fork_rng(), kept_host_state(), self._draws():
                 again = {"the output": self._model(self._inputs).detach()}
-        except Exception:  # buffers that cannot be written, say, which others tell of
+        except Exception:  # such as buffers that cannot be written, which other checks report
             return []
         if (changed := changed_state(state, python_state(self._model))) is not None:
             return [_KEEPS_STATE.format(changed)]
@@ -183,19 +183,19 @@ class _Trial:
 
 
 def _wide_buffers(template: nn.Module, precision: Precision) -> list[str]:
-    """Return what is to be said of buffers that lose digits in the bank."""
+    """Return a warning about buffers that lose digits in the bank."""
     digits = torch.finfo(precision.master).eps
     floats = {name: own.dtype for name, own in template.named_buffers() if own.is_floating_point()}
     return [_LOSES_DIGITS.format(name) for name, dtype in floats.items() if torch.finfo(dtype).eps < digits][:1]
 
 
 def _check_backward(model: nn.Module, output: Tensor, generator: torch.Generator) -> None:
-    """Refuse a model that draws a learner's numbers in its backward pass: they are not those of its forward pass."""
+    """Refuse a model that draws random numbers in its backward pass: they would differ from the forward pass's."""
     parameters, before = [own for own in model.parameters() if own.requires_grad], generator.get_state()
     with torch.random.fork_rng(), OwnDraws(generator) if generator.device.type == "cpu" else nullcontext():
         try:
             torch.autograd.grad(projection(output), parameters, allow_unused=True)
-        except Exception:  # which `faithful_copy` tells of
+        except Exception:  # which `faithful_copy` reports
             return
     if not torch.equal(before, generator.get_state()):
         raise UserError(
@@ -214,9 +214,9 @@ def probe_evaluation(
     metrics: Mapping[str, Metric] | None = None,
     feed: Feed | None = None,
 ) -> None:
-    """Run one small batch of the `what` ("test", "validation") data; training data is known to fit. See `probe`.
+    """Run one small batch of the `what` ("test" or "validation") data through a copy of the model.
 
-    Raises UserError when it does not fit the model, or a metric cannot be measured on it.
+    Raises UserError if it does not fit the model, or a metric cannot be computed on it.
     """
     try:
         output = _runnable(template, precision).eval()(batch.inputs).to(precision.master)
@@ -275,7 +275,7 @@ def _check_output(output: Any, targets: Tensor, num_classes: int | None, exact: 
         raise UserError("the model returns complex numbers, of which losses take the real part; return real ones.")
     if num_classes is None:
         return
-    # One score a class for each target; of those that a sample has several of, as a pixel each, in the second place.
+    # One score per class for each target. With several targets per sample, as one per pixel, classes are dimension 1.
     width = output.shape[1] if output.ndim == max(2, targets.ndim + 1) else 0
     if width < num_classes or (exact and width > num_classes):
         raise UserError(
@@ -296,12 +296,12 @@ def _check_labels(loss: Loss, output: Tensor, batch: Batch, feed: Feed | None, w
 
 
 def _check_loss(output: Tensor, targets: Tensor, precision: Precision, loss: Loss) -> list[str]:
-    """Return what is to be said of what the loss does. Raises UserError for one that trains nothing, or too little."""
+    """Return warnings about side effects of the loss. Raises UserError if it does not train the whole model."""
     leaf, tried = output.detach().to(precision.master).requires_grad_(), copied_loss(loss)
     torchs, host, state = _generator_state(output.device), host_state(), _state_of(tried)
     try:
         with torch.random.fork_rng(), kept_host_state():
-            value: Any = tried(leaf.clone(), targets.clone())  # which it may write
+            value: Any = tried(leaf.clone(), targets.clone())  # clones, as it may write to them
             draws = not torch.equal(torchs, _generator_state(output.device)) or host != host_state()
     except Exception as error:
         raise UserError(
@@ -321,12 +321,12 @@ def _check_loss(output: Tensor, targets: Tensor, precision: Precision, loss: Los
         )
     said = ["The loss draws random numbers: runs will not repeat or resume bit for bit."] if draws else []
     if (changed := changed_state(state, _state_of(tried))) is not None:
-        said.append(f"The loss changes its {changed}, which all learners share and which resumed runs begin anew.")
+        said.append(f"The loss changes its {changed}, which all learners share and which resumed runs start without.")
     return said
 
 
 def _state_of(loss: Any) -> dict[str, str]:
-    """What a loss keeps between calls, as text: of a module, of an object, or of whom a bound method belongs to."""
+    """Return the state of a loss as text; a bound method has that of its object."""
     owner = getattr(loss, "__self__", loss)
     kept = dict(owner.named_buffers()) if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {})
     tensors = {key: own for key, own in kept.items() if isinstance(own, Tensor)}

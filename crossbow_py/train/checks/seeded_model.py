@@ -1,4 +1,4 @@
-"""A model as a run begins with it."""
+"""The model that a run begins with: initialised from the seed, checked, and copied faithfully."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from crossbow_py.engine.modules.dropout import without_dropout
 from crossbow_py.engine.modules.precision import Precision, cast_module
 from crossbow_py.train.checkpoints.weights import load_weights
 
-_MOST_WORK = 100_000  # of finding out whether two tensors share a value
 MakeModel = Callable[[], nn.Module]
 
-_APART = 0.02  # how far weights lie from those that the model was made with, relatively, when copies are compared
+_MOST_WORK = 100_000  # the effort NumPy spends on finding out whether two tensors share a value
+_APART = 0.02  # relative distance by which weights are moved before a copy is compared
 
 
 def seeded_model(make_model: MakeModel, seed: int, init_from: str | None) -> nn.Module:
-    """A model whose initialisation follows from the seed alone; torch's generators stay as they were.
+    """Return a model whose initialisation depends only on the seed. Torch's generators are restored.
 
-    Raises UserError when what it makes is no module with something to train, or one without shapes as yet.
+    Raises UserError if it is not a module with parameters to train, or one whose shapes are not known yet.
     """
     if isinstance(make_model, nn.Module) or not callable(make_model):
         raise UserError(
@@ -59,7 +59,7 @@ def seeded_model(make_model: MakeModel, seed: int, init_from: str | None) -> nn.
     if init_from is not None:
         load_weights(module, init_from)
     try:
-        return module.train()  # some freeze a part of themselves there
+        return module.train()  # some models freeze a part of themselves there
     except Exception as error:
         raise UserError(
             f"the model cannot be set to train ({one_line(error)}); return the nn.Module itself, not what was exported."
@@ -67,7 +67,7 @@ def seeded_model(make_model: MakeModel, seed: int, init_from: str | None) -> nn.
 
 
 def _check_tensors(module: nn.Module) -> None:
-    """Raise UserError for parameters and buffers that no bank can hold, and where there is nothing to train."""
+    """Raise UserError for parameters and buffers that a bank cannot hold, or if there is nothing to train."""
     for name, value in itertools.chain(module.named_parameters(), module.named_buffers()):
         if value.is_meta:
             raise UserError(
@@ -95,32 +95,32 @@ def _check_tensors(module: nn.Module) -> None:
         raise UserError("the model has no parameter to train; give it some, or set requires_grad.")
     if shared := _overlap(module):
         raise UserError(
-            f"the model's {shared[0]} and {shared[1]} share memory, and a learner's weights lie elsewhere, each by "
-            "itself; give both names one nn.Parameter, or compute one from the other in forward."
+            f"the model's {shared[0]} and {shared[1]} share memory, but a learner stores each of its weights "
+            "separately; give both names one nn.Parameter, or compute one from the other in forward."
         )
 
 
 def _overlap(module: nn.Module) -> tuple[str, str] | None:
-    """Two names of parameters, or of a parameter and a buffer, that have values in common; None: no two have."""
+    """Return the names of two parameters, or of a parameter and a buffer, that share memory; None if there are none."""
     parameters = {id(own) for own in module.parameters()}
-    places = []
+    extents = []
     for name, own in itertools.chain(module.named_parameters(), module.named_buffers()):
         if own.numel():
             extent = 1 + sum((size - 1) * step for size, step in zip(own.shape, own.stride(), strict=True))
-            places.append((own.data_ptr(), own.data_ptr() + extent * own.element_size(), name, own))
-    places.sort(key=lambda place: place[:3])
-    reach: list[tuple[int, str, Tensor]] = []  # what begins before: where it ends
-    for first, end, name, own in places:
-        reach = [place for place in reach if place[0] > first]
-        for _, other, before in reach:
+            extents.append((own.data_ptr(), own.data_ptr() + extent * own.element_size(), name, own))
+    extents.sort(key=lambda extent: extent[:3])
+    open_extents: list[tuple[int, str, Tensor]] = []  # that begin before the current one: their ends
+    for first, end, name, own in extents:
+        open_extents = [extent for extent in open_extents if extent[0] > first]
+        for _, other, before in open_extents:
             if (id(own) in parameters or id(before) in parameters) and _share(own, before):
                 return min(other, name), max(other, name)
-        reach.append((end, name, own))
+        open_extents.append((end, name, own))
     return None
 
 
 class _Memory:
-    """The memory of a tensor on any device, for NumPy to reason about; never read."""
+    """The extent of a tensor's memory on any device, for NumPy's calculations; the memory is never read."""
 
     def __init__(self, tensor: Tensor) -> None:
         size = tensor.element_size()
@@ -131,7 +131,7 @@ class _Memory:
 
 
 def _share(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors whose extents meet have a value in common: columns of one matrix have not."""
+    """Return whether two tensors whose extents overlap share a value; two columns of one matrix do not."""
     if one.device != other.device:
         return False
     try:
@@ -141,17 +141,19 @@ def _share(one: Tensor, other: Tensor) -> bool:
 
 
 def faithful_copy(original: nn.Module, precision: Precision, batch: Batch, channels_last: bool) -> nn.Module:
-    """Return a copy of the model, as every learner is one, that was compared with the model itself.
+    """Return a copy of the model, after checking that learners, which are copies, train as the model itself does.
 
-    What is compared is a learner on a bank's row, with weights that have moved: its output, gradients and buffers. A
-    copy loses hooks of parameters; functions that hold the model itself go on to use it instead of the copy.
+    A learner in a bank's row, with weights that were moved, is compared with the model: output, gradients and buffers.
+    A copy loses hooks on parameters, and functions that hold the model itself still use it instead of the copy.
 
     Args:
-        original: as it was made; its weights and buffers stay as they are.
-        batch: a small one, which the model can take.
+        original: the model as it was made; its weights and buffers are restored.
+        precision: the formats of the run.
+        batch: a small batch that the model can take.
+        channels_last: whether 4-D weights are in channels-last format.
 
     Raises:
-        UserError: learners would train otherwise than the model.
+        UserError: learners would train differently from the model.
     """
     hooked = [name for name, own in original.named_parameters() if own._backward_hooks or _after_hooks(own)]
     if hooked:
@@ -169,7 +171,7 @@ def faithful_copy(original: nn.Module, precision: Precision, batch: Batch, chann
     try:
         try:
             found = _difference(original, copied, replace(precision, compute=precision.master), batch, channels_last)
-        except Exception:  # it may take nothing but the run's own format
+        except Exception:  # it may accept only the run's own format
             if not precision.has_shadow:
                 raise
             found = _difference(original, copied, precision, batch, channels_last)
@@ -177,13 +179,13 @@ def faithful_copy(original: nn.Module, precision: Precision, batch: Batch, chann
         if is_out_of_memory(error):
             raise
         raise UserError(
-            f"the model's gradients cannot be computed ({one_line(error)[:300]}); take them once yourself, by "
-            "torch.autograd.grad(loss, parameters), and mend what fails."
+            f"the model's gradients cannot be computed ({one_line(error)[:300]}); compute them once yourself, by "
+            "torch.autograd.grad(loss, parameters), and fix what fails."
         ) from error
     if found is not None:
         raise UserError(
-            f"learners, copies of the model, would not train as it does ({found}); let no hook, lambda or other tensor "
-            "of the model hold the model itself or memory of its weights, but take them from self when forward runs."
+            f"learners, copies of the model, would not train as it does ({found}); no hook, lambda or other tensor of "
+            "the model may hold the model itself or memory of its weights; take them from self when forward runs."
         )
     return copied
 
@@ -195,7 +197,7 @@ def _after_hooks(parameter: nn.Parameter) -> object:
 def _difference(
     original: nn.Module, copied: nn.Module, precision: Precision, batch: Batch, channels_last: bool
 ) -> Difference | None:
-    """Return where a learner, bound to a bank's row with weights that have moved, differs from the model itself."""
+    """Return where a learner in a bank's row, with weights that were moved, differs from the model itself."""
     bank = ReplicaBank(
         copied, 1, device=batch.inputs.device, precision=precision, state_names=(),
         channels_last=channels_last, training=False,
@@ -207,7 +209,8 @@ def _difference(
     drawn: list[bool] = []
 
     def values(model: nn.Module) -> dict[str, Tensor]:
-        # Strides that forward counts on show where the original has others. Draws fill memory in its own order.
+        # Contiguous inputs for the original show a forward that depends on strides. Not if it draws: random numbers are
+        # drawn in memory order.
         own = inputs.contiguous() if model is original and not any(drawn) else inputs
         with torch.random.fork_rng(), kept_host_state(), kept_buffers(model), without_dropout(model.train()):
             torch.manual_seed(0)
@@ -227,7 +230,7 @@ def _difference(
 
 @contextlib.contextmanager
 def _borrowed(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Have the block compute with a model in another format, and write its weights; then they are as they were."""
+    """Cast a model to another format in the block, which may write its weights; then restore both."""
     tensors = [(own, own.data) for own in (*model.parameters(), *model.buffers())]
     weights = {name: own.detach().clone() for name, own in model.named_parameters()}
     cast_module(model, precision)

@@ -1,1 +1,1 @@
-"""Measuring models that are not being trained."""
+"""Evaluation: accuracy and loss of copies of the models, and statistics of learning."""

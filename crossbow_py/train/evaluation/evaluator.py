@@ -1,4 +1,7 @@
-"""Measuring a model that is not being trained: loss, accuracy and metrics over a data set, and BatchNorm statistics."""
+"""Evaluates copies of models: loss, accuracy and metrics over a data set, of one model or of a whole bank.
+
+Also recalibrates BatchNorm's statistics.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +44,10 @@ _MOST_VALUES = 2**22  # in a batch: 27 images of 224 x 224
 
 @dataclass(frozen=True)
 class Examples:
-    """Samples from all over the first rank's share, `NUM_EXAMPLES` if it has as many, and what the model said of them.
+    """Samples spread over the first rank's share, at most `NUM_EXAMPLES`, and the model's outputs for them.
 
-    On the host, and always the same samples: `inputs` [N, C, H, W] or [N, C, T, H, W] as the model had them, `targets`
-    [N] and `outputs` [N, classes].
+    All are on the host, and the samples are always the same: `inputs` [N, C, H, W] or [N, C, T, H, W] as the model got
+    them, `targets` [N] and `outputs` [N, classes].
     """
 
     inputs: Tensor
@@ -56,9 +59,9 @@ class Examples:
 class Evaluation:
     """Means over `num_samples`; `accuracy` is a fraction, None when the task is not classification.
 
-    Where the loss leaves some targets out (see `ignored_target`), `loss` and `accuracy` are means over the others: over
-    the pixels of masks that count, say. `num_non_finite` samples have outputs that are not finite, which count as
-    wrong. `examples` are on the first rank alone.
+    If the loss ignores some targets (see `ignored_target`), `loss` and `accuracy` are means over the others, such as
+    the pixels of masks that count. `num_non_finite` samples have outputs that are not finite; they count as wrong.
+    Only the first rank has `examples`.
     """
 
     loss: float
@@ -70,7 +73,7 @@ class Evaluation:
 
 
 def non_finite_remark(what: str, num_non_finite: int, num_samples: int) -> str:
-    """Tell the user what became of samples whose outputs are not finite."""
+    """Return a message about samples whose outputs are not finite."""
     return (
         f"{what}: the outputs of {num_non_finite:,} of {num_samples:,} samples are not finite, which counts as wrong; "
         "look for NaN in these data, or for weights that have grown too large."
@@ -78,7 +81,7 @@ def non_finite_remark(what: str, num_non_finite: int, num_samples: int) -> str:
 
 
 def mean_evaluation(each: Sequence[Evaluation]) -> Evaluation:
-    """The plain mean of several evaluations of the same samples (independent learners)."""
+    """Return the plain mean of several evaluations of the same samples, as of independent learners."""
 
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(each)
@@ -94,17 +97,17 @@ def mean_evaluation(each: Sequence[Evaluation]) -> Evaluation:
     )
 
 
-def evaluation_batch_size(values_a_sample: int) -> int:
-    """Samples to evaluate at once: 256, and fewer of large ones, whose activations would outgrow those of training."""
-    return max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, _MOST_VALUES // values_a_sample))
+def evaluation_batch_size(values_per_sample: int) -> int:
+    """Return the samples to evaluate at once: 256, or fewer large ones, to need no more memory than training."""
+    return max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, _MOST_VALUES // values_per_sample))
 
 
 def evaluation_from_sums(
     num_samples: float, sums: Sequence[float], metrics: Iterable[str], examples: Examples | None = None
 ) -> Evaluation:
-    """The evaluation of so many samples. Raises BadDataError where the loss leaves out every target.
+    """Build an evaluation of `num_samples` from sums. Raises BadDataError if the loss ignores every target.
 
-    `sums` are of targets that count, outputs that are not finite, right predictions (NaN: no classes), loss, metrics.
+    `sums` are: targets that count, non-finite outputs, correct predictions (NaN without classes), loss, each metric.
     """
     num_counted, num_non_finite, correct, loss, *others = sums
     if not num_counted:
@@ -122,23 +125,24 @@ def evaluation_from_sums(
     )
 
 
-def count_targets(targets: Tensor, ignored: int | None) -> Tensor:
-    """How much the mean loss of a batch weighs: its targets that count, or its samples where a loss leaves none out."""
+def _count_targets(targets: Tensor, ignored: int | None) -> Tensor:
+    """Return the weight of a batch's mean loss: its targets that count, or its samples if the loss ignores none."""
     if ignored is None or targets.is_floating_point():
         return torch.tensor(float(len(targets)))
     return counted(targets, ignored).sum()
 
 
 class Evaluator:
-    """Runs states of one architecture over a feed, in evaluation mode, with all of torch's threads.
+    """Evaluates states of one architecture over a feed, in evaluation mode, with all of torch's threads.
 
     Args:
         template: the architecture; copied, never changed.
         precision: models run in its compute dtype, losses in its master dtype.
-        loss, metrics: `f(outputs [B, ...], targets [B, ...])`; a batch mean, weighted by batch size, or, of a loss that
-            leaves targets out, by the number of the others.
-        batch_size: samples at once.
-        max_batches: stop after that many (None: the whole data set).
+        loss, metrics: `f(outputs [B, ...], targets [B, ...])`, a batch mean. It is weighted by the batch size, or by
+            the number of targets that count if the loss ignores some.
+        batch_size: samples per batch.
+        max_batches: stop after this many batches; None is the whole data set.
+        channels_last: whether 4-D weights are in channels-last format.
     """
 
     def __init__(
@@ -157,20 +161,20 @@ class Evaluator:
         self.batch_size, self.max_batches, self.channels_last = batch_size, max_batches, channels_last
 
     def module(self, state: State) -> nn.Module:
-        """A module with this state in master precision, evaluation mode."""
+        """Return a module with this state, in master precision and evaluation mode."""
         full = replace(self.precision, compute=self.precision.master)
-        module = cast_module(copy.deepcopy(self.template), full)  # which leaves complex buffers alone
+        module = cast_module(copy.deepcopy(self.template), full)  # leaves complex buffers as they are
         with torch.no_grad():
             for name, value in itertools.chain(module.named_parameters(), module.named_buffers()):
                 value.copy_(state[name])
         return module.eval()
 
     def evaluate(self, state: State, feed: Feed, ranks: Ranks = ALONE, examples: bool = False) -> Evaluation:
-        """Evaluate one state over every sample of the feed, of which each rank takes a share; alike on all.
+        """Evaluate one state over every sample of the feed. Each rank takes a share, and all return the same.
 
-        With `examples` the first rank's has some, where samples are images or clips of one class each.
+        With `examples` the first rank's evaluation has some, if samples are images or clips of one class each.
 
-        Raises DataError, also where the loss leaves out every target, and RankError where another rank failed.
+        Raises DataError, also if the loss ignores every target, and RankError if another rank failed.
         """
         with ranks.together():
             count, own, found = self._sums(state, feed, ranks, examples and ranks.is_first)
@@ -179,7 +183,7 @@ class Evaluator:
 
     @torch.no_grad()
     def counts_correct(self, feed: Feed) -> bool:
-        """Whether there is an accuracy on that data: the model gives scores of classes, and the targets are such."""
+        """Return whether these data have an accuracy: outputs are scores of classes, and targets are classes."""
         batch, own = feed.first_samples(2), self.template
         model = self._runnable({**dict(own.named_parameters()), **dict(own.named_buffers())})
         return count_correct(model(batch.inputs), batch.targets) is not None
@@ -188,10 +192,7 @@ class Evaluator:
     def _sums(
         self, state: State, feed: Feed, ranks: Ranks, collects: bool
     ) -> tuple[float, list[float], Examples | None]:
-        """How many samples the rank measured, their sums, and what there is to show, if it collects that.
-
-        Sums are those of `evaluation_from_sums`.
-        """
+        """Return the rank's number of samples, the sums for `evaluation_from_sums`, and examples if asked for."""
         module = self._runnable(state)
         count, sums = 0, [0.0] * (4 + len(self.metrics))
         share = feed.evaluation_batches(self.batch_size, ranks.rank, ranks.num_ranks)
@@ -201,24 +202,38 @@ class Evaluator:
             output = module(batch.inputs).to(self.precision.master)
             if collects and _are_classified_images(*batch, output):
                 collector.take(*batch, output)
-            size, weight = len(batch.targets), float(count_targets(batch.targets, self.ignored))
-            correct = count_correct(output, batch.targets, self.ignored)
-            own = [weight, float(non_finite_outputs(output)), math.nan if correct is None else correct]
-            own += [float(self.loss(output, batch.targets)) * weight if weight else 0.0]
-            own += [float(metric(output, batch.targets)) * size for metric in self.metrics.values()]
+            (own,) = self.batch_sums(output[None], batch.targets).tolist()  # host–device synchronisation on CUDA
             sums = [total + value for total, value in zip(sums, own, strict=True)]
-            count += size
+            count += len(batch.targets)
         return count, sums, collector.examples(self.ignored)
 
+    def batch_sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return sums [K, 4 + metrics] over a batch, in the order of `evaluation_from_sums`, as float64 on the device.
+
+        Args:
+            outputs: outputs [K, B, ...] of K models.
+            targets: targets [B, ...].
+        """
+        size, weight = len(targets), _scalar(_count_targets(targets, self.ignored), outputs.device)
+        correct = correct_predictions(outputs, targets.expand(len(outputs), *targets.shape), 1, self.ignored)
+        if correct is None:
+            correct = torch.full((len(outputs),), torch.nan, device=outputs.device)
+        columns = [weight.expand(len(outputs)), non_finite_outputs(outputs, lead=1).to(weight), correct.to(weight)]
+        functions = [self.loss, *self.metrics.values()]  # last, as they may write the outputs
+        means = [[_scalar(function(output, targets), outputs.device) for function in functions] for output in outputs]
+        found = torch.stack([torch.stack(each) for each in means])
+        loss = torch.where(weight > 0, found[:, 0] * weight, 0.0)  # the mean of no targets is NaN
+        return torch.column_stack([*columns, loss, found[:, 1:] * size])
+
     def _batch_numbers(self, feed: Feed, ranks: Ranks) -> range:
-        """Those that the rank takes."""
+        """Return the numbers of the batches that the rank takes."""
         num_batches = -(-feed.num_samples // self.batch_size)
         most = num_batches if self.max_batches is None else min(num_batches, self.max_batches)
         return range(ranks.rank, most, ranks.num_ranks)
 
     def _runnable(self, state: State) -> nn.Module:
         module = cast_module(self.module(state), self.precision)
-        # One by one: `Module.to` tries the format on filters of clips, [O, C, T, H, W], too, and fails.
+        # One by one: `Module.to` would apply the format to 5-D filters, [O, C, T, H, W], too, and fail.
         for parameter in module.parameters():
             if self.channels_last and parameter.ndim == 4:
                 parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
@@ -226,11 +241,11 @@ class Evaluator:
 
     @torch.no_grad()
     def recalibrate(self, state: State, inputs: Iterable[Tensor], ranks: Ranks = ALONE) -> dict[str, Tensor]:
-        """The state with BatchNorm statistics measured anew: plain means over all ranks' training batches `inputs`.
+        """Return the state with BatchNorm recalibrated: plain means over all ranks' training batches `inputs`.
 
-        Batches with a value that is not finite do not count; where none is left, statistics are those of the state, as
-        are those of layers that the model's `train()` keeps in evaluation mode. Raises DataError, and RankError where
-        another rank failed.
+        Batches with a non-finite value do not count. If none is left, statistics stay as they are in the state, as do
+        those of layers that the model's `train()` keeps in evaluation mode. Raises DataError, and RankError if another
+        rank failed.
         """
         module = self._runnable(state).train()
         norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
@@ -256,46 +271,46 @@ class Evaluator:
 
 
 def _are_classified_images(inputs: Tensor, targets: Tensor, outputs: Tensor) -> bool:
-    """Images [B, C, H, W] or clips [B, C, T, H, W] of one class each."""
+    """Return whether a batch is images [B, C, H, W] or clips [B, C, T, H, W] of one class each."""
     is_classification = outputs.ndim == 2 and targets.ndim == 1 and not targets.is_floating_point()
     return inputs.ndim in (4, 5) and is_classification and len(inputs) == len(targets) == len(outputs)
 
 
 class _Collector:
-    """Takes samples at even distances out of `total` that come by in batches."""
+    """Collects evenly spaced samples out of `total` that come in batches."""
 
     def __init__(self, total: int) -> None:
         count = min(NUM_EXAMPLES, total)
-        self._wanted = [place * total // count for place in range(count)]
+        self._wanted = [number * total // count for number in range(count)]
         self._seen = 0
-        self._parts: list[tuple[Tensor, ...]] = []
+        self._taken: list[tuple[Tensor, ...]] = []
 
-    def take(self, *parts: Tensor) -> None:
-        """What there is of a batch: inputs, targets and outputs."""
-        size = len(parts[1])
-        places = [place - self._seen for place in self._wanted if self._seen <= place < self._seen + size]
+    def take(self, *batch: Tensor) -> None:
+        """Take samples of a batch of inputs, targets and outputs."""
+        size = len(batch[1])
+        rows = [number - self._seen for number in self._wanted if self._seen <= number < self._seen + size]
         self._seen += size
-        if places:
-            self._parts.append(tuple(part[places].detach().cpu() for part in parts))
+        if rows:
+            self._taken.append(tuple(values[rows].detach().cpu() for values in batch))
 
     def examples(self, ignored: int | None) -> Examples | None:
-        """What was taken, but for samples that are of no class."""
-        if not self._parts:
+        """Return the samples taken, without those of no class."""
+        if not self._taken:
             return None
-        inputs, targets, outputs = map(torch.cat, zip(*self._parts, strict=True))
+        inputs, targets, outputs = map(torch.cat, zip(*self._taken, strict=True))
         kept = torch.ones_like(targets, dtype=torch.bool) if ignored is None else counted(targets, ignored)
         return Examples(inputs[kept], targets[kept], outputs[kept]) if kept.any() else None
 
 
 def evaluate_in_memory(evaluator: Evaluator, state: State, feed: Feed, device: torch.device) -> Evaluation:
-    """As `Evaluator.evaluate`, with as many samples at once as the memory of `device` holds: `batch_size`, or halves.
+    """Evaluate a state; if `device` runs out of memory, halve `evaluator.batch_size` and try again.
 
-    `batch_size` stays at what was held.
+    The evaluator keeps the batch size that fits.
 
     Raises:
         DataError: the data cannot be loaded.
-        DeviceLostError: the device does nothing any more.
-        Exception: what the model raises; that memory is short where it does not hold a single sample.
+        DeviceLostError: the device no longer responds.
+        Exception: what the model raises; out of memory if not even a single sample fits.
     """
     with raising_if_lost(device):
         while True:
@@ -309,7 +324,7 @@ def evaluate_in_memory(evaluator: Evaluator, state: State, feed: Feed, device: t
 
 
 def _average_calls(norm: nn.modules.batchnorm._NormBase) -> None:
-    """Have running statistics be plain means over all calls, which is what no momentum means to BatchNorm alone."""
+    """Make running statistics plain means over all calls. Without momentum BatchNorm does so; InstanceNorm does not."""
     norm.momentum = None
     calls = itertools.count(1)
 
@@ -321,13 +336,13 @@ def _average_calls(norm: nn.modules.batchnorm._NormBase) -> None:
 
 
 def _weighted_means(own: Mapping[str, Tensor], count: int, ranks: Ranks) -> dict[str, Tensor]:
-    """Means over all ranks' batches, of which each has the mean over its `count`."""
-    parts = [torch.ones(1, dtype=torch.float64), *(value.double().flatten().cpu() for value in own.values())]
-    flat = torch.cat(parts) * count
-    ranks.add(flat)
-    total, *sums = torch.split(flat, [len(part) for part in parts])
+    """Return means over all ranks' batches; `own` are this rank's means over its `count` batches."""
+    flats = [torch.ones(1, dtype=torch.float64), *(value.double().flatten().cpu() for value in own.values())]
+    total = torch.cat(flats) * count
+    ranks.add(total)
+    num_batches, *sums = torch.split(total, [len(flat) for flat in flats])
     return {
-        name: (values / total.clamp(min=1)).view_as(value).to(value)
+        name: (values / num_batches.clamp(min=1)).view_as(value).to(value)
         for (name, value), values in zip(own.items(), sums, strict=True)
     }
 
@@ -335,18 +350,18 @@ def _weighted_means(own: Mapping[str, Tensor], count: int, ranks: Ranks) -> dict
 def evaluate_bank(
     bank: ReplicaBank, evaluator: Evaluator, feed: Feed, learners: Sequence[int], *, fused: bool | None = None
 ) -> list[Evaluation]:
-    """Each learner's evaluation as `Evaluator.evaluate` has it.
+    """Return each learner's evaluation, as `Evaluator.evaluate` gives it.
 
-    Fused, all come from one pass over the feed; models that cannot be fused, or not in the memory that is left, are
-    evaluated one after another. Without, on a CPU, each core evaluates one model after another, which is faster there:
-    batches are large, and nothing has to be exported. The bank is left as it is: what runs is a copy of its weights.
+    Fused, all are evaluated in one pass over the feed. Models that cannot be fused, or do not fit in memory together,
+    are evaluated one after another. Not fused, each core evaluates one model after another. That is faster on a CPU:
+    batches are large, and nothing has to be exported. Copies of the weights are evaluated; the bank is not changed.
 
     Args:
-        bank: of models on one device.
-        evaluator: how they are measured.
-        feed: on what.
-        learners: which rows, in any order.
-        fused: by default everywhere but on a CPU.
+        bank: the models, on one device.
+        evaluator: evaluates a model.
+        feed: the data.
+        learners: the rows to evaluate, in any order.
+        fused: whether to fuse; by default everywhere but on a CPU.
     """
     if fused is None:
         fused = bank.device.type != "cpu"
@@ -366,7 +381,7 @@ def evaluate_bank(
 def _evaluate_side_by_side(
     bank: ReplicaBank, evaluator: Evaluator, feed: Feed, learners: Sequence[int]
 ) -> list[Evaluation]:
-    """On a thread a core, with one intra-op thread each."""
+    """Evaluate on one thread per core, with one intra-op thread each."""
     states = [bank.learner_state(learner) for learner in learners]
     num_threads = min(torch.get_num_threads(), len(states))
     with ThreadPoolExecutor(num_threads, "crossbow evaluation", lambda: torch.set_num_threads(1)) as pool:
@@ -374,7 +389,7 @@ def _evaluate_side_by_side(
 
 
 def prediction_bank(bank: ReplicaBank, learners: Sequence[int]) -> ReplicaBank:
-    """A bank of copies of some learners, for `FusedGraph(..., training=False)`."""
+    """Return a bank of copies of some learners, for `FusedGraph(..., training=False)`."""
     copies = ReplicaBank(
         bank.template, len(learners), device=bank.device, precision=bank.precision, state_names=(),
         channels_last=bank.layout.channels_last, order="blocks", training=False,
@@ -386,7 +401,7 @@ def prediction_bank(bank: ReplicaBank, learners: Sequence[int]) -> ReplicaBank:
 
 @torch.no_grad()
 def load_state(bank: ReplicaBank, row: int, state: Mapping[str, Tensor]) -> None:
-    """A row's weights and buffers ← a module's state dict (tied parameters once), integer buffers included."""
+    """Copy a module's state dict (tied parameters once) to a row's weights and buffers, also integer buffers."""
     for name, value in bank.learner_state(row).items():
         value.copy_(state[name])
     bank.refresh_shadow(row)
@@ -394,7 +409,7 @@ def load_state(bank: ReplicaBank, row: int, state: Mapping[str, Tensor]) -> None
 
 @torch.no_grad()
 def _evaluate_together(bank: ReplicaBank, evaluator: Evaluator, feed: Feed) -> list[Evaluation]:
-    """The last batch may be smaller than the others: then there is a graph for it, too."""
+    """Evaluate in one pass. If the last batch is smaller than the others, it gets a graph of its own."""
     graphs: dict[torch.Size, FusedGraph] = {}
     count, sums = 0, torch.zeros(bank.num_learners, 4 + len(evaluator.metrics), dtype=torch.float64, device=bank.device)
     for batch in itertools.islice(feed.evaluation_batches(evaluator.batch_size), evaluator.max_batches):
@@ -402,25 +417,10 @@ def _evaluate_together(bank: ReplicaBank, evaluator: Evaluator, feed: Feed) -> l
         if shape not in graphs:
             graphs[shape] = trusted_outputs(bank, batch.inputs)
         outputs = graphs[shape].run(batch.inputs, shared=True).to(bank.precision.master)
-        sums += _measured(evaluator, outputs, batch.targets)
+        sums += evaluator.batch_sums(outputs, batch.targets)
         count += len(batch.targets)
-    # The only host–device synchronisation, unless a metric has one.
+    # The only host–device synchronisation, unless a metric synchronises.
     return [evaluation_from_sums(count, own, evaluator.metrics) for own in sums.tolist()]
-
-
-def _measured(evaluator: Evaluator, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Sums `[K, 4 + metrics]` of each learner's outputs `[K, B, ...]`, in the order of `evaluation_from_sums`."""
-    ignored, size = evaluator.ignored, len(targets)
-    weight = _scalar(count_targets(targets, ignored), outputs.device)
-    functions = [evaluator.loss, *evaluator.metrics.values()]
-    means = [[_scalar(function(output, targets), outputs.device) for function in functions] for output in outputs]
-    sums = torch.stack([torch.stack(each) for each in means])
-    loss = torch.where(weight > 0, sums[:, 0] * weight, 0.0)  # the mean of none is NaN
-    correct = correct_predictions(outputs, targets.expand(len(outputs), *targets.shape), 1, ignored)
-    if correct is None:
-        correct = torch.full((len(outputs),), torch.nan)
-    columns = [weight.expand(len(outputs)), non_finite_outputs(outputs, lead=1).to(sums), correct.to(sums), loss]
-    return torch.column_stack([*columns, sums[:, 1:] * size])
 
 
 def _scalar(value: Tensor | float, device: torch.device) -> Tensor:

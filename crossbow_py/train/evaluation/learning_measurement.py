@@ -1,8 +1,8 @@
-"""Measures the statistics of learning at the end of an epoch: runs copies of the models, and leaves training alone.
+"""Measures the statistics of learning at the end of an epoch, on copies of the models, without changing training.
 
 All models run in evaluation mode and master precision, so BatchNorm normalises by statistics that stay as they are,
-dropout drops nothing, and losses and predictions are functions of the weights alone. What is drawn from torch's
-generators is given back, and batches are asked for beside those that training has announced.
+dropout drops nothing, and losses and predictions are functions of the weights alone. The states of torch's generators
+are restored, and batches are loaded apart from those that training has announced.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.engine.device.host import faster_threads, intra_op_threads
 from crossbow_py.engine.device.memory import free_memory, raise_if_lost
 from crossbow_py.engine.modules.losses import Loss, is_classification, smoothed_cross_entropy
+from crossbow_py.engine.rounds import taken
 from crossbow_py.telemetry.events import LearningStatistics
 from crossbow_py.train.evaluation.evaluator import State
 from crossbow_py.train.evaluation.learning_statistics import (
@@ -34,18 +35,18 @@ from crossbow_py.train.run import Run, smoothing_rows
 
 T = TypeVar("T")
 
-_MOST_BATCHES = 64  # whose gradients are compared
-_MOST_SAMPLES = 1024  # on which predictions are: their agreement is then known to 0.016 at worst
-_SEED = 0  # of the vector that the search for the largest eigenvalue begins with
+_MOST_BATCHES = 64  # for the gradient noise
+_MOST_SAMPLES = 1024  # for the agreement of predictions, whose standard error is then at most 0.016
+_SEED = 0  # of the vector that the search for the largest eigenvalue starts from
 _NO_CLASS = -1.0
 
 
 class LearningMeasurement:
-    """The statistics of a run's learning. The executor is drained; called from the training loop's thread.
+    """Measures a run's statistics of learning. The executor is drained; called from the training loop's thread.
 
-    Of the average model, where training is, and not of its EMA, or of the first learner where they are independent, the
-    first rank measures the gradient noise and the sharpness, while others wait. Each rank predicts with its own
-    learners, and all are compared.
+    The first rank measures the gradient noise and the sharpness, while the others wait: of the average model itself,
+    not its EMA, or of the first learner if learners are independent. For the agreement, each rank predicts with its own
+    learners, and the predictions of all learners are compared.
     """
 
     def __init__(self, run: Run) -> None:
@@ -55,12 +56,12 @@ class LearningMeasurement:
         self._num_threads: dict[str, int] = {}
 
     def measure(self, which: str) -> LearningStatistics:
-        """Where the run stands now. All ranks call it together; what only the first measures is None on others.
+        """Measure the current models. All ranks call it together; what only the first one measures is None elsewhere.
 
         Args:
-            which: the data that predictions are compared on, `test` or `validation`; without it, the training data.
+            which: the data to compare predictions on, `test` or `validation`; the training data if there is none.
 
-        Raises DataError, and RankError where another rank failed.
+        Raises DataError, and RankError if another rank failed.
         """
         begun_s, run = time.monotonic(), self._run
         devices = [run.choices.device] if run.choices.device.type == "cuda" else []
@@ -82,14 +83,13 @@ class LearningMeasurement:
         )
 
     def take_notes(self) -> list[str]:
-        """Sentences for the user that came up since the last call."""
-        notes, self._notes = self._notes, []
-        return notes
+        """Return the messages for the user since the last call."""
+        return taken(self._notes)
 
     def _attempt(self, what: str, measure: Callable[[], T | None]) -> T | None:
-        """What it measures. None, from then on, where the model or its memory refuses: that is no reason to stop a run.
+        """Return what `measure` returns. If it fails, note why, and return None from then on: the run must not stop.
 
-        Some operators have no second derivative, for one. Raises what the project raises on purpose.
+        For example, some operators have no second derivative. Raises CrossbowError.
         """
         if what in self._refused:
             return None
@@ -106,9 +106,9 @@ class LearningMeasurement:
         return None
 
     def _threads(self, what: str, work: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
-        """With as many threads as `work`, a small part of what is measured, was faster with the first time.
+        """Set the number of threads to that with which `work`, a small part of the measurement, was faster.
 
-        With another number of threads the last bits of what is measured may be others.
+        It is chosen the first time only, as the last bits of results may depend on it.
         """
         if self._run.choices.device.type != "cpu":
             return contextlib.nullcontext()
@@ -117,7 +117,7 @@ class LearningMeasurement:
         return intra_op_threads(self._num_threads[what])
 
     def _noise(self, state: State) -> GradientNoise | None:
-        """Of the next epoch's first batches; None where an epoch has only one."""
+        """Measure the gradient noise on the next epoch's first batches; None if an epoch has only one."""
         run, num_samples = self._run, self._run.num_samples
         b = run.train_feed.batch_size
         begin = -(-self._run.state.samples_seen // num_samples) * num_samples
@@ -132,7 +132,7 @@ class LearningMeasurement:
         return gradient_noise(squared_norms, squared_norm, b, num_samples)
 
     def _sharpness(self, state: State) -> float:
-        """On the samples with which the run began: as many as are evaluated at once, and at least a batch."""
+        """Measure the sharpness on the run's first samples: as many as are evaluated at once, but at least a batch."""
         run = self._run
         b = run.train_feed.batch_size
         num_batches = max(1, min(run.evaluator.batch_size, self._run.num_samples) // b)
@@ -143,7 +143,7 @@ class LearningMeasurement:
             return hessian_eigenvalue(module, loss, batch)
 
     def _agreement(self, which: str) -> float | None:
-        """Of the learners of all ranks, which call it together; without those that wait to be reseeded."""
+        """Return the agreement of the learners of all ranks, without non-finite ones. All ranks together."""
         run, ranks = self._run, self._run.ranks
         if run.bank.total_learners < 2:
             return None
@@ -154,19 +154,19 @@ class LearningMeasurement:
         own[list(self._run.state.non_finite_learners)] = _NO_CLASS
         counts = {num_values for (num_values,) in ranks.gather([own.numel()])}
         if len(counts) > 1 or 0 in counts:
-            return None  # nothing to compare, or a rank could not predict or read what others could
+            return None  # nothing to compare, or some rank could not predict
         every = torch.tensor(ranks.gather(own.flatten().tolist())).view(-1, own.shape[1])
         return agreement(every[(every != _NO_CLASS).all(1)])
 
     @torch.no_grad()
     def _predictions(self, feed: Feed) -> Tensor | None:
-        """Classes [K, N] of samples that lie evenly over the data set; None where the task is not classification."""
+        """Return predicted classes [K, N] of evenly spaced samples; None if the task is not classification."""
         run, bank = self._run, self._run.bank
         every = -(-feed.num_samples // _MOST_SAMPLES)
         found: list[list[Tensor]] = [[] for _ in range(bank.num_learners)]
         samples = feed.evaluation_batches(1, 0, every)
-        while held := list(itertools.islice(samples, run.evaluator.batch_size)):
-            inputs, targets = (torch.cat(each) for each in zip(*held, strict=True))
+        while batch := list(itertools.islice(samples, run.evaluator.batch_size)):
+            inputs, targets = (torch.cat(each) for each in zip(*batch, strict=True))
             for j, own in enumerate(found):
                 module = run.evaluator.module(bank.learner_state(j))
                 output = module(_in_master(inputs, module))
@@ -179,7 +179,7 @@ class LearningMeasurement:
 
 
 def gradient_norms(module: nn.Module, loss: Loss, batches: Iterable[Batch]) -> tuple[list[float], float]:
-    """|G|² of each batch's gradient, and of the mean of these gradients.
+    """Return |G|² of each batch's gradient, and of the mean of these gradients.
 
     Every batch ends in a host–device synchronisation on CUDA.
     """
@@ -193,9 +193,9 @@ def gradient_norms(module: nn.Module, loss: Loss, batches: Iterable[Batch]) -> t
 
 
 def hessian_eigenvalue(module: nn.Module, loss: Loss, batch: Batch) -> float:
-    """The largest eigenvalue of the Hessian of the loss on a batch, by the module's trained parameters.
+    """Return the largest eigenvalue of the Hessian of a batch's loss with respect to the trained parameters.
 
-    Their `grad` is overwritten. Raises RuntimeError where an operator has no second derivative.
+    Their `grad` is overwritten. Raises RuntimeError if an operator has no second derivative.
     """
     parameters = _trained(module)
     value = _loss(module, loss, batch)
@@ -205,9 +205,9 @@ def hessian_eigenvalue(module: nn.Module, loss: Loss, batch: Batch) -> float:
     def product(vector: Tensor) -> Tensor:
         for parameter in parameters:
             parameter.grad = None
-        if gradient.requires_grad:  # or it is the same whatever the weights are
-            # Not `grad`, which goes the ways to its inputs alone: a function that is differentiable once has none, so
-            # instead of an error there would be zeros.
+        if gradient.requires_grad:  # else it does not depend on the weights
+            # Not `grad`, which follows only the paths to its inputs: through a function that is differentiable once
+            # there is none, so it would give zeros instead of an error.
             torch.autograd.backward(gradient, vector, retain_graph=True)
         return _flat([torch.zeros_like(each) if each.grad is None else each.grad for each in parameters])
 
@@ -232,21 +232,21 @@ def _squared(vector: Tensor) -> float:
 
 
 def _in_master(inputs: Tensor, module: nn.Module) -> Tensor:
-    """In the dtype of the module's weights; inputs that are no floating-point numbers as they are."""
+    """Cast floating-point inputs to the dtype of the module's weights."""
     return inputs.to(_trained(module)[0].dtype) if inputs.is_floating_point() else inputs
 
 
 def _training_loss(run: Run) -> Loss:
-    """What learners' gradients are of, weight decay aside."""
+    """Return the loss that learners are trained on, label smoothing included and weight decay excluded."""
     rows = smoothing_rows(run.settings.label_smoothing, run.bank)
     return run.loss if rows is None else lambda output, targets: smoothed_cross_entropy(output, targets, rows[0])
 
 
 @contextlib.contextmanager
 def _differentiable(module: nn.Module) -> Iterator[None]:
-    """Have attention take its implementation that has a second derivative, and recurrent layers not cuDNN's.
+    """Make attention use its implementation with a second derivative, and recurrent layers one that is not cuDNN's.
 
-    cuDNN has no derivative of them in evaluation mode.
+    cuDNN has no derivative of recurrent layers in evaluation mode.
     """
     recurs = any(isinstance(each, nn.RNNBase) for each in module.modules())
     without_cudnn = torch.backends.cudnn.flags(enabled=False) if recurs else contextlib.nullcontext()

@@ -1,1 +1,1 @@
-"""A run's folder: which one it is, the configuration recorded in it, and what is reported into it."""
+"""A run's folder: choosing it, the configuration recorded in it, and the reporter of what happens."""

@@ -1,7 +1,7 @@
-"""Which folder a run writes to, what it resumes from, and the lock that keeps a second process out of it.
+"""Chooses the folder that a run writes to and what it resumes from, and locks the folder.
 
-A folder *holds a run* once it has a metrics line, a summary or a checkpoint; from then on only a resume may write
-there, and a resume may change stops, logging and paths, nothing else.
+A folder *holds a run* once it has a metrics line, a summary or a checkpoint. From then on only a resumed run may write
+there, and it may change only stops, logging and paths.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _NOTHING_TO_RESUME = (
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where the run writes, the run folder or checkpoint it resumes from (None: afresh), and what to say of it."""
+    """The folder of a run, the run folder or checkpoint that it resumes from (None: a fresh start), and a message."""
 
     path: Path
     resume: Path | None
@@ -72,13 +72,13 @@ class RunFolder:
 def open_run(config: TrainConfig, ranks: Ranks = ALONE) -> Iterator[RunFolder]:
     """Choose and lock the run's folder and write its config.yaml; the lock is held until the block is left.
 
-    The first rank does, and all have the same folder. One made here is removed again when the block ends with the
-    user's mistake before anything was trained.
+    The first rank does so for all ranks. A folder made here is removed again if the block ends with a UserError before
+    anything was trained.
 
     Raises:
-        UserError: the folder holds a run and `resume` is not set, cannot be written, or is another process's; the
-            checkpoint asked for does not exist; the configuration differs in more than stops, logging and paths; or
-            another host does not see the folder.
+        UserError: the folder holds a run and `resume` is not set, it cannot be written, or another process is writing
+            to it; the checkpoint asked for does not exist; the configuration differs in more than stops, logging and
+            paths; or another host does not see the folder.
     """
     launch = this_launch(ranks)
     with ExitStack() as stack:
@@ -101,7 +101,7 @@ def open_run(config: TrainConfig, ranks: Ranks = ALONE) -> Iterator[RunFolder]:
 def _opened(config: TrainConfig, launch: Launch | None) -> Iterator[RunFolder]:
     config = _relaunched(config, launch)
     plain = config_to_mapping(config)
-    text = write_yaml(plain)  # what cannot be written leaves no folder behind
+    text = write_yaml(plain)  # first, so that an error leaves no folder behind
     resume, source = _resume_from(config, plain)
     chosen = given_path("output_dir", config.output_dir) if config.output_dir else source
     made = chosen is None or not chosen.exists()
@@ -127,7 +127,7 @@ def _opened(config: TrainConfig, launch: Launch | None) -> Iterator[RunFolder]:
 
 
 def _check_own(run: Path) -> None:
-    """Refuse a folder in which something is a link or a pipe. Raises UserError."""
+    """Raise UserError for a folder in which a file of the run is a link or a pipe."""
     try:
         check_own(run, _FILES, (CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER))
     except OSError as error:
@@ -135,13 +135,13 @@ def _check_own(run: Path) -> None:
 
 
 def _check_no_search(path: Path) -> None:
-    """A search goes on only as long as its folder has its own configuration."""
+    """Raise UserError for a search's folder: the search could not resume without its own configuration."""
     if (path / CONFIG_FILE).is_file() and "space" in read_yaml(path / CONFIG_FILE):
         raise UserError(f"output_dir {path} holds a search, not a run; choose another folder.")
 
 
 def _relaunched(config: TrainConfig, launch: Launch | None) -> TrainConfig:
-    """As asked for; but ranks that torchrun has started anew, with the same command, go on with the run it began."""
+    """Return the configuration, with resume=auto if torchrun restarted the ranks of a run that it had begun."""
     if launch is None or config.resume is not None:
         return config
     if config.output_dir:
@@ -150,20 +150,20 @@ def _relaunched(config: TrainConfig, launch: Launch | None) -> TrainConfig:
         runs = (path for path in (RUNS / config.experiment).glob("*") if (path / CONFIG_FILE).is_file())
         begun = sorted(runs, key=lambda path: (path / CONFIG_FILE).stat().st_mtime_ns, reverse=True)
     for path in begun:
-        # A folder that was named may be of a sweep's run that is done: then nothing is left to train.
+        # Also a finished run's folder if it was named, as in a sweep: then nothing is left to train.
         if is_of_launch(path, launch) and (config.output_dir or read_summary(path).get("status") not in DONE):
             return dataclasses.replace(config, resume="auto", output_dir=str(path))
     return config
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """`key: old → new` for every key that differs and that a resume may not change; see `formerly`."""
+    """Return `key: old → new` for every key that differs and that a resume may not change; see `formerly`."""
     kept = without(new, MAY_CHANGE)
     return differences(filled(filled(without(old, MAY_CHANGE), formerly(kept)), kept), kept)
 
 
 def run_of(asked: Path) -> Path:
-    """The run's folder, given it, its checkpoints folder or one checkpoint in that. Raises UserError."""
+    """Return a run's folder, given that, its checkpoints folder, or one checkpoint. Raises UserError."""
     for folder in (asked / CHECKPOINTS_FOLDER, asked, asked.parent):
         if asked.exists() and folder.name == CHECKPOINTS_FOLDER and checkpoints(folder.parent):
             return folder.parent
@@ -174,7 +174,7 @@ def run_of(asked: Path) -> Path:
 
 
 def _resume_from(config: TrainConfig, plain: Mapping[str, Any]) -> tuple[Path | None, Path | None]:
-    """What to resume from as it was asked for, and the run that belongs to; two times None for a fresh start."""
+    """Return the path to resume from and the folder of its run; both None for a fresh start."""
     if config.resume is None:
         return None, None
     if config.resume == "auto":
@@ -192,7 +192,7 @@ def _resume_from(config: TrainConfig, plain: Mapping[str, Any]) -> tuple[Path | 
 
 
 def _newest_unfinished(experiment: str, plain: Mapping[str, Any]) -> Path | None:
-    """The experiment's newest run that can go on as it was configured and that no other process is writing."""
+    """Return the experiment's newest unfinished run with this configuration that no other process is writing."""
     runs = [path for path in (RUNS / experiment).glob("*") if checkpoints(path) and (path / CONFIG_FILE).is_file()]
     for run in sorted(runs, key=lambda path: (path / CONFIG_FILE).stat().st_mtime_ns, reverse=True):
         if read_summary(run).get("status") in DONE or is_locked(run / LOCK_FILE):
@@ -224,7 +224,6 @@ def _write_config(path: Path, text: str, launch: Launch | None) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the folder's lock."""
 
     def busy() -> None:
         raise UserError(f"{path} is being written by another process; wait for it or set output_dir.")

@@ -1,7 +1,7 @@
-"""`config=RUN`: a run's recorded configuration as the beginning of another command; and the command of a configuration.
+"""`config=RUN`, which begins a command with a run's recorded configuration; and the command of a configuration.
 
-A configuration is turned into the overrides that say what of it is not the default, and these stand before the user's
-own: so everything that can be said of a run can be said on top of a recorded one.
+A recorded configuration is turned into overrides for everything that is not the default. They come before the user's
+own overrides, which can therefore change anything in it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from crossbow_py.train.checkpoints.checkpoint import formerly
 from crossbow_py.train.config import TrainConfig, config_from_mapping, config_to_mapping
 
 _KEY = "config="
-_OF_THE_RUN = {"output_dir": None, "resume": None}  # where that run wrote, and what it went on from
-# Text that is nothing else without quotes.
+_OF_THE_RUN = {"output_dir": None, "resume": None}  # keys of the recorded run that are not taken over
+# Text that needs no quotes, because it cannot be read as anything else.
 _PLAIN_TEXT = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[A-Za-z_/][A-Za-z0-9_./]*", re.IGNORECASE)
 _KEY_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_/-]*")  # the grammar of overrides has no quotes for keys
 _LONGEST_SHOWN = 80
 
 
 def composed(overrides: Sequence[str], kind: type[C]) -> C:
-    """As `compose`; with `config=RUN` among the overrides they are laid over what that run was told.
+    """Compose a configuration; with `config=RUN` the other overrides are applied to that run's configuration.
 
-    Raises UserError also for a run that has no configuration, and where the command takes none.
+    Raises UserError as `compose` does, and if the run has no configuration or the command does not take `config`.
     """
     given = [read_text("config", text.removeprefix(_KEY)) for text in overrides if text.startswith(_KEY)]
     if not given:
@@ -53,7 +53,7 @@ def composed(overrides: Sequence[str], kind: type[C]) -> C:
 
 
 def _check_targets(run: TrainConfig, path: str, keys: Sequence[str]) -> None:
-    """A run's folder may be somebody else's: what code it names is to be said again. Raises UserError."""
+    """Raise UserError for code that the run names and the user does not: the folder may be somebody else's."""
     for group in TrainConfig.GROUPS:
         target = getattr(getattr(run, group), "target", None)
         if target is not None and group not in keys and f"{group}.target" not in keys:
@@ -64,7 +64,7 @@ def _check_targets(run: TrainConfig, path: str, keys: Sequence[str]) -> None:
 
 
 def recorded(path: str) -> TrainConfig:
-    """What a run was told, given its folder or its config.yaml, but for where it wrote and what it went on from.
+    """Return a run's configuration, given its folder or its config.yaml, without its `output_dir` and `resume`.
 
     Raises UserError.
     """
@@ -82,9 +82,9 @@ def recorded(path: str) -> TrainConfig:
 
 
 def _check_keys(path: str, plain: Any) -> None:
-    """Refuse keys that a command line would not take as they are: `x:${oc.env:NAME},y` would be two, and a value.
+    """Raise UserError for keys that a command line would read differently.
 
-    Raises UserError.
+    For example, `x:${oc.env:NAME},y` would be read as two keys and a value.
     """
     if isinstance(plain, Mapping):
         for key in plain:
@@ -97,9 +97,9 @@ def _check_keys(path: str, plain: Any) -> None:
 
 
 def overrides_of(config: TrainConfig) -> list[str]:
-    """The overrides that compose to this very run: its recipe, where it has one, and everything that differs.
+    """Return overrides that compose to exactly this run: its recipe, if it has one, and everything that differs.
 
-    Of a recipe that is not here, such as one of a later version, the name alone is lost.
+    A recipe that this version does not have is spelled out in full; only its name is lost.
     """
     has_recipe = config.experiment in group_options("experiment", TrainConfig)
     chosen = [f"+experiment={config.experiment}"] if has_recipe else []
@@ -111,7 +111,7 @@ def overrides_of(config: TrainConfig) -> list[str]:
 
 
 def train_command(config: TrainConfig) -> str:
-    """The command line that trains this very run: everything that is not the default."""
+    """Return the command line that trains exactly this run."""
     return " ".join(["python -m crossbow_py.train", *map(shlex.quote, overrides_of(config))])
 
 
@@ -126,7 +126,7 @@ def _differing(default: Mapping[str, Any], own: Mapping[str, Any], prefix: str =
 
 
 def as_override(value: Any) -> str:
-    """A plain value as Hydra's command line has it."""
+    """Return a plain value in the grammar of Hydra's command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
@@ -137,9 +137,9 @@ def as_override(value: Any) -> str:
 
 
 def _quoted(value: Any) -> str:
-    """Text in quotes, in which backslashes count only before a quote; a number as it is.
+    """Return text in quotes, in which backslashes count only before a quote; a number as it is.
 
-    What looks like an interpolation stays text: it may come from the folder of somebody else's run.
+    What looks like an interpolation is escaped, as it may come from the folder of somebody else's run.
     """
     if not isinstance(value, str):
         return str(value)

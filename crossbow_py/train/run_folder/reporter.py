@@ -1,4 +1,4 @@
-"""From the run's state to what listeners and callers see: run facts, progress, epoch records, summary and result."""
+"""Reports to listeners and callers: run facts, progress, epoch records, example predictions, summary, result."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,31 +27,28 @@ from crossbow_py.telemetry.events import (
 )
 from crossbow_py.telemetry.throughput import Lap, ThroughputMeter
 from crossbow_py.telemetry.timeline import TRACE_FILE
-from crossbow_py.train.evaluation.evaluator import Evaluation, Examples
-from crossbow_py.train.run import DataSets, Run, RunState, SavedModels
+from crossbow_py.train.evaluation.evaluator import Examples
+from crossbow_py.train.run import DataSets, Measured, Run, RunState, SavedModels
 
-_CHANNELS = (1, 3)
+_CHANNELS = (1, 3)  # grey or RGB
 
 _PROGRESS_EVERY_S = 0.2
-_SHOWN_GROWTH = 1.5  # of the samples seen, from one look at predictions to the next
+_SHOWN_GROWTH = 1.5  # predictions are shown again after 1.5 times the samples
 _SCALED = {"sqrt": "rate × √K", "linear": "rate × K"}
-
-# What a data set came to: the evaluation stops look at, and each learner's when they are independent.
-Measured = tuple[Evaluation, tuple[Evaluation, ...]]
-
 
 @dataclass(frozen=True)
 class Result:
-    """What `fit` returns.
+    """The result of `fit`.
 
     Attributes:
         status: `finished`, `target_reached`, or with `handle_signals` `interrupted` or `terminated`.
         stop_reason: the argument of `fit` that ended the run, such as `max_epochs`, or the signal.
-        test_accuracy: of the model at the end, between 0 and 1; None without test data, classes, or after a signal.
-        images_per_s: samples a second of training time.
-        model: the average model or its EMA, in float32; of independent learners the first one's.
-        models: of independent learners, each one's; otherwise empty.
-        summary: all there is to say of the run.
+        test_accuracy: accuracy of the final model, between 0 and 1; None without test data or classes, or after a
+            signal.
+        images_per_s: samples per second of training time.
+        model: the average model or its EMA, in float32; the first learner's if learners are independent.
+        models: each learner's model if learners are independent; otherwise empty.
+        summary: the summary of the run, as written to summary.json.
     """
 
     status: str
@@ -65,10 +61,10 @@ class Result:
 
 
 class Reporter:
-    """Fans out to listeners. Called from the training loop's thread.
+    """Passes events on to listeners. Called from the training loop's thread.
 
-    A listener whose file cannot be written any more is dropped with one message: a full disk ends records, not the
-    run.
+    A listener whose file cannot be written any more is dropped with one message: a full disk stops the records, not
+    the run.
     """
 
     def __init__(
@@ -80,14 +76,14 @@ class Reporter:
         self._next_progress_s = -math.inf
         self._started_s, self._wall_before_s = clock(), 0.0
         self._closed = False
-        self._unshown: tuple[Examples, DataSets, int] | None = None  # the newest predictions, while nobody saw them
+        self._unshown: tuple[Examples, DataSets, int] | None = None  # the newest predictions, until shown
         self._next_shown_samples = 0.0
 
     def _tell(self, call: Callable[[Listener], None]) -> None:
         failed: list[tuple[Listener, OSError]] = []
         for listener in self._listeners:
             try:
-                with torch.enable_grad():  # so that a mode which it leaves behind is gone
+                with torch.enable_grad():  # restores the mode if the listener changes it
                     call(listener)
             except OSError as error:
                 failed.append((listener, error))
@@ -101,28 +97,28 @@ class Reporter:
 
     @property
     def wall_s(self) -> float:
-        """Seconds since the run began, those of earlier processes included."""
+        """The seconds since the run began, including those of earlier processes."""
         return self._wall_before_s + self._clock() - self._started_s
 
     def start(self, info: RunInfo, wall_before_s: float = 0.0) -> None:
-        """Announce the run, of which earlier processes took `wall_before_s`."""
+        """Announce the run; earlier processes took `wall_before_s` of its time."""
         self.info, self.started, self._wall_before_s = info, True, wall_before_s
         self._tell(lambda listener: listener.on_start(info))
 
     def message(self, text: str) -> None:
-        """Tell the user a decision."""
+        """Send a message to the user."""
         self._tell(lambda listener: listener.on_message(text))
 
     def checkpoint(self, path: str, samples_seen: int) -> None:
-        """A checkpoint is on disk."""
+        """Announce a checkpoint on disk."""
         self._tell(lambda listener: listener.on_checkpoint(path, samples_seen))
 
     def epoch(self, record: EpochRecord) -> None:
-        """An epoch is evaluated."""
+        """Pass on the record of an epoch."""
         self._tell(lambda listener: listener.on_epoch(record))
 
     def predictions(self, run: Run, measured: Measured | None) -> None:
-        """What an evaluation has to show: ever further apart, as making pictures takes time, and at the end."""
+        """Show an evaluation's examples: at growing intervals, as making pictures takes time, and at the end."""
         if measured is None or measured[0].examples is None or not self._listeners:
             return
         self._unshown = measured[0].examples, run.data, run.state.samples_seen
@@ -140,7 +136,7 @@ class Reporter:
             self._tell(lambda listener: listener.on_predictions(found, samples_seen))
 
     def decision(self, decision: Decision, samples_seen: int) -> None:
-        """The auto-tuner has found something out."""
+        """Announce a decision of the auto-tuner."""
         self.info = replace(self.info, num_learners=decision.num_learners)
         change = LearnerCount(
             decision.action, decision.num_learners, decision.reason, samples_seen, self.meter.elapsed_s
@@ -148,7 +144,7 @@ class Reporter:
         self._tell(lambda listener: listener.on_learner_count(change))
 
     def workers(self, num_workers: int) -> None:
-        """Another number of processes loads the data from now on."""
+        """Note that another number of processes loads the data from now on."""
         self.info = replace(self.info, num_workers=num_workers)
 
     def progress(
@@ -159,13 +155,13 @@ class Reporter:
         num_learners: int,
         max_time_s: float | None = None,
     ) -> None:
-        """A few times a second, nothing in between."""
+        """Report progress, a few times a second; does nothing in between."""
         now = self._clock()
         if now < self._next_progress_s or not state.num_losses:
             return
         self._next_progress_s = now + _PROGRESS_EVERY_S
         rate = self.meter.recent.images_per_s
-        # Independent learners train K images for every sample the cursor moves on.
+        # Independent learners train on K images for every sample that the cursor moves.
         cursor_rate = rate if self.info.shares_samples else rate / self.info.num_learners
         ends: list[float] = []
         if planned_samples is not None and cursor_rate > 0:
@@ -203,7 +199,7 @@ class Reporter:
         self, state: RunState, status: str, stop_reason: str, final: Measured | None, saved: SavedModels
     ) -> Summary:
         info, (test, each) = self.info, final or (None, ())
-        # Of the whole run, earlier processes included. Independent learners each see all samples.
+        # Over the whole run, earlier processes included. Independent learners each see all samples.
         images = state.samples_seen * (1 if info.shares_samples else info.num_learners)
         train_time_s = self.meter.elapsed_s
         return Summary(
@@ -252,8 +248,8 @@ class Reporter:
 
 
 def run_info(run: Run, planned_samples: int | None) -> RunInfo:
-    """What is fixed when training starts."""
-    settings = run.settings
+    """Return the facts that are fixed when training starts."""
+    settings, several = run.settings, run.settings.has_several(run.ranks.num_ranks)
     return RunInfo(
         experiment=run.experiment,
         model=run.names["model"],
@@ -273,13 +269,13 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
         shares_samples=run.rule.has_central_model,
         samples_seen=run.state.samples_seen,
         planned_samples=planned_samples,
-        num_workers=run.train_feed.num_workers if run.train_feed.STREAMS else None,
+        num_workers=run.num_workers,
         output_dir=str(run.output_dir) if run.output_dir else None,
         resumed_from=run.resumed_from,
         trace_path=str(run.output_dir / TRACE_FILE) if run.output_dir and run.timeline else None,
         average_ema=run.rule.average_ema,
-        averaging_settings=averaging_settings(run.rule) if settings.several or run.ranks.num_ranks > 1 else (),
-        several=settings.several or run.ranks.num_ranks > 1,
+        averaging_settings=averaging_settings(run.rule) if several else (),
+        several=several,
         has_accuracy=not (isinstance(run.data.train, tuple) and run.data.train[1].is_floating_point()),
         replicas_differ=run.rule.has_central_model and not run.bank.replicas_identical,
         learning_statistics=settings.learning_statistics,
@@ -288,16 +284,15 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
 
 
 def hyper_parameters(run: Run) -> dict[str, bool | int | float | str]:
-    """What runs are compared by: the settings and groups, by the command line's dotted keys."""
-    groups: dict[str, Any] = {"optimizer": run.optimizer, "schedule": run.schedule, "averaging": run.rule}
+    """Return what runs are compared by: settings and groups, by the command line's dotted keys."""
     plain = {**to_mapping(run.settings), **run.names, "num_devices": run.ranks.num_ranks}
     chosen = {"executor": run.choices.executor, "precision": run.choices.precision.name}
-    names = {name: group.NAME for name, group in groups.items()}
-    return flat({**plain, **chosen, **names}) | flat({name: to_mapping(group) for name, group in groups.items()})
+    names = {name: group.NAME for name, group in run.groups.items()}
+    return flat({**plain, **chosen, **names}) | flat({name: to_mapping(group) for name, group in run.groups.items()})
 
 
 def averaging_settings(rule: AveragingRule) -> tuple[str, ...]:
-    """Words on settings that are not the rule's default, and on what it makes of the learning rate."""
+    """Describe the rule's settings that are not its defaults, and how it scales the learning rate."""
     scaled = _SCALED.get(getattr(rule, "rate_scaling", ""))
     left_out = ("average_ema", "rate_scaling" if scaled else "")
     words = [f"{name}={written(value)}" for name, value in apart_from_defaults(rule).items() if name not in left_out]
@@ -312,11 +307,11 @@ def epoch_record(
     which: str,
     learning: LearningStatistics | None = None,
 ) -> EpochRecord:
-    """The record of an epoch that closes now, or of where a run stopped inside one. Reads the bank: drain before.
+    """Return the record of an epoch that closes now, or of a run that stops inside one. Reads the bank: drain before.
 
     Args:
-        which: the data `measured` is of, `test` or `validation`.
-        learning: where it was asked for.
+        which: the data that `measured` is about, `test` or `validation`.
+        learning: the statistics of learning, if asked for.
     """
     state, images_per_s = run.state, lap.images_per_s
     evaluation, each = measured or (None, ())
@@ -341,7 +336,7 @@ def epoch_record(
         spread=run.spread() if central else None,
         correction_norm=run.bank.correction_norm() if central else None,
         data_wait_share=lap.wait_share if run.train_feed.STREAMS else None,
-        num_workers=run.train_feed.num_workers if run.train_feed.STREAMS else None,
+        num_workers=run.num_workers,
         metrics=evaluation.metrics if evaluation else {},
         learning=learning,
         num_non_finite=evaluation.num_non_finite if evaluation else 0,
@@ -351,9 +346,9 @@ def epoch_record(
 def example_predictions(
     examples: Examples | None, normalisation: Normalisation | None, class_names: Sequence[str] = ()
 ) -> Predictions | None:
-    """Images and answers; None for images that are neither grey nor of three colours, and for values not finite.
+    """Return images and predictions; None for images that are neither grey nor RGB, and for non-finite values.
 
-    `normalisation` is undone, and values are stretched to what a screen has, those of all images alike.
+    `normalisation` is undone, and the values of all images together are stretched to 0 to 255.
     """
     if examples is None or examples.inputs.shape[1] not in _CHANNELS:
         return None

@@ -1,1 +1,1 @@
-"""What a run measures to choose for itself: executor, number of learners, number of data workers."""
+"""Choices that a run makes by measuring: executor, number of learners, number of data workers."""

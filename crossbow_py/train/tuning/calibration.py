@@ -1,8 +1,8 @@
-"""What `executor=auto` takes: every candidate runs a few rounds of the very job, and the fastest one is remembered.
+"""Measures executors for `executor=auto`: every candidate runs a few rounds of the actual job.
 
-Rounds run on a bank of their own that is thrown away, so of the run only the generators of random numbers have to be
-put back. It takes some seconds; a candidate is not measured when that would take longer than what is left of them.
-Choices are remembered by what they depend on, model, batch size, precision and device, in a file in the user's cache.
+Rounds run on a bank of their own that is thrown away, so only the random number generators have to be restored. It
+takes some seconds; a candidate is not measured if that would take longer than the time that is left. Choices are
+remembered by what they depend on (model, batch size, precision, device) in a file in the user's cache.
 """
 
 from __future__ import annotations
@@ -30,20 +30,19 @@ _BUDGET_S = 8.0
 _WINDOW_S = 0.25
 _WINDOWS = 3
 _SLOW_S = 1.0
-_FAR_BEHIND = 0.7  # of the best so far: more learners will not make up for it
-_GAIN = 1.05  # times the throughput of fewer learners: what more of them have to reach, or still more are not tried
-_BUSY = 0.2  # of the cores, taken by other programs: what is measured then is no choice to keep
-_WORTH = 0.1  # of the time of what is to be trained: more is not spent on measuring how
+_FAR_BEHIND = 0.7  # of the best throughput so far: more learners will not make up for it
+_GAIN = 1.05  # times the throughput of fewer learners, below which still more are not tried
+_BUSY = 0.2  # share of the cores used by other programs, above which a choice is not remembered
+_WORTH = 0.1  # of the training time, the most to spend on measuring
 
-
-Key = tuple[str, int]  # an executor, with so many learners
+Key = tuple[str, int]  # executor, number of learners
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An executor with a number of learners; `build` gives it and what its rounds are.
+    """An executor with a number of learners. `build` makes it, and the function from an index to a round.
 
-    `needs_gain` spares it, unless the most learners of its executor that were measured gained on fewer of them.
+    With `needs_gain` it is skipped unless the throughput of its executor still rose with the number of learners.
     """
 
     executor: str
@@ -52,8 +51,8 @@ class Candidate:
     needs_gain: bool = False
 
 
-def still_round(index: int, num_learners: int, batch_size: int, rule: AveragingRule) -> Round:
-    """A round that averages as the rule does, at a learning rate of 0."""
+def calibration_round(index: int, num_learners: int, batch_size: int, rule: AveragingRule) -> Round:
+    """Return a round that averages as the rule does, at a learning rate of 0."""
     return Round(
         index=index,
         starts=tuple((index * num_learners + j) * batch_size for j in range(num_learners)),
@@ -64,15 +63,14 @@ def still_round(index: int, num_learners: int, batch_size: int, rule: AveragingR
 
 @dataclass(frozen=True)
 class Effort:
-    """What measuring may cost.
+    """The time that measuring may take.
 
     Attributes:
-        budget_s: at most, but for the first candidate.
-        total_samples: to be trained on, where that is known: a tenth of the time they take is not exceeded either.
-        spent_s: seconds that went into measuring for them before.
-        stopped: whether there is nothing to be trained any more.
-        is_alone: whether what else runs meanwhile is no part of the same run or search, as its other ranks and workers
-            on this host are.
+        budget_s: the limit in seconds; the first candidate may exceed it.
+        total_samples: the samples to train on, if known: a tenth of the time that they take is a second limit.
+        spent_s: seconds already spent on measuring for them.
+        stopped: returns whether there is nothing left to train.
+        is_alone: whether the run or search has no other ranks or workers on this host.
     """
 
     budget_s: float = _BUDGET_S
@@ -82,20 +80,20 @@ class Effort:
     is_alone: bool = True
 
     def seconds(self, fastest: float) -> float:
-        """That may be spent, when the best throughput so far is `fastest` images/s."""
+        """Return the seconds that may be spent, if the best throughput so far is `fastest` images/s."""
         if self.stopped():
             return 0.0
         worth_s = math.inf if self.total_samples is None else _WORTH * self.total_samples / fastest - self.spent_s
         return min(self.budget_s, worth_s)
 
     def after(self, seconds: float) -> Effort:
-        """What is left of it when so many more are spent."""
+        """Return what is left after `seconds` more."""
         return replace(self, budget_s=max(0.0, self.budget_s - seconds), spent_s=self.spent_s + seconds)
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why an executor does not run so many learners; it may the next time where that `is_passing`: memory was short."""
+    """The reason why an executor cannot run so many learners. It `is_passing` if memory was short, this time."""
 
     reason: str
     is_passing: bool = False
@@ -103,16 +101,16 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was found.
+    """The result of measuring.
 
     Attributes:
-        executor: the fastest.
-        images_per_s: of every candidate that was measured.
-        refused: those that could not run, and why.
-        late: those that there was no time to measure.
-        is_short: whether more would have been measured if more were to be trained.
-        others: share of the cores that other programs took, 0 to 1; 0 where it does not matter.
-        seconds: how long measuring took.
+        executor: the fastest executor.
+        images_per_s: throughput of every candidate that was measured.
+        refused: the candidates that could not run, and why.
+        late: the candidates that there was no time to measure.
+        is_short: whether a longer training would have left time to measure more.
+        others: share of the cores that other programs used, 0 to 1; 0 where it does not matter.
+        seconds: the time that measuring took.
     """
 
     executor: str
@@ -124,7 +122,7 @@ class Calibration:
     seconds: float = 0.0
 
     def left_out(self, fewest: int = 1) -> dict[str, str]:
-        """Executors that were not measured with at least so many learners, though they were to be, and why."""
+        """Return the executors that could not be measured with at least `fewest` learners, and why."""
         measured = {name for name, count in self.images_per_s if count >= fewest}
         late = {
             name: f"measuring it with {count} learners takes too long" for name, count in self.late if count >= fewest
@@ -138,14 +136,14 @@ class Calibration:
 
     @property
     def busy_notes(self) -> tuple[str, ...]:
-        """A sentence about other programs, where they took much of the machine."""
+        """A message about other programs, if they used much of the machine."""
         if not self.is_busy:
             return ()
         return (f"Other programs took {self.others:.0%} of the cores meanwhile: it is measured again the next time.",)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences for the user."""
+        """Messages for the user about executors that were left out and other programs."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.left_out().items():
             by_reason.setdefault(reason, []).append(name)
@@ -161,14 +159,15 @@ class Calibration:
 
     @property
     def is_busy(self) -> bool:
-        """Whether other programs took much of the machine."""
+        """Whether other programs used much of the machine."""
         return self.others > _BUSY
 
     @property
     def is_lasting(self) -> bool:
-        """Whether it is worth keeping.
+        """Whether to remember the choice.
 
-        Executors were compared, as far as there is ever time and memory for, with none beside.
+        It is remembered if executors were compared, with no other programs running, and another time would not allow to
+        measure more of them.
         """
         measured, left_out = {name for name, _ in self.images_per_s}, self.left_out()
         is_compared = len(measured) > 1 or not left_out
@@ -177,7 +176,7 @@ class Calibration:
 
     @property
     def sentence(self) -> str:
-        """For the user."""
+        """A message for the user about the choice."""
         each = ", ".join(f"{name} {rate:,.0f} with {k}" for (name, k), rate in self.images_per_s.items())
         measured = {name for name, _ in self.images_per_s}
         if len(measured) == 1 and any(name not in measured for name, _ in self.late):
@@ -193,24 +192,24 @@ def calibrate(
     effort: Effort = Effort(),
     known: Mapping[Key, float] | None = None,
 ) -> Calibration:
-    """Measure the candidates one after another, in the order given: of the first of an executor depends what follows.
+    """Measure the candidates in the order given. The first ones of an executor decide whether later ones are skipped.
 
-    A candidate that would take longer than what is left of `effort` is left out; `known` are images/s of some that
-    need not be measured again.
+    A candidate that would take longer than what is left of `effort` is left out. `known` has images/s of candidates
+    that need not be measured again.
 
     Raises:
-        UserError: none of them can run; from a MemoryError where one might with more memory.
-        DeviceLostError: the device does nothing any more.
+        UserError: no candidate can run; from a MemoryError if one might with more memory.
+        DeviceLostError: the device no longer responds.
     """
     begun, before = time.perf_counter(), LoadSnapshot.take()
     rates: dict[Key, float] = dict(known or {})
     refused: dict[Key, Refusal] = {}
     late: list[Key] = []
     cores = torch.get_num_threads() if device.type == "cpu" else 1
-    with torch.random.fork_rng(), kept_host_state():  # a run must not hang on whether its executor was remembered
+    with torch.random.fork_rng(), kept_host_state():  # a run must not depend on whether its executor was remembered
         for candidate in candidates:
             key = candidate.executor, candidate.num_learners
-            if key in rates or _is_refused(key, refused) or _is_spared(candidate, rates, cores):
+            if key in rates or _is_refused(key, refused) or _is_skipped(candidate, rates, cores):
                 continue
             if rates and _predicted_s(candidate, rates, batch_size) > _left_s(effort, rates, begun):
                 late.append(key)
@@ -224,7 +223,7 @@ def calibrate(
             free_memory(device)
     if not rates:
         reasons = dict.fromkeys(refusal.reason for refusal in refused.values())
-        # Not from what was raised: its frames hold the memory that others need.
+        # Not the error that was raised: its frames hold memory that is needed elsewhere.
         cause = MemoryError() if any(refusal.is_passing for refusal in refused.values()) else None
         raise UserError(f"no executor can run this model: {'; '.join(reasons)}") from cause
     best = max(rates, key=lambda key: rates[key])
@@ -235,22 +234,22 @@ def calibrate(
 
 
 def _is_refused(key: Key, refused: Mapping[Key, Refusal]) -> bool:
-    """Whether its executor runs nothing, or memory held no more learners than these."""
+    """Return whether the executor cannot run at all, or as few learners did not fit in memory."""
     name, count = key
     return any(
         own == name and (not refusal.is_passing or count >= learners) for (own, learners), refusal in refused.items()
     )
 
 
-def _is_spared(candidate: Candidate, rates: Mapping[Key, float], cores: int) -> bool:
-    """Whether what was measured of its executor says enough."""
+def _is_skipped(candidate: Candidate, rates: Mapping[Key, float], cores: int) -> bool:
+    """Return whether measurements of its executor already say enough."""
     if candidate.needs_gain and not _gains(candidate.executor, rates):
         return True
-    return _lost(candidate.executor, rates, cores)
+    return _is_far_behind(candidate.executor, rates, cores)
 
 
 def _gains(executor: str, rates: Mapping[Key, float]) -> bool:
-    """Whether the most learners it was measured with are faster than fewer of them, by what matters."""
+    """Return whether the most learners measured are faster than fewer, by at least `_GAIN`."""
     own = [rate for _, rate in sorted((count, rate) for (name, count), rate in rates.items() if name == executor)]
     return len(own) > 1 and own[-1] >= _GAIN * max(own[:-1])
 
@@ -260,18 +259,18 @@ def _left_s(effort: Effort, rates: Mapping[Key, float], begun: float) -> float:
 
 
 def _predicted_s(candidate: Candidate, rates: Mapping[Key, float], batch_size: int) -> float:
-    """Of a round to warm up and one to measure, at the best throughput so far."""
+    """Return the seconds for a warm-up round and a measured one, at the best throughput so far."""
     return 2 * batch_size * candidate.num_learners / max(rates.values())
 
 
-def _lost(executor: str, rates: Mapping[Key, float], cores: int) -> bool:
-    """Whether it is far behind, with learners enough for every core: a learner a core leaves the others idle."""
+def _is_far_behind(executor: str, rates: Mapping[Key, float], cores: int) -> bool:
+    """Return whether it is far behind with at least one learner per core; with fewer, cores are idle."""
     own = [rate for (name, count), rate in rates.items() if name == executor and count >= cores]
     return bool(own) and max(own) < _FAR_BEHIND * max(rates.values())
 
 
 def _images_per_s(candidate: Candidate, batch_size: int, device: torch.device) -> float:
-    """Median over a few windows after a warm-up; one round after another where rounds are slow."""
+    """Return the median over a few windows after a warm-up; slow rounds are windows by themselves."""
     executor, plan = candidate.build()
     try:
         index = 0
@@ -286,7 +285,7 @@ def _images_per_s(candidate: Candidate, batch_size: int, device: torch.device) -
             return (index - first) * batch_size * candidate.num_learners / (time.perf_counter() - begun)
 
         if device.type == "cuda":
-            for _ in range(WARM_UP_ROUNDS + 1):  # kernels are compiled, ways measured, the graph captured
+            for _ in range(WARM_UP_ROUNDS + 1):  # kernels are compiled and chosen, and the graph is captured
                 window(0.0)
         begun = time.perf_counter()
         window(0.0)

@@ -1,4 +1,4 @@
-"""Which executor a run takes: the one asked for, tried; or, for `auto`, the fastest, measured once and remembered."""
+"""Chooses a run's executor: checks the one asked for, or, for `auto`, measures the fastest once and remembers it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.train.checks.losses import copied_loss
 from crossbow_py.train.run_settings import Choices, RunSettings
-from crossbow_py.train.tuning.calibration import Candidate, Effort, RememberedChoices, calibrate, still_round
+from crossbow_py.train.tuning.calibration import Candidate, Effort, RememberedChoices, calibrate, calibration_round
 
 
-def settle_executor(
+def choose_executor(
     template: nn.Module,
     settings: RunSettings,
     choices: Choices,
@@ -41,12 +41,12 @@ def settle_executor(
     num_ranks: int = 1,
     cache: Path | None = None,
 ) -> tuple[Choices, list[str]]:
-    """Try an executor that was asked for, or take the fastest; see `calibration`. Raises UserError.
+    """Check the executor that was asked for, or choose the fastest; see `calibration`. Raises UserError.
 
-    With several ranks on CPUs `serial` is left out: it would wait for the others where `threads` and `fused` go on.
+    With several ranks on CPUs `serial` is left out: it waits for the other ranks where `threads` and `fused` go on.
 
-    `announce` is given a sentence when something is measured, which takes some seconds. The choice is remembered in the
-    file `cache`; None is that of the user.
+    `announce` gets a message before anything is measured, which takes some seconds. The choice is remembered in the
+    file `cache`; None is the user's.
     """
     rule, loss = update.rule, copied_loss(loss)
     shared = not rule.has_central_model or settings.num_learners == 1
@@ -64,7 +64,7 @@ def settle_executor(
         note = f"Executor {remembered} was the fastest when measured earlier (remembered in {known.path})."
         return dataclasses.replace(choices, executor=remembered), [note]
     if any(EXECUTORS[name].FUSES for name in possible):
-        why_not_fused(compared)  # on the data itself; what is measured with may be one sample over and over
+        why_not_fused(compared)  # on real data: candidates may be measured on one sample, repeated
     announce("Measuring which executor is the fastest for a run like this, once; it takes some seconds.")
 
     def candidate(name: str, num_learners: int) -> Candidate:
@@ -75,7 +75,8 @@ def settle_executor(
                 bank, update=update, feed=feed, loss=loss, seed=settings.seed, collective=Collective(),
                 compile_model=settings.compile_model,
             )  # fmt: skip
-            return EXECUTORS[name](tasks), lambda index: still_round(index, num_learners, feed.batch_size, update.rule)
+            batch_size, rule = feed.batch_size, update.rule
+            return EXECUTORS[name](tasks), lambda index: calibration_round(index, num_learners, batch_size, rule)
 
         return Candidate(name, num_learners, build)
 
@@ -92,7 +93,7 @@ def settle_executor(
 
 
 def _candidates(settings: RunSettings, choices: Choices, num_ranks: int) -> list[str]:
-    """What `auto` chooses from: a compiled model runs by itself."""
+    """Return what `auto` chooses from. Fused executors do not run compiled models."""
     waits = num_ranks > 1 and choices.device.type == "cpu"
     return [
         name
@@ -102,7 +103,7 @@ def _candidates(settings: RunSettings, choices: Choices, num_ranks: int) -> list
 
 
 def why_not_fused(compared: Comparison) -> str | None:
-    """Why no executor that fuses can run a model; None when they can, and give its numbers."""
+    """Return why no fused executor can run a model; None if they can, and give the model's own numbers."""
     try:
         require_agreement(compared)
     except FusionError as error:
@@ -116,15 +117,15 @@ def why_not_fused(compared: Comparison) -> str | None:
 
 
 def still_runs(executor: str, compared: Comparison) -> bool:
-    """Whether an executor that was remembered as the fastest for such a model can run this one.
+    """Return whether an executor that is remembered as the fastest can run this model.
 
-    What it is remembered by says what a model consists of, not what its forward does: that may have changed since.
+    It is remembered by what the model consists of, not by its forward, which may have changed since.
     """
     return not EXECUTORS[executor].FUSES or why_not_fused(compared) is None
 
 
 def _counts(name: str, settings: RunSettings) -> list[int]:
-    """With how many learners an executor shows what it can do: all there may be, and as many as there are cores."""
+    """Return the numbers of learners to measure an executor with: the most there may be, and about one per core."""
     if settings.num_learners != "auto":
         return [settings.num_learners]
     limit, cores = settings.max_learners, torch.get_num_threads()
@@ -162,7 +163,7 @@ def new_bank(
     has_velocity: bool = False,
     gradient_mean: GradientMean | None = None,
 ) -> ReplicaBank:
-    """A bank in the order the executor wants. Raises RuntimeError or MemoryError when memory does not hold it."""
+    """Return a bank in the executor's order. Raises RuntimeError or MemoryError if it does not fit in memory."""
     return ReplicaBank(
         template,
         num_learners,

@@ -1,4 +1,4 @@
-"""The auto-tuner at work in a run: cuts training time into windows, and feeds their throughput to the state machine."""
+"""Tunes the number of learners in a run: the most that memory holds, and throughput windows for the auto-tuner."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ WINDOW_S = 0.3
 
 
 class LearnerTuning:
-    """Counts rounds between looks. Owned by the training loop.
+    """Cuts training time into windows and gives their throughput to the auto-tuner. Owned by the training loop.
 
     Args:
-        tuner: the rules.
-        window_s: length of a throughput window in seconds of training. A round that takes longer is a window by
-            itself, and counts for as many as would have fitted.
+        tuner: the auto-tuner, a pure state machine.
+        window_s: length of a window in seconds of training. A round that takes longer is a window by itself, and counts
+            as many times as the length fits into it.
     """
 
     def __init__(self, tuner: AutoTuner, window_s: float = WINDOW_S) -> None:
@@ -39,7 +39,7 @@ class LearnerTuning:
         self._images = 0
 
     def after_round(self, images: int, elapsed_s: float) -> Decision | None:
-        """Count a round of `images`, over by `elapsed_s` of training, pauses left out; a decision ends a window."""
+        """Count a round of `images`, over at `elapsed_s` of training without pauses. Returns a decision, if any."""
         if self._begun_s is None:
             self._begun_s = elapsed_s
             return None
@@ -53,28 +53,28 @@ class LearnerTuning:
         return decision
 
     def interrupt(self) -> None:
-        """Begin the measurement under way anew: rounds run under other conditions, for a while."""
+        """Begin the current measurement anew, as rounds run under other conditions for a while."""
         self._begun_s, self._images = None, 0
         self.state = replace(self.state, recent=())
 
     def out_of_memory(self) -> Decision:
-        """The number of learners just tried does not fit."""
+        """Note that the current number of learners does not fit in memory. Returns the decision that follows."""
         self._begun_s, self._images = None, 0
         self.state, decision = self.tuner.out_of_memory(self.state)
         return decision
 
     def to_plain(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
+        """Return plain values for a checkpoint."""
         return {**self.state.to_plain(), "max_learners": self.tuner.max_learners}
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Go on from `to_plain()`, maybe under another limit."""
+        """Restore the values of `to_plain()`, whose limit may have been another."""
         former_limit = values.get("max_learners", self.tuner.max_learners)
         self.state = self.tuner.resumed(AutoTunerState.from_plain(dict(values)), former_limit)
 
 
 def learner_tuning(asked: int | Literal["auto"], most_learners: int) -> LearnerTuning | None:
-    """The auto-tuner of a run, None where the number of learners is fixed."""
+    """Return the tuning of a run; None if the number of learners is fixed."""
     return LearnerTuning(AutoTuner(max_learners=most_learners)) if asked == "auto" else None
 
 
@@ -87,9 +87,9 @@ def learner_bound(
     optimizer: Optimizer,
     rule: AveragingRule,
 ) -> tuple[int, list[str]]:
-    """The largest number of learners, and sentences for the user. A fixed number of learners is left as it is.
+    """Return the most learners for the auto-tuner to try, and messages for the user. A fixed number is left as it is.
 
-    `batch` are a few samples. What the estimate has overlooked is found out when it is tried, as before.
+    `batch` holds a few samples. If memory runs out despite the estimate, training shrinks to fewer learners.
     """
     if settings.num_learners != "auto" or settings.max_learners == 1:
         return settings.max_learners, []
@@ -101,7 +101,7 @@ def learner_bound(
             batch_size=settings.batch_size, max_learners=settings.max_learners,
             in_turn=choices.executor == SerialExecutor.NAME, limit_bytes=free_bytes(choices.device),
         )  # fmt: skip
-    except Exception as error:  # of the model, or of a torch that counts otherwise: no reason to end a training run
+    except Exception as error:  # whatever the model or torch raises must not end the run
         reason = str(error) if isinstance(error, UserError) else one_line(error)
         return settings.max_learners, [f"How many learners memory holds is not known: {reason}"]
     if fitting == settings.max_learners:

@@ -1,4 +1,4 @@
-"""How many worker processes load a run's data: what it begins with, and `num_workers=auto` at work while it trains."""
+"""Chooses the number of worker processes that load a run's data: the first number, and its tuning in training."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
 from crossbow_py.engine.sizing.workers import Loading, WorkerState, WorkerTuning, recommend
 
-_WINDOW_S = 2.0  # of training
+_WINDOW_S = 2.0  # seconds of training
 
-# What `auto` begins with: enough to keep one GPU busy on most data; on CPUs as few as can be, for learners need the
-# cores. Training corrects it from what it measures.
+# The numbers that `auto` begins with: enough to keep one GPU busy on most data; on CPUs a single one, because learners
+# need the cores. The autotuner corrects them in training.
 _FIRST_ON_CUDA, _FIRST_ON_CPU = 8, 1
 
 
 def first_workers(
     asked: int | Literal["auto"], device: torch.device, training: bool = True, num_local: int = 1
 ) -> int:
-    """With how many a run begins, one of `num_local` ranks here; in evaluation no learner needs the cores of a CPU."""
+    """Return the number to begin with; `num_local` ranks share the host. In evaluation, learners need no cores."""
     if asked != "auto":
         return asked
     cores = read_host().shared_by(num_local).cores
@@ -33,7 +33,7 @@ def first_workers(
 
 @dataclass(frozen=True)
 class _Mark:
-    """Where a window begins: seconds of training, of waiting, batches trained on, batches loaded and their seconds."""
+    """Counters at the start of a window: training and waiting time, batches trained on and loaded, loading time."""
 
     elapsed_s: float
     waited_s: float
@@ -43,11 +43,11 @@ class _Mark:
 
 
 class WorkerAutotuner:
-    """Cuts training time into windows and lets the tuning's rule look at each. Owned by the training loop.
+    """Cuts training time into windows and applies the tuning rule to each. Owned by the training loop.
 
     Args:
-        feed: whose workers are counted; a sample of it must have been loaded.
-        host: what they may use of this machine.
+        feed: the feed whose number of workers is tuned; a sample of it must have been loaded.
+        host: the share of this machine that the workers may use.
     """
 
     def __init__(self, feed: StreamingFeed, host: Host) -> None:
@@ -60,18 +60,18 @@ class WorkerAutotuner:
         feed.use_workers(self.state.num_workers)
 
     def start(self) -> None:
-        """Training begins, or goes on, on a clock of its own."""
+        """Begin a new window, as training starts or resumes on a new clock."""
         self._begun = None
 
     def after_round(self, elapsed_s: float, waited_s: float, num_batches: int) -> str:
-        """Look when a window is over, and follow the rule. Called between rounds.
+        """Apply the rule if a window is over. Called between rounds.
 
         Args:
-            elapsed_s: of training, pauses left out.
-            waited_s: of them, waiting for data.
+            elapsed_s: seconds of training, without pauses.
+            waited_s: the part of them spent waiting for data.
             num_batches: different batches trained on so far.
 
-        Returns a sentence for the user when something is to be said, else nothing.
+        Returns a message for the user, empty if there is none.
         """
         now = _Mark(elapsed_s, waited_s, num_batches, *self._feed.loading_times)
         begun = self._begun = self._begun or now
@@ -91,7 +91,7 @@ class WorkerAutotuner:
 
 
 def worker_autotuner(asked: int | Literal["auto"], feed: Feed, num_local: int = 1) -> WorkerAutotuner | None:
-    """What corrects the number of workers of a feed; None where it is fixed, or nothing is loaded.
+    """Return the autotuner of a feed's workers; None if their number is fixed, or the feed does not stream.
 
     `num_local` ranks share the host.
     """

@@ -1,4 +1,4 @@
-"""Choices, the factory of models, the probe before training, and which batch a learner gets."""
+"""Choices, the model factory, the probe before training, and each learner's batch."""
 
 from __future__ import annotations
 

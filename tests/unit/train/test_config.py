@@ -1,4 +1,4 @@
-"""Composition of the command line's configuration, and what it says to a mistake."""
+"""Composing the command line's configuration, and errors for mistakes in it."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_path_in_the_home_folder_needs_no_quotes(path: str) -> None:
 
 
 def quoted(text: str) -> str:
-    """In the double quotes of Hydra's grammar, in which backslashes count only before a quote."""
+    """Return text in Hydra's double quotes, in which backslashes count only before a quote."""
     doubled = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + found[2].replace('"', r"\""), text)
     return f'"{doubled}"'
 
@@ -272,7 +272,7 @@ def test_rule_in_one_file_is_an_option_of_the_command_line_without_a_yaml_file(m
 
 @pytest.fixture
 def own_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A recipe and an optimizer of the user's, in `conf` of the current folder, whose name is awkward."""
+    """Write a user's recipe and optimizer to `conf` in the current folder, whose name is awkward."""
     folder = tmp_path / "it's, [mine] = x"
     for group, name, text in [
         ("experiment", "mine", """# @package _global_

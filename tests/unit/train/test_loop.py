@@ -1,4 +1,4 @@
-"""The timeline of a run: when epochs close, what stops it, who hears of it, and what becomes of sick learners."""
+"""The timeline of a run: when epochs close, what stops it, what is reported, and non-finite learners."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SLOW = SGD(learning_rate=0.01)  # several epochs to a target
 
 
 def run(stops, **options):
-    """(result, what a listener heard, trainer)."""
+    """Return (result, recorder, trainer)."""
     recorder = Recorder()
     trainer = make_trainer(callbacks=[recorder], **options)
     return trainer.fit(**stops), recorder, trainer
 
 
 def spy(monkeypatch, owner, name):
-    """Let calls through and keep their first argument."""
+    """Record the first argument of calls, and pass them on."""
     original, seen = getattr(owner, name), []
 
     def call(first, *rest):
@@ -44,7 +44,7 @@ def spy(monkeypatch, owner, name):
 
 
 def with_a_nan_at(position):
-    """Blobs of which the sample at a position of the first epoch's stream (seed 0) is NaN."""
+    """Return blobs with a NaN sample at a position of the first epoch's stream (seed 0)."""
     inputs, targets = blobs(40)
     inputs[epoch_order(0, 0, 40)[position]] = math.nan
     return inputs, targets
@@ -199,7 +199,7 @@ def test_checkpoints_are_written_when_due_and_always_at_the_end(tmp_path, settin
 
 
 class HeldWriter(CheckpointWriter):
-    """Is through with a part once so many rounds have found it being written, however fast the disk."""
+    """A writer that completes a part only after a number of rounds have seen it being written."""
 
     ROUNDS = 0
     rounds_left = 0
@@ -271,7 +271,7 @@ def test_failing_task_closes_listeners_and_threads_and_names_the_task(executor):
 
 
 def restarts(monkeypatch, **options):
-    """Fit through a drop at epoch 1; what was true right after each restart."""
+    """Fit through a drop at epoch 1. Returns what was true right after each restart."""
     recorder = Recorder()
     trainer = make_trainer(schedule=MultiStep(milestones=(1.0,), gamma=0.1), callbacks=[recorder], **options)
     bank, original, seen = trainer.run.bank, trainer.run.bank.restart, []
@@ -336,7 +336,7 @@ def test_non_finite_learner_without_a_checkpoint_says_that_there_is_none():
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_reseed_clones_the_sick_learner_from_z_counts_it_and_leaves_the_others_bit_untouched(monkeypatch, executor):
+def test_reseed_clones_the_non_finite_learner_from_z_and_leaves_the_others_bit_untouched(monkeypatch, executor):
     recorder = Recorder()
     trainer = make_trainer(
         train_data=with_a_nan_at(22), num_learners=3, executor=executor, on_nonfinite="reseed",
@@ -344,12 +344,12 @@ def test_reseed_clones_the_sick_learner_from_z_counts_it_and_leaves_the_others_b
     )  # fmt: skip
     bank, original, checked = trainer.run.bank, trainer.run.bank.reseed, []
 
-    def reseed(sick, buffers):
-        (learner,) = sick
+    def reseed(non_finite, buffers):
+        (learner,) = non_finite
         healthy = [0, 1]
         everything = (bank.weights, *bank.state.values())
         before = [[view.clone() for rows in everything for view in rows.flat(other)] for other in healthy]
-        original(sick, buffers)
+        original(non_finite, buffers)
         after = [[view for rows in everything for view in rows.flat(other)] for other in healthy]
         same = all(torch.equal(a, b) for x, y in zip(before, after, strict=True) for a, b in zip(x, y, strict=True))
         at_z = all(torch.equal(a, b) for a, b in zip(bank.weights.flat(learner), bank.z.flat(), strict=True))
@@ -372,7 +372,7 @@ def test_reseed_acts_at_the_same_round_whatever_the_executor():
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
 
 
-def test_reseed_with_every_learner_sick_stops():
+def test_reseed_with_every_learner_non_finite_stops():
     with pytest.raises(NonFiniteError, match="learner 0 went non-finite in round 0"):
         make_trainer(train_data=with_a_nan_at(slice(None)), on_nonfinite="reseed").fit(max_epochs=1)
 

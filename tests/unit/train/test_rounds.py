@@ -1,4 +1,4 @@
-"""A rank whose learners memory does not hold: it takes part in every sum, adds nothing, and z moves as the others'."""
+"""A rank whose learners do not fit in memory: it takes part in every sum, adds nothing, and its z stays equal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OTHERS = 0.25  # what the other device adds to every sum
 
 
 class TwoDevices(Collective):
-    """Sums with a device that is not there; keeps what the bank of this one gave."""
+    """A collective with a second, pretended device; it records what this one's bank contributed."""
 
     num_devices = 2
 
@@ -36,7 +36,7 @@ class TwoDevices(Collective):
 
 
 class Loss:
-    """Cross-entropy, until memory is said not to hold it."""
+    """Cross-entropy that raises a memory error when told to."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -49,7 +49,7 @@ class Loss:
 
 @pytest.fixture
 def make_runner():
-    """(runner, its run, collective, loss) of two learners that the auto-tuner has grown."""
+    """Return (runner, its run, collective, loss) of two learners that the auto-tuner has grown."""
     made = []
 
     def make(executor="serial", tuned=True, **options):
@@ -212,7 +212,7 @@ def test_out_of_memory_with_a_fixed_number_of_learners_is_raised(make_runner):
 
 @pytest.fixture
 def make_lonely_runner(make_runner):
-    """As `make_runner`, on the only device."""
+    """Return what `make_runner` does, on a single device."""
 
     def make(**options):
         runner, run, _, _ = make_runner(**options)

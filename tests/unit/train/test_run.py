@@ -1,4 +1,4 @@
-"""Counters of a run: epoch sums, bests, and what a checkpoint carries."""
+"""Counters of a run: epoch sums, best values, and their form in a checkpoint."""
 
 from __future__ import annotations
 

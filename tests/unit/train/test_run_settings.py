@@ -1,4 +1,4 @@
-"""Stops: which condition ends a run, and at which sample."""
+"""Stop conditions: which one ends a run, and at which sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python face: what a trainer takes, what it refuses, and what `fit` and `evaluate` give back."""
+"""The Python interface: what a trainer takes and refuses, and what `fit` and `evaluate` return."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.trainers import Recorder, blobs, equal_states, image_model, images, m
 
 
 class MapStyle(Dataset):
-    """The blobs one by one."""
+    """The blobs as a map-style data set."""
 
     def __init__(self, num_samples):
         self.inputs, self.targets = blobs(num_samples)

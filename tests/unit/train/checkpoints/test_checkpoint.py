@@ -1,4 +1,4 @@
-"""Checkpoints as they are found and read: verified, of several ranks, passed over when they are not whole."""
+"""Finding and reading checkpoints: verified, of several ranks, and skipped if damaged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def mark_of(saved) -> float:
 
 
 def by_hand(run_folder: Path, samples: int, marks: list[float]) -> Path:
-    """A checkpoint of format 2 as the page says it is, a mark a rank."""
+    """Write a checkpoint in format 2 as the page describes it, with one mark per rank."""
     folder = run_folder / "checkpoints" / f"samples-{samples:012d}"
     folder.mkdir(parents=True)
     for rank, mark in enumerate(marks):
@@ -172,7 +172,7 @@ def test_damaged_checkpoint_is_refused_alone_and_passed_over_for_the_one_before(
 
 
 class Malicious:
-    """Its pickle makes a file when it is read."""
+    """An object whose pickle creates a file when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

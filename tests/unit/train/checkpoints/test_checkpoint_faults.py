@@ -1,4 +1,4 @@
-"""Writing checkpoints where something is killed, full, read-only or deleted: one is whole all the same."""
+"""Writing checkpoints while something is killed, full, read-only or deleted: an intact one always remains."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_hidden_folders_of_a_crash_are_ignored_and_removed_by_the_next_save(tmp_
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A file system of its own, which can fill up and be made read-only."""
+    """A separate file system that can fill up and be made read-only."""
     folder.mkdir()
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], capture_output=True, check=False
@@ -138,7 +138,7 @@ def test_run_folder_deleted_before_the_conclusion_fails_and_the_next_is_written(
 
 
 def in_child(work: Callable[[], object], kill_at: int | None = None) -> int:
-    """Run in a forked process, killed before the `kill_at`-th step it takes in the file system. Returns its pid."""
+    """Run in a forked process that is killed before its `kill_at`-th file system operation. Returns its pid."""
     if pid := os.fork():
         return pid
     count = 0
@@ -168,7 +168,7 @@ def was_killed(pid: int) -> bool:
 
 @pytest.mark.parametrize("samples", [100, 200])
 def test_process_killed_before_any_step_of_a_save_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_path, samples):
-    """With keep=1, once beside the old one and once in its place; every step until the save is through."""
+    """With keep=1, once beside the old one and once in its place; at every step until the save is complete."""
     left = []
     for kill_at in range(1, MOST_STEPS):
         run_folder = tmp_path / str(kill_at)
@@ -209,14 +209,14 @@ def test_ranks_killed_before_any_step_leave_the_old_checkpoint_or_the_new_one_wh
 
 
 def end_files_at(size: int) -> None:
-    """From now on the system kills this process where it writes more than so many bytes into a file."""
+    """Have the system kill this process when a file grows beyond this many bytes."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 def test_process_killed_at_any_byte_of_a_part_leaves_the_checkpoint_before_it_whole(tmp_path):
-    """Of large parts, which are written in several pieces."""
+    """The parts are large, so that they are written in several pieces."""
 
     def write(number: int, at: int) -> None:
         end_files_at(at)

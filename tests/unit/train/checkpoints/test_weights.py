@@ -1,4 +1,4 @@
-"""Models as safetensors: what is read is what was written, and what does not fit is named."""
+"""Models as safetensors: they are read as they were written, and errors name what does not fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support import linear_model, norm_model
 
 
 class Tied(nn.Module):
-    """The first name of the tied weight is not the first in the alphabet, and one buffer is never saved."""
+    """A model whose tied weight has a later name that sorts first, and a buffer that is never saved."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ def test_weights_that_cannot_be_written_are_an_os_error(tmp_path):
 
 
 def test_weights_saved_by_two_at_the_same_moment_are_whole(tmp_path, monkeypatch):
-    """The second writes all of them in between the first's writing and its renaming."""
+    """The second process writes everything between the first one's write and its rename."""
     first, second, loaded, path = linear_model(), nn.Linear(4, 3), nn.Linear(4, 3), tmp_path / "model.safetensors"
     sync, synced = files.sync, []
 

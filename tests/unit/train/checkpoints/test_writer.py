@@ -1,4 +1,4 @@
-"""Writing checkpoints: whole or not there; one rank and several."""
+"""Writing checkpoints: complete or not at all, by one rank and by several."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_status_goes_from_idle_over_written_to_idle_and_the_checkpoint_is_there_
 
 
 def test_begin_returns_while_the_part_is_being_written(tmp_path):
-    """A pipe in the place of the file, so that the write ends when it is read, and not before."""
+    """A pipe takes the place of the file, so that the write ends only when the pipe is read."""
     with writers(tmp_path, num_ranks=1) as (writer,):
         folder = tmp_path / "checkpoints" / ".samples-000000000100.start-1.partial"
         with_pipe = CheckpointWriter(tmp_path, 1, rank=1, num_ranks=2, token="start")

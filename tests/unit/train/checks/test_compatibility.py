@@ -1,4 +1,4 @@
-"""Settings that do not go together are refused with a remedy."""
+"""Settings that do not fit each other are refused with a remedy."""
 
 from __future__ import annotations
 

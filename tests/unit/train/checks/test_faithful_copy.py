@@ -33,7 +33,7 @@ class HookedWeight(Net):
 
 
 class HoldsItself(Net):
-    """Its lambda goes on to use the layer of the model that was copied."""
+    """A model whose lambda still uses the original's layer after a copy."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class HoldsItself(Net):
 
 
 class StoresInItself(Net):
-    """A hook puts what it sees into the model that was copied."""
+    """A model whose hook still stores what it sees in the original after a copy."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ class StoresInItself(Net):
 
 
 class SharesMemory(Net):
-    """Its second name for a weight is that memory, which a learner's weight leaves."""
+    """A model with a second view of a weight's memory, which a learner's weight does not use."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ def test_model_that_a_copy_would_not_train_as_is_refused_in_one_line(model, mess
 
 
 class Tied(Net):
-    """Two names of one parameter, a frozen one, a buffer that forward writes, hooks and methods of its own."""
+    """A model with a tied and a frozen parameter, a buffer that forward writes, hooks and own methods."""
 
     def __init__(self):
         super().__init__()
@@ -135,7 +135,7 @@ def test_random_numbers_that_backward_would_draw_again_are_refused(drop):
 
 
 class Rotates(Net):
-    """A complex buffer, as rotary embeddings have, and a score that is not a number yet."""
+    """A model with a complex buffer, as rotary embeddings have, and a score that begins as NaN."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +148,7 @@ class Rotates(Net):
 
 
 class Half(Net):
-    """Takes nothing but bfloat16 weights."""
+    """A model that takes only bfloat16 weights."""
 
     def forward(self, x):
         return self.second(self.first(x.to(torch.bfloat16)).tanh())

@@ -1,4 +1,4 @@
-"""Targets that cross-entropy leaves out: neither right nor wrong, whoever counts, and of no weight in a mean."""
+"""Targets that cross-entropy ignores: never counted as right or wrong, and without weight in means."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def evaluator(loss: Any, model: nn.Module | None = None) -> Evaluator:
 
 
 def two_rows() -> ReplicaBank:
-    """Of a linear model, each with weights of its own."""
+    """Return a bank of a linear model with two rows of different weights."""
     bank = ReplicaBank(nn.Linear(4, 3), 2, device=torch.device("cpu"), precision=FP32, state_names=())
     bank.load_learner(1, nn.Linear(4, 3))
     return bank

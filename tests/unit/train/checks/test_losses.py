@@ -1,4 +1,4 @@
-"""Losses: the default in other clothes, parameters nobody would train, and what does not fit without torch's saying."""
+"""Losses: the default in other forms, parameters that nothing trains, and misfits that torch does not report."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def test_parameter_of_a_loss_is_found_where_there_is_one_to_train():
 
 @pytest.mark.parametrize("loss", [F.mse_loss, nn.MSELoss(), nn.L1Loss(), nn.SmoothL1Loss(), F.huber_loss])
 def test_elementwise_loss_of_unequal_shapes_is_said_to_repeat_values(loss):
-    assert "would repeat them; give targets of the output's shape" in str(misfit(loss, torch.ones(2, 1), torch.ones(2)))
+    said = str(misfit(loss, torch.ones(2, 1), torch.ones(2)))
+    assert "would broadcast them; give targets of the output's shape" in said
     assert misfit(loss, torch.ones(2, 1), torch.ones(2, 1)) is None
 
 
@@ -53,9 +54,9 @@ def test_elementwise_loss_of_unequal_shapes_is_said_to_repeat_values(loss):
         (torch.ones(2, 3), torch.ones(2, 3).softmax(1), None),  # probabilities
         (torch.ones(2, 3), torch.tensor([0, 2], dtype=torch.int32), "classes are int64, got int32"),
         (torch.ones(2, 3), torch.tensor([True, False]), "classes are int64, got bool"),
-        (torch.ones(2, 3), torch.ones(2), "targets of float32 are no classes"),
+        (torch.ones(2, 3), torch.ones(2), "targets of float32 are not classes"),
         # What torch would take: probabilities of the only class, and one sample with a class for each of the batch.
-        (torch.ones(2, 1), torch.ones(2, 1), "targets of float32 are no classes"),
+        (torch.ones(2, 1), torch.ones(2, 1), "targets of float32 are not classes"),
         (torch.ones(2), torch.ones(2), "such as loss=nn.MSELoss()"),
     ],
 )
@@ -73,7 +74,7 @@ def test_losses_of_the_users_are_taken_as_they_are():
     ("options", "said"),
     [
         ({"loss": nn.MSELoss()}, r"output \[2, 3\] with targets \[2\]: it compares value by value"),
-        ({"train_data": (blobs(40)[0], torch.randn(40, 1)), "model": lambda: nn.Linear(4, 1)}, "are no classes"),
+        ({"train_data": (blobs(40)[0], torch.randn(40, 1)), "model": lambda: nn.Linear(4, 1)}, "are not classes"),
         ({"loss": nn.MSELoss}, r"loss must be an object, got the class MSELoss; give loss=MSELoss\(\)"),
         ({"loss": nn.Linear(3, 3)}, "the loss holds a parameter, weight, which nothing would train"),
         (
@@ -125,7 +126,7 @@ def test_metric_that_cannot_be_measured_is_refused_before_training():
 
 @pytest.mark.parametrize("loss", [F.poisson_nll_loss, nn.PoissonNLLLoss(), F.kl_div, nn.KLDivLoss()])
 def test_misfit_of_other_losses_that_repeat_values_says_so(loss):
-    assert "would repeat them" in str(misfit(loss, torch.ones(2, 1), torch.ones(2)))
+    assert "would broadcast them" in str(misfit(loss, torch.ones(2, 1), torch.ones(2)))
 
 
 @pytest.mark.parametrize("loss", [nn.MSELoss(reduction="sum"), nn.CrossEntropyLoss(reduction="sum")])

@@ -1,4 +1,4 @@
-"""What models and losses do besides computing: refused or said, before training or where it begins."""
+"""Side effects of models and losses: refused or warned about, before training or as it begins."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 class Later(Net):
-    """Counts its passes in a buffer, which evaluations put back."""
+    """A model that counts its passes in a buffer, which evaluations restore."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ class Clips(Net):
 
 
 class SetsState(Net):
-    """Draws the same noise twice."""
+    """A model that draws the same noise twice."""
 
     def forward(self, x):
         state = torch.get_rng_state()
@@ -205,7 +205,7 @@ class WideCounter(Net):
 
 
 class MakesAMask(Net):
-    """What a first pass makes once is no state."""
+    """A model that makes a mask in its first pass, which is not state."""
 
     mask = None
 
@@ -230,7 +230,7 @@ class Logs(Net):
 
 
 class Columns(nn.Module):
-    """Two parameters in one piece of memory that have no value in common."""
+    """A model with two parameters in one piece of memory that share no value."""
 
     def __init__(self):
         super().__init__()
@@ -261,7 +261,7 @@ class SparseBuffer(Net):
 
 
 class ClipsNorm(nn.Sequential):
-    """BatchNorm's parameters are no copies in bf16."""
+    """A model that clips BatchNorm's parameters, which are not copies in bf16."""
 
     def __init__(self):
         super().__init__(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
@@ -273,7 +273,7 @@ class ClipsNorm(nn.Sequential):
 
 
 class WritesLater(MomentumEncoder, Later):
-    """Its frozen weights follow from the fourth pass on."""
+    """A model whose frozen weights change from the fourth pass on."""
 
     def __init__(self):
         super().__init__()
@@ -339,8 +339,8 @@ def test_model_that_strays_from_its_row_later_ends_the_run(model, message, execu
         (TensorKept, "A second pass of the model over the same batch gives another output"),
         (CountsInClass, "changes its attribute CountsInClass.calls"),
         (HalfUsed, "The model's unused.bias and 1 more got no gradient in a round. It counts as zero"),
-        (Clips, "forward writes its parameter second.weight: every learner does so for itself"),
-        (WideCounter, "buffer count is float64, and float32 in learners"),
+        (Clips, "forward writes its parameter second.weight: every learner writes its own"),
+        (WideCounter, "buffer count is float64, but float32 in learners"),
         (Net, None),
         (MakesAMask, None),
         (Logs, None),
@@ -533,7 +533,7 @@ def test_layer_that_train_freezes_is_frozen_from_the_start():
 
 
 class DropsMaps(nn.Module):
-    """Draws on channels-last maps, where the same numbers come to lie elsewhere."""
+    """A model that drops values of channels-last maps, where the same draws land on other values."""
 
     def __init__(self, noise):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ids, years and counts among floating inputs: bfloat16 has not every integer above 256, and a run says so."""
+"""Ids, years and counts in floating-point inputs: bfloat16 lacks some integers above 256, and a run says so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IDS = 2 * torch.arange(N) % 60 + 101  # odd: from 257 on bfloat16 has none of th
 
 
 class Lookup(nn.Module):
-    """A class for each id, which it finds in the inputs' first value."""
+    """A model with a class for each id, which is the inputs' first value."""
 
     def __init__(self):
         super().__init__()

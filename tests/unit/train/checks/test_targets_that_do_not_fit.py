@@ -1,4 +1,4 @@
-"""Targets and limits with which a run would train on nonsense or end in its middle: one sentence before it begins."""
+"""Targets and limits that would train on nonsense or fail midway are refused before training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INPUTS, CLASSES = blobs(40)
 
 
 def with_label(label):
-    """The blobs, of which sample 30 has another label."""
+    """Return the blobs with another label for sample 30."""
     targets = CLASSES.clone()
     targets[30] = label
     return INPUTS, targets
@@ -26,7 +26,7 @@ def as_items(pair):
 
 
 class PerToken(nn.Module):
-    """Scores [batch, tokens, classes]: classes in the last place."""
+    """A model with scores [batch, tokens, classes]: classes are last."""
 
     def __init__(self, num_classes):
         super().__init__()
@@ -77,7 +77,7 @@ def test_fit_on_an_item_whose_label_is_no_class_names_the_item(which, num_worker
 
 def test_trainer_of_classes_in_the_last_place_says_how_to_move_them():
     tokens = torch.randint(0, 5, (8, 6))
-    with pytest.raises(UserError, match=r"takes the scores of classes from the second place; return output.movedim"):
+    with pytest.raises(UserError, match=r"takes the scores of classes from dimension 1; return output.movedim"):
         make_trainer(model=lambda: PerToken(5), train_data=(tokens, tokens))
 
 
@@ -85,12 +85,12 @@ def test_trainer_that_cannot_tell_classes_from_places_says_where_it_looks():
     tokens = torch.randint(0, 5, (8, 5))
     recorder = Recorder()
     make_trainer(model=lambda: PerToken(5), train_data=(tokens, tokens), callbacks=[recorder]).fit(max_rounds=1)
-    assert any("is [batch, 5, 5]: classes are in the second place" in message for message in recorder.of("message"))
+    assert any("is [batch, 5, 5]: classes are in dimension 1" in message for message in recorder.of("message"))
 
 
 @pytest.mark.parametrize("shape", [(40,), (40, 3)])
 def test_trainer_of_complex_targets_refuses_them(shape):
-    with pytest.raises(UserError, match="it is cross-entropy, and targets of complex64 are no classes"):
+    with pytest.raises(UserError, match="it is cross-entropy, and targets of complex64 are not classes"):
         make_trainer(train_data=(INPUTS, torch.zeros(shape, dtype=torch.complex64)))
 
 
@@ -113,7 +113,7 @@ def test_fit_with_no_time_for_a_round_is_refused_and_writes_no_model(tmp_path, s
 
 
 class Broken:
-    """Fails at item 24, two calls deep."""
+    """A data set that fails at item 24, two calls deep."""
 
     def __len__(self):
         return 40
@@ -155,7 +155,7 @@ def test_fit_on_items_of_different_shapes_names_one():
 
 def test_trainer_with_a_metric_that_would_repeat_values_refuses_it():
     inputs, targets = torch.randn(8, 4), torch.randn(8)
-    with pytest.raises(UserError, match=r"^metrics\['error'\]: .* would repeat them; give targets of the output's"):
+    with pytest.raises(UserError, match=r"^metrics\['error'\]: .* would broadcast them; give targets of the output's"):
         make_trainer(
             model=lambda: nn.Linear(4, 1), train_data=(inputs, targets), test_data=(inputs, targets),
             loss=lambda outputs, right: (outputs[:, 0] - right).square().mean(), metrics={"error": nn.L1Loss()},

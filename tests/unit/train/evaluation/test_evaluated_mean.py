@@ -1,4 +1,4 @@
-"""Rules by which learners go on by themselves for rounds: what is evaluated, saved and restarted from is their mean."""
+"""Rules by which learners train apart for several rounds: their mean is evaluated, saved and restarted from."""
 
 from __future__ import annotations
 
@@ -166,8 +166,8 @@ def test_learner_that_went_out_of_bounds_adds_nothing_to_an_outer_step(momentum:
     bank = trainer.run.bank
     z, rows = bank.z.shaped()["weight"].clone(), weights(trainer)
     velocities = [bank.state["momentum"].shaped(j)["weight"].clone() for j in range(3)]
-    for sick in (bank.weights, bank.state["momentum"]):
-        sick.shaped(1)["weight"].fill_(1e30)  # what a step can leave before the gate sees a loss
+    for held in (bank.weights, bank.state["momentum"]):
+        held.shaped(1)["weight"].fill_(1e30)  # what a step can leave before the gate sees a loss
     expected = z + (rows[0] - z + rows[2] - z) / 3
     found = mean_of_learners(bank, Collective(), without=[1])
     torch.testing.assert_close(found.shaped()["weight"], expected)
@@ -182,8 +182,8 @@ def test_learner_that_went_out_of_bounds_adds_nothing_to_an_outer_step(momentum:
 @pytest.mark.parametrize("rule", [LocalSGD, DiLoCo, SlowMo, PAPA])
 def test_run_in_which_a_learner_blows_up_between_two_outer_steps_goes_on_without_it(rule: type) -> None:
     inputs, targets = blobs(40)
-    sick = make_trainer().run.train_feed.batch(4).inputs[0]  # of learner 1 in round 0
-    inputs[(inputs == sick).all(1)] = 1e4  # its loss is finite, and that of round 1 is not
+    large = make_trainer().run.train_feed.batch(4).inputs[0]  # of learner 1 in round 0
+    inputs[(inputs == large).all(1)] = 1e4  # its loss is finite, and that of round 1 is not
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return outputs.pow(4).mean()

@@ -123,7 +123,7 @@ def test_recalibrate_gives_plain_means_to_instance_norm_too():
 
 
 class Twice(nn.Module):
-    """Calls one norm two times, the second time on half of the input."""
+    """A model that calls one norm twice, the second time on half of the input."""
 
     def __init__(self, norm):
         super().__init__()
@@ -142,7 +142,7 @@ def test_recalibrate_counts_every_call_of_a_norm_alike(kind):
 
 
 class WithOneFrozen(nn.Sequential):
-    """Keeps its first norm as it is, as fine-tuning does."""
+    """A model that freezes its first norm, as in fine-tuning."""
 
     def train(self, mode: bool = True) -> nn.Module:
         super().train(mode)
@@ -207,7 +207,7 @@ def test_examples_of_few_samples_are_all_of_them():
 
 
 class TimeFirst(nn.Linear):
-    """Outputs [T, B, classes]."""
+    """A model with outputs [T, B, classes]."""
 
     def forward(self, inputs):
         return super().forward(inputs).transpose(0, 1)
@@ -229,7 +229,7 @@ def test_mean_evaluation_averages_every_figure():
 
 
 class Short:
-    """Raises this where there are more samples than memory holds."""
+    """A loss that raises an error for more samples than memory holds."""
 
     def __init__(self, most, error):
         self.most, self.error, self.sizes = most, error, []

@@ -1,4 +1,4 @@
-"""What is measured at the end of epochs, against plain autograd; and that training does not notice."""
+"""Statistics of learning against plain autograd, and that measuring them does not change training."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Once(torch.autograd.Function):
 
 
 class OnceModel(nn.Linear):
-    """What comes before and after has second derivatives."""
+    """A model with second derivatives in all but one operator."""
 
     def __init__(self):
         super().__init__(4, 3)
@@ -52,7 +52,7 @@ class OnceModel(nn.Linear):
 
 
 class Counting(nn.Linear):
-    """Counts how often any copy of it is run."""
+    """A model that counts how often any copy of it runs."""
 
     calls = 0
 
@@ -72,7 +72,7 @@ def small_model():
 
 
 def hessian_eigenvalues(module, loss, inputs, targets):
-    """All of them, by torch's own Hessian."""
+    """Return all eigenvalues, by torch's own Hessian."""
     names = [name for name, p in module.named_parameters() if p.requires_grad]
     values = [p.detach() for p in module.parameters() if p.requires_grad]
     fixed = {name: p.detach() for name, p in module.named_parameters() if name not in names}
@@ -87,7 +87,7 @@ def hessian_eigenvalues(module, loss, inputs, targets):
 
 
 def measured(**options):
-    """(records, trainer, recorder) of a run with statistics."""
+    """Return (records, trainer, recorder) of a run with statistics."""
     stops = options.pop("stops", {"max_epochs": 2})
     recorder = Recorder()
     trainer = make_trainer(callbacks=[recorder], learning_statistics=True, **options)

@@ -1,4 +1,4 @@
-"""Estimators of learning against what is counted or solved exactly."""
+"""Statistics of learning against exact counts and solutions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENDLESS = 10**15  # samples
 
 
 def symmetric(eigenvalues: list[float]) -> torch.Tensor:
-    """A matrix with these eigenvalues, turned at random."""
+    """Return a randomly rotated matrix with these eigenvalues."""
     generator = torch.Generator().manual_seed(1)
     n = len(eigenvalues)
     turned, _ = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64))

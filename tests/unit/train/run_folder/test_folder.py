@@ -1,4 +1,4 @@
-"""Which folder a run writes to and what it resumes from."""
+"""Choosing the folder that a run writes to and what it resumes from."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config(**changes: Any) -> TrainConfig:
 
 
 def record(path: Path, samples: int | None = 1000, status: str | None = None) -> Path:
-    """What training would leave in the folder."""
+    """Write what training would leave in the folder."""
     if samples is not None:
         (path / "checkpoints" / f"samples-{samples:012d}").mkdir(parents=True)
     if status is not None:
@@ -243,7 +243,7 @@ def test_resume_with_another_data_root_is_allowed() -> None:
 
 @pytest.fixture
 def launched_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Let this process be of a launch: its --rdzv-id, and the process that started it."""
+    """Make this process part of a launch: its --rdzv-id, and the process that started it."""
 
     def launch(run_id: str, launcher: str) -> None:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)

@@ -1,4 +1,4 @@
-"""`config=RUN`: what a run was told is what another begins with, whatever is laid over it."""
+"""`config=RUN`: another run begins with a run's configuration, and overrides change it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOLD = [
 
 
 def run(folder: Path, *overrides: str, without: tuple[str, str] | None = None) -> Path:
-    """The folder of a run that was told this; a key of a group may be left out, as earlier versions did."""
+    """Return a run folder with this configuration; a key of a group may be left out, as in earlier versions."""
     words = [*overrides, f"output_dir='{folder}'", "resume=auto"]
     plain: dict[str, Any] = config_to_mapping(compose(words, TrainConfig))
     if without is not None:

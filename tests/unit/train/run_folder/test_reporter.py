@@ -1,4 +1,4 @@
-"""From state to listeners: who is told what and when, on a clock the test turns."""
+"""The reporter: what listeners hear and when, on a clock that the test advances."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_reporter(num_listeners=1):
 
 
 def two_learners():
-    """w = (3, 4) and (0, 0) around z = (3, 0)."""
+    """Return a bank with w = (3, 4) and (0, 0) around z = (3, 0)."""
     bank = ReplicaBank(
         nn.Linear(2, 1, bias=False), 2, device=CPU, precision=FP64, state_names=(), channels_last=False
     )
@@ -152,7 +152,7 @@ def test_time_left_is_that_of_whatever_ends_the_run_first():
 
 
 class Blocking(Recorder):
-    """Takes three seconds over every sign of progress."""
+    """A listener that takes three seconds for every progress event."""
 
     BLOCKS = True
 

@@ -1,4 +1,4 @@
-"""Runs on cores that other programs use: what they notice, do and say, on a clock and a load that are moved by hand."""
+"""Runs on cores that other programs use: what they notice, do and say, on a simulated clock and load."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Machine:
         return sum(change <= self.rounds for change in self.changes) % 2 == 1
 
     def train(self) -> None:
-        """Another round."""
+        """Train for another round."""
         sleeps, is_busy = bool(self.told) and self.told[-1].startswith("sleep"), self.is_busy
         seconds = 1.0 if not is_busy else 2.0 if sleeps else 10.0
         self.rounds, self.now_s = self.rounds + 1, self.now_s + seconds
         self.busy_s += seconds * (1.0 + is_busy)
 
     def load(self) -> LoadSnapshot:
-        """This process keeps one core busy, and others the other."""
+        """Return the load if this process keeps one core busy and others the other."""
         own_s = self.now_s
         return LoadSnapshot(wall_s=self.now_s, own_s=own_s, busy_s=self.busy_s, cores=2)
 
@@ -54,7 +54,7 @@ class Machine:
 def run_on(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, rounds: int, meter: type[ThroughputMeter] = ThroughputMeter
 ) -> list[str]:
-    """What a run of so many rounds, of 8 images each, says."""
+    """Return the messages of a run of `rounds` rounds, of 8 images each."""
     recorder = Recorder()
     trainer = make_trainer(callbacks=[recorder])
     trainer.run.busy_cores = BusyCores(machine, machine.load)
@@ -69,7 +69,7 @@ def train(
     rounds: int,
     meter: type[ThroughputMeter] = ThroughputMeter,
 ) -> None:
-    """So many rounds on the machine's clock."""
+    """Train for some rounds on the machine's clock."""
     monkeypatch.setattr(loop, "ThroughputMeter", lambda: meter(lambda: machine.now_s))
     submit = loop.RoundRunner.submit
 
@@ -107,7 +107,7 @@ def test_run_that_waits_for_data_is_not_taken_for_one_on_busy_cores(monkeypatch)
 
     class LateMachine(Machine):
         def train(self) -> None:
-            """A round of 1 s, after ten of them with 9 s of waiting for its data."""
+            """Train for a round of 1 s, after ten with 9 s of waiting for data each."""
             super().train()
             self.now_s += 9.0 if self.rounds > 10 else 0.0
 
@@ -137,7 +137,7 @@ def test_auto_tuner_measures_nothing_while_threads_try_another_way_to_wait(monke
 
 
 class Flips:
-    """Says before every round whether threads sleep, whatever is measured: every other round they do."""
+    """A `BusyCores` that makes threads sleep in every other round, whatever is measured."""
 
     on_trial = False
 

@@ -1,4 +1,4 @@
-"""How `executor=auto` chooses, remembers, and lives with candidates that cannot run."""
+"""`executor=auto`: choosing, remembering, and candidates that cannot run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class FakeExecutor:
-    """Takes as long for a round as it is told, on a clock of its own."""
+    """An executor whose rounds take a given time, on a simulated clock."""
 
     def __init__(self, clock, seconds):
         self.clock, self.seconds, self.closed = clock, seconds, False
@@ -226,7 +226,7 @@ def test_calibration_with_no_candidate_left_is_the_users_to_know():
 
 @pytest.fixture
 def memory(tmp_path, monkeypatch, known_executor):
-    """A memory of the test's own, in place of what `conftest` pretends."""
+    """A file of remembered choices for the test alone, in place of that of `conftest`."""
     monkeypatch.setattr(RememberedChoices, "recall", RECALL)
     monkeypatch.setattr(RememberedChoices, "remember", REMEMBER)
     use_cache(tmp_path, monkeypatch)

@@ -24,7 +24,7 @@ from tests.trainers import Recorder, blobs, image_model, images, make_trainer
 
 
 class Scripted(LearnerTuning):
-    """Takes counts from a list, one a round, whatever the throughput."""
+    """A tuning that takes counts from a list, one per round, whatever the throughput."""
 
     def __init__(self, counts):
         super().__init__(AutoTuner())
@@ -230,7 +230,7 @@ def test_number_found_when_memory_runs_out_in_the_last_round_is_not_overruled_by
         loop.reporter.start(run_info(trainer.run, None), 0.0)
         decision = trainer.run.tuning.after_round(12, 1.0)
         loop.rounds.executor.drain = lambda: (_ for _ in ()).throw(_memory_error())
-        loop._follow(decision)
+        loop._apply(decision)
         assert trainer.run.bank.num_learners == trainer.run.tuning.state.num_learners == 3
 
 
@@ -294,7 +294,7 @@ def test_after_round_keeps_the_auto_tuner_from_what_it_decides():
 
 
 def wide_model() -> nn.Module:
-    """4,000 + 4,000 · 250 + 250 · 3 parameters in round numbers, without biases: 1,016,750 of them."""
+    """Return a model of 4 · 4,000 + 4,000 · 250 + 250 · 3 = 1,016,750 parameters."""
     return nn.Sequential(
         nn.Linear(4, 4000, bias=False), nn.ReLU(), nn.Linear(4000, 250, bias=False), nn.Linear(250, 3, bias=False)
     )
@@ -340,7 +340,7 @@ def test_fixed_number_of_learners_is_not_touched(bounded):
 
 
 class Opaque(nn.Module):
-    """Looks at a value, which fake tensors have not."""
+    """A model that looks at a value, which fake tensors lack."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The number of workers of a run: what it begins with, and windows that correct it."""
+"""The number of workers of a run: the first one, and windows that correct it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOST = Host(cores=4, memory_bytes=2**34, shared_bytes=2**30)
 
 
 def feed(num_workers: int = 1, through_shared: bool = True) -> Any:
-    """What a supply sees of a streaming feed; the test says what was loaded."""
+    """A stand-in for a streaming feed; the test sets what was loaded."""
     made = SimpleNamespace(
         batch_size=10, num_workers=num_workers, sample_bytes=1000, through_shared=through_shared,
         loading_times=LoadingTimes(0, 0.0),
@@ -26,7 +26,7 @@ def feed(num_workers: int = 1, through_shared: bool = True) -> Any:
 
 
 def train(supply: WorkerAutotuner, feed: Any, windows: int, waited: float, fetch_s: float) -> list[str]:
-    """Windows of 2 s with 10 batches each, of which `waited` s are waiting; a batch takes `fetch_s` to load."""
+    """Train for windows of 2 s with 10 batches each, waiting for `waited` s; a batch takes `fetch_s` to load."""
     said = []
     for _ in range(windows):
         feed.clock += 2.0
