@@ -235,10 +235,10 @@ class RankPair:
     `dropped` counts windows during which other programs took more of the cores than `max_foreign_share`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_foreign_share: float = MAX_FOREIGN_SHARE) -> None:
         self.dropped = 0
         self.foreign_shares: list[float] = []
-        self.max_foreign_share = MAX_FOREIGN_SHARE
+        self.max_foreign_share = max_foreign_share
 
     def __enter__(self) -> RankPair:
         cores = sorted(usable_core_ids())

@@ -41,7 +41,8 @@ SHORT: Mapping[str, str] = {
     "faults/kill9": "--kills 1 --kills-of-two-ranks 0 --epochs 3 --folder {folder}",
     "faults/restarts": "--runs 1 --starts 1 --epochs 3",
     "flowers/run": "--seeds 0 --runs {folder} --results {folder} +debug=fast",
-    "hyperband/run": "--repetitions 1 --device cpu num_trials=3 max_epochs=0.06 min_epochs=0.02 max_pack_size=2",
+    "hyperband/run": "--repetitions 1 --device cpu +experiment=search_lenet precision=fp32 num_trials=3 "
+    "max_epochs=0.06 min_epochs=0.02 max_pack_size=2",
     "loader/run": "--size 16 --resize 20 --seconds 0.05",
     "memory/run": "--models mlp --num-learners 1 --batch-size 4 --device cpu",
     **{
@@ -56,9 +57,9 @@ SHORT: Mapping[str, str] = {
     "preprocessing/run": "--models 1 --rounds 2 --repetitions 1",
     "ranks/run": "--model lenet --batch-size 4 --rounds 2 --repetitions 1",
     "resnet32_cifar10/run": "--seeds 0 --runs {folder} --results {folder} +debug=fast",
-    "scaling/calibrate": "--repetitions 1",
+    "scaling/calibrate": "--models lenet --sizes 1024 1048576 --repetitions 1 --max-foreign-share 9",
     "scaling/run": "--rounds 2",
-    "scaling/validate": "--repetitions 1",
+    "scaling/validate": "--models lenet --repetitions 1 --max-foreign-share 9",
     "throughput/run": "--model mlp --batch-size 4 --num-learners 2 --precision fp32 --seconds 0.05 --repetitions 1 "
     "--max-foreign-share 9 --device cpu --sides {sides}",
     "throughput/suite": "--models mlp --batch-sizes 4 --num-learners 2 --passes 1 --window-s 0.01 --minutes 1 "
