@@ -7,6 +7,7 @@ README.md says how.
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import sys
@@ -20,9 +21,10 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 import numpy as np
 
-from experiments.bench.arguments import count, measuring_parser
+from experiments.bench.arguments import count, measuring_parser, positive
 from experiments.bench.machine import machine
 from experiments.bench.results import show_and_write
+from experiments.bench.windows import MAX_FOREIGN_SHARE
 from experiments.scaling.ranks import NUM_RANKS, Case, RankPair, task_s, transfer_s
 from experiments.scaling.report import CALIBRATED, result_text
 from experiments.scaling.simulator import log_sigma
@@ -39,10 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure; prints the tables and returns the exit code."""
     parser = measuring_parser(__doc__)
     parser.add_argument("--repetitions", type=count, default=3, help="windows of each kind (default %(default)s)")
+    parser.add_argument("--sizes", type=count, nargs="+", default=SIZES, help="bytes (default 1 KiB to 64 MiB)")
+    add_pair_options(parser)
     given = parser.parse_args(argv)
     load = os.getloadavg()[0]
-    with RankPair() as pair:
-        measured = calibrated(pair, given.repetitions)
+    with RankPair(given.max_foreign_share) as pair:
+        measured = calibrated(pair, given.repetitions, cases_of(given.models), given.sizes)
         shares, dropped = pair.foreign_shares, pair.dropped
     result = {
         "machine": machine(),
@@ -56,30 +60,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def calibrated(pair: RankPair, repetitions: int) -> dict[str, Any]:
+def add_pair_options(parser: argparse.ArgumentParser) -> None:
+    """Add which models are trained, and from which foreign load on a window is of no use."""
+    models = [case.model for case in CASES]
+    parser.add_argument("--models", nargs="+", choices=models, default=models, help="default: all")
+    parser.add_argument("--max-foreign-share", type=positive, default=MAX_FOREIGN_SHARE,
+                        help="drop windows in which others take a larger share of the cores (%(default)s)")  # fmt: skip
+
+
+def cases_of(models: Sequence[str]) -> dict[Case, int]:
+    """The cases of some models, with the rounds of their windows."""
+    return {case: rounds for case, rounds in CASES.items() if case.model in models}
+
+
+def calibrated(
+    pair: RankPair, repetitions: int, cases: Mapping[Case, int] = CASES, sizes: Sequence[int] = SIZES
+) -> dict[str, Any]:
     """All kinds of windows in turns, as plain values. Raises RuntimeError when others leave no time to measure."""
-    tasks: dict[Case, dict[str, list[float]]] = {case: {} for case in CASES}
-    idle: dict[int, list[float]] = {size: [] for size in SIZES}
-    busy: dict[int, list[float]] = {size: [] for size in SIZES}
+    tasks: dict[Case, dict[str, list[float]]] = {case: {} for case in cases}
+    idle: dict[int, list[float]] = {size: [] for size in sizes}
+    busy: dict[int, list[float]] = {size: [] for size in sizes}
     shares: list[float] = []
     for _ in range(repetitions):
-        for case, rounds in CASES.items():
+        for case, rounds in cases.items():
             _add_tasks(pair, case, rounds, tasks[case])
-        for size in SIZES:
+        for size in sizes:
             undisturbed, _ = _all_reduces(pair, size, None)
             transfers, lost_s = _all_reduces(pair, size, BESIDE)
             idle[size] += undisturbed
             busy[size] += transfers
             shares += [lost_s / mean(undisturbed)] if undisturbed and lost_s is not None else []
-    if not all([*idle.values(), *busy.values(), shares, *(tasks[case].get("learning") for case in CASES)]):
+    if not all([*idle.values(), *busy.values(), shares, *(tasks[case].get("learning") for case in cases)]):
         raise RuntimeError("other programs were busy all the time; run this when they are not.")
     return {
         "repetitions": repetitions,
-        "cases": [{**asdict(case), **_case_values(tasks[case])} for case in CASES],
+        "cases": [{**asdict(case), **_case_values(tasks[case])} for case in cases],
         "all_reduce": {
             "beside": BESIDE.name,
-            "bytes": SIZES,
-            "n": [len(busy[size]) for size in SIZES],
+            "bytes": list(sizes),
+            "n": [len(busy[size]) for size in sizes],
             "idle": _sweep(idle),
             "busy": _sweep(busy),
             "core_share": round(median(shares), 3),
@@ -126,9 +145,9 @@ def _all_reduces(pair: RankPair, size: int, beside: Case | None) -> tuple[list[f
 
 def _sweep(found: Mapping[int, Sequence[float]]) -> dict[str, Any]:
     """Means by size, α and β of a line through them, and how far the line is off."""
-    seconds = [mean(found[size]) for size in SIZES]
-    line = fit_line(SIZES, seconds)
-    errors = [abs(line.seconds(size) / taken - 1) for size, taken in zip(SIZES, seconds, strict=True)]
+    seconds = [mean(found[size]) for size in found]
+    line = fit_line(list(found), seconds)
+    errors = [abs(line.seconds(size) / taken - 1) for size, taken in zip(found, seconds, strict=True)]
     return {
         "us": [round(1e6 * each, 1) for each in seconds],
         "alpha_us": round(1e6 * line.alpha_s(NUM_RANKS), 1),

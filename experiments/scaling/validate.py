@@ -21,7 +21,7 @@ from experiments.bench.arguments import count, measuring_parser
 from experiments.bench.machine import machine
 from experiments.bench.results import read_results, show_and_write
 from experiments.bench.windows import spread
-from experiments.scaling.calibrate import CASES, all_reduce_s
+from experiments.scaling.calibrate import CASES, add_pair_options, all_reduce_s, cases_of
 from experiments.scaling.inputs import PARAMETERS
 from experiments.scaling.ranks import NUM_RANKS, Case, Measured, RankPair
 from experiments.scaling.report import CALIBRATED, VALIDATED, result_text
@@ -34,13 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and compare; prints the table and returns the exit code."""
     parser = measuring_parser(__doc__)
     parser.add_argument("--repetitions", type=count, default=5, help="windows of each kind (default %(default)s)")
+    add_pair_options(parser)
     given = parser.parse_args(argv)
     found = [result for result in read_results("scaling").values() if result["kind"] == CALIBRATED]
     if not found:
         parser.error("there is no calibration yet; run experiments/scaling/calibrate.py --json first.")
     load = os.getloadavg()[0]
-    with RankPair() as pair:
-        rows = [row for case in CASES for row in compared(pair, case, found[0], given.repetitions)]
+    with RankPair(given.max_foreign_share) as pair:
+        rows = [row for case in cases_of(given.models) for row in compared(pair, case, found[0], given.repetitions)]
         shares, dropped = pair.foreign_shares, pair.dropped
     result = {
         "machine": machine(),
