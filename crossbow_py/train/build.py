@@ -100,18 +100,8 @@ def build_parts(
     ranks.copy_first(value for value in template.state_dict().values() if value.is_floating_point())
     update, warning = choose_update(optimizer, rule, choices.device, choices.precision.master)
     warnings += [warning] if warning else []
-    notes: list[str] = []
-
-    def settled() -> str:
-        nonlocal choices
-        choices, said = settle_executor(
-            template, settings, choices, update, train_feed, loss, announce, ranks.num_ranks, executor_cache
-        )
-        notes.extend(said)
-        return choices.executor
-
-    executor = ranks.from_first(settled)
-    choices = dataclasses.replace(choices, executor=executor)
+    asked = (template, settings, choices, update, train_feed, loss, announce, ranks.num_ranks, executor_cache)
+    choices, notes = _settled(choices, ranks, lambda: settle_executor(*asked))
     with ranks.together():
         most_learners, bounded = learner_bound(template, batch, settings, choices, loss, optimizer, rule)
         bank, average_ema = _bank(template, settings, choices, optimizer, rule, train_feed.num_samples, ranks)
@@ -129,6 +119,21 @@ def build_parts(
         collective, warnings, timeline, settings.compile_model, most_learners, ranks,
         ranks.nodes() if collective.apart else None, settings.label_smoothing,
     )  # fmt: skip
+
+
+def _settled(
+    choices: Choices, ranks: Ranks, settle: Callable[[], tuple[Choices, list[str]]]
+) -> tuple[Choices, list[str]]:
+    """Settle the executor on the first rank; the others take it. Returns the choices, and what is to be said of it."""
+    found, notes = choices, list[str]()
+
+    def first() -> str:
+        nonlocal found, notes
+        found, notes = settle()
+        return found.executor
+
+    executor = ranks.from_first(first)
+    return dataclasses.replace(found, executor=executor), notes
 
 
 def _begin_apart(bank: ReplicaBank, make_model: MakeModel, seed: int, init_from: str | None) -> None:

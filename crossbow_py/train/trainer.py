@@ -157,9 +157,8 @@ class Trainer:
         learning_statistics: bool = False,
         executor_cache: str | Path | None = None,
     ) -> None:
-        given, begun, folder = dict(locals()), time.monotonic(), _folder(output_dir)
+        settings, begun, folder = RunSettings.of(locals()), time.monotonic(), _path("output_dir", output_dir)
         self.callbacks, self._continues, self._profile = callbacks, resume == "auto", profile
-        settings = RunSettings.of(given)
         check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
         found, self._messages = saved_run(resume, folder, ranks)
         data = DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std, class_names)
@@ -167,8 +166,7 @@ class Trainer:
             model, data, settings, choose_alike(settings, found, ranks), optimizer=optimizer, rule=averaging,
             loss=loss, metrics=metrics or {}, init_from=_initial(init_from, found), announce=self._announce,
             max_evaluation_batches=max_evaluation_batches, timeline=_timeline(trace, profile, folder), ranks=ranks,
-            executor_cache=None if executor_cache is None else given_path("executor_cache", executor_cache),
-        )  # fmt: skip
+            executor_cache=_path("executor_cache", executor_cache))  # fmt: skip
         self._messages += [*notes, *parts.warnings]
         self.run = Run(parts, data, settings, schedule, checkpoint, folder, experiment, _named(model, names),
                        str(found.folder) if found else None, distributed)  # fmt: skip
@@ -302,8 +300,8 @@ def _initial(init_from: str | Path | None, found: SavedCheckpoint | None) -> str
     return None if init_from is None or found else str(given_path("init_from", init_from))
 
 
-def _folder(output_dir: str | Path | None) -> Path | None:
-    return None if output_dir is None else given_path("output_dir", output_dir)
+def _path(name: str, path: str | Path | None) -> Path | None:
+    return None if path is None else given_path(name, path)
 
 
 def _timeline(trace: bool, profile: bool, output_dir: Path | None) -> Timeline | None:
