@@ -77,7 +77,7 @@ class CheckpointManager:
                 return
 
     def close(self) -> None:
-        """Close the writer, without waiting: a part is useless if other ranks do not complete theirs."""
+        """Close the writer. A part being written is given up: it is useless if other ranks do not complete theirs."""
         if self._writer is not None:
             self._writer.close()
 

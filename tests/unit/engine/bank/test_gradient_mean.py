@@ -154,13 +154,13 @@ class Poisoned(nn.Module):
         return self.inner(inputs) * torch.where(inputs > 1e6, math.nan, 1.0).amax(1, keepdim=True)
 
 
-def poisoned(rule, num_learners=3, precision=FP64, sick=(1,)):
+def poisoned(rule, num_learners=3, precision=FP64, non_finite=(1,)):
     inputs, targets = (value.clone() for value in features(64))
     inputs[...] = inputs.clamp(-2, 2)
     options = {"num_learners": num_learners, "rule": rule, "order": "blocks", "precision": precision}
     tasks = make_tasks(Poisoned, data=(inputs, targets), **options)
     starts = plan(tasks, 1).starts
-    batch = torch.cat([tasks.feed.batch(starts[learner]).inputs for learner in sick])  # in round 1
+    batch = torch.cat([tasks.feed.batch(starts[learner]).inputs for learner in non_finite])  # in round 1
     for row in range(len(inputs)):
         if any(torch.equal(inputs[row].to(batch), own) for own in batch):
             inputs[row] = 1e9
@@ -226,7 +226,7 @@ def test_learner_that_is_not_finite_adds_nothing_in_native_code_either(executor)
 @pytest.mark.filterwarnings("ignore:invalid value")  # Triton's interpreter goes by NumPy
 @pytest.mark.parametrize("precision", [FP32, FP64], ids=["fp32", "fp64"])
 def test_group_that_is_lost_as_a_whole_stays_where_it_was_and_pulls_nobody(build, precision):
-    tasks = poisoned(GroupedSMA(group_size=2), num_learners=4, precision=precision, sick=(2, 3))
+    tasks = poisoned(GroupedSMA(group_size=2), num_learners=4, precision=precision, non_finite=(2, 3))
     runner = build(tasks)
     runner.submit(plan(tasks, 0))
     runner.drain()
