@@ -246,9 +246,9 @@ def test_settings_outside_their_limits_are_refused(kind: type[AveragingRule], op
     ("rule", "key", "said"),
     [
         ("synchronous_sgd", "averaging_period", "gradients are averaged in every round, or learners would part"),
-        ("synchronous_sgd", "correction_rate", "learners stay alike"),
+        ("synchronous_sgd", "correction_rate", "learners stay equal"),
         ("local_sgd", "correction_rate", "learners go by themselves"),
-        ("independent", "averaging_momentum", "its learners never meet"),
+        ("independent", "averaging_momentum", "its learners are never averaged"),
     ],
 )
 def test_settings_that_a_rule_cannot_have_are_refused_with_the_reason(rule: str, key: str, said: str) -> None:

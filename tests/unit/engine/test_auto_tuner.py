@@ -266,7 +266,7 @@ def test_out_of_memory_with_no_smaller_count_measured_measures_the_next_smaller(
 
 
 def test_out_of_memory_at_one_learner_is_the_callers_to_report():
-    with pytest.raises(AssertionError, match="for the caller to report"):
+    with pytest.raises(AssertionError, match="which the caller has to report"):
         quick().out_of_memory(START)
 
 
