@@ -9,9 +9,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from crossbow_py import Augmentation, Trainer
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.feed import Batch
+from crossbow_py.engine.device.host import intra_op_threads
 from crossbow_py.engine.modules.precision import BF16, FP32
+from crossbow_py.models import MODELS
 from crossbow_py.train.checks.seeded_model import faithful_copy
 from tests.support import features
 from tests.trainers import blobs, image_model, images, make_trainer
@@ -189,3 +192,14 @@ def test_complex_buffer_is_whole_in_the_evaluated_and_the_exported_model():
     inputs, targets = blobs(12)
     right = (result.model(inputs).argmax(1) == targets).float().mean().item()
     assert result.test_accuracy == pytest.approx(right)
+
+
+def test_relu_at_its_kink_is_no_difference() -> None:
+    """On one thread, one of ResNet-32's ReLUs gets a value next to zero from these images."""
+    images = torch.randint(0, 256, (512, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    with intra_op_threads(1):
+        Trainer(
+            model=lambda: MODELS["resnet32"]().build((3, 32, 32), 10), train_data=(images, torch.arange(512) % 10),
+            augmentation=Augmentation(crop_padding=4, flip=True), mean=(0.5,) * 3, std=(0.25,) * 3, batch_size=2,
+            num_learners=1, executor="threads", device="cpu", precision="fp32",
+        )  # fmt: skip
