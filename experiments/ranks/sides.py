@@ -67,7 +67,7 @@ class Sides:
 
     def _trainer(self, ranks: Ranks, period: int) -> Trainer:
         shape, classes = input_shape(self._model), num_classes(self._model)
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(0)
         images = torch.randint(0, 256, (_NUM_IMAGES, *shape), dtype=torch.uint8, generator=generator)
         return Trainer(
             model=lambda: build_model(self._model),
