@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 KERNELS = {
     "_forward", "_backward", "_statistics_kernel", "_normalise_kernel", "_backward_sums_kernel",
@@ -17,7 +19,7 @@ KERNELS = {
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # bytes a program may have
 
 
-@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("capability", [90, 80])
 def test_every_kernel_compiles_and_fits_a_processor(capability, tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(

@@ -15,6 +15,8 @@ from crossbow_py.search.config import SearchConfig
 from crossbow_py.train import __main__ as train
 from crossbow_py.train.config import TrainConfig
 
+pytestmark = pytest.mark.slow
+
 # What bash sets before it calls the function: the line so far, and its words.
 PRESS_TAB = """
 COMP_LINE="$1"; COMP_POINT=${#COMP_LINE}; COMP_WORDS=($1); COMP_CWORD=$((${#COMP_WORDS[@]} - 1))

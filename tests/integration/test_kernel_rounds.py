@@ -24,6 +24,8 @@ from tests.support import assert_learners_equal, features, make_tasks, norm_mode
 from tests.unit.engine.executors.test_fused_device import assert_equal, run
 from tests.unit.engine.kernels.launches import counted_launches, kernels_that_do_nothing
 
+pytestmark = pytest.mark.slow
+
 
 class Residual(nn.Module):
     """Two units, the second with a sum; its input has two users."""
