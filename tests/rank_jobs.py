@@ -22,7 +22,7 @@ from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.train import run_settings
-from crossbow_py.train.checkpoints.contents import choose_together
+from crossbow_py.train.checkpoints.resume import choose_together
 from crossbow_py.train.evaluation.learning_measurement import LearningMeasurement
 from crossbow_py.train.tuning.learner_tuning import LearnerTuning
 from tests.trainers import Recorder, image_model, images, make_trainer

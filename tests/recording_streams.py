@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from crossbow_py.engine.device.streams import DeviceStreams
+from crossbow_py.engine.device.graphs import DeviceStreams
 
 
 class OnlyLaunches(TorchDispatchMode):

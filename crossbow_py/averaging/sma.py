@@ -8,9 +8,12 @@ For every learner j of K, with gradient g_j at w_j, momentum m and weight decay 
     z'  ← z + Σ_j c_j + μ·(z − z_prev)     # z_prev ← z; z ← z'
 
 α is `correction_rate` (1/K by default), μ is `averaging_momentum`; K = 1 is plain SGD. As z moves by the mean of γ·u_j,
-K learners move it no further in a round than one does, with K times the samples. γ is therefore the configured rate
+K learners consume K times the samples of one, but move it no further in a round. γ is therefore the configured rate
 times √K (`rate_scaling`), which learned best without a warm-up; with one, K was best (experiments/averaging_rules).
 Crossbow does not scale γ.
+
+The class below says what α, μ and the period are in a round; `averaging/rule.py` computes with them, and so do the C code
+and the kernels of `engine/update/`.
 
 With a `final_correction_rate`, α goes from `correction_rate` to it as the learning rate γ falls, so that learners
 explore while γ is high and come together once it is low, and z never moves further than to the learners' mean::

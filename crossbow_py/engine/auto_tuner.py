@@ -7,15 +7,15 @@ are two searches:
     growing     counts upwards; a count is worth it if it beats the last one that was by more than `min_gain`;
     shrinking   counts downwards; a count is worth it if it is within `min_gain` of the best.
 
-Both try one count beyond one that was not worth it (3 learners on 2 cores may be slower and 4 faster), but none beyond
-a fall below half of the best, and settle on the fewest learners measured within `min_gain` of the best. If growing
-settles on fewer learners than the last count, it measures them again, once: if the machine has slowed down meanwhile,
-the larger counts were compared unfairly, and growing starts again from there. Once settled, the tuner watches:
-throughput that stays lower by more than `drift` starts shrinking, higher starts growing. After a drop has taken
-learners away, it also tries growing from time to time, because learners do not get faster when another program frees a
-core that they do not use. Every new search doubles the wait before the next, up to `2 ** _MAX_BACK_OFF` measurements.
-
-After Crossbow's auto-tuner (Koliousis et al., VLDB 2019), which takes one sample per count and then stops.
+A search goes one count past a count that was not worth it (3 learners on 2 cores may be slower and 4 faster), but stops
+if throughput falls below half of the best. It settles on the fewest learners measured within `min_gain` of the best. If
+growing settles on fewer learners than the last count, it measures them again, once: if the machine has slowed down
+meanwhile, the larger counts were compared unfairly, and growing starts again from there. Once settled, the tuner
+watches: throughput that stays lower by more than `drift` starts shrinking, higher starts growing. After a drop has
+taken learners away, it also tries growing from time to time, because learners do not get faster when another program
+frees a core that they do not use. Every new search doubles the wait before the next, up to `2 ** _MAX_BACK_OFF`
+measurements. After Crossbow's auto-tuner (Koliousis et al., VLDB 2019), which takes one sample per count and then
+stops.
 """
 
 from __future__ import annotations

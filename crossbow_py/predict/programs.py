@@ -1,4 +1,4 @@
-"""Programs: functions of one tensor, made for a shape of batches, that decide nothing any more when they are called."""
+"""Programs: functions of one tensor, specialised for one shape of batch, with nothing left to decide when called."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from crossbow_py.core.errors import one_line
 from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.device.graphs import CudaStreams, DeviceStreams, Event, Graph, Pool
 from crossbow_py.engine.device.memory import is_out_of_memory
-from crossbow_py.engine.device.streams import CudaStreams, DeviceStreams, Event, Graph, Pool
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS, CaptureError
 
 Forward = Callable[[Tensor], Tensor]

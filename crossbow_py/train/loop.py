@@ -21,7 +21,7 @@ from crossbow_py.telemetry.events import Listener, RoundEnd
 from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.train.checkpoints.manager import CheckpointManager
 from crossbow_py.train.epochs import EpochCloser
-from crossbow_py.train.rounds import RoundRunner
+from crossbow_py.train.round_runner import RoundRunner
 from crossbow_py.train.run import Run, SavedModels
 from crossbow_py.train.run_folder.reporter import Reporter, Result, run_info
 from crossbow_py.train.run_settings import StopConditions

@@ -29,7 +29,7 @@ from crossbow_py.telemetry.records import file_listeners
 from crossbow_py.telemetry.timeline import Timeline, TimelineFile
 from crossbow_py.train.build import build_run
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, SavedCheckpoint, holds_run
-from crossbow_py.train.checkpoints.contents import choose_together, find_checkpoint, restore
+from crossbow_py.train.checkpoints.resume import choose_together, find_checkpoint, restore
 from crossbow_py.train.checks.compatibility import check_compatible
 from crossbow_py.train.checks.seeded_model import MakeModel
 from crossbow_py.train.evaluation.evaluator import Evaluation, Metric

@@ -10,7 +10,7 @@ from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.engine.device.streams import CudaStreams
+from crossbow_py.engine.device.graphs import CudaStreams
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.engine.update.optimizers import SGD

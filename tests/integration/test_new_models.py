@@ -18,6 +18,8 @@ from crossbow_py.models.mobilenet import MobileNetV2
 from crossbow_py.models.resnet3d import ResNet3d
 from tests.support import assert_learners_equal, features, make_tasks, plan
 
+pytestmark = pytest.mark.slow
+
 CLASSES = 5
 SHAPES = {
     "alexnet": (3, 63, 63),

@@ -18,6 +18,8 @@ from tests.recording_streams import RecordingStreams, ShuffledStreams
 from tests.support import features, make_tasks, norm_model, norm_with_dropout
 from tests.unit.engine.executors.test_fused_device import assert_equal, run
 
+pytestmark = pytest.mark.slow
+
 
 def tasks_for(make_model=norm_model, num_learners=3, **options):
     data = options.pop("data", features(48, (3, 6, 6)))

@@ -14,9 +14,9 @@ from functools import partial
 from torch import Tensor
 
 from crossbow_py.core.errors import CrossbowError, LearnerError, one_line
+from crossbow_py.engine.device.graphs import CudaStreams, DeviceStreams
 from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.engine.device.memory import is_out_of_memory
-from crossbow_py.engine.device.streams import CudaStreams, DeviceStreams
 from crossbow_py.engine.executors.base import Executor, even_groups
 from crossbow_py.engine.executors.fused_device import ALL_LEARNERS, FusedRounds
 from crossbow_py.engine.executors.spans import TaskSpans

@@ -19,7 +19,7 @@ from functools import partial
 
 from crossbow_py.engine.device.device_tasks import NUM_RESULTS
 from crossbow_py.engine.device.fused_device_tasks import FusedDeviceTasks
-from crossbow_py.engine.device.streams import Body, DeviceStreams, Event
+from crossbow_py.engine.device.graphs import Body, DeviceStreams, Event
 from crossbow_py.engine.executors.on_device import CaptureError, DeviceRounds, Program, Slot
 from crossbow_py.engine.fusion.fused_pass import FusedPass
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks

@@ -11,8 +11,8 @@ from functools import partial
 from torch import Tensor
 
 from crossbow_py.core.errors import LearnerError, UserError, one_line
+from crossbow_py.engine.device.graphs import Body, DeviceStreams, Event, Graph, Pool, Stream
 from crossbow_py.engine.device.memory import is_out_of_memory
-from crossbow_py.engine.device.streams import Body, DeviceStreams, Event, Graph, Pool, Stream
 from crossbow_py.engine.executors.spans import SpansOfStreams
 from crossbow_py.engine.scheduler import AVERAGING_STREAM
 from crossbow_py.telemetry.timeline import Timeline

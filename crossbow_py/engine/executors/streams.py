@@ -23,7 +23,7 @@ from crossbow_py.core.errors import CrossbowError, LearnerError
 from crossbow_py.engine.bank.layout import Order
 from crossbow_py.engine.device.device_tasks import NUM_RESULTS, DeviceTasks
 from crossbow_py.engine.device.fused_device_tasks import SubArrayTasks
-from crossbow_py.engine.device.streams import CudaStreams, DeviceStreams, Event, Stream
+from crossbow_py.engine.device.graphs import CudaStreams, DeviceStreams, Event, Stream
 from crossbow_py.engine.executors.base import Executor, even_groups
 from crossbow_py.engine.executors.on_device import DeviceRounds
 from crossbow_py.engine.executors.spans import TaskSpans

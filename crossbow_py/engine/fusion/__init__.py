@@ -1,1 +1,1 @@
-"""Cross-model fusion: one graph for K learners, and the rules that make an operator of one an operator of all."""
+"""Cross-model fusion: one graph for K learners, and the rules that batch each operator over them."""

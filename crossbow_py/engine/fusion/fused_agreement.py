@@ -1,8 +1,8 @@
 """Fused passes, which are compared with eager autograd before they are trusted.
 
 Two learners with different weights take two batches, alone by their modules and together by the fused pass; losses,
-gradients and buffers must agree. What a graph cannot have (hooks, custom backward passes, and anything that forward
-keeps between passes except in buffers) is refused by name, even if it made no difference on these batches.
+gradients and buffers must agree. What an exported graph cannot represent (hooks, custom backward passes, state that
+forward keeps outside buffers) is refused by name, even if it made no difference on these batches.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ wrote it, run by eager autograd. What autograd does only in the backward pass, s
 in no exported graph, and only a comparison of gradients shows it.
 
 Two ways round differently, and a model may amplify this. If values differ by more than rounding explains, a control
-decides: the module is run again with weights moved by about one rounding. Values that this changes, rounding may change
-as well.
+decides: the module is run again with weights moved by about one rounding. Values that are sensitive to that may differ
+as much by rounding.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 Each class is the settings of its rule (frozen) and the pure update of one learner's row. An update works in place on
 parallel lists of flat parameter views; the first `num_decayed` entries take weight decay, and all of them when
 `decay_norm_and_bias` is set. The learner's correction c_j is applied by the caller, from the weights before the step.
+
+To add one: a class here, its entry in `OPTIMIZERS`, and conf/optimizer/NAME.yaml. It then runs on CPUs by torch's
+operators. The C code (native/update.c), `device_update.py` and `kernel_update.py` know SGD and AdamW alone so far.
 """
 
 from __future__ import annotations

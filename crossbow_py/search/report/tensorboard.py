@@ -1,7 +1,7 @@
-"""A search in TensorBoard: every trial a run with its hyper-parameters and its values, every worker one with its pace.
+"""A search in TensorBoard: each trial is a run with its hyper-parameters and values, each worker one with its pace.
 
-What is known of a trial goes into files of their own, one a rung and one for its end, with names that follow from the
-trial alone: written whole or not at all, once, whoever comes first of workers that share the folder or go on in it.
+A trial has a file for each rung and one for its end, with names that follow from the trial alone. The first worker that
+has the values writes a file, whole or not at all; other workers of the folder leave it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The claims of worker processes on segments, and their leases, kept beside a search's trials in the same storage.
 
-Every claim is one Optuna trial of a second study. What any storage of Optuna's does as one step is to number a new
-trial, and to end one that has not ended; the rest follows from these two:
+Every claim is one Optuna trial of a second study. Optuna's storages guarantee two atomic operations: to create a trial
+with the next number, and to finish a trial that is not finished. The rest follows from these two:
 
 - a segment is held by the lowest-numbered of its claims that have not ended; a worker whose claim is another is late;
 - a claim that is COMPLETE is the segment's result, one that ended otherwise (FAIL) was given back or taken away;

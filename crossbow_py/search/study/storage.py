@@ -1,4 +1,4 @@
-"""The storage of a search: one of Optuna's, opened by its address, journal files among them; and patience with it."""
+"""Opens a search's Optuna storage by its address, journal files included, and retries operations that fail."""
 
 from __future__ import annotations
 

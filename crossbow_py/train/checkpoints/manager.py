@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import get_args
 
-from crossbow_py.train.checkpoints.contents import state_dict
+from crossbow_py.train.checkpoints.resume import state_dict
 from crossbow_py.train.checkpoints.writer import CheckpointWriter, Status
 from crossbow_py.train.run import Run
 from crossbow_py.train.run_folder.reporter import Reporter

@@ -16,7 +16,7 @@ from crossbow_py import SGD, SMA, Augmentation, Independent, MultiStep, UserErro
 from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import CheckpointError
 from crossbow_py.telemetry.records import read_metrics, read_summary
-from crossbow_py.train.checkpoints.contents import state_dict
+from crossbow_py.train.checkpoints.resume import state_dict
 from crossbow_py.train.checkpoints.weights import save_weights
 from crossbow_py.train.config import TrainConfig
 from tests.support import linear_model

@@ -1,1 +1,1 @@
-"""The rules that make an operator of one learner an operator of all."""
+"""The rules that batch each operator of the graph over all learners."""

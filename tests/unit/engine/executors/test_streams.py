@@ -13,7 +13,7 @@ from torch import nn
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.core.errors import LearnerError, UserError
 from crossbow_py.core.host import prepare_environment
-from crossbow_py.engine.device.streams import CudaStreams
+from crossbow_py.engine.device.graphs import CudaStreams
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.executors.streams import StreamsExecutor

@@ -13,8 +13,8 @@ from torch import nn
 from crossbow_py.core.errors import LearnerError, UserError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.device.device_tasks import DeviceTasks
+from crossbow_py.engine.device.graphs import CudaStreams
 from crossbow_py.engine.device.memory import is_out_of_memory
-from crossbow_py.engine.device.streams import CudaStreams
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.rounds import RoundOutcome

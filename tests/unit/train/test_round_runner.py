@@ -12,7 +12,7 @@ from crossbow_py import SGD, SMA, DiLoCo, LocalSGD, SynchronousSGD
 from crossbow_py.core.errors import LearnerError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.telemetry.throughput import ThroughputMeter
-from crossbow_py.train.rounds import RoundRunner
+from crossbow_py.train.round_runner import RoundRunner
 from crossbow_py.train.run_folder.reporter import Reporter, run_info
 from tests.trainers import blobs, make_trainer
 
