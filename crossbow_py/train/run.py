@@ -1,6 +1,6 @@
 """A run: its settings, its components and its state, in one object that owns them.
 
-Saving a run in a checkpoint and restoring it is in `checkpoints/contents.py`.
+Saving a run in a checkpoint and restoring it is in `checkpoints/resume.py`.
 """
 
 from __future__ import annotations
