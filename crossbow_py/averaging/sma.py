@@ -13,10 +13,13 @@ times √K (`rate_scaling`), which learned best without a warm-up; with one, K w
 Crossbow does not scale γ.
 
 The class below says what α, μ and the period are in a round; `averaging/rule.py` computes with them, and so do the C
-code and the kernels of `engine/update/`. With a `final_correction_rate`, α goes from `correction_rate` to it as the
-learning rate γ falls, so that learners explore while γ is high and come together once it is low, and z never moves
-further than to the learners' mean:: α ← final + (first − final) · ⌈16 · γ / γ_max⌉ / 16 # in steps: rounds of one α can
-be captured as one graph z' ← z + min(1, 1 / (K·α)) · Σ_j c_j + μ·(z − z_prev)
+code and the kernels of `engine/update/`.
+
+With a `final_correction_rate`, α goes from `correction_rate` to it as the learning rate γ falls, so that learners
+explore while γ is high and come together once it is low, and z never moves further than to the learners' mean::
+
+    α  ← final + (first − final) · ⌈16 · γ / γ_max⌉ / 16        # in steps: rounds of one α can be captured as one graph
+    z' ← z + min(1, 1 / (K·α)) · Σ_j c_j + μ·(z − z_prev)
 """
 
 from __future__ import annotations
