@@ -14,8 +14,9 @@ meanwhile, the larger counts were compared unfairly, and growing starts again fr
 watches: throughput that stays lower by more than `drift` starts shrinking, higher starts growing. After a drop has
 taken learners away, it also tries growing from time to time, because learners do not get faster when another program
 frees a core that they do not use. Every new search doubles the wait before the next, up to `2 ** _MAX_BACK_OFF`
-measurements. After Crossbow's auto-tuner (Koliousis et al., VLDB 2019), which takes one sample per count and then
-stops.
+measurements.
+
+After Crossbow's auto-tuner (Koliousis et al., VLDB 2019), which takes one sample per count and then stops.
 """
 
 from __future__ import annotations
