@@ -70,6 +70,8 @@ SHORT: Mapping[str, str] = {
     "zoo/run": "--models test_vit --processes 1",
 }
 QUICK = {"tables", "scaling/run", "update_bandwidth/run", "loader/run"}  # others take seconds
+# These take minutes together; cells of all grids run in test_learning_experiments.py as well.
+LONG = {*(f"{question}/run" for question in _OF_GRIDS), "throughput/run", "throughput/suite"}
 _DROPPED = ("--json", "--jobs", "--cells", "--seeds", "--name")
 _FLAGS = ("--add", "--quick")
 
@@ -121,9 +123,12 @@ def tiny_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def _marks(program: str) -> list[pytest.MarkDecorator]:
+    return [] if program in QUICK else [pytest.mark.slow, *([pytest.mark.long] if program in LONG else [])]
+
+
 @pytest.mark.parametrize("words", [
-    pytest.param(words, id=" ".join(words[:2]), marks=() if words[0] in QUICK else pytest.mark.slow)
-    for words in COMMANDS
+    pytest.param(words, id=" ".join(words[:2]), marks=_marks(words[0])) for words in COMMANDS
 ])  # fmt: skip
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("tiny_data")
