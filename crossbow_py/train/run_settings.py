@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
@@ -87,12 +87,15 @@ class RunSettings(JobSettings):
         names = [field.name for field in dataclasses.fields(RunSettings)]
         return RunSettings(**{name: getattr(config, name) for name in names if hasattr(config, name)} | own)
 
-    def changed(self, changes: Mapping[str, Any]) -> RunSettings:
-        """Return these settings with some keys changed. Raises TypeError for an unknown key, with a suggestion."""
+    def changed(self, changes: Mapping[str, Any], others: Collection[str] = ()) -> RunSettings:
+        """Return these settings with some keys changed.
+
+        Raises TypeError for an unknown key, with a suggestion among the keys and `others`, what else the caller takes.
+        """
         known = [field.name for field in dataclasses.fields(RunSettings)]
         for key in changes:
             if key not in known:
-                raise TypeError(f"unexpected keyword argument {key!r}{suggestion(key, known)}")
+                raise TypeError(f"unexpected keyword argument {key!r}{suggestion(key, [*known, *others])}")
         return dataclasses.replace(self, **changes)
 
     @property

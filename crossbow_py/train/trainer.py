@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,6 +48,12 @@ def _by_turns() -> Iterator[None]:
     """Let one thread at a time build a trainer: building seeds the process's generators and restores them."""
     with _BUILDING, ordinary_modes():
         yield
+
+
+def _keywords() -> list[str]:
+    """Return the keyword arguments that `Trainer` names itself."""
+    parameters = inspect.signature(Trainer).parameters.values()
+    return [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
 
 
 class Trainer:
@@ -132,7 +139,7 @@ class Trainer:
     ) -> None:
         begun, folder = time.monotonic(), None if output_dir is None else given_path("output_dir", output_dir)
         self.callbacks, self._continues, self._profile = callbacks, resume == "auto", profile
-        settings = settings.changed(changes)
+        settings = settings.changed(changes, others=_keywords())
         check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
         found, self._messages = find_checkpoint(resume, folder, ranks)
         self.run = build_run(

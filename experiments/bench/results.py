@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,3 @@ def show_and_write(result: dict[str, Any], text: Callable[[dict[str, Any]], str]
     if path:
         write_result(path, result)
         print(f"written to {path}")
-
-
-def draw_after(question: str, path: Path) -> None:
-    """Draw a results file of a question, beside it; matplotlib is an extra."""
-    try:
-        pictures = import_module("experiments.tables.pictures")
-    except ImportError as error:
-        print(f"no picture: {error}; pip install '.[plots]', then python experiments/tables --pictures {question}")
-        return
-    pictures.draw_beside(question, path, json.loads(path.read_text()))

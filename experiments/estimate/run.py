@@ -22,10 +22,11 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from crossbow_py.engine.sizing.memory import LearnerModel
 from experiments.bench.arguments import count, measuring_parser
 from experiments.bench.machine import ROOT, machine
-from experiments.bench.results import draw_after, show_and_write
+from experiments.bench.results import show_and_write
 from experiments.estimate.recommended import SECONDS, WorkerLoad, compare, estimate
 from experiments.estimate.report import result_text
 from experiments.estimate.truth import SUBJECTS, Subject, TrainingRun
+from experiments.tables.drawing import draw_after
 
 GIB = 2**30
 LIMITS_GIB = (2, 4, 8, 16, 32)

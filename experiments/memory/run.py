@@ -25,9 +25,10 @@ from crossbow_py.engine.sizing.memory import LearnerBytes, learner_bytes, predic
 from crossbow_py.models import MODELS
 from experiments.bench.arguments import count, measuring_parser
 from experiments.bench.machine import ROOT, machine
-from experiments.bench.results import draw_after, show_and_write
+from experiments.bench.results import show_and_write
 from experiments.bench.rounds import ExecutorName, Setup
 from experiments.memory.report import result_text
+from experiments.tables.drawing import draw_after
 
 DEFAULT_MODELS = ("lenet", "resnet32", "vgg16")
 NUM_LEARNERS = (1, 2, 4, 8, 16)

@@ -23,11 +23,12 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import BF16, PrecisionName, choose_device, choose_precision
 from experiments.bench.arguments import count, measuring_parser, positive
 from experiments.bench.machine import machine
-from experiments.bench.results import draw_after, show_and_write
+from experiments.bench.results import show_and_write
 from experiments.bench.sides.side import COMPILED, EXECUTOR_SIDES, PEER_SIDES
 from experiments.bench.windows import MAX_FOREIGN_SHARE
 from experiments.bench.workers import process_context
 from experiments.bench.workloads import WORKLOAD_MODELS, Workload, prepare_all
+from experiments.tables.drawing import draw_after
 from experiments.throughput import planning
 from experiments.throughput.analysis import analyse, analysis_s, analysis_text
 from experiments.throughput.campaign import Campaign, Plan

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from experiments.bench import results
 from experiments.bench.results import write_result
 from experiments.tables import pages, pictures
+from experiments.tables.drawing import draw_after
 from experiments.tables.pictures import beside, draw_beside, draw_questions, one, pictures_of
 
 
@@ -75,7 +76,7 @@ def test_picture_after_a_result_is_left_out_with_a_hint_where_it_cannot_be_drawn
     two_results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "experiments.tables.pictures", None)
-    results.draw_after("any", two_results / "results" / "a.json")
+    draw_after("any", two_results / "results" / "a.json")
     assert capsys.readouterr().out.endswith("pip install '.[plots]', then python experiments/tables --pictures any\n")
 
 

@@ -502,3 +502,11 @@ def test_fit_resumed_without_metrics_says_that_they_are_lost(tmp_path):
     make_trainer(output_dir=tmp_path, resume="auto", callbacks=[recorder]).fit(max_epochs=2)
     assert any("is damaged or has lost lines of earlier epochs" in message for message in recorder.of("message"))
     assert [line["epoch"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [2]
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"), [("batchsize", "batch_size"), ("calbacks", "callbacks"), ("optimiser", "optimizer")]
+)
+def test_misspelled_argument_is_named_with_what_was_meant(word, meant):
+    with pytest.raises(TypeError, match=rf"unexpected keyword argument '{word}'; did you mean '{meant}'\?"):
+        make_trainer(**{word: 1})
