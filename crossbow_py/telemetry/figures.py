@@ -20,16 +20,16 @@ class RecordedRun(Protocol):
     """A recorded run: its status, summary.json, configuration by dotted keys, and the lines of metrics.jsonl."""
 
     @property
-    def status(self) -> str: ...  # noqa: D102
+    def status(self) -> str: ...
 
     @property
-    def summary(self) -> Mapping[str, Any]: ...  # noqa: D102
+    def summary(self) -> Mapping[str, Any]: ...
 
     @property
-    def config(self) -> Mapping[str, Any]: ...  # noqa: D102
+    def config(self) -> Mapping[str, Any]: ...
 
     @property
-    def epochs(self) -> Sequence[Mapping[str, Any]]: ...  # noqa: D102
+    def epochs(self) -> Sequence[Mapping[str, Any]]: ...
 
 
 def figures(runs: Sequence[RecordedRun]) -> Rows:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
 import tomllib
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
 import yaml
 from packaging.requirements import Requirement
@@ -27,6 +32,13 @@ LOCAL_PATH = re.compile(r"(?<![\w.])/(?:home|root|Users|work)/")
 def texts() -> list[Path]:
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
     return sorted(path for path in [*files, *ROOT.glob("*")] if path.suffix in TEXT and path.is_file())
+
+
+def modules() -> Iterator[ModuleType]:
+    for path in PACKAGE:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        with suppress(ModuleNotFoundError):  # an extra that is not installed, or Triton
+            yield importlib.import_module(name)
 
 
 def lines_matching(pattern: re.Pattern[str]) -> list[str]:
@@ -52,6 +64,19 @@ def test_functions_of_the_package_fit_on_a_screen() -> None:
                 if lines > MAXIMUM_FUNCTION_LINES:
                     too_long[f"{path.relative_to(ROOT)}:{node.name}"] = lines
     assert too_long == {}
+
+
+def test_public_methods_say_what_they_do_unless_their_base_does() -> None:
+    silent = [
+        f"{cls.__module__}.{cls.__name__}.{name}"
+        for module in modules()
+        for cls in vars(module).values()
+        if inspect.isclass(cls) and cls.__module__ == module.__name__ and not cls.__name__.startswith("_")
+        for name, method in vars(cls).items()
+        if inspect.isfunction(method) and method.__name__ == name and not name.startswith("_")
+        if not inspect.getdoc(getattr(cls, name))
+    ]
+    assert silent == []
 
 
 def test_text_of_the_project_has_no_loose_ends() -> None:
