@@ -284,12 +284,22 @@ class TrainingLoop:
             self._call_after_round(self._after_round, images)
 
     def _call_after_round(self, after_round: Callable[[RoundEnd], int | None], images: int) -> None:
-        """Call `after_round` of `fit`, and set the number of learners that it returns."""
+        """Call `after_round` of `fit`, and set the number of learners that it returns. Raises UserError."""
         tuning, now = self._run.tuning, self._run.bank.num_learners
         settled = tuning is None or tuning.state.phase == "settled"
         wanted = after_round(RoundEnd(images, self.meter.elapsed_s, self.meter.waited_s, now, settled))
         if wanted is None:
             return
+        if type(wanted) is not int or wanted < 1:
+            raise UserError(
+                f"after_round must return None or a whole number of learners, at least 1, got {wanted!r}; return None "
+                "to leave their number as it is."
+            )
+        if tuning is None and wanted != now:
+            raise UserError(
+                f"after_round may change the number of learners only with num_learners=auto, got {wanted} with "
+                f"num_learners={now}; set num_learners=auto, or return None."
+            )
         self._images = 0  # the auto-tuner does not count this round
         self._apply(Decision("grow" if wanted > now else "shrink", wanted))
 

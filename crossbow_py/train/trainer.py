@@ -195,10 +195,11 @@ class Trainer:
             max_rounds: rounds of this call.
             handle_signals: on SIGTERM and Ctrl-C write a checkpoint and return with status terminated or interrupted.
             after_round: called by the loop's thread once a round is submitted and the one before is over. It may block.
-                It returns the number of learners to continue with, the same on all ranks; None leaves that to the
-                auto-tuner.
+                With num_learners=auto it may return the number of learners per device to continue with, the same on
+                all ranks; None leaves that to the auto-tuner.
 
         Raises:
+            UserError: the stop conditions, or what `after_round` returned.
             NonFiniteError: a learner's loss is not finite and `on_nonfinite` is stop.
             LearnerError: a task failed.
         """

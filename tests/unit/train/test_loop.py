@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from crossbow_py import SGD, SMA, CheckpointSettings, Independent, MultiStep, NonFiniteError
-from crossbow_py.core.errors import LearnerError
+from crossbow_py.core.errors import LearnerError, UserError
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.telemetry.throughput import ThroughputMeter
@@ -405,3 +405,40 @@ def test_listener_whose_file_fails_is_dropped_with_a_message_and_training_goes_o
     assert make_trainer(callbacks=[full, other]).fit(max_epochs=2).status == "finished"
     assert other.of("message") == ["Full stops recording ([Errno 28] No space left on device); training goes on."]
     assert (len(other.of("epoch")), full.calls[-1][0]) == (2, "close")
+
+
+# What is called after every round
+
+
+def test_after_round_is_called_every_round_and_none_changes_nothing():
+    ends = []
+    result = make_trainer().fit(max_rounds=5, after_round=ends.append)
+    assert [(end.images, end.num_learners, end.is_settled) for end in ends] == [(8, 2, True)] * 5
+    assert [end.elapsed_s for end in ends] == sorted(end.elapsed_s for end in ends)
+    assert equal_states(result.model, make_trainer().fit(max_rounds=5).model)
+
+
+def test_after_round_sets_the_number_of_learners_of_auto_and_the_auto_tuner_does_not():
+    trainer, told, wanted = make_trainer(num_learners="auto"), [], iter([None, 3, *[1] * 30])
+
+    def after_round(end):
+        told.append((end.num_learners, end.images, end.is_settled))
+        return next(wanted)
+
+    trainer.fit(max_rounds=30, after_round=after_round)
+    assert told == [(1, 4, False), (1, 4, False), (3, 12, False), *[(1, 4, False)] * 27]
+    assert (trainer.run.bank.num_learners, trainer.run.tuning.state.num_learners) == (1, 1)
+
+
+@pytest.mark.parametrize("num_learners", [2, "auto"])
+@pytest.mark.parametrize("wanted", [0, -1, True, 2.0, "2"])
+def test_after_round_that_returns_no_number_of_learners_is_refused(num_learners, wanted):
+    said = f"after_round must return None or a whole number of learners, at least 1, got {wanted!r}; return None to"
+    with pytest.raises(UserError, match=said):
+        make_trainer(num_learners=num_learners).fit(max_rounds=2, after_round=lambda end: wanted)
+
+
+def test_after_round_may_return_a_fixed_number_but_not_another():
+    assert make_trainer().fit(max_rounds=2, after_round=lambda end: 2).status == "finished"
+    with pytest.raises(UserError, match="only with num_learners=auto, got 3 with num_learners=2; set num_learners=au"):
+        make_trainer().fit(max_rounds=2, after_round=lambda end: 3)

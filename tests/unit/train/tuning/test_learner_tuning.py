@@ -271,28 +271,6 @@ def test_settings_that_auto_cannot_serve_are_refused_in_one_sentence(options, wo
         make_trainer(**{"num_learners": "auto", **options})
 
 
-def test_after_round_is_told_of_every_round_and_sets_the_number_of_learners():
-    trainer, told, counts = make_trainer(num_learners=2), [], iter([None, 3, 3, 1])
-
-    def after_round(end):
-        told.append(end)
-        return next(counts)
-
-    trainer.fit(max_rounds=4, after_round=after_round)
-    assert [(end.num_learners, end.images) for end in told] == [(2, 8), (2, 8), (3, 12), (3, 12)]
-    assert trainer.run.bank.num_learners == 1
-    assert [end.elapsed_s for end in told] == sorted(end.elapsed_s for end in told)
-    assert all(end.is_settled for end in told)
-
-
-def test_after_round_keeps_the_auto_tuner_from_what_it_decides():
-    trainer = make_trainer(num_learners="auto")
-    settled = []
-    trainer.fit(max_rounds=30, after_round=lambda end: settled.append(end.is_settled) or end.num_learners)
-    assert settled == [False] * 30
-    assert (trainer.run.bank.num_learners, trainer.run.tuning.state.num_learners) == (1, 1)
-
-
 def wide_model() -> nn.Module:
     """Return a model of 4 · 4,000 + 4,000 · 250 + 250 · 3 = 1,016,750 parameters."""
     return nn.Sequential(
