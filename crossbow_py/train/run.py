@@ -85,15 +85,6 @@ class DataSets:
         return list(map(str, self.class_names or getattr(self.test, "classes", None) or ()))
 
 
-class OpenEpoch(NamedTuple):
-    """The number of epochs closed before this one, and its own sums so far; see `RunState`."""
-
-    closed_epochs: int
-    loss_sum: float
-    num_losses: int
-    num_correct: float | None
-
-
 @dataclass
 class RunState:
     """Counters of a run.
@@ -177,15 +168,6 @@ class RunState:
         """Start the next epoch's sums."""
         self.closed_epochs = self.samples_seen // samples_per_epoch
         self.loss_sum, self.num_losses, self.num_correct = 0.0, 0, 0.0
-
-    @property
-    def open_epoch(self) -> OpenEpoch:
-        """The values that `close_epoch` resets, for `reopen_epoch`."""
-        return OpenEpoch(self.closed_epochs, self.loss_sum, self.num_losses, self.num_correct)
-
-    def reopen_epoch(self, kept: OpenEpoch) -> None:
-        """Continue an epoch that was closed since."""
-        self.closed_epochs, self.loss_sum, self.num_losses, self.num_correct = kept
 
     def to_plain(self) -> dict[str, Any]:
         """Return plain values for a checkpoint, where `non_finite_learners` has its older name, `sick_learners`."""
@@ -506,11 +488,6 @@ class Run:
             [state.loss_sum, state.num_losses, math.nan if state.num_correct is None else state.num_correct]
         )
         return loss_sum, int(num_losses), None if math.isnan(num_correct) else num_correct
-
-    def add_up_epoch(self) -> None:
-        """Replace this rank's sums of the epoch by those of all ranks, for the epoch's record."""
-        state = self.state
-        state.loss_sum, state.num_losses, state.num_correct = self.epoch_sums()
 
     def spread(self) -> float | None:
         """Return the root mean square of |w_j − c| / |c| over the learners of all ranks. All ranks together.

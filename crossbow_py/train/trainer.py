@@ -28,7 +28,7 @@ from crossbow_py.telemetry.events import Listener, RoundEnd
 from crossbow_py.telemetry.profile import OperatorProfile
 from crossbow_py.telemetry.records import file_listeners
 from crossbow_py.telemetry.timeline import Timeline, TimelineFile
-from crossbow_py.train.build import build_run
+from crossbow_py.train.build import RunBuilder
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, SavedCheckpoint, holds_run
 from crossbow_py.train.checkpoints.resume import choose_together, find_checkpoint, restore
 from crossbow_py.train.checks.compatibility import check_compatible
@@ -142,18 +142,17 @@ class Trainer:
         settings = settings.changed(changes, others=_keywords())
         check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
         found, self._messages = find_checkpoint(resume, folder, ranks)
-        self.run = build_run(
-            model,
-            DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std, class_names),
-            settings,
-            choose_together(settings, found, ranks),
+        self.run = RunBuilder(
+            make_model=model,
+            data=DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std, class_names),
+            settings=settings, choices=choose_together(settings, found, ranks),
             optimizer=optimizer, rule=averaging, schedule=schedule, loss=loss, metrics=metrics,
             init_from=_initial(init_from, found), max_evaluation_batches=max_evaluation_batches,
             checkpoints=checkpoint, distributed=distributed, output_dir=folder, experiment=experiment, names=names,
             resumed_from=str(found.folder) if found else None, timeline=_timeline(trace, profile, folder),
             announce=self._announce, ranks=ranks,
             executor_cache=None if executor_cache is None else given_path("executor_cache", executor_cache),
-        )  # fmt: skip
+        ).build()  # fmt: skip
         self._messages += [*notes, *self.run.warnings]
         with ranks.together():
             if found:

@@ -64,16 +64,6 @@ def test_close_epoch_counts_every_epoch_passed_and_empties_the_sums(samples_seen
     assert (state.closed_epochs, state.loss_sum, state.num_losses, state.num_correct) == (closed, 0.0, 0, 0.0)
 
 
-def test_reopened_epoch_goes_on_with_its_sums_and_keeps_what_was_noted_since():
-    state = RunState(samples_seen=14, closed_epochs=1, loss_sum=4.0, num_losses=2, num_correct=3.0)
-    kept = state.open_epoch
-    state.last_accuracy = 0.5
-    state.close_epoch(samples_per_epoch=10)
-    state.reopen_epoch(kept)
-    assert (state.closed_epochs, state.loss_sum, state.num_losses, state.num_correct) == (1, 4.0, 2, 3.0)
-    assert (state.samples_seen, state.last_accuracy) == (14, 0.5)
-
-
 def test_plain_values_come_back_whatever_a_newer_or_older_version_had():
     state = RunState(round_index=3, samples_seen=24, best_accuracy=0.5)
     plain = state.to_plain()

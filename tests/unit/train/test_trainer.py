@@ -135,14 +135,16 @@ def test_fit_of_independent_learners_returns_records_and_saves_each(tmp_path):
 
 
 def test_second_fit_goes_on_and_ends_where_one_long_fit_does():
-    long = make_trainer(test_data=blobs(30)).fit(max_epochs=3)
-    recorder = Recorder()
+    recorder, straight = Recorder(), Recorder()
+    long = make_trainer(test_data=blobs(30), callbacks=[straight]).fit(max_epochs=3)
     trainer = make_trainer(test_data=blobs(30), callbacks=[recorder])
     trainer.fit(max_samples=56)
     assert [record.epoch for record in recorder.of("epoch")] == [1, 1.4]
     result = trainer.fit(max_epochs=3)
     assert equal_states(result.model, long.model)
     assert [record.epoch for record in recorder.of("epoch")] == [1, 1.4, 2, 3]
+    losses, unbroken = ([record.train_loss for record in told.of("epoch")] for told in (recorder, straight))
+    assert losses[2:] == unbroken[1:]  # the epoch in which it stopped has lost no round
     assert [info.samples_seen for info in recorder.of("start")] == [0, 56]
 
 
