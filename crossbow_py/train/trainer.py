@@ -29,7 +29,7 @@ from crossbow_py.telemetry.profile import OperatorProfile
 from crossbow_py.telemetry.records import file_listeners
 from crossbow_py.telemetry.timeline import Timeline, TimelineFile
 from crossbow_py.train.build import RunBuilder
-from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, SavedCheckpoint, holds_run
+from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, holds_run
 from crossbow_py.train.checkpoints.resume import choose_together, find_checkpoint, restore
 from crossbow_py.train.checks.compatibility import check_compatible
 from crossbow_py.train.checks.seeded_model import MakeModel
@@ -48,12 +48,6 @@ def _by_turns() -> Iterator[None]:
     """Let one thread at a time build a trainer: building seeds the process's generators and restores them."""
     with _BUILDING, ordinary_modes():
         yield
-
-
-def _keywords() -> list[str]:
-    """Return the keyword arguments that `Trainer` names itself."""
-    parameters = inspect.signature(Trainer).parameters.values()
-    return [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
 
 
 class Trainer:
@@ -139,7 +133,8 @@ class Trainer:
     ) -> None:
         begun, folder = time.monotonic(), None if output_dir is None else given_path("output_dir", output_dir)
         self.callbacks, self._continues, self._profile = callbacks, resume == "auto", profile
-        settings = settings.changed(changes, others=_keywords())
+        own = [each.name for each in inspect.signature(Trainer).parameters.values() if each.kind is each.KEYWORD_ONLY]
+        settings = settings.changed(changes, others=own)
         check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
         found, self._messages = find_checkpoint(resume, folder, ranks)
         self.run = RunBuilder(
@@ -147,8 +142,9 @@ class Trainer:
             data=DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std, class_names),
             settings=settings, choices=choose_together(settings, found, ranks),
             optimizer=optimizer, rule=averaging, schedule=schedule, loss=loss, metrics=metrics,
-            init_from=_initial(init_from, found), max_evaluation_batches=max_evaluation_batches,
-            checkpoints=checkpoint, distributed=distributed, output_dir=folder, experiment=experiment, names=names,
+            init_from=None if init_from is None or found else str(given_path("init_from", init_from)),
+            max_evaluation_batches=max_evaluation_batches, checkpoints=checkpoint, distributed=distributed,
+            output_dir=folder, experiment=experiment, names=names,
             resumed_from=str(found.folder) if found else None, timeline=_timeline(trace, profile, folder),
             announce=self._announce, ranks=ranks,
             executor_cache=None if executor_cache is None else given_path("executor_cache", executor_cache),
@@ -263,13 +259,9 @@ class Trainer:
         except OSError as error:
             raise unwritable(folder, error) from error
         timeline = self.run.timeline
-        listeners += [TimelineFile(timeline, folder)] if timeline is not None else []
-        return [*listeners, *([OperatorProfile(folder)] if self._profile else [])]
-
-
-def _initial(init_from: str | Path | None, found: SavedCheckpoint | None) -> str | None:
-    """Return the file of initial weights; a run that resumes has its own."""
-    return None if init_from is None or found else str(given_path("init_from", init_from))
+        if timeline is not None:
+            listeners.append(TimelineFile(timeline, folder))
+        return [*listeners, OperatorProfile(folder)] if self._profile else listeners
 
 
 def _timeline(trace: bool, profile: bool, output_dir: Path | None) -> Timeline | None:

@@ -66,7 +66,11 @@ def restore(run: Run, checkpoint: SavedCheckpoint) -> None:
         saved = checkpoint.part(0)
         _check_identity(run, saved["identity"])
         if checkpoint.num_ranks == run.ranks.num_ranks:
-            _take_own(run, checkpoint)
+            own, nodes = checkpoint.part(run.ranks.rank), run.nodes
+            # Its node's z, if every node has one and ranks are on the same nodes as before.
+            central = own["bank"] if nodes and nodes == own.get("nodes") else _central(checkpoint)
+            run.bank.load_state_dict({**own["bank"], **{name: central[name] for name in CENTRAL if name in central}})
+            run.state = RunState.from_plain(own["state"])
         else:
             _take_share(run, checkpoint)
         if run.average_ema is not None:
@@ -85,15 +89,6 @@ def _check_identity(run: Run, saved: Mapping[str, Any]) -> None:
             f"checkpoint {run.resumed_from} is of another run ({shown}); resuming may change only stops, logging "
             "and paths: use the same settings, or start afresh without resume."
         )
-
-
-def _take_own(run: Run, checkpoint: SavedCheckpoint) -> None:
-    """Load this rank's part, with its node's z if every node has one and ranks are on the same nodes as before."""
-    own = checkpoint.part(run.ranks.rank)
-    nodes = run.nodes
-    central = own["bank"] if nodes and nodes == own.get("nodes") else _central(checkpoint)
-    run.bank.load_state_dict({**own["bank"], **{name: central[name] for name in CENTRAL if name in central}})
-    run.state = RunState.from_plain(own["state"])
 
 
 def _take_share(run: Run, checkpoint: SavedCheckpoint) -> None:
