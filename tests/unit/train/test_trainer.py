@@ -244,6 +244,7 @@ def test_init_from_starts_at_the_saved_weights(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"train_data": (blobs(40)[0], torch.arange(40) % 5)}, "the data has 5 classes, 0 to 4; its last layer must"),
         ({"num_classes": 4}, r"output has shape \[batch, 3\] and the data has 4 classes"),
         ({"model": nn.Linear(4, 3)}, "model must be a function that returns an nn.Module, got Linear"),
         ({"model": lambda: nn.Linear(5, 3)}, r"the model cannot take the training data, inputs of shape \[4\]"),
@@ -252,18 +253,21 @@ def test_init_from_starts_at_the_saved_weights(tmp_path):
         ({"train_data": (blobs(40)[0], blobs(39)[1])}, "as many inputs as targets"),
         ({"optimizer": SGD(learning_rate=[0.1, 0.2, 0.3])}, "optimizer.learning_rate lists 3 values for 2 learners"),
         ({"optimizer": "sgd"}, r"optimizer must be one of crossbow_py's, such as SGD\(\), got 'sgd'"),
+        ({"optimizer": nn.Linear}, r"optimizer must be one of crossbow_py's, such as SGD\(\), got <class"),
+        ({"optimizer": torch.optim.SGD(linear_model().parameters())}, r"as SGD\(\), got SGD \( Parameter Group 0"),
         ({"schedule": 0.1}, r"schedule must be one of crossbow_py's, such as Constant\(\), got 0.1"),
         ({"loss": "mse"}, r"loss must be a function \(outputs, targets\) -> tensor, such as nn.MSELoss\(\), got 'mse'"),
-        ({"averaging": None}, r"averaging must be one of crossbow_py's, such as SMA\(\), got None"),
-        ({"batch_size": 4.0}, "batch_size must be a whole number, got 4.0"),
+        ({"loss": 0.5}, r"a function \(outputs, targets\) -> tensor, such as nn.MSELoss\(\), got 0.5; give one"),
+        ({"averaging": None}, r"averaging must be one of crossbow_py's, such as SMA\(\), got None; import one from"),
+        ({"averaging": Independent(), "num_learners": "auto"}, "independent trains num_learners models, got auto"),
+        ({"loss": nn.NLLLoss(), "label_smoothing": 0.1}, r"label_smoothing=0\.1 is for cross-entropy, and another"),
         ({"seed": "0"}, "seed must be a whole number, got '0'"),
-        ({"max_evaluation_batches": 0}, "max_evaluation_batches must be at least 1 or None, got 0"),
-        ({"on_nonfinite": "reseed", "num_learners": 1}, "averaging=sma with num_learners=1 has none"),
+        ({"max_evaluation_batches": 0}, "max_evaluation_batches must be at least 1 or None, got 0; None evaluates"),
+        ({"on_nonfinite": "reseed", "num_learners": 1}, "sma with num_learners=1 has none; set on_nonfinite=stop"),
         ({"on_nonfinite": "reseed", "averaging": Independent()}, "averaging=independent with num_learners=2 has none"),
         ({"augmentation": Augmentation(2)}, "need uint8 image tensors"),
         ({"init_from": "nowhere.safetensors"}, "init_from=nowhere.safetensors cannot be read as safetensors"),
         ({"resume": "nowhere"}, "no checkpoint in nowhere"),
-        ({"executor": "fuse"}, "executor must be one of auto, serial, threads, fused, .*, streams, got 'fuse'"),
     ],
 )  # fmt: skip
 def test_parts_that_do_not_fit_are_refused_before_training_in_one_sentence(options, message):
@@ -341,11 +345,6 @@ def test_independent_learners_begin_apart_and_the_first_as_a_single_model_does()
     first, second = (trainer.run.bank.learner_state(learner)["weight"] for learner in range(2))
     assert torch.equal(first, alone.run.bank.learner_state(0)["weight"])
     assert not torch.equal(first, second)
-
-
-def test_class_the_model_has_no_output_for_is_refused_without_being_told_the_number_of_classes():
-    with pytest.raises(UserError, match="the data has 5 classes, 0 to 4; its last layer must return"):
-        make_trainer(train_data=(blobs(40)[0], torch.arange(40) % 5))
 
 
 def test_label_smoothing_of_targets_that_are_not_classes_is_refused():

@@ -15,18 +15,7 @@ from crossbow_py.core.errors import CheckpointError, UserError
 from crossbow_py.core.plain_values import differences
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, checkpoints, find_newest, open_checkpoint
 from crossbow_py.train.checkpoints.writer import save
-
-
-def state(mark: float = 1.0):
-    return {
-        "choices": {"executor": "serial"},
-        "bank": {"weights": {"0.weight": torch.full((2, 3), mark)}, "step_counts": [1, 2]},
-        "state": {"samples_seen": 8, "best_accuracy": None},
-    }
-
-
-def mark_of(saved) -> float:
-    return saved["bank"]["weights"]["0.weight"][0, 0].item()
+from tests.unit.train.checkpoints.marked_checkpoints import mark_of, state
 
 
 def by_hand(run_folder: Path, samples: int, marks: list[float]) -> Path:
@@ -51,6 +40,11 @@ def edit(folder: Path, change) -> None:
     manifest = json.loads(path.read_text())
     change(manifest)
     path.write_text(json.dumps(manifest))
+
+
+def hash_again(folder: Path) -> None:
+    right = hashlib.sha256((folder / "rank-0.pt").read_bytes()).hexdigest()
+    edit(folder, lambda manifest: manifest["sha256"].update({"rank-0.pt": right}))
 
 
 def rename_rank_1(folder: Path, name: str) -> None:
@@ -110,16 +104,10 @@ def test_part_outlives_its_file(tmp_path):
 
 def test_load_newest_takes_a_run_folder_its_checkpoints_folder_or_one_checkpoint(tmp_path):
     older, newer = (save(tmp_path, state(mark), mark * 100, keep=2) for mark in (1, 2))
-    for path, mark, folder in [
-        (tmp_path, 2, newer),
-        (tmp_path / "checkpoints", 2, newer),
-        (newer, 2, newer),
-        (older, 1, older),
-    ]:
-        checkpoint, problems = find_newest(path)
-        saved, found = checkpoint.part(0), checkpoint.folder
-        assert (mark_of(saved), found, problems) == (mark, folder, [])
-        assert find_newest(path)[0].folder == folder
+    for path in (tmp_path, tmp_path / "checkpoints", newer, older):
+        saved, problems = find_newest(path)
+        mark, folder = (1, older) if path == older else (2, newer)
+        assert (mark_of(saved.part(0)), saved.folder, problems) == (mark, folder, [])
 
 
 @pytest.mark.parametrize(
@@ -184,8 +172,7 @@ class Malicious:
 def test_part_that_would_run_code_is_refused_and_runs_none(tmp_path, write):
     folder = by_hand(tmp_path, 100, [1.0])
     write({"bank": Malicious(tmp_path / "taken")}, folder / "rank-0.pt")
-    right = hashlib.sha256((folder / "rank-0.pt").read_bytes()).hexdigest()
-    edit(folder, lambda manifest: manifest["sha256"].update({"rank-0.pt": right}))
+    hash_again(folder)
     with pytest.raises(CheckpointError, match=r"cannot be read .*; use another one\.$") as caught:
         open_checkpoint(folder).part(0)
     assert not (tmp_path / "taken").exists()
@@ -195,8 +182,7 @@ def test_part_that_would_run_code_is_refused_and_runs_none(tmp_path, write):
 def test_part_that_is_no_mapping_is_refused(tmp_path):
     folder = by_hand(tmp_path, 100, [1.0])
     torch.save(torch.zeros(3), folder / "rank-0.pt")
-    right = hashlib.sha256((folder / "rank-0.pt").read_bytes()).hexdigest()
-    edit(folder, lambda manifest: manifest["sha256"].update({"rank-0.pt": right}))
+    hash_again(folder)
     with pytest.raises(CheckpointError, match="rank-0.pt holds a Tensor"):
         open_checkpoint(folder).part(0)
 

@@ -156,7 +156,7 @@ def test_honest_model_of_an_odd_format_trains(model, precision, executor):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (net(turns=lambda: nn.Parameter(torch.ones(6, dtype=torch.complex64))), "model's turns is complex, and learners"),
+        (net(turns=lambda: nn.Parameter(torch.ones(6, dtype=torch.complex64))), "model's turns is complex, and"),
         (net(lambda self, x: torch.complex(*[Net.forward(self, x)] * 2)), "complex numbers"),
     ],
 )
