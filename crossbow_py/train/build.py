@@ -18,6 +18,7 @@ from crossbow_py.data.datasets import Data, as_pair, has_integers
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.distributed.settings import DistributedSettings
+from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.bank.average_ema import AverageEMA
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.kernels.checks import serves
@@ -38,7 +39,7 @@ from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.schedules import Constant, Schedule
 from crossbow_py.train.tuning.busy_cores import busy_cores
 from crossbow_py.train.tuning.executor_choice import choose_executor, new_bank
-from crossbow_py.train.tuning.learner_tuning import learner_bound, learner_tuning
+from crossbow_py.train.tuning.learner_tuning import LearnerTuning, learner_bound
 from crossbow_py.train.tuning.worker_autotuner import first_workers, worker_autotuner
 
 _FEW_ITEMS = 32  # looked through for rounded inputs before training
@@ -104,9 +105,9 @@ class RunBuilder:
                 channels_last=settings.channels_last,
             ),
             train_feed=train_feed, validation_feed=validation_feed, test_feed=test_feed, collective=collective,
-            ranks=ranks, nodes=ranks.nodes() if collective.apart else None, timeline=self.timeline, most_learners=most,
+            ranks=ranks, nodes=ranks.nodes() if collective.apart else None, timeline=self.timeline,
             warnings=[*warnings, *filter(None, [warning]), *notes, *bounded, *_refusals(choices)],
-            tuning=learner_tuning(settings.num_learners, most),
+            tuning=LearnerTuning(AutoTuner(max_learners=most)) if settings.num_learners == "auto" else None,
             worker_autotuner=worker_autotuner(settings.num_workers, train_feed, ranks.num_local),
             busy_cores=busy_cores(choices.executor, device.type, ranks.num_local == 1 and not train_feed.STREAMS),
         )  # fmt: skip

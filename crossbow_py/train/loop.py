@@ -154,7 +154,6 @@ class TrainingLoop:
         return self.stops.after_evaluation(self.state.last_accuracy, self.state.last_loss)
 
     def _plan(self) -> Round:
-        """Plan the next round from the current state."""
         state, factor = self.state, self._factor()
         after = state.samples_seen + self._run.samples_per_round
         is_last = self.total_samples is not None and after >= self.total_samples

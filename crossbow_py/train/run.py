@@ -21,7 +21,6 @@ from crossbow_py.core.settings import known_fields
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data
 from crossbow_py.data.feed import Feed
-from crossbow_py.data.normalisation import Normalisation
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.distributed.settings import DistributedSettings
@@ -72,17 +71,7 @@ class DataSets:
     augmentation: Augmentation | None = None
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
-    class_names: Sequence[str] | None = None
-
-    @property
-    def normalisation(self) -> Normalisation | None:
-        """The normalisation of inputs. Raises UserError when only one of `mean` and `std` is given."""
-        return Normalisation.of(self.mean, self.std)
-
-    @property
-    def names_of_classes(self) -> list[str]:
-        """The names of the classes: as given, or the test data's attribute `classes`; empty without either."""
-        return list(map(str, self.class_names or getattr(self.test, "classes", None) or ()))
+    class_names: Sequence[str] | None = None  # None is the attribute `classes` of the test data, if there is one
 
 
 @dataclass
@@ -190,31 +179,16 @@ class Run:
     """Everything that the training loop works on; built by the trainer and kept over several calls of `fit`.
 
     Attributes:
-        data: the data sets, and how images are prepared.
-        settings: the keys that shape the run.
-        schedule: how the learning rate moves.
-        checkpoints: when checkpoints are written, and how many are kept.
-        distributed: settings of a run over several ranks.
-        output_dir: the run's folder, or None.
         experiment: the name of the run in records.
         names: the names of the model and the data in records.
         resumed_from: the checkpoint that the run resumed from.
         choices: the values chosen for `auto`.
-        bank: the replicas.
         average_ema: the EMA of z, if the rule asks for one.
         update: updates rows of the bank by corrections and averagings, with the optimizer and the rule.
-        loss: the loss that learners are trained on.
-        evaluator: evaluates copies of the models.
-        train_feed: batches to train on.
         validation_feed: batches to evaluate on; if there are any, stops look at them.
-        test_feed: batches to evaluate on.
-        collective: the sum over ranks.
-        ranks: the ranks of the run.
         nodes: `Ranks.nodes`, if every node has an average model of its own; else None.
         timeline: records a span of every task, if there is one.
-        most_learners: the number of learners that memory holds, at most `max_learners`.
         warnings: messages for the user when training starts.
-        state: the counters.
         tuning: tunes the number of learners, for num_learners=auto.
         worker_autotuner: tunes the number of workers, for num_workers=auto with streamed data.
         busy_cores: chooses how threads wait for each other, on CPUs.
@@ -243,7 +217,6 @@ class Run:
     ranks: Ranks
     nodes: list[int] | None
     timeline: Timeline | None
-    most_learners: int
     warnings: list[str]
 
     state: RunState = field(default_factory=RunState)
