@@ -187,7 +187,13 @@ def _resume_from(config: TrainConfig, plain: Mapping[str, Any]) -> tuple[Path | 
         asked = given_path("resume", config.resume)
         run = run_of(asked)
     _check_own(run)
-    _check_unchanged(run, plain)
+    if not (run / CONFIG_FILE).is_file():
+        raise UserError(f"cannot resume {run}: it has no {CONFIG_FILE}; restore it or start in another output_dir.")
+    if changed := changes(read_yaml(run / CONFIG_FILE), plain):
+        raise UserError(
+            f"resuming {run} may change only stops, logging and paths, got {', '.join(changed)}; "
+            "put these back, or start a new run with another output_dir."
+        )
     return asked, run
 
 
@@ -200,17 +206,6 @@ def _newest_unfinished(experiment: str, plain: Mapping[str, Any]) -> Path | None
         if not changes(read_yaml(run / CONFIG_FILE), plain):
             return run
     return None
-
-
-def _check_unchanged(source: Path, plain: Mapping[str, Any]) -> None:
-    if not (source / CONFIG_FILE).is_file():
-        raise UserError(f"cannot resume {source}: it has no {CONFIG_FILE}; restore it or start in another output_dir.")
-    changed = changes(read_yaml(source / CONFIG_FILE), plain)
-    if changed:
-        raise UserError(
-            f"resuming {source} may change only stops, logging and paths, got {', '.join(changed)}; "
-            "put these back, or start a new run with another output_dir."
-        )
 
 
 @contextmanager

@@ -135,6 +135,7 @@ def test_load_newest_takes_a_run_folder_its_checkpoints_folder_or_one_checkpoint
         (lambda folder: edit(folder, lambda m: m.update(samples_seen=-1)), "samples_seen is -1"),
         (lambda folder: edit(folder, lambda m: m.update(samples_seen="9" * 99)), "samples_seen is '9{39}\\.\\.\\."),
         (lambda folder: edit(folder, lambda m: m.update(format_version=1.5)), "format_version is 1.5"),
+        (lambda folder: edit(folder, lambda m: m.update(format_version=3)), "has format 3, .* up to 2; update crossb"),
         (lambda folder: edit(folder, lambda m: m.update(sha256=[])), "sha256 is not of 2 files"),
         (lambda folder: edit(folder, lambda m: m["sha256"].update({"rank-1.pt": None})), "sha256 .* is None"),
         (lambda folder: edit(folder, lambda m: m["sha256"].update({"rank-1.pt": "ab"})), "of 'rank-1.pt' is 'ab'"),
@@ -194,13 +195,6 @@ def test_no_valid_checkpoint_left_is_one_error_that_names_the_newest_and_the_rem
         find_newest(tmp_path)
     assert "Falling back" not in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_newer_format_is_refused_with_the_remedy(tmp_path):
-    folder = by_hand(tmp_path, 100, [1.0])
-    edit(folder, lambda manifest: manifest.update(format_version=3))
-    with pytest.raises(CheckpointError, match="has format 3, and this version reads up to 2; update crossbow_py"):
-        find_newest(folder)[0].part(0)
 
 
 def test_format_1_without_a_number_of_ranks_is_one_rank(tmp_path):

@@ -229,6 +229,9 @@ SPARSE_BUFFER = net(
     lambda self, x: Net.forward(self, torch.sparse.mm(self.edges, x.t()).t()),
     edges=lambda: nn.Buffer(torch.eye(4).to_sparse()),
 )
+REPLACES_BUFFER = net(
+    lambda self, x: setattr(self, "seen", self.seen + 1) or Net.forward(self, x), seen=lambda: nn.Buffer(torch.zeros(1))
+)
 OWN_GENERATOR = net(
     lambda self, x: Net.forward(self, x) + torch.rand(3, generator=self.own),
     own=lambda: torch.Generator().manual_seed(1),
@@ -257,6 +260,7 @@ class Strides(nn.Module):
         (ViewsWeight, {}, "the model's first.weight and part share memory"),
         (SeedsDropout, {}, r"sets torch's generator at test_models_habits.py:\d+ and draws"),
         (SPARSE_BUFFER, {}, "buffer edges is sparse, and learners' buffers are dense; register buffer.to_dense"),
+        (REPLACES_BUFFER, {}, r"forward replaces its buffer seen.*copy_\(\)"),
         (Strides, {"train_data": images(40)}, "learners, copies of the model, would not train as it does"),
     ],
 )

@@ -202,12 +202,6 @@ def test_regression_has_no_agreement_and_the_rest():
     assert learning.gradient_variance > 0
 
 
-def test_one_learner_has_no_agreement_and_the_rest_of_its_own_weights():
-    learning = measured(num_learners=1)[0][-1].learning
-    assert learning.agreement is None
-    assert learning.sharpness > 0
-
-
 def test_independent_learners_agree_or_not_and_the_rest_is_the_first_ones():
     records, trainer, _ = measured(
         averaging=Independent(), num_learners=2, optimizer=SGD(learning_rate=(0.01, 1e-9)), train_data=features(40)
@@ -221,10 +215,17 @@ def test_independent_learners_agree_or_not_and_the_rest_is_the_first_ones():
     assert 0 < learning.agreement < 1
 
 
-def test_epoch_of_a_single_batch_has_no_noise_scale():
-    learning = measured(train_data=blobs(5), num_learners=2)[0][-1].learning
-    assert (learning.gradient_noise_scale_samples, learning.gradient_variance) == (None, None)
-    assert learning.sharpness is not None
+@pytest.mark.parametrize(
+    ("options", "missing"),
+    [
+        ({"num_learners": 1}, {"agreement"}),
+        ({"train_data": blobs(5)}, {"gradient_noise_scale_samples", "gradient_variance", "squared_gradient_norm"}),
+    ],
+    ids=["one learner", "one batch an epoch"],
+)
+def test_what_there_is_too_little_of_to_measure_is_none_and_the_rest_is_there(options, missing):
+    learning = values_of(measured(**options)[0][-1].learning)
+    assert {name for name, value in learning.items() if value is None} == missing
 
 
 def test_model_without_second_derivatives_has_no_sharpness_and_the_user_is_told_once():
