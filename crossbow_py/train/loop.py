@@ -17,7 +17,7 @@ from crossbow_py.core.signals import StopSignal
 from crossbow_py.distributed.synchronisation import Report, SynchronisationSchedule, agree, signal_number
 from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.rounds import Round
-from crossbow_py.telemetry.events import LearningStatistics, Listener, RoundEnd
+from crossbow_py.telemetry.events import Listener, RoundEnd
 from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.train.checkpoints.manager import CheckpointManager
 from crossbow_py.train.evaluation.evaluator import non_finite_remark
@@ -397,7 +397,12 @@ class EpochCloser:
         if measured:
             state.note_evaluation(measured[0].accuracy, measured[0].loss, self._stops.target_accuracy)
         self._final = measured if self._measured == "test" else None
-        learning = self._measure_learning()
+        learning = None
+        if self._learning is not None:
+            self._watch.doing = f"the statistics of learning after round {state.round_index - 1}"
+            learning = self._learning.measure(self._measured)
+            for note in self._learning.take_notes():
+                self._reporter.message(note)
         own = state.loss_sum, state.num_losses, state.num_correct
         state.loss_sum, state.num_losses, state.num_correct = run.epoch_sums()
         lap = self._meter.lap()
@@ -409,16 +414,6 @@ class EpochCloser:
         else:
             state.close_epoch(run.num_samples)
         self._meter.resume()
-
-    def _measure_learning(self) -> LearningStatistics | None:
-        """Measure the statistics of learning, if asked for. The meter is paused."""
-        if self._learning is None:
-            return None
-        self._watch.doing = f"the statistics of learning after round {self._state.round_index - 1}"
-        measured = self._learning.measure(self._measured)
-        for note in self._learning.take_notes():
-            self._reporter.message(note)
-        return measured
 
     def final(self, measures: bool) -> Measured | None:
         """Return the evaluation of the final model on test data: the last epoch's, or a new one if `measures`."""

@@ -137,7 +137,7 @@ class CheckpointWriter:
             try:
                 task()
             except Exception as failure:  # of any kind, as the training loop must know
-                error, status = _plain(failure), "failed"
+                error, status = _without_traceback(failure), "failed"
             del asked, task  # releases the state before the status says that it is written
             with self._changed:
                 if self._tasks.empty():
@@ -257,8 +257,8 @@ class _HashingFile:
         self._file.flush()
 
 
-def _plain(error: Exception) -> OSError:
-    """Return the error without its traceback, which would keep the state in memory."""
+def _without_traceback(error: Exception) -> OSError:
+    """Return the error without what would keep the state in memory."""
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror, error.filename)
     return OSError(str(error) if isinstance(error, OSError) else one_line(error))
