@@ -309,12 +309,15 @@ def test_run_of_data_that_streams_is_the_one_without_statistics_in_every_bit():
     assert equal_states(off.model, on.model)
 
 
-def test_time_of_measuring_is_no_time_of_training(monkeypatch):
+def test_time_of_measuring_is_no_time_of_training_and_the_watch_says_so(monkeypatch):
     clock = {"now": 0.0}
     monkeypatch.setattr(loop_module, "ThroughputMeter", lambda: ThroughputMeter(lambda: clock["now"]))
     measure = LearningMeasurement.measure
 
+    said = []
+
     def slow(self, which):
+        said.append(self._run.ranks.watch.doing)
         clock["now"] += 1000.0
         return measure(self, which)
 
@@ -322,6 +325,7 @@ def test_time_of_measuring_is_no_time_of_training(monkeypatch):
     records, trainer, _ = measured()
     assert (records[-1].elapsed_s, trainer.state.elapsed_s) == (0.0, 0.0)
     assert 0 < records[-1].learning.measuring_s < 60
+    assert said == ["the statistics of learning after round 4", "the statistics of learning after round 9"]
 
 
 def test_resumed_run_measures_what_the_uninterrupted_one_does_and_may_switch_it_on(tmp_path):
@@ -370,16 +374,3 @@ def test_data_that_fails_while_the_first_rank_measures_ends_all_ranks():
     found = on_ranks(measure_with_a_failure, 2, 0, "_noise", DataError("sample 3 is torn"), {"num_learners": 1})
     assert [(each.kind, each.exit_code) for each in found] == [("DataError", 1), ("RankError", 1)]
     assert "sample 3 is torn" in found[1].text
-
-
-def test_watch_says_that_statistics_are_measured(monkeypatch):
-    said = []
-    measure = LearningMeasurement.measure
-
-    def listen(self, which):
-        said.append(self._run.ranks.watch.doing)
-        return measure(self, which)
-
-    monkeypatch.setattr(LearningMeasurement, "measure", listen)
-    measured()
-    assert said == ["the statistics of learning after round 4", "the statistics of learning after round 9"]
