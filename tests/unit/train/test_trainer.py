@@ -263,7 +263,7 @@ def test_init_from_starts_at_the_saved_weights(tmp_path):
         ({"loss": "mse"}, r"loss must be a function \(outputs, targets\) -> tensor, such as nn.MSELoss\(\), got 'mse'"),
         ({"loss": 0.5}, r"a function \(outputs, targets\) -> tensor, such as nn.MSELoss\(\), got 0.5; give one"),
         ({"averaging": None}, r"averaging must be one of crossbow_py's, such as SMA\(\), got None; import one from"),
-        ({"averaging": Independent(), "num_learners": "auto"}, "independent trains num_learners models, got auto"),
+        ({"averaging": Independent(), "num_learners": "auto"}, "models, got auto; set how many: num_learners=4"),
         ({"loss": nn.NLLLoss(), "label_smoothing": 0.1}, r"label_smoothing=0\.1 is for cross-entropy, and another"),
         ({"seed": "0"}, "seed must be a whole number, got '0'"),
         ({"max_evaluation_batches": 0}, "max_evaluation_batches must be at least 1 or None, got 0; None evaluates"),

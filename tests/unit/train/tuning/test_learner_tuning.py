@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from crossbow_py import SGD, Independent, Trainer
+from crossbow_py import SGD, Trainer
 from crossbow_py.core.errors import LearnerError, UserError
 from crossbow_py.core.measured import Remembered
 from crossbow_py.engine.auto_tuner import AutoTuner, AutoTunerState, Decision
@@ -258,10 +258,8 @@ def test_auto_finds_a_number_of_learners_by_itself():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"averaging": Independent()}, "set how many: num_learners=4"),
         ({"optimizer": SGD(learning_rate=(0.1, 0.2))}, "num_learners is auto; give one value for all"),
         ({"max_learners": 0}, "max_learners must be at least 1, got 0"),
-        ({"num_learners": "foo"}, "num_learners must be a whole number or auto, got 'foo'"),
     ],
 )
 def test_settings_that_auto_cannot_serve_are_refused_in_one_sentence(options, words):
