@@ -150,6 +150,7 @@ class RunBuilder:
                 raise
             reason, _, _ = str(error).partition("; ")  # without the remedy, which is being applied
         self.choices = dataclasses.replace(choices, precision=FP32)
+        del feed  # it may hold the data on the device
         feed, batch, warnings = self._train_feed(template)
         return feed, batch, [f"precision is fp32, because in bf16 {reason}.", *warnings]
 
