@@ -48,7 +48,7 @@ class Patience:
     """
 
     def __init__(self, address: str, sleep: Callable[[float], None] = time.sleep) -> None:
-        self._address, self._sleep = address, sleep
+        self.address, self._sleep = address, sleep
 
     def call(self, do: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call `do`, and return what it returns.
@@ -67,14 +67,14 @@ class Patience:
             except (CrossbowError, OptunaError, ImportError, ArgumentError):
                 raise
             except Exception as error:  # a record that lacks something makes Optuna raise nearly anything
-                raise BadStorageError(self._address, f"{one_line(error)[:_LONGEST_SHOWN]} while it is read") from error
+                raise BadStorageError(self.address, f"{one_line(error)[:_LONGEST_SHOWN]} while it is read") from error
         raise AssertionError("the last try returns or raises")
 
     def _unusable(self, error: BaseException) -> StorageError:
         if getattr(_cause(error), "sqlite_errorcode", None) in _DAMAGED:
-            return BadStorageError(self._address, _said(error))
+            return BadStorageError(self.address, _said(error))
         return StorageError(
-            f"the search's storage {self._address} cannot be used, tried {len(_WAITS_S) + 1} times: {_said(error)}. "
+            f"the search's storage {self.address} cannot be used, tried {len(_WAITS_S) + 1} times: {_said(error)}. "
             "What was finished stays in it: see that it is there, writable, not full and not locked by another "
             "program, and start the same command again, which goes on from there."
         )
