@@ -45,7 +45,7 @@ from crossbow_py.search.hyperband import Results, best, is_over, is_reached, tot
 from crossbow_py.search.identity import defaults_of, identity
 from crossbow_py.search.loop import Search, SearchHooks, SearchRules, epoch_samples
 from crossbow_py.search.outcome import Leader, LeaderRun, find_leader, kept_best, trial_records
-from crossbow_py.search.packs.trial import TrialSettings
+from crossbow_py.search.packs.trial import LOSS, TrialSettings
 from crossbow_py.search.packs.trial_registry import SearchData, TrialRegistry
 from crossbow_py.search.report.search_file import recorded_summary
 from crossbow_py.search.study.states import TrialStates
@@ -58,8 +58,6 @@ from crossbow_py.train.config import TrainConfig, config_to_mapping
 from crossbow_py.train.run import DataSets
 from crossbow_py.train.run_folder.recorded_config import train_command
 from crossbow_py.train.run_settings import Choices, RunSettings, choose
-
-LOSS = nn.functional.cross_entropy
 
 
 class SearchRun:
@@ -100,8 +98,8 @@ class SearchRun:
         space = config.parsed_space
         data = self._search_data()
         self.registry = TrialRegistry(
-            self.trial_settings, space, data, self.settings, self.choices, LOSS, most, self._say,
-            total_samples=total_samples(self.rules.brackets, data.num_samples),
+            self.trial_settings, space, data, self.settings, self.choices, most, self._say,
+            total_samples(brackets, data.num_samples),
         )  # fmt: skip
         self._check_corners()
         self._loading_s = time.perf_counter() - self._begun
@@ -254,7 +252,7 @@ class SearchRun:
         for note in (*self.source.notes, *self._notes):
             self._say(note)
         hooks = SearchHooks(message=self._say, progress=self._progress, finished=self._finished)
-        search = Search(self.rules, self.study, self.registry, self.states, self.settings, self.choices, LOSS, hooks)
+        search = Search(self.rules, self.study, self.registry, self.states, hooks)
         self._search = search
         done = search.run(lambda: stopped() is not None or self._is_enough())
         status = "finished" if done else stopped() or "stopped"
@@ -346,8 +344,8 @@ class SearchRun:
     def _best(self) -> tuple[BestTrial | None, float]:
         """Write the best trial to a folder like a run's, and return it with the seconds that its test took."""
         return kept_best(
-            partial(find_leader, self.rules, self.study), self._run_of, self.registry.data, self.states, self.choices,
-            LOSS, self.folder.path / BEST_FOLDER,
+            partial(find_leader, self.rules, self.study), self._run_of, self.registry, self.states,
+            self.folder.path / BEST_FOLDER,
         )  # fmt: skip
 
     def _run_of(self, leader: Leader) -> LeaderRun:

@@ -23,17 +23,7 @@ from crossbow_py.engine.device.memory import (
     raise_if_lost,
     raising_if_lost,
 )
-from crossbow_py.engine.modules.losses import Loss
-from crossbow_py.search.hyperband import (
-    Bracket,
-    Results,
-    Segment,
-    beaten,
-    is_over,
-    ready,
-    standing,
-    to_epochs,
-)
+from crossbow_py.search.hyperband import Bracket, Results, Segment, beaten, is_over, ready, standing, to_epochs
 from crossbow_py.search.packs.pack import Member, PackJob
 from crossbow_py.search.packs.policies import Policy, Waiting, admit, fair_share, few_kinds
 from crossbow_py.search.packs.slots import Packs, Slot
@@ -41,7 +31,7 @@ from crossbow_py.search.packs.trial_registry import Described, TrialRegistry
 from crossbow_py.search.study.states import TrialStates, Underway
 from crossbow_py.search.study.study import SharedStudy
 from crossbow_py.train.evaluation.evaluator import Evaluation
-from crossbow_py.train.run_settings import Choices, RunSettings, StopConditions
+from crossbow_py.train.run_settings import StopConditions
 
 _TURN_S = 1.0  # between looks at leases, signals and the clock
 _POLL_S = 0.5  # while others hold all that is left
@@ -102,7 +92,6 @@ class Search:
         study: the open study, shared with other workers.
         registry: describes the trials.
         states: the checkpoints of trials between segments.
-        settings, choices, loss: those of all trials.
         hooks: functions that it calls.
     """
 
@@ -112,18 +101,15 @@ class Search:
         study: SharedStudy,
         registry: TrialRegistry,
         states: TrialStates,
-        settings: RunSettings,
-        choices: Choices,
-        loss: Loss,
         hooks: SearchHooks,
     ) -> None:
-        self.rules, self.study, self.registry, self.states = rules, study, registry, states
-        self.choices, self.loss, self.hooks = choices, loss, hooks
+        self.rules, self.study, self.registry, self.states, self.hooks = rules, study, registry, states, hooks
+        self.device = registry.choices.device
         self.num_samples = registry.data.num_samples
         longest = max(bracket.epochs[-1] for bracket in rules.brackets)
         planned = epoch_samples(longest, self.num_samples)
-        self._job = PackJob(settings, choices, loss, planned, registry.executor)
-        self.packs = Packs(self._job, registry, choices, loss, hooks.message)
+        job = PackJob(registry.settings, registry.choices, planned, registry.executor)
+        self.packs = Packs(job, registry, hooks.message)
         registry.make_room, registry.has_packs = self._make_room, lambda: self.packs.count > 0
         self.slots: list[Slot] = []
         self._alone: set[int] = set()
@@ -220,7 +206,7 @@ class Search:
         """Side by side: one where samples are streamed, as each loads its own; as many as cores on a CPU."""
         if self.registry.data.streams:
             return 1
-        return torch.get_num_threads() if self.choices.device.type == "cpu" else num_trials
+        return torch.get_num_threads() if self.device.type == "cpu" else num_trials
 
     def _waiting(self, segments: Sequence[Segment]) -> list[tuple[Segment, Waiting]]:
         """Return those of the segments that may be claimed, as far as the policy looks ahead."""
@@ -341,7 +327,7 @@ class Search:
         A trial that fails alone has failed; for want of memory only where no other pack could hold any. Raises what is
         no trial's fault.
         """
-        raise_if_lost(error, self.choices.device)
+        raise_if_lost(error, self.device)
         if isinstance(error, DataError) or not isinstance(error, CrossbowError | RuntimeError | MemoryError):
             raise error
         self.packs.end(key)
@@ -363,8 +349,8 @@ class Search:
         for slot in mine if len(mine) > 1 else ():
             self.study.release(slot.segment)
         forget_frames(error)
-        with raising_if_lost(self.choices.device):
-            free_memory(self.choices.device)
+        with raising_if_lost(self.device):
+            free_memory(self.device)
 
     # --- measuring and telling ----------------------------------------------------------------------------------------
 

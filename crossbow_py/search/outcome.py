@@ -17,19 +17,17 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.file_locks import locked
 from crossbow_py.core.files import read_text
 from crossbow_py.engine.device.memory import raising_if_lost
-from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.search.events import BestTrial, TrialRecord
 from crossbow_py.search.hyperband import Segment, TrialStanding, best, bracket_of, standing, to_epochs
 from crossbow_py.search.loop import SearchRules
 from crossbow_py.search.packs.trial import TrialSettings
-from crossbow_py.search.packs.trial_registry import SearchData
+from crossbow_py.search.packs.trial_registry import TrialRegistry
 from crossbow_py.search.study.claims import SegmentResult
 from crossbow_py.search.study.states import TrialStates
 from crossbow_py.search.study.study import SharedStudy
 from crossbow_py.telemetry.records import CONFIG_FILE, DIGESTS, SUMMARY_FILE, write_atomically, write_json
 from crossbow_py.train.checkpoints.weights import MODEL_FILE, save_weights
-from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, evaluate_in_memory, evaluation_batch_size
-from crossbow_py.train.run_settings import Choices
+from crossbow_py.train.evaluation.evaluator import Evaluation, evaluate_in_memory
 
 
 def trial_records(rules: SearchRules, study: SharedStudy) -> tuple[TrialRecord, ...]:
@@ -110,10 +108,8 @@ class LeaderRun:
 def kept_best(
     find: Callable[[], Leader | None],
     run_of: Callable[[Leader], LeaderRun],
-    data: SearchData,
+    registry: TrialRegistry,
     states: TrialStates,
-    choices: Choices,
-    loss: Loss,
     folder: Path,
 ) -> tuple[BestTrial | None, float]:
     """Return the best trial, its model and configuration written to `folder` and the model measured on the test data.
@@ -125,7 +121,7 @@ def kept_best(
     Args:
         find: returns the best trial by what is known now.
         run_of: returns how it is trained.
-        data, states, choices, loss: those of the search.
+        registry, states: those of the search.
         folder: the folder of the best trial, in that of the search.
 
     Returns:
@@ -135,7 +131,8 @@ def kept_best(
         UserError: the folder cannot be written.
         DeviceLostError: the device does nothing any more.
     """
-    with raising_if_lost(choices.device):
+    test_data, device = registry.data.test, registry.choices.device
+    with raising_if_lost(device):
         with _alone_at(folder):
             leader = find()
             if leader is None:
@@ -144,10 +141,10 @@ def kept_best(
             _clear_of_others(folder, own.config)
             test: Callable[[], Evaluation] | None = None
             if state is not None:
-                evaluator = _evaluator(own.settings.new_model(), data, choices, loss)
+                evaluator = registry.evaluator(own.settings.new_model().to(device))
                 _put(folder, own.config, evaluator.module(state.state))
-                if data.test is not None:
-                    test = partial(evaluate_in_memory, evaluator, state.state, data.test, choices.device)
+                if test_data is not None:
+                    test = partial(evaluate_in_memory, evaluator, state.state, test_data, device)
             is_there = (folder / MODEL_FILE).exists()
         begun = time.perf_counter()
         evaluation = None if test is None else test()
@@ -164,14 +161,6 @@ def kept_best(
         command=own.command,
     )
     return found, seconds
-
-
-def _evaluator(model: nn.Module, data: SearchData, choices: Choices, loss: Loss) -> Evaluator:
-    few = data.validation.first_samples(1)
-    return Evaluator(
-        model.to(choices.device), precision=choices.precision, loss=loss, metrics={},
-        batch_size=evaluation_batch_size(few.inputs.numel()),
-    )  # fmt: skip
 
 
 def _clear_of_others(folder: Path, config: str) -> None:

@@ -37,7 +37,7 @@ def lost_samples(*_: Any, **__: Any) -> Any:
         (Pack, "evaluate", lost),
         (Pack, "checkpoint", lost),
         (Pack, "evaluate", lost_samples),
-        (slots, "Evaluator", lost),
+        (trial_registry, "Evaluator", lost),
     ],
 )
 @pytest.mark.usefixtures("as_on_cuda")

@@ -30,7 +30,6 @@ from tests.trainers import blobs
 SPACE = Space.from_mapping({"optimizer.learning_rate": {"low": 1e-4, "high": 1.0, "log": True}, "batch_size": [4, 8]})
 ONE_SIZE = Space.from_mapping({"optimizer.learning_rate": {"low": 1e-4, "high": 1.0, "log": True}})
 CHOICES = Choices(torch.device("cpu"), FP32, "serial")
-LOSS = nn.functional.cross_entropy
 
 
 @dataclass
@@ -74,7 +73,7 @@ class Setting:
         assert isinstance(feed, ResidentFeed)
         validation, test = make_feed(blobs(30), 1), make_feed(blobs(21), 1)
         data = SearchData(feed.with_batch_size, 40, validation, test, (3, True), self.streams)
-        return TrialRegistry(self.trial, self.space, data, RunSettings(device="cpu"), CHOICES, LOSS, self.width, told)
+        return TrialRegistry(self.trial, self.space, data, RunSettings(device="cpu"), CHOICES, self.width, told)
 
     def trial(self, trial: int, params: Mapping[str, Any]) -> TrialSettings:
         rate = self.rates.get(trial, params["optimizer.learning_rate"])
@@ -91,10 +90,7 @@ class Setting:
             sleep=lambda _: None,
         )
         states = TrialStates(self.folder)
-        return Search(
-            self.rules(), study or self.study(), self.registry(self.messages.append), states, RunSettings(device="cpu"),
-            CHOICES, LOSS, hooks,
-        )  # fmt: skip
+        return Search(self.rules(), study or self.study(), self.registry(self.messages.append), states, hooks)
 
     def best(self) -> int | None:
         return best(self.rules().brackets, self.study().results(), maximize=True)

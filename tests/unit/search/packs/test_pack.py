@@ -72,7 +72,6 @@ def job_of(executor: str, epochs: float) -> PackJob:
     return PackJob(
         RunSettings(device="cpu", order_seed=ORDER_SEED),
         Choices(torch.device("cpu"), FP64, executor),
-        nn.functional.cross_entropy,
         round(epochs * NUM_SAMPLES),
         lambda _, rows: executor,
     )

@@ -128,9 +128,7 @@ def measure(
     feed = make_feed(blobs(40), 4)
     said = [] if told is None else told
     return measured_width(
-        CompatibleTrials(
-            RunSettings(device="cpu"), choices, trial, trial.new_model(), feed, nn.functional.cross_entropy
-        ),
+        CompatibleTrials(RunSettings(device="cpu"), choices, trial, trial.new_model(), feed),
         limit,
         said.append,
         make_room is not None,
