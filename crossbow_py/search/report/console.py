@@ -110,7 +110,6 @@ class SearchConsole(ScreenConsole, SearchListener):
                 self._say(value_line(self._info, by_number[number], epochs, is_best=is_best), to_live=False)
 
     def on_end(self, summary: SearchSummary) -> None:
-        """The last block."""
         self._end(final_lines(summary))
 
     def _say(self, line: str, *, to_live: bool = True) -> None:

@@ -46,7 +46,6 @@ class SearchPictures(SearchListener):
         self._folder, self._say = folder, say
 
     def on_end(self, summary: SearchSummary) -> None:
-        """Draw both pictures."""
         if not ranked(summary.trials, maximize=summary.info.maximize):
             return
         if not has_matplotlib():

@@ -60,7 +60,6 @@ class SearchFile(SearchListener):
         self._write_now_and_then()
 
     def on_end(self, summary: SearchSummary) -> None:
-        """Write how the search ended."""
         self._write(ended_plain(summary))
 
     def _write_now_and_then(self) -> None:

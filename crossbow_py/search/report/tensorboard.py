@@ -101,7 +101,6 @@ class SearchTensorBoard(SearchListener):
             self._writer.add_text("result", text, self._samples)
 
     def close(self) -> None:
-        """Flush and end the writer's thread."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import shlex
 from pathlib import Path
@@ -238,6 +239,7 @@ def test_key_that_only_some_searched_options_have_is_refused_with_its_condition(
         ("min_epochs", 28, ["min_epochs", "28", "27"]),
         ("min_epochs", 0, ["min_epochs must be greater than 0"]),
         ("num_trials", 0, ["num_trials must be at least 1"]),
+        ("max_epochs", math.inf, ["max_epochs must be a finite number, got inf"]),
         ("max_pack_size", 0, ["max_pack_size must be at least 1"]),
         ("lease_s", 0.5, ["lease_s must be greater than 1"]),
         ("metric", 'f1', ["metric must be one of accuracy, loss, got 'f1'"]),
