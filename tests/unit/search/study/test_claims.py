@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from crossbow_py.search.study import claims as module
 from crossbow_py.search.study.claims import Heartbeat, Lease
 from crossbow_py.search.study.storage import StorageError, open_storage
 from tests.unit.search.study.shared_studies import SEGMENTS, Clock, Failing, done, optuna_trials, why_failed, worker
+
+MANY = [Segment(trial, rung) for trial in range(20) for rung in range(2)]
 
 
 def test_segments_claimed_by_one_are_not_given_to_another(address: str) -> None:
@@ -47,13 +50,6 @@ def test_segment_finished_is_seen_by_all_and_not_claimed_again(address: str) -> 
     count = len(storage.get_all_trials(storage.get_study_id_from_name("mine/segments")))
     assert first.claim(SEGMENTS[:3]) == []
     assert len(storage.get_all_trials(storage.get_study_id_from_name("mine/segments"))) == count
-
-
-def test_segment_released_is_free_at_once(address: str) -> None:
-    first, second = worker(address), worker(address)
-    first.claim(SEGMENTS)
-    first.release(SEGMENTS[1])
-    assert second.claim(SEGMENTS) == [SEGMENTS[1]]
 
 
 def test_segment_of_an_ended_lease_is_claimed_by_another_and_its_late_holder_is_refused(address: str) -> None:
@@ -266,17 +262,15 @@ def test_claim_that_failed_midway_is_made_again(journal: str) -> None:
     assert worker(journal, "other").claim(SEGMENTS) == []
 
 
-@pytest.mark.parametrize("is_shared", [True, False])
-def test_two_threads_that_claim_get_every_segment_once(journal: str, is_shared: bool) -> None:
-    segments = [Segment(trial, rung) for trial in range(20) for rung in range(2)]
+def test_two_threads_that_claim_get_every_segment_once(journal: str) -> None:
     storage = open_storage(journal)
-    studies = [worker(storage if is_shared else journal, f"w{index}") for index in range(2)]
+    studies = [worker(storage, f"w{index}") for index in range(2)]
     begin = threading.Barrier(2)
     claimed: list[list[Segment]] = [[], []]
 
     def run(index: int) -> None:
         begin.wait()
-        for segment in segments:
+        for segment in MANY:
             claimed[index] += studies[index].claim([segment])
 
     threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
@@ -284,7 +278,42 @@ def test_two_threads_that_claim_get_every_segment_once(journal: str, is_shared: 
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(claimed[0] + claimed[1]) == segments
+    assert sorted(claimed[0] + claimed[1]) == MANY
+
+
+def test_two_processes_share_trials_and_segments_none_twice(new_address: str) -> None:
+    waiting, go = os.pipe()
+    reads = [started(new_address, name, waiting) for name in ("first", "second")]
+    os.write(go, b"..")
+    said = []
+    for read in reads:
+        with open(read, "rb") as file:
+            said.append(json.loads(file.read()))
+        os.wait()
+    os.close(waiting), os.close(go)
+    assert isinstance(said[0], list) and isinstance(said[1], list), said
+    assert said[0][0] == said[1][0]
+    assert sorted(said[0][1] + said[1][1]) == [[each.trial, each.rung] for each in MANY]
+    assert worker(new_address, "later", sampler="tpe").results() == {each: each.trial + each.rung / 10 for each in MANY}
+
+
+def started(storage: str, name: str, go: int) -> int:
+    """The end to read from of a process that works once a byte comes from `go`, and then says what it was given."""
+    read, write = os.pipe()
+    if not os.fork():
+        try:
+            os.read(go, 1)
+            study = worker(storage, name, sampler="tpe")
+            params = [study.params(trial) for trial in range(20)]
+            claimed = [segment for each in MANY for segment in study.claim([each])]
+            assert all(done(study, each, each.trial + each.rung / 10) for each in claimed)
+            said: Any = [params, [[each.trial, each.rung] for each in claimed]]
+        except BaseException:
+            said = traceback.format_exc()
+        os.write(write, json.dumps(said).encode())
+        os._exit(0)
+    os.close(write)
+    return read
 
 
 # --- a worker that is busy for long -----------------------------------------------------------------------------------
