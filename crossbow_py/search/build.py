@@ -57,7 +57,7 @@ from crossbow_py.train.checkpoints.weights import MODEL_FILE
 from crossbow_py.train.config import TrainConfig, config_to_mapping
 from crossbow_py.train.run import DataSets
 from crossbow_py.train.run_folder.recorded_config import train_command
-from crossbow_py.train.run_settings import Choices, RunSettings, choose
+from crossbow_py.train.run_settings import RunSettings, choose
 
 
 class SearchRun:
@@ -86,7 +86,8 @@ class SearchRun:
     def _build(self) -> None:
         config, folder = self.config, self.folder
         self.settings = RunSettings.of(config, num_learners=1)
-        self.choices = _choices(self.settings)
+        chosen = choose(dataclasses.replace(self.settings, num_learners="auto"), None)
+        self.choices = dataclasses.replace(chosen, executor=self.settings.executor)  # `auto` stays: packs choose
         brackets = config.brackets()
         num_trials = sum(bracket.num_trials for bracket in brackets)
         most = 1 if config.packing == "none" else min(config.max_pack_size, num_trials)
@@ -122,17 +123,10 @@ class SearchRun:
 
     # --- trials -------------------------------------------------------------------------------------------------------
 
-    @property
-    def order_seed(self) -> int:
-        """The seed of the order of samples, which all trials share."""
-        return self.settings.sample_order_seed
-
-    def _seed_of(self, trial: int, params: Mapping[str, Any]) -> int:
-        given = params.get("seed")
-        return int(given) if given is not None else counter_seed(self.config.seed, "trial", 0, trial) >> 32
-
     def _trial_config(self, trial: int, params: Mapping[str, Any]) -> TrainConfig:
-        return trial_config(self.config, params, self._seed_of(trial, params))
+        given = params.get("seed")
+        seed = int(given) if given is not None else counter_seed(self.config.seed, "trial", 0, trial) >> 32
+        return trial_config(self.config, params, seed)
 
     def trial_settings(self, trial: int, params: Mapping[str, Any]) -> TrialSettings:
         """Return what a trial trains. Raises UserError when its parameters do not fit each other."""
@@ -156,15 +150,11 @@ class SearchRun:
         )
 
     def _check_corners(self) -> None:
-        """Raise UserError for what would make trials fail one after another."""
+        """Raise UserError for what would make trials fail one after another, and if none at a corner can train."""
         for own in self._corners():
             self.registry.data.feed_of(own.batch_size).close()
             if isinstance(own.model, CustomModel):
                 import_target("model.target", own.model.target)
-        self._check_models()
-
-    def _check_models(self) -> None:
-        """Raise UserError if no trial at a corner of the space can train."""
         mistakes: list[UserError] = []
         for params in self.config.parsed_space.corners():
             try:
@@ -246,7 +236,10 @@ class SearchRun:
         for listener in self.listeners:
             listener.on_start(info)
         if before is not None:
-            return self._told_again(before)
+            self._say("Nothing is left to search; this is how it ended.")
+            for listener in self.listeners:
+                listener.on_end(before)
+            return before
         for listener in self.listeners:
             listener.on_trials(records)
         for note in (*self.source.notes, *self._notes):
@@ -296,27 +289,17 @@ class SearchRun:
         if not all(isinstance(each, float | None) for each in (told.test_accuracy, told.test_loss)):
             return None
         own, model = self._run_of(leader), self.folder.path / BEST_FOLDER / MODEL_FILE
-        return BestTrial(
-            trial=leader.trial,
-            value=leader.value,
-            epochs=leader.epochs,
-            params=leader.params,
-            seed=own.settings.seed,
-            test_accuracy=told.test_accuracy,
-            test_loss=told.test_loss,
+        return dataclasses.replace(
+            told, epochs=leader.epochs, params=leader.params, seed=own.settings.seed, command=own.command,
             model_path=str(model) if model.exists() else None,
-            command=own.command,
-        )
-
-    def _told_again(self, summary: SearchSummary) -> SearchSummary:
-        self._say("Nothing is left to search; this is how it ended.")
-        for listener in self.listeners:
-            listener.on_end(summary)
-        return summary
+        )  # fmt: skip
 
     def _end(self, info: SearchInfo, status: str, search: Search) -> SearchSummary:
         spent = search.spent
-        found, test_s = self._best() if status in ("finished", "stopped") else (None, 0.0)
+        found, test_s = None, 0.0
+        if status in ("finished", "stopped"):
+            find = partial(find_leader, self.rules, self.study)
+            found, test_s = kept_best(find, self._run_of, self.registry, self.states, self.folder.path / BEST_FOLDER)
         spent.evaluation_s += test_s
         wall_s = time.perf_counter() - self._begun
         known_s = self._loading_s + spent.train_s + spent.evaluation_s + spent.tuning_s + spent.waiting_s
@@ -340,13 +323,6 @@ class SearchRun:
         for listener in self.listeners:
             listener.on_end(summary)
         return summary
-
-    def _best(self) -> tuple[BestTrial | None, float]:
-        """Write the best trial to a folder like a run's, and return it with the seconds that its test took."""
-        return kept_best(
-            partial(find_leader, self.rules, self.study), self._run_of, self.registry, self.states,
-            self.folder.path / BEST_FOLDER,
-        )  # fmt: skip
 
     def _run_of(self, leader: Leader) -> LeaderRun:
         own = self._trial_config(leader.trial, leader.params)
@@ -423,12 +399,6 @@ def _name(model: Any, params: Mapping[str, Any]) -> str:
     own = {key.removeprefix("model."): value for key, value in params.items() if key.startswith("model.")}
     given = ", ".join(f"{key.removeprefix('args.')}={value}" for key, value in own.items() if key != "dropout")
     return f"{name}({given})" if given else name
-
-
-def _choices(settings: RunSettings) -> Choices:
-    """Return the choices for all packs; executor `auto` stays, as every pack chooses its own."""
-    chosen = choose(dataclasses.replace(settings, num_learners="auto"), None)
-    return dataclasses.replace(chosen, executor=settings.executor)
 
 
 def _check_shared_augmentation(config: SearchConfig) -> None:

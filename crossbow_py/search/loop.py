@@ -147,8 +147,10 @@ class Search:
                 if stopped():  # packs that made room are not there
                     break
                 if not self.slots:
-                    if num_failed == self._num_failed:
-                        self._wait()
+                    if num_failed == self._num_failed:  # others hold all that may train
+                        begun = self.hooks.clock()
+                        self.hooks.sleep(_POLL_S)
+                        self.spent.waiting_s += self.hooks.clock() - begun
                     continue
                 self._train(stopped)
                 self._settle()
@@ -167,12 +169,6 @@ class Search:
             self.study.leave()
         self.slots = []
         self.study.close()
-
-    def _wait(self) -> None:
-        """Wait for other workers, who hold all that may train."""
-        begun = self.hooks.clock()
-        self.hooks.sleep(_POLL_S)
-        self.spent.waiting_s += self.hooks.clock() - begun
 
     # --- who trains ---------------------------------------------------------------------------------------------------
 
@@ -220,7 +216,8 @@ class Search:
                 break
             known = self._described(segment)
             if known is not None:
-                found.append((segment, self._as_waiting(segment, known)))
+                trial, sample = segment.trial, self._first_sample(segment, known)
+                found.append((segment, self.registry.waiting(trial, known, trial in self._alone, sample)))
         return found
 
     def _is_elsewhere(self, segment: Segment) -> bool:
@@ -244,11 +241,6 @@ class Search:
         if self.study.claim([segment]):
             self._fail(segment, known)
         return None
-
-    def _as_waiting(self, segment: Segment, described: Described) -> Waiting:
-        return self.registry.waiting(
-            segment.trial, described, segment.trial in self._alone, self._first_sample(segment, described)
-        )
 
     def _running(self) -> list[Waiting]:
         return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from crossbow_py.core.file_locks import locked
 from crossbow_py.core.files import read_text
 from crossbow_py.engine.device.memory import raising_if_lost
 from crossbow_py.search.events import BestTrial, TrialRecord
-from crossbow_py.search.hyperband import Segment, TrialStanding, best, bracket_of, standing, to_epochs
+from crossbow_py.search.hyperband import Segment, best, bracket_of, standing, to_epochs
 from crossbow_py.search.loop import SearchRules
 from crossbow_py.search.packs.trial import TrialSettings
 from crossbow_py.search.packs.trial_registry import TrialRegistry
@@ -38,31 +38,24 @@ def trial_records(rules: SearchRules, study: SharedStudy) -> tuple[TrialRecord, 
         by_trial[segment.trial].append(found[segment])
     params = study.sampled()
     states = standing(rules.brackets, {s: own.value for s, own in found.items()}, maximize=rules.maximize)
-    return tuple(_record(rules, trial, states[trial], by_trial[trial], params.get(trial)) for trial in states)
-
-
-def _record(
-    rules: SearchRules,
-    trial: int,
-    where: TrialStanding,
-    results: Sequence[SegmentResult],
-    params: Mapping[str, Any] | None,
-) -> TrialRecord:
-    """Return the record of a trial from its own results, by rung."""
-    bracket = bracket_of(rules.brackets, trial)
-    values = {epochs: own.value for epochs, own in zip(bracket.epochs, results, strict=False)}
-    return TrialRecord(
-        trial=trial,
-        bracket=bracket.index,
-        state=where.state,
-        rung=where.rung,
-        value=where.value,
-        values={epochs: value for epochs, value in values.items() if value is not None},
-        params=params,
-        seconds=sum(own.seconds for own in results),
-        worker=results[-1].worker if results else None,
-        reason=next((own.reason for own in results if own.reason), None),
-    )
+    records = []
+    for trial, where in states.items():
+        bracket, results = bracket_of(rules.brackets, trial), by_trial[trial]  # by rung
+        values = {epochs: own.value for epochs, own in zip(bracket.epochs, results, strict=False)}
+        record = TrialRecord(
+            trial=trial,
+            bracket=bracket.index,
+            state=where.state,
+            rung=where.rung,
+            value=where.value,
+            values={epochs: value for epochs, value in values.items() if value is not None},
+            params=params.get(trial),
+            seconds=sum(own.seconds for own in results),
+            worker=results[-1].worker if results else None,
+            reason=next((own.reason for own in results if own.reason), None),
+        )
+        records.append(record)
+    return tuple(records)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,22 @@ _PASSING = (OSError, StorageInternalError, SQLAlchemyError)
 _POLL_S = 0.002
 
 
+class StorageError(SearchError):
+    """The storage of a search cannot be used, or what it holds cannot be read; what was finished stays in it."""
+
+
+class BadStorageError(StorageError, UserError):
+    """A storage holds what no worker of this search has written."""
+
+    exit_code = 2
+
+    def __init__(self, address: str, found: str) -> None:
+        super().__init__(
+            f"the search's storage {address} holds what this search cannot have written: {found}; restore it from a "
+            "copy, or give another storage."
+        )
+
+
 class Patience:
     """Calls of a storage, made again a few times for what may pass: a lock, a full disk, a lost connection.
 
@@ -61,23 +77,21 @@ class Patience:
             try:
                 return do(*args, **kwargs)
             except _PASSING as error:
-                if wait_s is None:
-                    raise self._unusable(error) from error
-                self._sleep(wait_s)
+                if wait_s is not None:
+                    self._sleep(wait_s)
+                    continue
+                if getattr(_cause(error), "sqlite_errorcode", None) in _DAMAGED:
+                    raise BadStorageError(self.address, _said(error)) from error
+                raise StorageError(
+                    f"the search's storage {self.address} cannot be used, tried {len(_WAITS_S) + 1} times: "
+                    f"{_said(error)}. What was finished stays in it: see that it is there, writable, not full and not "
+                    "locked by another program, and start the same command again, which goes on from there."
+                ) from error
             except (CrossbowError, OptunaError, ImportError, ArgumentError):
                 raise
             except Exception as error:  # a record that lacks something makes Optuna raise nearly anything
                 raise BadStorageError(self.address, f"{one_line(error)[:_LONGEST_SHOWN]} while it is read") from error
         raise AssertionError("the last try returns or raises")
-
-    def _unusable(self, error: BaseException) -> StorageError:
-        if getattr(_cause(error), "sqlite_errorcode", None) in _DAMAGED:
-            return BadStorageError(self.address, _said(error))
-        return StorageError(
-            f"the search's storage {self.address} cannot be used, tried {len(_WAITS_S) + 1} times: {_said(error)}. "
-            "What was finished stays in it: see that it is there, writable, not full and not locked by another "
-            "program, and start the same command again, which goes on from there."
-        )
 
 
 def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> BaseStorage:
@@ -188,22 +202,6 @@ def _cause(error: BaseException) -> BaseException:
     """Return the error of the disk or of the data base's driver."""
     cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
     return getattr(cause, "orig", None) or cause
-
-
-class StorageError(SearchError):
-    """The storage of a search cannot be used, or what it holds cannot be read; what was finished stays in it."""
-
-
-class BadStorageError(StorageError, UserError):
-    """A storage holds what no worker of this search has written."""
-
-    exit_code = 2
-
-    def __init__(self, address: str, found: str) -> None:
-        super().__init__(
-            f"the search's storage {address} holds what this search cannot have written: {found}; restore it from a "
-            "copy, or give another storage."
-        )
 
 
 class JournalFile(BaseJournalBackend):
