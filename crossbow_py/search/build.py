@@ -114,7 +114,11 @@ class SearchRun:
         self._closing.enter_context(closing(self.study))
         own = identity(config)
         self.study.open({**own, "precision": self.choices.precision.name}, defaults_of(own))
-        self._check_segments()
+        known = {trial: len(bracket.epochs) for bracket in brackets for trial in bracket.trials}
+        for each in self.study.results():
+            if each.rung >= known.get(each.trial, 0):
+                found = f"trial {each.trial} has a result at rung {each.rung}, and there is no such rung"
+                raise BadStorageError(shown_address(self._address), found)
         self.states = TrialStates(folder.path / TRIALS_FOLDER)
 
     def close(self) -> None:
@@ -169,14 +173,6 @@ class SearchRun:
 
     def _corners(self) -> list[TrainConfig]:
         return [trial_config(self.config, params, seed=0) for params in self.config.parsed_space.corners()]
-
-    def _check_segments(self) -> None:
-        """Raise BadStorageError for results of segments that the search does not have."""
-        known = {trial: len(bracket.epochs) for bracket in self.rules.brackets for trial in bracket.trials}
-        for each in self.study.results():
-            if each.rung >= known.get(each.trial, 0):
-                found = f"trial {each.trial} has a result at rung {each.rung}, and there is no such rung"
-                raise BadStorageError(shown_address(self._address), found)
 
     # --- data ---------------------------------------------------------------------------------------------------------
 

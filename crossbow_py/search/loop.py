@@ -183,7 +183,9 @@ class Search:
         if self.registry.stopped():  # while packs were measured
             return
         chosen = admit(self.rules.policy, [each for _, each in waiting], running, seed=self.rules.seed)
-        chosen = few_kinds(chosen, running, self._most_packs(len(running) + len(chosen)))
+        most = torch.get_num_threads() if self.device.type == "cpu" else len(running) + len(chosen)
+        # Where samples are streamed, each pack would load its own.
+        chosen = few_kinds(chosen, running, 1 if self.registry.data.streams else most)
         quota = fair_share(len(segments), self.study.num_searchers()) - len(running)
         wanted = {each.trial for each in chosen[: max(0, quota)]}
         claimed = self.study.claim([segment for segment, each in waiting if each.trial in wanted])
@@ -198,12 +200,6 @@ class Search:
         self._is_stale = True
         return self.packs.park()
 
-    def _most_packs(self, num_trials: int) -> int:
-        """Side by side: one where samples are streamed, as each loads its own; as many as cores on a CPU."""
-        if self.registry.data.streams:
-            return 1
-        return torch.get_num_threads() if self.device.type == "cpu" else num_trials
-
     def _waiting(self, segments: Sequence[Segment]) -> list[tuple[Segment, Waiting]]:
         """Return those of the segments that may be claimed, as far as the policy looks ahead."""
         held = {slot.segment for slot in self.slots}
@@ -211,9 +207,13 @@ class Search:
         found: list[tuple[Segment, Waiting]] = []
         num_new = 0
         for segment in sorted(free, key=self._is_elsewhere):
-            num_new += segment.rung == 0
-            if num_new > self.rules.lookahead or (segment.rung == 0 and self._is_full([each for _, each in found])):
-                break
+            if segment.rung == 0:
+                num_new += 1
+                # Where a policy takes trials in their order, one that is sampled later knows more results.
+                taken = sum(each.share for each in [*self._running(), *(each for _, each in found)])
+                is_full = self.rules.policy == "signature" and taken > 1 - 1e-9
+                if num_new > self.rules.lookahead or is_full:
+                    break
             known = self._described(segment)
             if known is not None:
                 trial, sample = segment.trial, self._first_sample(segment, known)
@@ -223,14 +223,6 @@ class Search:
     def _is_elsewhere(self, segment: Segment) -> bool:
         """Return whether the trial's files are in another worker's folder: that worker had better go on with it."""
         return segment.rung > 0 and not self.states.has(Segment(segment.trial, segment.rung - 1))
-
-    def _is_full(self, found: list[Waiting]) -> bool:
-        """Return whether trials that run or were found fill the device, for a policy that takes them in their order.
-
-        A trial that is sampled later knows more results.
-        """
-        taken = sum(each.share for each in [*self._running(), *found])
-        return self.rules.policy == "signature" and taken > 1 - 1e-9
 
     def _described(self, segment: Segment) -> Described | None:
         params, begun = self.study.params(segment.trial), self.hooks.clock()
@@ -308,7 +300,6 @@ class Search:
         return sum(slot.member.samples_seen for slot in self.slots)
 
     def _give_up_all(self, failures: Mapping[str, Exception]) -> None:
-        """Give up the packs that failed, by key."""
         is_beside = len({slot.pack_key for slot in self.slots}) > 1
         for key, error in failures.items():
             self._give_up(key, error, is_beside=is_beside)
@@ -347,7 +338,6 @@ class Search:
     # --- measuring and telling ----------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Measure the trials whose segments are over, save them, and tell the study."""
         over = [slot for slot in self.slots if slot.member.is_over]
         if not over:
             return

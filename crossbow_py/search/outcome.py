@@ -167,7 +167,6 @@ def _clear_of_others(folder: Path, config: str) -> None:
 
 
 def _put(folder: Path, config: str, model: nn.Module) -> None:
-    """Write the best trial's model, and its configuration once that is there. Raises UserError."""
     with _writing(folder):
         folder.mkdir(exist_ok=True)
         digests = {MODEL_FILE: save_weights(model, folder / MODEL_FILE)}

@@ -149,7 +149,14 @@ class Pack:
         self.members = list(members)
         if isinstance(self.feed, ResidentFeed):
             self.feed.serve(len(rows))
-        self._engine = self._build(len(rows))
+        job, first = self.job, members[0].settings
+        name = job.choose_executor(self.signature, len(rows))
+        bank = new_bank(self.template, len(rows), name, job.settings, job.choices, first.optimizer)
+        tasks = RoundTasks(
+            bank, update=self._update, feed=self.feed, loss=LOSS, seed=first.seed, collective=Collective()
+        )
+        self._engine = _Engine(name, bank, tasks, [0] * len(rows))
+        self._update.optimizer = side_by_side([member.settings.optimizer for member in members])
         for row, values in enumerate(rows):
             self._bank.load_row(row, values, 0)
         self._settle_rows(range(len(rows)))
@@ -184,16 +191,6 @@ class Pack:
             engine.executor = None
         if engine.executor is None:
             engine.executor = EXECUTORS[engine.name](engine.tasks)
-
-    def _build(self, num_rows: int) -> _Engine:
-        job, first = self.job, self.members[0].settings
-        name = job.choose_executor(self.signature, num_rows)
-        bank = new_bank(self.template, num_rows, name, job.settings, job.choices, first.optimizer)
-        tasks = RoundTasks(
-            bank, update=self._update, feed=self.feed, loss=LOSS, seed=first.seed, collective=Collective()
-        )
-        self._update.optimizer = side_by_side([member.settings.optimizer for member in self.members])
-        return _Engine(name, bank, tasks, [0] * num_rows)
 
     @property
     def _bank(self) -> ReplicaBank:

@@ -96,8 +96,15 @@ class Packs:
             self.end(key)
         failures: dict[str, Exception] = {}
         for key, group in groups.items():
+            members, signature = [slot.member for slot in group], group[0].described.signature
             try:
-                self._assign(key, group)
+                if key in self._packs:
+                    self._packs[key].assign(members)
+                    continue
+                feed = self._registry.data.feed_of(members[0].settings.batch_size)
+                self._packs[key] = Pack(self._job, signature, self._registry.template(signature), feed, members)
+                if warning := self._packs[key].warning:
+                    self._message(warning)
             except (CrossbowError, RuntimeError, MemoryError) as error:
                 failures[key] = error
             if key in failures:
@@ -106,16 +113,6 @@ class Packs:
                     forget_frames(failures[key])
                     free_memory(self._device)
         return failures
-
-    def _assign(self, key: str, slots: Sequence[Slot]) -> None:
-        members, signature = [slot.member for slot in slots], slots[0].described.signature
-        if key in self._packs:
-            self._packs[key].assign(members)
-            return
-        feed = self._registry.data.feed_of(members[0].settings.batch_size)
-        self._packs[key] = Pack(self._job, signature, self._registry.template(signature), feed, members)
-        if warning := self._packs[key].warning:
-            self._message(warning)
 
     def advance(self, is_enough: Callable[[], bool]) -> dict[str, Exception]:
         """Train all packs until a segment is over, or it is enough. Returns why packs failed, by key."""
@@ -176,7 +173,6 @@ class Packs:
         return [found for slot in slots for found in self._measured(pack, [slot])]
 
     def _measured_alone(self, slot: Slot) -> Evaluation | str:
-        """Measure the trial of a parked slot, with as many samples at once as memory holds."""
         template, data = self._registry.template(slot.described.signature), self._registry.data.validation
         state, device = self.checkpoint(slot).state, self._device
         try:

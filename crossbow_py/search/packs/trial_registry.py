@@ -114,7 +114,13 @@ class TrialRegistry:
         """
         if trial not in self._described:
             try:
-                self._described[trial] = self._describe(trial, params)
+                settings = self._make_trial(trial, params)
+                model = settings.new_model()
+                key = signature(settings, model)
+                if key not in self._kinds:
+                    self._kinds[key] = self._new_kind(settings, model)
+                rate = own_dropout_rate(model) or 0.0
+                self._described[trial] = Described(settings, key, rate, features(self._space, params))
             except (DataError, DeviceLostError):
                 raise
             except Exception as error:  # of the user's model
@@ -130,14 +136,6 @@ class TrialRegistry:
         with closing(self.data.feed_of(settings.batch_size)) as feed:
             batch = feed.first_samples(min(2, settings.batch_size))
             probe(model, self.choices.precision, batch, LOSS, *self.data.num_classes, settings.label_smoothing)
-
-    def _describe(self, trial: int, params: Mapping[str, Any]) -> Described:
-        settings = self._make_trial(trial, params)
-        model = settings.new_model()
-        key = signature(settings, model)
-        if key not in self._kinds:
-            self._kinds[key] = self._new_kind(settings, model)
-        return Described(settings, key, own_dropout_rate(model) or 0.0, features(self._space, params))
 
     def waiting(self, trial: int, described: Described, alone: bool, sample: int) -> Waiting:
         """Return a trial as policies see it; one that trains alone, or is at an unknown `sample` (-1), fits with none.

@@ -208,10 +208,7 @@ class WidthMemory:
     def keep(self, found: Found, *, is_short: bool) -> None:
         """Remember it for the next search."""
         rates = [[name, count, rate] for (name, count), rate in found.rates.items()]
-        plain = json.dumps(
-            {"rates": rates, "why_no_packs": found.why_no_packs, "bound": found.bound, "most": found.most}
-        )
-        self._known.remember(self._short_key if is_short else self._key, plain)
+        self._known.remember(self._short_key if is_short else self._key, json.dumps({**vars(found), "rates": rates}))
 
     def _read(self, key: str) -> Found | None:
         try:
@@ -287,14 +284,17 @@ def measured_width(
     announce(f"Measuring how many trials of {what} pay side by side; it takes some seconds.")
     attempts = [_candidate(*each, trials) for each in every]
     result, is_whole = _calibrated(attempts, trials.feed.batch_size, choices.device, effort, make_room)
+    rates = result.images_per_s
     able = [each for each in every if each[0] not in {name for name, _ in result.refused}]
-    if result.is_short and not has_packs(result.images_per_s) and any(each in able for each in _late_packs(result)):
+    if result.is_short and not has_packs(rates) and any(each in able for each in _late_packs(result)):
         return _unmeasured(able, what, is_exportable, _LITTLE), notes
-    found = Found(dict(result.images_per_s), _why_no_packs(result), bound, _most(result, bound))
+    why_no_packs, said = _left_out(result, what)
+    most = max(count for _, count in rates) if _is_short_of_memory(result) else bound
+    found = Found(dict(rates), why_no_packs, bound, most)
     width = choose_width(found.rates, what, found.most, found.why_no_packs or why_alone)
     if is_whole and _is_lasting(result, width, effort):
         memory.keep(found, is_short=result.is_short)
-    return width, [*notes, *_notes(result, what)]
+    return width, [*notes, *said, *result.busy_notes]
 
 
 def _candidate(name: str, count: int, trials: CompatibleTrials) -> Candidate:
@@ -333,12 +333,13 @@ def _late_packs(result: Calibration) -> list[tuple[str, int]]:
     return [each for each in result.late if each[1] > 1]
 
 
-def _why_no_packs(result: Calibration) -> str:
-    """Return why no packs were measured although they were asked for; else an empty text."""
-    left_out = [f"executor {name}: {reason}" for name, reason in result.left_out(fewest=2).items()]
-    if has_packs(result.images_per_s) or not left_out:
-        return ""
-    return f"no packs of them could be measured ({'; '.join(left_out)})"
+def _left_out(result: Calibration, what: str) -> tuple[str, list[str]]:
+    """Return why there are no packs, and a sentence for each executor without packs if others have some."""
+    reasons = result.left_out(fewest=2).items()
+    if has_packs(result.images_per_s):
+        return "", [f"Executor {name} runs no packs of {what}: {reason}." for name, reason in reasons]
+    why = "; ".join(f"executor {name}: {reason}" for name, reason in reasons)
+    return f"no packs of them could be measured ({why})" if why else "", []
 
 
 def _is_short_of_memory(result: Calibration) -> bool:
@@ -355,17 +356,6 @@ def _is_lasting(result: Calibration, width: Width, effort: Effort) -> bool:
     may_fit = may_fit or (_is_short_of_memory(result) and not effort.is_alone)
     may_pay = width.size == 1 and bool(_late_packs(result))
     return not (result.is_busy or may_fit or may_pay)
-
-
-def _most(result: Calibration, bound: int) -> int:
-    """Return the most trials that a pack may have: `bound`, or what was measured if memory refused more."""
-    return max(count for _, count in result.images_per_s) if _is_short_of_memory(result) else bound
-
-
-def _notes(result: Calibration, what: str) -> list[str]:
-    """Return sentences for the user; if there are no packs at all, the width's own sentence says why."""
-    left_out = result.left_out(fewest=2).items() if has_packs(result.images_per_s) else ()
-    return [*(f"Executor {name} runs no packs of {what}: {reason}." for name, reason in left_out), *result.busy_notes]
 
 
 def _unmeasured(asked: Sequence[tuple[str, int]], what: str, is_exportable: bool, why: str) -> Width:

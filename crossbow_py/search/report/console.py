@@ -74,14 +74,12 @@ class SearchConsole(ScreenConsole, SearchListener):
         self._last_line_s = 0.0
 
     def on_start(self, info: SearchInfo) -> None:
-        """The header, and the live table under it."""
         self._info = info
         if not info.num_finished_segments:
             self._said, self._begun = set(), (self._clock(), 0.0)
         self._begin(header_lines(info))
 
     def on_progress(self, progress: SearchProgress) -> None:
-        """Redraw the live table, or, without a terminal, a plain line after a while of silence."""
         if self._info is None:
             return
         line, screen = progress_line(progress, self._remaining_s(self._info, progress)), self._screen

@@ -180,12 +180,10 @@ def _label_nothing(axes: Axes, parameters: Sequence[Parameter], trials: Sequence
 
 
 def _is_without_value(trial: TrialRecord) -> bool:
-    """Return whether its line ends below the axis: it was sampled, and failed or was not measured yet."""
     return trial.params is not None and (trial.value is None or not trial.values)
 
 
 def _line_legend(trials: Sequence[TrialRecord], best: TrialRecord) -> list[Line2D]:
-    """Return the legend of the kinds of lines that are drawn."""
     label = f"best: trial {best.trial}, {best.value:.4g}"
     handles = [Line2D([], [], color=_COLOURS(_BRIGHTEST), linewidth=_BEST_WIDTH, path_effects=_CASING, label=label)]
     others = [trial for trial in trials if trial.trial != best.trial and not _is_without_value(trial)]

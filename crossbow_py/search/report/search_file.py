@@ -55,12 +55,10 @@ class SearchFile(SearchListener):
             self._write(running_plain(info, (), 0.0))
 
     def on_trials(self, trials: tuple[TrialRecord, ...]) -> None:
-        """Write the trials, but not too often."""
         self._trials, self._is_new = trials, True
         self._write_now_and_then()
 
     def on_progress(self, progress: SearchProgress) -> None:
-        """Write what came too soon after the last version of the file."""
         self._write_now_and_then()
 
     def on_end(self, summary: SearchSummary) -> None:

@@ -71,7 +71,6 @@ class SearchTensorBoard(SearchListener):
         self._write(self._folder / _file_name(0, "space"), [(0, experiment_summary(info))])
 
     def on_trials(self, trials: tuple[TrialRecord, ...]) -> None:
-        """Write what is new of every trial, and the best value."""
         if self._info is None or self._writer is None:
             return
         for trial in trials:
@@ -88,13 +87,11 @@ class SearchTensorBoard(SearchListener):
             self._writer.add_scalar(BEST_TAG, best.value, self._samples)
 
     def on_progress(self, progress: SearchProgress) -> None:
-        """The pace of this worker, once for each number of samples."""
         if self._writer is not None and self._samples != self._pace_samples and progress.images_per_s > 0:
             self._pace_samples = self._samples
             self._writer.add_scalar(PACE_TAG, progress.images_per_s, self._samples)
 
     def on_end(self, summary: SearchSummary) -> None:
-        """Write how all trials ended, and the outcome as text."""
         self.on_trials(summary.trials)
         if self._writer is not None and summary.best is not None:
             best = summary.best
