@@ -95,12 +95,6 @@ def test_space_on_the_command_line_has_groups_beside_what_is_in_them_in_any_orde
     assert set(config.parsed_space.parameters) == set(expected.parameters)
 
 
-def test_space_of_an_experiment_is_narrowed_by_fields_of_its_parameters() -> None:
-    config = search(*DIGITS, "space.optimizer.learning_rate.high=0.1", "space.optimizer.momentum=0.9")
-    assert config.space["optimizer.learning_rate"] == {**search(*DIGITS).space["optimizer.learning_rate"], "high": 0.1}
-    assert config.space["optimizer.momentum"] == [0.9]
-
-
 def test_command_keeps_text_that_looks_like_something_else() -> None:
     texts = [
         "plain", "two words", "it's", '"', "\\", 'back\\"slash', "end\\", "null", "True", "12", "1e-3", "nan", "a,b",

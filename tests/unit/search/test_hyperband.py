@@ -33,8 +33,6 @@ from crossbow_py.search.hyperband import (
     total_samples,
 )
 
-# 27 trials at 1, 3, 9 and 27 epochs.
-HALVING = make_brackets("successive_halving", num_trials=None, min_epochs=1, max_epochs=27, eta=3)
 # 9 at 1, 3, 9 epochs; 5 at 3, 9; 3 at 9.
 SMALL = make_brackets("hyperband", num_trials=None, min_epochs=1, max_epochs=9, eta=3)
 
@@ -126,18 +124,6 @@ def test_bracket_whose_trials_all_fail_is_over() -> None:
     assert best(one, results, maximize=True) is None
     failed = TrialStanding(TrialState.FAILED)
     assert standing(one, results, maximize=True) == {0: failed, 1: failed, 2: failed}
-
-
-@pytest.mark.parametrize("maximize", [True, False])
-@pytest.mark.parametrize("order", ["rising", "falling", "shuffled"])
-def test_rung_of_27_keeps_exactly_the_best_third_whatever_the_order(order: str, maximize: bool) -> None:
-    results: dict[Segment, Outcome] = {}
-    reported = {"rising": list(range(27)), "falling": list(range(26, -1, -1)), "shuffled": shuffled(27)}[order]
-    for number, trial in enumerate(reported):
-        assert len(ready(HALVING, results, maximize=maximize)) == 27 - number
-        results[Segment(trial, 0)] = trial / 100
-    expected = range(18, 27) if maximize else range(9)
-    assert ready(HALVING, results, maximize=maximize) == segments(*((trial, 1) for trial in expected))
 
 
 def test_search_run_to_its_end_runs_what_the_table_says() -> None:
@@ -306,9 +292,6 @@ def test_optuna_pruners_in_lockstep_keep_what_the_order_says_where_nine_should_s
 def test_trials_have_ended_that_train_no_more() -> None:
     ended = {state for state in TrialState if state.has_ended}
     assert ended == {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAILED}
-
-
-# 9 at 1, 3, 9 epochs; 5 at 3, 9; 3 at 9.
 
 
 def hyperband(max_epochs: float, eta: int, min_epochs: float = 1, num_trials: int | None = None) -> tuple[Bracket, ...]:

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.trial import FixedTrial
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.search.space import Space, Value, parse_parameter
@@ -36,18 +35,6 @@ def test_space_puts_parameters_after_those_their_conditions_name_and_keeps_the_r
     assert keys(Space.from_mapping({key: [1, 2] for key in "dacb"})) == list("dacb")
 
 
-def test_conditional_parameter_is_asked_for_only_where_it_exists() -> None:
-    space = Space.from_mapping(NESTED)
-    for fixed, asked in (
-        ({"optimizer": "adam", "batch_size": 16}, {"optimizer", "batch_size"}),
-        ({"optimizer": "sgd", "momentum": 0, "batch_size": 32}, {"optimizer", "momentum", "batch_size"}),
-        ({"optimizer": "sgd", "momentum": 0.9, "batch_size": 32, "nesterov": True}, set(NESTED)),
-    ):
-        trial = FixedTrial(fixed)
-        assert space.suggest(trial) == fixed
-        assert set(trial.params) == asked
-
-
 def test_optuna_study_draws_from_a_nested_space_what_its_conditions_allow() -> None:
     space = Space.from_mapping(NESTED)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
@@ -63,18 +50,6 @@ def test_optuna_study_draws_from_a_nested_space_what_its_conditions_allow() -> N
 def test_grid_has_every_combination_once_and_the_last_parameter_changes_fastest() -> None:
     space = Space.from_mapping({"a": [1, 2], "b": {"low": 0.1, "high": 0.3, "num": 3}})
     assert space.grid() == [{"a": a, "b": b} for a in (1, 2) for b in (0.1, 0.2, 0.3)]
-
-
-def test_grid_of_a_nested_space_has_conditional_parameters_only_where_they_exist() -> None:
-    grid = Space.from_mapping(NESTED).grid()
-    # adam: 2 batch sizes. sgd: momentum 0 with 2; momentum 0.5 and 0.9 with 2 batch sizes and 2 of nesterov each.
-    expected = [{"optimizer": "adam", "batch_size": size} for size in (16, 32)]
-    expected += [{"optimizer": "sgd", "momentum": 0, "batch_size": size} for size in (16, 32)]
-    expected += [
-        {"optimizer": "sgd", "momentum": momentum, "batch_size": size, "nesterov": nesterov}
-        for momentum, size, nesterov in itertools.product((0.5, 0.9), (16, 32), (False, True))
-    ]
-    assert len(grid) == 12 and sorted(map(json.dumps, grid)) == sorted(map(json.dumps, expected))
 
 
 def test_grid_leaves_out_what_waits_for_a_value_that_is_no_point_of_it() -> None:
@@ -103,20 +78,6 @@ def test_corners_set_every_end_and_choice_in_as_many_assignments_as_the_longest_
         {"lr": 0.5, "size": 32, "n": 2},
         {"lr": 0.001, "size": 64, "n": 1},
     ]
-
-
-def test_corners_of_a_nested_space_reach_what_exists_only_under_conditions() -> None:
-    corners = Space.from_mapping(NESTED).corners()
-    grid = Space.from_mapping(NESTED).grid()
-    assert all(corner in grid for corner in corners)
-    for key, values in (
-        ("optimizer", {"sgd", "adam"}),
-        ("momentum", {0, 0.5, 0.9}),
-        ("batch_size", {16, 32}),
-        ("nesterov", {False, True}),
-    ):
-        assert {corner[key] for corner in corners if key in corner} == values
-    assert len(corners) <= 5
 
 
 def test_corners_reach_what_waits_for_a_number_inside_a_range() -> None:
@@ -270,13 +231,6 @@ def test_parameter_asks_optuna_for_its_kind_of_value_under_its_key(plain: Any, d
         trial = study.ask()
         value = parse_parameter("x", plain).suggest(trial)
         assert (trial.params, trial.distributions) == ({"x": value}, {"x": distribution})
-
-
-def test_optuna_fixed_trial_accepts_every_point_of_a_grid() -> None:
-    for plain in ({"low": 0.1, "high": 0.7, "step": 0.2}, {"low": 1e-4, "high": 1.0, "log": True, "num": 5}, [1, "b"]):
-        parameter = parse_parameter("x", plain)
-        for point in parameter.points():
-            assert parameter.suggest(FixedTrial({"x": point})) == point
 
 
 # --- points of a grid -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -91,10 +92,10 @@ def killed(journal: str, sampler: SamplerName) -> Iterator[tuple[list[dict[str, 
         with locked(path, lambda: None), path.open("ab") as file:
             file.write(b'{"op_code":8,"worker_id":"x","trial_id":3,"user_at')
             file.flush()
-            os.write(write, repr(asked).encode())
+            os.write(write, json.dumps(asked).encode())
             signal.pause()
         os._exit(0)
-    asked = eval(os.read(read, 10_000))
+    asked = json.loads(os.read(read, 10_000))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     os.close(read), os.close(write)
