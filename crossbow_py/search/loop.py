@@ -88,20 +88,12 @@ class Search:
     """One worker of a search. Used from one thread; close it.
 
     Args:
-        rules: the brackets, the metric and the policy.
         study: the open study, shared with other workers.
-        registry: describes the trials.
         states: the checkpoints of trials between segments.
-        hooks: functions that it calls.
     """
 
     def __init__(
-        self,
-        rules: SearchRules,
-        study: SharedStudy,
-        registry: TrialRegistry,
-        states: TrialStates,
-        hooks: SearchHooks,
+        self, rules: SearchRules, study: SharedStudy, registry: TrialRegistry, states: TrialStates, hooks: SearchHooks
     ) -> None:
         self.rules, self.study, self.registry, self.states, self.hooks = rules, study, registry, states, hooks
         self.device = registry.choices.device

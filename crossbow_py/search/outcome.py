@@ -99,12 +99,9 @@ class LeaderRun:
 
 
 def kept_best(
-    find: Callable[[], Leader | None],
-    run_of: Callable[[Leader], LeaderRun],
-    registry: TrialRegistry,
-    states: TrialStates,
-    folder: Path,
-) -> tuple[BestTrial | None, float]:
+    find: Callable[[], Leader | None], run_of: Callable[[Leader], LeaderRun], registry: TrialRegistry,
+    states: TrialStates, folder: Path,
+) -> tuple[BestTrial | None, float]:  # fmt: skip
     """Return the best trial, its model and configuration written to `folder` and the model measured on the test data.
 
     Its files are with the worker that trained it; where they are not here, model and test accuracy are left out, and
@@ -114,7 +111,6 @@ def kept_best(
     Args:
         find: returns the best trial by what is known now.
         run_of: returns how it is trained.
-        registry, states: those of the search.
         folder: the folder of the best trial, in that of the search.
 
     Returns:

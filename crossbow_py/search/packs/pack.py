@@ -94,8 +94,6 @@ class Pack:
     """Trials of one signature. Used from one thread at a time; close it.
 
     Args:
-        job: the settings that all packs share.
-        signature: the signature of these trials.
         template: a model of theirs, on the device.
         feed: gives training batches of their size; closed with the pack.
         members: at least one.

@@ -65,8 +65,6 @@ class Packs:
     """The packs of a worker: assigns slots to them, trains and measures. Used from one thread; close it.
 
     Args:
-        job: the settings that all packs share.
-        registry: describes the trials.
         message: takes sentences for the user.
     """
 

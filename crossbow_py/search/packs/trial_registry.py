@@ -69,8 +69,6 @@ class TrialRegistry:
 
     Args:
         make_trial: makes a trial's settings from its number and parameters.
-        space: the search space.
-        data: the data of the search.
         most: the most trials side by side.
         announce: takes sentences for the user: before what takes long, and what was found.
         total_samples: the samples of the whole search; measuring packs may take a tenth of their time.
@@ -84,16 +82,9 @@ class TrialRegistry:
     """
 
     def __init__(
-        self,
-        make_trial: MakeTrial,
-        space: Space,
-        data: SearchData,
-        settings: RunSettings,
-        choices: Choices,
-        most: int,
-        announce: Callable[[str], None],
-        total_samples: int | None = None,
-    ) -> None:
+        self, make_trial: MakeTrial, space: Space, data: SearchData, settings: RunSettings, choices: Choices,
+        most: int, announce: Callable[[str], None], total_samples: int | None = None,
+    ) -> None:  # fmt: skip
         self._make_trial, self._space, self.data = make_trial, space, data
         self.settings, self.choices = settings, choices
         self._most, self._announce, self._total_samples = most, announce, total_samples

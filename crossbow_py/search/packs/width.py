@@ -182,7 +182,6 @@ class WidthMemory:
     """The memory of what was measured for such trials in earlier searches, long ones and those with little to train.
 
     Args:
-        trials: the trials.
         names: the executors that may run them.
         limit: the most trials side by side.
         is_alone: whether no other search takes part of the machine.
@@ -236,13 +235,9 @@ def _fingerprint(trials: CompatibleTrials, names: Sequence[str], limit: int, is_
 
 
 def measured_width(
-    trials: CompatibleTrials,
-    limit: int,
-    announce: Callable[[str], None],
-    beside_packs: bool,
-    make_room: Callable[[], bool],
-    effort: Effort,
-) -> tuple[Width, list[str]]:
+    trials: CompatibleTrials, limit: int, announce: Callable[[str], None], beside_packs: bool,
+    make_room: Callable[[], bool], effort: Effort,
+) -> tuple[Width, list[str]]:  # fmt: skip
     """Return the width for such trials, with at most `limit` side by side, and no more than memory holds.
 
     Measured for a model, batch size and machine, which takes some seconds, and remembered; guessed when `effort` leaves
@@ -313,12 +308,9 @@ def _candidate(name: str, count: int, trials: CompatibleTrials) -> Candidate:
 
 
 def _calibrated(
-    candidates: Sequence[Candidate],
-    batch_size: int,
-    device: torch.device,
-    effort: Effort,
+    candidates: Sequence[Candidate], batch_size: int, device: torch.device, effort: Effort,
     make_room: Callable[[], bool],
-) -> tuple[Calibration, bool]:
+) -> tuple[Calibration, bool]:  # fmt: skip
     """Measure, and again what memory refused if room can be made. Also returns whether there was time for all."""
     begun = time.perf_counter()
     first = calibrate(candidates, batch_size, device, effort)

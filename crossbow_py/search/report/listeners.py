@@ -35,12 +35,7 @@ def search_listeners(folder: Path) -> list[SearchListener]:
 
 
 class SearchPictures(SearchListener):
-    """Draws the pictures where matplotlib is there and a trial has a value, and says what it did.
-
-    Args:
-        folder: the search's folder.
-        say: takes sentences for the user.
-    """
+    """Draws the pictures where matplotlib is there and a trial has a value, and says what it did."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self._folder, self._say = folder, say

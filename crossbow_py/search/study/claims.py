@@ -143,9 +143,7 @@ class SegmentClaims:
     Args:
         storage, study: Optuna's storage, and in it the number of a study that holds nothing else.
         patience: calls the storage.
-        worker: the name of this process for people.
-        lease_s: how long what it claims stays its own without a sign of life.
-        clock: seconds since 1970.
+        worker, lease_s, clock: those of `SharedStudy`.
     """
 
     def __init__(

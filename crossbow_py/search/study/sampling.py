@@ -26,12 +26,6 @@ class Sampling:
     Hyper-Parameter Optimization", NeurIPS 2011) follows from the history too: trials that were trained to the end come
     before those that were measured on the way, among which more epochs come first, and then the better value. Trials
     that have no value yet count as bad ones, so that those sampled together differ.
-
-    Args:
-        space: the search space.
-        sampler: the sampler's name.
-        seed: the seed of the search.
-        maximize: whether greater values are better.
     """
 
     def __init__(self, space: Space, sampler: SamplerName, seed: int, maximize: bool) -> None:

@@ -41,8 +41,6 @@ class SharedStudy(SegmentClaims):
     Args:
         storage: an address for `open_storage`, or one of Optuna's storages.
         name: the name of the search in the storage.
-        sampler: how trials are sampled.
-        space: the search space.
         seed: the seed of sampling.
         maximize: whether greater values are better.
         worker: the name of this process for people.
@@ -132,8 +130,7 @@ class SharedStudy(SegmentClaims):
 
         Args:
             segment: one that was claimed.
-            value: measured at its rung.
-            epochs: the epochs that the trial has been trained for.
+            value: measured at its rung, after so many `epochs` of the trial.
             seconds: the time that the segment took.
             attrs: plain values to keep with it.
 
