@@ -21,9 +21,8 @@ from optuna.trial import create_trial
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.file_locks import locked
 from crossbow_py.search.hyperband import Segment, TrialState
-from crossbow_py.search.study.sampling import SamplerName
 from crossbow_py.search.study.storage import StorageError, open_storage
-from crossbow_py.search.study.study import SharedStudy
+from crossbow_py.search.study.study import SamplerName, SharedStudy
 from tests.unit.search.study.shared_studies import SEGMENTS, SPACE, Failing, done, optuna_trials, worker
 
 # --- trials -----------------------------------------------------------------------------------------------------------
