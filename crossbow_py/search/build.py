@@ -203,7 +203,12 @@ class SearchRun:
         if isinstance(train, ResidentFeed):
             feed_of = train.without_augmentation().with_batch_size
         else:  # samples of a stream are augmented once, for all trials
-            _check_shared_augmentation(config)
+            keys = [each.key for each in config.parsed_space.parameters if each.key.startswith("data.")]
+            if keys:
+                raise UserError(
+                    f"space: {keys[0]} can be searched for images that live on the device, and data={config.data.NAME} "
+                    "is streamed: all trials share its samples; leave it out."
+                )
             feed_of = partial(feed, source.train, augmentation=source.augmentation)
         return SearchData(
             feed_of=feed_of,
@@ -395,12 +400,3 @@ def _name(model: Any, params: Mapping[str, Any]) -> str:
     own = {key.removeprefix("model."): value for key, value in params.items() if key.startswith("model.")}
     given = ", ".join(f"{key.removeprefix('args.')}={value}" for key, value in own.items() if key != "dropout")
     return f"{name}({given})" if given else name
-
-
-def _check_shared_augmentation(config: SearchConfig) -> None:
-    searched = [parameter.key for parameter in config.parsed_space.parameters if parameter.key.startswith("data.")]
-    if searched:
-        raise UserError(
-            f"space: {searched[0]} can be searched for images that live on the device, and data={config.data.NAME} is "
-            "streamed: all trials share its samples; leave it out."
-        )

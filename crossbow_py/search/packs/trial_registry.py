@@ -153,11 +153,14 @@ class TrialRegistry:
     def _measured_kind(self, settings: TrialSettings, model: nn.Module) -> Kind:
         with closing(self.data.feed_of(settings.batch_size)) as feed:
             template = self._template(settings, model.to(self.choices.device), feed)
+            effort = Effort(BUDGET_S, self._total_samples, self._measuring_s, self.stopped, self.is_alone)
+            if self._fastest and effort.seconds(self._fastest) <= 0:  # those before have left nothing
+                effort = replace(effort, budget_s=0.0)
             begun = time.perf_counter()
             try:
                 width, notes = measured_width(
                     CompatibleTrials(self.settings, self.choices, settings, template, feed),
-                    self._most, self._announce, self.has_packs(), self.make_room, self._effort(),
+                    self._most, self._announce, self.has_packs(), self.make_room, effort,
                 )  # fmt: skip
             finally:
                 self._measuring_s += time.perf_counter() - begun
@@ -177,11 +180,6 @@ class TrialRegistry:
         few = validation.first_samples(2)
         probe_evaluation(template, self.choices.precision, few, LOSS, "validation", feed=validation)
         return template
-
-    def _effort(self) -> Effort:
-        """Return the effort for measuring the next kind: what those before have left, which may be nothing."""
-        effort = Effort(BUDGET_S, self._total_samples, self._measuring_s, self.stopped, self.is_alone)
-        return replace(effort, budget_s=0.0) if self._fastest and effort.seconds(self._fastest) <= 0 else effort
 
     def evaluator(self, template: nn.Module) -> Evaluator:
         """Return an evaluator of the trials of an architecture."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import optuna
 from optuna.exceptions import OptunaError, StorageInternalError
@@ -235,7 +235,15 @@ class JournalFile(BaseJournalBackend):
             self._require_what_was_read(os.fstat(file.fileno()).st_size)
             file.seek(self._starts[log_number_from])
             lines = file.read().split(b"\n")[:-1]
-        records = [self._parsed(line, log_number_from + index) for index, line in enumerate(lines)]
+        records = []
+        for index, line in enumerate(lines, start=log_number_from):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if not isinstance(record, dict) or "op_code" not in record:
+                raise self._damaged(f"line {index + 1}")
+            records.append(record)
         for index, line in enumerate(lines, start=log_number_from):
             if index + 1 == len(self._starts):
                 self._starts.append(self._starts[index] + len(line) + 1)
@@ -246,49 +254,37 @@ class JournalFile(BaseJournalBackend):
         text = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
         self._require_what_was_read(self._path.stat().st_size)  # before the lock, which would make a new file
         with self._exclusive(), self._path.open("a+b") as file:
-            self._cut_torn_line(file)
+            file.seek(self._starts[-1])
+            torn = file.read().rpartition(b"\n")[2]
+            if torn:
+                if torn[: len(_JOURNAL_BEGIN)] != _JOURNAL_BEGIN[: len(torn)]:  # somebody's text, given by mistake
+                    raise self._damaged("the last line")
+                file.truncate(file.tell() - len(torn))
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
 
-    def _cut_torn_line(self, file: IO[bytes]) -> None:
-        file.seek(self._starts[-1])
-        torn = file.read().rpartition(b"\n")[2]
-        if torn:
-            if torn[: len(_JOURNAL_BEGIN)] != _JOURNAL_BEGIN[: len(torn)]:  # somebody's text, given by mistake
-                raise self._damaged("the last line")
-            file.truncate(file.tell() - len(torn))
-
     def _require_what_was_read(self, size: int) -> None:
         if size < self._starts[-1]:
             raise OSError(f"{self._path} was cut or replaced: {self._starts[-1]} bytes had been read, it has {size}")
-
-    def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict) or "op_code" not in record:
-            raise self._damaged(f"line {number + 1}")
-        return record
 
     def _damaged(self, where: str) -> BadStorageError:
         return BadStorageError(str(self._path), f"{where} is no record of a search")
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
+        def busy() -> None:
+            raise BlockingIOError(f"another process writes to {self._path}")
+
         # Not waited for in the kernel, where a stopped process would hold up all others for good.
         until = time.monotonic() + self._lock_wait_s
         with ExitStack() as stack:
             while True:
                 try:
-                    stack.enter_context(locked(self._path, self._busy))
+                    stack.enter_context(locked(self._path, busy))
                     break
                 except BlockingIOError:
                     if time.monotonic() >= until:
                         raise
                     time.sleep(_POLL_S)
             yield
-
-    def _busy(self) -> None:
-        raise BlockingIOError(f"another process writes to {self._path}")

@@ -1,16 +1,14 @@
-"""Who survives and who trains on, whatever the order of results, and Optuna's pruners beside."""
+"""Who survives and who trains on, whatever the order of results."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-import optuna
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optuna.pruners import BasePruner, HyperbandPruner, SuccessiveHalvingPruner
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.search.hyperband import (
@@ -244,49 +242,6 @@ def test_target_is_reached_only_by_a_trial_at_its_end_which_is_then_the_best() -
     results |= {Segment(15, 0): 0.75, Segment(16, 0): None}
     assert is_reached(SMALL, results, 0.75)
     assert best(SMALL, results, maximize=True) == 15
-
-
-# --- why not Optuna's pruners -----------------------------------------------------------------------------------------
-
-
-def shuffled(count: int) -> list[int]:
-    numbers = list(range(count))
-    random.Random(0).shuffle(numbers)
-    return numbers
-
-
-@pytest.fixture
-def _quiet_optuna() -> Iterator[None]:
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    yield
-    optuna.logging.set_verbosity(before)
-
-
-@pytest.mark.usefixtures("_quiet_optuna")
-@pytest.mark.parametrize(
-    ("make_pruner", "left"),
-    [
-        (lambda: SuccessiveHalvingPruner(min_resource=1, reduction_factor=3), [27, 1, 12]),
-        (lambda: HyperbandPruner(min_resource=1, max_resource=27, reduction_factor=3), [27, 18, 22]),
-    ],
-)
-def test_optuna_pruners_in_lockstep_keep_what_the_order_says_where_nine_should_survive(
-    make_pruner: Callable[[], BasePruner], left: list[int]
-) -> None:
-    found = []
-    for values in (range(27), range(26, -1, -1), shuffled(27)):  # rising, falling, shuffled
-        study = optuna.create_study(direction="maximize", pruner=make_pruner(), study_name="lockstep")
-        trials = [study.ask() for _ in values]
-        kept = []
-        for trial, value in zip(trials, values, strict=True):
-            trial.report(float(value), step=1)
-            if not trial.should_prune():
-                kept.append(trial.number)
-        found.append(len(kept))
-        ours = survivors(dict(enumerate(map(float, values))), 9, maximize=True)
-        assert sorted(values[trial] for trial in ours) == list(range(18, 27))
-    assert found == left and 9 not in found
 
 
 def test_trials_have_ended_that_train_no_more() -> None:
