@@ -10,18 +10,9 @@ from torch import Tensor
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.augmentation import Augmentation, check_shapes
-from crossbow_py.data.datasets import (
-    Data,
-    MapStyleDataset,
-    Pair,
-    as_pair,
-    check_data,
-    is_clip_batch,
-    is_image_batch,
-    rounded_integer,
-)
+from crossbow_py.data.datasets import Data, MapStyleDataset, Pair, as_pair, check_data, is_clip_batch, is_image_batch
 from crossbow_py.data.feed import Feed
-from crossbow_py.data.normalisation import IDENTITY, Normalisation
+from crossbow_py.data.normalisation import IDENTITY, Normalisation, rounded_integer
 from crossbow_py.data.resident.inputs import ClipInputs, ImageInputs, ResidentInputs, RowInputs
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.data.streaming.items import ItemData

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.datasets import Classes, Rounded
+from crossbow_py.data.datasets import Classes
+from crossbow_py.data.normalisation import Rounded
 
 # Each learner's batch in one piece, or the channels of all learners side by side.
 MemoryOrder = Literal["stacked", "channels"]

@@ -10,7 +10,6 @@ is not in it is decoded when it is needed, with the same result.
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 import shutil
 import time
@@ -27,8 +26,7 @@ import PIL
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Generator, Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor
 
 from crossbow_py.core.errors import one_line
 from crossbow_py.core.file_locks import locked
@@ -38,7 +36,7 @@ from crossbow_py.core.measured import user_cache
 from crossbow_py.data.images.crops import resized_extent
 from crossbow_py.data.images.decoding import UnreadableImage, decode, encoded_size, shrunk
 from crossbow_py.data.images.folder import ImageFiles
-from crossbow_py.data.streaming.worker_processes import leave_signals_to_the_run, quiet_start, start_method
+from crossbow_py.data.streaming.worker_processes import start_workers
 
 IMAGES, INDEX = "images.bin", "index.npy"
 _FORMAT_VERSION = 1
@@ -270,20 +268,7 @@ def _decoded(files: ImageFiles, short_side: int, timeout_s: float) -> Iterator[l
     chunks = _Chunks(files, short_side)
     workers = min(read_host().cores, len(chunks))
     workers = workers if workers > 1 else 0
-    before = set(multiprocessing.active_children())
-    with quiet_start():
-        loader: DataLoader[Any] = DataLoader(
-            chunks,  # type: ignore[arg-type]  # typed narrower than it works
-            batch_size=None,
-            num_workers=workers,
-            collate_fn=_as_it_is,
-            timeout=min(_POLL_S, timeout_s) if workers else 0,
-            multiprocessing_context=start_method() if workers else None,
-            worker_init_fn=leave_signals_to_the_run,
-            generator=Generator(),  # else it would draw from torch's own
-        )
-        batches = iter(loader)
-    return _watched(batches, [child for child in multiprocessing.active_children() if child not in before], timeout_s)
+    return _watched(*start_workers(chunks, workers, min(_POLL_S, timeout_s), batch_size=None), timeout_s)
 
 
 def _watched(
@@ -305,10 +290,6 @@ def _watched(
             continue
         came_s = time.monotonic()
         yield batch
-
-
-def _as_it_is(chunk: Any) -> Any:
-    return chunk
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,15 +13,9 @@ from torch import Tensor
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.images.cache import ImageCache
 from crossbow_py.data.images.crops import random_resized_box
-from crossbow_py.data.images.decoding import (
-    UnreadableImage,
-    centre_cropped,
-    crop_resized,
-    decode,
-    shrunk,
-)
+from crossbow_py.data.images.decoding import UnreadableImage, centre_cropped, crop_resized, decode, shrunk
 from crossbow_py.data.images.folder import ImageFiles
-from crossbow_py.data.streaming.streamed_data import BadSample, Fetched, Key, StreamedData
+from crossbow_py.data.streaming.streamed_data import BadSample, Key, Loaded, OnSample, StreamedData
 
 
 class ImageFolderData(StreamedData):
@@ -66,7 +60,6 @@ class ImageFolderData(StreamedData):
 
     @property
     def max_bad(self) -> int:  # type: ignore[override]
-        """See `StreamedData`."""
         return min(self._allowed_bad, len(self) - 1)
 
     @property
@@ -76,7 +69,6 @@ class ImageFolderData(StreamedData):
 
     @property
     def image_shape(self) -> tuple[int, int, int]:  # type: ignore[override]
-        """See `StreamedData`."""
         return 3, self.size, self.size
 
     def __len__(self) -> int:
@@ -104,14 +96,8 @@ class ImageFolderData(StreamedData):
         return image[0], self._label(sample)
 
     def fetch(
-        self,
-        keys: Sequence[Key],
-        *,
-        seed: int,
-        training: bool,
-        on_sample: Callable[[int], None],
-        out: Tensor | None = None,
-    ) -> Fetched:
+        self, keys: Sequence[Key], *, seed: int, training: bool, on_sample: OnSample, out: Tensor | None = None
+    ) -> Loaded:
         """See `StreamedData.fetch`.
 
         In training the next readable image in the order of files replaces a bad one, with the bad one's random crop. If
@@ -132,10 +118,9 @@ class ImageFolderData(StreamedData):
             else:
                 centre_cropped(found[1], self.resize, slot)
             targets.append(self._label(key.sample if found is None else found[0]))
-        return Fetched(inputs[: len(targets)], torch.tensor(targets, dtype=torch.int64), tuple(bad.values()))
+        return Loaded(inputs[: len(targets)], torch.tensor(targets, dtype=torch.int64), tuple(bad.values()))
 
     def name_of(self, sample: int) -> str:
-        """Return the path."""
         return self.files.path(self._file(sample))
 
     def subset(self, ids: npt.NDArray[np.int64]) -> ImageFolderData:
@@ -151,7 +136,7 @@ class ImageFolderData(StreamedData):
         return int(self.files.labels[self._file(sample)])
 
     def _readable(
-        self, sample: int, attempts: int, bad: dict[int, BadSample], on_sample: Callable[[int], None]
+        self, sample: int, attempts: int, bad: dict[int, BadSample], on_sample: OnSample
     ) -> tuple[int, Tensor] | None:
         """Return the first readable of `attempts` samples from this one on, with its pixels. Others go to `bad`."""
         for step in range(attempts):

@@ -24,36 +24,11 @@ from crossbow_py.data.datasets import Classes, is_clip_batch, is_image_batch
 from crossbow_py.data.feed import Batch, EpochCache, Feed
 from crossbow_py.data.normalisation import IDENTITY, Normalisation, PixelNormaliser
 from crossbow_py.data.sampler import Positions, RankPositions, cut_up, epoch_order, segments
-from crossbow_py.data.streaming.loader import Loaded, Loader, Needs, fetched_or_raise
+from crossbow_py.data.streaming.loader import Loader, Needs
 from crossbow_py.data.streaming.producer import PrefetchBuffer, Prefetcher, Producer
-from crossbow_py.data.streaming.streamed_data import BadSample, Fetched, Key, StreamedData
+from crossbow_py.data.streaming.streamed_data import BadSample, Key, Loaded, StreamedData
 
 _EVALUATION_CHUNK = 16  # samples a worker loads at a time, so that a small test set keeps all workers busy
-
-
-class _Staged(NamedTuple):
-    """A batch in the prefetch buffer: as workers made it, but on the device.
-
-    Attributes:
-        inputs, targets: [B, ...].
-        mirrored: bool [B], the images that are still to be flipped; None for none.
-        erased: int32 [4, B] as from `draw_rectangles`, still to be erased; None for none.
-        copied: on CUDA, the event that the copy to the device records.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    mirrored: Tensor | None
-    erased: Tensor | None
-    copied: torch.cuda.Event | None
-
-
-class _Drawn(NamedTuple):
-    """The key of a table of erased rectangles: an epoch, and the size of the images."""
-
-    epoch: int
-    height: int
-    width: int
 
 
 class LoadingTimes(NamedTuple):
@@ -80,6 +55,7 @@ class StreamingFeed(Feed):
         order_seed: seed of the sample order; None for `seed`.
 
     Attributes:
+        loading_times: those of training batches over the life of the feed.
         sample_bytes: bytes of the inputs of one sample as loaded; 0 before the first `first_samples`.
         through_shared: whether worker processes hand inputs over through /dev/shm.
     """
@@ -108,29 +84,25 @@ class StreamingFeed(Feed):
         def mirrored(epoch: int) -> Tensor:
             return torch.from_numpy(augmentation.draw_flips(seed, epoch, self.num_samples))
 
-        def erased(key: _Drawn) -> Tensor:
-            drawn = augmentation.draw_erased(seed, key.epoch, self.num_samples, (key.height, key.width))
+        def erased(key: tuple[int, tuple[int, int]]) -> Tensor:
+            epoch, extent = key
+            drawn = augmentation.draw_erased(seed, epoch, self.num_samples, extent)
             return torch.from_numpy(drawn).to(torch.int32)  # half the memory, for millions of samples
 
         self._mirrored = EpochCache(mirrored) if augmentation.flip else None
         self._erased = EpochCache(erased) if augmentation.random_erasing else None
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._buffer: PrefetchBuffer[_Staged] = PrefetchBuffer()
+        self._buffer = PrefetchBuffer()
         self._unannounced = threading.Lock()
-        self._producer: Producer[_Staged] | None = None
+        self._producer: Producer | None = None
         self._last_round: frozenset[int] = frozenset()
         self._round: frozenset[int] = frozenset()
         self._bad: dict[int, BadSample] = {}
-        self._num_loaded, self._loading_s = 0, 0.0
-        self._evaluating: Prefetcher[Fetched] | None = None
+        self.loading_times = LoadingTimes(0, 0.0)
+        self._evaluating: Prefetcher | None = None
         self._classes: Classes | None = None
         self._measuring: Feed | None = None
         self.sample_bytes, self._has_floats = 0, False
-
-    @property
-    def loading_times(self) -> LoadingTimes:
-        """Return the loading times of training batches over the life of the feed."""
-        return LoadingTimes(self._num_loaded, self._loading_s)
 
     def use_workers(self, num_workers: int) -> None:
         """Change the number of worker processes, which changes no batch. Called between rounds."""
@@ -155,7 +127,6 @@ class StreamingFeed(Feed):
         return wanted <= there
 
     def wait(self, starts: Sequence[int], until: Callable[[], bool] = lambda: False) -> None:
-        """See `Feed.wait`."""
         for start in sorted(set(starts)):
             if self._producer is None:
                 if self._buffer.get(start) is None:
@@ -164,32 +135,27 @@ class StreamingFeed(Feed):
             self._producer.wait_for(start, until)
 
     def batch(self, start: int) -> Batch:
-        """See `Feed.batch`."""
-        staged = self._take([start])[0]
-        return Batch(self._prepare(staged.inputs, staged.mirrored, staged.erased), staged.targets)
+        (one,) = self._take([start])
+        return Batch(self._prepare(one.inputs, one.mirrored, one.erased), one.targets)
 
     def batches(self, starts: Sequence[int]) -> Batch:
         """See `Feed.batches`. All are prepared at once."""
-        staged = self._take(starts)
-        mirrored = [one.mirrored for one in staged if one.mirrored is not None]
-        erased = [one.erased for one in staged if one.erased is not None]
+        each = self._take(starts)
+        mirrored = [one.mirrored for one in each if one.mirrored is not None]
+        erased = [one.erased for one in each if one.erased is not None]
         inputs = self._prepare(
-            torch.cat([one.inputs for one in staged]),
+            torch.cat([one.inputs for one in each]),
             torch.cat(mirrored) if mirrored else None,
             torch.cat(erased, dim=1) if erased else None,
         )
-        return Batch(inputs.view(len(starts), -1, *inputs.shape[1:]), torch.stack([one.targets for one in staged]))
+        return Batch(inputs.view(len(starts), -1, *inputs.shape[1:]), torch.stack([one.targets for one in each]))
 
     def aside(self, starts: Sequence[int]) -> Generator[Batch, None, None]:
         """See `Feed.aside`. Uses processes of its own for its duration; bad samples are replaced and not counted."""
         loader = self._new_loader(map(self._keys, starts), self.num_workers, training=True)
-
-        def stage(index: int, loaded: Loaded) -> _Staged:
-            return self._on_device(starts[index], fetched_or_raise(loaded))
-
-        with contextlib.closing(Prefetcher(loader, stage)) as staged:
+        with contextlib.closing(Prefetcher(loader, lambda index, one: self._on_device(starts[index], one))) as batches:
             for _ in starts:
-                one = self._arrived(next(staged))
+                one = self._arrived(next(batches))
                 yield Batch(self._prepare(one.inputs, one.mirrored, one.erased), one.targets)
 
     def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
@@ -201,17 +167,18 @@ class StreamingFeed(Feed):
             return
         chunks = [cut_up(batch, _EVALUATION_CHUNK if self.num_workers else batch_size) for batch in batches]
         loader = self._new_loader(itertools.chain.from_iterable(chunks), self.num_workers, training=False)
-        with contextlib.closing(Prefetcher(loader, lambda _, loaded: self._accept(loaded))) as fetched:
-            self._evaluating = fetched  # for `close`: an error's traceback may keep this generator from closing it
+        with contextlib.closing(Prefetcher(loader, lambda _, one: self._accept(one))) as found:
+            self._evaluating = found  # for `close`: an error's traceback may keep this generator from closing it
             for parts in chunks:
-                yield from self._evaluation_batch([next(fetched) for _ in parts])
+                yield from self._evaluation_batch([next(found) for _ in parts])
 
     def first_samples(self, count: int) -> Batch:
         """See `Feed.first_samples`. Loaded in the caller, without bad samples. Raises DataError if all are bad."""
         loader = self._new_loader(([Key(0, sample)] for sample in range(self.num_samples)), 0, training=False)
-        good: list[Fetched] = []
+        good: list[Loaded] = []
         while len(good) < min(count, self.num_samples) and (loaded := next(loader, None)) is not None:
-            good += [fetched for fetched in [self._accept(loaded)] if len(fetched.targets)]
+            if len(self._accept(loaded).targets):
+                good.append(loaded)
         for batch in self._evaluation_batch(good):
             self.sample_bytes = good[0].inputs.nbytes
             self._has_floats = good[0].inputs.is_floating_point()
@@ -237,7 +204,6 @@ class StreamingFeed(Feed):
         return self._measuring
 
     def close(self) -> None:
-        """See `Feed.close`."""
         self._stop()
         if self._evaluating is not None:
             self._evaluating.close()
@@ -274,22 +240,21 @@ class StreamingFeed(Feed):
         )  # fmt: skip
 
     def _keys(self, start: int) -> list[Key]:
-        runs = segments(start, self.batch_size, self.num_samples)
-        return [Key(epoch, int(sample)) for epoch, first, last in runs for sample in self._orders(epoch)[first:last]]
+        return [Key(epoch, sample) for epoch, ids in self._ids(start) for sample in ids.tolist()]
 
-    def _stage(self, start: int, loaded: Loaded) -> _Staged:
+    def _stage(self, start: int, loaded: Loaded) -> Loaded:
         """Check and count a loaded batch, and copy it to the device."""
-        staged = self._on_device(start, self._accept(loaded))
-        self._num_loaded, self._loading_s = self._num_loaded + 1, self._loading_s + loaded.seconds
+        staged, (count, seconds) = self._on_device(start, self._accept(loaded)), self.loading_times
+        self.loading_times = LoadingTimes(count + 1, seconds + loaded.seconds)
         return staged
 
-    def _on_device(self, start: int, fetched: Fetched) -> _Staged:
+    def _on_device(self, start: int, loaded: Loaded) -> Loaded:
         """Copy a batch to the device: on CUDA on the copy stream, from pinned memory, without blocking the host."""
-        mirrored, erased = self._flips(start), self._rectangles(start, fetched.inputs)
+        mirrored, erased = self._flips(start), self._rectangles(start, loaded.inputs)
         if self._copies is None:
-            return _Staged(fetched.inputs, _moved(fetched.targets, mirrored), mirrored, erased, None)
+            return loaded._replace(targets=_moved(loaded.targets, mirrored), mirrored=mirrored, erased=erased)
         with torch.cuda.stream(self._copies):
-            inputs, targets = (each.to(self._device, non_blocking=True) for each in fetched[:2])
+            inputs, targets = (each.to(self._device, non_blocking=True) for each in loaded[:2])
             mirrored, erased = (
                 None if each is None else each.pin_memory().to(self._device, non_blocking=True)
                 for each in (mirrored, erased)
@@ -297,7 +262,7 @@ class StreamingFeed(Feed):
             targets = _moved(targets, mirrored)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._copies)
-        return _Staged(inputs, targets, mirrored, erased, copied)
+        return loaded._replace(inputs=inputs, targets=targets, mirrored=mirrored, erased=erased, copied=copied)
 
     def _flips(self, start: int) -> Tensor | None:
         """Return which images of a batch are flipped, bool [B] on the host, drawn by sample."""
@@ -310,7 +275,7 @@ class StreamingFeed(Feed):
         if self._erased is None or not is_image_batch(inputs):
             return None
         height, width = inputs.shape[2:]
-        drawn = ((self._erased(_Drawn(epoch, height, width)), ids) for epoch, ids in self._ids(start))
+        drawn = ((self._erased((epoch, (height, width))), ids) for epoch, ids in self._ids(start))
         return torch.cat([table.index_select(1, ids) for table, ids in drawn], dim=1)
 
     def _ids(self, start: int) -> list[tuple[int, Tensor]]:
@@ -318,7 +283,7 @@ class StreamingFeed(Feed):
         runs = segments(start, self.batch_size, self.num_samples)
         return [(epoch, torch.from_numpy(self._orders(epoch)[first:last])) for epoch, first, last in runs]
 
-    def _take(self, starts: Sequence[int]) -> list[_Staged]:
+    def _take(self, starts: Sequence[int]) -> list[Loaded]:
         """Take batches from the prefetch buffer; those that were not announced are made first.
 
         On CUDA the current stream waits for the copies.
@@ -332,7 +297,7 @@ class StreamingFeed(Feed):
         assert len(found) == len(starts), "the batches are there after waiting for them"
         return [self._arrived(one) for one in found]
 
-    def _arrived(self, one: _Staged) -> _Staged:
+    def _arrived(self, one: Loaded) -> Loaded:
         """Let the current CUDA stream wait for the copy."""
         if one.copied is not None:
             stream = torch.cuda.current_stream(self._device)
@@ -342,15 +307,14 @@ class StreamingFeed(Feed):
                     tensor.record_stream(stream)  # the buffer may drop it while this stream still reads it
         return one
 
-    def _buffered(self, starts: Sequence[int]) -> list[_Staged]:
-        return [staged for start in starts if (staged := self._buffer.get(start)) is not None]
+    def _buffered(self, starts: Sequence[int]) -> list[Loaded]:
+        return [one for start in starts if (one := self._buffer.get(start)) is not None]
 
-    def _accept(self, loaded: Loaded) -> Fetched:
+    def _accept(self, loaded: Loaded) -> Loaded:
         """Return the batch, and count its bad samples. Raises BadSampleError if there are too many."""
-        fetched = fetched_or_raise(loaded)
         if self._prepare.casts_to is not None:
             self.note_rounding(loaded.rounded, self._prepare.casts_to)
-        for bad in fetched.bad:
+        for bad in loaded.bad:
             new, most = bad.sample not in self._bad, self._data.max_bad
             self._bad[bad.sample] = bad
             if len(self._bad) > most:
@@ -359,9 +323,9 @@ class StreamingFeed(Feed):
             if new:
                 so_far = f"{len(self._bad)} of at most {most}"
                 self._notes.append(f"Skipped {bad.name}, which cannot be read ({bad.reason}); {so_far}.")
-        return fetched
+        return loaded
 
-    def _evaluation_batch(self, held: Sequence[Fetched]) -> Iterator[Batch]:
+    def _evaluation_batch(self, held: Sequence[Loaded]) -> Iterator[Batch]:
         """Yield the batch of several chunks, unless all its samples are bad."""
         parts = [one for one in held if len(one.targets)]
         if not parts:

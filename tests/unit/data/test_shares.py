@@ -15,7 +15,7 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.sampler import RankPositions, epoch_order
-from crossbow_py.data.streaming.streamed_data import BadSample, Fetched, Key, StreamedData
+from crossbow_py.data.streaming.streamed_data import BadSample, Key, Loaded, StreamedData
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
 from crossbow_py.engine.sizing.memory import staged_batches
 from tests.unit.data.streams import closed, counted_out, same
@@ -48,7 +48,7 @@ class Noted(StreamedData):
         training: bool,
         on_sample: Callable[[int], None],
         out: torch.Tensor | None = None,
-    ) -> Fetched:
+    ) -> Loaded:
         for key in keys:
             self.made[key.epoch, key.sample] += 1
         good = [key.sample for key in keys if key.sample not in self.bad]
@@ -56,7 +56,7 @@ class Noted(StreamedData):
         inputs = torch.stack([self[i][0] for i in good]) if good else torch.empty(0, 3, 2, 4, dtype=torch.uint8)
         if out is not None:
             inputs = out[: len(good)].copy_(inputs)
-        return Fetched(inputs, torch.tensor(good, dtype=torch.int64), bad)
+        return Loaded(inputs, torch.tensor(good, dtype=torch.int64), bad)
 
     def name_of(self, sample: int) -> str:
         return f"image {sample}"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.data.streaming.streamed_data import Fetched, StreamedData
+from crossbow_py.data.streaming.streamed_data import Loaded, StreamedData
 from crossbow_py.data.streaming.streaming_feed import Preparation, StreamingFeed
 from experiments.bench.rounds import Rounds, Setup
 from experiments.estimate.truth import (
@@ -147,8 +147,8 @@ class Blank(StreamedData):
         training: bool,
         on_sample: Callable[[int], None],
         out: torch.Tensor | None = None,
-    ) -> Fetched:
-        return Fetched(torch.zeros(len(keys), 3, 8, 8, dtype=torch.uint8), torch.zeros(len(keys), dtype=torch.int64))
+    ) -> Loaded:
+        return Loaded(torch.zeros(len(keys), 3, 8, 8, dtype=torch.uint8), torch.zeros(len(keys), dtype=torch.int64))
 
     def name_of(self, sample: int) -> str:
         return str(sample)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.datasets import is_clip_batch, is_image_batch, rounded_integer
-from crossbow_py.data.normalisation import IDENTITY, Normalisation
+from crossbow_py.data.datasets import is_clip_batch, is_image_batch
+from crossbow_py.data.normalisation import IDENTITY, Normalisation, rounded_integer
 from crossbow_py.data.resident.inputs import ClipInputs
 
 CPU = torch.device("cpu")

@@ -23,8 +23,7 @@ from crossbow_py.data.augmentation import Augmentation, Flip
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.sampler import epoch_order
-from crossbow_py.data.streaming.loader import Loaded, fetched_or_raise
-from crossbow_py.data.streaming.streamed_data import BadSample, Fetched, Key, StreamedData
+from crossbow_py.data.streaming.streamed_data import BadSample, Key, Loaded, StreamedData
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
 from crossbow_py.engine.sizing.memory import staged_batches
 from tests.unit.data.streams import closed, same
@@ -57,7 +56,7 @@ class Images(StreamedData):
         training: bool,
         on_sample: Callable[[int], None],
         out: torch.Tensor | None = None,
-    ) -> Fetched:
+    ) -> Loaded:
         images, targets, bad = [], [], []
         for key in keys:
             on_sample(key.sample)
@@ -74,7 +73,7 @@ class Images(StreamedData):
         inputs = torch.stack(images) if images else torch.empty(0, 3, 2, 4, dtype=torch.uint8)
         if out is not None:
             inputs = out[: len(images)].copy_(inputs)
-        return Fetched(inputs, torch.tensor(targets), tuple(bad))
+        return Loaded(inputs, torch.tensor(targets), tuple(bad))
 
     def name_of(self, sample: int) -> str:
         return f"image {sample}"
@@ -169,7 +168,7 @@ class StillImages(Images):
         generator = torch.Generator().manual_seed(index)
         return torch.randint(0, 256, (3, 9, 7), dtype=torch.uint8, generator=generator), index
 
-    def fetch(self, keys: Sequence[Key], **options: Any) -> Fetched:
+    def fetch(self, keys: Sequence[Key], **options: Any) -> Loaded:
         return super().fetch([Key(0, key.sample) for key in keys], **options)
 
 
@@ -366,7 +365,7 @@ class NoSharedMemory(Images):
 
     image_shape = None
 
-    def fetch(self, *args: Any, **kwargs: Any) -> Fetched:
+    def fetch(self, *args: Any, **kwargs: Any) -> Loaded:
         forbid_files()
         return super().fetch(*args, **kwargs)
 
@@ -399,7 +398,7 @@ class Unpicklable(Images):
 
     timeout_s = 0.5
 
-    def fetch(self, *args: Any, **kwargs: Any) -> Fetched:
+    def fetch(self, *args: Any, **kwargs: Any) -> Loaded:
         return super().fetch(*args, **kwargs)._replace(bad=(BadSample(0, "image 0", threading.Lock()),))
 
 
@@ -444,8 +443,14 @@ def test_augmentation_that_needs_images_is_refused_for_others() -> None:
         make_feed(Images(), 4, augmentation=Augmentation(crop_padding=2))
 
 
-def test_batch_that_fails_for_another_reason_says_the_last_line_and_what_to_look_at() -> None:
+class OutOfMemory(Images):
+    def fetch(self, *args: Any, **kwargs: Any) -> Loaded:
+        raise MemoryError("no.")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batch_that_fails_for_another_reason_says_the_last_line_and_what_to_look_at(made: Any, workers: int) -> None:
     said = r"^a batch could not be made \(MemoryError: no\); lower num_workers or batch_size"
     with pytest.raises(DataError, match=said) as caught:
-        fetched_or_raise(Loaded(None, 0.0, failure="Traceback:\n  somewhere\nMemoryError: no.\n"))
-    assert "somewhere" in str(caught.value.__cause__)
+        made(OutOfMemory(), workers).batch(0)
+    assert "in fetch" in str(caught.value.__cause__)
