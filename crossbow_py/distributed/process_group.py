@@ -114,7 +114,6 @@ class ProcessGroupRanks(Ranks):
                 os.environ.setdefault(name, "lo")
 
     def collective(self, device: torch.device, apart: bool = False) -> Collective:
-        """See Ranks."""
         world = self._new_group(device, list(range(self.num_ranks)))
         if not apart or self.num_nodes == 1:
             return ProcessGroupCollective(world, self.num_ranks, watch=self.watch)
@@ -138,12 +137,10 @@ class ProcessGroupRanks(Ranks):
         return group
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """See Ranks."""
         own = torch.tensor(list(values), dtype=torch.float64)
         return [each.tolist() for each in self._all_gather(own)]
 
     def gather_texts(self, text: str) -> list[str]:
-        """See Ranks."""
         data = text.encode()
         lengths = [int(length) for (length,) in self.gather([float(len(data))])]
         if not any(lengths):
@@ -154,7 +151,6 @@ class ProcessGroupRanks(Ranks):
         return [bytes(each[:length].tolist()).decode() for each, length in zip(every, lengths, strict=True)]
 
     def add(self, values: Tensor) -> None:
-        """See Ranks."""
         with self._waiting():
             torch.distributed.all_reduce(values)
 
@@ -173,7 +169,6 @@ class ProcessGroupRanks(Ranks):
             raise RankLostError from error
 
     def close(self) -> None:
-        """See Ranks."""
         self.watch.close()
         with suppress(Exception):
             torch.distributed.destroy_process_group()

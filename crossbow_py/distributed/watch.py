@@ -111,14 +111,12 @@ class RankWatch(Watch):
         ]
 
     def start(self) -> None:
-        """See Watch."""
         for thread in self._threads:
             if thread.ident is None:
                 thread.start()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """See Watch."""
         own = threading.get_ident()
         self._since[own] = self._clock()
         try:

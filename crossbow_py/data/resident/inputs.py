@@ -190,7 +190,6 @@ class ImageInputs(ResidentInputs):
         self._kernel = _image_kernel(self._images, self._normalise) if kernels and channels_last else None
 
     def check_augmentation(self, augmentation: Augmentation) -> None:
-        """See `ResidentInputs.check_augmentation`."""
         stored = self._augmentation
         crops_more = augmentation.crop_padding > stored.crop_padding
         moves_more = augmentation.moves_pixels and not stored.moves_pixels
@@ -231,7 +230,6 @@ class ImageInputs(ResidentInputs):
         return flipped(taken, picks[_MIRRORED].bool()) if self._moves(all_targets) else taken
 
     def fill(self, picks: Tensor, inputs: Tensor, all_targets: Tensor, targets: Tensor) -> None:
-        """See `ResidentInputs.fill`."""
         if self._kernel is None:
             super().fill(picks, inputs, all_targets, targets)
         else:

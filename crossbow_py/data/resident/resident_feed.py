@@ -71,7 +71,6 @@ class ResidentFeed(PickedFeed):
         self._tables.serve(id(self), num_learners)
 
     def close(self) -> None:
-        """See Feed."""
         self._tables.serve(id(self), 0)
 
     def without_augmentation(self) -> ResidentFeed:
@@ -99,17 +98,14 @@ class ResidentFeed(PickedFeed):
         return Batch(*(tensor.view(len(starts), -1, *tensor.shape[1:]) for tensor in together))
 
     def new_picks(self, num_batches: int) -> Tensor:
-        """See `PickedFeed.new_picks`."""
         shape = self._inputs.num_rows, num_batches * self.batch_size
         return torch.zeros(shape, dtype=torch.int64, device=self._targets.device)
 
     def new_batches(self, num_batches: int, order: MemoryOrder = "stacked") -> Batch:
-        """See `PickedFeed.new_batches`."""
         targets = self._targets.new_zeros(num_batches, self.batch_size, *self._targets.shape[1:])
         return Batch(self._inputs.new(num_batches, self.batch_size, order), targets)
 
     def write_picks(self, starts: Sequence[int], out: Tensor) -> None:
-        """See `PickedFeed.write_picks`."""
         assert out.shape[1] == len(starts) * self.batch_size, "picks are for a fixed number of batches"
         torch.cat(self._slices(starts), dim=1, out=out)
 
@@ -152,7 +148,6 @@ class ResidentFeed(PickedFeed):
         return self._has_target[target]
 
     def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
-        """See `Feed.evaluation_batches`."""
         for begin in range(first * batch_size, self.num_samples, step * batch_size):
             ids = np.arange(begin, min(begin + batch_size, self.num_samples), dtype=np.int64)
             yield self._take(self._upload(self._inputs.plain_picks(ids)))

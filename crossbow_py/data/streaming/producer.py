@@ -120,7 +120,7 @@ class Producer:
         while not self._buffer.wait_for(start, _CHECK_EVERY_S) and not until():
             self._loader.check()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End the thread and the processes. Processes that do not answer are killed. Does not raise."""
         self._stopped.set()
         self._loader.stop()
@@ -145,24 +145,19 @@ class Producer:
             self._loader.close()
 
 
-class Prefetcher:
+class Prefetcher(Producer):
     """An iterator over a loader's staged batches, made a few ahead of the caller."""
 
     def __init__(self, loader: Loader, stage: Stage) -> None:
-        self._buffer = PrefetchBuffer()
+        super().__init__(PrefetchBuffer(), loader, stage, range(sys.maxsize))
         self._few, self._next = 2 * max(1, loader.num_workers), 0
-        self._producer = Producer(self._buffer, loader, stage, range(sys.maxsize))
 
     def __next__(self) -> Loaded:
         """Return the next batch, which there must be. Raises as `Producer.wait_for`."""
         self._buffer.keep(range(self._next, self._next + self._few + 1))
         self._buffer.allow(self._next + self._few)
-        self._producer.wait_for(self._next)
+        self.wait_for(self._next)
         found = self._buffer.get(self._next)
         assert found is not None, "the batch is there after waiting for it"
         self._next += 1
         return found
-
-    def close(self) -> None:
-        """See `Producer.stop`."""
-        self._producer.stop()

@@ -225,7 +225,7 @@ class StreamingFeed(Feed):
 
     def _stop(self) -> None:
         if self._producer is not None:
-            self._producer.stop()
+            self._producer.close()
             self._producer = None
 
     def _load_here(self, start: int) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.models import MODELS, ResNet3d10, resnet3d
+from crossbow_py.models import MODELS, ResNet3d10, resnet_imagenet
 from crossbow_py.models.resnet3d import Block3d, ResNet3d
 
 
@@ -55,7 +55,7 @@ def test_block_with_a_branch_of_zeros_is_its_shortcut_and_leaves_the_input_alone
 
 
 def test_forward_and_backward_reach_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resnet3d, "STAGE_CHANNELS", (4, 6, 8, 8))
+    monkeypatch.setattr(resnet_imagenet, "STAGE_CHANNELS", (4, 6, 8, 8))
     model = ResNet3d10().build((3, 8, 16, 16), 10)
     logits = model(torch.randn(2, 3, 8, 16, 16))
     gradients = torch.autograd.grad(logits.logsumexp(1).sum(), list(model.parameters()))
