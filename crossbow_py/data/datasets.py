@@ -181,7 +181,7 @@ class Classes:
 
     def first_outside(self, targets: Tensor) -> tuple[int, int] | None:
         """Return (sample, label) of the first integer target [N, ...] that is no such label, None if there is none."""
-        if targets.is_floating_point() or targets.is_complex():
+        if not has_integers(targets):
             return None
         outside = ((targets < 0) | (targets >= self.num_classes)) & counted(targets, self.ignored)
         if not outside.any():

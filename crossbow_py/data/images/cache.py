@@ -309,11 +309,8 @@ def _locked(path: Path, say: Callable[[str], None]) -> Iterator[bool]:
 @contextmanager
 def _bar(total: int, show: bool) -> Iterator[tuple[Advance, Callable[[str], None]]]:
     """Yield a function that advances a bar on stderr, and one that sets its text."""
-    if not show:
-        yield (lambda _: None), (lambda _: None)
-        return
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=Console(stderr=True, quiet=not show), disable=not show) as progress:
         task = progress.add_task("image cache", total=total)
         yield (
             lambda count: progress.update(task, advance=count),

@@ -83,7 +83,7 @@ class ImageFolderData(StreamedData):
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         bad: dict[int, BadSample] = {}
-        found = self._readable(index, self.max_bad + 1, bad, _tell_nobody)
+        found = self._readable(index, self.max_bad + 1, bad, on_sample=lambda _: None)
         if found is None:
             first = bad[index]
             raise UserError(
@@ -114,7 +114,9 @@ class ImageFolderData(StreamedData):
             if found is None:
                 slot.zero_()
             elif training:
-                self._crop(found[1], key, seed, slot)
+                height, width, _ = found[1].shape
+                box = random_resized_box(seed, key.epoch, key.sample, width, height, self.min_area)
+                crop_resized(found[1], box, slot)
             else:
                 centre_cropped(found[1], self.resize, slot)
             targets.append(self._label(key.sample if found is None else found[0]))
@@ -124,7 +126,6 @@ class ImageFolderData(StreamedData):
         return self.files.path(self._file(sample))
 
     def subset(self, ids: npt.NDArray[np.int64]) -> ImageFolderData:
-        """See `StreamedData.subset`; files and cache are shared."""
         part = copy.copy(self)
         part._ids = ids.copy() if self._ids is None else self._ids[ids]
         return part
@@ -154,15 +155,6 @@ class ImageFolderData(StreamedData):
             return decode(self.files.path(file))
         cached = None if self._cache is None else self._cache.pixels(file)
         return shrunk(decode(self.files.path(file)), self.resize) if cached is None else cached
-
-    def _crop(self, pixels: Tensor, key: Key, seed: int, slot: Tensor) -> None:
-        height, width, _ = pixels.shape
-        box = random_resized_box(seed, key.epoch, key.sample, width, height, self.min_area)
-        crop_resized(pixels, box, slot)
-
-
-def _tell_nobody(sample: int) -> None:
-    """Do nothing: without a worker process there is no death to trace to a sample."""
 
 
 def _slots(count: int, size: int) -> Tensor:

@@ -126,15 +126,12 @@ class RowInputs(ResidentInputs):
         self._rows = (rows.permute(0, 2, 3, 1) if self._channels_last else rows).contiguous()
 
     def epoch_picks(self, seed: int, epoch: int, order: Ids, augmentation: Augmentation | None = None) -> Ids:
-        """Return the order itself."""
         return order[np.newaxis]
 
     def plain_picks(self, ids: Ids) -> Ids:
-        """Return the ids themselves."""
         return ids[np.newaxis]
 
     def take(self, picks: Tensor) -> Tensor:
-        """Return the inputs [B, ...], by one gather."""
         rows = self._rows.index_select(0, picks[0])
         return rows.permute(0, 3, 1, 2) if self._channels_last else rows
 
@@ -157,7 +154,6 @@ class ClipInputs(RowInputs):
         self._mean, self._std = normalisation.constants(self._rows, dtype)
 
     def take(self, picks: Tensor) -> Tensor:
-        """Return the clips [B, C, T, H, W], by one gather and a normalisation."""
         return super().take(picks).to(self._mean.dtype).sub_(self._mean).div_(self._std).to(self.dtype)
 
     def _fill_inputs(self, picks: Tensor, inputs: Tensor) -> None:
@@ -212,7 +208,6 @@ class ImageInputs(ResidentInputs):
         return np.concatenate([picks, erased[:, order]])
 
     def plain_picks(self, ids: Ids) -> Ids:
-        """See `ResidentInputs.plain_picks`. The crop in the middle is the image."""
         top, left, mirrored = self._augmentation.centre(len(ids))
         picks = np.zeros((self.num_rows, len(ids)), dtype=np.int64)
         picks[:_NUM_PIXEL_ROWS] = ids, self._images.first_pixel(ids, top, left), mirrored
@@ -225,7 +220,6 @@ class ImageInputs(ResidentInputs):
         return self._normalise(pixels, picks[_NUM_PIXEL_ROWS:] if self._augmentation.random_erasing else None)
 
     def take_targets(self, picks: Tensor, all_targets: Tensor) -> Tensor:
-        """See `ResidentInputs.take_targets`. Masks [N, ..., H, W] are flipped with their images."""
         taken = super().take_targets(picks, all_targets)
         return flipped(taken, picks[_MIRRORED].bool()) if self._moves(all_targets) else taken
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.augmentation import Augmentation, Ids, check_shapes
-from crossbow_py.data.datasets import Classes, counted
+from crossbow_py.data.datasets import Classes, counted, has_integers
 from crossbow_py.data.feed import Batch, EpochCache, Feed, MemoryOrder, PickedFeed
 from crossbow_py.data.resident.inputs import ResidentInputs
 from crossbow_py.data.sampler import epoch_order, segments
@@ -25,13 +25,6 @@ class Variant(NamedTuple):
 
     seed: int
     augmentation: Augmentation
-
-
-class _Epoch(NamedTuple):
-    """An epoch of the streams with the same variant."""
-
-    variant: Variant | None
-    epoch: int
 
 
 class ResidentFeed(PickedFeed):
@@ -56,8 +49,8 @@ class ResidentFeed(PickedFeed):
         self._variants: dict[int, Variant] = {}
         self._plain: Variant | None = None  # that of streams without their own
         self._has_target: dict[int, bool] = {}
-        # Picks int64 [R, N] of a stream's epoch in stream order, on the device.
-        self._tables: EpochCache[_Epoch, Tensor] = EpochCache(self._epoch_picks)
+        # Picks int64 [R, N] in stream order, on the device: an epoch of the streams with the same variant.
+        self._tables: EpochCache[tuple[Variant | None, int], Tensor] = EpochCache(self._epoch_picks)
 
     def with_batch_size(self, batch_size: int) -> ResidentFeed:
         """Return a feed of the same streams with another batch size, which shares the tables of epochs."""
@@ -90,12 +83,15 @@ class ResidentFeed(PickedFeed):
 
     def batch(self, start: int) -> Batch:
         """See `Feed.batch`. Copies from the host only once an epoch, in the first call that reaches it."""
-        return self._take(self._picks([start]))
+        return self._together([start])
 
     def batches(self, starts: Sequence[int]) -> Batch:
         """See `Feed.batches`. One gather for all learners. 4-D inputs keep their memory format within each batch."""
-        together = self._take(self._picks(starts))
-        return Batch(*(tensor.view(len(starts), -1, *tensor.shape[1:]) for tensor in together))
+        return Batch(*(tensor.view(len(starts), -1, *tensor.shape[1:]) for tensor in self._together(starts)))
+
+    def _together(self, starts: Sequence[int]) -> Batch:
+        parts = self._slices(starts)
+        return self._take(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
 
     def new_picks(self, num_batches: int) -> Tensor:
         shape = self._inputs.num_rows, num_batches * self.batch_size
@@ -110,17 +106,17 @@ class ResidentFeed(PickedFeed):
         torch.cat(self._slices(starts), dim=1, out=out)
 
     def take(self, picks: Tensor, out: Batch) -> None:
-        """See `PickedFeed.take`. One launch for images if there are kernels."""
         inputs, targets = out if out.targets.ndim > self._targets.ndim else (each.unsqueeze(0) for each in out)
         self._inputs.fill(picks, inputs, self._targets, targets)
 
-    def _picks(self, starts: Sequence[int]) -> Tensor:
-        parts = self._slices(starts)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
     def _slices(self, starts: Sequence[int]) -> list[Tensor]:
         """Return the picks of the batches as slices [R, n] of epochs' tables, few as learners' batches are adjacent."""
-        joined = _joined_runs(starts, self.batch_size)
+        joined: list[tuple[int, int]] = []  # (start, count); a batch that begins where the last one ends prolongs it
+        for start in starts:
+            if joined and sum(joined[-1]) == start:
+                joined[-1] = (joined[-1][0], joined[-1][1] + self.batch_size)
+            else:
+                joined.append((start, self.batch_size))
         runs = [run for start, count in joined for run in self._runs(start, count)]
         tables = {key: self._tables(key) for key, _, _ in runs}
         if self._targets.device.type == "cuda":
@@ -128,11 +124,11 @@ class ResidentFeed(PickedFeed):
                 table.record_stream(torch.cuda.current_stream())
         return [tables[key][:, first:last] for key, first, last in runs]
 
-    def _runs(self, start: int, count: int) -> list[tuple[_Epoch, int, int]]:
+    def _runs(self, start: int, count: int) -> list[tuple[tuple[Variant | None, int], int, int]]:
         stream, position = divmod(start, STREAM)
         variant = self._variants.get(stream, self._plain)
         found = segments(position, count, self.num_samples)
-        return [(_Epoch(variant, epoch), first, last) for epoch, first, last in found]
+        return [((variant, epoch), first, last) for epoch, first, last in found]
 
     def check_labels(self, classes: Classes, what: str) -> None:
         """See `Feed.check_labels`. A host–device synchronisation, once."""
@@ -143,8 +139,8 @@ class ResidentFeed(PickedFeed):
     def may_have_target(self, target: int) -> bool:
         """See `Feed.may_have_target`. A host–device synchronisation, once."""
         if target not in self._has_target:
-            is_whole = not (self._targets.is_floating_point() or self._targets.is_complex())
-            self._has_target[target] = is_whole and not bool(counted(self._targets, target).all())
+            found = has_integers(self._targets) and not bool(counted(self._targets, target).all())
+            self._has_target[target] = found
         return self._has_target[target]
 
     def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
@@ -155,23 +151,13 @@ class ResidentFeed(PickedFeed):
     def _take(self, picks: Tensor) -> Batch:
         return Batch(self._inputs.take(picks), self._inputs.take_targets(picks, self._targets))
 
-    def _epoch_picks(self, key: _Epoch) -> Tensor:
-        order = epoch_order(self._order_seed, key.epoch, self.num_samples)
-        seed, augmentation = key.variant or (self._seed, None)
-        return self._upload(self._inputs.epoch_picks(seed, key.epoch, order, augmentation))
+    def _epoch_picks(self, key: tuple[Variant | None, int]) -> Tensor:
+        variant, epoch = key
+        seed, augmentation = variant or (self._seed, None)
+        order = epoch_order(self._order_seed, epoch, self.num_samples)
+        return self._upload(self._inputs.epoch_picks(seed, epoch, order, augmentation))
 
     def _upload(self, picks: Ids) -> Tensor:
         # A host–device synchronisation on purpose: from pageable memory the copy is done when this returns, so the
         # streams of all threads may read the table without waiting for the stream of the thread that built it.
         return torch.from_numpy(picks).to(self._targets.device)
-
-
-def _joined_runs(starts: Sequence[int], batch_size: int) -> list[tuple[int, int]]:
-    """Return batches as runs (start, count) of the stream; a batch that begins where the last one ends prolongs it."""
-    joined: list[tuple[int, int]] = []
-    for start in starts:
-        if joined and sum(joined[-1]) == start:
-            joined[-1] = (joined[-1][0], joined[-1][1] + batch_size)
-        else:
-            joined.append((start, batch_size))
-    return joined

@@ -186,7 +186,6 @@ class StreamingFeed(Feed):
         raise DataError(f"none of the {self.num_samples} samples can be read; look at the first ones.")
 
     def look_through(self, count: int) -> None:
-        """See `Feed.look_through`. Loaded in the caller."""
         every = -(-self.num_samples // count)
         keys = ([Key(0, sample)] for sample in range(0, self.num_samples, every))
         for loaded in self._new_loader(keys if self._has_floats else (), 0, training=False):

@@ -284,7 +284,7 @@ def test_written_picks_build_the_tables_of_an_epoch_once() -> None:
     assert isinstance(feed, ResidentFeed)
     built: list[int] = []
     build = feed._tables._build
-    feed._tables._build = lambda key: built.append(key.epoch) or build(key)
+    feed._tables._build = lambda key: built.append(key[1]) or build(key)
     picks = feed.new_picks(2)
     for start in range(0, 3 * N, 8):
         feed.write_picks((start, start + 4), picks)
