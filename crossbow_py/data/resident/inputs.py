@@ -51,17 +51,10 @@ class ResidentInputs(ABC):
 
     def new(self, num_batches: int, batch_size: int, order: MemoryOrder) -> Tensor:
         """Return zeros [K, B, *shape] for `fill`, in the memory format of batches. Only images take "channels"."""
-        if order == "channels":
-            channels, height, width = self.shape
-            rows = self._zeros(batch_size, height, width, num_batches, channels)
-            return rows.permute(3, 0, 4, 1, 2)
-        if not self._channels_last:
-            return self._zeros(num_batches, batch_size, *self.shape)
-        channels, height, width = self.shape
-        return self._zeros(num_batches, batch_size, height, width, channels).permute(0, 1, 4, 2, 3)
-
-    def _zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=self.dtype, device=self._device)
+        shape, last = (num_batches, batch_size, *self.shape), (0, 1, 3, 4, 2)
+        axes = (1, 3, 4, 0, 2) if order == "channels" else last if self._channels_last else range(len(shape))
+        zeros = torch.zeros([shape[axis] for axis in axes], dtype=self.dtype, device=self._device)
+        return zeros.permute(*np.argsort(axes).tolist())
 
     def check_augmentation(self, augmentation: Augmentation) -> None:
         """Raise UserError if `epoch_picks` cannot augment like that."""
@@ -137,7 +130,7 @@ class RowInputs(ResidentInputs):
 
     def _fill_inputs(self, picks: Tensor, inputs: Tensor) -> None:
         rows = inputs.permute(0, 1, 3, 4, 2) if self._channels_last else inputs
-        if rows.is_contiguous():
+        if rows.is_contiguous() and rows.dtype == self._rows.dtype:
             torch.index_select(self._rows, 0, picks[0], out=rows.flatten(0, 1))
         else:
             super()._fill_inputs(picks, inputs)
@@ -155,9 +148,6 @@ class ClipInputs(RowInputs):
 
     def take(self, picks: Tensor) -> Tensor:
         return super().take(picks).to(self._mean.dtype).sub_(self._mean).div_(self._std).to(self.dtype)
-
-    def _fill_inputs(self, picks: Tensor, inputs: Tensor) -> None:
-        inputs.copy_(self.take(picks).view(inputs.shape))
 
 
 class ImageInputs(ResidentInputs):
@@ -183,7 +173,13 @@ class ImageInputs(ResidentInputs):
         self._images = PaddedImages(images, augmentation.crop_padding, device)
         channels, height, width = images.shape[1:]
         self._normalise = PixelNormaliser((channels, height, width), normalisation, dtype, device, channels_last)
-        self._kernel = _image_kernel(self._images, self._normalise) if kernels and channels_last else None
+        self._kernel: Fill | None = None
+        if kernels and channels_last:
+            # Imported here, as this module must be importable without Triton.
+            from crossbow_py.data.resident.image_kernels import PixelTable, gather_images  # noqa: PLC0415
+
+            table = PixelTable(self._images.pixels, self._images.row, self._normalise.table())
+            self._kernel = partial(gather_images, table)
 
     def check_augmentation(self, augmentation: Augmentation) -> None:
         stored = self._augmentation
@@ -208,9 +204,9 @@ class ImageInputs(ResidentInputs):
         return np.concatenate([picks, erased[:, order]])
 
     def plain_picks(self, ids: Ids) -> Ids:
-        top, left, mirrored = self._augmentation.centre(len(ids))
+        corner = np.full(len(ids), self._augmentation.crop_padding, dtype=np.int64)
         picks = np.zeros((self.num_rows, len(ids)), dtype=np.int64)
-        picks[:_NUM_PIXEL_ROWS] = ids, self._images.first_pixel(ids, top, left), mirrored
+        picks[:_MIRRORED] = ids, self._images.first_pixel(ids, corner, corner)
         return picks
 
     def take(self, picks: Tensor) -> Tensor:
@@ -234,10 +230,3 @@ class ImageInputs(ResidentInputs):
     def _moves(self, all_targets: Tensor) -> bool:
         """Return whether the targets are masks of images that are flipped."""
         return bool(self._augmentation.flip) and all_targets.ndim > 2
-
-
-def _image_kernel(images: PaddedImages, normalise: PixelNormaliser) -> Fill:
-    # Imported here, as this module must be importable without Triton.
-    from crossbow_py.data.resident.image_kernels import PixelTable, gather_images  # noqa: PLC0415
-
-    return partial(gather_images, PixelTable(images.pixels, images.row, normalise.table()))
