@@ -70,26 +70,36 @@ class Normalisation:
 IDENTITY = Normalisation((0.0,), (1.0,))
 
 
+class BatchFormat(NamedTuple):
+    """The form of a feed's inputs.
+
+    Attributes:
+        device: where batches are.
+        dtype: dtype of floating inputs.
+        channels_last: whether 4-D inputs are channels last in memory.
+        normalisation: None leaves inputs as they are, but for uint8 images and clips, which are scaled to [0, 1].
+    """
+
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    channels_last: bool = False
+    normalisation: Normalisation | None = None
+
+
 class PixelNormaliser:
     """Normalises channels-last uint8 pixels [B, H·W·C] by one fused multiply-add. Any thread may call it.
 
     `shape` is (C, H, W). The constants take 8·C·H·W bytes (16·C·H·W in float64) on the device.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        normalisation: Normalisation,
-        dtype: torch.dtype,
-        device: torch.device,
-        channels_last: bool,
-    ) -> None:
+    def __init__(self, shape: tuple[int, int, int], form: BatchFormat) -> None:
+        normalisation = form.normalisation or IDENTITY
         normalisation.check_channels(shape[0])
-        self._shape, self._dtype, self._channels_last = shape, dtype, channels_last
-        self._compute = compute_dtype(dtype)
+        self._shape, self._dtype, self._channels_last = shape, form.dtype, form.channels_last
+        self._compute = compute_dtype(form.dtype)
         mean, std = np.asarray(normalisation.mean), np.asarray(normalisation.std)
-        self._scale, self._shift = (self._row(values).to(device) for values in (1 / (255 * std), -mean / std))
-        self._erase = Eraser(shape, device)
+        self._scale, self._shift = (self._row(values).to(form.device) for values in (1 / (255 * std), -mean / std))
+        self._erase = Eraser(shape, form.device)
 
     def __call__(self, pixels: Tensor, erased: Tensor | None = None) -> Tensor:
         """Return images [B, C, H, W], channels last in memory or contiguous.

@@ -182,7 +182,10 @@ def _opened(path: Path, count: int) -> ImageCache | None:
 
 def _fill(files: ImageFiles, short_side: int, path: Path, timeout_s: float, progress: bool) -> Opened:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _bar(len(files), progress) as (advance, say), _locked(path.with_suffix(".lock"), say) as waited:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    bar = Progress(*columns, console=Console(stderr=True, quiet=not progress), disable=not progress)
+    task = bar.add_task("image cache", total=len(files))
+    with bar, _locked(path.with_suffix(".lock"), lambda text: bar.update(task, description=text)) as waited:
         found = _opened(path, len(files))
         if found:
             return Opened(found, ("Another run filled the image cache while this one waited.",) if waited else ())
@@ -192,7 +195,7 @@ def _fill(files: ImageFiles, short_side: int, path: Path, timeout_s: float, prog
         _check_room(files, short_side, path.parent)
         try:
             partial.mkdir()
-            _write(files, short_side, partial, timeout_s, advance)
+            _write(files, short_side, partial, timeout_s, lambda count: bar.advance(task, count))
             partial.rename(path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -231,11 +234,9 @@ def _write(files: ImageFiles, short_side: int, folder: Path, timeout_s: float, a
             advance(len(chunk))
         if position != len(files):
             raise RuntimeError(f"{position} of {len(files)} images came from the workers")
-        _flush(out)
-    with (folder / INDEX).open("wb") as out:
-        np.save(out, index)
-        _flush(out)
-    sync(folder)
+    np.save(folder / INDEX, index)
+    for path in (folder / IMAGES, folder / INDEX, folder):
+        sync(path)
 
 
 def append(out: IO[bytes], pixels: Pixels) -> None:
@@ -304,23 +305,6 @@ def _locked(path: Path, say: Callable[[str], None]) -> Iterator[bool]:
     with locked(path, busy):
         say("filling the image cache")
         yield bool(waits)
-
-
-@contextmanager
-def _bar(total: int, show: bool) -> Iterator[tuple[Advance, Callable[[str], None]]]:
-    """Yield a function that advances a bar on stderr, and one that sets its text."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True, quiet=not show), disable=not show) as progress:
-        task = progress.add_task("image cache", total=total)
-        yield (
-            lambda count: progress.update(task, advance=count),
-            lambda text: progress.update(task, description=text),
-        )
-
-
-def _flush(out: IO[bytes]) -> None:
-    out.flush()
-    os.fsync(out.fileno())
 
 
 def _room(num_bytes: float) -> str:

@@ -21,7 +21,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.data.augmentation import Augmentation, Ids, PaddedImages, flipped
 from crossbow_py.data.erasing import NUM_EDGES
 from crossbow_py.data.feed import MemoryOrder
-from crossbow_py.data.normalisation import Normalisation, PixelNormaliser
+from crossbow_py.data.normalisation import IDENTITY, BatchFormat, PixelNormaliser
 
 Fill = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
@@ -44,10 +44,9 @@ class ResidentInputs(ABC):
 
     num_rows: int = 1
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, channels_last: bool) -> None:
-        """Store the shape; 4-D batches are channels last in memory if `channels_last`."""
-        self.shape, self.dtype, self._device = shape, dtype, device
-        self._channels_last = channels_last and len(shape) == 3
+    def __init__(self, shape: torch.Size, form: BatchFormat) -> None:
+        self.shape, self.dtype, self._device = shape, form.dtype, form.device
+        self._channels_last = form.channels_last and len(shape) == 3
 
     def new(self, num_batches: int, batch_size: int, order: MemoryOrder) -> Tensor:
         """Return zeros [K, B, *shape] for `fill`, in the memory format of batches. Only images take "channels"."""
@@ -103,18 +102,11 @@ class ResidentInputs(ABC):
 class RowInputs(ResidentInputs):
     """Inputs without augmentation: floating ones, cast and normalised once at construction, and integers."""
 
-    def __init__(
-        self,
-        inputs: Tensor,
-        normalisation: Normalisation | None,
-        device: torch.device,
-        channels_last: bool,
-        dtype: torch.dtype,
-    ) -> None:
-        rows = inputs.to(device)
+    def __init__(self, inputs: Tensor, form: BatchFormat) -> None:
+        rows = inputs.to(form.device)
         if rows.is_floating_point():
-            rows = rows.to(dtype) if normalisation is None else normalisation.apply(rows, dtype)
-        super().__init__(rows.shape[1:], rows.dtype, device, channels_last)
+            rows = rows.to(form.dtype) if form.normalisation is None else form.normalisation.apply(rows, form.dtype)
+        super().__init__(rows.shape[1:], form._replace(dtype=rows.dtype))
         # index_select gives contiguous results, so channels-last rows are stored as [N, H, W, C].
         self._rows = (rows.permute(0, 2, 3, 1) if self._channels_last else rows).contiguous()
 
@@ -139,12 +131,12 @@ class RowInputs(ResidentInputs):
 class ClipInputs(RowInputs):
     """uint8 clips without augmentation, stored as uint8, a quarter of float32's memory, and normalised when taken."""
 
-    def __init__(self, clips: Tensor, normalisation: Normalisation, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(clips, None, device, channels_last=False, dtype=dtype)
+    def __init__(self, clips: Tensor, form: BatchFormat) -> None:
+        super().__init__(clips, form)
+        normalisation, self.dtype = form.normalisation or IDENTITY, form.dtype
         normalisation.check_channels(clips.shape[1])
-        self.dtype = dtype
         # Made once, as a CUDA graph cannot capture a copy from the host.
-        self._mean, self._std = normalisation.constants(self._rows, dtype)
+        self._mean, self._std = normalisation.constants(self._rows, form.dtype)
 
     def take(self, picks: Tensor) -> Tensor:
         return super().take(picks).to(self._mean.dtype).sub_(self._mean).div_(self._std).to(self.dtype)
@@ -157,24 +149,14 @@ class ImageInputs(ResidentInputs):
     for channels-last images, `fill` is one launch of a Triton kernel and gives the same bits.
     """
 
-    def __init__(
-        self,
-        images: Tensor,
-        augmentation: Augmentation,
-        normalisation: Normalisation,
-        device: torch.device,
-        channels_last: bool,
-        dtype: torch.dtype,
-        kernels: bool,
-    ) -> None:
-        super().__init__(images.shape[1:], dtype, device, channels_last)
-        self._augmentation = augmentation
-        self.num_rows = num_picks(augmentation)
-        self._images = PaddedImages(images, augmentation.crop_padding, device)
+    def __init__(self, images: Tensor, augmentation: Augmentation, form: BatchFormat, kernels: bool) -> None:
+        super().__init__(images.shape[1:], form)
+        self._augmentation, self.num_rows = augmentation, num_picks(augmentation)
+        self._images = PaddedImages(images, augmentation.crop_padding, form.device)
         channels, height, width = images.shape[1:]
-        self._normalise = PixelNormaliser((channels, height, width), normalisation, dtype, device, channels_last)
+        self._normalise = PixelNormaliser((channels, height, width), form)
         self._kernel: Fill | None = None
-        if kernels and channels_last:
+        if kernels and form.channels_last:
             # Imported here, as this module must be importable without Triton.
             from crossbow_py.data.resident.image_kernels import PixelTable, gather_images  # noqa: PLC0415
 

@@ -22,7 +22,7 @@ from crossbow_py.core.errors import BadDataError, BadSampleError, DataError
 from crossbow_py.data.augmentation import Augmentation, Ids, flipped
 from crossbow_py.data.datasets import Classes, is_clip_batch, is_image_batch
 from crossbow_py.data.feed import Batch, EpochCache, Feed
-from crossbow_py.data.normalisation import IDENTITY, Normalisation, PixelNormaliser
+from crossbow_py.data.normalisation import IDENTITY, BatchFormat, Normalisation, PixelNormaliser
 from crossbow_py.data.sampler import Positions, RankPositions, cut_up, epoch_order, segments
 from crossbow_py.data.streaming.loader import Loader, Needs
 from crossbow_py.data.streaming.producer import PrefetchBuffer, Prefetcher, Producer
@@ -47,9 +47,8 @@ class StreamingFeed(Feed):
         data: the data set.
         batch_size: samples a batch.
         seed: seed of the sample order and the augmentation.
-        device: device of the batches.
+        form: the form of the batches.
         augmentation: flips and erasing are done here.
-        preparation: what else is done on the device.
         num_workers: worker processes; 0 loads in the thread that waits.
         num_ranks: ranks that take batches of the stream in turn, each as many as this one.
         order_seed: seed of the sample order; None for `seed`.
@@ -67,16 +66,15 @@ class StreamingFeed(Feed):
         data: StreamedData,
         batch_size: int,
         seed: int,
-        device: torch.device,
+        form: BatchFormat,
         augmentation: Augmentation,
-        preparation: Preparation,
         num_workers: int,
         num_ranks: int = 1,
         order_seed: int | None = None,
     ) -> None:
         super().__init__(len(data), batch_size)
-        self._data, self._seed, self._device = data, seed, device
-        self._prepare, self.num_workers, self._num_ranks = preparation, num_workers, num_ranks
+        self._data, self._seed, self._device = data, seed, form.device
+        self._prepare, self.num_workers, self._num_ranks = Preparation(form), num_workers, num_ranks
         self.through_shared = data.image_shape is None
         order_seed = seed if order_seed is None else order_seed
         self._orders = EpochCache[int, Ids](lambda epoch: epoch_order(order_seed, epoch, self.num_samples))
@@ -91,7 +89,7 @@ class StreamingFeed(Feed):
 
         self._mirrored = EpochCache(mirrored) if augmentation.flip else None
         self._erased = EpochCache(erased) if augmentation.random_erasing else None
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._copies = torch.cuda.Stream(form.device) if form.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._buffer = PrefetchBuffer()
         self._unannounced = threading.Lock()
         self._producer: Producer | None = None
@@ -368,11 +366,8 @@ class Preparation:
     and normalised if there is a normalisation. Other inputs stay as they are.
     """
 
-    def __init__(
-        self, normalisation: Normalisation | None, device: torch.device, channels_last: bool, dtype: torch.dtype
-    ) -> None:
-        self._normalisation, self._device = normalisation, device
-        self._channels_last, self._dtype = channels_last, dtype
+    def __init__(self, form: BatchFormat) -> None:
+        self._form = form
         self._constants: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._pixels: dict[tuple[int, int, int], PixelNormaliser] = {}
 
@@ -387,34 +382,31 @@ class Preparation:
         if is_image_batch(inputs):
             return self._images(inputs, mirrored, erased)
         if is_clip_batch(inputs):
-            return self._normalised(inputs, self._normalisation or IDENTITY)
+            return self._normalised(inputs, self._form.normalisation or IDENTITY)
         if inputs.is_floating_point():
-            normalisation = self._normalisation
-            inputs = inputs.to(self._dtype) if normalisation is None else self._normalised(inputs, normalisation)
-        last = self._channels_last and inputs.ndim == 4
+            normalisation = self._form.normalisation
+            inputs = inputs.to(self._form.dtype) if normalisation is None else self._normalised(inputs, normalisation)
+        last = self._form.channels_last and inputs.ndim == 4
         return inputs.contiguous(memory_format=torch.channels_last) if last else inputs
 
     @property
     def casts_to(self) -> torch.dtype | None:
         """Return the dtype that floating inputs are cast to without a normalisation; None if they are normalised."""
-        return None if self._normalisation else self._dtype
+        return None if self._form.normalisation else self._form.dtype
 
     def _normalised(self, inputs: Tensor, normalisation: Normalisation) -> Tensor:
         """Normalise as `Normalisation.apply`, with constants that are copied to the device once."""
         kind = inputs.ndim, inputs.dtype
         if kind not in self._constants:
             normalisation.check_channels(inputs.shape[1])
-            self._constants[kind] = normalisation.constants(inputs, self._dtype)
+            self._constants[kind] = normalisation.constants(inputs, self._form.dtype)
         mean, std = self._constants[kind]
-        return inputs.to(mean.dtype).sub(mean).div_(std).to(self._dtype)
+        return inputs.to(mean.dtype).sub(mean).div_(std).to(self._form.dtype)
 
     def _images(self, images: Tensor, mirrored: Tensor | None, erased: Tensor | None) -> Tensor:
         if mirrored is not None:
             images = flipped(images, mirrored)
-        channels, height, width = shape = images.shape[1], images.shape[2], images.shape[3]
+        shape = images.shape[1], images.shape[2], images.shape[3]
         if shape not in self._pixels:
-            normalisation = self._normalisation or IDENTITY
-            self._pixels[shape] = PixelNormaliser(
-                (channels, height, width), normalisation, self._dtype, self._device, self._channels_last
-            )
+            self._pixels[shape] = PixelNormaliser(shape, self._form)
         return self._pixels[shape](images.permute(0, 2, 3, 1).reshape(len(images), -1), erased)

@@ -11,7 +11,7 @@ import torch
 from crossbow_py.core.errors import UserError
 from crossbow_py.data import augmentation
 from crossbow_py.data.augmentation import Augmentation, PaddedImages
-from crossbow_py.data.normalisation import Normalisation, PixelNormaliser
+from crossbow_py.data.normalisation import BatchFormat, Normalisation, PixelNormaliser
 
 CPU = torch.device("cpu")
 
@@ -92,7 +92,7 @@ def test_augmentation_of_bad_values_is_a_user_error(options: dict[str, Any], mes
 def test_pixel_normaliser_equals_the_formula(dtype: torch.dtype, channels_last: bool) -> None:
     pixels = torch.randint(0, 256, (6, 4 * 5, 3), dtype=torch.uint8)
     mean, std = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
-    normalise = PixelNormaliser((3, 4, 5), Normalisation(mean, std), dtype, CPU, channels_last)
+    normalise = PixelNormaliser((3, 4, 5), BatchFormat(CPU, dtype, channels_last, Normalisation(mean, std)))
     got = normalise(pixels.view(6, -1))
     expected = (pixels.numpy() / 255 - np.array(mean)) / np.array(std)
     tolerance = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 2e-2}[dtype]
@@ -128,4 +128,4 @@ def test_normalisation_of_unfit_values_is_a_user_error(mean: tuple, std: tuple |
 
 def test_normalisation_for_other_channels_is_a_user_error() -> None:
     with pytest.raises(UserError, match="got 2 for 3 channels"):
-        PixelNormaliser((3, 2, 2), Normalisation((0.5, 0.5), (1.0, 1.0)), torch.float32, CPU, True)
+        PixelNormaliser((3, 2, 2), BatchFormat(CPU, normalisation=Normalisation((0.5, 0.5), (1.0, 1.0))))
