@@ -94,9 +94,11 @@ def test_batch_in_the_next_epoch_augments_differently() -> None:
     assert not torch.equal(first.inputs[first.targets.argsort()], second.inputs[second.targets.argsort()])
 
 
-def test_batch_asked_for_by_many_threads_equals_one_threads() -> None:
-    starts = [start % (4 * N) for start in range(0, 40 * N, 3)]
-    alone, shared = (make_feed(images(), 4, SEED, augmentation=BOTH) for _ in range(2))
+@pytest.mark.parametrize("streamed", [False, True])
+def test_batch_asked_for_by_many_threads_equals_one_threads(streamed: bool) -> None:
+    starts = [start % (4 * N) for start in range(0, (8 if streamed else 40) * N, 3)]
+    data, augmentation = (Counted(images()[0]), Augmentation(flip=True)) if streamed else (images(), BOTH)
+    alone, shared = (make_feed(data, 4, SEED, augmentation=augmentation) for _ in range(2))
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(shared.batch, starts))
     for start, batch in zip(starts, together, strict=True):
@@ -159,19 +161,6 @@ def test_map_style_batch_fetches_its_items_in_order_and_forgets_them_two_batches
     assert feed.batch(N - 2).targets.tolist() == ids_at(N - 2, 4)
     feed.batch(0), feed.batch(4), feed.batch(N - 2)
     assert data.fetched == Counter([*ids_at(N - 2, 4) * 2, *ids_at(0, 8)])
-
-
-def test_map_style_evaluation_gives_every_item_in_order() -> None:
-    batches = list(make_feed(Counted(torch.randn(N, 2)), 4).evaluation_batches(10))
-    assert [len(batch.targets) for batch in batches] == [10, 10, 3]
-    assert torch.cat([batch.targets for batch in batches]).tolist() == list(range(N))
-
-
-def test_map_style_batch_asked_for_by_many_threads_equals_one_threads() -> None:
-    feed = make_feed(Counted(torch.randn(N, 2)), 4, SEED)
-    with ThreadPoolExecutor(8) as pool:
-        together: list[Batch] = list(pool.map(feed.batch, range(100)))
-    assert [batch.targets.tolist() for batch in together] == [ids_at(start, 4) for start in range(100)]
 
 
 def test_epoch_cache_of_returning_epochs_builds_each_once_and_forgets_the_stalest() -> None:
@@ -384,14 +373,10 @@ def test_make_feed_erasing_no_images_is_a_user_error(make: Any) -> None:
         make_feed(make(torch.randn(4, 3, 6, 6)), 1, augmentation=ERASING)
 
 
-def test_map_style_batch_of_ragged_items_is_a_user_error() -> None:
-    feed = make_feed(Ragged(torch.zeros(4, 2)), 3)
-    with pytest.raises(UserError, match="cannot be stacked"):
-        feed.batch(0)
-    with pytest.raises(
-        UserError, match=r"\(input \[1\], target \[\] and input \[2\], target \[\]\); return tensors of"
-    ):
-        feed.first_samples(2)
+def test_first_samples_of_ragged_items_are_a_user_error() -> None:
+    said = r"\(input \[1\], target \[\] and input \[2\], target \[\]\); return tensors of"
+    with pytest.raises(UserError, match=said):
+        make_feed(Ragged(torch.zeros(4, 2)), 3).first_samples(2)
 
 
 @pytest.mark.parametrize(

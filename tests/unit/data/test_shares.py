@@ -15,54 +15,26 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.sampler import RankPositions, epoch_order
-from crossbow_py.data.streaming.streamed_data import BadSample, Key, Loaded, StreamedData
+from crossbow_py.data.streaming.streamed_data import Key, Loaded
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
 from crossbow_py.engine.sizing.memory import staged_batches
-from tests.unit.data.streams import closed, counted_out, same
+from tests.unit.data.streams import Images, N, closed, counted_out, same
 
-N, SEED, B = 23, 5, 2
+SEED, B = 5, 2
 EPOCHS = 30
 
 
-class Noted(StreamedData):
-    """Image i is filled with i; how often a sample was made in an epoch is noted where all processes see it."""
-
-    image_shape = (3, 2, 4)
-    max_bad = N
+class Noted(Images):
+    """How often a sample was made in an epoch is noted where all processes see it."""
 
     def __init__(self, bad: Sequence[int] = ()) -> None:
-        self.bad = bad
+        super().__init__(bad, max_bad=N)
         self.made = torch.zeros(EPOCHS, N, dtype=torch.int64).share_memory_()
 
-    def __len__(self) -> int:
-        return N
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.full((3, 2, 4), index, dtype=torch.uint8) + torch.arange(4, dtype=torch.uint8), index
-
-    def fetch(
-        self,
-        keys: Sequence[Key],
-        *,
-        seed: int,
-        training: bool,
-        on_sample: Callable[[int], None],
-        out: torch.Tensor | None = None,
-    ) -> Loaded:
+    def fetch(self, keys: Sequence[Key], **options: Any) -> Loaded:
         for key in keys:
             self.made[key.epoch, key.sample] += 1
-        good = [key.sample for key in keys if key.sample not in self.bad]
-        bad = tuple(BadSample(key.sample, f"image {key.sample}", "torn") for key in keys if key.sample in self.bad)
-        inputs = torch.stack([self[i][0] for i in good]) if good else torch.empty(0, 3, 2, 4, dtype=torch.uint8)
-        if out is not None:
-            inputs = out[: len(good)].copy_(inputs)
-        return Loaded(inputs, torch.tensor(good, dtype=torch.int64), bad)
-
-    def name_of(self, sample: int) -> str:
-        return f"image {sample}"
-
-    def subset(self, ids: Any) -> Noted:
-        raise NotImplementedError
+        return super().fetch(keys, **options)
 
     def made_in_training(self) -> list[int]:
         """Stream positions that were made, one as often as it was."""

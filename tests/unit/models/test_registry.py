@@ -185,9 +185,7 @@ FEATURES: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", [name for name, (_, shape) in SMALL.items() if len(shape) == 3])
-def test_forward_in_channels_last_equals_the_default_layout_and_keeps_its_own(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forward_in_channels_last_equals_the_default_layout_and_keeps_its_own(name: str, monkeypatch) -> None:
     model, x = small(name, monkeypatch)
     model.eval()
     with torch.no_grad():

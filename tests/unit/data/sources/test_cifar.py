@@ -116,9 +116,7 @@ def test_load_of_another_structure_names_the_file_and_what_it_must_hold(tmp_path
         settings(tmp_path).load(progress=False)
 
 
-def test_load_of_a_file_of_the_published_length_and_another_md5_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_of_a_file_of_the_published_length_and_another_md5_is_refused(tmp_path, monkeypatch) -> None:
     write_cifar(tmp_path / "cifar-10-batches-py", cifar10_batches())
     path = tmp_path / "cifar-10-batches-py" / "test_batch"
     content = path.read_bytes()

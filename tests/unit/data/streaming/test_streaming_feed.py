@@ -23,63 +23,12 @@ from crossbow_py.data.augmentation import Augmentation, Flip
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.sampler import epoch_order
-from crossbow_py.data.streaming.streamed_data import BadSample, Key, Loaded, StreamedData
+from crossbow_py.data.streaming.streamed_data import BadSample, Key, Loaded
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
 from crossbow_py.engine.sizing.memory import staged_batches
-from tests.unit.data.streams import closed, same
+from tests.unit.data.streams import Images, N, closed, same
 
-N, SEED = 23, 7
-
-
-class Images(StreamedData):
-    """Image i is filled with i and the epoch, but for its left column, which holds 100 and the epoch."""
-
-    image_shape = (3, 2, 4)
-
-    def __init__(self, bad: Sequence[int] = (), max_bad: int = 0, slow: dict[int, float] | None = None) -> None:
-        self.bad, self.max_bad, self.slow = set(bad), max_bad, slow or {}
-        self.remedy = "remove it"
-
-    def __len__(self) -> int:
-        return N
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        image = torch.full((3, 2, 4), index, dtype=torch.uint8)
-        image[..., 0] = 100
-        return image, index
-
-    def fetch(
-        self,
-        keys: Sequence[Key],
-        *,
-        seed: int,
-        training: bool,
-        on_sample: Callable[[int], None],
-        out: torch.Tensor | None = None,
-    ) -> Loaded:
-        images, targets, bad = [], [], []
-        for key in keys:
-            on_sample(key.sample)
-            time.sleep(self.slow.get(key.sample, 0))
-            sample = key.sample
-            if sample in self.bad:
-                bad.append(BadSample(sample, self.name_of(sample), "torn"))
-                if not training:
-                    continue
-                sample = (sample + 1) % N
-            image, target = self[sample]
-            images.append(image + (key.epoch if training else 0))
-            targets.append(target)
-        inputs = torch.stack(images) if images else torch.empty(0, 3, 2, 4, dtype=torch.uint8)
-        if out is not None:
-            inputs = out[: len(images)].copy_(inputs)
-        return Loaded(inputs, torch.tensor(targets), tuple(bad))
-
-    def name_of(self, sample: int) -> str:
-        return f"image {sample}"
-
-    def subset(self, ids: Any) -> Images:
-        raise NotImplementedError
+SEED = 7
 
 
 class Items:
@@ -434,13 +383,6 @@ def test_feed_for_measuring_gives_batches_alike_and_starts_nothing(made: Any) ->
     still = feed.for_measuring()
     assert still.batch(400).inputs.shape == feed.batch(0).inputs.shape and still.batch(400).targets.tolist() == [0] * 5
     assert still.batches((0, 5)).inputs.shape == (2, 5, 3, 2, 4)
-
-
-def test_augmentation_that_needs_images_is_refused_for_others() -> None:
-    with pytest.raises(UserError, match="need uint8 image tensors"):
-        make_feed(Items(), 4, augmentation=Augmentation(flip=True))
-    with pytest.raises(UserError, match="crop inside the data set"):
-        make_feed(Images(), 4, augmentation=Augmentation(crop_padding=2))
 
 
 class OutOfMemory(Images):
