@@ -13,7 +13,7 @@ from torch import Tensor
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.augmentation import Augmentation, Ids, check_shapes
 from crossbow_py.data.datasets import Classes, counted, has_integers
-from crossbow_py.data.feed import Batch, EpochCache, Feed, MemoryOrder, PickedFeed
+from crossbow_py.data.feed import Batch, EpochCache, Feed, MemoryOrder
 from crossbow_py.data.resident.inputs import ResidentInputs
 from crossbow_py.data.sampler import epoch_order, segments
 
@@ -27,11 +27,20 @@ class Variant(NamedTuple):
     augmentation: Augmentation
 
 
-class ResidentFeed(PickedFeed):
+class ResidentFeed(Feed):
     """The feed of a data set whose tensors live on the device. A batch takes only gathers and arithmetic.
 
     There may be several streams over one data set: the samples in the same order, each stream with its own
     augmentation. Stream s has the positions from s·STREAM on. `set_variant` adds streams; without it there is one.
+
+    Batches can also be made in two steps, the second of which may be part of a CUDA graph:
+
+        picks, batches = feed.new_picks(K), feed.new_batches(K)    once
+        feed.write_picks(starts, picks)                            every round, before the graph
+        feed.take(picks, batches)                                  inside the graph
+
+    The batches are the same to the bit. Picks and batches belong to the caller, which must not let `write_picks` or
+    `take` overwrite what another stream or thread still reads.
 
     Args:
         inputs, targets: all samples, on the device.
@@ -94,18 +103,33 @@ class ResidentFeed(PickedFeed):
         return self._take(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
 
     def new_picks(self, num_batches: int) -> Tensor:
+        """Return int64 zeros [R, num_batches·B] on the device for `write_picks`; they pick the first sample."""
         shape = self._inputs.num_rows, num_batches * self.batch_size
         return torch.zeros(shape, dtype=torch.int64, device=self._targets.device)
 
     def new_batches(self, num_batches: int, order: MemoryOrder = "stacked") -> Batch:
+        """Return zeros for `take`: inputs [num_batches, B, ...] and targets [num_batches, B, ...].
+
+        The order "channels" is for images only. Their memory is `[B, H, W, num_batches, C]`, so that
+        `inputs.transpose(0, 1).flatten(1, 2)`, the input of a grouped convolution, is a view.
+        """
         targets = self._targets.new_zeros(num_batches, self.batch_size, *self._targets.shape[1:])
         return Batch(self._inputs.new(num_batches, self.batch_size, order), targets)
 
     def write_picks(self, starts: Sequence[int], out: Tensor) -> None:
+        """Write the picks of the batches at `starts` into `out`, by one copy on the current stream, outside a capture.
+
+        The host blocks only once an epoch, in the first call that reaches it. `out` is from `new_picks(len(starts))`.
+        """
         assert out.shape[1] == len(starts) * self.batch_size, "picks are for a fixed number of batches"
         torch.cat(self._slices(starts), dim=1, out=out)
 
     def take(self, picks: Tensor, out: Batch) -> None:
+        """Make the picked batches, enqueued on the current stream; the host does not block.
+
+        Reads only `picks` and data on the device, so a CUDA graph may capture it. `out` comes from `new_batches`; a
+        single batch may also be given as `[B, ...]`.
+        """
         inputs, targets = out if out.targets.ndim > self._targets.ndim else (each.unsqueeze(0) for each in out)
         self._inputs.fill(picks, inputs, self._targets, targets)
 

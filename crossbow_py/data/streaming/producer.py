@@ -58,11 +58,6 @@ class PrefetchBuffer:
             self._horizon = horizon
             self._changed.notify_all()
 
-    def begin(self) -> None:
-        """Clear the failure of an earlier producer."""
-        with self._changed:
-            self._failure = None
-
     def has_room(self, start: int, stopped: threading.Event) -> bool:
         """Block while the batch lies beyond the horizon. Return False once `stopped` is set."""
         with self._changed:
@@ -75,8 +70,8 @@ class PrefetchBuffer:
             self._batches[start] = batch
             self._changed.notify_all()
 
-    def fail(self, failure: BaseException) -> None:
-        """Keep the error after which there are no more batches, for those who wait."""
+    def fail(self, failure: BaseException | None) -> None:
+        """Keep the error after which there are no more batches, for those who wait; None clears an earlier one."""
         with self._changed:
             self._failure = failure
             self._changed.notify_all()
@@ -104,7 +99,7 @@ class Producer:
         self._buffer, self._loader, self._stage = buffer, loader, stage
         self._positions, self._index = positions, index  # only the thread writes the index
         self._stopped = threading.Event()
-        buffer.begin()
+        buffer.fail(None)
         self._thread = threading.Thread(target=self._run, name="crossbow data", daemon=True)
         self._thread.start()
 

@@ -128,7 +128,8 @@ class StreamingFeed(Feed):
         for start in sorted(set(starts)):
             if self._producer is None:
                 if self._buffer.get(start) is None:
-                    self._load_here(start)
+                    loader = self._new_loader([self._keys(start)], 0, training=True)
+                    self._buffer.put(start, self._stage(start, next(loader)))
                 continue
             self._producer.wait_for(start, until)
 
@@ -224,10 +225,6 @@ class StreamingFeed(Feed):
         if self._producer is not None:
             self._producer.close()
             self._producer = None
-
-    def _load_here(self, start: int) -> None:
-        loader = self._new_loader([self._keys(start)], 0, training=True)
-        self._buffer.put(start, self._stage(start, next(loader)))
 
     def _new_loader(self, batches: Iterable[list[Key]], num_workers: int, training: bool) -> Loader:
         pins, largest = self._copies is not None, self.batch_size if training else _EVALUATION_CHUNK

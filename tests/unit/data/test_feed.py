@@ -18,7 +18,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.triton_launch import recorded
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.build import make_feed
-from crossbow_py.data.feed import Batch, EpochCache, Feed, MemoryOrder, PickedFeed
+from crossbow_py.data.feed import Batch, EpochCache, Feed, MemoryOrder
 from crossbow_py.data.resident.resident_feed import STREAM, ResidentFeed, Variant
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
@@ -206,7 +206,7 @@ def test_batches_loaded_in_two_steps_equal_those_of_one(
     labels = torch.randn(N, 2) if kind == "rows" else torch.arange(N)
     settings = {"augmentation": augmentation, "channels_last": channels_last, "dtype": torch.bfloat16}
     feed = make_feed((KINDS[kind](), labels), 4, SEED, **settings)
-    assert isinstance(feed, PickedFeed)
+    assert isinstance(feed, ResidentFeed)
     for starts in STARTS:
         expected, got = feed.batches(starts), loaded_in_two_steps(feed, starts)
         assert torch.equal(got.inputs, expected.inputs) and torch.equal(got.targets, expected.targets)
@@ -314,7 +314,7 @@ def test_stream_of_its_own_augmentation_is_as_alone_or_refused_where_images_are_
 
 
 def test_map_style_feed_has_no_picks() -> None:
-    assert not isinstance(make_feed(Counted(torch.randn(N, 2)), 4), PickedFeed)
+    assert not isinstance(make_feed(Counted(torch.randn(N, 2)), 4), ResidentFeed)
 
 
 class Endless(IterableDataset[int]):
