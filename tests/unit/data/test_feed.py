@@ -313,10 +313,6 @@ def test_stream_of_its_own_augmentation_is_as_alone_or_refused_where_images_are_
         assert torch.equal(feed.batch(STREAM + start).inputs, alone.batch(start).inputs)
 
 
-def test_map_style_feed_has_no_picks() -> None:
-    assert not isinstance(make_feed(Counted(torch.randn(N, 2)), 4), ResidentFeed)
-
-
 class Endless(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(())
@@ -361,16 +357,18 @@ def test_make_feed_with_a_batch_larger_than_the_data_is_a_user_error(data: Any) 
         make_feed(data, 24)
 
 
-@pytest.mark.parametrize("data", [(torch.randn(4, 3, 6, 6), torch.zeros(4)), Counted(images()[0])])
-def test_make_feed_augmenting_no_uint8_tensor_is_a_user_error(data: Any) -> None:
-    with pytest.raises(UserError, match=r"need uint8 image tensors \[N, C, H, W\]; set data\.crop_padding=0"):
-        make_feed(data, 1, augmentation=BOTH)
-
-
-@pytest.mark.parametrize("make", [lambda rows: (rows, torch.zeros(4)), Counted])
-def test_make_feed_erasing_no_images_is_a_user_error(make: Any) -> None:
-    with pytest.raises(UserError, match=r"random_erasing=0\.7 need uint8 image tensors .*data\.random_erasing=0[ .]"):
-        make_feed(make(torch.randn(4, 3, 6, 6)), 1, augmentation=ERASING)
+@pytest.mark.parametrize(
+    ("data", "augmentation", "remedy"),
+    [
+        ((torch.randn(4, 3, 6, 6), torch.zeros(4)), BOTH, r"set data\.crop_padding=0 data\.flip=false"),
+        ((torch.randn(4, 3, 6, 6), torch.zeros(4)), ERASING, r"set .*data\.random_erasing=0\."),
+        (Counted(images()[0]), BOTH, r"set data\.crop_padding=0 and crop inside the data set"),
+        (Counted(torch.randn(4, 3, 6, 6)), ERASING, r"set .*data\.random_erasing=0 and augment inside the data set"),
+    ],
+)
+def test_make_feed_augmenting_no_uint8_tensor_is_a_user_error(data, augmentation: Augmentation, remedy: str) -> None:
+    with pytest.raises(UserError, match=rf"need uint8 image tensors \[N, C, H, W\]; {remedy}"):
+        make_feed(data, 1, augmentation=augmentation)
 
 
 def test_first_samples_of_ragged_items_are_a_user_error() -> None:
