@@ -6,7 +6,7 @@ import itertools
 import multiprocessing
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,14 @@ def counted_out(rank: int, num_ranks: int, num_own: int, batch_size: int, cursor
         takers = [(r, next(stream)) for r in range(num_ranks) for _ in range(num_own)]
         mine.append([start for r, start in takers if r == rank])
     return mine
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    """Wait for it, at most 20 seconds; whether it came true."""
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
 
 
 def same(these: Sequence[Batch], those: Sequence[Batch]) -> bool:

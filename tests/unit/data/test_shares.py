@@ -18,7 +18,7 @@ from crossbow_py.data.sampler import RankPositions, epoch_order
 from crossbow_py.data.streaming.streamed_data import Key, Loaded
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
 from crossbow_py.engine.sizing.memory import staged_batches
-from tests.unit.data.streams import Images, N, closed, counted_out, same
+from tests.unit.data.streams import Images, N, closed, counted_out, same, until
 
 SEED, B = 5, 2
 EPOCHS = 30
@@ -70,9 +70,7 @@ def trained(feed: Feed, rounds: Sequence[Sequence[int]]) -> list[Batch]:
 
 def settled(feed: StreamingFeed, num_batches: int) -> int:
     """How many batches were loaded once that many, or more, were and no more come."""
-    deadline = time.monotonic() + 20
-    while feed.loading_times.num_batches < num_batches and time.monotonic() < deadline:
-        time.sleep(0.005)
+    until(lambda: feed.loading_times.num_batches >= num_batches)
     time.sleep(0.05)
     return feed.loading_times.num_batches
 
@@ -127,16 +125,14 @@ def test_shelf_of_a_rank_holds_what_an_estimate_counts_also_after_its_learners_c
     assert settled(feed, 10) == 10
     assert sorted(feed._buffer.starts()) == [16, 18, 24, 26, 32, 34]  # round 2, round 3 and, ahead, round 4
     trained(feed, [[32], [36], [40]])
-    while feed._buffer.get(48) is None:
-        time.sleep(0.005)
+    assert until(lambda: feed._buffer.get(48) is not None)
     assert sorted(feed._buffer.starts()) == [36, 40, 44, 48] and staged_batches(1) == 4
 
 
 def test_producer_on_another_path_is_replaced_though_it_put_the_batch_that_was_missing(feed_of: Any) -> None:
     feed = feed_of(Noted(), workers=1, num_ranks=2)
     trained(feed, [[0], [4]])
-    while feed._buffer.get(8) is None:
-        time.sleep(0.005)
+    assert until(lambda: feed._buffer.get(8) is not None)
     # As if the loop had looked for 8 and 10 just before 8 was put: on its path, 8 12 16, there is no 10.
     feed._produce(RankPositions((8, 10), B, 2), 0)
     deadline = time.monotonic() + 20

@@ -26,7 +26,7 @@ from crossbow_py.data.sampler import epoch_order
 from crossbow_py.data.streaming.streamed_data import BadSample, Key, Loaded
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
 from crossbow_py.engine.sizing.memory import staged_batches
-from tests.unit.data.streams import Images, N, closed, same
+from tests.unit.data.streams import Images, N, closed, same, until
 
 SEED = 7
 
@@ -214,9 +214,7 @@ def test_shared_batch_is_made_once_for_all_learners(made: Any) -> None:
 def test_shelf_holds_two_rounds_and_what_is_made_ahead(made: Any) -> None:
     feed = made(Images(), 1)
     rounds(feed, [(p, p + 4) for p in range(0, 80, 8)])
-    deadline = time.monotonic() + 10
-    while len(feed._buffer.starts()) < 6 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: len(feed._buffer.starts()) >= 6)
     time.sleep(0.1)
     assert sorted(feed._buffer.starts()) == [64, 68, 72, 76, 80, 84]
     assert staged_batches(2) == 6  # what an estimate counts
@@ -260,9 +258,7 @@ def test_failure_ahead_of_a_slow_consumer_is_kept_for_its_round(made: Any) -> No
     order = ids_at(0, N)
     feed = made(Images(bad=[order[9]]), 1)
     rounds(feed, [(0,)])
-    deadline = time.monotonic() + 10
-    while feed._buffer._failure is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert until(lambda: feed._buffer._failure is not None)
     rounds(feed, [(4,)])
     for _ in range(2):
         assert not feed.announce((8,))
