@@ -50,33 +50,24 @@ class _Failed(NamedTuple):
     trace: str = ""
 
 
-class Needs(NamedTuple):
-    """The classes that targets must be of, and the dtype that floating inputs are cast to; None for no check."""
-
-    classes: Classes | None = None
-    dtype: torch.dtype | None = None
-
-
-_ANYTHING = Needs()
-
-
-class _Request(NamedTuple):
-    """A batch to be loaded, and the slot for its inputs."""
-
-    keys: list[Key]
-    slot: int
-
-
 class _BatchDataset:
-    """The data set that a worker process is given, for a DataLoader: an index is a request, an item a whole batch."""
+    """The data set of a worker's DataLoader: an index is a batch's keys and its inputs' slot, an item the batch."""
 
     def __init__(
-        self, data: StreamedData, seed: int, training: bool, notes: Tensor, slots: Tensor | None, needs: Needs
+        self,
+        data: StreamedData,
+        seed: int,
+        training: bool,
+        notes: Tensor,
+        slots: Tensor | None,
+        classes: Classes | None,
+        casts_to: torch.dtype | None,
     ) -> None:
         self._data, self._seed, self._training = data, seed, training
-        self._notes, self._slots, self._needs = notes, slots, needs
+        self._notes, self._slots, self._classes, self._casts_to = notes, slots, classes, casts_to
 
-    def __getitems__(self, request: _Request) -> Loaded | _Failed:
+    def __getitems__(self, request: tuple[list[Key], int]) -> Loaded | _Failed:
+        keys, slot = request
         worker = get_worker_info()
         own = self._notes[0 if worker is None else worker.id].numpy()
 
@@ -86,12 +77,10 @@ class _BatchDataset:
         begun = time.perf_counter()
         own[_PID], own[_SINCE_NS] = os.getpid(), time.monotonic_ns()
         try:
-            out = None if self._slots is None else self._slots[request.slot]
-            loaded = self._data.fetch(
-                request.keys, seed=self._seed, training=self._training, on_sample=on_sample, out=out
-            )
-            self._check_labels(request.keys, loaded.targets)
-            rounded = None if self._needs.dtype is None else rounded_integer(loaded.inputs, self._needs.dtype)
+            out = None if self._slots is None else self._slots[slot]
+            loaded = self._data.fetch(keys, seed=self._seed, training=self._training, on_sample=on_sample, out=out)
+            self._check_labels(keys, loaded.targets)
+            rounded = None if self._casts_to is None else rounded_integer(loaded.inputs, self._casts_to)
             if out is not None:  # the loader takes them from the slot
                 loaded = loaded._replace(inputs=torch.empty(0))
             if worker is not None:
@@ -111,11 +100,10 @@ class _BatchDataset:
 
     def _check_labels(self, keys: list[Key], targets: Tensor) -> None:
         """Raise UserError for a target that is no class. If bad samples were left out, its sample is unknown."""
-        classes = self._needs.classes
-        if classes is not None and (found := classes.first_outside(targets)):
+        if self._classes is not None and (found := self._classes.first_outside(targets)):
             index, label = found
             named = self._data.name_of(keys[index].sample) if len(targets) == len(keys) else "the data set"
-            raise UserError(classes.refusal(named, label))
+            raise UserError(self._classes.refusal(named, label))
 
 
 class Loader:
@@ -129,7 +117,8 @@ class Loader:
         training: see `StreamedData.fetch`.
         num_workers: processes; 0 loads in the caller, when asked.
         pins: put batches into pinned memory, from which copies to a CUDA device do not block.
-        needs: what batches are checked for.
+        classes: the classes that targets must be of; None for no check.
+        casts_to: the dtype that floating inputs are cast to; None for no search for integers that it rounds.
     """
 
     def __init__(
@@ -142,7 +131,8 @@ class Loader:
         training: bool,
         num_workers: int,
         pins: bool,
-        needs: Needs = _ANYTHING,
+        classes: Classes | None = None,
+        casts_to: torch.dtype | None = None,
     ) -> None:
         self._data, self.num_workers, self._pins = data, num_workers, pins
         self._stopped = threading.Event()
@@ -154,10 +144,10 @@ class Loader:
             self._slots = None if shape is None else shared_images(num_slots, batch_size, shape)
             self._notes = shared_notes(num_workers, _COLUMNS)
             self._batches, self._processes = start_workers(
-                _BatchDataset(data, seed, training, self._notes, self._slots, needs),
+                _BatchDataset(data, seed, training, self._notes, self._slots, classes, casts_to),
                 num_workers,
                 _POLL_S,
-                batch_sampler=map(_Request, batches, itertools.cycle(range(num_slots))),
+                batch_sampler=zip(batches, itertools.cycle(range(num_slots)), strict=False),
                 pin_memory=pins,
                 prefetch_factor=BATCHES_A_WORKER if num_workers else None,
             )

@@ -24,7 +24,7 @@ from crossbow_py.data.datasets import Classes, is_clip_batch, is_image_batch
 from crossbow_py.data.feed import Batch, EpochCache, Feed
 from crossbow_py.data.normalisation import IDENTITY, BatchFormat, Normalisation, PixelNormaliser
 from crossbow_py.data.sampler import Positions, RankPositions, cut_up, epoch_order, segments
-from crossbow_py.data.streaming.loader import Loader, Needs
+from crossbow_py.data.streaming.loader import Loader
 from crossbow_py.data.streaming.producer import PrefetchBuffer, Prefetcher, Producer
 from crossbow_py.data.streaming.streamed_data import BadSample, Key, Loaded, StreamedData
 
@@ -230,7 +230,7 @@ class StreamingFeed(Feed):
         pins, largest = self._copies is not None, self.batch_size if training else _EVALUATION_CHUNK
         return Loader(
             self._data, batches, batch_size=largest, seed=self._seed, training=training, num_workers=num_workers,
-            pins=pins, needs=Needs(self._classes, self._prepare.casts_to),
+            pins=pins, classes=self._classes, casts_to=self._prepare.casts_to,
         )  # fmt: skip
 
     def _keys(self, start: int) -> list[Key]:
