@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.data.augmentation import PaddedImages
-from crossbow_py.data.normalisation import Normalisation, PixelNormaliser
+from crossbow_py.data.normalisation import BatchFormat, Normalisation, PixelNormaliser
 from crossbow_py.data.sampler import epoch_order
 from experiments.bench.gate import Gate
 from experiments.bench.sides.updates import bf16_update, plain_update
@@ -47,10 +47,8 @@ class DeviceFeed:
         device = torch.device(workload.device)
         images, labels = workload.tensors()
         self._images = PaddedImages(images, workload.augmentation.crop_padding, device)
-        self._normalise = PixelNormaliser(
-            (images.shape[1], images.shape[2], images.shape[3]), Normalisation(workload.mean, workload.std), dtype,
-            device, channels_last,
-        )  # fmt: skip
+        form = BatchFormat(device, dtype, channels_last, Normalisation(workload.mean, workload.std))
+        self._normalise = PixelNormaliser((images.shape[1], images.shape[2], images.shape[3]), form)
         self._picks = torch.from_numpy(self._tables(workload, len(images))).to(device)
         self._labels = labels.to(device)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
