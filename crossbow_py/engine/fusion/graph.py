@@ -169,11 +169,11 @@ class FusedGraph:
         name_of = {node.name: name for node in self._inputs if (name := self._sources[node.name][1])}
         gradients = dict(zip(self.parameters.trained, self._bank.stacked_gradients(learners), strict=True))
         trained, buffers = self.parameters.trained, self._bank.buffers.stacked(k, learners.start)
-        own = unit_step.UnitRows(
+        maker = unit_step.LayerMaker(
             {node: unit_step.Leaf(trained[name], gradients[name]) for node, name in name_of.items() if name in trained},
             {node: buffers[name] for node, name in name_of.items() if name in buffers},
+            self._bank.device,
         )
-        maker = unit_step.LayerMaker(own, k, self._bank.device)
         for step, unit in steps:
             step.rule = partial(_run_unit, maker.layer(unit, reads[unit.last]), self.anchor)
         self.written = frozenset(name_of[node.name] for unit in units for node in unit.parameters)

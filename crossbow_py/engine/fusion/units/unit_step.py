@@ -10,24 +10,20 @@ statistics take one more. Gradients of parameters are written to the bank's rows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
-from crossbow_py.core.measured import Remembered
-from crossbow_py.engine.fusion.units.branches import Branches, graph_milliseconds
-from crossbow_py.engine.fusion.units.convolution import IMPLICIT, ConvolutionChoices
-from crossbow_py.engine.fusion.units.convolution_layer import Convolution, Leaf, Statistics
+from crossbow_py.engine.fusion.units.branches import Branches
+from crossbow_py.engine.fusion.units.convolution import Convolution, Leaf, choices_on
 from crossbow_py.engine.fusion.units.units import Unit
 from crossbow_py.engine.fusion.values import channels_last
 from crossbow_py.engine.kernels import batch_norm as norms
-from crossbow_py.engine.kernels.statistics import Workspace
+from crossbow_py.engine.kernels.statistics import Statistics, Workspace
 
-__all__ = ["LayerMaker", "Leaf", "UnitRows", "run_unit"]
+__all__ = ["LayerMaker", "Leaf", "run_unit"]
 
 
 class Norm:
@@ -136,23 +132,19 @@ class _Run(torch.autograd.Function):
         return None, outputs if wanted else None, d_residual, None
 
 
-@dataclass(frozen=True)
-class UnitRows:
-    """The bank's rows by the name of their placeholder in the graph: trained parameters, and buffers `[K, C]`."""
-
-    leaves: dict[str, Leaf]
-    buffers: dict[str, Tensor]
-
-
 class LayerMaker:
     """Makes the layers of one graph's units.
+
+    Args:
+        leaves, buffers: the bank's rows by the name of their placeholder in the graph; buffers are `[K, C]`.
+        device: that of the bank.
 
     Attributes:
         notes: messages for the user about convolutions; grows while ways are measured.
     """
 
-    def __init__(self, rows: UnitRows, num_learners: int, device: torch.device) -> None:
-        self._rows, self._num_learners = rows, num_learners
+    def __init__(self, leaves: dict[str, Leaf], buffers: dict[str, Tensor], device: torch.device) -> None:
+        self._leaves, self._buffers = leaves, buffers
         self._branches, self._choices = Branches(device), choices_on(device)
         self.notes = self._choices.notes
 
@@ -160,43 +152,17 @@ class LayerMaker:
         """Return the layer of a unit whose value has `users`."""
         convolution, norm = unit.convolution, unit.norm
         return Layer(
-            None if convolution is None else self._convolution(convolution),
+            None if convolution is None else self._convolution(*convolution.args),
             None if norm is None else self._norm(norm, unit.relu),
             users,
         )
 
-    def _leaf(self, node: Any) -> Leaf | None:
-        return None if node is None else self._rows.leaves[node.name]
+    def _convolution(self, _: Any, filters: Any, shift: Any = None, *options: Any) -> Convolution:
+        own = None if shift is None else self._leaves[shift.name]
+        return Convolution(options, self._leaves[filters.name], own, self._choices, self._branches)
 
-    def _running(self, node: Any) -> Tensor | None:
-        return None if node is None else self._rows.buffers[node.name].flatten()
-
-    def _convolution(self, node: Node) -> Convolution:
-        own, shift = self._leaf(node.args[1]), self._leaf(node.args[2] if len(node.args) > 2 else None)
-        assert own is not None, "a convolution has filters"
-        return Convolution(node.args[3:], own, shift, self._num_learners, self._choices, self._branches)
-
-    def _norm(self, node: Node, relu: bool) -> Norm:
-        scale, offset, mean, variance, _, momentum, eps = list(node.args[1:8])
-        own = self._leaf(scale), self._leaf(offset)
-        assert own[0] is not None and own[1] is not None, "units have norms with scale and offset"  # noqa: PT018
-        statistics = Statistics(self._running(mean), self._running(variance), float(momentum), float(eps))  # type: ignore[arg-type]
-        return Norm(own[0], own[1], statistics, relu)
-
-
-def choices_on(device: torch.device) -> ConvolutionChoices:
-    """Return choices that measure ways as a CUDA graph runs them; on other devices nothing is measured."""
-    if device.type != "cuda":
-        return Unmeasured()
-    return ConvolutionChoices(graph_milliseconds(device), Remembered("convolutions.json"))
-
-
-class Unmeasured(ConvolutionChoices):
-    """The choice of the kernel if it can be used, else of the first way."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda _: 0.0, Remembered("convolutions.json"))
-
-    def choose(self, key: str, candidates: Mapping[str, Callable[[], Tensor]]) -> str:
-        """See ConvolutionChoices."""
-        return IMPLICIT if IMPLICIT in candidates else next(iter(candidates))
+    def _norm(self, node: Any, relu: bool) -> Norm:
+        scale, offset, mean, variance, _, momentum, eps = node.args[1:8]
+        mean, variance = (None if each is None else self._buffers[each.name].flatten() for each in (mean, variance))
+        statistics = Statistics(mean, variance, float(momentum), float(eps))
+        return Norm(self._leaves[scale.name], self._leaves[offset.name], statistics, relu)
