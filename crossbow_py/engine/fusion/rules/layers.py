@@ -201,7 +201,7 @@ def attention(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     if p == 0:
         return Fused(split_learners(run(call.target, named), 0, call.num_learners), Layout.STACK)
     query = split_learners(named["query"], 0, call.num_learners)
-    shape, generators = (*query.shape[1:-1], named["key"].shape[-2]), call.generators[: call.num_learners]
+    shape, generators = (*query.shape[1:-1], named["key"].shape[-2]), call.generators
     kept = take_masks(shape, [p] * call.num_learners, generators, query)
     return Fused(split_learners(_attention_with_dropout(named, kept.flatten(0, 1)), 0, call.num_learners), Layout.STACK)
 

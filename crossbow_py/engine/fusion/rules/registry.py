@@ -25,7 +25,6 @@ class Call:
     Attributes:
         target: the ATen operator as it was exported.
         shape: the shape of one learner's result; None if that is no tensor.
-        num_learners: K.
         generators: each learner's generator of random numbers.
         dropout_rates: each learner's own dropout rate, or None for that of the operator; read in every run.
         learners: the K learners, which index these rates.
@@ -35,12 +34,16 @@ class Call:
 
     target: OpOverload
     shape: tuple[int, ...] | None
-    num_learners: int
     generators: list[torch.Generator]
     dropout_rates: Sequence[float | None]
     learners: range
     may_write: bool = False
     must_write: bool = False
+
+    @property
+    def num_learners(self) -> int:
+        """K."""
+        return len(self.learners)
 
     @property
     def draws(self) -> bool:

@@ -10,16 +10,18 @@ statistics take one more. Gradients of parameters are written to the bank's rows
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from crossbow_py.engine.fusion.rules.registry import Call
 from crossbow_py.engine.fusion.units.branches import Branches
 from crossbow_py.engine.fusion.units.convolution import Convolution, Leaf, choices_on
 from crossbow_py.engine.fusion.units.units import Unit
-from crossbow_py.engine.fusion.values import channels_last
+from crossbow_py.engine.fusion.values import Copies, Fused, Layout, channels, channels_last
 from crossbow_py.engine.kernels import batch_norm as norms
 from crossbow_py.engine.kernels.statistics import Statistics, Workspace
 
@@ -85,17 +87,19 @@ class Layer:
     users: int
 
 
-def run_unit(layer: Layer, anchor: Tensor, inputs: Tensor, residual: Tensor | None) -> list[Tensor]:
+def run_unit(layer: Layer, anchor: Tensor, call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Copies:
     """Return the unit's value, once for every user: their gradients then come separately, without a launch to add them.
 
     Args:
         layer: the unit to run.
         anchor: a scalar that requires a gradient, so that the unit always has a backward pass.
-        inputs: images `[B, K·C, H, W]`, channels-last.
-        residual: images likewise, or None.
+        call: the operator of the unit's last node.
+        args: the images that the unit takes, and those that are added, or None.
+        kwargs: nothing.
     """
-    found: tuple[Tensor, ...] = _Run.apply(anchor, inputs, residual, layer)  # type: ignore[no-untyped-call]
-    return list(found)
+    images = (None if each is None else channels_last(channels(each, call.num_learners)) for each in args)
+    found: tuple[Tensor, ...] = _Run.apply(anchor, *images, layer)  # type: ignore[no-untyped-call]
+    return Copies([Fused(tensor, Layout.CHANNELS) for tensor in found])
 
 
 class _Run(torch.autograd.Function):

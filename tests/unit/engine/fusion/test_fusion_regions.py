@@ -289,9 +289,9 @@ def test_gradient_stopped_in_autocast_is_that_of_plain_pytorch():
     plain = FixedInside()
     plain(inputs).square().sum().backward()
     assert plain.second.weight.grad is None
-    assert graph.parameters.trained["second.weight"].grad is None
+    assert graph.trained["second.weight"].grad is None
     for name in ("first.weight", "head.weight"):
-        torch.testing.assert_close(graph.parameters.trained[name].grad[0], plain.get_parameter(name).grad)
+        torch.testing.assert_close(graph.trained[name].grad[0], plain.get_parameter(name).grad)
 
 
 def test_parameter_that_is_only_read_without_a_gradient_gets_none():

@@ -142,7 +142,7 @@ def check(models: list[nn.Module], graph: FusedGraph, inputs: Tensor) -> None:
     ours = graph.run(inputs.clone(), shared)
     theirs = torch.stack([model(batch.clone()) for model, batch in zip(models, batches, strict=True)])
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10, check_layout=False)
-    cotangent, trained = torch.randn_like(ours), graph.parameters.trained
+    cotangent, trained = torch.randn_like(ours), graph.trained
     found = dict(zip(trained, gradients_of(ours, cotangent, list(trained.values())), strict=True))
     for learner, model in enumerate(models):
         parameters = {name: own for name, own in model.named_parameters() if own.requires_grad}
@@ -189,7 +189,7 @@ def test_recurrent_layer_with_a_frozen_parameter_equals_three_modules(make, froz
     getattr(layer, frozen).requires_grad_(False)
     models, graph, inputs = build(Layer(layer, "raw"))
     check(models, graph, inputs)
-    assert f"layer.{frozen}" not in graph.parameters.trained
+    assert f"layer.{frozen}" not in graph.trained
 
 
 class Used(nn.Module):

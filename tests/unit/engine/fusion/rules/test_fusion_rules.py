@@ -445,7 +445,7 @@ def check_run(graph: FusedGraph, bank: ReplicaBank, models: list[nn.Module], inp
     theirs = [model(batch.clone()) for model, batch in zip(models, batches, strict=True)]
     torch.testing.assert_close(ours.detach(), torch.stack(theirs).detach(), rtol=1e-9, atol=1e-9)
     cotangent = torch.randn_like(ours)
-    trained = graph.parameters.trained
+    trained = graph.trained
     found = dict(zip(trained, gradients_of(ours, cotangent, list(trained.values())), strict=True))
     for learner, (model, output) in enumerate(zip(models, theirs, strict=True)):
         parameters = dict(model.named_parameters())
