@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 from crossbow_py.engine.fusion.rules.registry import Call, NotFusedError, base_name, rule
-from crossbow_py.engine.fusion.values import Fused, Layout, channels, of_learner, stack
+from crossbow_py.engine.fusion.values import Fused, Layout, of_learner
 from crossbow_py.engine.modules.dropout import take_masks
 
 _MODULES = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")
@@ -47,8 +47,8 @@ def dropout(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     own_p = [p if rate is None else rate for rate in rates]
     mask = take_masks(shape, own_p, call.generators, own.tensor)
     if own.layout is Layout.CHANNELS:
-        return Fused(own.tensor * channels(Fused(mask, Layout.STACK), call.num_learners), Layout.CHANNELS)
-    return Fused(stack(own, call.num_learners) * mask, Layout.STACK)
+        return Fused(own.tensor * call.channels(Fused(mask, Layout.STACK)), Layout.CHANNELS)
+    return Fused(call.stack(own) * mask, Layout.STACK)
 
 
 @rule("bernoulli")

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from crossbow_py.engine.fusion.rules.registry import Call
 from crossbow_py.engine.fusion.units.units import calls, only_user
-from crossbow_py.engine.fusion.values import Fused, Layout, channels, channels_last, split_learners
+from crossbow_py.engine.fusion.values import Fused, Layout, channels_last, split_learners
 from crossbow_py.engine.fusion.writes import Write
 
 _TO_THE_END = 2**31  # the least end of a slice without one
@@ -83,7 +83,7 @@ def _padded(node: Node | None) -> tuple[int, int] | None:
 
 def run_shortcut(shortcut: Shortcut, call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Fused:
     """Return `[B, K·(before + C + after), ⌈H/s⌉, ⌈W/s⌉]` for images `[B, K·C, H, W]`, all channels-last."""
-    images = channels_last(channels(args[0], call.num_learners))
+    images = channels_last(call.channels(args[0]))
     return Fused(_Run.apply(images, shortcut, call.num_learners), Layout.CHANNELS)  # type: ignore[no-untyped-call]
 
 
