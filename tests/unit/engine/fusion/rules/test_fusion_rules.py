@@ -6,7 +6,6 @@ Each case meets its operator in all three layouts: on the raw input (shared by a
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,13 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.fusion.values import Fused, Layout, channels
-from crossbow_py.engine.modules.precision import FP64
+from tests.unit.engine.fusion.trio import K, Trio, three_of
 
 # As many learners as samples, and images as wide as they are high: values mixed up must not be found by their shape.
-K = B = 3
+B = K
 IMAGE, SEQUENCE, ROWS, VOLUME = (B, 8, 6, 6), (B, 8, 6), (B, 6), (B, 4, 4, 4, 4)
 
 
@@ -409,65 +406,17 @@ CASES: dict[str, Case] = {
 }
 
 
-def build(case: Case) -> tuple[list[nn.Module], ReplicaBank]:
-    """K ordinary models with weights of their own, and a bank that holds the same."""
-    torch.manual_seed(4)
-    template = Model(case).double()
-    models = []
-    for _ in range(K):
-        model = copy.deepcopy(template)
-        for parameter in model.parameters():
-            parameter.data.copy_(torch.rand_like(parameter) - 0.3)
-        models.append(model.train())
-    bank = ReplicaBank(
-        template, K, device=torch.device("cpu"), precision=FP64, state_names=("momentum",), order="blocks"
-    )
-    for learner, model in enumerate(models):
-        bank.load_learner(learner, model)
-    return models, bank
-
-
-def gradients_of(outputs: Tensor, cotangent: Tensor, parameters: list[Tensor]) -> list[Tensor]:
-    if not outputs.requires_grad:
-        return [torch.zeros_like(parameter) for parameter in parameters]
-    found = torch.autograd.grad((outputs * cotangent).sum(), parameters, allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
-
-
-def check_run(graph: FusedGraph, bank: ReplicaBank, models: list[nn.Module], inputs: Tensor, shared: bool) -> None:
-    """Values, gradients and buffers of one run against those of the models.
-
-    Args:
-        inputs: a batch for all `[B, ...]` when shared, else one each `[K, B, ...]`.
-    """
-    batches = [inputs if shared else inputs[learner] for learner in range(K)]
-    ours = graph.run(inputs.clone(), shared)
-    theirs = [model(batch.clone()) for model, batch in zip(models, batches, strict=True)]
-    torch.testing.assert_close(ours.detach(), torch.stack(theirs).detach(), rtol=1e-9, atol=1e-9)
-    cotangent = torch.randn_like(ours)
-    trained = graph.trained
-    found = dict(zip(trained, gradients_of(ours, cotangent, list(trained.values())), strict=True))
-    for learner, (model, output) in enumerate(zip(models, theirs, strict=True)):
-        parameters = dict(model.named_parameters())
-        expected = gradients_of(output, cotangent[learner], list(parameters.values()))
-        for name, gradient in zip(parameters, expected, strict=True):
-            torch.testing.assert_close(found[name][learner], gradient.to_dense(), rtol=1e-9, atol=1e-9)
-        state = bank.learner_state(learner)
-        for name, buffer in model.named_buffers():
-            torch.testing.assert_close(state[name], buffer, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_operator_for_three_learners_equals_three_modules(name):
     case = CASES[name]
-    models, bank = build(case)
+    torch.manual_seed(4)
+    trio = Trio(three_of(Model(case).double(), -0.3, 0.7))
     inputs = torch.randn(K, *case.x, dtype=torch.float64)
-    graph = FusedGraph(bank.template, inputs[0], bank)
-    check_run(graph, bank, models, inputs, shared=False)
-    check_run(graph, bank, models, inputs + 0.1, shared=False)  # rules that did not fit are settled now
+    graph = trio.graph(inputs[0])
+    trio.check(graph, inputs)
+    trio.check(graph, inputs + 0.1)  # rules that did not fit are settled now
     assert bool(graph.looped) == case.looped, graph.looped
-    graph = FusedGraph(bank.template, inputs[0], bank)
-    check_run(graph, bank, models, inputs[0], shared=True)
+    trio.check(trio.graph(inputs[0]), inputs[0], shared=True)
 
 
 @pytest.mark.parametrize("num_channels", [1, 3])
