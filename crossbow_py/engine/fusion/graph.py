@@ -137,7 +137,9 @@ class FusedGraph:
         """Have the step of each unit's last node run the unit."""
         if not units:
             return
-        from crossbow_py.engine.fusion.units import unit_step  # noqa: PLC0415  Triton is there, as `serves` has said
+        # Triton is there, as `serves` has said.
+        from crossbow_py.engine.fusion.units.convolution import Leaf  # noqa: PLC0415
+        from crossbow_py.engine.fusion.units.unit_step import UnitRules  # noqa: PLC0415
 
         of_last, learners = {unit.last: unit for unit in units}, self._learners
         steps = [(step, of_last[step.node]) for step in self._steps if step.node in of_last]
@@ -147,15 +149,15 @@ class FusedGraph:
         name_of = {node.name: name for node in self._inputs if (name := self._sources[node.name][1])}
         gradients = dict(zip(self.trained, self._bank.stacked_gradients(learners), strict=True))
         trained, buffers = self.trained, self._bank.buffers.stacked(self._num_learners, learners.start)
-        maker = unit_step.LayerMaker(
-            {node: unit_step.Leaf(trained[name], gradients[name]) for node, name in name_of.items() if name in trained},
+        rules = UnitRules(
+            {node: Leaf(trained[name], gradients[name]) for node, name in name_of.items() if name in trained},
             {node: buffers[name] for node, name in name_of.items() if name in buffers},
-            self._bank.device,
+            self.anchor,
         )
         for step, unit in steps:
-            step.rule = partial(unit_step.run_unit, maker.layer(unit, reads[unit.last]), self.anchor)
+            step.rule = rules.rule(unit, reads[unit.last])
         self.written = frozenset(name_of[node.name] for unit in units for node in unit.parameters)
-        self.notes = maker.notes
+        self.notes = rules.notes
 
     def _step(self, node: Node, write: Write) -> Step:
         value = node.meta.get("val")

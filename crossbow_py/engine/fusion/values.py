@@ -43,7 +43,7 @@ class PerLearner:
 
 @dataclass
 class Copies:
-    """A value with a tensor for each user, all with the same memory: see `run_unit`."""
+    """A value with a tensor for each user, all with the same memory: see `UnitRules`."""
 
     values: list[Fused]
 

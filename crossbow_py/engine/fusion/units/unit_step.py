@@ -11,21 +11,18 @@ statistics take one more. Gradients of parameters are written to the bank's rows
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from crossbow_py.engine.fusion.rules.registry import Call
+from crossbow_py.engine.fusion.rules.registry import Call, Rule
 from crossbow_py.engine.fusion.units.branches import Branches
 from crossbow_py.engine.fusion.units.convolution import Convolution, Leaf, choices_on
 from crossbow_py.engine.fusion.units.units import Unit
-from crossbow_py.engine.fusion.values import Copies, Fused, Layout, channels, channels_last
+from crossbow_py.engine.fusion.values import Copies, Fused, Layout, channels_last
 from crossbow_py.engine.kernels import batch_norm as norms
 from crossbow_py.engine.kernels.statistics import Statistics, Workspace
-
-__all__ = ["LayerMaker", "Leaf", "run_unit"]
 
 
 class Norm:
@@ -78,88 +75,79 @@ def _images(matrix: Tensor, like: Tensor) -> Tensor:
     return matrix.view(batch, high, wide, -1).permute(0, 3, 1, 2)
 
 
-@dataclass(frozen=True)
-class Layer:
-    """The parts of a unit for K learners, of which one may be None, and the number of users of its value."""
-
-    convolution: Convolution | None
-    norm: Norm | None
-    users: int
-
-
-def run_unit(layer: Layer, anchor: Tensor, call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Copies:
-    """Return the unit's value, once for every user: their gradients then come separately, without a launch to add them.
-
-    Args:
-        layer: the unit to run.
-        anchor: a scalar that requires a gradient, so that the unit always has a backward pass.
-        call: the operator of the unit's last node.
-        args: the images that the unit takes, and those that are added, or None.
-        kwargs: nothing.
-    """
-    images = (None if each is None else channels_last(channels(each, call.num_learners)) for each in args)
-    found: tuple[Tensor, ...] = _Run.apply(anchor, *images, layer)  # type: ignore[no-untyped-call]
-    return Copies([Fused(tensor, Layout.CHANNELS) for tensor in found])
-
-
 class _Run(torch.autograd.Function):
+    """A unit for K learners: a convolution, a norm, or both, and its value once for every user."""
+
     @staticmethod
-    def forward(ctx: Any, _: Tensor, inputs: Tensor, residual: Tensor | None, layer: Layer) -> tuple[Tensor, ...]:
-        ctx.layer, ctx.has_residual = layer, residual is not None
-        raw, moments, norm = inputs, None, layer.norm
-        if layer.convolution is not None:
-            raw, moments = layer.convolution.forward(inputs, None if norm is None else norm.statistics)
+    def forward(
+        ctx: Any,
+        _: Tensor,
+        inputs: Tensor,
+        residual: Tensor | None,
+        convolution: Convolution | None,
+        norm: Norm | None,
+        users: int,
+    ) -> tuple[Tensor, ...]:
+        ctx.convolution, ctx.norm, ctx.has_residual = convolution, norm, residual is not None
+        raw, moments = inputs, None
+        if convolution is not None:
+            raw, moments = convolution.forward(inputs, None if norm is None else norm.statistics)
         if norm is None:
             ctx.save_for_backward(inputs)
             y = raw
         else:
             y, mean, rstd = norm.forward(raw, moments, residual)
             ctx.save_for_backward(inputs, raw, y, mean, rstd)
-        return y, *(y.view_as(y) for _ in range(layer.users - 1))
+        return y, *(y.view_as(y) for _ in range(users - 1))
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
-        layer: Layer = ctx.layer
         gradients = list(given)
         if len(gradients) > 2:
             gradients = [gradients[0], torch.stack(gradients[1:]).sum(0)]
-        if layer.norm is None:
+        if ctx.norm is None:
             inputs = ctx.saved_tensors[0]
             outputs, d_residual = gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1], None
             outputs = channels_last(outputs)
         else:
             inputs, raw, y, mean, rstd = ctx.saved_tensors
-            outputs, d_residual = layer.norm.backward(gradients, raw, y, mean, rstd, ctx.has_residual)
+            outputs, d_residual = ctx.norm.backward(gradients, raw, y, mean, rstd, ctx.has_residual)
         wanted: bool = ctx.needs_input_grad[1]
-        if layer.convolution is not None:
-            return None, layer.convolution.backward(outputs, inputs, wanted), d_residual, None
-        return None, outputs if wanted else None, d_residual, None
+        if ctx.convolution is not None:
+            return None, ctx.convolution.backward(outputs, inputs, wanted), d_residual, None, None, None
+        return None, outputs if wanted else None, d_residual, None, None, None
 
 
-class LayerMaker:
-    """Makes the layers of one graph's units.
+class UnitRules:
+    """Makes the rules that run one graph's units.
 
     Args:
         leaves, buffers: the bank's rows by the name of their placeholder in the graph; buffers are `[K, C]`.
-        device: that of the bank.
+        anchor: a scalar that requires a gradient, so that every unit has a backward pass.
 
     Attributes:
         notes: messages for the user about convolutions; grows while ways are measured.
     """
 
-    def __init__(self, leaves: dict[str, Leaf], buffers: dict[str, Tensor], device: torch.device) -> None:
-        self._leaves, self._buffers = leaves, buffers
-        self._branches, self._choices = Branches(device), choices_on(device)
+    def __init__(self, leaves: dict[str, Leaf], buffers: dict[str, Tensor], anchor: Tensor) -> None:
+        self._leaves, self._buffers, self._anchor = leaves, buffers, anchor
+        self._branches, self._choices = Branches(anchor.device), choices_on(anchor.device)
         self.notes = self._choices.notes
 
-    def layer(self, unit: Unit, users: int) -> Layer:
-        """Return the layer of a unit whose value has `users`."""
-        convolution, norm = unit.convolution, unit.norm
-        return Layer(
-            None if convolution is None else self._convolution(*convolution.args),
-            None if norm is None else self._norm(norm, unit.relu),
-            users,
-        )
+    def rule(self, unit: Unit, users: int) -> Rule:
+        """Return the rule of a unit, which takes the images and those that are added, or None.
+
+        It gives the value once for each of `users`: their gradients then come separately, without a launch to add them.
+        """
+        convolution = None if unit.convolution is None else self._convolution(*unit.convolution.args)
+        norm = None if unit.norm is None else self._norm(unit.norm, unit.relu)
+
+        def run(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Copies:
+            images = (None if each is None else channels_last(call.channels(each)) for each in args)
+            found = _Run.apply(self._anchor, *images, convolution, norm, users)  # type: ignore[no-untyped-call]
+            return Copies([Fused(tensor, Layout.CHANNELS) for tensor in found])
+
+        return run
 
     def _convolution(self, _: Any, filters: Any, shift: Any = None, *options: Any) -> Convolution:
         own = None if shift is None else self._leaves[shift.name]
