@@ -63,14 +63,9 @@ _FOUND: WeakKeyDictionary[nn.Module, dict[Any, str | None]] = WeakKeyDictionary(
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything a comparison depends on: a model and the data that it is to be trained on.
+    """Everything a comparison depends on: the model, the data and loss that it is to be trained on, and its bank.
 
-    Attributes:
-        template: the model.
-        feed: the training batches.
-        loss: the loss of a batch.
-        precision, channels_last: those of the bank.
-        shared: whether learners take the same batches.
+    `shared` says whether learners take the same batches.
     """
 
     template: nn.Module

@@ -113,7 +113,10 @@ class FusedGraph:
         skipped = {node for part in parts for node in part.nodes if node is not part.last} | self._counting
         calls = [node for node in nodes if node.op == "call_function" and node not in skipped]
         self._steps = [self._step(node, writes.get(node, NOTHING)) for node in calls if not _is_assertion(node)]
-        self._add_shortcuts(shortcuts)
+        for shortcut in shortcuts:
+            step = next(step for step in self._steps if step.node is shortcut.last)
+            step.arguments, step.named, step.is_unit = (shortcut.input,), {}, True
+            step.rule = partial(run_shortcut, shortcut)
         self._add_units(units)
         free_after_use(self._steps, self._output)
         self._shared: bool | None = None
@@ -123,15 +126,6 @@ class FusedGraph:
         names = {node: self._sources[node.name][1] for node in self._inputs}
         found = {node: names[own] for node in writes if (own := _counted(node)) in names}
         return set(found) if sorted(found.values()) == sorted(self._bank.counter_names) else set()
-
-    def _add_shortcuts(self, shortcuts: list[Shortcut]) -> None:
-        """Have the step of each shortcut's last node run the shortcut."""
-        of_last = {shortcut.last: shortcut for shortcut in shortcuts}
-        for step in self._steps:
-            if step.node in of_last:
-                shortcut = of_last[step.node]
-                step.arguments, step.named, step.is_unit = (shortcut.input,), {}, True
-                step.rule = partial(run_shortcut, shortcut)
 
     def _add_units(self, units: list[Unit]) -> None:
         """Have the step of each unit's last node run the unit."""
@@ -323,11 +317,8 @@ class Step:
     """A step of a run: one node, or a unit of several nodes by its last.
 
     Attributes:
-        node: the node whose value it computes.
-        call: its operator.
         arguments, named: its arguments, with nodes in place of values.
         others: other nodes that are the tensor it writes.
-        rule: the function that runs it.
         settled: whether the rule is known to cover it.
         is_unit: whether it runs several nodes, with a rule that needs no settling.
         modes: the modes of the blocks of the model's forward that the node is in.

@@ -24,8 +24,7 @@ class Unit:
     """Nodes that run as one step, in place of the last.
 
     Attributes:
-        convolution: the node of `conv2d`, or None.
-        norm: the node of `batch_norm` with statistics of the batch, or None.
+        convolution, norm: the nodes of `conv2d` and of `batch_norm` with statistics of the batch, or None.
         residual: the node that is added after the norm, or None.
         relu: whether the unit ends with a ReLU.
         last: the node whose value is the unit's.
