@@ -11,7 +11,7 @@ from typing import Any
 
 from crossbow_py.engine.modules.precision import PrecisionName
 from experiments.bench.gate import Ready, Window
-from experiments.bench.sides.side import AUTO, COMPILED, EXECUTOR_SIDES, OPEN, PEER_SIDES, SINGLE_SIDES, Side
+from experiments.bench.sides.side import AUTO, EXECUTOR_SIDES, OPEN, SINGLE_SIDES, Side
 from experiments.bench.windows import clean_window, wait_for_others
 
 _ORDER_SEED = 0
@@ -83,8 +83,8 @@ def paired_ratios(numerator: Sequence[float | None], denominator: Sequence[float
 def ratios(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
     """Return the ratios that the comparison is for, each the median of the ratios within repetitions.
 
-    Kinds: `throughput`, of a side to `default_loop` and to `tuned_single` of its precision, and of learners to peers;
-    and `round_time`, of rounds with SMA to rounds of as many learners without averaging.
+    Kinds: `throughput`, of a side to `default_loop` and to `tuned_single` of its precision; and `round_time`, of rounds
+    with SMA to rounds of as many learners without averaging.
     """
     windows = {measurement.side: measurement.windows for measurement in measurements}
     entries = []
@@ -101,22 +101,7 @@ def ratios(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
 def _is_base(base: Side, side: Side) -> bool:
     if base.side == "default_loop":
         return side.side != "default_loop"
-    if base.precision != side.precision:
-        return False
-    if base.side == "tuned_single":
-        return side.side not in SINGLE_SIDES
-    return side.side in (*EXECUTOR_SIDES, AUTO) and _is_peer(base, side)
-
-
-def _is_peer(base: Side, side: Side) -> bool:
-    """Return whether `base` trains as many learners another way, or one compiled model on a batch of one or of all.
-
-    The same learners eager in turn, `serial`, count as another way.
-    """
-    if base.side == COMPILED:
-        return base.num_learners in (1, side.num_learners)
-    in_turn = base.side == "serial" and side.side != "serial" and base.averaging == side.averaging
-    return base.num_learners == side.num_learners > 1 and (in_turn or base.side in PEER_SIDES)
+    return base.side == "tuned_single" and base.precision == side.precision and side.side not in SINGLE_SIDES
 
 
 def _ratio(kind: str, side: Side, base: Side, values: Sequence[float]) -> dict[str, Any]:
@@ -151,7 +136,6 @@ def plan_sides(
             counts = serial_learners if name == "serial" else num_learners
             if name in names:
                 sides += [Side(name, k, rule, precision) for k in counts for rule in ("sma", "none")]
-        sides += [Side(name, k, "none", precision) for name in PEER_SIDES if name in names for k in num_learners]
         if AUTO in names:
             sides.append(Side(AUTO, OPEN, "sma", precision))
     return sides

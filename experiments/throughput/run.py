@@ -24,7 +24,7 @@ from experiments.bench.arguments import count, measuring_parser, positive
 from experiments.bench.gate import Visit, Window
 from experiments.bench.machine import machine
 from experiments.bench.results import show_and_write
-from experiments.bench.sides.side import PEER_SIDES, Side
+from experiments.bench.sides.side import Side
 from experiments.bench.windows import MAX_FOREIGN_SHARE
 from experiments.bench.workers import SideError, SideProcess
 from experiments.bench.workloads import WORKLOAD_MODELS, Effort, Workload, prepare
@@ -99,7 +99,7 @@ def _sides(options: argparse.Namespace, device: str, precisions: Sequence[Precis
     fitting = sides_on(device)
     names = options.sides or fitting
     for name in names:
-        if name not in (*fitting, *PEER_SIDES):
+        if name not in fitting:
             raise UserError(f"side {name} does not run on {device}; leave it out of --sides.")
     learners = list(dict.fromkeys(options.num_learners))
     return plan_sides(names, learners, precisions, serial_learners=[1] if device == "cpu" else learners)
@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch-size", type=count, default=16, help="images in a batch of one learner (default %(default)s)")
     add("--num-learners", type=count, nargs="+", default=[1, 2, 4], help="K of the executors (default 1 2 4)")
     add("--precision", choices=("auto", "fp32", "bf16"), nargs="+", default=["auto", "fp32"], help="default auto fp32")
-    add("--sides", choices=(*ALL_SIDES, *PEER_SIDES), nargs="+", help="default: all that run on the device, no peers")
+    add("--sides", choices=ALL_SIDES, nargs="+", help="default: all that run on the device")
     add("--seconds", type=positive, default=2.5, help="length of a window (default %(default)s)")
     add("--repetitions", type=count, default=7, help="windows a side (default %(default)s)")
     add("--max-foreign-share", type=positive, default=MAX_FOREIGN_SHARE,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from experiments.bench.sides.side import AUTO, COMPILED, EXECUTOR_SIDES, OPEN, PEER_SIDES, SINGLE_SIDES, VMAP
+from experiments.bench.sides.side import AUTO, EXECUTOR_SIDES, OPEN, SINGLE_SIDES
 from experiments.bench.windows import dropped_windows
 from experiments.tables.markdown import NONE, markdown_table
 from experiments.throughput.comparison import Measurement, paired_ratios, ratios, to_row
@@ -17,7 +17,7 @@ KIND = "suite"
 Row = Mapping[str, Any]
 Result = Mapping[str, Any]
 
-_SIDES = (*SINGLE_SIDES, *PEER_SIDES, *EXECUTOR_SIDES, AUTO)
+_SIDES = (*SINGLE_SIDES, *EXECUTOR_SIDES, AUTO)
 _CAUSES = {
     "round": "as one round would take longer than {max_round_s:g} s",
     "time": "for want of time ({minutes:g} minutes for all models)",
@@ -34,26 +34,12 @@ def rows_of(model: str, measurements: Mapping[Cell, Measurement]) -> list[dict[s
 
 
 def ratios_of(model: str, measurements: Mapping[Cell, Measurement]) -> list[dict[str, Any]]:
-    """Every cell to the single-model sides and the peers at its batch size; medians of the ratios within passes."""
+    """Every cell to the single-model sides at its batch size; medians of the ratios within passes."""
     entries = []
     for batch_size in sorted({cell.batch_size for cell in measurements}):
-        same = with_equal_batches(measurements, batch_size)
+        same = [found for cell, found in measurements.items() if cell.batch_size == batch_size]
         entries += [{"model": model, "batch_size": batch_size, **entry} for entry in ratios(same)]
     return entries
-
-
-def with_equal_batches(measurements: Mapping[Cell, Measurement], batch_size: int) -> list[Measurement]:
-    """The measurements at a batch size, and `compiled` ones of other batch sizes as what they are at this one.
-
-    One model on 64 images a step is as good a peer of two learners with batch size 32 as of four with 16.
-    """
-    same = {cell.side: found for cell, found in measurements.items() if cell.batch_size == batch_size}
-    for cell, found in measurements.items():
-        num_learners, rest = divmod(cell.images_per_round, batch_size)
-        if cell.side.side == COMPILED and num_learners and not rest:
-            side = replace(cell.side, num_learners=num_learners)
-            same.setdefault(side, replace(found, side=side))
-    return list(same.values())
 
 
 def left_out_of(model: str, left_out: Mapping[Cell, LeftOut]) -> list[dict[str, Any]]:
@@ -104,7 +90,6 @@ def result_text(result: Result) -> str:
     parts = [summary_table(result)]
     for model in models(result):
         parts += [f"**{model}**, {result['data'][model]} images", best_table(result, model)]
-        parts.append(peers_table(rows_of_model(result, model), result["ratios"], main_batch_size(result)))
         parts += left_out(result, model)
     return "\n\n".join(part for part in [*parts, notes(result)] if part)
 
@@ -152,34 +137,6 @@ def best_table(result: Result, model: str) -> str:
                 base = (_ratio(result, row, name) for name in ("tuned_single", "default_loop"))
                 rows.append([side, str(batch_size), str(row["num_learners"]), _rate(row), *base, str(row["n"])])
     return markdown_table(header, rows)
-
-
-def peers_table(rows: Sequence[Row], ratios: Sequence[Row], batch_size: int) -> str:
-    """A row for every K at a batch size: its fastest executor, and how many times as fast as each peer that is.
-
-    Empty without peers.
-    """
-    if not any(row["side"] in PEER_SIDES for row in rows):
-        return ""
-    header = ["K", "fastest executor", "images/s", "÷ compiled b", "÷ compiled K·b", "÷ serial", "÷ vmap"]
-    ours = [row for row in rows if row["batch_size"] == batch_size and row["side"] in EXECUTOR_SIDES and row["n"]]
-    lines = []
-    for k in sorted({row["num_learners"] for row in ours}):
-        best = max((row for row in ours if row["num_learners"] == k), key=lambda row: float(row["images_per_s"]))
-        bases = [(COMPILED, 1), (COMPILED, k), ("serial", k), (VMAP, k)]
-        cells = [_ratio_to_peer(ratios, best, *base) for base in bases]
-        lines.append([str(k), best["side"], f"{best['images_per_s']:,.0f}", *cells])
-    return markdown_table(header, lines)
-
-
-def _ratio_to_peer(ratios: Sequence[Row], row: Row, base: str, num_learners: int) -> str:
-    keys = ("model", "batch_size", "side", "num_learners", "precision")
-    same = (entry for entry in ratios if all(entry[key] == row[key] for key in keys))
-    for entry in same:
-        to = entry["to"]
-        if entry["kind"] == "throughput" and (to["side"], to["num_learners"]) == (base, num_learners):
-            return f"{entry['ratio']:.2f}"
-    return NONE
 
 
 def left_out(result: Result, model: str) -> list[str]:

@@ -9,7 +9,7 @@ from experiments.bench.gate import Gate, Ready
 from experiments.bench.machine import usable_cores
 from experiments.bench.packs.side import ONE_THREAD, PackSide
 from experiments.bench.packs.workloads import PackWorkload
-from experiments.bench.sides.captured import captured, how, model_step, train_for_ever
+from experiments.bench.sides.captured import captured, model_step, train_for_ever
 from experiments.bench.sides.paced import Paced
 from experiments.bench.workloads import MOMENTUM, WEIGHT_DECAY
 
@@ -47,6 +47,7 @@ def train_pack(side: PackSide, workload: PackWorkload, gate: Gate) -> None:
 
 def train_captured(side: PackSide, workload: PackWorkload, gate: Gate) -> None:
     """One model for ever, each step one CUDA graph. Raises RuntimeError when it cannot be captured."""
-    step = captured(model_step(side.precision, workload.batch_size, workload, None), workload.device)
-    gate.ready(Ready(torch.get_num_threads(), how(workload.device)))
+    step = captured(model_step(side.precision, workload), workload.device)
+    detail = "one CUDA graph a step" if workload.device == "cuda" else "no CUDA graph"
+    gate.ready(Ready(torch.get_num_threads(), detail))
     train_for_ever(step, workload.batch_size, gate)

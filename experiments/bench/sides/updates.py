@@ -24,8 +24,11 @@ def plain_update(parameters: Sequence[Tensor], sgd: str) -> Update:
     return update
 
 
-def master_update(parameters: Sequence[Tensor], masters: Sequence[Tensor], sgd: str) -> Update:
-    """Steps the float32 masters by the parameters' `.grad` and copies them back; forgets the gradients."""
+def bf16_update(model: nn.Module, sgd: str) -> Update:
+    """Casts the model to bfloat16 (BatchNorm stays), and steps float32 masters of it, which are then copied back."""
+    parameters: list[Tensor] = list(model.parameters())
+    masters = [parameter.detach().clone() for parameter in parameters]
+    cast_module(model, choose_precision("bf16", masters[0].device))
     gradients = [torch.zeros_like(master) for master in masters]
     for master, gradient in zip(masters, gradients, strict=True):
         master.grad = gradient
@@ -35,19 +38,11 @@ def master_update(parameters: Sequence[Tensor], masters: Sequence[Tensor], sgd: 
     def update() -> None:
         torch._foreach_copy_(gradients, [_gradient(parameter) for parameter in parameters])
         optimizer.step()
-        torch._foreach_copy_(list(parameters), list(masters))
+        torch._foreach_copy_(parameters, masters)
         for parameter in parameters:
             parameter.grad = None
 
     return update
-
-
-def bf16_update(model: nn.Module, sgd: str) -> Update:
-    """Casts the model to bfloat16 (BatchNorm stays), and steps float32 masters of it."""
-    parameters: list[Tensor] = list(model.parameters())
-    masters = [parameter.detach().clone() for parameter in parameters]
-    cast_module(model, choose_precision("bf16", masters[0].device))
-    return master_update(parameters, masters, sgd)
 
 
 def _gradient(parameter: Tensor) -> Tensor:

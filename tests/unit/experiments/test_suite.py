@@ -115,6 +115,14 @@ def test_cell_whose_process_takes_long_to_start_is_left_out() -> None:
     assert planning.left_out(cell("fused"), 1600.0, 0.0, 1.0, LIMITS) is None
 
 
+def test_suite_has_resnet50_and_captured_rounds_where_there_is_a_gpu() -> None:
+    assert suite.default_models("cpu") == ("mlp", "lenet", "resnet32", "vgg16")
+    assert suite.default_models("cuda") == ("mlp", "lenet", "resnet32", "vgg16", "resnet50")
+    on_cpu, on_cuda = (suite.make_plan(suite._parser().parse_args([]), device, "fp32") for device in ("cpu", "cuda"))
+    assert (on_cpu.limits.captures, on_cuda.limits.captures) == (False, True)
+    assert {entry.side.side for entry in on_cuda.cells.main} >= {"serial", "fused", "streams"}
+
+
 def test_share_of_the_time_grows_with_the_model_and_the_last_one_gets_the_rest() -> None:
     assert planning.share_s(65.0, ["mlp", "lenet", "resnet32", "vgg16"], "cpu") == pytest.approx(10.0)
     assert planning.share_s(50.0, ["vgg16"], "cpu") == 50.0
