@@ -47,7 +47,6 @@ class Between(nn.Module):
         self.first, self.second, self.between = nn.Linear(WIDTH, 16), nn.Linear(16, CLASSES), between
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores `[B, CLASSES]`."""
         scores: Tensor = self.second(self.between(self.first(x).tanh()))
         return scores
 
@@ -72,7 +71,6 @@ class Temperature(nn.Module):
         self.logit_scale = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores `[B, CLASSES]`."""
         normal = nn.functional.normalize
         return self.logit_scale.exp() * normal(self.encoder(x), dim=-1) @ normal(self.classes, dim=-1).t()
 
@@ -86,7 +84,6 @@ class DropPath(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores `[B, CLASSES]`."""
         for block in self.blocks:
             kept = x.new_empty((len(x), 1)).bernoulli_(0.7)
             x = x + block(x).relu() * kept.div_(0.7)

@@ -12,7 +12,6 @@ SAME = 1e-4  # relative: float32 after ten rounds
 
 
 def result_text(result: Result) -> str:
-    """All there is to say about a result."""
     if "throughput" in result:
         return throughput_table(result)
     return nets_table(result) if "nets" in result else setup_table(result)

@@ -26,7 +26,6 @@ from experiments.bench.results import show_and_write
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as asked for; prints the tables and returns the exit code."""
     parser = measuring_parser(__doc__)
     parser.add_argument("what", choices=["nets", "setup", "throughput"])
     parser.add_argument("--models", nargs="+", choices=list(setup.SHAPES), help="by default all there are")

@@ -29,7 +29,6 @@ def draw(result: Mapping[str, Any]) -> Figure:
 
 
 def _smooth(values: Sequence[float], width: int = 9) -> list[float]:
-    """Running median."""
     half = width // 2
     return [statistics.median(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 

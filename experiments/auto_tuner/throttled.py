@@ -49,7 +49,6 @@ class Course(Listener):
         self._last: tuple[float, int] | None = None
 
     def on_progress(self, progress: Progress) -> None:
-        """Images/s since the last call."""
         seconds, seen = progress.elapsed_s, progress.samples_seen
         if self._last is not None and seconds > self._last[0]:
             rate = (seen - self._last[1]) / (seconds - self._last[0])
@@ -57,7 +56,6 @@ class Course(Listener):
         self._last = (seconds, seen)
 
     def on_learner_count(self, change: LearnerCount) -> None:
-        """A decision of the auto-tuner."""
         self.decisions.append(asdict(change))
         print(f"{change.elapsed_s:7.1f} s  auto-tuner: {change.reason}", flush=True)
 

@@ -56,7 +56,6 @@ def costs_table(result: Result) -> str:
 
 
 def result_text(result: Result) -> str:
-    """All there is to say about a result."""
     picture = f"![{result['title']}](results/{result['grid']}.png)"
     if not healthy(result):
         return f"All runs diverged. {notes(result)}"

@@ -60,7 +60,6 @@ def _cells(best: Best | None) -> list[str]:
 
 
 def result_text(result: Result) -> str:
-    """All there is to say about a result."""
     return f"![{result['title']}](results/{result['grid']}.png)\n\n{batches_table(result)}\n\n{notes(result)}"
 
 

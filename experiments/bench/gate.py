@@ -45,7 +45,6 @@ class Choice:
 
     @property
     def tuning_s(self) -> float:
-        """Both together."""
         return self.executor_s + self.learners_s
 
     def __str__(self) -> str:

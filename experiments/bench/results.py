@@ -14,7 +14,6 @@ EXPERIMENTS = ROOT / "experiments"
 
 
 def results_folder(experiment: str) -> Path:
-    """The folder of an experiment's results files."""
     return EXPERIMENTS / experiment / "results"
 
 
@@ -24,7 +23,6 @@ def read_results(experiment: str) -> dict[str, dict[str, Any]]:
 
 
 def write_result(path: Path, result: Mapping[str, Any]) -> None:
-    """Write one results file, whole or not at all; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(result, indent=1) + "\n")
 

@@ -48,7 +48,6 @@ def num_classes(model: str) -> int:
 
 
 def build_model(model: str) -> nn.Module:
-    """A model of the zoo, for those images."""
     return MODELS[model]().build(input_shape(model), num_classes(model))
 
 
@@ -86,7 +85,6 @@ class Rounds:
 
     @property
     def bank(self) -> ReplicaBank:
-        """The learners."""
         return self.built.bank
 
     def __enter__(self) -> Rounds:

@@ -107,7 +107,6 @@ class Windows:
         self.taken.append(window)
 
     def kept(self) -> list[Window]:
-        """The clean windows."""
         return [window for window in self.taken if window is not None]
 
     def summary(self) -> dict[str, Any]:

@@ -24,7 +24,6 @@ def cost_table(result: Result) -> str:
 
 
 def headline(result: Result) -> str:
-    """Say what was measured, in a few sentences."""
     found = result["figures"]
     what = (
         f"{result['num_learners']} learners of {result['model']}, {result['gb']:.2f} GB, beside {result['threads']} "
@@ -42,7 +41,6 @@ def headline(result: Result) -> str:
 
 
 def result_text(result: Result) -> str:
-    """All there is to say about a result."""
     return f"{headline(result)}\n\n{cost_table(result)}"
 
 

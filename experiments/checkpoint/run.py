@@ -22,7 +22,6 @@ from experiments.checkpoint.report import result_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as asked for; prints the table and returns the exit code."""
     parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--model", choices=WRITTEN_MODELS, default="resnet50", help="whose bank is written (default %(default)s)")

@@ -33,7 +33,6 @@ class Training:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Train until the block is left."""
         for thread in self._threads:
             thread.start()
         self.resume()
@@ -53,7 +52,6 @@ class Training:
             self._changed.wait_for(lambda: self._standing == len(self._threads))
 
     def resume(self) -> None:
-        """Go on."""
         with self._changed:
             self._runs = True
             self._changed.notify_all()

@@ -92,7 +92,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the operator and count."""
         for given in _tensors((args, kwargs)):
             self.ledger.leave_out(given)
         result = func(*args, **(kwargs or {}))

@@ -65,7 +65,6 @@ def best_pair(load: WorkerLoad, largest_batch: int, memory_bytes: int) -> tuple[
 
 
 def compare(load: WorkerLoad, largest_batch: int, memory_bytes: int) -> Mapping[str, Any]:
-    """Return the recommended and the best (batch size, workers)."""
     loading = Loading(load.sample_bytes, fetch_s=load.fetch_s, step_s=load.step_s, through_shared=True)
     found = recommend(largest_batch, loading, Host(CORES, memory_bytes, shared_bytes=None))
     best = best_pair(load, largest_batch, memory_bytes)
@@ -78,7 +77,6 @@ def compare(load: WorkerLoad, largest_batch: int, memory_bytes: int) -> Mapping[
 
 
 def estimate(subject: Subject) -> LearnerModel:
-    """Estimate a model by two probes without a device."""
     job = Job(nn.functional.cross_entropy, SGD(learning_rate=0.1, momentum=0.9, weight_decay=1e-4), SMA(), FP32)
     staged = subject.sample_bytes + 8  # a target is an int64
     return estimate_learner(subject.make_model, Sample(subject.input_shape), job, staged_sample_bytes=staged)

@@ -15,7 +15,6 @@ _KIB, _MIB = 2**10, 2**20
 
 
 def result_text(result: Result) -> str:
-    """All tables, and what they come to."""
     tables = [errors_table(result), batch_sizes_table(result), searches_table(result), supply_table(result)]
     return "\n\n".join(filter(None, [*tables, notes(result)]))
 
@@ -99,7 +98,6 @@ def supply_table(result: Result) -> str:
 
 
 def notes(result: Result) -> str:
-    """Sum it up in sentences."""
     cells = result["cells"]
     above = sum(cell["estimated"] > cell["true"] for cell in cells)
     sentences = [
@@ -118,7 +116,6 @@ def notes(result: Result) -> str:
 
 
 def cells_of(result: Result, model: str) -> Sequence[Row]:
-    """All of a model's."""
     return [cell for cell in result["cells"] if cell["model"] == model]
 
 
@@ -133,7 +130,6 @@ def _shown(cell: Row) -> str:
 
 
 def _kinds(result: Result) -> list[tuple[str, int, int]]:
-    """(model, K, at once) of all cells, in their order."""
     return list(dict.fromkeys((cell["model"], cell["num_learners"], cell["at_once"]) for cell in result["cells"]))
 
 

@@ -39,7 +39,6 @@ _TIME_SEARCH = Path(__file__).with_name("time_search.py")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare as asked for; prints the tables and returns the exit code."""
     options = _parser().parse_args(argv)
     result: dict[str, Any] = {
         "machine": machine(), "precision": "fp32", "optimizer": "sgd with momentum", "search_gib": SEARCH_GIB,
@@ -105,7 +104,6 @@ def compare_workers(subject: Subject, num_learners: int, largest_batch: int) -> 
 
 
 def time_searches(models: Sequence[str], repetitions: int) -> list[dict[str, Any]]:
-    """Both ways to search, by turns, each time in a fresh process."""
     found: dict[tuple[str, str], dict[str, Any]] = {
         (model, way): {"model": model, "way": way, "seconds": [], "processor_seconds": []}
         for model in models

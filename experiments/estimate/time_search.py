@@ -25,13 +25,11 @@ from experiments.estimate.truth import SUBJECTS, TrainingRun, doubling_search
 
 
 def by_estimate(model: str, num_learners: int, limit_bytes: int) -> tuple[int, int]:
-    """The largest batch size, and how many passes were run for it."""
     found = estimate(SUBJECTS[model])
     return found.largest_batch_size(limit_bytes, num_learners, num_learners), len(found.activations.probes)
 
 
 def by_doubling(model: str, num_learners: int, limit_bytes: int) -> tuple[int, int]:
-    """The largest batch size, and how many rounds were begun for it."""
     run, tried = TrainingRun(SUBJECTS[model], num_learners, num_learners), []
 
     def fits(batch_size: int) -> bool:
@@ -45,7 +43,6 @@ WAYS: dict[str, Callable[[str, int, int], tuple[int, int]]] = {"estimate": by_es
 
 
 def main(argument: str) -> dict[str, Any]:
-    """One search, as its command line asks for it."""
     asked = json.loads(argument)
     search = WAYS[asked["way"]]
     begin, busy = time.perf_counter(), time.process_time()

@@ -46,11 +46,9 @@ class Subject:
 
     @property
     def sample_bytes(self) -> int:
-        """The bytes of a sample as it is loaded."""
         return torch.Size(self.input_shape).numel()
 
     def make_model(self) -> nn.Module:
-        """The model, made on torch's default device."""
         return MODELS[self.model]().build(self.input_shape, self.num_classes)
 
 
@@ -116,7 +114,6 @@ class TrainingRun:
         return is_whole
 
     def peak_bytes(self, batch_size: int) -> int:
-        """The most that is alive at any moment of a round."""
         if batch_size not in self.peaks:
             self.fits(None, batch_size)
         return self.peaks[batch_size]
@@ -147,7 +144,6 @@ class TrainingRun:
             self._update.move([bank.z.whole()], [bank.z_prev.whole()], [bank.total.whole()], averaging)
 
     def _stage(self, batch_size: int) -> tuple[Tensor, Tensor]:
-        """A batch as the feed copies it to the device."""
         inputs = torch.empty(batch_size, *self.subject.input_shape, dtype=torch.uint8, device=_DEVICE)
         if inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)

@@ -52,8 +52,6 @@ class Kill:
 
 @dataclass
 class KilledRun:
-    """One run, from its first start to its end."""
-
     num_ranks: int
     executor: str
     kills: list[Kill] = field(default_factory=list)
@@ -62,7 +60,6 @@ class KilledRun:
     lines_are_equal: bool = False
 
     def to_plain(self) -> dict[str, Any]:
-        """Return plain values for the results file."""
         return asdict(self)
 
 

@@ -26,7 +26,6 @@ _KILLS_A_RUN = 12
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Kill as often as asked for; prints the tables and returns the exit code."""
     parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--kills", type=count, default=200, help="of one rank, with a checkpoint to go on from (default %(default)s)")

@@ -59,7 +59,6 @@ def kill9_text(result: Result) -> str:
 
 
 def restarts_table(result: Result) -> str:
-    """A row a run under torchrun."""
     header = ["run", "output_dir", "rank killed after", "exit code", "went on from", "epochs checked", "lost", "again",
               "trained in vain", "back after, s", "load", "test accuracy"]  # fmt: skip
     return markdown_table(header, [_restart_row(number, run) for number, run in enumerate(result["runs"])])
@@ -103,7 +102,6 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def result_text(result: Result) -> str:
-    """All there is to say about a result of either kind."""
     return kill9_text(result) if result["kind"] == "kill9" else restarts_text(result)
 
 

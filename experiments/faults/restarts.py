@@ -45,7 +45,6 @@ _TORCHRUN = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Kill and restart as often as asked for; prints the tables and returns the exit code."""
     parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--runs", type=count, default=10, help="under torchrun, a rank of each killed once (default %(default)s)")
@@ -67,7 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command(recorded: Path, epochs: float, checkpoint_every_s: float = 0.25) -> list[str]:
-    """The arguments of the trainer."""
     return [
         "-m", "crossbow_py.train", "+experiment=digits", "device=cpu", "precision=fp32", "executor=serial",
         f"num_learners={_NUM_LEARNERS}", f"batch_size={_BATCH_SIZE}", f"max_epochs={epochs}",
@@ -171,7 +169,6 @@ def _starts_alone(folder: Path, number: int) -> list[dict[str, float]]:
 
 
 def _processor_s(pid: int) -> float:
-    """User and system time of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -24,7 +24,6 @@ _TOTAL_BATCHES = (32, 128, 512, 1024)
 
 
 def draw(result: Result) -> Figure:
-    """Draw a panel a statistic."""
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     for axes, (title, key) in zip(figure.subplots(2, 2).flat, _PANELS.items(), strict=True):
         _draw_statistic(axes, result, key)

@@ -64,7 +64,6 @@ def thirds(evaluations: Sequence[Records]) -> list[Sequence[Records]]:
 
 
 def result_text(result: Result) -> str:
-    """All there is to say about a result."""
     picture = f"![{result['title']}](results/{result['grid']}.png)"
     return f"{picture}\n\n{statistics_table(result)}\n\n{notes(result)}"
 

@@ -107,7 +107,6 @@ def _unbroken(runs: Sequence[Run]) -> list[Run]:
 
 
 def unit_of(result: Result) -> int:
-    """The unit in which samples are counted."""
     most = max(run["summary"]["samples_seen"] for run in result["runs"])
     return max((unit for unit in UNITS if most >= unit), default=1)
 

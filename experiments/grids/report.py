@@ -10,12 +10,10 @@ from experiments.tables.markdown import NONE, markdown_table
 
 
 def result_text(result: Result) -> str:
-    """All there is to say about a result: its picture, its table and what has to be known about it."""
     return f"![{result['title']}](results/{result['grid']}.png)\n\n{cells_table(result)}\n\n{notes(result)}"
 
 
 def cells_table(result: Result) -> str:
-    """A row a cell."""
     found, runs = summaries(result), by_cell(result)
     timed = any(run["alone"] for run in result["runs"])
     header = ["", "K", "b", "test accuracy", "best"]
@@ -57,7 +55,6 @@ def when(found: Reached, value: float | None, n: int, form: str) -> str:
 
 
 def notes(result: Result) -> str:
-    """Say what has to be known about the runs."""
     runs = result["runs"]
     together, commits = [run for run in runs if not run["alone"]], sorted({str(_of(run, "commit")) for run in runs})
     precisions = sorted({run["summary"]["precision"] for run in runs})

@@ -57,8 +57,6 @@ class Places:
 
 @dataclass
 class _Job:
-    """A cell that is being trained."""
-
     cell: Cell
     seed: int
     folder: Path

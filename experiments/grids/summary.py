@@ -75,12 +75,10 @@ def by_cell(result: Result) -> dict[str, list[Run]]:
 
 
 def summaries(result: Result) -> list[CellSummary]:
-    """A summary a cell."""
     return [summarize(name, runs, result["targets"]) for name, runs in by_cell(result).items()]
 
 
 def summarize(name: str, runs: Sequence[Run], targets: Sequence[float]) -> CellSummary:
-    """Sum up one cell."""
     healthy = [run for run in runs if not has_diverged(run)]
     return CellSummary(
         name=name,
@@ -109,7 +107,6 @@ def first_at(run: Run, target: float) -> Mapping[str, Any] | None:
 
 
 def has_diverged(run: Run) -> bool:
-    """Return whether the run ended for a loss that is not finite."""
     return bool(run["status"] == "failed")
 
 

@@ -33,13 +33,10 @@ Side = Callable[[], dict[str, Any]]
 
 
 class _Messages(SearchListener):
-    """The messages of a search."""
-
     def __init__(self) -> None:
         self.said: list[str] = []
 
     def on_message(self, message: str) -> None:
-        """See SearchListener."""
         self.said.append(message)
 
 

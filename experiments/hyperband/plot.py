@@ -48,7 +48,6 @@ def _draw_side(axes: Axes, place: int, runs: list[dict[str, float]]) -> None:
 
 
 def _legend(axes: Axes) -> tuple[list[Any], list[str]]:
-    """Each part once, in the order of its colours."""
     shown = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     names = [name for name in _COLORS if name in shown]
     return [shown[name] for name in names], names

@@ -21,7 +21,6 @@ _WANTED = {"cpu": {"default_loop": 2.7, "one_at_a_time": 1.6}, "cuda": {"default
 
 
 def sides_table(result: Result) -> str:
-    """A row a side."""
     rows, goals = [], wanted(result)
     for side, name in NAMES.items():
         seconds, runs = result["seconds"][side], result["runs"][side]
@@ -65,7 +64,6 @@ def wanted(result: Result) -> Mapping[str, float]:
 
 
 def overhead_text(result: Result) -> str:
-    """Say what a search takes besides training and measuring."""
     shares = [run["overhead_s"] / run["seconds"] for run in result["runs"]["packed"]]
     return (
         f"Sampling, storage, files of trials and changing seats took {median(shares):.1%} of the packed search's time "
@@ -74,13 +72,11 @@ def overhead_text(result: Result) -> str:
 
 
 def result_text(result: Result) -> str:
-    """All there is to say about a result."""
     packing = " ".join(dict.fromkeys(result["packing"]))
     return f"`{' '.join(result['overrides'])}`\n\n{packing}\n\n{sides_table(result)}\n\n{overhead_text(result)}"
 
 
 def _precision(result: Result, side: str) -> str:
-    """The precision of its first run, as of all."""
     precision: str = result["runs"][side][0].get("precision", "fp32")  # earlier results were all in that
     return precision
 

@@ -28,7 +28,6 @@ SYNTHETIC = ("data=synthetic", "data.shape=[1,28,28]", "data.num_train=60000", "
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as asked for; prints the table and returns the exit code."""
     parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")

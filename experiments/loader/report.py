@@ -11,7 +11,6 @@ Result = Mapping[str, Any]
 
 
 def headline(result: Result) -> str:
-    """Say what was measured, in a line."""
     share = result["method"]["foreign_share"]
     busy = "" if share is None else f" Other programs had {share:.0%} of the core meanwhile."
     return (
@@ -21,7 +20,6 @@ def headline(result: Result) -> str:
 
 
 def sides_table(result: Result) -> str:
-    """A row a side."""
     header = ["", "images/s a core", "÷ Pillow", "÷ decoded", "n"]
     rows = [
         [
@@ -37,7 +35,6 @@ def sides_table(result: Result) -> str:
 
 
 def result_text(result: Result) -> str:
-    """All there is to say about a result."""
     return f"{headline(result)}\n\n{sides_table(result)}"
 
 

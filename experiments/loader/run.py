@@ -23,7 +23,6 @@ from experiments.loader.report import result_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as asked for; prints the table and returns the exit code."""
     parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--folder", default="flowers_300", help="the images: a path, or a name in $CROSSBOW_DATA_DIR (%(default)s)")

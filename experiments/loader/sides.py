@@ -38,7 +38,6 @@ class Side:
     rates: list[float] = field(default_factory=list)
 
     def repeat(self, epoch: int) -> None:
-        """One repetition more."""
         self.rates.append(self.images / self.run(epoch))
 
 

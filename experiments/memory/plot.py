@@ -15,7 +15,6 @@ _MIB = 2**20
 
 
 def draw(result: Result) -> Figure:
-    """A panel a model."""
     names = [entry["model"] for entry in result["models"]]
     figure = Figure(figsize=(4.2 * len(names), 3.6), layout="constrained")
     for axes, model in zip(figure.subplots(1, len(names), squeeze=False).flatten(), names, strict=True):

@@ -16,7 +16,6 @@ _PARTS = ("weights", "gradients", "corrections", "state", "shadow", "buffers", "
 
 
 def result_text(result: Result) -> str:
-    """All there is to say about a result: the bytes of a learner, and of K of them."""
     failures = [f"{_name(row)} failed: {row['failure']}" for row in result["rows"] if row.get("failure")]
     return "\n\n".join([parts_table(result), peaks_table(result), *failures])
 
@@ -63,12 +62,10 @@ def extra_learner_bytes(result: Result, row: Row) -> float | None:
 
 
 def whole_bytes(result: Result, model: str) -> int:
-    """The bytes of one learner of a model, by its parts."""
     return next(LearnerBytes(**entry["learner"]).whole for entry in result["models"] if entry["model"] == model)
 
 
 def rows_of(result: Result, model: str, executor: str) -> Sequence[Row]:
-    """Measured rows of a model and an executor, by K."""
     rows = [row for row in result["rows"] if row["model"] == model and row["executor"] == executor]
     return sorted((row for row in rows if row["measured_bytes"] is not None), key=lambda row: int(row["num_learners"]))
 

@@ -44,7 +44,6 @@ class MeasurementError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as asked for; prints the tables and returns the exit code."""
     parser = _parser()
     options = parser.parse_args(argv)
     try:
@@ -88,7 +87,6 @@ def measure_model(setup: Setup, num_learners: Sequence[int], result: dict[str, A
 
 
 def with_prediction(measured: Mapping[str, int], own: LearnerBytes, num_learners: int, executor: str) -> dict[str, int]:
-    """Put the prediction beside what was measured."""
     at_once = 1 if executor == "serial" else num_learners
     return {
         **measured,

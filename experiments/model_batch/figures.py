@@ -40,7 +40,6 @@ FIGURES = {
 
 
 def sides_of(figure: ModelBatchFigure, device: str) -> list[PackSide]:
-    """The sides of one model, and the packs."""
     if figure.work == "layers":  # here all of the models are gone through in every tick
         return [PackSide(name, figure.num_models, work=figure.work) for name in (DEFAULT, TUNED, "fused")]
     training = figure.work == "training"
@@ -53,6 +52,5 @@ def sides_of(figure: ModelBatchFigure, device: str) -> list[PackSide]:
 
 
 def panels_of(figure: ModelBatchFigure, workload: PackWorkload, batch_sizes: Sequence[int]) -> list[list[PackCell]]:
-    """A panel for every batch size: its sides take turns."""
     sides = sides_of(figure, workload.device)
     return [[PackCell(side, workload.at(size)) for side in sides] for size in batch_sizes]

@@ -17,7 +17,6 @@ from experiments.tables.markdown import markdown_table, spread_text
 
 
 def headline(result: Result) -> str:
-    """Say what was measured, and the largest gains of a pack."""
     figure = result["figure"]
     text = f"{figure['title']}: {figure['num_models']} models ({figure['model']})."
     packs = [best_pack(rows) for rows in grouped(result["rows"], "batch_size").values()]
@@ -40,7 +39,6 @@ def summary_table(result: Result) -> str:
 
 
 def result_text(result: Result) -> str:
-    """All there is to say about a result."""
     rows = result["rows"]
     parts = (headline(result), summary_table(result), cells_table(rows), how(result), left_out(rows))
     return "\n\n".join(part for part in parts if part)

@@ -27,7 +27,6 @@ _QUICK_MODELS, _QUICK_BATCH_SIZE = 2, 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as asked for; prints the tables and returns the exit code."""
     parser = pack_parser(__doc__, repetitions=5, seconds=0.5)
     parser.add_argument("figure", choices=FIGURES, help="what is measured")
     parser.add_argument("--batch-sizes", type=count, nargs="+", metavar="B", help="images in a batch of one model")

@@ -38,7 +38,6 @@ REFERENCE = "recipe, K=1"
 
 
 def of_sides(grid: str, common: str, parts: int = 1) -> tuple[Cell, ...]:
-    """A cell for every side of a grid and number of learners."""
     found = cells(common, {f"{side}, K={k}": f"{words} num_learners={k}"
                            for side, words in SIDES[grid].items() for k in NUM_LEARNERS}, parts)  # fmt: skip
     pairs = [(side, k) for side in SIDES[grid] for k in NUM_LEARNERS]

@@ -61,7 +61,6 @@ def measure_starts(repetitions: int) -> dict[str, Any]:
 
 
 def _run(arguments: list[str]) -> tuple[float, float]:
-    """Seconds that passed, and of the processor's."""
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL, env=environment)

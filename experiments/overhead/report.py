@@ -22,7 +22,6 @@ def starts_table(result: Result) -> str:
 
 
 def telemetry_table(result: Result) -> str:
-    """A row a network."""
     header = ["", "a round, ms", "share of training in telemetry", "images/s with ÷ without", "n", "dropped"]
     rows = [
         [
@@ -60,7 +59,6 @@ def headline(result: Result) -> str:
 
 
 def result_text(result: Result) -> str:
-    """All there is to say about a result."""
     return "\n\n".join([headline(result), starts_table(result), telemetry_table(result)])
 
 

@@ -21,7 +21,6 @@ from experiments.overhead.report import result_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as asked for; prints the tables and returns the exit code."""
     parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--repetitions", type=count, default=15, help="of everything (default %(default)s)")

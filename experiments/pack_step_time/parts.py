@@ -70,7 +70,6 @@ def limit_panels(plan: Plan, workloads: Workloads, device: str) -> list[Panel]:
 
 
 def models_of(part: str, plan: Plan) -> list[str]:
-    """Names of all models that a part needs."""
     if part != "limits":
         return list(plan.families)
     return [*LARGER_MODELS, *(model for models in LARGER_MODELS.values() for model in models)]

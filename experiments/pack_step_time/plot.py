@@ -16,7 +16,6 @@ from experiments.tables.pictures import beside
 
 
 def draw(result: Mapping[str, Any]) -> Figure:
-    """Whatever part it is of."""
     if result["part"] == "mixed":
         return draw_mixed(result["mixed"])
     if result["part"] == "limits":

@@ -35,7 +35,6 @@ def families_table(rows: Sequence[Row]) -> str:
 
 
 def limits_table(rows: Sequence[Row]) -> str:
-    """A row a model and batch size."""
     groups = grouped(rows, "model", "batch_size")
     lines = [[model, str(size), *summary_row(own)] for (model, size), own in groups.items()]
     return markdown_table(["model", "b", *summary_header(rows)], lines)
@@ -61,7 +60,6 @@ def mixed_table(rows: Sequence[Row]) -> str:
 
 
 def headline(result: Result) -> str:
-    """The largest gains, and what does not pay."""
     if result["part"] == "mixed":
         return _mixed_headline(result["mixed"])
     packs = [pack for rows in _panels(result) if (pack := best_pack(rows)) is not None and pack["over"][TUNED]]
@@ -106,7 +104,6 @@ def _name(row: Row) -> str:
 
 
 def result_text(result: Result) -> str:
-    """All there is to say about a result."""
     rows, mixed = result["rows"], result["mixed"]
     table = {"families": families_table(rows), "limits": limits_table(rows), "mixed": mixed_table(mixed)}
     parts = (headline(result), table[result["part"]], cells_table(rows), how(result), left_out([*rows, *mixed]))

@@ -27,7 +27,6 @@ _QUICK_PANELS = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as asked for; prints the tables and returns the exit code."""
     parser = pack_parser(__doc__, repetitions=5, seconds=0.4)
     parser.add_argument("part", choices=PARTS, help="what is measured")
     parser.add_argument("--families", choices=BUILDS, nargs="+", default=Plan.families, metavar="MODEL",

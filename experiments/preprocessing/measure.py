@@ -29,7 +29,6 @@ class Side:
 
     @property
     def num_workers(self) -> int:
-        """Processes that preprocess."""
         return int(self.name == WORKER)
 
 

@@ -16,7 +16,6 @@ TARGET_SHARE = 0.05
 
 
 def headline(result: Result) -> str:
-    """Say what was measured, and what the largest number of models comes to."""
     method = result["method"]
     setting = (
         f"{result['images']} training images of {result['folder']}, crops of {result['size']} x {result['size']}; a "
@@ -35,7 +34,6 @@ def headline(result: Result) -> str:
 
 
 def shares_table(result: Result) -> str:
-    """A row a side and number of models."""
     header = ["", "models", "of the time, preprocessing", "models · images/s", "÷ own feed", "n", "dropped"]
     rows = [
         [
@@ -53,7 +51,6 @@ def shares_table(result: Result) -> str:
 
 
 def result_text(result: Result) -> str:
-    """All there is to say about a result."""
     return f"{headline(result)}\n\n{shares_table(result)}"
 
 

@@ -24,7 +24,6 @@ NUM_MODELS = (1, 2, 4, 8, 16)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as asked for; prints the table and returns the exit code."""
     parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--folder", default="flowers_300", help="the images: a path, or a name in $CROSSBOW_DATA_DIR (%(default)s)")

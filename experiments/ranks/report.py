@@ -19,7 +19,6 @@ NAMES = {
 
 
 def sides_table(result: Result) -> str:
-    """A row a side."""
     rows = []
     for side, rates in result["images_per_s"].items():
         kept = [rate for rate in result["images_per_s_windows"][side] if rate]
@@ -28,7 +27,6 @@ def sides_table(result: Result) -> str:
 
 
 def ratios_table(result: Result) -> str:
-    """A row a question."""
     rows = [
         ["two ranks ÷ one rank on one core", _number(result["sma_over_alone"], ".2f"), "≥ 1.9"],
         ["the same without any averaging: what these cores allow", _number(result["apart_over_alone"], ".2f"), ""],
@@ -39,7 +37,6 @@ def ratios_table(result: Result) -> str:
 
 
 def result_text(result: Result) -> str:
-    """All there is to say about a result."""
     head = (
         f"{result['model']}, b = {result['batch_size']} a rank, windows of {result['rounds']} rounds; "
         f"{result['dropped']} windows were dropped."

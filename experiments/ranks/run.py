@@ -21,7 +21,6 @@ from experiments.ranks.report import result_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as asked for; prints the table and returns the exit code."""
     parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--model", choices=("resnet32", "vgg16", "lenet"), default="resnet32", help="default %(default)s")

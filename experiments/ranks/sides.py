@@ -42,7 +42,6 @@ class Sides:
 
     @property
     def names(self) -> list[str]:
-        """The names of all sides."""
         return [*self._trainers, *self._steps]
 
     def window(self, side: str, num_rounds: int) -> Measured:

@@ -38,7 +38,6 @@ _LARGE_BYTES = 2**20  # from there on an all-reduce is long enough to see what i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure; prints the tables and returns the exit code."""
     parser = measuring_parser(__doc__)
     parser.add_argument("--repetitions", type=count, default=3, help="windows of each kind (default %(default)s)")
     parser.add_argument("--sizes", type=count, nargs="+", default=SIZES, help="bytes (default 1 KiB to 64 MiB)")
@@ -170,15 +169,12 @@ class Line:
     s_a_byte: float
 
     def seconds(self, num_bytes: float) -> float:
-        """At that size."""
         return self.fixed_s + num_bytes * self.s_a_byte
 
     def alpha_s(self, ranks: int) -> float:
-        """α of a ring."""
         return self.fixed_s / (2 * (ranks - 1))
 
     def bytes_per_s(self, ranks: int) -> float:
-        """β of a ring."""
         return 2 * (ranks - 1) / ranks / self.s_a_byte
 
 

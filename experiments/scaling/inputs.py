@@ -108,17 +108,14 @@ class Workload:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Workload:
-        """Make it from an entry of `WORKLOADS`."""
         return cls(**values)
 
     @property
     def parameters(self) -> int:
-        """P."""
         return PARAMETERS[self.model]
 
     @property
     def images_a_round(self) -> int:
-        """The images of a round of one GPU."""
         return self.batch_size * self.num_learners
 
     @property

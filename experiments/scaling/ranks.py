@@ -50,7 +50,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The name in tables."""
         return f"{self.model} b={self.batch_size}"
 
 
@@ -67,7 +66,6 @@ class Measured:
 
     @property
     def round_s(self) -> float:
-        """The mean."""
         return self.wall_s / self.rounds
 
 
@@ -205,7 +203,6 @@ def _executor(parts: Run) -> Iterator[Executor]:
 
 
 def _spans(timeline: Timeline, since_round: int) -> dict[str, list[float]]:
-    """Seconds of every task by its name, in order."""
     found: dict[str, list[float]] = {}
     for event in timeline.trace()["traceEvents"]:
         if event["ph"] == "X" and event["args"]["round"] >= since_round:
@@ -258,11 +255,9 @@ class RankPair:
         return self
 
     def _serve_function(self) -> Callable[[int, int, str, Connection], None]:
-        """The function that the processes run."""
         return _serve
 
     def _new_store(self) -> str:
-        """The store at which ranks meet."""
         return str(Path(self._folder.name) / "store")
 
     def __exit__(self, *error: object) -> None:

@@ -15,12 +15,10 @@ Result = Mapping[str, Any]
 
 
 def result_text(result: Result) -> str:
-    """All there is to say about a result."""
     return {SIMULATED: simulated_text, CALIBRATED: calibrated_text, VALIDATED: validated_text}[result["kind"]](result)
 
 
 def simulated_text(result: Result) -> str:
-    """Scenes and stragglers, and the inputs."""
     lost = result["stragglers"]
     return (
         f"One GPU, an input:\n\n{inputs_table(result)}\n\n"
@@ -48,7 +46,6 @@ def inputs_table(result: Result) -> str:
 
 
 def scenes_table(result: Result) -> str:
-    """A row a workload and network."""
     places = [result["gpu_counts"].index(count) for count in SHOWN_COUNTS]
     header = [
         "", "network", *(f"{count}" for count in SHOWN_COUNTS), f"over {HIDDEN_SHARE:.0%} from", "τ", "H",
@@ -87,7 +84,6 @@ def efficiency_table(result: Result) -> str:
 
 
 def stragglers_table(result: Result) -> str:
-    """A row a guess."""
     rows = [
         [f"{row['cv']:.0%}", f"{row['rank_cv']:.0%}", f"{row['sma']:.1%}", f"{row['synchronous']:.1%}"]
         for row in result["stragglers"]["rows"]
@@ -112,7 +108,6 @@ def calibrated_text(result: Result) -> str:
 
 
 def tasks_table(result: Result) -> str:
-    """A row a model."""
     names = ("round", "learning", "correction", "sum", "move")
     header = ["", *(f"{name}, ms" for name in names), "noise, cv", "median ÷ log-normal", "95 % ÷ log-normal", "n"]
     rows = [
@@ -125,7 +120,6 @@ def tasks_table(result: Result) -> str:
 
 
 def all_reduce_table(result: Result) -> str:
-    """A row a size."""
     sweep = result["all_reduce"]
     values = zip(sweep["bytes"], sweep["idle"]["us"], sweep["busy"]["us"], sweep["n"], strict=True)
     rows = [
@@ -136,7 +130,6 @@ def all_reduce_table(result: Result) -> str:
 
 
 def validated_text(result: Result) -> str:
-    """Say how near predictions come."""
     rows = [row for row in result["rows"] if row["n"]]
     near = [row for row in rows if abs(row["error"]["median"]) <= TARGET_ERROR]
     return (
@@ -146,7 +139,6 @@ def validated_text(result: Result) -> str:
 
 
 def validation_table(result: Result) -> str:
-    """A row a model and period."""
     header = ["", "τ", "alone, ms", "measured, ms", "predicted, ms", "error", "exposed", "predicted exposed", "n"]
     rows = []
     for row in result["rows"]:
@@ -161,7 +153,6 @@ def validation_table(result: Result) -> str:
 
 
 def quiet_line(result: Result) -> str:
-    """Say how quiet the machine was."""
     share = "unknown" if result["foreign_share"] is None else f"{result['foreign_share']:.1%}"
     return (
         f"Load average before: {result['load_before']}; others took {share} of the processor in the median window; "

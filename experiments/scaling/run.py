@@ -25,7 +25,6 @@ _STRAGGLERS_OF = 1  # of WORKLOADS: short rounds, which have the least to spare
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Simulate as asked for; prints the tables and returns the exit code."""
     parser = measuring_parser(__doc__)
     parser.add_argument("--rounds", type=count, default=512, help="a point, after as many to warm up (%(default)s)")
     given = parser.parse_args(argv)

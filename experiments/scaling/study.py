@@ -32,7 +32,6 @@ class Mode:
 
     @property
     def name(self) -> str:
-        """The name in tables and pictures."""
         if self.synchronous:
             return "synchronous"
         if self.node_period > 1:
@@ -105,7 +104,6 @@ class Scene:
         }
 
     def exposed(self, mode: Mode, num_gpus: int) -> float:
-        """The share that is exposed, alone."""
         return 1 - self.alone_s / self.round_s(mode, num_gpus)
 
     def shortest(self, mode_of: Callable[[int], Mode], counts: Sequence[int]) -> int | None:
@@ -130,7 +128,6 @@ def study(
 
 
 def scene_values(scene: Scene, counts: Sequence[int] = GPU_COUNTS) -> dict[str, Any]:
-    """The figures of one scene."""
     periods = {
         "period": scene.shortest(lambda period: Mode(period=period), counts),
         "waiting_period": scene.shortest(lambda period: Mode(period=period, patient=False), counts),

@@ -31,7 +31,6 @@ PERIODS = (1, 2, 4, 8)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and compare; prints the table and returns the exit code."""
     parser = measuring_parser(__doc__)
     parser.add_argument("--repetitions", type=count, default=5, help="windows of each kind (default %(default)s)")
     add_pair_options(parser)

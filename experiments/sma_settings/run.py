@@ -61,7 +61,6 @@ LENET = (
 
 
 def grid(name: str, title: str, common: str, milestones: str, seeds: tuple[int, ...], target: float) -> Grid:
-    """The grid of one data set and number of learners."""
     steps = f"{common} schedule=multistep schedule.milestones=[{milestones}]"
     every = (*cells(common, {**SETTINGS, **SMOOTHED}), *cells(steps, RESTARTS))
     return Grid(name, title, every, seeds=seeds, targets=(target,), reference=DEFAULT)

@@ -12,7 +12,6 @@ _HEADER = ["", "crossbow_py", "one tuned model", "PyTorch's default loop", "n", 
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """A row a figure."""
     return markdown_table(_HEADER, rows)
 
 

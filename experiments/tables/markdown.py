@@ -21,7 +21,6 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float | None, form: str) -> str:
-    """A number as a cell of a table."""
     return NONE if value is None else format(value, form)
 
 

@@ -54,13 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def pages() -> list[Path]:
-    """The pages that may hold tables."""
     docs = sorted((ROOT / "docs").rglob("*.md"))
     return [path for path in [ROOT / "README.md", *docs, *sorted(EXPERIMENTS.glob("*/README.md"))] if path.exists()]
 
 
 def questions() -> list[str]:
-    """The folders of experiments/ that have a page."""
     return sorted(page.parent.name for page in EXPERIMENTS.glob("*/README.md"))
 
 
@@ -107,7 +105,6 @@ def _tables(offered: ModuleType, result: Mapping[str, Any]) -> Mapping[str, Tabl
 
 
 def _section(offered: ModuleType, name: str, result: Mapping[str, Any]) -> str:
-    """One result with its command and machine."""
     main_table = next(iter(_tables(offered, result).values()))
     facts = result["machine"]
     return f"### {name}\n\n    {facts['command']}\n\n{main_table(result)}\n\n{machine_line(facts)}"

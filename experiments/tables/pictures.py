@@ -25,7 +25,6 @@ Pictures = Callable[[Results], Mapping[str, Figure]]
 
 
 def beside(draw: Callable[[Result], Figure]) -> Pictures:
-    """A picture beside every results file, of the same name."""
     return lambda results: {f"results/{name}.png": draw(result) for name, result in results.items()}
 
 
@@ -40,7 +39,6 @@ def one(file: str, draw: Callable[[Results], Figure], keep: Callable[[Result], b
 
 
 def draw_questions(questions: Sequence[str]) -> int:
-    """Draw all pictures of these questions; returns the exit code."""
     for question in questions:
         pictures = pictures_of(question)
         figures = pictures(read_results(question)) if pictures else {}

@@ -18,7 +18,6 @@ Results = Mapping[str, Mapping[str, Any]]
 
 
 def draw(recorded: RecordedRuns, results: Results) -> Figure:
-    """A figure of two panels, a line a run."""
     unit, target = _unit(results), recorded.target_accuracy
     figure = Figure(figsize=(10, 4), layout="constrained")
     accuracy, loss = figure.subplots(1, 2)

@@ -14,7 +14,6 @@ Result = Mapping[str, Any]
 
 
 def table_of(recorded: RecordedRuns) -> Callable[[Result], str]:
-    """The summary table of one experiment."""
     return lambda result: summary_table(result, recorded.target_accuracy)
 
 

@@ -22,7 +22,6 @@ _UPDATE_LEARNERS = 4
 
 
 def analysis_s(models: Sequence[str], device: str) -> float:
-    """The seconds to be put by for `analyse`."""
     return UPDATE_S + MODEL_S[device] * len(models)
 
 

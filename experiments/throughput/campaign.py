@@ -91,7 +91,6 @@ class Campaign:
         self._stack.close()
 
     def run(self) -> None:
-        """Measure all there is time for."""
         cells = self._plan.cells
         for cell in cells.single:
             self._first_window(cell)

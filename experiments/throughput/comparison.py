@@ -27,14 +27,12 @@ class Measurement:
     dropped: int = 0
 
     def add(self, take: Callable[[], Window], max_foreign_share: float, may_retry: Callable[[], bool]) -> None:
-        """Add a window, see `clean_window`."""
         window, dropped = clean_window(take, may_retry, max_foreign_share)
         self.windows.append(None if window is None else window.images_per_s)
         self.dropped += dropped
 
     @property
     def kept(self) -> list[float]:
-        """Images/s of the clean windows."""
         return [rate for rate in self.windows if rate is not None]
 
     @property
@@ -59,7 +57,6 @@ def measure(
 
 
 def to_row(measurement: Measurement, model: str, batch_size: int) -> dict[str, Any]:
-    """A row of the results file."""
     rate = measurement.images_per_s
     return {
         "model": model,

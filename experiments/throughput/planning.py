@@ -59,14 +59,11 @@ class ProcessKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Cell:
-    """A side at a batch size; K of an executor is in the side."""
-
     batch_size: int
     side: Side
 
     @property
     def images_per_round(self) -> int:
-        """The images of a round of all learners."""
         return self.batch_size * max(1, self.side.num_learners)
 
     def keeps_learners(self, limits: Limits) -> bool:
@@ -127,7 +124,6 @@ def plan_cells(
 
 
 def main_batch_size(batch_sizes: Sequence[int]) -> int:
-    """At which every K is measured first, and auto."""
     return MAIN_BATCH_SIZE if MAIN_BATCH_SIZE in batch_sizes else min(batch_sizes)
 
 
@@ -156,13 +152,11 @@ def _is_first(side: Side) -> bool:
 
 
 def visit(cell: Cell, limits: Limits) -> Visit:
-    """The visit to ask of the cell's process."""
     learners = None if cell.keeps_learners(limits) or cell.side.side == AUTO else cell.side.num_learners
     return Visit(limits.window_s, limits.lead_in_s, lead_in_rounds(cell.side), learners)
 
 
 def lead_in_rounds(side: Side) -> int:
-    """Before the clock of a window starts."""
     return _LEAD_IN_ROUNDS.get(side.side, 1)
 
 

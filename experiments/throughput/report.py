@@ -39,7 +39,6 @@ def sides_table(result: Result) -> str:
 
 
 def rounds_table(result: Result) -> str:
-    """A row per executor, K and precision: the time of a round with SMA to that of one without."""
     entries = [entry for entry in result["ratios"] if entry["kind"] == "round_time"]
     header = ["executor", "K", "precision", "round with SMA ÷ without", "lowest", "highest", "n"]
     rows = [
@@ -51,7 +50,6 @@ def rounds_table(result: Result) -> str:
 
 
 def notes(result: Result) -> str:
-    """Say what was measured and how, in a line or two."""
     method = result["method"]
     text = (
         f"{result['model']}, b={result['batch_size']}, {result['data']} images on {result['device']}: median of "
@@ -78,7 +76,6 @@ def missing(result: Result) -> list[str]:
 
 
 def result_text(result: Result) -> str:
-    """All of it."""
     parts = (
         sides_table(result),
         rounds_table(result),

@@ -88,7 +88,6 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @cache
 def count_step(model: str, batch_size: int, precision: PrecisionName) -> StepCounts:
-    """One learner's step of a model of the zoo."""
     formats = choose_precision(precision, torch.device("cpu"))
     return count_step_of(partial(build_model, model), input_shape(model), batch_size, formats)
 
@@ -96,7 +95,6 @@ def count_step(model: str, batch_size: int, precision: PrecisionName) -> StepCou
 def count_step_of(
     make_model: Callable[[], nn.Module], shape: Sequence[int], batch_size: int, precision: Precision
 ) -> StepCounts:
-    """One learner's step of a classifier of images `[*shape]`."""
     with FakeTensorMode():
         module = cast_module(make_model(), precision).train()
         inputs = torch.empty(batch_size, *shape, dtype=precision.compute)

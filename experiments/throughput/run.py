@@ -36,7 +36,6 @@ _WARM_UP_S = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as asked for; prints the table and returns the exit code."""
     parser = _parser()
     options = parser.parse_args(argv)
     try:

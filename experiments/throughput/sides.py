@@ -36,7 +36,6 @@ _ENDLESS_EPOCHS = 1e6
 
 
 def sides_on(device: str) -> list[str]:
-    """Names of the sides that run on a type of device."""
     elsewhere = {name for name, executor in EXECUTORS.items() if executor.DEVICE not in (None, device)}
     return [name for name in ALL_SIDES if name not in elsewhere]
 

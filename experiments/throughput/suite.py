@@ -44,7 +44,6 @@ _ASIDE_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as asked for; prints the tables and returns the exit code."""
     parser = _parser()
     options = parser.parse_args(argv)
     begun_s = time.monotonic()
@@ -111,7 +110,6 @@ def default_models(device: str) -> tuple[str, ...]:
 
 
 def make_plan(options: argparse.Namespace, device: str, precision: PrecisionName) -> Plan:
-    """Plan what to measure of a model."""
     batch_sizes, learners = (list(dict.fromkeys(values)) for values in (options.batch_sizes, options.num_learners))
     executors = [name for name in sides_on(device) if name in EXECUTOR_SIDES]
     captures = device == "cuda"

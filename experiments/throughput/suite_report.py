@@ -25,8 +25,6 @@ _CAUSES = {
 
 
 def rows_of(model: str, measurements: Mapping[Cell, Measurement]) -> list[dict[str, Any]]:
-    """A row a cell, by batch size, side and K."""
-
     def place(cell: Cell) -> tuple[int, int, int]:
         return cell.batch_size, _SIDES.index(cell.side.side), cell.side.num_learners
 
@@ -86,7 +84,6 @@ def best_row(rows: Iterable[Row], *, batch_size: int, sides: Sequence[str]) -> R
 
 
 def result_text(result: Result) -> str:
-    """All of it: a row a model, a table a model, what was left out, how it was done."""
     parts = [summary_table(result)]
     for model in models(result):
         parts += [f"**{model}**, {result['data'][model]} images", best_table(result, model)]
@@ -156,7 +153,6 @@ def left_out(result: Result, model: str) -> list[str]:
 
 
 def _cells(entries: Iterable[Mapping[str, Any]]) -> str:
-    """`threads b=32 K=8, 16; fused b=64 K=16`."""
     learners: dict[str, list[int]] = {}
     for entry in entries:
         counts = learners.setdefault(f"{entry['side']} b={entry['batch_size']}", [])
@@ -168,7 +164,6 @@ def _cells(entries: Iterable[Mapping[str, Any]]) -> str:
 
 
 def notes(result: Result) -> str:
-    """Say how it was measured."""
     method = result["method"]
     text = (
         f"{result['device']}, {result['precision']} (default_loop fp32), medians of n windows of "
@@ -179,12 +174,10 @@ def notes(result: Result) -> str:
 
 
 def models(result: Result) -> list[str]:
-    """The models in the order they were measured."""
     return list(dict.fromkeys(row["model"] for row in result["rows"]))
 
 
 def batch_sizes(result: Result) -> list[int]:
-    """The batch sizes, ascending."""
     return sorted({row["batch_size"] for row in result["rows"]})
 
 
@@ -195,12 +188,10 @@ def main_batch_size(result: Result) -> int:
 
 
 def rows_of_model(result: Result, model: str) -> Sequence[Row]:
-    """Its cells."""
     return [row for row in result["rows"] if row["model"] == model]
 
 
 def _ratio(result: Result, row: Row, base: str) -> str:
-    """÷ a single-model side, 1 for that side itself."""
     keys = ("model", "batch_size", "side", "num_learners", "precision")
     for entry in result["ratios"]:
         if entry["to"]["side"] == base and all(entry[key] == row[key] for key in keys):

@@ -56,7 +56,6 @@ def fastest(result: Result, side: str, times: dict[str, Times]) -> str | None:
 
 
 def result_text(result: Result) -> str:
-    """All there is to say about a result: a table a target."""
     tables = [sides_table(result, target) for target in result["targets"]]
     return "\n\n".join([f"![{result['title']}](results/{result['grid']}.png)", *tables, notes(result)])
 

@@ -36,7 +36,6 @@ class Side:
     dropped: int = 0
 
     def kept(self, part: str) -> list[float]:
-        """GB/s of the clean windows."""
         return [window[part] for window in self.windows if window is not None]
 
 
@@ -46,11 +45,9 @@ class HostClock:
     watches_load = True
 
     def mark(self) -> float:
-        """Now."""
         return time.perf_counter()
 
     def seconds(self, begin: float, end: float) -> float:
-        """Between two marks."""
         return end - begin
 
 

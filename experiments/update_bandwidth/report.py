@@ -12,7 +12,6 @@ _NAMES = {"whole": "gate and update", "gate": "of this, the gate", "update": "of
 
 
 def label(row: Mapping[str, Any]) -> str:
-    """A row's name in tables and pictures."""
     return f"{row['name']} copy" if row["kind"] == "copy" else _NAMES[row["part"]]
 
 
@@ -34,7 +33,6 @@ def bandwidth_table(result: Result) -> str:
 
 
 def headline(result: Result) -> str:
-    """Say what was measured, in a line."""
     counted = ", ".join(f"{name} {count}" for name, count in result["bytes_a_value"].items())
     return (
         f"{result['model']}, K = {result['num_learners']}, {result['precision']} on {result['device']}, "
@@ -43,7 +41,6 @@ def headline(result: Result) -> str:
 
 
 def result_text(result: Result) -> str:
-    """All there is to say about a result."""
     return f"{headline(result)}\n\n{bandwidth_table(result)}"
 
 

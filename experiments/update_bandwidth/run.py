@@ -24,7 +24,6 @@ from experiments.update_bandwidth.report import result_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as asked for; prints the table and returns the exit code."""
     parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--model", choices=WORKLOAD_MODELS, default="vgg16", help="whose parameters (default %(default)s)")

@@ -58,7 +58,6 @@ def make_bank(model: str, num_learners: int, device: torch.device, precision: Pr
 
 
 def num_values(bank: ReplicaBank) -> int:
-    """Trained values of one replica."""
     return sum(block.numel for block in bank.layout.blocks if block.kind != "frozen")
 
 

@@ -116,7 +116,6 @@ def _tell_nobody(sample: int) -> None:
 
 
 def _repetition(cell: Cell, run: StreamedRun, pace: Pace) -> None:
-    """Add a window for every number of workers."""
     for number, windows in cell.windows.items():
         warm_up_s, window_s = pace.warm_up_s(cell.batch_size, number), pace.window_s(cell.batch_size, number)
         take = partial(run.timed_window, number, warm_up_s, window_s)

@@ -12,7 +12,6 @@ Result = Mapping[str, Any]
 
 
 def headline(result: Result) -> str:
-    """Say what was measured, and how often the rule is right."""
     cells = result["cells"]
     judged = [cell for cell in cells if cell["at_recommended"] is not None]
     near = [cell for cell in judged if is_near(cell)]
@@ -24,7 +23,6 @@ def headline(result: Result) -> str:
 
 
 def is_near(cell: Mapping[str, Any]) -> bool:
-    """Return whether the recommended number of workers does as well as the best."""
     return bool(cell["at_recommended"]["median"] >= NEAR_BEST)
 
 
@@ -37,12 +35,10 @@ def workers_table(result: Result) -> str:
 
 
 def result_text(result: Result) -> str:
-    """All there is to say about a result."""
     return f"{headline(result)}\n\nImages/s, by workers:\n\n{workers_table(result)}\n\n{counts_line(result)}"
 
 
 def counts_line(result: Result) -> str:
-    """Say how many windows stand behind the numbers."""
     rows = [row for cell in result["cells"] for row in cell["rows"]]
     fewest, most, dropped = min(r["n"] for r in rows), max(r["n"] for r in rows), sum(r["dropped"] for r in rows)
     n = str(most) if fewest == most else f"{fewest} to {most}"

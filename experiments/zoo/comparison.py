@@ -60,7 +60,6 @@ def compared(entry: Entry, executors: Sequence[str] = EXECUTOR_NAMES) -> dict[st
 
 
 def _changed(template: nn.Module) -> nn.Module:
-    """A copy, its weights moved a little."""
     found = copy.deepcopy(template)
     with torch.no_grad():
         for parameter in found.double().parameters():

@@ -11,7 +11,6 @@ Result = Mapping[str, Any]
 
 
 def result_text(result: Result) -> str:
-    """All there is to say about a result: what each executor serves of each package, and a row a model."""
     return "\n\n".join([summary_table(result), models_table(result), *_reasons(result)])
 
 

@@ -94,7 +94,6 @@ def measure_panel(cells: Sequence[PackCell], method: Method) -> None:
 
 
 def name_of(cell: PackCell) -> str:
-    """Return the cell's name on the terminal."""
     beside = f" and {cell.workload.partner.model}" if cell.workload.partner else ""
     return f"{cell.workload.model}{beside} b={cell.workload.batch_size} {cell.side.label}"
 

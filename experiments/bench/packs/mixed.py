@@ -50,7 +50,6 @@ class Member:
         self._gate, self._number = gate, number
 
     def tick(self, images: int) -> None:
-        """See Gate."""
         self._gate.tick(images, self._number)
 
 

@@ -60,7 +60,6 @@ def _pooled() -> list[nn.Module]:
 
 
 def _layer(image: ImageShape, num_classes: int) -> nn.Module:
-    """One fully connected layer on the pixels."""
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(image), num_classes))
 
 
@@ -94,5 +93,4 @@ def classes_of(model: str, num_classes: int) -> int:
 
 
 def data_of(model: str) -> str:
-    """Return the data set that a model is trained on: mnist or cifar10."""
     return "mnist" if model in _ON_MNIST else "cifar10"

@@ -37,12 +37,10 @@ def device_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> s
 
 
 def one_at_a_time(device: str) -> tuple[str, ...]:
-    """The sides of one model that a device has."""
     return (DEFAULT, TUNED, CAPTURED) if device == "cuda" else (DEFAULT, TUNED, SERIAL)
 
 
 def executors_on(device: str) -> tuple[str, ...]:
-    """The executors of packs that a device has."""
     return ("streams", "fused") if device == "cuda" else ("threads", "fused", "fused_threads")
 
 

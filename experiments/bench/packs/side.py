@@ -41,16 +41,13 @@ class PackSide(Side):
 
     @property
     def label(self) -> str:
-        """The side's name on the terminal."""
         models = "" if self.num_learners == 1 and self.side in ONE_AT_A_TIME else f" K={self.num_learners}"
         return f"{'mixed ' if self.mixed else ''}{self.side}{models} {self.precision} {self.work}"
 
 
 def single(side: str, work: Work = "training") -> PackSide:
-    """One model at a time."""
     return PackSide(side, 1, work=work)
 
 
 def packed(executor: str, num_models: int, work: Work = "training", *, mixed: bool = False) -> PackSide:
-    """A pack of so many models."""
     return PackSide(executor, num_models, work=work, mixed=mixed)

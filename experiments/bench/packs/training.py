@@ -37,7 +37,6 @@ def new_pack(side: PackSide, workload: PackWorkload) -> Trainer:
 
 
 def train_pack(side: PackSide, workload: PackWorkload, gate: Gate) -> None:
-    """One long `Trainer.fit` of the side's models."""
     # `fused_threads` has as many groups as there are threads, and gives each one of them.
     torch.set_num_threads(1 if side.side == "threads" else usable_cores())
     pack = new_pack(side, workload)

@@ -25,11 +25,9 @@ class PackWorkload(Workload):
     partner: PackWorkload | None = None
 
     def make_model(self) -> nn.Module:
-        """A fresh model on the CPU."""
         return BUILDS[self.model](self.image_shape, self.num_classes)
 
     def at(self, batch_size: int) -> PackWorkload:
-        """The same with batches of another size."""
         return replace(self, batch_size=batch_size)
 
 

@@ -96,14 +96,12 @@ def few_ahead(step: Step) -> Step:
 
 
 def train_for_ever(step: Step, images: int, gate: Gate) -> None:
-    """Until the gate raises FinishedError."""
     while True:
         step()
         gate.tick(images)
 
 
 def model_step(precision: str, workload: Workload) -> Step:
-    """A training step of a fresh model."""
     torch.backends.cudnn.benchmark = True
     bf16 = precision == "bf16"
     model = workload.make_model().to(workload.device, memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -41,7 +41,6 @@ class Side:
 
     @property
     def label(self) -> str:
-        """The side's name on the terminal."""
         if self.side in SINGLE_SIDES:
             return f"{self.side} {self.precision}"
         learners = "" if self.num_learners == OPEN else f" K={self.num_learners}"

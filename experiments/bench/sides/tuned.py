@@ -43,13 +43,11 @@ class Form(NamedTuple):
 
 
 def forms(precision: str) -> list[Form]:
-    """All that are tried for fp32 or bf16."""
     arithmetics = ("fp32",) if precision == "fp32" else ("autocast", "bf16 weights")
     return [Form(*parts) for parts in itertools.product(arithmetics, ("foreach", "fused"))]
 
 
 def default_loop(workload: Workload, gate: Gate) -> None:
-    """PyTorch's training loop as the tutorials have it."""
     device = torch.device(workload.device)
     torch.set_num_threads(usable_cores())
     loader = DataLoader(TensorDataset(*workload.tensors()), workload.batch_size, shuffle=True, drop_last=True)
@@ -123,7 +121,6 @@ def _steps_per_s(step: Step, seconds: float) -> float:
 
 
 def make_step(form: Form, workload: Workload) -> Step:
-    """One training step of a fresh model."""
     device = torch.device(workload.device)
     model = workload.make_model().to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     feed = make_feed(
