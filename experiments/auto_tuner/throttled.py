@@ -30,9 +30,8 @@ from crossbow_py.telemetry.events import LearnerCount, Progress
 from experiments.auto_tuner.report import phases
 from experiments.bench.arguments import positive
 from experiments.bench.machine import machine
-from experiments.bench.results import results_folder, write_result
+from experiments.bench.results import draw_after, results_folder, write_result
 from experiments.bench.workloads import load_source
-from experiments.tables.drawing import draw_after
 
 EXPERIMENT = "auto_tuner"
 _MODEL, _BATCH_SIZE, MAX_LEARNERS = "lenet", 16, 4

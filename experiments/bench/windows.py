@@ -128,11 +128,12 @@ class Windows:
         return spread([own.images_per_s / base.images_per_s for own, base in pairs if own and base])
 
 
-def spread(values: Sequence[float]) -> dict[str, float] | None:
+def spread(values: Sequence[float], digits: int = 4) -> dict[str, float] | None:
     """Median, smallest and largest; None of nothing."""
     if not values:
         return None
-    return {"median": round(median(values), 4), "minimum": round(min(values), 4), "maximum": round(max(values), 4)}
+    found = {"median": median(values), "minimum": min(values), "maximum": max(values)}
+    return {name: round(value, digits) for name, value in found.items()}
 
 
 def dropped_windows(method: Mapping[str, Any], then: str = "dropped and tried again") -> str:

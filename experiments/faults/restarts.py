@@ -7,6 +7,7 @@ README.md says what is killed, when, and what is looked at.
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import signal
@@ -22,8 +23,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from crossbow_py.telemetry.records import read_summary
 from experiments.bench.arguments import count, measuring_parser, positive
-from experiments.bench.machine import ROOT, machine, machine_line
-from experiments.bench.results import write_result
+from experiments.bench.machine import ROOT
+from experiments.bench.results import measure_and_write
 from experiments.faults.folder import resumed_from
 from experiments.faults.recording import (
     NUM_SAMPLES,
@@ -51,18 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--starts", type=count, default=5, help="of one process with resume=auto (default %(default)s)")
     add("--epochs", type=positive, default=30.0, help="of each run (default %(default)s)")
     add("--seed", type=int, default=0, help="of the moments (default %(default)s)")
-    options = parser.parse_args(argv)
-    facts, moments = machine(), random.Random(options.seed)
+    return measure_and_write(parser, argv, measure, restarts_text)
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    moments = random.Random(given.seed)
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text).resolve()
-        runs = [_killed_run(folder / str(number), options.epochs, number, moments) for number in range(options.runs)]
-        alone = _starts_alone(folder / "alone", options.starts)
-    result = {"machine": facts, "kind": "restarts", "epochs": options.epochs, "seed": options.seed, "runs": runs,
-              "alone": alone}  # fmt: skip
-    print(f"\n{restarts_text(result)}\n\n{machine_line(facts)}")
-    if options.json:
-        write_result(options.json, result)
-    return 0
+        runs = [_killed_run(folder / str(number), given.epochs, number, moments) for number in range(given.runs)]
+        alone = _starts_alone(folder / "alone", given.starts)
+    return {"kind": "restarts", "epochs": given.epochs, "seed": given.seed, "runs": runs, "alone": alone}
 
 
 def command(recorded: Path, epochs: float, checkpoint_every_s: float = 0.25) -> list[str]:

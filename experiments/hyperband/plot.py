@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.hyperband.report import NAMES
+from experiments.hyperband.run import NAMES
 from experiments.tables.pictures import one
 
 _WHOLE = "all of it, not split"

@@ -7,37 +7,177 @@ README.md says what is compared and how.
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
+import torch
+
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.host import LoadSnapshot, foreign_share, usable_core_ids
+from crossbow_py.data.images.image_data import ImageFolderData
+from crossbow_py.data.sources.image_folder import ImageFolder
 from experiments.bench.arguments import count, measuring_parser, positive
-from experiments.bench.machine import machine
-from experiments.bench.results import show_and_write
-from experiments.loader.measure import measure_loader
-from experiments.loader.report import result_text
+from experiments.bench.results import measure_and_write
+from experiments.bench.windows import spread
+from experiments.loader.sides import (
+    BATCH,
+    CACHED,
+    DECODED,
+    SHRUNK,
+    Side,
+    fetch_side,
+    on_cores,
+    pillow_side,
+    worker_side,
+)
+from experiments.tables.markdown import markdown_table, spread_text
+
+Result = Mapping[str, Any]
+# Sides that make images faster make more of them, so that every repetition takes a while.
+_CACHED_EPOCHS, _WORKER_EPOCHS, _CACHED_WORKER_EPOCHS = 5, 5, 50
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = measuring_parser(__doc__)
+    parser = measuring_parser(__doc__, "--folder")
     add = parser.add_argument
-    add("--folder", default="flowers_300", help="the images: a path, or a name in $CROSSBOW_DATA_DIR (%(default)s)")
     add("--size", type=count, default=224, help="height and width of crops (default %(default)s)")
     add("--resize", type=count, default=256, help="short side of cached images (default %(default)s)")
     add("--seconds", type=positive, default=60.0, help="of measuring (default %(default)s)")
-    options = parser.parse_args(argv)
-    try:
+
+    def measure(given: argparse.Namespace) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as caches:
-            measured = measure_loader(options.folder, options.size, options.resize, options.seconds, Path(caches))
-    except UserError as error:
-        parser.error(str(error))
-    result = {"machine": machine(), **measured}
-    show_and_write(result, result_text, options.json)
-    return 0
+            return measure_loader(given.folder, given.size, given.resize, given.seconds, Path(caches))
+
+    return measure_and_write(parser, argv, measure, result_text)
+
+
+def measure_loader(folder: str, size: int, resize: int, seconds: float, cache_dir: Path) -> dict[str, Any]:
+    """Images a second of processor time by side, in turns for `seconds`, as plain values. Torch gets one thread.
+
+    Ratios are medians of those within repetitions.
+
+    Raises:
+        UserError: the images or a cache of them cannot be had.
+    """
+    torch.set_num_threads(1)
+    decoded, shrunk, cached = _data_sets(ImageFolder(folder=folder, size=size, resize=resize), cache_dir)
+    sides = [
+        pillow_side(decoded, 1),
+        fetch_side(DECODED, decoded, 1),
+        fetch_side(SHRUNK, shrunk, 1),
+        fetch_side(CACHED, cached, _CACHED_EPOCHS),
+        worker_side(f"{DECODED}, by workers", decoded, _WORKER_EPOCHS),
+        worker_side(f"{CACHED}, by workers", cached, _CACHED_WORKER_EPOCHS),
+    ]
+    with on_cores(sorted(usable_core_ids())[-1:]):
+        shares = _measure(sides, seconds)
+    return {
+        "folder": Path(folder).name,
+        "images": len(decoded),
+        "size": size,
+        "resize": resize,
+        "method": {"seconds": seconds, "batch": BATCH, "foreign_share": round(median(shares), 2) if shares else None},
+        **summary(sides),
+    }
+
+
+def _data_sets(settings: ImageFolder, cache_dir: Path) -> tuple[ImageFolderData, ImageFolderData, ImageFolderData]:
+    """Training images that are decoded, decoded and made smaller, and read from a cache."""
+    nowhere = Path(__file__)  # no folder can be made in a file, so that there is no cache
+    caching = [replace(settings, cache=True, cache_dir=str(place)) for place in (nowhere, cache_dir)]
+    found = []
+    for source in (settings, *caching):
+        train = source.read(progress=False)[0]
+        assert isinstance(train, ImageFolderData), "an ImageFolder reads nothing else"
+        found.append(train)
+    if not found[2].has_cache:
+        raise UserError(found[2].notes[0])
+    return found[0], found[1], found[2]
+
+
+def _measure(sides: Sequence[Side], seconds: float) -> list[float]:
+    """Repetitions of all sides until the time is over; the share of the core that others had while the first ran."""
+    for side in sides:
+        side.run(0)  # files come into the page cache
+    end_s, shares = time.monotonic() + seconds, list[float | None]()
+    for epoch in itertools.count(1):
+        before = LoadSnapshot.take()
+        sides[0].repeat(epoch)
+        shares.append(foreign_share(before, LoadSnapshot.take()))
+        for side in sides[1:]:
+            side.repeat(epoch)
+        if time.monotonic() > end_s:
+            break
+    return [share for share in shares if share is not None]
+
+
+def summary(sides: Sequence[Side]) -> dict[str, Any]:
+    """The figures of `measure_loader`, and a row for every side; the first is Pillow's, the second decodes."""
+    rows = [_row(side, sides[0], sides[1]) for side in sides]
+    by_name = {row["name"]: row for row in rows}
+    return {
+        "decoded_to_pillow": by_name[DECODED]["to_pillow"],
+        "cached_to_decoded": by_name[CACHED]["to_decoded"],
+        "rows": rows,
+    }
+
+
+def _row(side: Side, pillow: Side, decoded: Side) -> dict[str, Any]:
+    return {
+        "name": side.name,
+        "images_per_s": round(median(side.rates), 1),
+        **{name: spread([own / theirs for own, theirs in zip(side.rates, base.rates, strict=True)], 3)
+           for name, base in (("to_pillow", pillow), ("to_decoded", decoded))},
+        "n": len(side.rates),
+        "images_per_s_repetitions": [round(rate, 1) for rate in side.rates],
+    }  # fmt: skip
+
+
+def headline(result: Result) -> str:
+    share = result["method"]["foreign_share"]
+    busy = "" if share is None else f" Other programs had {share:.0%} of the core meanwhile."
+    return (
+        f"{result['images']} training images of {result['folder']}, crops of {result['size']} x {result['size']}, "
+        f"cached with a short side of {result['resize']}.{busy}"
+    )
+
+
+def sides_table(result: Result) -> str:
+    header = ["", "images/s a core", "÷ Pillow", "÷ decoded", "n"]
+    rows = [
+        [
+            row["name"],
+            f"{row['images_per_s']:,.0f}",
+            _ratio(row["to_pillow"]),
+            _ratio(row["to_decoded"]),
+            str(row["n"]),
+        ]
+        for row in result["rows"]
+    ]
+    return markdown_table(header, rows)
+
+
+def result_text(result: Result) -> str:
+    return f"{headline(result)}\n\n{sides_table(result)}"
+
+
+def _ratio(ratio: Mapping[str, float]) -> str:
+    if ratio["minimum"] == ratio["maximum"] == 1:
+        return "1"
+    return spread_text(ratio)
+
+
+TABLES = {"all": result_text}
 
 
 if __name__ == "__main__":

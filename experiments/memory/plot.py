@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from experiments.memory.report import Result, rows_of
+from experiments.memory.run import Result, rows_of
 from experiments.tables.pictures import beside
 
 # Of Okabe and Ito's palette, which the colour-blind can tell apart.

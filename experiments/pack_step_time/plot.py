@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from experiments.bench.packs.plot import ratio_lines
 from experiments.bench.packs.report import Row, bases_of, grouped
 from experiments.bench.packs.side import ONE_AT_A_TIME, TUNED
-from experiments.pack_step_time.parts import LARGER_MODELS
+from experiments.pack_step_time.run import LARGER_MODELS
 from experiments.tables.pictures import beside
 
 

@@ -8,8 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.preprocessing.measure import LOOP, OWN, WORKER
-from experiments.preprocessing.report import MODELBATCH, TARGET_SHARE
+from experiments.preprocessing.run import LOOP, MODELBATCH, OWN, TARGET_SHARE, WORKER
 from experiments.tables.pictures import one
 
 _COLORS = {OWN: "#999999", LOOP: "#0072B2", WORKER: "#009E73"}

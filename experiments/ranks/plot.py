@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.ranks.report import NAMES
+from experiments.ranks.run import NAMES
 from experiments.tables.pictures import one
 
 

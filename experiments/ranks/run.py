@@ -8,16 +8,31 @@ README.md says what the sides are.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.bench.arguments import count, measuring_parser
-from experiments.bench.machine import machine
-from experiments.bench.results import show_and_write
-from experiments.ranks.measure import measure_ranks
-from experiments.ranks.report import result_text
+from experiments.bench.machine import free_port
+from experiments.bench.results import measure_and_write
+from experiments.bench.windows import spread
+from experiments.ranks.sides import BUCKETS_MB, serve
+from experiments.scaling.ranks import Measured, RankPair
+from experiments.tables.markdown import markdown_table, spread_text
+
+Result = Mapping[str, Any]
+NAMES = {
+    "alone": "one rank on one core",
+    "sma": "two ranks, averaging every round",
+    "apart": "two ranks that never average",
+    "ddp_1": "DistributedDataParallel, buckets of 1 MB",
+    "ddp_25": "DistributedDataParallel, one bucket",
+}
+DDP = tuple(f"ddp_{size}" for size in BUCKETS_MB)
+SIDES = ("sma", "apart", "alone", *DDP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,11 +42,105 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--batch-size", type=count, default=32, help="of a rank (default %(default)s)")
     add("--rounds", type=count, default=8, help="in a window (default %(default)s)")
     add("--repetitions", type=count, default=10, help="windows of each side (default %(default)s)")
-    options = parser.parse_args(argv)
-    measured = measure_ranks(options.model, options.batch_size, options.rounds, options.repetitions)
-    result = {"machine": machine(), **measured}
-    show_and_write(result, result_text, options.json)
-    return 0
+    return measure_and_write(
+        parser, argv, lambda given: measure_ranks(given.model, given.batch_size, given.rounds, given.repetitions),
+        result_text,
+    )  # fmt: skip
+
+
+class Pair(RankPair):
+    """Two ranks as a launcher starts them; they meet at a port."""
+
+    def _serve_function(self) -> Callable[[int, int, str, Connection], None]:
+        return serve
+
+    def _new_store(self) -> str:
+        return str(free_port())
+
+
+def measure_ranks(model: str, batch_size: int, num_rounds: int, repetitions: int) -> dict[str, Any]:
+    """Images/s of every side and the ratios asked for, within repetitions, as plain values."""
+    rates: dict[str, list[float | None]] = {side: [] for side in SIDES}
+    with Pair() as pair:
+        pair.ask("prepare", model=model, batch_size=batch_size, attempts=1, is_judged=False)
+        for number in range(repetitions):
+            for side in SIDES if number % 2 else SIDES[::-1]:
+                answers = pair.ask("window", side=side, num_rounds=num_rounds)
+                rates[side].append(None if answers is None else _rate(side, answers, batch_size))
+        dropped = pair.dropped
+    best = max(DDP, key=lambda side: _median(rates[side]))
+    return {
+        "model": model,
+        "batch_size": batch_size,
+        "rounds": num_rounds,
+        "repetitions": repetitions,
+        "dropped": dropped,
+        "images_per_s": {side: spread([rate for rate in rates[side] if rate]) for side in SIDES},
+        "images_per_s_windows": {side: [rate and round(rate, 2) for rate in rates[side]] for side in SIDES},
+        "best_ddp": best,
+        "sma_over_alone": _ratio(rates["sma"], rates["alone"]),
+        "apart_over_alone": _ratio(rates["apart"], rates["alone"]),
+        "exposed_share": _ratio(rates["sma"], rates["apart"], share=True),
+        "sma_over_ddp": _ratio(rates["sma"], rates[best]),
+    }
+
+
+def _rate(side: str, answers: Sequence[Measured], batch_size: int) -> float:
+    """Images/s of both ranks together; of the one that trains in `alone`."""
+    trained = answers[:1] if side == "alone" else answers
+    return sum(batch_size / answer.round_s for answer in trained)
+
+
+def _median(rates: Sequence[float | None]) -> float:
+    found = spread([rate for rate in rates if rate])
+    return found["median"] if found else 0.0
+
+
+def _ratio(
+    own: Sequence[float | None], other: Sequence[float | None], share: bool = False
+) -> dict[str, float] | None:
+    """own/other within repetitions; as a share, how much of a round of `own` the `other` does without."""
+    pairs = [a / b for a, b in zip(own, other, strict=True) if a and b]
+    return spread([1 - ratio if share else ratio for ratio in pairs])
+
+
+def sides_table(result: Result) -> str:
+    rows = []
+    for side, rates in result["images_per_s"].items():
+        kept = [rate for rate in result["images_per_s_windows"][side] if rate]
+        rows.append([NAMES[side], _rates(rates), str(len(kept))])
+    return markdown_table(["", "images/s in all", "n"], rows)
+
+
+def ratios_table(result: Result) -> str:
+    rows = [
+        ["two ranks ÷ one rank on one core", _number(result["sma_over_alone"], ".2f"), "≥ 1.9"],
+        ["the same without any averaging: what these cores allow", _number(result["apart_over_alone"], ".2f"), ""],
+        ["of a round, averaging that is not hidden", _number(result["exposed_share"], ".1%"), "≤ 5 %"],
+        ["two ranks ÷ the better DistributedDataParallel", _number(result["sma_over_ddp"], ".2f"), "≥ 1.0"],
+    ]
+    return markdown_table(["", "median (least–most)", "wanted"], rows)
+
+
+def result_text(result: Result) -> str:
+    head = (
+        f"{result['model']}, b = {result['batch_size']} a rank, windows of {result['rounds']} rounds; "
+        f"{result['dropped']} windows were dropped."
+    )
+    return f"{head}\n\n{sides_table(result)}\n\n{ratios_table(result)}"
+
+
+def _rates(rates: Mapping[str, float] | None) -> str:
+    return "" if rates is None else spread_text(rates, ".1f")
+
+
+def _number(ratio: Mapping[str, float] | None, form: str) -> str:
+    if ratio is None:
+        return ""
+    return f"{ratio['median']:{form}} ({ratio['minimum']:{form}}–{ratio['maximum']:{form}})"
+
+
+TABLES = {"all": result_text}
 
 
 if __name__ == "__main__":

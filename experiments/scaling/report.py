@@ -36,7 +36,7 @@ def inputs_table(result: Result) -> str:
     """The inputs for one GPU of each workload, a row each."""
     rows = []
     for values in result["inputs"]["workloads"]:
-        workload = Workload.from_values(values)
+        workload = Workload(**values)
         round_ms = 1000 * workload.images_a_round / workload.images_per_s
         rows.append(
             [workload.name, f"{PARAMETERS[workload.model] / 1e6:.2f}", f"{workload.images_per_s:,}", f"{round_ms:.2f}",

@@ -12,8 +12,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import PrecisionName
 from experiments.throughput.roofline import roofline_of, roofline_text
 from experiments.throughput.suite_report import best_row, main_batch_size, models, rows_of_model
-from experiments.update_bandwidth.measure import measure_update
-from experiments.update_bandwidth.report import result_text
+from experiments.update_bandwidth.run import measure_update, result_text
 
 # Seconds that all this takes, a model and for the update: rounds are counted, and on CUDA traced.
 MODEL_S = {"cpu": 4.0, "cuda": 10.0}

@@ -18,22 +18,19 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import BF16, PrecisionName, choose_device, choose_precision
 from experiments.bench.arguments import count, measuring_parser, positive
-from experiments.bench.machine import machine
-from experiments.bench.results import show_and_write
+from experiments.bench.results import measure_and_write
 from experiments.bench.sides.side import EXECUTOR_SIDES
-from experiments.bench.windows import MAX_FOREIGN_SHARE
 from experiments.bench.workers import process_context
 from experiments.bench.workloads import WORKLOAD_MODELS, prepare_all
-from experiments.tables.drawing import draw_after
 from experiments.throughput import planning
-from experiments.throughput.analysis import analyse, analysis_s, analysis_text
+from experiments.throughput.analysis import analyse, analysis_s
 from experiments.throughput.campaign import Campaign, Plan
 from experiments.throughput.planning import Limits
+from experiments.throughput.report import suite_text
 from experiments.throughput.sides import run_side, sides_on
-from experiments.throughput.suite_report import KIND, auto_of, left_out_of, ratios_of, result_text, rows_of
+from experiments.throughput.suite_report import KIND, auto_of, left_out_of, ratios_of, rows_of
 
 MODELS = ("mlp", "lenet", "resnet32", "vgg16")
 BATCH_SIZES = (16, 32, 64)
@@ -44,26 +41,15 @@ _ASIDE_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    options = parser.parse_args(argv)
     begun_s = time.monotonic()
-    try:
-        device = choose_device(options.device)
-        precision: PrecisionName = "bf16" if choose_precision("auto", device) == BF16 else "fp32"
-    except UserError as error:
-        parser.error(str(error))
-    result = measure_models(options, device.type, precision, begun_s)
-    show_and_write(result, lambda found: f"{result_text(found)}\n\n{analysis_text(found)}", options.json)
-    if options.json:
-        draw_after("throughput", options.json)
-    return 0
+    return measure_and_write(_parser(), argv, lambda given: measure_models(given, begun_s), suite_text, "throughput")
 
 
-def measure_models(
-    options: argparse.Namespace, device: str, precision: PrecisionName, begun_s: float
-) -> dict[str, Any]:
+def measure_models(options: argparse.Namespace, begun_s: float) -> dict[str, Any]:
     """One model after another, each in its share of the time that is left of the budget."""
-    facts, known = machine(), True
+    chosen, known = choose_device(options.device), True
+    device = chosen.type
+    precision: PrecisionName = "bf16" if choose_precision("auto", chosen) == BF16 else "fp32"
     models = list(dict.fromkeys(options.models or default_models(device)))
     budget_s = max(0.0, 60 * options.minutes - _ASIDE_S - analysis_s(models, device))
     parts: dict[str, list[Any]] = {"rows": [], "left_out": [], "auto": [], "ratios": []}
@@ -83,7 +69,6 @@ def measure_models(
             known = known and campaign.foreign_load_known
     result: dict[str, Any] = {
         "kind": KIND,
-        "machine": facts,
         "device": device,
         "precision": precision,
         "data": {model: workloads[model].data for model in models},
@@ -119,7 +104,9 @@ def make_plan(options: argparse.Namespace, device: str, precision: PrecisionName
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = measuring_parser(__doc__, "write the results there, and draw them beside it")
+    parser = measuring_parser(
+        __doc__, "--device", "--max-foreign-share", written="write the results there, and draw them beside it"
+    )
     add = parser.add_argument
     add("--models", choices=WORKLOAD_MODELS, nargs="+", help=f"default {' '.join(MODELS)}, and resnet50 on CUDA")
     add("--batch-sizes", type=count, nargs="+", default=BATCH_SIZES, help="images a learner takes (default 16 32 64)")
@@ -127,9 +114,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--minutes", type=positive, default=MINUTES, help="all of it takes no longer (default %(default)s)")
     add("--passes", type=count, default=Limits.passes, help="windows a cell (default %(default)s)")
     add("--window-s", type=positive, default=Limits.window_s, help="length of a window (default %(default)s)")
-    add("--max-foreign-share", type=positive, default=MAX_FOREIGN_SHARE,
-        help="drop windows in which others take a larger share of the cores (default %(default)s)")  # fmt: skip
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
     return parser
 
 

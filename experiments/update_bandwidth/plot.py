@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments.tables.pictures import one
-from experiments.update_bandwidth.report import label
+from experiments.update_bandwidth.run import label
 
 _COLORS = {"update": "#0072B2", "copy": "#999999"}
 

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.tables.pictures import one
-from experiments.workers.measure import NETWORKS
+from experiments.workers.run import NETWORKS
 
 _COLORS = ("#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7")
 _RING: dict[str, Any] = {"markersize": 13, "markerfacecolor": "none", "markeredgecolor": "black"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -11,12 +12,12 @@ from statistics import median
 from typing import Any, cast
 
 from crossbow_py.core.errors import CrossbowError
+from experiments.bench.arguments import count, measuring_parser, positive
 from experiments.bench.gate import Gate, Ready, Visit, Window
 from experiments.bench.packs.inference import predict
 from experiments.bench.packs.layers import run_layers
-from experiments.bench.packs.mixed import train_mixed
-from experiments.bench.packs.side import BASES, CAPTURED, DEFAULT, TUNED, PackSide
-from experiments.bench.packs.training import train_captured, train_pack
+from experiments.bench.packs.side import BASES, CAPTURED, DEFAULT, SERIAL, TUNED, PackSide
+from experiments.bench.packs.training import train_captured, train_mixed, train_pack
 from experiments.bench.packs.workloads import PackWorkload
 from experiments.bench.sides.side import Side
 from experiments.bench.sides.tuned import default_loop, tuned_single
@@ -217,3 +218,46 @@ def _train(side: PackSide, workload: PackWorkload, gate: Gate, effort: Effort) -
         train_mixed(side, workload, gate)
     else:
         train_pack(side, workload, gate)
+
+
+def pack_parser(description: str | None, *, repetitions: int, seconds: float) -> argparse.ArgumentParser:
+    """Make a parser with the options that say how, where and how long is measured."""
+    parser = measuring_parser(description, "--device", "--max-foreign-share")
+    add = parser.add_argument
+    add("--repetitions", type=count, default=repetitions, help="windows a side (default %(default)s)")
+    add("--seconds", type=positive, default=seconds, help="length of a window (default %(default)s)")
+    add("--quick", action="store_true", help="a small part of it, in seconds: to see that it runs")
+    return parser
+
+
+def one_at_a_time(device: str) -> tuple[str, ...]:
+    return (DEFAULT, TUNED, CAPTURED) if device == "cuda" else (DEFAULT, TUNED, SERIAL)
+
+
+def executors_on(device: str) -> tuple[str, ...]:
+    return ("streams", "fused") if device == "cuda" else ("threads", "fused", "fused_threads")
+
+
+def predictors_on(device: str) -> tuple[str, ...]:
+    """The executors of ensembles that a device has, but `serial`."""
+    return ("fused",) if device == "cuda" else ("threads", "fused", "fused_threads")
+
+
+def measure_panels(panels: Sequence[Sequence[PackCell]], options: argparse.Namespace, device: str) -> dict[str, Any]:
+    """Measure one panel after another: the method, rows and mixed rows."""
+    method = Method(options.seconds, options.repetitions, options.max_foreign_share)
+    for panel in panels:
+        measure_panel(panel, method)
+    cells = [cell for panel in panels for cell in panel]
+    return {
+        "device": device,
+        "data": sorted({cell.workload.data for cell in cells}),
+        "method": {
+            "seconds": method.seconds,
+            "repetitions": method.repetitions,
+            "max_foreign_share": method.max_foreign_share,
+            "foreign_load_known": all(cell.load_known for cell in cells),
+        },
+        "rows": [row for panel in panels for row in rows_of(panel)],
+        "mixed": [row for panel in panels for row in mixed_rows(panel)],
+    }

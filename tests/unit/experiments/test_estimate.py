@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from experiments.bench.machine import machine
-from experiments.estimate import plot, report, run, time_search
+from experiments.estimate import plot, run, time_search
 from experiments.estimate.recommended import SECONDS, WorkerLoad, best_pair, compare
 from experiments.estimate.truth import SUBJECTS
 
@@ -58,14 +58,14 @@ def cells(table: str) -> list[list[str]]:
 
 
 def test_errors_are_counted_above_and_below_and_the_largest_is_told_in_images_and_in_percent() -> None:
-    assert cells(report.errors_table(estimate_result()))[2:] == [
+    assert cells(run.errors_table(estimate_result()))[2:] == [
         ["alexnet", "61,100,840", "3.00", "3", "1", "1", "1", "2", "0.50", "0.2 to 0.4"],
         ["vgg16", "14,986,698", "2.00", "2", "1", "0", "0", "1", "2.00", "0.0 to 0.1"],
     ]
 
 
 def test_batch_sizes_are_the_true_ones_with_what_the_estimates_differ_by() -> None:
-    assert cells(report.batch_sizes_table(estimate_result()))[2:] == [
+    assert cells(run.batch_sizes_table(estimate_result()))[2:] == [
         ["alexnet", "1", "1", "0", "400 (-2)"],
         ["alexnet", "2", "2", "–", "200 (+1)"],
         ["vgg16", "1", "1", "50 (-1)", "100"],
@@ -73,17 +73,17 @@ def test_batch_sizes_are_the_true_ones_with_what_the_estimates_differ_by() -> No
 
 
 def test_searches_are_compared_by_their_medians() -> None:
-    assert cells(report.searches_table(estimate_result()))[2:] == [
+    assert cells(run.searches_table(estimate_result()))[2:] == [
         ["alexnet", "2.0", "5.0", "3", "2.5", "4.0", "17", "398", "400"]
     ]
 
 
 def test_supply_has_pairs_and_how_many_of_them_are_not_the_best() -> None:
-    assert cells(report.supply_table(estimate_result()))[2:] == [["alexnet", "1", "300", "100 × 14", "200 × 14", "1"]]
+    assert cells(run.supply_table(estimate_result()))[2:] == [["alexnet", "1", "300", "100 × 14", "200 × 14", "1"]]
 
 
 def test_notes_say_what_it_comes_to() -> None:
-    assert report.notes(estimate_result()).splitlines() == [
+    assert run.notes(estimate_result()).splitlines() == [
         "- 5 largest batch sizes: 2 estimates are exact, 1 are above the truth; the furthest below is 2.00 %. "
         "In 1 cases nothing fits.",
         "- `python -m crossbow_py.estimate` takes 6.5 s (n = 3; 6.0 to 7.0 s), the start of Python included, "
@@ -93,8 +93,8 @@ def test_notes_say_what_it_comes_to() -> None:
 
 def test_text_without_what_was_not_timed_has_the_other_tables() -> None:
     result = estimate_result() | {"searches": [], "command": None, "supply": []}
-    assert report.result_text(result) == "\n\n".join(
-        [report.errors_table(result), report.batch_sizes_table(result), report.notes(result)]
+    assert run.result_text(result) == "\n\n".join(
+        [run.errors_table(result), run.batch_sizes_table(result), run.notes(result)]
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from experiments.loader import measure, plot, report, run, sides
+from experiments.loader import plot, run, sides
 from experiments.loader.sides import CACHED, DECODED, PILLOW, SHRUNK, Side
 
 
@@ -26,11 +26,11 @@ def measured_sides() -> list[Side]:
 
 def result() -> dict[str, Any]:
     facts = {"folder": "photos", "images": 9, "size": 16, "resize": 20, "method": {"foreign_share": 0.25}}
-    return {**facts, **measure.summary(measured_sides())}
+    return {**facts, **run.summary(measured_sides())}
 
 
 def test_summary_compares_within_repetitions() -> None:
-    summed = measure.summary(measured_sides())
+    summed = run.summary(measured_sides())
     assert summed["decoded_to_pillow"] == {"median": 1.25, "minimum": 1.2, "maximum": 1.25}
     assert summed["cached_to_decoded"] == {"median": 10.0, "minimum": 9.0, "maximum": 12.0}
     assert [summed["rows"][3][key] for key in ("images_per_s", "n")] == [5400.0, 3]
@@ -73,7 +73,7 @@ def test_measurement_from_the_command_line_writes_its_result(
 
 
 def test_table_has_every_side() -> None:
-    table = report.sides_table(result()).splitlines()
+    table = run.sides_table(result()).splitlines()
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[2:]] == [
         ["Pillow", "400", "1", "0.80 (0.80–0.83)", "3"],
         ["decoded", "500", "1.25 (1.20–1.25)", "1", "3"],
@@ -83,8 +83,8 @@ def test_table_has_every_side() -> None:
 
 
 def test_headline_says_how_busy_the_machine_was() -> None:
-    assert report.headline(result()).endswith("short side of 20. Other programs had 25% of the core meanwhile.")
-    assert report.headline({**result(), "method": {"foreign_share": None}}).endswith("short side of 20.")
+    assert run.headline(result()).endswith("short side of 20. Other programs had 25% of the core meanwhile.")
+    assert run.headline({**result(), "method": {"foreign_share": None}}).endswith("short side of 20.")
 
 
 def test_picture_has_a_bar_for_every_side() -> None:

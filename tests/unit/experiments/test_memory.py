@@ -13,7 +13,7 @@ import torch
 from crossbow_py.engine.sizing.memory import LearnerBytes, learner_bytes, predicted_bytes
 from experiments.bench.machine import machine
 from experiments.bench.rounds import Rounds, Setup
-from experiments.memory import measure, plot, report, run
+from experiments.memory import measure, plot, run
 
 MIB = 2**20
 FLOATS = {"master_bytes": 4, "compute_bytes": 4}
@@ -41,7 +41,7 @@ def cells(table: str) -> list[list[str]]:
 
 
 def test_table_has_what_an_extra_learner_costs_and_its_ratio_to_its_own_parts() -> None:
-    assert cells(report.peaks_table(memory_result()))[2:] == [
+    assert cells(run.peaks_table(memory_result()))[2:] == [
         ["lenet", "fused", "1", "13.0", "13.0", "1.000", "–", "–"],
         ["lenet", "fused", "2", "24.0", "23.0", "1.043", "11.0", "1.100"],
         ["lenet", "fused", "8", "87.0", "83.0", "1.048", "10.5", "1.050"],
@@ -52,7 +52,7 @@ def test_table_has_what_an_extra_learner_costs_and_its_ratio_to_its_own_parts() 
 
 
 def test_text_has_the_parts_of_a_learner_and_what_failed() -> None:
-    text = report.result_text(memory_result())
+    text = run.result_text(memory_result())
     assert cells(text)[2] == ["lenet", "262,144", "1.00", "1.00", "1.00", "1.00", "0.00", "0.00", "6.00", "10.00"]
     assert text.endswith("lenet fused K=16 failed: it ran out of memory")
 

@@ -16,15 +16,22 @@ from torch import Tensor
 from crossbow_py.core.errors import CrossbowError
 from experiments.bench import windows, workloads
 from experiments.bench.gate import FinishedError, Gate, Ready, Visit, Window
-from experiments.bench.packs import comparison, inference, layers, mixed, training
-from experiments.bench.packs.comparison import Method, measure_panel, mixed_rows, rows_of, run_pack_side
-from experiments.bench.packs.mixed import SharedGate, train_mixed
+from experiments.bench.packs import comparison, inference, layers, training
+from experiments.bench.packs.comparison import (
+    Method,
+    executors_on,
+    measure_panel,
+    mixed_rows,
+    one_at_a_time,
+    predictors_on,
+    rows_of,
+    run_pack_side,
+)
 from experiments.bench.packs.models import BUILDS, RowReader, data_of
 from experiments.bench.packs.plot import COLORS
 from experiments.bench.packs.report import best_pack, cells_table, left_out, summary_header, summary_row
-from experiments.bench.packs.running import executors_on, one_at_a_time, predictors_on
 from experiments.bench.packs.side import PackSide, packed, single
-from experiments.bench.packs.training import new_pack
+from experiments.bench.packs.training import SharedGate, new_pack, train_mixed
 from experiments.bench.packs.workloads import PackWorkload, prepare_packs
 from experiments.bench.sides import tuned
 from experiments.bench.workloads import Effort
@@ -41,7 +48,7 @@ def mlp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PackWorkloa
     """Narrow MLPs on a few synthetic images; torch's global settings, which sides change, are kept."""
     monkeypatch.setenv("CROSSBOW_DATA_DIR", str(tmp_path))
     monkeypatch.setattr(workloads, "NUM_IMAGES", 64)
-    for module in (training, layers, inference, mixed, tuned):
+    for module in (training, layers, inference, tuned):
         monkeypatch.setattr(module, "usable_cores", lambda: 1)
     monkeypatch.setattr(tuned, "keep_freed_memory", lambda: None)
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
