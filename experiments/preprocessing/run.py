@@ -20,7 +20,7 @@ from crossbow_py.engine.device.host import intra_op_threads
 from experiments.bench.arguments import count, measuring_parser
 from experiments.bench.results import measure_and_write
 from experiments.bench.streamed_runs import SIZE, Setup, StreamedRun, five_layers, photographs
-from experiments.bench.windows import MAX_FOREIGN_SHARE, Windows
+from experiments.bench.windows import MAX_FOREIGN_SHARE, Window, Windows, waiting
 from experiments.tables.markdown import markdown_table, spread_text
 
 Result = Mapping[str, Any]
@@ -51,7 +51,7 @@ class Side:
 
     name: str
     num_models: int
-    windows: Windows = field(default_factory=Windows)
+    windows: Windows[Window] = field(default_factory=Windows)
 
     @property
     def num_workers(self) -> int:
@@ -113,7 +113,7 @@ def summary(sides: Sequence[Side]) -> dict[str, Any]:
         {
             "side": side.name,
             "num_models": side.num_models,
-            **side.windows.summary(),
+            **waiting(side.windows),
             "speedup": side.windows.ratio(sides[0].windows),
         }
         for side in sides

@@ -8,17 +8,16 @@ README.md says what the sides are.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.bench.arguments import count, measuring_parser
-from experiments.bench.machine import free_port
 from experiments.bench.results import measure_and_write
-from experiments.bench.windows import spread
+from experiments.bench.windows import paired_ratios, spread
 from experiments.ranks.sides import BUCKETS_MB, serve
 from experiments.scaling.ranks import Measured, RankPair
 from experiments.tables.markdown import markdown_table, spread_text
@@ -48,27 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
 
 
-class Pair(RankPair):
-    """Two ranks as a launcher starts them; they meet at a port."""
-
-    def _serve_function(self) -> Callable[[int, int, str, Connection], None]:
-        return serve
-
-    def _new_store(self) -> str:
-        return str(free_port())
-
-
 def measure_ranks(model: str, batch_size: int, num_rounds: int, repetitions: int) -> dict[str, Any]:
     """Images/s of every side and the ratios asked for, within repetitions, as plain values."""
     rates: dict[str, list[float | None]] = {side: [] for side in SIDES}
-    with Pair() as pair:
+    with RankPair(serve=serve) as pair:
         pair.ask("prepare", model=model, batch_size=batch_size, attempts=1, is_judged=False)
         for number in range(repetitions):
             for side in SIDES if number % 2 else SIDES[::-1]:
                 answers = pair.ask("window", side=side, num_rounds=num_rounds)
                 rates[side].append(None if answers is None else _rate(side, answers, batch_size))
         dropped = pair.dropped
-    best = max(DDP, key=lambda side: _median(rates[side]))
+    best = max(DDP, key=lambda side: median([rate for rate in rates[side] if rate] or [0.0]))
     return {
         "model": model,
         "batch_size": batch_size,
@@ -91,33 +80,28 @@ def _rate(side: str, answers: Sequence[Measured], batch_size: int) -> float:
     return sum(batch_size / answer.round_s for answer in trained)
 
 
-def _median(rates: Sequence[float | None]) -> float:
-    found = spread([rate for rate in rates if rate])
-    return found["median"] if found else 0.0
-
-
 def _ratio(
     own: Sequence[float | None], other: Sequence[float | None], share: bool = False
 ) -> dict[str, float] | None:
     """own/other within repetitions; as a share, how much of a round of `own` the `other` does without."""
-    pairs = [a / b for a, b in zip(own, other, strict=True) if a and b]
-    return spread([1 - ratio if share else ratio for ratio in pairs])
+    return spread([1 - ratio if share else ratio for ratio in paired_ratios(own, other)])
 
 
 def sides_table(result: Result) -> str:
-    rows = []
-    for side, rates in result["images_per_s"].items():
-        kept = [rate for rate in result["images_per_s_windows"][side] if rate]
-        rows.append([NAMES[side], _rates(rates), str(len(kept))])
+    windows = result["images_per_s_windows"]
+    rows = [
+        [NAMES[side], spread_text(rates, ".1f"), str(sum(rate is not None for rate in windows[side]))]
+        for side, rates in result["images_per_s"].items()
+    ]
     return markdown_table(["", "images/s in all", "n"], rows)
 
 
 def ratios_table(result: Result) -> str:
     rows = [
-        ["two ranks ÷ one rank on one core", _number(result["sma_over_alone"], ".2f"), "≥ 1.9"],
-        ["the same without any averaging: what these cores allow", _number(result["apart_over_alone"], ".2f"), ""],
-        ["of a round, averaging that is not hidden", _number(result["exposed_share"], ".1%"), "≤ 5 %"],
-        ["two ranks ÷ the better DistributedDataParallel", _number(result["sma_over_ddp"], ".2f"), "≥ 1.0"],
+        ["two ranks ÷ one rank on one core", spread_text(result["sma_over_alone"], ".2f"), "≥ 1.9"],
+        ["the same without any averaging: what these cores allow", spread_text(result["apart_over_alone"], ".2f"), ""],
+        ["of a round, averaging that is not hidden", spread_text(result["exposed_share"], ".1%"), "≤ 5 %"],
+        ["two ranks ÷ the better DistributedDataParallel", spread_text(result["sma_over_ddp"], ".2f"), "≥ 1.0"],
     ]
     return markdown_table(["", "median (least–most)", "wanted"], rows)
 
@@ -128,16 +112,6 @@ def result_text(result: Result) -> str:
         f"{result['dropped']} windows were dropped."
     )
     return f"{head}\n\n{sides_table(result)}\n\n{ratios_table(result)}"
-
-
-def _rates(rates: Mapping[str, float] | None) -> str:
-    return "" if rates is None else spread_text(rates, ".1f")
-
-
-def _number(ratio: Mapping[str, float] | None, form: str) -> str:
-    if ratio is None:
-        return ""
-    return f"{ratio['median']:{form}} ({ratio['minimum']:{form}}–{ratio['maximum']:{form}})"
 
 
 TABLES = {"all": result_text}

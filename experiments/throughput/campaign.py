@@ -169,7 +169,7 @@ class Campaign:
                 self._fail(cell, error)
             else:
                 return
-        measurement.windows.append(None)
+        measurement.windows.taken.append(None)
 
     def _fail(self, cell: Cell, error: SideError) -> None:
         print(f"{self._workload.model} b={cell.batch_size}: {error}", flush=True)
@@ -209,4 +209,4 @@ class Campaign:
             self._wait(_RETRY_AFTER_S)
             return True
 
-        measurement.add(take, self._plan.max_foreign_share, may_retry)
+        measurement.windows.add(take, may_retry, self._plan.max_foreign_share)

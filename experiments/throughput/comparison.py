@@ -2,79 +2,35 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from statistics import median
 from typing import Any
 
 from crossbow_py.engine.modules.precision import PrecisionName
 from experiments.bench.gate import Ready, Window
 from experiments.bench.sides.side import AUTO, EXECUTOR_SIDES, OPEN, SINGLE_SIDES, Side
-from experiments.bench.windows import clean_window, wait_for_others
-
-_ORDER_SEED = 0
+from experiments.bench.windows import Windows, paired_ratios
 
 
 @dataclass
 class Measurement:
-    """A side and its clean windows: images/s by repetition, None where every attempt had to be dropped."""
+    """A side and its windows."""
 
     side: Side
     ready: Ready
-    windows: list[float | None] = field(default_factory=list)
-    dropped: int = 0
-
-    def add(self, take: Callable[[], Window], max_foreign_share: float, may_retry: Callable[[], bool]) -> None:
-        window, dropped = clean_window(take, may_retry, max_foreign_share)
-        self.windows.append(None if window is None else window.images_per_s)
-        self.dropped += dropped
-
-    @property
-    def kept(self) -> list[float]:
-        return [rate for rate in self.windows if rate is not None]
-
-    @property
-    def images_per_s(self) -> float | None:
-        """Median over the clean windows; None without any."""
-        return median(self.kept) if self.kept else None
-
-
-def measure(
-    measurements: Sequence[Measurement],
-    take_window: Callable[[Side], Window],
-    repetitions: int,
-    max_foreign_share: float,
-    may_retry: Callable[[], bool] = wait_for_others,
-) -> None:
-    """Add `repetitions` windows to every measurement, all sides taking turns in a new random order each time."""
-    order, draw = list(measurements), random.Random(_ORDER_SEED)
-    for _ in range(repetitions):
-        draw.shuffle(order)
-        for measurement in order:
-            measurement.add(partial(take_window, measurement.side), max_foreign_share, may_retry)
+    windows: Windows[Window] = field(default_factory=Windows)
 
 
 def to_row(measurement: Measurement, model: str, batch_size: int) -> dict[str, Any]:
-    rate = measurement.images_per_s
     return {
         "model": model,
         "batch_size": batch_size,
         **asdict(measurement.side),
-        "images_per_s": None if rate is None else round(rate, 1),
-        "n": len(measurement.kept),
-        "dropped": measurement.dropped,
+        **measurement.windows.figures(),
         "threads": measurement.ready.threads,
         "detail": measurement.ready.detail,
-        "images_per_s_windows": [None if value is None else round(value, 1) for value in measurement.windows],
     }
-
-
-def paired_ratios(numerator: Sequence[float | None], denominator: Sequence[float | None]) -> list[float]:
-    """Ratio within every repetition in which both sides have a clean window."""
-    pairs = zip(numerator, denominator, strict=True)
-    return [upper / lower for upper, lower in pairs if upper is not None and lower is not None]
 
 
 def ratios(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
@@ -83,7 +39,7 @@ def ratios(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
     Kinds: `throughput`, of a side to `default_loop` and to `tuned_single` of its precision; and `round_time`, of rounds
     with SMA to rounds of as many learners without averaging.
     """
-    windows = {measurement.side: measurement.windows for measurement in measurements}
+    windows = {measurement.side: measurement.windows.rates() for measurement in measurements}
     entries = []
     for side, own in windows.items():
         bases = [base for base in windows if _is_base(base, side)]

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import BF16, PrecisionName, choose_device, choose_precision
 from experiments.bench.arguments import count, measuring_parser, positive
-from experiments.bench.gate import Visit, Window
+from experiments.bench.gate import Visit
 from experiments.bench.results import measure_and_write
 from experiments.bench.sides.side import Side
+from experiments.bench.windows import by_turns
 from experiments.bench.workers import SideError, SideProcess
 from experiments.bench.workloads import WORKLOAD_MODELS, Effort, Workload, prepare
-from experiments.throughput.comparison import Measurement, measure, plan_sides, ratios, to_row
+from experiments.throughput.comparison import Measurement, plan_sides, ratios, to_row
 from experiments.throughput.report import result_text
 from experiments.throughput.sides import ALL_SIDES, sides_on, start_side
 
@@ -74,11 +76,10 @@ def compare(sides: Sequence[Side], workload: Workload, options: argparse.Namespa
             known = known and warm.foreign_share is not None
             print(f"{process.side.label}: about {warm.images_per_s:,.0f} images/s", flush=True)
 
-        def take_window(side: Side) -> Window:
-            return processes[side].window(Visit(options.seconds))
-
-        measurements = [Measurement(side, process.ready) for side, process in processes.items()]
-        measure(measurements, take_window, options.repetitions, options.max_foreign_share)
+        measurements = {side: Measurement(side, process.ready) for side, process in processes.items()}
+        for side in by_turns(list(processes), options.repetitions):
+            take = partial(processes[side].window, Visit(options.seconds))
+            measurements[side].windows.add(take, max_foreign_share=options.max_foreign_share)
     return {
         "model": workload.model,
         "batch_size": workload.batch_size,
@@ -90,8 +91,8 @@ def compare(sides: Sequence[Side], workload: Workload, options: argparse.Namespa
             "max_foreign_share": options.max_foreign_share,
             "foreign_load_known": known,
         },
-        "rows": [to_row(measurement, workload.model, workload.batch_size) for measurement in measurements],
-        "ratios": ratios(measurements),
+        "rows": [to_row(measurement, workload.model, workload.batch_size) for measurement in measurements.values()],
+        "ratios": ratios(list(measurements.values())),
     }
 
 

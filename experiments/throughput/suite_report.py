@@ -8,9 +8,9 @@ from statistics import median
 from typing import Any
 
 from experiments.bench.sides.side import AUTO, EXECUTOR_SIDES, OPEN, SINGLE_SIDES
-from experiments.bench.windows import dropped_windows
+from experiments.bench.windows import dropped_windows, paired_ratios
 from experiments.tables.markdown import NONE, markdown_table
-from experiments.throughput.comparison import Measurement, paired_ratios, ratios, to_row
+from experiments.throughput.comparison import Measurement, ratios, to_row
 from experiments.throughput.planning import MAIN_BATCH_SIZE, Cell, LeftOut
 
 KIND = "suite"

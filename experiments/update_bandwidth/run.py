@@ -27,7 +27,7 @@ from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.engine.modules.precision import choose_device, choose_precision
 from experiments.bench.arguments import count, measuring_parser, positive
 from experiments.bench.results import measure_and_write
-from experiments.bench.windows import MAX_FOREIGN_SHARE, clean_window, wait_for_others
+from experiments.bench.windows import MAX_FOREIGN_SHARE, clean_window, wait_until
 from experiments.bench.workloads import WORKLOAD_MODELS
 from experiments.tables.markdown import NONE, markdown_table, number, spread_text
 from experiments.update_bandwidth.copies import copies, copy_bytes
@@ -155,7 +155,7 @@ def _measure(sides: Sequence[Side], clock: Any, seconds: float) -> bool:
 def _repetition(side: Side, clock: Any, end_s: float) -> bool:
     """Add a clean window, tried again while there is time; None when none was. Whether others' load is known."""
     taken, dropped = clean_window(
-        lambda: _window(side, clock), lambda: time.monotonic() <= end_s and wait_for_others(), MAX_FOREIGN_SHARE
+        lambda: _window(side, clock), wait_until(end_s), MAX_FOREIGN_SHARE
     )
     side.dropped += dropped
     if taken is None:

@@ -26,7 +26,7 @@ from crossbow_py.engine.sizing.workers import Loading, recommend
 from experiments.bench.arguments import count, measuring_parser, positive
 from experiments.bench.results import measure_and_write
 from experiments.bench.streamed_runs import SIZE, Photographs, Setup, StreamedRun, photographs
-from experiments.bench.windows import MAX_FOREIGN_SHARE, Windows
+from experiments.bench.windows import MAX_FOREIGN_SHARE, Window, Windows, wait_until, waiting
 from experiments.tables.markdown import markdown_table, number, spread_text
 
 Result = Mapping[str, Any]
@@ -58,7 +58,7 @@ class Cell:
 
     network: str
     batch_size: int
-    windows: dict[int, Windows]
+    windows: dict[int, Windows[Window]]
 
     def fetch_s(self) -> float | None:
         """Seconds of loading a sample, from rounds with nothing beside it."""
@@ -145,7 +145,7 @@ def _repetition(cell: Cell, run: StreamedRun, pace: Pace) -> None:
     for workers, windows in cell.windows.items():
         warm_up_s, window_s = pace.warm_up_s(cell.batch_size, workers), pace.window_s(cell.batch_size, workers)
         take = partial(run.timed_window, workers, warm_up_s, window_s)
-        windows.add(take, until_s=pace.begun_s + _RETRY_UNTIL_S)
+        windows.add(take, wait_until(pace.begun_s + _RETRY_UNTIL_S))
 
 
 def summary(cell: Cell, sample_bytes: int, host: Host) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def summary(cell: Cell, sample_bytes: int, host: Host) -> dict[str, Any]:
         "recommended": recommended,
         "best": best,
         "at_recommended": _ratio(cell, recommended, best),
-        "rows": [{"num_workers": number, **windows.summary()} for number, windows in cell.windows.items()],
+        "rows": [{"num_workers": number, **waiting(windows)} for number, windows in cell.windows.items()],
     }
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import CrossbowError
-from experiments.bench import windows, workloads
-from experiments.bench.gate import FinishedError, Gate, Ready, Visit, Window
+from experiments.bench import workloads
+from experiments.bench.gate import FinishedError, Gate, Ready, Visit
 from experiments.bench.packs import comparison, inference, layers, training
 from experiments.bench.packs.comparison import (
     Method,
@@ -266,16 +266,6 @@ def test_mixed_row_adds_up_what_either_family_gains(mlp: PackWorkload) -> None:
     assert row["gain"]["in_turn"]["median"] == 0.75 + 0.5
     assert row["gain"]["tuned_single"] is None
     assert len(rows_of(cells)) == 5
-
-
-def test_window_with_foreign_load_is_dropped_and_taken_again(mlp: PackWorkload, monkeypatch: Any) -> None:
-    monkeypatch.setattr(windows, "RETRY_AFTER_S", 0.0)
-    shares = iter([0.5, 0.1, 0.5, 0.5, 0.5, None])
-    own = cell(packed("fused", 2), mlp)
-    for _ in range(3):
-        own.add(lambda: Window(10, 1.0, next(shares)), Method(1.0, 3))
-    assert [window is not None for window in own.windows] == [True, False, True]
-    assert (own.dropped, own.load_known) == (4, False)
 
 
 def test_panel_takes_turns_and_goes_on_without_a_side_that_cannot_be_had(

@@ -189,7 +189,7 @@ def test_campaign_with_time_measures_every_cell_in_every_pass_and_ends_the_proce
     assert names(found.measurements) == [
         (16, "default_loop", 1), (16, "tuned_single", 1), (16, "fused", 1), (16, "fused", 2), (16, "auto", 6),
     ]  # fmt: skip
-    assert all(entry.windows == [1600.0] * 3 for entry in found.measurements.values())
+    assert all(entry.windows.rates() == [1600.0] * 3 for entry in found.measurements.values())
     assert found.left_out == {}
     assert device.started == [(16, "default_loop"), (16, "tuned_single"), (16, "fused"), (16, "auto")]
     assert device.ended == 4
@@ -204,7 +204,7 @@ def test_campaign_of_captured_rounds_has_a_process_for_each_number_of_learners()
     assert device.started == [
         (16, "default_loop"), (16, "tuned_single"), (16, "fused"), (16, "fused"), (16, "auto"),
     ]  # fmt: skip
-    assert all(entry.windows == [1600.0] * 3 for entry in found.measurements.values())
+    assert all(entry.windows.rates() == [1600.0] * 3 for entry in found.measurements.values())
     assert device.now == pytest.approx(5 * 1.0 + 5 * 3 * 0.3)  # captures take no time here
 
 
@@ -213,7 +213,7 @@ def test_campaign_leaves_out_what_its_time_does_not_allow() -> None:
     found = campaign(Device(), 8.4)
     assert names(found.measurements)[2:] == [(16, "auto", 6), (16, "fused", 1)]
     assert [(entry.side.num_learners, why.cause) for entry, why in found.left_out.items()] == [(2, "time")]
-    assert [len(entry.kept) for entry in found.measurements.values()] == [3] * 4
+    assert [len(entry.windows.kept()) for entry in found.measurements.values()] == [3] * 4
 
 
 def test_campaign_notes_what_fails_and_goes_on() -> None:
@@ -224,7 +224,8 @@ def test_campaign_notes_what_fails_and_goes_on() -> None:
         (ProcessKey(16, "fused"), "failure", "memory does not hold it"),
         (ProcessKey(8, "fused"), "failure", "no such thing"),
     }  # fmt: skip
-    assert found.measurements[cell("fused")].windows == [1600.0, None, None]  # its process ended in the first pass
+    # Its process ended in the first pass.
+    assert found.measurements[cell("fused")].windows.rates() == [1600.0, None, None]
     assert (8, "default_loop", 1) in names(found.measurements)
 
 
@@ -233,7 +234,7 @@ def test_campaign_drops_windows_under_foreign_load_and_tries_again_while_there_i
     device.foreign = [0.5, 0.5]
     found = campaign(device, 100.0)
     first = next(iter(found.measurements.values()))
-    assert (first.dropped, first.windows) == (2, [1600.0] * 3)
+    assert (first.windows.dropped, first.windows.rates()) == (2, [1600.0] * 3)
 
 
 def test_auto_is_compared_with_the_fastest_cell_within_passes() -> None:
