@@ -28,9 +28,8 @@ from crossbow_py.data.datasets import as_pair
 from crossbow_py.models import MODELS
 from crossbow_py.telemetry.events import LearnerCount, Progress
 from experiments.auto_tuner.report import phases
-from experiments.bench.arguments import positive
 from experiments.bench.machine import machine
-from experiments.bench.results import draw_after, results_folder, write_result
+from experiments.bench.results import draw_after, positive, results_folder, write_result
 from experiments.bench.workloads import load_source
 
 EXPERIMENT = "auto_tuner"

@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.grids import report as grids_report
-from experiments.grids.command import run_grid
 from experiments.grids.grid import AS_RECORDED, RESNET8, Grid, cells
+from experiments.grids.running import run_grid
 from experiments.grids.summary import Result, Run, by_cell, difference, has_diverged
 from experiments.tables.markdown import NONE, markdown_table
 

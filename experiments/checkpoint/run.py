@@ -26,9 +26,8 @@ from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.models import MODELS
 from crossbow_py.train.checkpoints.writer import CheckpointWriter, save
-from experiments.bench.arguments import count, measuring_parser, positive
 from experiments.bench.machine import usable_cores
-from experiments.bench.results import measure_and_write
+from experiments.bench.results import count, measure_and_write, measuring_parser, positive
 from experiments.bench.windows import MAX_FOREIGN_SHARE
 from experiments.checkpoint.training import BATCH_SIZE, Training
 from experiments.tables.markdown import markdown_table

@@ -21,9 +21,8 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from crossbow_py.engine.sizing.memory import LearnerModel
-from experiments.bench.arguments import count, measuring_parser
 from experiments.bench.machine import ROOT
-from experiments.bench.results import measure_and_write
+from experiments.bench.results import count, measure_and_write, measuring_parser
 from experiments.estimate.recommended import SECONDS, WorkerLoad, compare, estimate
 from experiments.estimate.truth import SUBJECTS, Subject, TrainingRun
 from experiments.tables.markdown import NONE, markdown_table

@@ -17,8 +17,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.bench.arguments import count, measuring_parser, positive
-from experiments.bench.results import measure_and_write
+from experiments.bench.results import count, measure_and_write, measuring_parser, positive
 from experiments.faults.campaign import EXECUTORS, Campaign, figures
 from experiments.faults.report import kill9_text
 

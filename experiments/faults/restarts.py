@@ -22,9 +22,8 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from crossbow_py.telemetry.records import read_summary
-from experiments.bench.arguments import count, measuring_parser, positive
 from experiments.bench.machine import ROOT
-from experiments.bench.results import measure_and_write
+from experiments.bench.results import count, measure_and_write, measuring_parser, positive
 from experiments.faults.folder import resumed_from
 from experiments.faults.recording import (
     NUM_SAMPLES,

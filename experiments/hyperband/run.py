@@ -19,11 +19,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.sources.mnist import Mnist
 from crossbow_py.engine.modules.precision import choose_device
-from experiments.bench.arguments import count, measuring_parser
-from experiments.bench.results import measure_and_write
+from experiments.bench.results import count, measure_and_write, measuring_parser
 from experiments.hyperband.measure import measure_hyperband
-from experiments.tables.headline import cores
-from experiments.tables.markdown import markdown_table, spread_text
+from experiments.tables.markdown import cores, markdown_table, spread_text
 
 Result = Mapping[str, Any]
 NAMES = {

@@ -26,8 +26,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.host import LoadSnapshot, foreign_share, usable_core_ids
 from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.data.sources.image_folder import ImageFolder
-from experiments.bench.arguments import count, measuring_parser, positive
-from experiments.bench.results import measure_and_write
+from experiments.bench.results import count, measure_and_write, measuring_parser, positive
 from experiments.bench.windows import spread
 from experiments.loader.sides import (
     BATCH,

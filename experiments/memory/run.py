@@ -22,9 +22,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from crossbow_py.engine.modules.precision import choose_device, choose_precision
 from crossbow_py.engine.sizing.memory import LearnerBytes, learner_bytes, predicted_bytes
 from crossbow_py.models import MODELS
-from experiments.bench.arguments import count, measuring_parser
 from experiments.bench.machine import ROOT
-from experiments.bench.results import measure_and_write
+from experiments.bench.results import count, measure_and_write, measuring_parser
 from experiments.bench.rounds import ExecutorName, Setup
 from experiments.tables.markdown import NONE, markdown_table
 

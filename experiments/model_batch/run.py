@@ -18,7 +18,6 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from crossbow_py.engine.modules.precision import choose_device
-from experiments.bench.arguments import count
 from experiments.bench.packs.comparison import (
     PackCell,
     executors_on,
@@ -39,9 +38,8 @@ from experiments.bench.packs.report import (
     summary_header,
     summary_row,
 )
-from experiments.bench.packs.side import DEFAULT, DEFAULT_ENSEMBLE, TUNED, PackSide, Work, packed, single
-from experiments.bench.packs.workloads import prepare_packs
-from experiments.bench.results import measure_and_write
+from experiments.bench.packs.side import DEFAULT, DEFAULT_ENSEMBLE, TUNED, PackSide, Work, packed, prepare_packs, single
+from experiments.bench.results import count, measure_and_write
 from experiments.tables.markdown import markdown_table, spread_text
 
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.grids import report
-from experiments.grids.command import run_grid
 from experiments.grids.grid import Cell, Grid, cells
+from experiments.grids.running import run_grid
 
 NUM_LEARNERS = (1, 2, 4, 8)
 # The recipe of the digits is SMA, that of LeNet synchronous_sgd, both with the learning rate times √K. Other sides are

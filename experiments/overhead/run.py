@@ -29,9 +29,8 @@ from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.models import MLP, LeNet
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.run_folder.reporter import Reporter
-from experiments.bench.arguments import count, measuring_parser, positive
 from experiments.bench.machine import ROOT
-from experiments.bench.results import measure_and_write
+from experiments.bench.results import count, measure_and_write, measuring_parser, positive
 from experiments.bench.windows import MAX_FOREIGN_SHARE, spread
 from experiments.tables.markdown import NONE, markdown_table, spread_text
 

@@ -20,7 +20,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import choose_device
-from experiments.bench.arguments import count
 from experiments.bench.packs.comparison import (
     PackCell,
     executors_on,
@@ -40,9 +39,17 @@ from experiments.bench.packs.report import (
     summary_header,
     summary_row,
 )
-from experiments.bench.packs.side import CAPTURED, DEFAULT, ONE_AT_A_TIME, TUNED, packed, single
-from experiments.bench.packs.workloads import PackWorkload, prepare_packs
-from experiments.bench.results import measure_and_write
+from experiments.bench.packs.side import (
+    CAPTURED,
+    DEFAULT,
+    ONE_AT_A_TIME,
+    TUNED,
+    PackWorkload,
+    packed,
+    prepare_packs,
+    single,
+)
+from experiments.bench.results import count, measure_and_write
 from experiments.tables.markdown import NONE, markdown_table, spread_text
 
 LIMIT_MODELS = 4

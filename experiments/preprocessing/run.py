@@ -17,8 +17,7 @@ from typing import Any, Literal
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from crossbow_py.engine.device.host import intra_op_threads
-from experiments.bench.arguments import count, measuring_parser
-from experiments.bench.results import measure_and_write
+from experiments.bench.results import count, measure_and_write, measuring_parser
 from experiments.bench.streamed_runs import SIZE, Setup, StreamedRun, five_layers, photographs
 from experiments.bench.windows import MAX_FOREIGN_SHARE, Window, Windows, waiting
 from experiments.tables.markdown import markdown_table, spread_text

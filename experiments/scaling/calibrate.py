@@ -21,8 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 import numpy as np
 
-from experiments.bench.arguments import count, measuring_parser
-from experiments.bench.results import measure_and_write
+from experiments.bench.results import count, measure_and_write, measuring_parser
 from experiments.scaling.ranks import NUM_RANKS, Case, RankPair, task_s, transfer_s
 from experiments.scaling.report import CALIBRATED, result_text
 from experiments.scaling.simulator import log_sigma

@@ -17,8 +17,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.bench.arguments import count, measuring_parser
-from experiments.bench.results import read_results
+from experiments.bench.results import count, measuring_parser, read_results
 from experiments.bench.windows import spread
 from experiments.scaling.calibrate import CASES, all_reduce_s, measure_pair
 from experiments.scaling.inputs import PARAMETERS

@@ -7,8 +7,7 @@ from typing import Any
 
 from experiments.bench.sides.side import AVERAGING_WORDS, EXECUTOR_SIDES, SINGLE_SIDES
 from experiments.bench.windows import dropped_windows
-from experiments.tables.headline import cores
-from experiments.tables.markdown import NONE, markdown_table
+from experiments.tables.markdown import NONE, cores, markdown_table
 from experiments.throughput import suite_report
 from experiments.throughput.analysis import analysis_text
 

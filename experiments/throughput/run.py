@@ -21,9 +21,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import BF16, PrecisionName, choose_device, choose_precision
-from experiments.bench.arguments import count, measuring_parser, positive
 from experiments.bench.gate import Visit
-from experiments.bench.results import measure_and_write
+from experiments.bench.results import count, measure_and_write, measuring_parser, positive
 from experiments.bench.sides.side import Side
 from experiments.bench.windows import by_turns
 from experiments.bench.workers import SideError, SideProcess

@@ -17,12 +17,11 @@ from statistics import median
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.bench.windows import spread
-from experiments.grids.command import run_grid
 from experiments.grids.grid import Cell, Grid, cells, merged
 from experiments.grids.report import accuracy, notes
+from experiments.grids.running import run_grid
 from experiments.grids.summary import Result, Run, by_cell, first_at, summarize
-from experiments.tables.headline import cores
-from experiments.tables.markdown import NONE, markdown_table, spread_text
+from experiments.tables.markdown import NONE, cores, markdown_table, spread_text
 
 Times = dict[int, float]
 _ON_FIRST_PAGE = (("resnet32", 0.88, "ResNet-32 on CIFAR-10 to {}, s"), ("lenet", 0.99, "LeNet on MNIST to {}, s"))

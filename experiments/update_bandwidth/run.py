@@ -25,8 +25,7 @@ import torch
 from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.engine.modules.precision import choose_device, choose_precision
-from experiments.bench.arguments import count, measuring_parser, positive
-from experiments.bench.results import measure_and_write
+from experiments.bench.results import count, measure_and_write, measuring_parser, positive
 from experiments.bench.windows import MAX_FOREIGN_SHARE, clean_window, wait_until
 from experiments.bench.workloads import WORKLOAD_MODELS
 from experiments.tables.markdown import NONE, markdown_table, number, spread_text

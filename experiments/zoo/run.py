@@ -18,9 +18,8 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.bench.arguments import count, measuring_parser
 from experiments.bench.machine import machine, usable_cores
-from experiments.bench.results import show_and_write, write_result
+from experiments.bench.results import count, measuring_parser, show_and_write, write_result
 from experiments.tables.markdown import NONE, markdown_table
 from experiments.zoo.comparison import BATCH_SIZE, CHANGE, MULTIPLE, NUM_LEARNERS, NUM_ROUNDS, TOLERANCE, compared
 from experiments.zoo.models import PACKAGES, TIMM, TRANSFORMERS, entry_of

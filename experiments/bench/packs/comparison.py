@@ -11,13 +11,12 @@ from statistics import median
 from typing import Any, cast
 
 from crossbow_py.core.errors import CrossbowError
-from experiments.bench.arguments import count, measuring_parser, positive
 from experiments.bench.gate import Gate, Ready, Visit, Window
 from experiments.bench.packs.inference import predict
 from experiments.bench.packs.layers import run_layers
-from experiments.bench.packs.side import BASES, CAPTURED, DEFAULT, SERIAL, TUNED, PackSide
+from experiments.bench.packs.side import BASES, CAPTURED, DEFAULT, SERIAL, TUNED, PackSide, PackWorkload
 from experiments.bench.packs.training import train_captured, train_mixed, train_pack
-from experiments.bench.packs.workloads import PackWorkload
+from experiments.bench.results import count, measuring_parser, positive
 from experiments.bench.sides.side import Side
 from experiments.bench.sides.tuned import default_loop, tuned_single
 from experiments.bench.windows import MAX_FOREIGN_SHARE, Windows, by_turns, spread

@@ -13,8 +13,7 @@ from crossbow_py.predict.ensemble import Ensemble
 from crossbow_py.predict.predictors import PredictorName
 from experiments.bench.gate import Gate, Ready
 from experiments.bench.machine import usable_cores
-from experiments.bench.packs.side import DEFAULT, DEFAULT_ENSEMBLE, ONE_THREAD, TUNED, PackSide
-from experiments.bench.packs.workloads import PackWorkload
+from experiments.bench.packs.side import DEFAULT, DEFAULT_ENSEMBLE, ONE_THREAD, TUNED, PackSide, PackWorkload
 from experiments.bench.sides.captured import Step, captured, train_for_ever
 from experiments.bench.sides.tuned import Form, fastest, thread_counts
 from experiments.bench.workloads import Effort

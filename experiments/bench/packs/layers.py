@@ -14,9 +14,8 @@ from crossbow_py.engine.fusion.fused_pass import FusedPass
 from crossbow_py.engine.rounds import RoundTasks
 from experiments.bench.gate import Gate, Ready
 from experiments.bench.machine import usable_cores
-from experiments.bench.packs.side import DEFAULT, TUNED, PackSide
+from experiments.bench.packs.side import DEFAULT, TUNED, PackSide, PackWorkload
 from experiments.bench.packs.training import new_pack
-from experiments.bench.packs.workloads import PackWorkload
 from experiments.bench.sides.captured import Step, captured, train_for_ever
 from experiments.bench.sides.tuned import Form, fastest, thread_counts
 from experiments.bench.workloads import Effort

@@ -18,7 +18,7 @@ from crossbow_py.data.augmentation import PaddedImages
 from crossbow_py.data.normalisation import Normalisation, PixelNormaliser
 from crossbow_py.data.sampler import epoch_order
 from experiments.bench.gate import Gate
-from experiments.bench.sides.updates import bf16_update, plain_update
+from experiments.bench.sides.tuned import bf16_update, plain_update
 from experiments.bench.workloads import Workload
 
 SEED = 0

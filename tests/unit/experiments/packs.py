@@ -6,8 +6,7 @@ from typing import Any
 
 from experiments.bench.gate import Ready, Visit, Window
 from experiments.bench.packs.comparison import PackCell
-from experiments.bench.packs.side import PackSide
-from experiments.bench.packs.workloads import PackWorkload
+from experiments.bench.packs.side import PackSide, PackWorkload
 from experiments.bench.windows import Windows
 from experiments.bench.workers import SideError
 from experiments.bench.workloads import Effort

@@ -157,23 +157,6 @@ def test_table_has_a_row_a_cell_and_says_what_diverged() -> None:
     assert table_cells(table, 4) == ["wild", "4", "16", "0.8000", "0.8000", "-0.1000", "–", "–", "2", "1"]
 
 
-def test_table_of_runs_with_others_beside_them_says_no_times() -> None:
-    result = made_up_result(alone=False)
-    assert "seconds to 0.91" not in report.cells_table(result)
-    assert "6 runs had others beside them, on one thread each: their times are not used." in report.notes(result)
-
-
-def test_notes_say_what_is_missing_and_what_others_took() -> None:
-    said = report.notes(made_up_result())
-    assert said.startswith("6 runs of 3 cells in fp32, at commit abc;")
-    assert "1 cells of the grid have not been run." in said
-    assert said.endswith("Other programs took up to 4% of the cores meanwhile.")
-
-
-def test_text_of_a_result_has_its_picture() -> None:
-    assert report.result_text(made_up_result()).startswith("![MLP](results/digits.png)\n\n|")
-
-
 def test_picture_has_a_row_a_cell_and_a_curve_each() -> None:
     finals, curves = plot.draw_accuracies(made_up_result()).axes
     assert [label.get_text() for label in finals.get_yticklabels()] == ["wild", "sma", "one"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from experiments.checkpoint import plot, run
+from experiments.checkpoint import run
 from experiments.checkpoint.training import Training
 
 
@@ -43,29 +43,10 @@ def test_summary_takes_medians_and_ratios_within_repetitions() -> None:
     assert found["period_s"] == {"beside": 100.0, "still": 250.0}  # for 2 s and 5 s of 2 %
 
 
-def test_table_has_the_parts_their_sum_and_the_write_that_training_waits_for() -> None:
-    table = run.cost_table(result(repetitions())).splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[2:]]
-    assert [row[1] for row in cells] == ["0.50 (0.50–0.50)", "1.50 (1.00–3.00)", "2.00 (1.50–3.50)", "5.00 (4.00–7.00)"]
-    assert cells[2][2:] == ["3.2%", "0.7%", "0.3%", "100 s"]  # 2 of 62, 302 and 602 s
-
-
-def test_headline_says_how_much_slower_training_is_and_what_is_saved() -> None:
-    text = run.headline(result(repetitions()))
-    assert "2.25 GB" in text
-    assert "6.0 s, in which that is 25% slower" in text  # 15 rounds a second in place of 20
-    assert "0.40 (0.38–0.50) of the time" in text
-
-
 def test_result_without_a_clean_repetition_has_no_figures() -> None:
     text = run.result_text(result([]))
     assert "n = 0, 4 dropped" in text
     assert text.count("–") == 4 * 5
-
-
-def test_picture_has_bars_up_to_the_medians() -> None:
-    (axes,) = plot.draw({"resnet50_k10": result(repetitions())}).axes
-    assert [bar.get_width() for bar in axes.patches] == [0.5, 1.5, 5.0]
 
 
 def test_training_stands_still_when_it_is_paused_and_ends_with_its_block() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import pytest
 import torch
 
 from crossbow_py.train.checkpoints.writer import save
-from experiments.faults import folder, kill9, plot, recording, report
+from experiments.faults import folder, kill9, recording
 from experiments.faults.campaign import figures
-from experiments.faults.folder import PHASES, hidden, phase
+from experiments.faults.folder import hidden, phase
 from experiments.faults.recording import Recording, counted_stream, lost_and_repeated, read_recordings, starts_of
 
 PARTIAL = "checkpoints/.samples-000000000300.token-1.partial"
@@ -140,49 +139,11 @@ def kills() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def rows_of(table: str) -> Mapping[str, list[str]]:
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
-    return {row[0]: row[1:] for row in cells}
-
-
 def test_figures_count_what_went_wrong_too():
     assert figures(kills()["runs"]) == {
         "runs": 3, "kills": 6, "in_write": 5, "resumed": 5, "before_first": 1, "afresh": 1, "corrupt": 1, "ended": 2,
         "equal_models": 2, "equal_lines": 3,
     }  # fmt: skip
-
-
-def test_tables_have_a_column_a_number_of_ranks():
-    text = report.result_text(kills())
-    rows = rows_of(report.kill9_table(kills()))
-    assert rows[folder.WRITING] == ["3", "2"]
-    assert rows["**kills**"] == ["4", "2"]
-    assert rows["resumed from the newest whole checkpoint"] == ["3", "2"]
-    assert rows["**runs** / ended with exit code 0"] == ["2 / 1", "1 / 1"]
-    assert "In 1 of the kills of two ranks one alone was killed" in text
-    assert "the other ended by itself with exit code 1 in 1, and with 0 in 0" in text
-    assert "0.20 s after the first sign" in text
-
-
-def test_restarts_are_summed_up():
-    run = {
-        "names_folder": True, "rank": 1, "batches": 46, "load": 2.0, "exit_code": 0, "starts": 2, "resumed_at": [1088],
-        "restart_s": 6.25, "epochs_checked": 30, "lost": 0, "repeated": 0, "samples_again": 384, "test_accuracy": 0.98,
-    }  # fmt: skip
-    alone = [{"wall_s": wall_s, "processor_s": 3.0, "load": 1.0} for wall_s in (4.0, 5.0, 9.0)]
-    bad = {**run, "lost": 3, "exit_code": 1, "restart_s": 8.25}
-    text = report.result_text({"kind": "restarts", "epochs": 30.0, "runs": [run, bad], "alone": alone})
-    assert "1 of 2 runs of 30 epochs ended with exit code 0; 3 samples lost and 0 repeated in 60 epochs" in text
-    assert "both ranks: 7.2 (6.2–8.2) s (n = 2)" in text
-    assert "of its first round: 5.0 (4.0–9.0) s" in text
-    assert rows_of(text.partition("\n\n")[2])["0"][:4] == ["set", "1, 46 batches", "0", "1,088"]
-
-
-def test_picture_has_a_bar_a_phase_and_number_of_ranks():
-    left, right = plot.draw(kills()).axes
-    assert [bar.get_width() for bar in left.patches] == [3, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 0]
-    assert len(PHASES) == 6
-    assert sum(bar.get_height() for bar in right.patches) == 6
 
 
 def test_killing_from_the_command_line_writes_its_result(tmp_path, capsys):

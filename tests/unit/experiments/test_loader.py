@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from experiments.loader import plot, run, sides
+from experiments.loader import run, sides
 from experiments.loader.sides import CACHED, DECODED, PILLOW, SHRUNK, Side
 
 
@@ -72,21 +72,6 @@ def test_measurement_from_the_command_line_writes_its_result(
     assert "9 training images of photos, crops of 16 x 16" in capsys.readouterr().out
 
 
-def test_table_has_every_side() -> None:
-    table = run.sides_table(result()).splitlines()
-    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[2:]] == [
-        ["Pillow", "400", "1", "0.80 (0.80–0.83)", "3"],
-        ["decoded", "500", "1.25 (1.20–1.25)", "1", "3"],
-        ["decoded, shrunk", "450", "1.12 (0.90–1.12)", "0.90 (0.75–0.90)", "3"],
-        ["cached", "5,400", "12.50 (10.80–15.00)", "10.00 (9.00–12.00)", "3"],
-    ]
-
-
 def test_headline_says_how_busy_the_machine_was() -> None:
     assert run.headline(result()).endswith("short side of 20. Other programs had 25% of the core meanwhile.")
     assert run.headline({**result(), "method": {"foreign_share": None}}).endswith("short side of 20.")
-
-
-def test_picture_has_a_bar_for_every_side() -> None:
-    (axes,) = plot.draw({"photos_16": result()}).axes
-    assert [bar.get_width() for bar in axes.patches] == [400.0, 500.0, 450.0, 5400.0]

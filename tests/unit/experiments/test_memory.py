@@ -13,7 +13,7 @@ import torch
 from crossbow_py.engine.sizing.memory import LearnerBytes, learner_bytes, predicted_bytes
 from experiments.bench.machine import machine
 from experiments.bench.rounds import Rounds, Setup
-from experiments.memory import measure, plot, run
+from experiments.memory import measure, run
 
 MIB = 2**20
 FLOATS = {"master_bytes": 4, "compute_bytes": 4}
@@ -40,29 +40,10 @@ def cells(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
 
 
-def test_table_has_what_an_extra_learner_costs_and_its_ratio_to_its_own_parts() -> None:
-    assert cells(run.peaks_table(memory_result()))[2:] == [
-        ["lenet", "fused", "1", "13.0", "13.0", "1.000", "–", "–"],
-        ["lenet", "fused", "2", "24.0", "23.0", "1.043", "11.0", "1.100"],
-        ["lenet", "fused", "8", "87.0", "83.0", "1.048", "10.5", "1.050"],
-        ["lenet", "fused", "16", "–", "163.0", "–", "–", "–"],
-        ["lenet", "serial", "1", "13.0", "13.0", "1.000", "–", "–"],
-        ["lenet", "serial", "2", "17.0", "17.0", "1.000", "4.0", "0.400"],
-    ]
-
-
 def test_text_has_the_parts_of_a_learner_and_what_failed() -> None:
     text = run.result_text(memory_result())
     assert cells(text)[2] == ["lenet", "262,144", "1.00", "1.00", "1.00", "1.00", "0.00", "0.00", "6.00", "10.00"]
     assert text.endswith("lenet fused K=16 failed: it ran out of memory")
-
-
-def test_picture_has_points_that_were_measured_and_lines_that_were_predicted() -> None:
-    pytest.importorskip("matplotlib")
-    (axes,) = plot.draw(memory_result()).axes
-    lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
-    assert lines["fused, measured"] == [13, 24, 87]
-    assert lines["serial, predicted"] == [13, 17]
 
 
 def test_peak_is_the_highest_running_sum() -> None:

@@ -30,9 +30,8 @@ from experiments.bench.packs.comparison import (
 from experiments.bench.packs.models import BUILDS, RowReader, data_of
 from experiments.bench.packs.plot import COLORS
 from experiments.bench.packs.report import best_pack, cells_table, left_out, summary_header, summary_row
-from experiments.bench.packs.side import PackSide, packed, single
+from experiments.bench.packs.side import PackSide, PackWorkload, packed, prepare_packs, single
 from experiments.bench.packs.training import SharedGate, new_pack, train_mixed
-from experiments.bench.packs.workloads import PackWorkload, prepare_packs
 from experiments.bench.sides import tuned
 from experiments.bench.workloads import Effort
 from tests.unit.experiments.packs import PretendedProcess, cell, mixed_cell
@@ -230,20 +229,6 @@ def test_executor_with_a_thread_a_group_says_so_and_has_all_cores_to_share_out(
     assert (cores, gate.prepared.threads) == ([3 if executor == "fused_threads" else 1], 1)
 
 
-def test_rows_of_cuda_are_compared_with_one_captured_model_too(mlp: PackWorkload) -> None:
-    rows = rows_of([
-        cell(single("default_loop"), mlp, 100), cell(single("tuned_single"), mlp, 200),
-        cell(single("captured"), mlp, 250), cell(packed("fused", 4), mlp, 1000),
-    ])  # fmt: skip
-    assert summary_header(rows) == [
-        "default_loop", "tuned_single", "captured", "best pack", "images/s", "÷ default_loop", "÷ tuned_single",
-        "÷ captured", "n",
-    ]  # fmt: skip
-    assert summary_row(rows)[:4] == ["100", "200", "250", "fused K=4"]
-    assert summary_row(rows)[5:8] == [f"{ratio:.2f} ({ratio:.2f}–{ratio:.2f})" for ratio in (10, 5, 4)]
-    assert "captured" not in summary_header(rows[:2])
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_side_of_a_device_has_a_colour_of_its_own(device: str) -> None:
     names = {*one_at_a_time(device), *executors_on(device), *predictors_on(device), "default_ensemble"}
@@ -302,3 +287,17 @@ def test_summary_shows_the_fastest_pack_beside_one_model_at_a_time(mlp: PackWork
     assert summary_row(rows[:2]) == ["100", "200", *["–"] * 5]
     last = cells_table(rows).splitlines()[-1]
     assert [part.strip() for part in last.split("|")[1:7]] == ["mlp_64", "4", "fused", "4", "2", "5,000"]
+
+
+def test_rows_of_cuda_are_compared_with_one_captured_model_too(mlp: PackWorkload) -> None:
+    rows = rows_of([
+        cell(single("default_loop"), mlp, 100), cell(single("tuned_single"), mlp, 200),
+        cell(single("captured"), mlp, 250), cell(packed("fused", 4), mlp, 1000),
+    ])  # fmt: skip
+    assert summary_header(rows) == [
+        "default_loop", "tuned_single", "captured", "best pack", "images/s", "÷ default_loop", "÷ tuned_single",
+        "÷ captured", "n",
+    ]  # fmt: skip
+    assert summary_row(rows)[:4] == ["100", "200", "250", "fused K=4"]
+    assert summary_row(rows)[5:8] == [f"{ratio:.2f} ({ratio:.2f}–{ratio:.2f})" for ratio in (10, 5, 4)]
+    assert "captured" not in summary_header(rows[:2])

@@ -40,15 +40,6 @@ def test_sides_are_one_model_alone_and_two_ways_for_every_number() -> None:
     ]
 
 
-def test_table_compares_with_a_model_alone_within_repetitions() -> None:
-    table = run.shares_table(result()).splitlines()
-    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[2:]] == [
-        [OWN, "any", "80.0 % (70.0 %–80.0 %)", "400", "1", "3", "0"],
-        [LOOP, "16", "25.0 % (20.0 %–30.0 %)", "2,000", "5.00 (4.00–6.00)", "3", "0"],
-        [WORKER, "16", "1.0 % (0.0 %–2.0 %)", "4,000", "10.00 (10.00–10.00)", "2", "3"],
-    ]
-
-
 @pytest.mark.parametrize(
     ("share", "num_models", "verdict"),
     [(0.05, 16, "reached"), (0.051, 16, "missed"), (0.01, 8, "not measured")],

@@ -6,7 +6,6 @@ import json
 import math
 import os
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -281,12 +280,6 @@ def test_compared_takes_the_windows_beside_one_that_averages() -> None:
     plot.draw_validation({"rows": rows})
 
 
-def test_calibrated_text_shows_sizes_and_ratios() -> None:
-    text = report.result_text(calibration())
-    assert "| 64 MiB |     1.00 |     2.00 |   2.0 |   9 |" in text
-    assert "1.00 times what it takes on idle cores" in text
-
-
 def test_run_writes_what_its_pages_and_pictures_show(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(run, "GPU_COUNTS", (1, 8, 16, 64, 256, 1024))
     monkeypatch.setattr(run, "PERIODS", (1, 4))
@@ -336,12 +329,6 @@ def test_validation_before_calibration_says_what_to_run(monkeypatch, capsys) -> 
     with pytest.raises(SystemExit):
         validate.main([])
     assert "calibrate.py" in capsys.readouterr().err
-
-
-def test_curves_have_a_point_for_every_number_of_gpus() -> None:
-    values = run.scene_values(scene(rounds=4), counts=(1, 8, 16))
-    assert {len(column) for curve in values["curves"].values() for column in curve.values()} == {3}
-    assert all(a <= b for a, b in pairwise(values["all_reduce_us"]))
 
 
 def test_core_share_is_lost_learning_by_what_an_all_reduce_takes_on_idle_cores(monkeypatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from crossbow_py.data.augmentation import Augmentation
 from experiments.bench import workloads
 from experiments.bench.gate import Choice, Ready, Visit, Window
-from experiments.bench.sides.side import AUTO, EXECUTOR_SIDES, OPEN, Side
+from experiments.bench.sides.side import AUTO, OPEN, Side
 from experiments.bench.workers import SideError
 from experiments.bench.workloads import Effort, Workload
 from experiments.tables import pages
@@ -294,13 +294,6 @@ def test_pictures_have_a_panel_a_model_and_lines_for_what_was_measured() -> None
     assert labels[0] == {"default_loop", "tuned_single", "threads", "fused", "auto"}
     assert labels[1] == labels[0] - {"fused"}
     assert [text.get_text() for text in by_batch_size.axes[0].texts] == ["threads K=2", "threads K=2", "fused K=4"]
-
-
-def test_every_executor_has_a_colour_and_a_marker_of_its_own() -> None:
-    plot = pytest.importorskip("experiments.throughput.plot")
-    for looks in (plot._COLOURS, plot._MARKERS):
-        assert set(looks) == set(EXECUTOR_SIDES)
-        assert len(set(looks.values())) == len(looks)
 
 
 def test_suite_from_the_command_line_writes_results_and_pictures(

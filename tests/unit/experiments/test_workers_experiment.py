@@ -84,20 +84,6 @@ def test_warm_up_makes_all_that_is_made_ahead_and_windows_hold_several_batches_o
     assert pace.window_s(batch_size=10, num_workers=3) == pytest.approx(1.8)
 
 
-def test_table_has_every_number_of_workers() -> None:
-    table = run.workers_table(result()).splitlines()
-    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[2:]] == [
-        ["light", "10", "7.50", "2.50", "100", "130", "225", "290", "3", "3", "3", "1.00 (1.00–1.00)", "yes"],
-        ["heavy", "10", "2.00", "8.00", "100", "125", "126", "–", "2", "1", "1", "0.99 (0.99–0.99)", "yes"],
-    ]
-
-
-def test_text_counts_how_often_the_rule_is_right_and_the_windows() -> None:
-    text = run.result_text(result())
-    assert "within 5% of the best number in 2 of 2 cases" in text
-    assert text.endswith("n = 0 to 2 windows a point; 3 were dropped.")
-
-
 def test_picture_has_a_line_a_batch_size_and_a_ring_at_the_recommended_number() -> None:
     starved, fed = plot.draw({"photos": result()}).axes
     lines = [line for line in starved.lines if line.get_label() == "B = 10"]
