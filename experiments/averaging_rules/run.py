@@ -16,8 +16,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from experiments.grids import report as grids_report
 from experiments.grids.grid import AS_RECORDED, RESNET8, Grid, cells
+from experiments.grids.report import Result, Run, by_cell, difference, has_diverged
 from experiments.grids.running import run_grid
-from experiments.grids.summary import Result, Run, by_cell, difference, has_diverged
 from experiments.tables.markdown import NONE, markdown_table
 
 _OF_FOUR = ", K=4"  # in the names of a grid that has other numbers of learners too

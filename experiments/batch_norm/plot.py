@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from experiments.batch_norm.run import curve, healthy
 from experiments.batch_norm.variants import VARIANTS
 from experiments.grids.plot import UNITS, unit_of
-from experiments.grids.summary import Result, Run
+from experiments.grids.report import Result, Run
 from experiments.tables.pictures import beside
 
 _MOST_IN_A_ROW = 4

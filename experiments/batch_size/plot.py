@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.batch_size.run import LEARNERS, ONE, Best, best_rates
-from experiments.grids.summary import Result
+from experiments.grids.report import Result
 from experiments.tables.pictures import beside
 
 _COLORS = {ONE: "#0072B2", LEARNERS: "#E69F00"}

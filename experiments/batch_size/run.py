@@ -16,9 +16,8 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.grids.grid import Cell, Grid, merged
-from experiments.grids.report import notes, when
+from experiments.grids.report import Reached, Result, by_cell, notes, reached, when
 from experiments.grids.running import run_grid
-from experiments.grids.summary import Reached, Result, by_cell, reached
 from experiments.tables.markdown import NONE, markdown_table
 
 ONE, LEARNERS = "one model", "learners of 32"

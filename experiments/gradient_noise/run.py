@@ -18,9 +18,8 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.grids.grid import AS_RECORDED, RESNET8, Grid, cells
-from experiments.grids.report import accuracy, notes
+from experiments.grids.report import Result, Run, accuracy, by_cell, estimate, has_diverged, notes
 from experiments.grids.running import run_grid
-from experiments.grids.summary import Result, Run, by_cell, estimate, has_diverged
 from experiments.tables.markdown import markdown_table, number
 
 Records = Sequence[Any]

@@ -9,7 +9,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.grids.summary import CellSummary, Result, Run, by_cell, has_diverged, mean_curve, summaries
+from experiments.grids.report import CellSummary, Result, Run, by_cell, has_diverged, mean_curve, summaries
 
 Filled = Literal["full", "none", "left"]
 

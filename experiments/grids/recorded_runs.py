@@ -19,7 +19,7 @@ from crossbow_py.telemetry.records import CONFIG_FILE, METRICS_FILE, read_metric
 from crossbow_py.train.__main__ import main as train
 from experiments.bench.machine import ROOT, machine
 from experiments.bench.results import results_folder, seeds, write_result
-from experiments.grids.summary import first_at
+from experiments.grids.report import first_at
 from experiments.tables.markdown import NONE, markdown_table
 
 Result = Mapping[str, Any]

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.loader.sides import PILLOW
+from experiments.loader.run import PILLOW
 from experiments.tables.pictures import one
 
 _OURS, _PILLOW = "#0072B2", "#999999"

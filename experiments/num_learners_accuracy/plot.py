@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 from experiments.grids.plot import accuracy_lines
-from experiments.grids.summary import Result
+from experiments.grids.report import Result
 from experiments.tables.pictures import beside
 
 

@@ -24,10 +24,9 @@ from experiments.bench.sides.side import EXECUTOR_SIDES
 from experiments.bench.workers import process_context
 from experiments.bench.workloads import WORKLOAD_MODELS, prepare_all
 from experiments.throughput import planning
-from experiments.throughput.analysis import analyse, analysis_s
 from experiments.throughput.campaign import Campaign, Plan
 from experiments.throughput.planning import Limits
-from experiments.throughput.report import suite_text
+from experiments.throughput.report import analyse, analysis_s, suite_text
 from experiments.throughput.sides import run_side, sides_on
 from experiments.throughput.suite_report import KIND, auto_of, left_out_of, ratios_of, rows_of
 

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.grids.plot import accuracy_lines, styles
-from experiments.grids.summary import Result
+from experiments.grids.report import Result
 from experiments.tables.pictures import beside
 from experiments.time_to_accuracy.run import times_of
 

@@ -18,9 +18,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from experiments.bench.windows import spread
 from experiments.grids.grid import Cell, Grid, cells, merged
-from experiments.grids.report import accuracy, notes
+from experiments.grids.report import Result, Run, accuracy, by_cell, first_at, notes, summarize
 from experiments.grids.running import run_grid
-from experiments.grids.summary import Result, Run, by_cell, first_at, summarize
 from experiments.tables.markdown import NONE, cores, markdown_table, spread_text
 
 Times = dict[int, float]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from experiments.checkpoint import run
-from experiments.checkpoint.training import Training
+from experiments.checkpoint.run import Training
 
 
 def repetitions() -> list[dict[str, float]]:

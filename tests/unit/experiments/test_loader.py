@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from experiments.loader import run, sides
-from experiments.loader.sides import CACHED, DECODED, PILLOW, SHRUNK, Side
+from experiments.loader import run
+from experiments.loader.run import CACHED, DECODED, PILLOW, SHRUNK, Side
 
 
 def measured_sides() -> list[Side]:
@@ -44,8 +44,8 @@ def test_rate_is_that_of_all_images_of_a_repetition() -> None:
 
 
 def test_batches_of_an_epoch_hold_every_sample_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sides, "BATCH", 4)
-    batches = list(sides.batches_of(3, 2, 10))
+    monkeypatch.setattr(run, "BATCH", 4)
+    batches = list(run.batches_of(3, 2, 10))
     assert [len(batch) for batch in batches] == [4, 4, 2] * 2
     assert [key for batch in batches for key in batch] == [(epoch, sample) for epoch in (6, 7) for sample in range(10)]
 
@@ -53,7 +53,7 @@ def test_batches_of_an_epoch_hold_every_sample_once(monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="processes cannot be kept on a core here")
 def test_on_cores_comes_back_to_all_of_them() -> None:
     before = os.sched_getaffinity(0)
-    with sides.on_cores([min(before)]):
+    with run.on_cores([min(before)]):
         assert os.sched_getaffinity(0) == {min(before)}
     assert os.sched_getaffinity(0) == before
 
