@@ -174,5 +174,4 @@ def _train_plainly(name: str, model: nn.Module, feed: Any, learner: int) -> None
 
 
 def _draws(index: int, learner: int) -> AbstractContextManager[Any]:
-    """Have an ordinary module draw what a learner draws in a round."""
     return OwnDraws(torch.Generator().manual_seed(counter_seed(0, "dropout", index, learner)))

@@ -80,7 +80,6 @@ def result_text(result: Result) -> str:
 
 
 def nets_table(result: Result) -> str:
-    """A row a network: how far each executor ends from plain PyTorch; and why executors were refused."""
     executors = list(next(iter(result["nets"].values())))
     rows = [[name, *(_cell(own[executor]) for executor in executors)] for name, own in result["nets"].items()]
     reasons = {own["refused"] for each in result["nets"].values() for own in each.values() if "refused" in own}
@@ -95,7 +94,6 @@ def _cell(own: Mapping[str, Any]) -> str:
 
 
 def setup_table(result: Result) -> str:
-    """A row a model and format: seconds without and with the comparison, and their ratio."""
     rows = [
         [name, *(spread_text(own[key], form) for key, form in (("without", ".2f"), ("with", ".2f"), ("ratio", ".2f"))),
          str(own["n"])]
@@ -105,7 +103,6 @@ def setup_table(result: Result) -> str:
 
 
 def throughput_table(result: Result) -> str:
-    """A row a model and executor: images/s before and now, and their ratio."""
     columns = (("before", ",.0f"), ("now", ",.0f"), ("ratio", ".3f"))
     rows = [
         [name, *(spread_text(own[key], form) for key, form in columns), str(own["n"])]

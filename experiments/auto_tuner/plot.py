@@ -13,7 +13,6 @@ from experiments.tables.pictures import beside
 
 
 def draw(result: Mapping[str, Any]) -> Figure:
-    """Throughput above, the number of learners below, the neighbour's time shaded."""
     seconds, rates, learners = zip(*result["throughput"], strict=True)
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))

@@ -61,7 +61,6 @@ def curve(run: Run, variant: str) -> list[float]:
 
 
 def accuracies_table(result: Result) -> str:
-    """A row for every evaluation of a cell: accuracy with the learners' mean, and what the others differ by."""
     others = [name for name in VARIANTS if name != MEAN]
     header = ["", "K", "epochs", MEAN, *(f"{name}: − {MEAN}" for name in others), "n"]
     rows = []
@@ -76,12 +75,10 @@ def accuracies_table(result: Result) -> str:
 
 
 def _differences(runs: Sequence[Run], variant: str, place: int) -> list[float]:
-    """Return the differences to the mean of the learners' statistics, with the same weights."""
     return [curve(run, variant)[place] - curve(run, MEAN)[place] for run in runs]
 
 
 def costs_table(result: Result) -> str:
-    """A row a kind: its median cost, in seconds of runs that were alone and as a part of an evaluation's time."""
     runs = [run for own in healthy(result).values() for run in own]
     alone = [run for run in runs if run["alone"]]
     rows = []

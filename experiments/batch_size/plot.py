@@ -13,7 +13,6 @@ _COLORS = {ONE: "#0072B2", LEARNERS: "#E69F00"}
 
 
 def draw(result: Result) -> Figure:
-    """A panel of epochs and, where runs were alone on the machine, one of seconds; each point at its best rate."""
     best = best_rates(result)
     timed = any(each.reached.seconds is not None for each in best)
     figure = Figure(figsize=(10 if timed else 6.5, 4), layout="constrained")

@@ -99,7 +99,6 @@ def _rank(best: Best) -> tuple[float, float]:
 
 
 def batches_table(result: Result) -> str:
-    """A row for every number of samples a round, one model beside learners."""
     found = {(best.side, best.total): best for best in best_rates(result)}
     header = ["samples a round"]
     for name in (ONE, f"K · {LEARNER_BATCH}"):

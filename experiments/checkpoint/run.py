@@ -132,7 +132,6 @@ def _await_quiet(training: Training, end_s: float) -> None:
 def _repetition(
     bank: ReplicaBank, training: Training, writer: CheckpointWriter, folder: Path, number: int
 ) -> dict[str, float]:
-    """Training, a checkpoint beside it, training, a checkpoint with training standing still."""
     rate = _rate(training)
     training.pause()
     begin_s = time.perf_counter()
@@ -199,7 +198,6 @@ def _medians(values: Sequence[float]) -> list[float] | None:
 
 
 def cost_table(result: Result) -> str:
-    """Seconds lost a checkpoint, and the share that is of training time with checkpoints so far apart."""
     header = ["", "seconds lost", *(f"every {period_s} s" for period_s in PERIODS_S), "≤ 2 % from every"]
     return markdown_table(header, [_row(result, name, label) for name, label in _ROWS.items()])
 

@@ -18,7 +18,6 @@ _GIB = 2**30
 
 
 def draw(result: Result) -> Figure:
-    """A panel a model; all learners run at once."""
     names = [entry["model"] for entry in result["models"]]
     columns = min(_COLUMNS, len(names))
     rows = math.ceil(len(names) / columns)

@@ -154,7 +154,6 @@ def result_text(result: Result) -> str:
 
 
 def errors_table(result: Result) -> str:
-    """A row a model: how far the estimates are from the truth, over all learners and limits."""
     header = ["over all K and limits", "parameters", "a sample, MiB", "cells", "exact", "above", "most above",
               "most below", "most below, %", "predicted − true, KiB"]  # fmt: skip
     rows = []
@@ -178,7 +177,6 @@ def errors_table(result: Result) -> str:
 
 
 def batch_sizes_table(result: Result) -> str:
-    """A row a model and number of learners: the true largest batch size by limit, and the estimate's difference."""
     limits = sorted({cell["limit_gib"] for cell in result["cells"]})
     header = ["model", "K", "at once", *(f"{limit} GiB" for limit in limits)]
     rows = []
@@ -191,7 +189,6 @@ def batch_sizes_table(result: Result) -> str:
 
 
 def searches_table(result: Result) -> str:
-    """A row a model: seconds of the two ways to search, and their quotient."""
     if not result["searches"]:
         return ""
     header = [f"K = 1, {result['search_gib']} GiB", "estimate, s", "doubling, s", "n", "doubling ÷ estimate",
@@ -216,7 +213,6 @@ def searches_table(result: Result) -> str:
 
 
 def supply_table(result: Result) -> str:
-    """A row a model and number of learners: recommended batch size × workers by the host's memory."""
     sizes = sorted({row["host_gib"] for row in result["supply"]})
     if not sizes:
         return ""

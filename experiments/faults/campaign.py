@@ -99,7 +99,6 @@ class Campaign:
         return start(arguments, folder / "output.log", num_ranks)
 
     def _reference(self, num_ranks: int, executor: str) -> Path:
-        """The undisturbed run of the same configuration; trained when it is first asked for."""
         key = (num_ranks, executor)
         if key not in self._undisturbed:
             folder = self._folder / f"undisturbed_{num_ranks}_{executor}"

@@ -16,7 +16,6 @@ _BINS = 20
 
 
 def draw(result: Mapping[str, Any]) -> Figure:
-    """Kills by phase, a bar a number of ranks; and by the samples of the checkpoint that was gone on from."""
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     columns = sorted({run["num_ranks"] for run in result["runs"]})

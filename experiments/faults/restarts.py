@@ -120,7 +120,6 @@ def _await_batches(recorded: Path, name: str, number: int, process: subprocess.P
 
 
 def _outcome(run: Path, recordings: Sequence[Recording], killed_s: float) -> dict[str, Any]:
-    """Return which samples a run that has ended was trained on, and how soon it trained again."""
     starts = starts_of(recordings, _NUM_RANKS)
     begins = [begin or 0 for begin in resumed_from((run / "console.log").read_text(encoding="utf-8"))]
     summary = read_summary(run)
@@ -172,7 +171,6 @@ def _processor_s(pid: int) -> float:
 
 
 def _load() -> float:
-    """Processes that ran or wanted to, in the mean over the last minute, as everybody's."""
     return round(os.getloadavg()[0], 1)
 
 

@@ -92,7 +92,6 @@ def _of(run: Run, key: str) -> Any:
 
 
 def _setting(runs: Sequence[Run], key: str) -> str:
-    """A setting of all runs of a cell: one value, or from the least to the most."""
     values = sorted({run["summary"][key] for run in runs})
     return str(values[0]) if len(values) == 1 else f"{values[0]}–{values[-1]}"
 

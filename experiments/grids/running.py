@@ -140,7 +140,6 @@ def _start(cell: Cell, seed: int, folder: Path, alone: bool) -> _Job:
 
 
 def _finish(job: _Job, left: int) -> list[str]:
-    """Record what is done; of what failed its name, having said why."""
     name, code = f"{job.cell.name}, seed {job.seed}", job.process.returncode
     record = recorded(job.cell, job.seed, job.run) if job.run.is_dir() else None
     if record is None or (code and record["status"] != "failed"):

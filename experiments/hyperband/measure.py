@@ -77,7 +77,6 @@ def _warm_up(overrides: Sequence[str]) -> list[str]:
 
 
 def _said_at_first(overrides: Sequence[str], side: str, folder: Path) -> list[str]:
-    """The messages of a search before its first trial trains."""
     messages = _Messages()
     with closing(_search_run(overrides, side, folder, messages)) as run:
         run.run(lambda: "stopped" if any(words.startswith("Trials of") for words in messages.said) else None)
@@ -97,7 +96,6 @@ def _run_apart(side: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _watched(side: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Run, and add the share of the cores that other programs took."""
     before = LoadSnapshot.take()
     outcome = _run(side, overrides)
     share = foreign_share(before, LoadSnapshot.take())

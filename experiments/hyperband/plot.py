@@ -17,7 +17,6 @@ _COLORS = {"training": "#0072B2", "measuring": "#E69F00", "rest": "#999999", _WH
 
 
 def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """A panel a result: a bar a side, in parts that are medians over its runs."""
     figure = Figure(figsize=(9, 2.8 * len(results)), layout="constrained")
     panels = figure.subplots(len(results), 1, squeeze=False)
     for (axes,), (name, result) in zip(panels, results.items(), strict=True):

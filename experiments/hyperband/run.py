@@ -82,7 +82,6 @@ def sides_table(result: Result) -> str:
 
 
 def headline(result: Result) -> str:
-    """Say how many times as fast packs are, and whether that is what was wanted."""
     sentences, goals = [], wanted(result)
     for side in list(NAMES)[:-1]:
         ratio = result["ratios"][f"{side}_over_packed"]
@@ -121,7 +120,6 @@ def _precision(result: Result, side: str) -> str:
 
 
 def headline_rows(results: Mapping[str, Result]) -> list[list[str]]:
-    """The search on the first page: seconds of packs, of one tuned trial at a time and of the default loop."""
     result = results["lenet_mnist"]
     seconds = [f"{result['seconds'][side]['median']:,.0f}" for side in ("packed", "one_at_a_time", "default_loop")]
     trials = {trial for trial, *_ in result["runs"]["packed"][0]["values"]}

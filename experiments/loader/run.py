@@ -3,7 +3,8 @@
     python experiments/loader/run.py [--folder flowers_300 --size 224 --resize 256] [--json PATH]
 
 README.md says what is compared and how. What counts is processor time, not time on a clock: a core that another
-program had for a while is not laid to the side that waited. Nothing here waits for anything else, as files are in the page cache.
+program had for a while is not laid to the side that waited. Nothing here waits for anything, as files are in the page
+cache.
 """
 
 from __future__ import annotations
@@ -92,7 +93,6 @@ def measure_loader(folder: str, size: int, resize: int, seconds: float, cache_di
 
 
 def _data_sets(settings: ImageFolder, cache_dir: Path) -> tuple[ImageFolderData, ImageFolderData, ImageFolderData]:
-    """Training images that are decoded, decoded and made smaller, and read from a cache."""
     nowhere = Path(__file__)  # no folder can be made in a file, so that there is no cache
     caching = [replace(settings, cache=True, cache_dir=str(place)) for place in (nowhere, cache_dir)]
     found = []
@@ -269,7 +269,6 @@ def on_cores(cores: Sequence[int] | set[int]) -> Iterator[None]:
 
 
 def _own_and_ended_s() -> float:
-    """Processor time so far: of this process, and of those it started that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
 

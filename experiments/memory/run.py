@@ -114,7 +114,6 @@ def result_text(result: Result) -> str:
 
 
 def parts_table(result: Result) -> str:
-    """A row a model: the parts of one learner in MiB."""
     header = ["one learner, MiB", "parameters", *_PARTS, "all of it"]
     rows = []
     for entry in result["models"]:
@@ -125,7 +124,6 @@ def parts_table(result: Result) -> str:
 
 
 def peaks_table(result: Result) -> str:
-    """A row a model, executor and K."""
     header = ["model", "executor", "K", "measured, MiB", "predicted, MiB", "measured ÷ predicted",
               "an extra learner, MiB", "÷ its own"]  # fmt: skip
     rows = []

@@ -125,7 +125,6 @@ def headline(result: Result) -> str:
 
 
 def summary_table(result: Result) -> str:
-    """A row a batch size: the sides of one model at a time, and the best pack."""
     groups = grouped(result["rows"], "batch_size")
     lines = [[str(size), *summary_row(rows)] for (size,), rows in groups.items()]
     return markdown_table(["b", *summary_header(result["rows"])], lines)

@@ -135,7 +135,6 @@ def _train(network: str, folder: Path | None, seconds: float) -> Any:
 
 @contextmanager
 def _timed() -> Iterator[list[float]]:
-    """Seconds that the training loop spends telling listeners of its progress, while it trains."""
     spent, progress = [0.0], Reporter.progress
 
     def timed(*arguments: Any, **named: Any) -> None:
@@ -151,7 +150,6 @@ def _timed() -> Iterator[list[float]]:
 
 
 def starts_table(result: Result) -> str:
-    """A row a command: seconds, and of the processor's."""
     starts = result["starts"]
     rows = [
         [f"`{name}`", *(spread_text(starts[clock][name]) for clock in ("wall_s", "cpu_s")), str(starts["n"])]
@@ -177,7 +175,6 @@ def telemetry_table(result: Result) -> str:
 
 
 def headline(result: Result) -> str:
-    """Say whether it is as little as was wanted."""
     starts = result["starts"]
     ratio, longest = (
         starts["import_ratio"]["median"],

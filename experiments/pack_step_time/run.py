@@ -165,7 +165,6 @@ def _packs(workload: PackWorkload, num_models: int, device: str) -> Panel:
 
 
 def families_table(rows: Sequence[Row]) -> str:
-    """A row a family and number of models: the best pack of that size, and its gain in step time."""
     lines = []
     for (model,), own in grouped(rows, "model").items():
         singles = [row for row in own if row["side"] in ONE_AT_A_TIME]
@@ -182,7 +181,6 @@ def limits_table(rows: Sequence[Row]) -> str:
 
 
 def mixed_table(rows: Sequence[Row]) -> str:
-    """A row a pair of families and executor: by how much faster both families' work is done side by side."""
     header = ["families", "executor", "K", "images/s of each", "÷ default_loop", "÷ tuned_single",
               "÷ two packs in turn", "n", "dropped"]  # fmt: skip
     lines = [
@@ -231,7 +229,6 @@ def _mixed_headline(rows: Sequence[Row]) -> str:
 
 
 def _panels(result: Result) -> list[list[Row]]:
-    """Rows in which packs are compared: of a model, batch size and number of models."""
     panels = []
     for own in grouped(result["rows"], "model", "batch_size").values():
         singles = [row for row in own if row["side"] in ONE_AT_A_TIME]

@@ -74,7 +74,6 @@ def measure_ranks(model: str, batch_size: int, num_rounds: int, repetitions: int
 
 
 def _rate(side: str, answers: Sequence[Measured], batch_size: int) -> float:
-    """Images/s of both ranks together; of the one that trains in `alone`."""
     trained = answers[:1] if side == "alone" else answers
     return sum(batch_size / answer.round_s for answer in trained)
 

@@ -101,7 +101,6 @@ def calibrated(
 
 
 def _add_tasks(pair: RankPair, case: Case, rounds: int, found: dict[str, list[float]]) -> None:
-    """Tasks of rounds without averaging, and the passes of an averaging task."""
     answers = pair.ask("rounds", case=case, num_rounds=rounds, period=None)
     for answer in answers or ():
         for name in ("learning", "correction"):
@@ -138,7 +137,6 @@ def _all_reduces(pair: RankPair, size: int, beside: Case | None) -> tuple[list[f
 
 
 def _sweep(found: Mapping[int, Sequence[float]]) -> dict[str, Any]:
-    """Means by size, α and β of a line through them, and how far the line is off."""
     seconds = [mean(found[size]) for size in found]
     line = fit_line(list(found), seconds)
     errors = [abs(line.seconds(size) / taken - 1) for size, taken in zip(found, seconds, strict=True)]

@@ -79,7 +79,6 @@ class Network:
         return ring_s(gpus, num_bytes, self.inside) + fastest_s(nodes, num_bytes / gpus, own)
 
     def _by_roots_s(self, nodes: int, num_bytes: float) -> float:
-        """One GPU of a node sums everything with the others, over one card."""
         return tree_s(self.gpus_per_node, num_bytes, self.inside) + fastest_s(nodes, num_bytes, self.between)
 
 

@@ -126,7 +126,6 @@ class Rank:
 
     @contextlib.contextmanager
     def _training(self, case: Case | None) -> Iterator[list[float]]:
-        """Rounds without averaging in the background; yields the moments at which they end."""
         finished: list[float] = []
         if case is None:
             yield finished

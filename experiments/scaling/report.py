@@ -33,7 +33,6 @@ def simulated_text(result: Result) -> str:
 
 
 def inputs_table(result: Result) -> str:
-    """The inputs for one GPU of each workload, a row each."""
     rows = []
     for values in result["inputs"]["workloads"]:
         workload = Workload(**values)
@@ -64,7 +63,6 @@ def scenes_table(result: Result) -> str:
 
 
 def efficiency_table(result: Result) -> str:
-    """A row a workload and network, a column a way to keep ranks together."""
     names = {"period": "τ", "node_period": "H"}
     rows = []
     for scene in result["scenes"]:
@@ -92,7 +90,6 @@ def stragglers_table(result: Result) -> str:
 
 
 def calibrated_text(result: Result) -> str:
-    """Tasks and all-reduces of two processes on this machine."""
     sweep = result["all_reduce"]
     lines = [
         f"{kind}: α = {sweep[kind]['alpha_us']:,.0f} µs, β = {sweep[kind]['gb_per_s']:.2f} GB/s, off by "

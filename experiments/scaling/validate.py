@@ -98,7 +98,6 @@ def _rounds_s(answers: Sequence[Measured]) -> list[float]:
 
 
 def _row(windows: Sequence[tuple[float, float, float]]) -> dict[str, Any]:
-    """Medians, the prediction's error within repetitions, and the exposed share of a round."""
     if not windows:
         return {"n": 0}
     measured, predictions, alone = ([window[column] for window in windows] for column in range(3))

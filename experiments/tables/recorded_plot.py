@@ -53,7 +53,6 @@ def _unit(results: Results) -> int:
 
 
 def _samples_per_epoch(results: Results) -> float:
-    """The samples of an epoch of the first run; all are on the same data set."""
     summary = next(iter(results.values()))["runs"][0]["summary"]
     return float(summary["samples_seen"] / summary["epochs"])
 

@@ -144,7 +144,6 @@ class Campaign:
         return planning.left_out(cell, rate, start_s, left_s, self._plan.limits)
 
     def _first_window(self, cell: Cell) -> None:
-        """Take it, starting the cell's process if need be; what fails is left out."""
         try:
             process = self._process(cell)
             if cell.side.side == AUTO:
@@ -160,7 +159,6 @@ class Campaign:
         print(f"{self._workload.model} b={cell.batch_size} {cell.side.label}: {rate}", flush=True)
 
     def _next_window(self, cell: Cell, later_s: float) -> None:
-        """Take it if there is time and the process still lives; `later_s` are promised to others."""
         measurement = self.measurements[cell]
         if self._key(cell) not in self._failures and self._costs_s[cell] <= self._left_s():
             try:

@@ -58,7 +58,6 @@ def _is_base(base: Side, side: Side) -> bool:
 
 
 def _ratio(kind: str, side: Side, base: Side, values: Sequence[float]) -> dict[str, Any]:
-    """The entry of `side` to `base`; `values` are the ratios within repetitions."""
     return {
         "kind": kind,
         **asdict(side),

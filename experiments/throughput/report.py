@@ -25,7 +25,6 @@ _MODELS = {"mlp": "MLP", "lenet": "LeNet", "resnet32": "ResNet-32", "vgg16": "VG
 
 
 def sides_table(result: Result) -> str:
-    """A row per side: throughput, and how many times that of the two single-model sides."""
     header = ["side", "K", "averaging", "precision", "threads a model", "images/s", "÷ default_loop", "÷ tuned_single",
               "n", "dropped"]  # fmt: skip
     rows = []
@@ -104,12 +103,10 @@ def _throughput_ratio(result: Result, row: Mapping[str, Any], base: str) -> str:
 
 
 def suite_text(result: Result) -> str:
-    """All there is to say about a suite, and what its figures are held against."""
     return "\n\n".join(filter(None, [suite_report.result_text(result), analysis_text(result)]))
 
 
 def headline_rows(results: Mapping[str, Result]) -> list[list[str]]:
-    """Images/s on the first page, a row a model: the fastest executor beside the two single-model sides."""
     result, rows = results["suite_cpu"], []
     size = suite_report.main_batch_size(result)
     for model, name in _MODELS.items():
@@ -148,7 +145,6 @@ def analyse(result: Mapping[str, Any], device: str, precision: PrecisionName) ->
 
 
 def analysis_text(result: Mapping[str, Any]) -> str:
-    """Both tables; of an older result, which has none, nothing."""
     parts = []
     if result.get("roofline"):
         parts.append(f"**Limits** of the fastest fused cells\n\n{roofline_text(result['roofline'])}")

@@ -160,7 +160,6 @@ def _of_real_rounds(setup: Setup) -> dict[str, Any]:
 
 
 def roofline_text(rows: Sequence[Row]) -> str:
-    """A row a cell, and what the limits are; columns that nothing is known of are left out."""
     columns = {name: [cell(row) for row in rows] for name, cell in _COLUMNS.items()}
     known = {name: cells for name, cells in columns.items() if any(value != NONE for value in cells)}
     lines = [list(cells) for cells in zip(*known.values(), strict=True)]

@@ -96,7 +96,6 @@ def compare(sides: Sequence[Side], workload: Workload, options: argparse.Namespa
 
 
 def _sides(options: argparse.Namespace, device: str, precisions: Sequence[PrecisionName]) -> list[Side]:
-    """The sides that run on the device; on CPU the serial executor stands for one learner alone."""
     fitting = sides_on(device)
     names = options.sides or fitting
     for name in names:

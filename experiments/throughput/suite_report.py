@@ -92,7 +92,6 @@ def result_text(result: Result) -> str:
 
 
 def summary_table(result: Result) -> str:
-    """A row per model at the main batch size: one model, the fastest cell, and what auto made of it, in images/s."""
     header = ["model", "default_loop", "tuned_single", "fastest cell", "images/s", "÷ tuned_single", "auto", "images/s",
               "÷ fastest", "tuning, s"]  # fmt: skip
     batch_size, rows = main_batch_size(result), []
@@ -124,7 +123,6 @@ def _auto_cells(auto: Mapping[str, Any] | None) -> list[str]:
 
 
 def best_table(result: Result, model: str) -> str:
-    """A row a batch size and side: an executor's with its fastest K."""
     header = ["side", "b", "K", "images/s", "÷ tuned_single", "÷ default_loop", "n"]
     rows, own = [], rows_of_model(result, model)
     for batch_size in batch_sizes(result):

@@ -14,7 +14,6 @@ from experiments.time_to_accuracy.run import times_of
 
 
 def draw(result: Result) -> Figure:
-    """A panel of bars a target, and one of accuracy against seconds in the same colours."""
     targets = result["targets"]
     figure = Figure(figsize=(6 + 4 * len(targets), 3.6), layout="constrained")
     panels = figure.subplots(1, 1 + len(targets))

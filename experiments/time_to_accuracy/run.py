@@ -67,7 +67,6 @@ GRIDS = {
 
 
 def sides_table(result: Result, target: float) -> str:
-    """A row a side: seconds to the target, and how many times as long the others took, seed by seed."""
     runs, times = by_cell(result), times_of(result, target)
     bases = [fastest(result, side, times) for side in (TUNED, DEFAULT)]
     header = ["", "K", "b", "precision", "executor", "test accuracy", f"seconds to {target}", "epochs",
@@ -126,13 +125,11 @@ def _epochs(runs: list[Run], target: float) -> list[float]:
 
 
 def _foreign(runs: list[Run]) -> str:
-    """The share of the cores that others took, in the median and at most."""
     shares = [run["foreign_share"] for run in runs if run["foreign_share"] is not None]
     return f"{median(shares):.0%} (≤ {max(shares):.0%})" if shares else NONE
 
 
 def headline_rows(results: Mapping[str, Result]) -> list[list[str]]:
-    """Seconds to an accuracy on the first page, a row a data set: the fastest cell of every side."""
     rows = []
     for name, target, title in _ON_FIRST_PAGE:
         result = results[name]

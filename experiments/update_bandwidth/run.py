@@ -235,7 +235,6 @@ def label(row: Mapping[str, Any]) -> str:
 
 
 def bandwidth_table(result: Result) -> str:
-    """A row for the update, its parts and every copy."""
     header = ["", "MB", "GB/s", f"÷ {result['copy'] or 'fastest'} copy", "n", "dropped"]
     rows = [
         [

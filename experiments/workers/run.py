@@ -197,7 +197,6 @@ def is_near(cell: Mapping[str, Any]) -> bool:
 
 
 def workers_table(result: Result) -> str:
-    """A row a network and batch size, a column a number of workers."""
     numbers = result["num_workers"]
     header = ["", "B", "load, ms", "step, ms", *(f"W={number}" for number in numbers), "best W", "needed W",
               "recommended W", "÷ best", f"within {1 - NEAR_BEST:.0%}"]  # fmt: skip

@@ -74,7 +74,6 @@ def result_text(result: Result) -> str:
 
 
 def summary_table(result: Result) -> str:
-    """A row a package: of how many models each executor trains, and how many go silently wrong."""
     executors = _executors(result)
     rows = []
     for package in dict.fromkeys(model["package"] for model in result["models"]):
@@ -87,7 +86,6 @@ def summary_table(result: Result) -> str:
 
 
 def models_table(result: Result) -> str:
-    """A row a model: the outcome on each executor, the largest difference from `serial`, and what runs in loops."""
     executors = _executors(result)
     rows = []
     for model in result["models"]:

@@ -68,8 +68,11 @@ def captured(step: Step, device: str) -> Step:
 
     Raises RuntimeError when the step cannot be run or captured.
     """
-    if device != "cuda":
-        return step
+    return few_ahead(graph_of(step)) if device == "cuda" else step
+
+
+def graph_of(step: Step) -> Step:
+    """The replay of a CUDA graph of a step, which runs before, as libraries and kernels are loaded at first calls."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -79,7 +82,7 @@ def captured(step: Step, device: str) -> Step:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):  # waits for the device first
         step()
-    return few_ahead(graph.replay)
+    return graph.replay
 
 
 def few_ahead(step: Step) -> Step:

@@ -4,64 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from experiments.bench.machine import machine
 from experiments.estimate import run, time_search
 from experiments.estimate.recommended import SECONDS, WorkerLoad, best_pair, compare
 from experiments.estimate.truth import SUBJECTS
 
 GIB = 2**30
-
-
-def cell(model: str, num_learners: int, limit_gib: int, true: int, estimated: int) -> dict[str, Any]:
-    return {
-        "model": model, "num_learners": num_learners, "at_once": num_learners, "limit_gib": limit_gib, "true": true,
-        "estimated": estimated, "true_bytes": 1000 * true or None, "predicted_bytes": 1001 * true or None,
-    }  # fmt: skip
-
-
-def supply_row(host_gib: int, recommended: list[int], best: list[int]) -> dict[str, Any]:
-    return {"model": "alexnet", "num_learners": 1, "host_gib": host_gib, "largest_batch": 300,
-            "recommended": recommended, "best": best, "limits": ["device memory"]}  # fmt: skip
-
-
-def estimate_result() -> dict[str, Any]:
-    return {
-        "machine": machine(), "precision": "fp32", "optimizer": "sgd with momentum", "search_gib": 16,
-        "models": [
-            {"model": "alexnet", "input_shape": [3, 224, 224], "num_values": 61_100_840,
-             "activation_bytes_per_sample": 3 * 2**20},
-            {"model": "vgg16", "input_shape": [3, 32, 32], "num_values": 14_986_698,
-             "activation_bytes_per_sample": 2**21},
-        ],
-        "cells": [
-            cell("alexnet", 1, 8, 0, 0), cell("alexnet", 1, 16, 400, 398), cell("alexnet", 2, 16, 200, 201),
-            cell("vgg16", 1, 8, 50, 49), cell("vgg16", 1, 16, 100, 100),
-        ],
-        "supply": [supply_row(1, [100, 14], [100, 14]), supply_row(2, [200, 14], [201, 14])],
-        "searches": [
-            {"model": "alexnet", "way": "estimate", "seconds": [2.0, 1.0, 9.0], "batch_size": 398, "tries": 2,
-             "processor_seconds": [1.0]},
-            {"model": "alexnet", "way": "doubling", "seconds": [5.0, 4.0, 9.0], "batch_size": 400, "tries": 17,
-             "processor_seconds": [4.0]},
-        ],
-        "command": {"arguments": ["-m", "crossbow_py.estimate"], "seconds": [7.0, 6.0, 6.5],
-                    "processor_seconds": [5.0, 5.5, 6.0]},
-    }  # fmt: skip
-
-
-def cells(table: str) -> list[list[str]]:
-    return [[value.strip() for value in line.strip("|").split("|")] for line in table.splitlines()]
-
-
-def test_text_without_what_was_not_timed_has_the_other_tables() -> None:
-    result = estimate_result() | {"searches": [], "command": None, "supply": []}
-    assert run.result_text(result) == "\n\n".join(
-        [run.errors_table(result), run.batch_sizes_table(result), run.notes(result)]
-    )
 
 
 def test_best_pair_has_as_many_workers_as_keep_up_and_the_largest_batch_they_can_hold() -> None:

@@ -3,49 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from crossbow_py.engine.sizing.memory import LearnerBytes, learner_bytes, predicted_bytes
-from experiments.bench.machine import machine
+from crossbow_py.engine.sizing.memory import learner_bytes, predicted_bytes
 from experiments.bench.rounds import Rounds, Setup
 from experiments.memory import measure, run
 
 MIB = 2**20
 FLOATS = {"master_bytes": 4, "compute_bytes": 4}
-OWN = LearnerBytes(MIB, MIB, MIB, MIB, 0, 0, 6 * MIB)  # 10 MiB a learner
-
-
-def row(executor: str, num_learners: int, measured: int | None) -> dict[str, Any]:
-    predicted = predicted_bytes(OWN, num_learners, at_once=1 if executor == "serial" else num_learners)
-    failed = {"failure": "it ran out of memory"} if measured is None else {}
-    return {"model": "lenet", "executor": executor, "num_learners": num_learners, "predicted_bytes": predicted,
-            "measured_bytes": measured} | failed  # fmt: skip
-
-
-def memory_result() -> dict[str, Any]:
-    return {
-        "machine": machine(), "device": "cpu", "precision": "fp32", "batch_size": 16,
-        "models": [{"model": "lenet", "num_values": MIB // 4, "learner": asdict(OWN)}],
-        "rows": [row("fused", 1, 13 * MIB), row("fused", 2, 24 * MIB), row("fused", 8, 87 * MIB),
-                 row("fused", 16, None), row("serial", 1, 13 * MIB), row("serial", 2, 17 * MIB)],
-    }  # fmt: skip
-
-
-def cells(table: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-
-
-def test_text_has_the_parts_of_a_learner_and_what_failed() -> None:
-    text = run.result_text(memory_result())
-    assert cells(text)[2] == ["lenet", "262,144", "1.00", "1.00", "1.00", "1.00", "0.00", "0.00", "6.00", "10.00"]
-    assert text.endswith("lenet fused K=16 failed: it ran out of memory")
-
-
 def test_peak_is_the_highest_running_sum() -> None:
     assert measure.peak([5, 3, -4, 2, -6, 7]) == 8
     assert measure.peak([]) == 0
@@ -114,6 +83,7 @@ def test_measurement_that_fails_is_a_row_with_its_reason(monkeypatch: pytest.Mon
     assert [(entry["measured_bytes"], entry["predicted_bytes"], entry.get("failure")) for entry in result["rows"]] == [
         (380, 3 * 40 + 160 + 100, None), (None, None, "it ended with code -9"),
     ]  # fmt: skip
+    assert run.result_text(result).endswith("lenet serial K=1 failed: it ended with code -9")
 
 
 def test_command_line_refuses_what_it_cannot_measure(capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,17 +83,6 @@ def test_picture_shows_rates_of_all_sides_and_ratios_to_those_of_one_model(tmp_p
         assert drawn == {side: [rate / pretended[base]] * 2 for side, rate in pretended.items() if side != base}
 
 
-def test_result_of_before_an_executor_was_there_is_drawn_and_told_without_it(
-    pretended: type[PretendedProcess], tmp_path: Path
-) -> None:
-    result = measured(tmp_path, "inference", "--quick")
-    older = {**result, "rows": [row for row in result["rows"] if row["side"] != "fused_threads"]}
-    for found, names in ((result, {"fused_threads", "fused"}), (older, {"fused"})):
-        drawn = {line.get_label() for line in plot.draw(found).axes[0].lines}
-        assert {name for name in drawn if name.startswith("fused")} == names
-        assert ("fused_threads" in run.result_text(found)) == ("fused_threads" in names)
-
-
 def test_result_without_packs_is_told_without_gains(
     pretended: type[PretendedProcess], tmp_path: Path, monkeypatch: Any
 ) -> None:
