@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.faults.folder import BETWEEN, PHASES
+from experiments.faults.campaign import BETWEEN, PHASES
 from experiments.faults.report import phases
 from experiments.tables.pictures import one
 

@@ -8,8 +8,7 @@ from statistics import median
 from typing import Any
 
 from experiments.bench.windows import spread
-from experiments.faults.campaign import figures
-from experiments.faults.folder import PHASES
+from experiments.faults.campaign import PHASES, figures
 from experiments.tables.markdown import markdown_table, spread_text
 
 Result = Mapping[str, Any]

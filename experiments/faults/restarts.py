@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from crossbow_py.telemetry.records import read_summary
 from experiments.bench.machine import ROOT
 from experiments.bench.results import count, measure_and_write, measuring_parser, positive
-from experiments.faults.folder import resumed_from
+from experiments.faults.campaign import resumed_from
 from experiments.faults.recording import (
     NUM_SAMPLES,
     Recording,

@@ -19,9 +19,8 @@ from crossbow_py.telemetry.console import ConsoleListener
 from crossbow_py.telemetry.events import RoundEnd
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.trainer import Trainer
-from experiments.bench.gate import Choice, Gate, Ready
+from experiments.bench.gate import Choice, Gate, Paced, Ready, Settling
 from experiments.bench.machine import usable_cores
-from experiments.bench.sides.paced import Paced, Settling
 from experiments.bench.sides.side import AUTO, EXECUTOR_SIDES, OPEN, SINGLE_SIDES, Side
 from experiments.bench.sides.tuned import default_loop, tuned_single
 from experiments.bench.workers import SideProcess

@@ -8,11 +8,10 @@ from dataclasses import replace
 import torch
 
 from crossbow_py import SGD, Independent, Trainer
-from experiments.bench.gate import FinishedError, Gate, Ready
+from experiments.bench.gate import FinishedError, Gate, Paced, Ready
 from experiments.bench.machine import usable_cores
 from experiments.bench.packs.side import ONE_THREAD, PackSide, PackWorkload
 from experiments.bench.sides.captured import captured, model_step, train_for_ever
-from experiments.bench.sides.paced import Paced
 from experiments.bench.workloads import MOMENTUM, WEIGHT_DECAY
 
 ENDLESS_EPOCHS = 1e6

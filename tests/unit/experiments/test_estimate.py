@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments.estimate import run, time_search
-from experiments.estimate.recommended import SECONDS, WorkerLoad, best_pair, compare
+from experiments.estimate.run import SECONDS, WorkerLoad, best_pair, compare
 from experiments.estimate.truth import SUBJECTS
 
 GIB = 2**30

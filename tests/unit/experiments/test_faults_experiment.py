@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from crossbow_py.train.checkpoints.writer import save
-from experiments.faults import folder, kill9, recording
-from experiments.faults.campaign import figures
-from experiments.faults.folder import hidden, phase
+from experiments.faults import campaign, kill9, recording
+from experiments.faults.campaign import figures, hidden, phase
 from experiments.faults.recording import Recording, counted_stream, lost_and_repeated, read_recordings, starts_of
 
 PARTIAL = "checkpoints/.samples-000000000300.token-1.partial"
@@ -28,14 +27,14 @@ def make(run: Path, *names: str) -> None:
 @pytest.mark.parametrize(
     ("names", "found"),
     [
-        ((f"{PARTIAL}/rank-0.partial",), folder.WRITING),
-        ((f"{PARTIAL}/rank-0.pt", f"{PARTIAL}/rank-1.partial"), folder.WRITING),
-        ((f"{PARTIAL}/rank-0.pt", f"{PARTIAL}/rank-1.pt", f"{PARTIAL}/rank-1.sha256"), folder.PARTS),
-        ((f"{PARTIAL}/rank-0.pt", f"{PARTIAL}/rank-1.pt", f"{PARTIAL}/manifest.json"), folder.MANIFEST_THERE),
-        (("checkpoints/samples-1/rank-0.pt", "checkpoints/samples-2/rank-0.pt"), folder.BETWEEN),
-        (tuple(f"checkpoints/samples-{number}/rank-0.pt" for number in (1, 2, 3)), folder.RENAMED),
-        (("checkpoints/.samples-1.token-1.dropped/rank-0.pt",), folder.DROPPING),
-        ((), folder.BETWEEN),
+        ((f"{PARTIAL}/rank-0.partial",), campaign.WRITING),
+        ((f"{PARTIAL}/rank-0.pt", f"{PARTIAL}/rank-1.partial"), campaign.WRITING),
+        ((f"{PARTIAL}/rank-0.pt", f"{PARTIAL}/rank-1.pt", f"{PARTIAL}/rank-1.sha256"), campaign.PARTS),
+        ((f"{PARTIAL}/rank-0.pt", f"{PARTIAL}/rank-1.pt", f"{PARTIAL}/manifest.json"), campaign.MANIFEST_THERE),
+        (("checkpoints/samples-1/rank-0.pt", "checkpoints/samples-2/rank-0.pt"), campaign.BETWEEN),
+        (tuple(f"checkpoints/samples-{number}/rank-0.pt" for number in (1, 2, 3)), campaign.RENAMED),
+        (("checkpoints/.samples-1.token-1.dropped/rank-0.pt",), campaign.DROPPING),
+        ((), campaign.BETWEEN),
     ],
 )
 def test_phase_is_told_by_what_lies_in_the_folder(tmp_path, names, found):
@@ -47,19 +46,19 @@ def test_what_an_earlier_kill_has_left_is_no_phase_of_this_one(tmp_path):
     make(tmp_path, f"{PARTIAL}/rank-0.partial")
     before = hidden(tmp_path)
     assert [name for name, _ in before] == [Path(PARTIAL).name]
-    assert phase(tmp_path, before, num_ranks=1, keep=2) == folder.BETWEEN
+    assert phase(tmp_path, before, num_ranks=1, keep=2) == campaign.BETWEEN
     make(tmp_path, "checkpoints/.samples-000000000400.token-1.partial/rank-0.pt")
-    assert phase(tmp_path, before, num_ranks=1, keep=2) == folder.PARTS
+    assert phase(tmp_path, before, num_ranks=1, keep=2) == campaign.PARTS
 
 
 def test_newest_whole_checkpoint_is_found_and_what_is_wrong_with_others(tmp_path):
-    assert folder.look_at(tmp_path) == (None, [])
+    assert campaign.look_at(tmp_path) == (None, [])
     for samples_seen in (100, 200):
         save(tmp_path, {"tensor": torch.ones(3)}, samples_seen, keep=2)
-    assert folder.look_at(tmp_path) == (200, [])
+    assert campaign.look_at(tmp_path) == (200, [])
     part = tmp_path / "checkpoints" / "samples-000000000200" / "rank-0.pt"
     part.write_bytes(part.read_bytes()[:-1])
-    newest, (problem,) = folder.look_at(tmp_path)
+    newest, (problem,) = campaign.look_at(tmp_path)
     assert newest == 100
     assert "corrupted" in problem
 
@@ -69,7 +68,7 @@ def test_starts_say_what_they_went_on_from():
         "digits: mlp\nwriting to /a/run\nThere is no checkpoint\nepoch 1/2\n"
         "digits: mlp\nwriting to /a/run\nresuming from /a/run/checkpoints/samples-000000000320 at 320 samples\n"
     )
-    assert folder.resumed_from(log) == [None, 320]
+    assert campaign.resumed_from(log) == [None, 320]
 
 
 def of(rank: int, pid: int, *batches: tuple[int, ...], begin_s: float = 0.0) -> Recording:
@@ -120,7 +119,7 @@ def test_recording_torn_by_a_kill_is_read_up_to_its_last_whole_line(tmp_path):
 
 
 def kill(**changed: Any) -> dict[str, Any]:
-    usual = {"aimed": True, "ranks": [0], "phase": folder.WRITING, "after_s": 0.2, "whole": 320, "problems": [],
+    usual = {"aimed": True, "ranks": [0], "phase": campaign.WRITING, "after_s": 0.2, "whole": 320, "problems": [],
              "others": [], "resumed": 320}  # fmt: skip
     return {**usual, **changed}
 
@@ -131,7 +130,7 @@ def kills() -> dict[str, Any]:
         "kind": "kill9", "epochs": 10.0, "seed": 0, "minutes": 3.0,
         "runs": [
             {**run, "num_ranks": 1, "kills": [
-                kill(), kill(phase=folder.BETWEEN, after_s=0.4), kill(whole=None, resumed=None), kill(resumed=160),
+                kill(), kill(phase=campaign.BETWEEN, after_s=0.4), kill(whole=None, resumed=None), kill(resumed=160),
             ]},
             {**run, "num_ranks": 1, "kills": [kill(problems=["bad"])], "exit_codes": [1], "model_is_equal": False},
             {**run, "num_ranks": 2, "kills": [kill(others=[1]), kill(ranks=[0, 1])], "exit_codes": [0, 0]},

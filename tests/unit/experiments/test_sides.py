@@ -19,11 +19,10 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.telemetry.events import RoundEnd
 from crossbow_py.train.trainer import Trainer
 from experiments.bench import workloads
-from experiments.bench.gate import FinishedError
+from experiments.bench.gate import FinishedError, Paced, Settling
 from experiments.bench.results import EXPERIMENTS
 from experiments.bench.sides import tuned
 from experiments.bench.sides.captured import SEED, DeviceFeed, captured, few_ahead, model_step
-from experiments.bench.sides.paced import Paced, Settling
 from experiments.bench.sides.side import Side
 from experiments.bench.sides.tuned import Form
 from experiments.bench.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Effort, Workload
