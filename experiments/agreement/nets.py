@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -166,12 +166,10 @@ def _train_plainly(name: str, model: nn.Module, feed: Any, learner: int) -> None
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     for index in range(ROUNDS):
         batch = feed.batch(index * BATCH)
-        with _draws(index, learner) if name == "drop path" else nullcontext():
+        # An ordinary module draws what a learner draws in a round.
+        own = OwnDraws(torch.Generator().manual_seed(counter_seed(0, "dropout", index, learner)))
+        with own if name == "drop path" else nullcontext():
             output = model(batch.inputs)
         optimizer.zero_grad()
         nn.functional.cross_entropy(output, batch.targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-
-
-def _draws(index: int, learner: int) -> AbstractContextManager[Any]:
-    return OwnDraws(torch.Generator().manual_seed(counter_seed(0, "dropout", index, learner)))

@@ -172,7 +172,11 @@ def differences_table(results: Mapping[str, Result]) -> str:
 
     Where runs broke, with a loss that was not finite or less than half of one learner's accuracy, it is said how many.
     """
-    runs = {grid: _of_four(results[grid]) for grid in _DATA if grid in results}
+    runs = {
+        grid: {name.removesuffix(_OF_FOUR): runs for name, runs in by_cell(results[grid]).items()}
+        for grid in _DATA
+        if grid in results
+    }
     header = ["four learners − one, percentage points", *(_header(_DATA[grid], own) for grid, own in runs.items())]
     rows = [
         [rule, *(_points(own[rule], own[ONE]) if rule in own else NONE for own in runs.values())]
@@ -180,10 +184,6 @@ def differences_table(results: Mapping[str, Result]) -> str:
         if rule != ONE and any(rule in own for own in runs.values())
     ]
     return markdown_table(header, rows)
-
-
-def _of_four(result: Result) -> dict[str, list[Run]]:
-    return {name.removesuffix(_OF_FOUR): runs for name, runs in by_cell(result).items()}
 
 
 def _header(data: str, own: Mapping[str, Sequence[Run]]) -> str:

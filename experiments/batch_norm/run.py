@@ -8,7 +8,6 @@ README.md says what is compared. A cell that is done is not run again; `--list` 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -69,13 +68,12 @@ def accuracies_table(result: Result) -> str:
         for place in range(min(len(run["measured"]) for run in runs)):
             epoch = mean(run["measured"][place]["epoch"] for run in runs)
             own = accuracy(estimate([curve(run, MEAN)[place] for run in runs]))
-            differences = [accuracy(estimate(_differences(runs, each, place)), signed=True) for each in others]
+            differences = [
+                accuracy(estimate([curve(run, each)[place] - curve(run, MEAN)[place] for run in runs]), signed=True)
+                for each in others
+            ]
             rows.append([name, learners, f"{epoch:.2f}", own, *differences, str(len(runs))])
     return markdown_table(header, rows)
-
-
-def _differences(runs: Sequence[Run], variant: str, place: int) -> list[float]:
-    return [curve(run, variant)[place] - curve(run, MEAN)[place] for run in runs]
 
 
 def costs_table(result: Result) -> str:

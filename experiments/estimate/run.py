@@ -35,8 +35,8 @@ CORES = 16
 BATCHES_HELD_A_WORKER = 3  # two made ahead or in hand, one being copied
 USABLE_SHARE = 0.5  # of the memory; the rest keeps the files that are read again
 # Seconds of one worker for a sample, and of the device for a sample of any learner.
-# They are given, of no machine: on a CPU a step takes so long that one worker always does, and the pairs of interest are
-# those where several are needed. Every model is fed by another number of workers then.
+# They are given, of no machine: on a CPU a step takes so long that one worker always does, and the pairs of interest
+# are those where several are needed. Every model is fed by another number of workers then.
 SECONDS = {
     "resnet34": (0.008, 0.002),
     "resnet50": (0.008, 0.0035),
@@ -125,9 +125,7 @@ def compare_workers(subject: Subject, num_learners: int, largest_batch: int) -> 
     fetch_s, step_s = SECONDS[subject.model]
     load = WorkerLoad(subject.sample_bytes, fetch_s, step_s, num_learners)
     about = {"model": subject.model, "num_learners": num_learners}
-    return [
-        {**about, "host_gib": gib, **compare(load, largest_batch, gib * GIB)} for gib in HOST_GIB if largest_batch
-    ]
+    return [{**about, "host_gib": gib, **compare(load, largest_batch, gib * GIB)} for gib in HOST_GIB if largest_batch]
 
 
 def time_searches(models: Sequence[str], repetitions: int) -> list[dict[str, Any]]:
@@ -199,7 +197,8 @@ def batch_sizes_table(result: Result) -> str:
     limits = sorted({cell["limit_gib"] for cell in result["cells"]})
     header = ["model", "K", "at once", *(f"{limit} GiB" for limit in limits)]
     rows = []
-    for model, learners, at_once in _kinds(result):
+    kinds = dict.fromkeys((cell["model"], cell["num_learners"], cell["at_once"]) for cell in result["cells"])
+    for model, learners, at_once in kinds:
         cells = {cell["limit_gib"]: cell for cell in cells_of(result, model)
                  if (cell["num_learners"], cell["at_once"]) == (learners, at_once)}  # fmt: skip
         shown = [_shown(cells[limit]) if limit in cells else NONE for limit in limits]
@@ -276,10 +275,6 @@ def shortfall(cell: Row) -> float:
 def _shown(cell: Row) -> str:
     error = cell["estimated"] - cell["true"]
     return str(cell["true"]) + (f" ({error:+d})" if error else "")
-
-
-def _kinds(result: Result) -> list[tuple[str, int, int]]:
-    return list(dict.fromkeys((cell["model"], cell["num_learners"], cell["at_once"]) for cell in result["cells"]))
 
 
 @dataclass(frozen=True)

@@ -231,7 +231,8 @@ def run_grid(experiment: str, grids: Mapping[str, Grid], argv: Sequence[str] | N
         parser.error(str(error))
     turns, facts = in_turns(cells, options.seeds or grid.seeds), machine()
     if options.list:
-        return say("\n".join(_listed(cell, seed) for cell, seed in turns))
+        commands = [(cell, seed, shlex.join([cell.program, *cell.overrides, f"seed={seed}"])) for cell, seed in turns]
+        return say("\n".join(f"{cell.name}, seed {seed}: python -m {words}" for cell, seed, words in commands))
     places = Places(options.runs / experiment, options.results)
     path = places.results / f"{options.name or grid.name}.json"
     if options.add and path.exists():
@@ -248,10 +249,6 @@ def run_grid(experiment: str, grids: Mapping[str, Grid], argv: Sequence[str] | N
     if failed:
         print(f"{len(failed)} runs failed; give the same command again to run them.")
     return 1 if failed else 0
-
-
-def _listed(cell: Cell, seed: int) -> str:
-    return f"{cell.name}, seed {seed}: python -m {shlex.join([cell.program, *cell.overrides, f'seed={seed}'])}"
 
 
 def _parser(experiment: str, grids: Mapping[str, Grid]) -> argparse.ArgumentParser:

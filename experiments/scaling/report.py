@@ -19,10 +19,10 @@ def result_text(result: Result) -> str:
 
 
 def simulated_text(result: Result) -> str:
-    lost = result["stragglers"]
+    lost, counts = result["stragglers"], ", ".join(map(str, SHOWN_COUNTS))
     return (
         f"One GPU, an input:\n\n{inputs_table(result)}\n\n"
-        f"Share of a round that averaging is exposed for, averaging in every round (τ = 1), at {_listed(SHOWN_COUNTS)} "
+        f"Share of a round that averaging is exposed for, averaging in every round (τ = 1), at {counts} "
         f"GPUs; the first number of GPUs at which it is over {HIDDEN_SHARE:.0%}; the shortest period, a power of two "
         f"up to 256, with which it is not at any:\n\n{scenes_table(result)}\n\n"
         f"Images/s by GPUs times those of one, at {result['gpu_counts'][-1]} GPUs:\n\n{efficiency_table(result)}\n\n"
@@ -120,7 +120,13 @@ def all_reduce_table(result: Result) -> str:
     sweep = result["all_reduce"]
     values = zip(sweep["bytes"], sweep["idle"]["us"], sweep["busy"]["us"], sweep["n"], strict=True)
     rows = [
-        [_size(size), f"{idle / 1000:,.2f}", f"{busy / 1000:,.2f}", f"{busy / idle:.1f}", str(n)]
+        [
+            f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB",
+            f"{idle / 1000:,.2f}",
+            f"{busy / 1000:,.2f}",
+            f"{busy / idle:.1f}",
+            str(n),
+        ]
         for size, idle, busy, n in values
     ]
     return markdown_table(["", "idle, ms", "busy, ms", "ratio", "n"], rows)
@@ -155,14 +161,6 @@ def quiet_line(result: Result) -> str:
         f"Load average before: {result['load_before']}; others took {share} of the processor in the median window; "
         f"{result['dropped']} windows were dropped because they took more."
     )
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes // 2**20} MiB" if num_bytes >= 2**20 else f"{num_bytes // 2**10} KiB"
-
-
-def _listed(counts: tuple[int, ...]) -> str:
-    return ", ".join(map(str, counts))
 
 
 TABLES = {"all": result_text}

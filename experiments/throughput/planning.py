@@ -112,7 +112,9 @@ def plan_cells(
     """
     main, compared = main_batch_size(batch_sizes), max(set(num_learners) & set(MAIN_LEARNERS) or num_learners)
     single = (Side("default_loop", 1, "none", "fp32"), Side("tuned_single", 1, "none", precision))
-    sides = [Side(name, k, "sma", precision) for name in executors for k in num_learners if _is_distinct(name, k)]
+    sides = [Side(name, k, "sma", precision) for name in executors for k in num_learners
+             # Groups of one learner each are `streams` by another name.
+             if k > getattr(EXECUTORS[name], "STREAMS", 0)]  # fmt: skip
     first = [Cell(main, side) for side in sides if not _is_repetitive(side)]
     others = [Cell(b, side) for b in batch_sizes for side in (*single, *sides) if b != main or _is_repetitive(side)]
     return Cells(
@@ -125,11 +127,6 @@ def plan_cells(
 
 def main_batch_size(batch_sizes: Sequence[int]) -> int:
     return MAIN_BATCH_SIZE if MAIN_BATCH_SIZE in batch_sizes else min(batch_sizes)
-
-
-def _is_distinct(executor: str, num_learners: int) -> bool:
-    """Return whether it is an executor of its own: groups of one learner each are `streams` by another name."""
-    return num_learners > getattr(EXECUTORS[executor], "STREAMS", 0)
 
 
 def _place_of_capture(cell: Cell, compared: int) -> tuple[bool, bool, int, bool]:

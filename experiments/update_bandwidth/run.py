@@ -28,7 +28,7 @@ from crossbow_py.engine.modules.precision import choose_device, choose_precision
 from experiments.bench.results import count, measure_and_write, measuring_parser, positive
 from experiments.bench.windows import MAX_FOREIGN_SHARE, clean_window, wait_until
 from experiments.bench.workloads import WORKLOAD_MODELS
-from experiments.tables.markdown import NONE, markdown_table, number, spread_text
+from experiments.tables.markdown import markdown_table, number, spread_text
 from experiments.update_bandwidth.copies import copies, copy_bytes
 from experiments.update_bandwidth.updates import Part, device_parts, host_parts, make_bank, num_values
 
@@ -153,9 +153,7 @@ def _measure(sides: Sequence[Side], clock: Any, seconds: float) -> bool:
 
 def _repetition(side: Side, clock: Any, end_s: float) -> bool:
     """Add a clean window, tried again while there is time; None when none was. Whether others' load is known."""
-    taken, dropped = clean_window(
-        lambda: _window(side, clock), wait_until(end_s), MAX_FOREIGN_SHARE
-    )
+    taken, dropped = clean_window(lambda: _window(side, clock), wait_until(end_s), MAX_FOREIGN_SHARE)
     side.dropped += dropped
     if taken is None:
         side.windows.append(None)
@@ -241,7 +239,7 @@ def bandwidth_table(result: Result) -> str:
             label(row),
             f"{row['mb']:,.0f}",
             number(row["gb_per_s"], ".1f"),
-            "1" if row["name"] == result["copy"] else _ratio(row),
+            "1" if row["name"] == result["copy"] else spread_text(row["ratio"] and {**row, "median": row["ratio"]}),
             str(row["n"]),
             str(row["dropped"]),
         ]
@@ -260,10 +258,6 @@ def headline(result: Result) -> str:
 
 def result_text(result: Result) -> str:
     return f"{headline(result)}\n\n{bandwidth_table(result)}"
-
-
-def _ratio(row: Mapping[str, Any]) -> str:
-    return NONE if row["ratio"] is None else spread_text({**row, "median": row["ratio"]})
 
 
 TABLES = {"all": result_text}

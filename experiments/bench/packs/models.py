@@ -67,10 +67,6 @@ def _five_layers_of(width: int) -> Build:
     return lambda image, num_classes: five_layers(width, image, num_classes)
 
 
-def _mlp_of(units: int) -> Build:
-    return MLP(hidden=(units, units)).build
-
-
 def _rows_by(cells: type[nn.LSTM | nn.GRU]) -> Build:
     return lambda image, num_classes: RowReader(cells, image, num_classes)
 
@@ -83,7 +79,7 @@ BUILDS: dict[str, Build] = {
     "lstm": _rows_by(nn.LSTM),
     "gru": _rows_by(nn.GRU),
     **{f"five_layers_{width}": _five_layers_of(width) for width in FIVE_LAYERS_WIDTHS},
-    **{f"mlp_{units}": _mlp_of(units) for units in MLP_UNITS},
+    **{f"mlp_{units}": MLP(hidden=(units, units)).build for units in MLP_UNITS},
 }
 
 

@@ -30,7 +30,8 @@ def made_up(seconds: dict[str, tuple[float, float]] = SECONDS) -> dict[str, Any]
         "runs": runs,
         "seconds": {side: measure.spread([own["seconds"] for own in runs[side]]) for side in SIDES},
         "ratios": {
-            f"{side}_over_packed": measure._ratio(runs[side], runs["packed"]) for side in SIDES if side != "packed"
+            f"{side}_over_packed": measure.spread(measure.paired_ratios(seconds[side], seconds["packed"]))
+            for side in SIDES[:-1]
         },
         "best": dict.fromkeys(SIDES, 0.98),
     }  # fmt: skip
