@@ -51,9 +51,6 @@ class RoundValues:
         shares = tasks.gradient_mean is not None
         self._loss_gate, self._gate = (STEPPED, STEPPED) if shares else (LOSS, FINITE)
 
-    def _seed(self, learner: int, plan: Round) -> None:
-        self.tasks.seed_dropout(learner, plan)
-
     def _keep(self, static: Batch | None, batch: Batch) -> Batch:
         """Copy the batch to static tensors, which the first one makes. Raises UserError if shape or dtype differ."""
         static = static or Batch(torch.empty_like(batch.inputs), torch.empty_like(batch.targets))
@@ -67,24 +64,16 @@ class RoundValues:
         return static
 
     def average(self, outcome: RoundOutcome) -> None:
-        """See `RoundTasks.average`, which does not block the host."""
+        """Do as `RoundTasks.average`, which does not block the host."""
         self.tasks.average(outcome)
 
-    def gate_gradients(self) -> None:
-        """Set to zero, before gradients are averaged, those that are not finite or whose loss is not."""
-        for row, learner in enumerate(self.learners):
-            own, results = OneLearner(learner, self.tasks.bank.trained_row(learner)), self._results[row]
-            opened = torch.isfinite(own.gradient_norms()) & torch.isfinite(results[LOSS])
-            keep_bits(own.row.gradients, opened)
-            results[FINITE].copy_(opened)
-
     def average_gradients(self) -> None:
-        """See `average_gated`."""
+        """Do as `RoundTasks.average_gradients`; see `average_gated`."""
         average_gated(self.tasks, [self])
 
-    def results_of(self, learner: int) -> Tensor:
-        """Return the learner's results of a round, a view `[NUM_RESULTS]`."""
-        return self._results[self.learners.index(learner)]
+    def results(self) -> dict[int, Tensor]:
+        """Return each learner's results of a round, views `[NUM_RESULTS]`."""
+        return dict(zip(self.learners, self._results, strict=False))
 
     def read(self, outcome: RoundOutcome, host: Tensor) -> None:
         """Fill the outcome from `host` [K, 4] and count the steps in the bank. The host must have waited for `host`."""
@@ -114,9 +103,12 @@ def average_gated(tasks: RoundTasks, values: Sequence[RoundValues]) -> None:
     """
     mean = tasks.gradient_mean
     assert mean is not None, "called only if gradients are averaged"
-    for each in values:
-        each.gate_gradients()
-    of = {learner: each.results_of(learner) for each in values for learner in each.learners}
+    of = {learner: results for each in values for learner, results in each.results().items()}
+    for learner, results in of.items():  # gradients that are not finite, or whose loss is not, become zero
+        own = OneLearner(learner, tasks.bank.trained_row(learner))
+        opened = torch.isfinite(own.gradient_norms()) & torch.isfinite(results[LOSS])
+        keep_bits(own.row.gradients, opened)
+        results[FINITE].copy_(opened)
     for group in tasks.bank.gradient_groups if mean.group_size is not None else ():
         some = torch.stack([of[learner][FINITE] for learner in group]).amax()
         for learner in group:
@@ -157,7 +149,7 @@ class DeviceTasks(RoundValues):
         """
         bank, rate = self.tasks.bank, plan.learning_rates[learner]
         if bank.has_dropout:
-            self._seed(learner, plan)
+            self.tasks.seed_dropout(learner, plan)
             if masks_ahead:
                 self._tapes[learner].draw()
         if bank_changed:

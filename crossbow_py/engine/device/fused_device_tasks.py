@@ -38,7 +38,7 @@ class FusedDeviceTasks(RoundValues):
         self._rows = None if update else AllLearners(tasks.bank, tasks.update.optimizer)
         self._feed = tasks.feed if gathers and isinstance(tasks.feed, PickedFeed) else None
         self._batch: Batch | None = None
-        # If `learn` gathers: the picks and the gathered batch, for one or K batches.
+        # If `learn` gathers: static picks and the gathered batch, for one or K batches.
         self._picked: dict[int, tuple[Tensor, Batch]] = {}
         self._loaded_rates: tuple[float, ...] = ()
         self._tape = MaskTape()
@@ -48,7 +48,7 @@ class FusedDeviceTasks(RoundValues):
         bank, rates = self.tasks.bank, plan.learning_rates[self.learners.start : self.learners.stop]
         if self._pass.graph.draws:
             for learner in self.learners:
-                self._seed(learner, plan)
+                self.tasks.seed_dropout(learner, plan)
             if masks_ahead:
                 self._tape.draw()
         if bank_changed:
@@ -56,23 +56,18 @@ class FusedDeviceTasks(RoundValues):
                 self._counts[row].fill_(bank.step_counts[learner])
         if rates != self._loaded_rates:
             self._load_rates(rates)
-        if self._feed is not None:
-            starts = self._pass.starts(plan)
-            self._feed.write_picks(starts, self._picked_for(self._feed, len(starts))[0])
-        else:
+        if self._feed is None:
             self._batch = self._keep(self._batch, self._pass.batch(plan))
+            return
+        starts = self._pass.starts(plan)
+        if len(starts) not in self._picked:  # made at first use, which is never during a capture
+            order: MemoryOrder = "channels" if self._pass.graph.takes_channels and len(starts) > 1 else "stacked"
+            self._picked[len(starts)] = self._feed.new_picks(len(starts)), self._feed.new_batches(len(starts), order)
+        self._feed.write_picks(starts, self._picked[len(starts)][0])
 
     def shares(self, plan: Round) -> bool:
         """Return whether the learners take the same batch, which has a graph of its own."""
         return self._pass.shares(plan)
-
-    def _picked_for(self, feed: PickedFeed, num_batches: int) -> tuple[Tensor, Batch]:
-        """Return static picks and batches, made at first use, which is never during a capture."""
-        if num_batches not in self._picked:
-            channels = self._pass.graph.takes_channels and num_batches > 1
-            order: MemoryOrder = "channels" if channels else "stacked"
-            self._picked[num_batches] = feed.new_picks(num_batches), feed.new_batches(num_batches, order)
-        return self._picked[num_batches]
 
     def _loaded(self, shared: bool) -> Batch:
         """Return the round's batches, gathered now if `learn` does this."""
@@ -142,7 +137,7 @@ class FusedDeviceTasks(RoundValues):
 class SubArrayTasks:
     """Bodies for groups of neighbouring learners, each fused and on a stream of its own; `average` comes after all.
 
-    They are like `DeviceTasks`, with a group in place of a learner.
+    They are those of `DeviceTasks` and `RoundValues`, with a group in place of a learner.
 
     Args:
         tasks: what to compute, over a bank in `blocks`.
@@ -186,7 +181,7 @@ class SubArrayTasks:
         fused.notes.clear()
 
     def average_gradients(self) -> None:
-        """See `average_gated`."""
+        """See `RoundTasks.average_gradients`."""
         average_gated(self._tasks, [bodies for _, bodies in self._groups])
 
     def correct(self, group: int, averaging: LinearRound | None) -> None:

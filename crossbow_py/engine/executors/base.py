@@ -106,8 +106,12 @@ class Executor(ABC):
     def issue(self, plan: Round) -> None:
         """Issue a round without waiting; call `collect` before the next. Raises LearnerError if a task failed."""
         outcome = RoundOutcome(plan)
-        self._issue(self.scheduler.round(plan.index, plan.averaging is not None), outcome)
+        self._issue(outcome)
         self._in_flight.append(outcome)
+
+    def _launches(self, plan: Round) -> tuple[Launch, ...]:
+        """Plan a round's launches, once, for executors whose groups run on several streams."""
+        return self.scheduler.round(plan.index, plan.averaging is not None)
 
     def collect(self) -> list[RoundOutcome]:
         """Wait for the round before the last one issued, if it is in flight, and return its outcome.
@@ -149,15 +153,15 @@ class Executor(ABC):
         return outcomes
 
     @abstractmethod
-    def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
-        """Start, or run, a round's tasks."""
+    def _issue(self, outcome: RoundOutcome) -> None:
+        """Start, or run, a round's tasks, in the order that `_launches` gives or, with one group, their own."""
 
     @abstractmethod
     def _wait(self, outcome: RoundOutcome) -> None:
         """Block until the round's outcome is complete; it does not depend on z, so averaging may go on."""
 
     def _is_over(self, outcome: RoundOutcome) -> bool:
-        """Return whether `_wait` would return at once; by default it does, because rounds run while they are issued."""
+        """Return whether `_wait` would return at once; by default rounds run while they are issued."""
         return True
 
     def _wait_for_z(self) -> None:

@@ -38,16 +38,14 @@ class FusedThreadsExecutor(ThreadsExecutor):
 
     @classmethod
     def groups_of(cls, num_learners: int) -> list[range]:
-        """Return as many groups as torch has intra-op threads."""
         return even_groups(num_learners, torch.get_num_threads())
 
     def recheck(self) -> None:
-        """See Executor; all passes run the same model."""
-        if found := outdated(self.tasks, self._passes[0]):
+        if found := outdated(self.tasks, self._passes[0]):  # all run the same model
             self.notes.append(found)
 
     def _body(self, task: Task) -> Callable[[RoundOutcome], None] | None:
-        """See ThreadsExecutor; a task is that of a group."""
+        # A task is that of a group.
         if isinstance(task, LearningTask):
             return partial(self._learn, self._passes[task.learner])
         if isinstance(task, CorrectionTask):

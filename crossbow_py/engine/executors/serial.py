@@ -5,7 +5,6 @@ from __future__ import annotations
 from crossbow_py.core.errors import CrossbowError, LearnerError
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.rounds import RoundOutcome
-from crossbow_py.engine.scheduler import Launch
 
 
 class SerialExecutor(Executor):
@@ -13,8 +12,8 @@ class SerialExecutor(Executor):
 
     NAME = "serial"
 
-    def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
-        for launch in launches:
+    def _issue(self, outcome: RoundOutcome) -> None:
+        for launch in self._launches(outcome.plan):
             try:
                 self.run_task(launch, outcome)
             except CrossbowError:

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from crossbow_py.core.errors import CrossbowError, LearnerError
 from crossbow_py.engine.bank.layout import Order
-from crossbow_py.engine.device.device_tasks import NUM_RESULTS, DeviceTasks
+from crossbow_py.engine.device.device_tasks import DeviceTasks
 from crossbow_py.engine.device.fused_device_tasks import SubArrayTasks
-from crossbow_py.engine.device.graphs import CudaStreams, DeviceStreams, Event, Stream
+from crossbow_py.engine.device.graphs import CudaStreams, Event, Stream
 from crossbow_py.engine.executors.base import Executor, even_groups
 from crossbow_py.engine.executors.on_device import DeviceRounds
 from crossbow_py.engine.executors.spans import TaskSpans
@@ -60,15 +60,14 @@ class StreamsExecutor(Executor):
     EXPERIMENTAL = True
     DEVICE = "cuda"
 
-    def __init__(self, tasks: RoundTasks, device: DeviceStreams | None = None) -> None:
+    def __init__(self, tasks: RoundTasks, device: CudaStreams | None = None) -> None:
         super().__init__(tasks)
         device = device or CudaStreams(tasks.bank.device)
         self._bodies = self._make_bodies(tasks)
         learners = range(len(self.groups))
         names = [*map(learner_stream, learners), AVERAGING_STREAM]
-        results, awaiting = (tasks.bank.num_learners, NUM_RESULTS), tasks.collective.awaiting
         between = [GradientMeanTask.NAME, *(f"learning({j})" for j in learners)] if tasks.gradient_mean else []
-        self._rounds = DeviceRounds(device, self.NAME, names, results, awaiting, between)
+        self._rounds = DeviceRounds(device, self.NAME, names, tasks, between)
         program, pools = self._rounds.program, [device.new_pool() for _ in learners]
         self._learning = [program(f"learning({j})", learner_stream(j), pools[j]) for j in learners]
         self._correction = [program(f"correction({j})", learner_stream(j), pools[j]) for j in learners]
@@ -79,26 +78,24 @@ class StreamsExecutor(Executor):
         self._marks: dict[Task, Event] = {}
 
     def _make_bodies(self, tasks: RoundTasks) -> DeviceTasks | SubArrayTasks:
-        """Return the bodies of tasks."""
         return DeviceTasks(tasks)
 
     def _new_spans(self, timeline: Timeline, on_callers_stream: TaskSpans) -> TaskSpans:
-        """See Executor; a span is the time between two events on its stream, and includes captures."""
         return self._rounds.spans(timeline)
 
     def drain(self) -> list[RoundOutcome]:
-        """See Executor; the next round waits for what the caller enqueues until then."""
         outcomes = super().drain()
         self._rounds.bank_changed = True
         return outcomes
 
-    def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
+    def _issue(self, outcome: RoundOutcome) -> None:
         """Enqueue a round: each launch on its stream, after the events of `launch.after`.
 
         An event is recorded after the last task of every stream, which covers the tasks before it. The host waits only
         if a graph is captured or if the feed makes it.
         """
-        rounds, slot = self._rounds, self._rounds.begin()
+        rounds, launches = self._rounds, self._launches(outcome.plan)
+        slot = rounds.begin()
         last = {launch.stream: launch for launch in launches}
         for launch in launches:
             try:
@@ -124,7 +121,9 @@ class StreamsExecutor(Executor):
             if isinstance(task, LearningTask):
                 self._learn(task.learner, outcome, stream)
             elif isinstance(task, CorrectionTask):
-                self._correct(task.learner, outcome, stream, host)
+                learner, bodies, averaging = task.learner, self._bodies, outcome.plan.averaging
+                self._correction[learner].launch(partial(bodies.correct, learner, averaging), averaging)
+                self._rounds.device.run(f"report({learner})", partial(bodies.report, learner, host), stream)
             elif isinstance(task, AveragingTask):
                 self._averaging.launch(partial(self._bodies.average, outcome), outcome.plan.averaging)
             elif isinstance(task, GradientMeanTask):
@@ -147,14 +146,7 @@ class StreamsExecutor(Executor):
             for each in self._learning:
                 each.captures = False
 
-    def _correct(self, learner: int, outcome: RoundOutcome, stream: Stream, host: Tensor) -> None:
-        """Correct, and copy the results to the host, on the learner's stream."""
-        bodies, averaging = self._bodies, outcome.plan.averaging
-        self._correction[learner].launch(partial(bodies.correct, learner, averaging), averaging)
-        self._rounds.device.run(f"report({learner})", partial(bodies.report, learner, host), stream)
-
     def _wait(self, outcome: RoundOutcome) -> None:
-        """Block the host until every learner's stream is past the round, then read its results."""
         index = outcome.plan.index
         results = self._rounds.wait(index)
         # The host has waited for these tasks: no stream needs to, and their events may be recorded again.
@@ -171,7 +163,6 @@ class StreamsExecutor(Executor):
         self._rounds.settle()
 
     def close(self) -> None:
-        """See `DeviceRounds.close`."""
         self._rounds.close(self._bodies.count_steps)
 
 
@@ -191,7 +182,6 @@ class SubArraysExecutor(StreamsExecutor):
 
     @classmethod
     def groups_of(cls, num_learners: int) -> list[range]:
-        """Return as many groups as there are streams."""
         return even_groups(num_learners, cls.STREAMS)
 
     def _make_bodies(self, tasks: RoundTasks) -> SubArrayTasks:

@@ -74,16 +74,15 @@ class ThreadsExecutor(Executor):
             torch.set_num_threads(num_threads)
 
     def drain(self) -> list[RoundOutcome]:
-        """See Executor."""
         self.settle()
         outcomes = super().drain()
         self._raise_failure()
         self._set_intra_op(self._num_threads)
         return outcomes
 
-    def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
+    def _issue(self, outcome: RoundOutcome) -> None:
         self._set_intra_op(1)
-        index = outcome.plan.index
+        launches, index = self._launches(outcome.plan), outcome.plan.index
         previous = {task: event for task, event in self._events.items() if task.round_index < index}
         events = {launch.task: threading.Event() for launch in launches}
         self._events = {**previous, **events}
@@ -136,7 +135,6 @@ class ThreadsExecutor(Executor):
             self._failure = self._failure or failure
 
     def close(self) -> None:
-        """See Executor; running tasks end first."""
         with self._failure_lock:
             self._failure = self._failure or CrossbowError("the executor is closed")
         for entries in self._queues.values():

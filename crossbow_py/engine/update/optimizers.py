@@ -151,7 +151,6 @@ class SGD(Optimizer):
         torch._foreach_add_(weights, gradients, alpha=-learning_rate)
 
     def native_values(self, learner: int, learning_rate: float, step_count: int) -> tuple[float, ...]:
-        """See Optimizer."""
         return for_learner(self.momentum, learner), learning_rate, float(self.nesterov)
 
 
@@ -202,7 +201,6 @@ class AdamW(Optimizer):
         torch._foreach_addcdiv_(weights, first, denominators, -learning_rate / (1 - beta1**step_count))
 
     def native_values(self, learner: int, learning_rate: float, step_count: int) -> tuple[float, ...]:
-        """See Optimizer."""
         beta1, beta2 = for_learner(self.beta1, learner), for_learner(self.beta2, learner)
         return (
             1 - learning_rate * self.decay(learner),

@@ -131,14 +131,12 @@ class NativeUpdate(TorchUpdate):
         )
 
     def sum(self, total: list[Tensor], corrections: Sequence[list[Tensor]]) -> None:
-        """See TorchUpdate."""
         for index, out in enumerate(total):
             rows = (c_void_p * len(corrections))(*(own[index].data_ptr() for own in corrections))
             values = out.numel() * len(corrections)
             self._spread(values, self._library.crossbow_sum, out.data_ptr(), rows, len(rows), out.numel())
 
     def move(self, z: list[Tensor], z_prev: list[Tensor], total: list[Tensor], averaging: LinearRound) -> None:
-        """See TorchUpdate."""
         for parts in zip(z, z_prev, total, strict=True):
             pointers, count = [part.data_ptr() for part in parts], parts[0].numel()
             self._spread(count, self._library.crossbow_move, *pointers, averaging.momentum, count)

@@ -11,7 +11,7 @@ from crossbow_py.averaging import SMA
 from crossbow_py.core.errors import LearnerError, RankLostError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import SerialExecutor
-from crossbow_py.engine.executors.fused import AveragingThread, FusedExecutor
+from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.modules.precision import FP32, FP64
 from crossbow_py.telemetry.timeline import Timeline
 from tests.support import assert_learners_equal, make_tasks, plan
@@ -161,11 +161,3 @@ def test_trace_shows_averaging_on_a_row_of_its_own():
     found = sorted((span.args["round"], span.name, span.row) for span in timeline._spans)
     round_of = [("averaging", "averaging"), ("pass", "all learners"), ("update", "all learners")]
     assert found == [(n, *each) for n in range(2) for each in round_of]
-
-
-def test_second_averaging_is_refused_before_the_first_was_waited_for():
-    thread = AveragingThread()
-    thread.begin(lambda: None)
-    with pytest.raises(AssertionError, match="the one before"):
-        thread.begin(lambda: None)
-    thread.close()
