@@ -328,7 +328,7 @@ class RoundTasks:
 
     def next_step(self, learner: int, gradient_norm: float, outcome: RoundOutcome) -> Step | None:
         """Return the learner's next step, with a clipped gradient, and count it; None if the gate holds it back."""
-        bank, limit = self.bank, self.update.optimizer.clip_norm
+        bank, optimizer = self.bank, self.update.optimizer
         shares, finite = self.gradient_mean is not None, math.isfinite(gradient_norm)
         own = outcome.finite[learner] if shares else math.isfinite(outcome.losses[learner])
         steps = finite and (self._is_kept(learner, outcome) if shares else own)
@@ -336,12 +336,8 @@ class RoundTasks:
         if not steps:
             return None
         bank.step_counts[learner] += 1
-        clips = limit is not None and gradient_norm > limit
-        return Step(
-            learning_rate=outcome.plan.learning_rates[learner],
-            step_count=bank.step_counts[learner],
-            gradient_scale=limit / (gradient_norm + 1e-6) if limit is not None and clips else 1.0,  # as in torch
-        )
+        rate, count = outcome.plan.learning_rates[learner], bank.step_counts[learner]
+        return Step(rate, count, optimizer.gradient_scale(gradient_norm))
 
     def _is_kept(self, learner: int, outcome: RoundOutcome) -> bool:
         """Return whether any learner of the group is finite; assumed if all are one group, also on other devices."""

@@ -233,14 +233,10 @@ def _first(factor: Factor, count: int) -> Factor:
     return factor[:count] if isinstance(factor, list) else factor
 
 
-def _num_decayed(optimizer: Optimizer, row: TrainedRow) -> int:
-    return len(row.weights) if optimizer.decay_norm_and_bias else row.num_decayed
-
-
 def propose_sgd(optimizer: SGD, learners: Learners, learning_rate: Tensor, _: Tensor) -> Proposal:
     """Return the step in the docstring of `SGD`."""
     momentum, decay = learners.setting(optimizer.momentum), learners.setting(optimizer.weight_decay)
-    row, count = learners.row, _num_decayed(optimizer, learners.row)
+    row, count = learners.row, optimizer.num_decayed(learners.row)
     gradients = row.gradients
     if (isinstance(decay, Tensor) or decay != 0) and count:
         _add_scaled(gradients[:count], row.weights[:count], _first(learners.spread(decay), count))
@@ -262,7 +258,7 @@ def propose_sgd(optimizer: SGD, learners: Learners, learning_rate: Tensor, _: Te
 def propose_adamw(optimizer: AdamW, learners: Learners, learning_rate: Tensor, step_count: Tensor) -> Proposal:
     """Return the step in the docstring of `AdamW`. Factors are float64: 1 − β2^t has few digits in float32."""
     beta1, beta2 = learners.setting(optimizer.beta1), learners.setting(optimizer.beta2)
-    row, decay, count = learners.row, learners.setting(optimizer.weight_decay), _num_decayed(optimizer, learners.row)
+    row, decay, count = learners.row, learners.setting(optimizer.weight_decay), optimizer.num_decayed(learners.row)
     root: Any = learners.spread((1 - beta2**step_count).sqrt())
     size: Any = learners.spread(learning_rate / (1 - beta1**step_count))
     new1: Any = learners.spread(1 - beta1)
