@@ -95,7 +95,8 @@ def upper_envelope(lines: Iterable[Line]) -> tuple[Line, ...]:
     """Return the lines that are the highest for some b ≥ 1, by rising slope."""
     hull: list[Line] = []
     for line in sorted(lines, key=lambda line: (line.per_sample, line.fixed)):
-        while hull and (_begins(hull[-1], line) <= 1 or _is_hidden(hull, line)):
+        # The last is hidden if the line is the higher one before the last itself is.
+        while hull and _begins(hull[-1], line) <= (1 if len(hull) == 1 else max(1, _begins(*hull[-2:]))):
             hull.pop()
         hull.append(line)
     return tuple(hull)
@@ -106,10 +107,6 @@ def _begins(flat: Line, steep: Line) -> float:
     if steep.per_sample == flat.per_sample:
         return 0.0
     return (flat.fixed - steep.fixed) / (steep.per_sample - flat.per_sample)
-
-
-def _is_hidden(hull: Sequence[Line], line: Line) -> bool:
-    return len(hull) > 1 and _begins(hull[-1], line) <= _begins(hull[-2], hull[-1])
 
 
 @dataclass(frozen=True)
@@ -142,22 +139,11 @@ class ModelSizes:
         """P, the number of values of all parameters."""
         return sum(self.parameters)
 
-    def learner(self, activation_bytes: int) -> LearnerBytes:
-        """Return what one learner needs, without padding."""
-        return learner_bytes(
-            self.num_values,
-            sum(self.buffers),
-            self.num_states,
-            master_bytes=self.master_bytes,
-            compute_bytes=self.compute_bytes,
-            activations=activation_bytes,
-        )
-
     def bank_bytes(self, num_learners: int) -> int:
         """Return the bytes that `ReplicaBank` allocates for K learners and z, and those of the EMA, with padding."""
         k, master = num_learners, self.master_bytes
         rows = (3 + self.num_states) * _rows_bytes(self.parameters, k, master, self.order)
-        if self._has_shadow:
+        if self.compute_bytes != master:
             rows += _rows_bytes(self.parameters, k, self.compute_bytes, self.order)
         buffers = _rows_bytes(self.buffers, k, master, "blocks")
         if self.has_ema:
@@ -183,10 +169,6 @@ class ModelSizes:
         """
         mean = _rows_bytes(self.parameters, 1, self.master_bytes, self.order) if self.shows_mean else 0
         return self.template_bytes + mean + (self.ema_bytes or sum(self.buffers) * self.master_bytes)
-
-    @property
-    def _has_shadow(self) -> bool:
-        return self.compute_bytes != self.master_bytes
 
 
 def staged_batches(num_learners: int) -> int:
@@ -224,8 +206,16 @@ class LearnerModel:
     most: int = LARGEST_BATCH
 
     def learner(self, batch_size: int) -> LearnerBytes:
-        """Return what one learner needs, by purpose."""
-        return self.sizes.learner(self.activations.at(batch_size))
+        """Return what one learner needs, by purpose, without padding."""
+        sizes = self.sizes
+        return learner_bytes(
+            sizes.num_values,
+            sum(sizes.buffers),
+            sizes.num_states,
+            master_bytes=sizes.master_bytes,
+            compute_bytes=sizes.compute_bytes,
+            activations=self.activations.at(batch_size),
+        )
 
     def predicted_bytes(self, batch_size: int, num_learners: int, at_once: int) -> int:
         """Return the peak of K learners of which `at_once` run at the same time; see the module's docstring."""

@@ -79,9 +79,10 @@ def recommend(largest_batch: int, loading: Loading, host: Host, most: int | None
         most: another limit of B_max, such as the number of samples.
     """
     limit: Limit = "device memory"
+    words = "the device's memory"
     if most is not None and largest_batch >= most:
-        largest_batch, limit = most, "samples"
-    sentences = [f"The batch size is limited by {_WORDS[limit]}."]
+        largest_batch, limit, words = most, "samples", "the number of samples"
+    sentences = [f"The batch size is limited by {words}."]
     if loading.resident:
         sentences.append("No workers: the data set lies on the device.")
         return Recommendation(largest_batch, 0, (limit,), tuple(sentences))
@@ -89,7 +90,10 @@ def recommend(largest_batch: int, loading: Loading, host: Host, most: int | None
     wanted, cores = loading.needed, host.cores
     workers = min(cores, wanted or cores)
     if wanted is None:
-        sentences.append(f"One worker a usable core ({cores}): {_unmeasured(loading)} was not measured.")
+        unmeasured = "how fast a worker loads" if loading.fetch_s is None else "how fast training is"
+        if loading.fetch_s is None and loading.step_s is None:
+            unmeasured = "how fast loading and training are"
+        sentences.append(f"One worker a usable core ({cores}): {unmeasured} was not measured.")
     elif wanted > cores:
         limits.append("cores")
         sentences.append(f"{wanted} workers would keep up with the device, and there are {cores} usable cores.")
@@ -103,15 +107,6 @@ def recommend(largest_batch: int, loading: Loading, host: Host, most: int | None
         left = f"{workers} workers with {BATCHES_HELD_A_WORKER} batches of {batch_size} each"
         sentences.append(f"The {scarce} of this machine holds {left}.")
     return Recommendation(batch_size, workers, tuple(limits), tuple(sentences))
-
-
-def _unmeasured(loading: Loading) -> str:
-    if loading.fetch_s is None and loading.step_s is None:
-        return "how fast loading and training are"
-    return "how fast a worker loads" if loading.fetch_s is None else "how fast training is"
-
-
-_WORDS: dict[Limit, str] = {"device memory": "the device's memory", "samples": "the number of samples"}
 
 
 def _fit(largest: int, workers: int, fewest: int, loading: Loading, host: Host) -> tuple[int, int, Limit | None]:
