@@ -26,7 +26,7 @@ from functools import partial
 from torch import Tensor
 
 from crossbow_py.core.errors import CrossbowError, LearnerError, one_line
-from crossbow_py.engine.device.fused_device_tasks import FusedDeviceTasks
+from crossbow_py.engine.device.device_tasks import FusedTasks, average_gated
 from crossbow_py.engine.device.graphs import Body, CudaStreams
 from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.engine.device.memory import is_out_of_memory
@@ -308,7 +308,7 @@ class FusedRounds:
             moves = alone and not rule.scales_sum
             update, note = choose_kernel_update(tasks.bank, optimizer, rule, moves=moves)
             notes += [note] if note else []
-        self._bodies = FusedDeviceTasks(tasks, fused, update, gathers=kernels)
+        self._bodies = FusedTasks(tasks, fused, update, gathers=kernels)
         averages_on = ALL_LEARNERS if alone else AVERAGING_STREAM
         self.rounds = DeviceRounds(device, "fused", list(dict.fromkeys([ALL_LEARNERS, averages_on])), tasks)
         program, pool = self.rounds.program, device.new_pool()
@@ -338,7 +338,7 @@ class FusedRounds:
             bodies.learn(shared, masks_ahead=ahead)
             if self._is_alone:
                 if self._averages_gradients:
-                    bodies.average_gradients()
+                    average_gated([bodies])
                 bodies.correct(plan.averaging)
 
         self._launch(self._round, learn, variant)
@@ -348,7 +348,7 @@ class FusedRounds:
                 average()
         else:
             if self._averages_gradients:
-                self._launch(self._gradient_mean, bodies.average_gradients, None)
+                self._launch(self._gradient_mean, partial(average_gated, [bodies]), None)
             if plan.averaging is not None:
                 rounds.wait_for_average(ALL_LEARNERS)
             self._launch(self._correction, partial(bodies.correct, plan.averaging), plan.averaging)

@@ -12,7 +12,7 @@ from torch import nn
 
 from crossbow_py.core.errors import LearnerError, UserError
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.device.device_tasks import DeviceTasks
+from crossbow_py.engine.device.device_tasks import LearnerTasks
 from crossbow_py.engine.device.graphs import CudaStreams
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
@@ -26,14 +26,14 @@ from tests.unit.engine.executors.test_streams import IMAGES, run
 
 def test_bodies_that_are_captured_ask_the_host_for_no_value():
     tasks = make_tasks(norm_model, data=IMAGES, optimizer=SGD(clip_norm=1.0))
-    whole, bodies = plan(tasks, 0), DeviceTasks(tasks)
-    bodies.load(0, whole, bank_changed=True, masks_ahead=False)
-    bodies.load(1, whole, bank_changed=True, masks_ahead=False)
+    whole, learners = plan(tasks, 0), [LearnerTasks(tasks, learner) for learner in (0, 1)]
+    for bodies in learners:
+        bodies.load(whole, bank_changed=True, masks_ahead=False)
     with OnlyLaunches():
-        for learner in (0, 1):
-            bodies.learn(learner, whole, masks_ahead=False)
-            bodies.correct(learner, whole.averaging)
-        bodies.average(RoundOutcome(whole))
+        for bodies in learners:
+            bodies.learn(shared=False, masks_ahead=False)
+            bodies.correct(whole.averaging)
+        tasks.average(RoundOutcome(whole))
     with pytest.raises(AssertionError, match="the host asked"), OnlyLaunches():
         tasks.learn(0, RoundOutcome(whole))
 
