@@ -13,8 +13,7 @@ from crossbow_py.core.measured import Remembered, digest
 from crossbow_py.core.version import __version__
 from crossbow_py.engine.modules.dropout import replace_dropout
 from crossbow_py.engine.modules.precision import Precision, cast_module
-from crossbow_py.engine.sizing.job import Job, Sample, model_sizes
-from crossbow_py.engine.sizing.memory import Activations, LearnerModel, Line
+from crossbow_py.engine.sizing.memory import Activations, Job, LearnerModel, Line, Sample, model_sizes
 
 # A forward and a backward pass together hold 0.94 to 1.41 times what the forward pass saves for the backward pass
 # (probes of an MLP, LeNet, VGG-16, AlexNet, DenseNet-121 and ResNets, in fp32 and bf16). If this many times as much

@@ -22,8 +22,16 @@ from crossbow_py.engine.bank.layout import TrainedRow
 from crossbow_py.engine.modules.dropout import replace_dropout
 from crossbow_py.engine.modules.losses import correct_predictions
 from crossbow_py.engine.modules.precision import full_precision_parameters
-from crossbow_py.engine.sizing.job import Job, Sample, model_sizes
-from crossbow_py.engine.sizing.memory import LARGEST_BATCH, LearnerModel, ModelSizes, Trace, activations
+from crossbow_py.engine.sizing.memory import (
+    LARGEST_BATCH,
+    Job,
+    LearnerModel,
+    ModelSizes,
+    Sample,
+    Trace,
+    activations,
+    model_sizes,
+)
 from crossbow_py.engine.update.row_update import Step, TorchUpdate
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from crossbow_py.engine.bank.average_ema import AverageEMA
 from crossbow_py.engine.bank.layout import Order
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import BF16, FP32, Precision
-from crossbow_py.engine.sizing.job import Job, model_sizes
 from crossbow_py.engine.sizing.memory import (
     Activations,
     HeldBack,
+    Job,
     LearnerModel,
     Line,
     ModelSizes,
@@ -25,6 +25,7 @@ from crossbow_py.engine.sizing.memory import (
     activations,
     breakdown,
     learner_bytes,
+    model_sizes,
     predicted_bytes,
     upper_envelope,
 )
