@@ -10,11 +10,10 @@ import torch
 from crossbow_py.averaging import SMA
 from crossbow_py.core.errors import LearnerError, RankLostError
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.modules.precision import FP32, FP64
 from crossbow_py.telemetry.timeline import Timeline
-from tests.support import assert_learners_equal, make_tasks, plan
+from tests.support import assert_learners_equal, make_tasks, plan, run_rounds
 
 # In float32 native code does all corrections in one pass.
 PRECISIONS = pytest.mark.parametrize(("precision", "tolerance"), [(FP64, 1e-8), (FP32, 1e-5)], ids=["fp64", "fp32"])
@@ -62,9 +61,7 @@ def test_next_round_learns_while_a_slow_sum_is_under_way_and_corrects_after_it(p
     runner.close()
     assert threads() == []
     reference = make_tasks(num_learners=3, order="blocks", precision=precision)
-    serial = SerialExecutor(reference)
-    for n in range(6):
-        serial.submit(plan(reference, n))
+    run_rounds(reference, "serial", 6)
     assert_learners_equal(tasks.bank, reference.bank, tolerance)
 
 
@@ -82,9 +79,7 @@ def test_with_a_period_rounds_go_on_until_the_next_that_averages(precision, tole
     assert [outcome.plan.index for outcome in runner.submit(plan(tasks, 5)) + runner.drain()] == [4, 5]
     runner.close()
     reference = make_tasks(num_learners=3, order="blocks", rule=rule, precision=precision)
-    serial = SerialExecutor(reference)
-    for n in range(6):
-        serial.submit(plan(reference, n))
+    run_rounds(reference, "serial", 6)
     assert_learners_equal(tasks.bank, reference.bank, tolerance)
 
 

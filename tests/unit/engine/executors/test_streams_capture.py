@@ -21,7 +21,7 @@ from crossbow_py.engine.rounds import RoundOutcome
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from tests.recording_streams import OnlyLaunches, RecordingStreams
 from tests.support import features, make_tasks, norm_model, norm_with_dropout, plan
-from tests.unit.engine.executors.test_streams import IMAGES, run
+from tests.unit.engine.executors.test_fused_device import IMAGES, run
 
 
 def test_bodies_that_are_captured_ask_the_host_for_no_value():
