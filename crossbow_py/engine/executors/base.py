@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
+from crossbow_py.core.errors import CrossbowError, LearnerError
 from crossbow_py.engine.bank.layout import Order
 from crossbow_py.engine.executors.spans import TaskSpans, spans_on
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
@@ -86,12 +87,16 @@ class Executor(ABC):
     ) -> None:
         """Run a launch in the calling thread, with a span on the launch's stream if the executor traces.
 
-        `body` replaces that of `RoundTasks`.
+        `body` replaces that of `RoundTasks`. Raises LearnerError if it fails.
         """
         self.running[launch.stream] = launch.task
         try:
             with self.span(launch.task.NAME, launch.stream, launch.task.round_index):
                 (body or self.tasks.body(launch.task))(outcome)
+        except CrossbowError:
+            raise
+        except Exception as error:
+            raise LearnerError(str(launch.task), outcome.plan.index, launch.stream, error) from error
         finally:
             del self.running[launch.stream]
 

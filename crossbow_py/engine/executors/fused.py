@@ -234,16 +234,8 @@ class FusedExecutor(Executor):
             body(outcome)
         else:
             assert self._averaging is None, "an averaging reads what the one before wrote"
-            self._averaging = self._thread.submit(self._average_beside, body, outcome)
-
-    def _average_beside(self, body: Callable[[RoundOutcome], None], outcome: RoundOutcome) -> None:
-        task = AveragingTask(outcome.plan.index)
-        try:
-            self.run_task(Launch(task, AVERAGING_STREAM), outcome, body)
-        except CrossbowError:
-            raise
-        except Exception as error:
-            raise LearnerError(str(task), task.round_index, AVERAGING_STREAM, error) from error
+            launch = Launch(AveragingTask(outcome.plan.index), AVERAGING_STREAM)
+            self._averaging = self._thread.submit(self.run_task, launch, outcome, body)
 
     def _wait(self, outcome: RoundOutcome) -> None:
         # On CPU the round was over when it was issued, except for averaging.

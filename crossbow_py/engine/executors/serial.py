@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from crossbow_py.core.errors import CrossbowError, LearnerError
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.rounds import RoundOutcome
 
@@ -14,12 +13,7 @@ class SerialExecutor(Executor):
 
     def _issue(self, outcome: RoundOutcome) -> None:
         for launch in self._launches(outcome.plan):
-            try:
-                self.run_task(launch, outcome)
-            except CrossbowError:
-                raise
-            except Exception as error:
-                raise LearnerError(str(launch.task), outcome.plan.index, launch.stream, error) from error
+            self.run_task(launch, outcome)
 
     def _wait(self, outcome: RoundOutcome) -> None:
         """Return at once: tasks were over when they were issued."""
