@@ -112,15 +112,12 @@ class DeviceRounds:
     work on its current stream.
 
     Args:
-        device: the device.
-        executor: the executor's name.
+        device, executor: the device, and the executor's name.
         names: the names of the streams; the averaging stream has high priority.
         tasks: of the rounds; a wait for the device is one for its collective, as the device may be in a sum.
         between: the names of events within a round.
 
-    Attributes:
-        streams: the streams by name.
-        bank_changed: whether the caller may have changed the bank since the last round.
+    `bank_changed` says whether the caller may have changed the bank since the last round.
     """
 
     def __init__(

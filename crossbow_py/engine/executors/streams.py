@@ -125,18 +125,19 @@ class StreamsExecutor(Executor):
             elif other in self._marks:  # else the host has waited for it
                 self._rounds.device.wait(stream, self._marks[other])
         with self.span(task.NAME, launch.stream, task.round_index):
-            if isinstance(task, LearningTask):
-                self._learn(task.learner, outcome, stream)
-            elif isinstance(task, CorrectionTask):
-                bodies, averaging = self._bodies[task.learner], outcome.plan.averaging
-                self._correction[task.learner].launch(partial(bodies.correct, averaging), averaging)
-                self._rounds.device.run(f"report({task.learner})", partial(bodies.report, host), stream)
-            elif isinstance(task, AveragingTask):
-                self._averaging.launch(partial(self._average, outcome), outcome.plan.averaging)
-            elif isinstance(task, GradientMeanTask):
-                self._gradient_mean.launch(partial(average_gated, self._bodies))
-            else:
-                assert_never(task)
+            match task:
+                case LearningTask():
+                    self._learn(task.learner, outcome, stream)
+                case CorrectionTask():
+                    bodies, averaging = self._bodies[task.learner], outcome.plan.averaging
+                    self._correction[task.learner].launch(partial(bodies.correct, averaging), averaging)
+                    self._rounds.device.run(f"report({task.learner})", partial(bodies.report, host), stream)
+                case AveragingTask():
+                    self._averaging.launch(partial(self._average, outcome), outcome.plan.averaging)
+                case GradientMeanTask():
+                    self._gradient_mean.launch(partial(average_gated, self._bodies))
+                case _:
+                    assert_never(task)
 
     def _learn(self, learner: int, outcome: RoundOutcome, stream: Stream) -> None:
         """Load the round and learn, on the learner's stream."""

@@ -80,12 +80,8 @@ class Activations:
 def activations(small: Trace, large: Trace, also: int = 0, unseen: int = 0) -> Activations:
     """Return the model from two probes, see the module's docstring.
 
-    If the probes ran different operators, one chord between their peaks replaces the lines.
-
-    Args:
-        small, large: the probes.
-        also: the bytes held at another moment, outside the probed pass.
-        unseen: bytes held at every moment that the probes do not see.
+    If the probes ran different operators, one chord between their peaks replaces the lines. `also` are the bytes held
+    at another moment, outside the probed pass; `unseen` are held at every moment, and the probes do not see them.
     """
     step = large.batch_size - small.batch_size
     assert step > 0, f"the larger probe must be larger, got {large.batch_size} after {small.batch_size}"
@@ -179,10 +175,8 @@ class ModelSizes:
 
 
 def staged_batches(num_learners: int) -> int:
-    """Return the most batches that `StreamingFeed` has on the device for K learners.
-
-    These are a round's, those of the round before, which may still be read, and those of the next, at least two.
-    """
+    """Return the most batches that `StreamingFeed` has on the device for K learners."""
+    # A round's, those of the round before, which may still be read, and those of the next, at least two.
     return 2 * num_learners + max(2, num_learners)
 
 
@@ -355,10 +349,7 @@ def learner_bytes(
     compute_bytes: int,
     activations: int,
 ) -> LearnerBytes:
-    """Return what a learner of a model with P = `num_values` needs, without padding.
-
-    `master_bytes` and `compute_bytes` are those of a value in rows and in a pass.
-    """
+    """Return what a learner of a model with P = `num_values` needs, without padding; see `ModelSizes`."""
     values = num_values * master_bytes
     return LearnerBytes(
         weights=values,

@@ -56,11 +56,7 @@ class Loading:
 class Recommendation:
     """A batch size of a learner and a number of workers.
 
-    Attributes:
-        batch_size: the batch size.
-        num_workers: the number of workers.
-        limits: what limits the two, or keeps the workers from being enough.
-        sentences: the limits as messages for the user.
+    `limits` says what limits the two, or keeps the workers from being enough; `sentences` say so to the user.
     """
 
     batch_size: int
@@ -70,13 +66,10 @@ class Recommendation:
 
 
 def recommend(largest_batch: int, loading: Loading, host: Host, most: int | None = None) -> Recommendation:
-    """Return the recommendation of the rule in the module's docstring.
+    """Return the recommendation of the rule in the module's docstring for this `host`.
 
-    Args:
-        largest_batch: B_max, the largest that fits on the device.
-        loading: the loading of samples.
-        host: this machine.
-        most: another limit of B_max, such as the number of samples.
+    `largest_batch` is B_max, the largest that fits on the device, and `most` another limit of it, such as the number of
+    samples.
     """
     limit: Limit = "device memory"
     words = "the device's memory"
@@ -168,16 +161,13 @@ class WorkerTuning:
     def observe(
         self, state: WorkerState, wait_share: float, fetch_s_per_batch: float, step_s_per_batch: float
     ) -> tuple[WorkerState, int | None]:
-        """Take a window of training.
+        """Take a window of training; return the new state, and the new number of workers or None for no change.
 
         Args:
             state: the state before it.
             wait_share: the share of the window spent waiting for data, in [0, 1].
             fetch_s_per_batch: the seconds that one worker takes for a batch.
             step_s_per_batch: the seconds of training for a batch, without waiting: a round's divided by learners.
-
-        Returns:
-            The new state, and the new number of workers, or None for no change.
         """
         if state.settling:
             return dataclasses.replace(state, settling=False, reason=""), None

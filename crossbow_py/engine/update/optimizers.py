@@ -54,12 +54,14 @@ class Optimizer(ABC):
         """Raise UserError if a list of a setting has not exactly one value for each learner."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, tuple) and num_learners == "auto":
+            if not isinstance(value, tuple):
+                continue
+            if num_learners == "auto":
                 raise UserError(
                     f"optimizer.{field.name} lists {len(value)} values, and num_learners is auto; give one value for "
                     f"all, or set num_learners={len(value)}."
                 )
-            if isinstance(value, tuple) and len(value) != num_learners:
+            if len(value) != num_learners:
                 raise UserError(
                     f"optimizer.{field.name} lists {len(value)} values for {num_learners} learners; "
                     "give one value for all, or one for each learner."
