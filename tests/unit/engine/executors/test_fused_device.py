@@ -88,10 +88,9 @@ def test_every_network_is_captured_and_equals_serial(network):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
-@pytest.mark.parametrize("num_learners", [3])
-def test_optimizers_with_learning_rates_of_every_round_and_learner_equal_serial(optimizer, num_learners):
+def test_optimizers_with_learning_rates_of_every_round_and_learner_equal_serial(optimizer):
     ours, reference = (
-        make_tasks(norm_with_dropout, num_learners=num_learners, optimizer=optimizer, data=IMAGES, order="blocks")
+        make_tasks(norm_with_dropout, num_learners=3, optimizer=optimizer, data=IMAGES, order="blocks")
         for _ in range(2)
     )
     device, outcomes = RecordingStreams(), []

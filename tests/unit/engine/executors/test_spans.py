@@ -12,6 +12,7 @@ from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.executors.spans import HostSpans, StreamSpans, spans_on
 from crossbow_py.telemetry.timeline import Timeline
 from tests.support import CPU, make_tasks, plan
+from tests.unit.engine.executors.test_fused_device import run
 
 US, MS, SECOND = 1_000, 1_000_000, 1_000_000_000
 
@@ -172,10 +173,7 @@ def test_executor_that_traces_has_a_span_of_every_task_on_the_row_of_its_stream(
     timeline, tasks = Timeline(), make_tasks(num_learners=2)
     runner = EXECUTORS[executor](tasks)
     runner.trace(timeline)
-    for n in range(2):
-        runner.submit(plan(tasks, n))
-    runner.drain()
-    runner.close()
+    run(runner, tasks, 2)
     found = sorted((span.args["round"], span.name, span.row) for span in timeline._spans)
     assert found == [
         (n, name, row)

@@ -174,9 +174,8 @@ def test_learning_rate_that_changes_every_round_captures_nothing_anew():
         return 0.1 / (index + 1)
 
     tasks, reference, device = make_tasks(optimizer=AdamW()), make_tasks(optimizer=AdamW()), RecordingStreams()
-    run(StreamsExecutor(tasks, device), tasks, 8, rate)
-    run(SerialExecutor(reference), reference, 8, rate)
-    assert_learners_equal(tasks.bank, reference.bank)
+    found = run(StreamsExecutor(tasks, device), tasks, 8, rate)
+    assert_equal(tasks.bank, reference.bank, found, run(SerialExecutor(reference), reference, 8, rate))
     assert sorted(entry.split()[2] for entry in device.log if "capture" in entry) == [
         "averaging", "correction(0)", "correction(1)", "learning(0)", "learning(1)",
     ]  # fmt: skip

@@ -123,9 +123,7 @@ def test_capture_that_fails_is_one_line_with_the_remedy_and_the_cause():
     tasks = make_tasks()
     runner = StreamsExecutor(tasks, Refuses())
     with pytest.raises(UserError, match=r"cannot capture learning\(0\) .*; set executor=serial\.$") as caught:
-        for n in range(3):
-            runner.submit(plan(tasks, n))
-    runner.close()
+        run(runner, tasks, 3)
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value.__cause__, RuntimeError)
 
@@ -147,10 +145,8 @@ def test_capture_that_memory_does_not_hold_is_the_learners_error_and_leaves_no_g
     tasks, device = make_tasks(), Full("learning(1)")
     runner = StreamsExecutor(tasks, device)
     with pytest.raises(LearnerError, match=r"learning\(1\) failed in round 2 on learner 1: OutOfMemory") as caught:
-        for n in range(3):
-            runner.submit(plan(tasks, n))
+        run(runner, tasks, 3)
     assert is_out_of_memory(caught.value.__cause__)
-    runner.close()
     assert device.log[-2:] == ["host wait all", "release learning(0)"]
 
 
@@ -159,9 +155,7 @@ def test_learners_fewer_than_memory_held_go_on_with_the_steps_their_rows_have_ta
     tasks = make_tasks(num_learners=3, optimizer=AdamW())
     runner = StreamsExecutor(tasks, Full(name))
     with pytest.raises(LearnerError):
-        for n in range(3):
-            runner.submit(plan(tasks, n))
-    runner.close()
+        run(runner, tasks, 3)
     steps = {"learning(2)": [2, 2, 2], "correction(1)": [3, 2, 2], "averaging": [3, 3, 3]}[name]
     assert tasks.bank.step_counts == steps
     tasks.bank.resize(2)
