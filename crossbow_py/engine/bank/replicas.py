@@ -186,13 +186,9 @@ class ReplicaBank:
         return module.train(self._training)
 
     def check_bindings(self, averages: bool) -> None:
-        """Check that modules are still views of their rows.
+        """Check that modules are still views of their rows; `averages` says that learners follow an average model.
 
-        Args:
-            averages: whether learners follow an average model.
-
-        Raises:
-            UserError: a forward replaced a parameter or buffer, or wrote where it is lost; see `find_written`.
+        Raises UserError if a forward replaced a parameter or buffer, or wrote where it is lost; see `find_written`.
         """
         for learner in range(self.num_learners):
             module, bound = self._modules[learner], self._bound[learner]
@@ -346,13 +342,10 @@ class ReplicaBank:
             self.velocity.zero_row(0)
 
     def central_buffers(self, learners: Sequence[int] | None = None, add: Add | None = None) -> dict[str, Tensor]:
-        """Return the floating-point buffers of z: means over learners.
+        """Return the floating-point buffers of z: means over these learners of the bank, by default all.
 
-        A mean of BatchNorm's variances includes the variance of the learners' means.
-
-        Args:
-            learners: those of this bank to average; all by default.
-            add: sums a vector over devices in place; with it the means are over all devices' learners.
+        A mean of BatchNorm's variances includes the variance of the learners' means. `add` sums a vector over devices
+        in place; with it the means are over all devices' learners.
         """
         chosen = list(range(self.num_learners) if learners is None else learners)
         stacked = {name: rows[chosen] for name, rows in self.buffers.stacked(self.num_learners).items()}
@@ -479,13 +472,9 @@ class ReplicaBank:
                     self.refresh_shadow(learner)
 
     def squared_distances(self, center: Rows | None = None, excluded: Collection[int] = ()) -> list[float]:
-        """Return |w_j − c|² / |c|² of this bank's learners over trained values; [] if c is zero.
+        """Return |w_j − c|² / |c|² of this bank's learners but the excluded over trained values; [] if c is zero.
 
-        Host–device synchronisation.
-
-        Args:
-            center: c, a row; z by default.
-            excluded: learners to leave out.
+        c is a row, z by default. Host–device synchronisation.
         """
         values = (center or self.z).trained()
         length = norm(values)

@@ -64,16 +64,13 @@ class GroupTasks(ABC):
         """Hand over a round: batch, dropout masks, and learning rates and step counts if they changed.
 
         The batch is gathered and then copied to the static tensors that the graph reads. The host waits only if the
-        feed makes it.
+        feed makes it. Raises UserError for a batch of another shape or dtype than earlier ones.
 
         Args:
             plan: the plan of the round.
             bank_changed: whether the caller had the bank since the last round, so that step counts are read from it.
             masks_ahead: whether to draw dropout masks now, as many as an earlier pass did, because `learn` will be
                 captured or replayed.
-
-        Raises:
-            UserError: the batch has another shape or dtype than earlier ones.
         """
         bank, rates = self.tasks.bank, plan.learning_rates[self.learners.start : self.learners.stop]
         if self._draws:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +68,21 @@ def learners_that_fit(
     if LearnerModel(sizes, crude).most_learners(limit, batch_size, max_learners, in_turn) == max_learners:
         return max_learners
     known = known or Remembered("activations.json")
-    key = _fingerprint(template, inputs, job, batch_size)
+    key = digest(
+        {
+            "versions": (__version__, torch.__version__),
+            "model": (type(template).__module__, type(template).__qualname__, f"{template}"),
+            "parameters": [tuple(parameter.shape) for parameter in template.parameters()],
+            "inputs": (tuple(inputs.shape[1:]), str(inputs.dtype), batch_size),
+            "job": (
+                job.precision.name,
+                job.optimizer.NAME,
+                job.rule.NAME,
+                job.channels_last,
+                getattr(job.loss, "__qualname__", type(job.loss).__qualname__),
+            ),
+        }
+    )
     remembered = known.recall(key)
     if remembered is None or not remembered.isdigit():
         remembered = str(_probed(template, inputs, targets, job, batch_size))
@@ -102,20 +115,3 @@ def _probed(template: nn.Module, inputs: Tensor, targets: Tensor, job: Job, batc
 
     sample = Sample(tuple(inputs.shape[1:]), inputs.dtype, tuple(targets.shape[1:]), targets.dtype)
     return estimate_learner(template, sample, job, most=batch_size).activations.at(batch_size)
-
-
-def _fingerprint(template: nn.Module, inputs: Tensor, job: Job, batch_size: int) -> str:
-    facts: Mapping[str, object] = {
-        "versions": (__version__, torch.__version__),
-        "model": (type(template).__module__, type(template).__qualname__, f"{template}"),
-        "parameters": [tuple(parameter.shape) for parameter in template.parameters()],
-        "inputs": (tuple(inputs.shape[1:]), str(inputs.dtype), batch_size),
-        "job": (
-            job.precision.name,
-            job.optimizer.NAME,
-            job.rule.NAME,
-            job.channels_last,
-            getattr(job.loss, "__qualname__", type(job.loss).__qualname__),
-        ),
-    }
-    return digest(facts)

@@ -8,7 +8,7 @@ sum of corrections, which is all-reduced before z moves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -153,44 +153,35 @@ def _failure(
     optimizer: Optimizer, rule: AveragingRule, device: torch.device, precision: Precision, moves: bool
 ) -> str | None:
     """Return why kernels cannot be used, as part of a sentence, or None. Blocks the host while they compile and run."""
-
-    def check() -> None:
-        for averaging in (LinearRound(0.3, 0.9), None):
-            _check(optimizer, rule, device, precision, averaging, moves)
-
     try:
-        compiles(check)
+        compiles(partial(_check, optimizer, rule, device, precision, moves))
     except KernelError as error:
         return str(error)
     return None
 
 
 def _check(
-    optimizer: Optimizer,
-    rule: AveragingRule,
-    device: torch.device,
-    precision: Precision,
-    averaging: LinearRound | None,
-    moves: bool,
+    optimizer: Optimizer, rule: AveragingRule, device: torch.device, precision: Precision, moves: bool
 ) -> None:
-    """Raise KernelError unless a round of three learners does what the reference does, one of them gated."""
-    banks = [random_bank(optimizer, device, precision, least=0.1) for _ in range(2)]  # away from division by zero
-    for bank in banks:
-        for learner in range(NUM_LEARNERS):
-            bank.refresh_shadow(learner)
-    results = torch.tensor([[0.5, 0.0], [torch.nan, 0.0], [2.0, 0.0]], dtype=torch.float64, device=device)
-    rates, counts = (torch.full((NUM_LEARNERS,), value, dtype=torch.float64, device=device) for value in (0.1, 2.0))
-    update = KernelUpdate(banks[0], optimizer, moves=moves)
-    update.correct(
-        averaging, results=results, loss_column=0, finite_column=1, learning_rates=rates, step_counts=counts
-    )
-    if averaging is not None and not moves:
-        update.move(averaging)
-    reference = TorchUpdate(optimizer, rule)
-    norms = [reference.gradient_norm(banks[1].trained_row(learner)) for learner in range(NUM_LEARNERS)]
-    steps = [None if j == 1 else Step(0.1, 3, optimizer.gradient_scale(norm)) for j, norm in enumerate(norms)]
-    round_by_row(reference, banks[1], averaging, steps)
-    if not are_close(written_values(banks[0]), written_values(banks[1])):
-        raise KernelError("the update kernel's results differ from those of the torch operators")
-    if counts.tolist() != [3.0, 2.0, 3.0] or results[:, 1].tolist() != [1.0, 0.0, 1.0]:
-        raise KernelError("the update kernel's gate differs from the reference's")
+    """Raise KernelError unless rounds of three learners, one of them gated, do what the reference does."""
+    for averaging in (LinearRound(0.3, 0.9), None):
+        banks = [random_bank(optimizer, device, precision, least=0.1) for _ in range(2)]  # away from division by zero
+        for bank in banks:
+            for learner in range(NUM_LEARNERS):
+                bank.refresh_shadow(learner)
+        results = torch.tensor([[0.5, 0.0], [torch.nan, 0.0], [2.0, 0.0]], dtype=torch.float64, device=device)
+        rates, counts = (torch.full((NUM_LEARNERS,), at, dtype=torch.float64, device=device) for at in (0.1, 2.0))
+        update = KernelUpdate(banks[0], optimizer, moves=moves)
+        update.correct(
+            averaging, results=results, loss_column=0, finite_column=1, learning_rates=rates, step_counts=counts
+        )
+        if averaging is not None and not moves:
+            update.move(averaging)
+        reference = TorchUpdate(optimizer, rule)
+        norms = [reference.gradient_norm(banks[1].trained_row(learner)) for learner in range(NUM_LEARNERS)]
+        steps = [None if j == 1 else Step(0.1, 3, optimizer.gradient_scale(norm)) for j, norm in enumerate(norms)]
+        round_by_row(reference, banks[1], averaging, steps)
+        if not are_close(written_values(banks[0]), written_values(banks[1])):
+            raise KernelError("the update kernel's results differ from those of the torch operators")
+        if counts.tolist() != [3.0, 2.0, 3.0] or results[:, 1].tolist() != [1.0, 0.0, 1.0]:
+            raise KernelError("the update kernel's gate differs from the reference's")
