@@ -52,6 +52,18 @@ _EAGER = "executor=fused runs rounds without CUDA graphs, which is slower, becau
 _DRAWS = "the model or the loss draws random numbers outside nn.Dropout modules"
 
 
+def learn_fused(tasks: RoundTasks, fused: FusedPass, outcome: RoundOutcome) -> Sequence[Tensor | None]:
+    """Return gradients `[K, *shape]` of a pass's learners; losses and right predictions go to the outcome."""
+    plan, own = outcome.plan, slice(fused.learners.start, fused.learners.stop)
+    for learner in fused.learners if fused.graph.draws else ():
+        tasks.seed_dropout(learner, plan)
+    learned = fused.learn(fused.batch(plan), fused.shares(plan))
+    outcome.losses[own] = learned.losses.tolist()  # host–device synchronisation on CUDA
+    if learned.num_correct is not None:
+        outcome.num_correct[own] = [float(count) for count in learned.num_correct.tolist()]
+    return learned.gradients
+
+
 class FusedExecutor(Executor):
     """Runs a round as one forward and one backward pass of all learners.
 
@@ -157,7 +169,7 @@ class FusedExecutor(Executor):
 
     def _run(self, outcome: RoundOutcome) -> None:
         with self.span("pass", ALL_LEARNERS, outcome.plan.index):
-            gradients = self._learn(outcome)
+            gradients = learn_fused(self.tasks, self._pass, outcome)
         if outcome.plan.averaging is not None:
             self._wait_for_z()
         with self.span("update", ALL_LEARNERS, outcome.plan.index):
@@ -168,17 +180,6 @@ class FusedExecutor(Executor):
         """Pass on the notes of the pass, each once."""
         self._pass_notes.read(self._pass)
         self.notes += self._pass_notes.take()
-
-    def _learn(self, outcome: RoundOutcome) -> Sequence[Tensor | None]:
-        """Return gradients `[K, *shape]` of all learners; losses and right predictions go to the outcome."""
-        plan = outcome.plan
-        for learner in range(self.tasks.bank.num_learners) if self._pass.graph.draws else ():
-            self.tasks.seed_dropout(learner, plan)
-        learned = self._pass.learn(self._pass.batch(plan), self._pass.shares(plan))
-        outcome.losses = learned.losses.tolist()  # host–device synchronisation on CUDA
-        if learned.num_correct is not None:
-            outcome.num_correct = [float(count) for count in learned.num_correct.tolist()]
-        return learned.gradients
 
     def _update(self, gradients: Sequence[Tensor | None], outcome: RoundOutcome) -> None:
         """Correct all learners and move z, in one pass if there is native code for it."""

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from crossbow_py.engine.executors.base import even_groups
+from crossbow_py.engine.executors.fused import learn_fused
 from crossbow_py.engine.executors.threads import ThreadsExecutor
 from crossbow_py.engine.fusion.fused_agreement import outdated, trusted_pass
 from crossbow_py.engine.fusion.fused_pass import FusedPass, PassNotes
@@ -53,17 +54,9 @@ class FusedThreadsExecutor(ThreadsExecutor):
         return None
 
     def _learn(self, fused: FusedPass, outcome: RoundOutcome) -> None:
-        bank, plan = self.tasks.bank, outcome.plan
-        for learner in fused.learners if fused.graph.draws else ():
-            self.tasks.seed_dropout(learner, plan)
-        learned = fused.learn(fused.batch(plan), fused.shares(plan))
+        gradients = learn_fused(self.tasks, fused, outcome)
         self._pass_notes.read(fused)
-        bank.store_stacked_gradients(learned.gradients, fused.learners)
-        losses = learned.losses.tolist()
-        counts = [None] * len(losses) if learned.num_correct is None else learned.num_correct.tolist()
-        for learner, loss, count in zip(fused.learners, losses, counts, strict=True):
-            outcome.losses[learner] = loss
-            outcome.num_correct[learner] = None if count is None else float(count)
+        self.tasks.bank.store_stacked_gradients(gradients, fused.learners)
 
     def _correct(self, group: range, outcome: RoundOutcome) -> None:
         for learner in group:

@@ -288,14 +288,14 @@ def test_observe_neighbour_that_stays_is_tried_ever_more_rarely():
 
 
 def test_observe_second_drop_remembers_the_learners_before_the_first():
-    state = AutoTunerState(num_learners=2, phase="settled", measured=((2, 200.0),), before_drop=4)
+    state = settled(2, 200.0, before_drop=4)
     state, decisions = follow(quick(), [100, 100, 99], state)
     assert steps(decisions) == [2, 1, 1]
     assert state.before_drop == 4
 
 
 def test_observe_drop_that_took_learners_memory_no_longer_holds_tries_none_and_says_nothing():
-    state = AutoTunerState(num_learners=1, phase="settled", measured=((1, 100.0),), before_drop=2, out_of_memory_at=2)
+    state = settled(1, 100.0, before_drop=2, out_of_memory_at=2)
     assert follow(quick(), [100] * 100, state)[1] == [Decision("stay", 1)] * 100
 
 
