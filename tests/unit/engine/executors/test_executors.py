@@ -250,40 +250,26 @@ def poison(tasks, start, value):
 
 
 def test_threads_learning_overlaps_averaging_and_correction_waits_for_it():
-    tasks = make_tasks()
-    hold, learned, log = threading.Event(), threading.Event(), []
+    tasks, learned, log = make_tasks(), threading.Semaphore(0), []
     average, learn, correct = tasks.average, tasks.learn, tasks.correct
 
     def slow_average(outcome):
         if outcome.plan.index == 0:
-            assert hold.wait(10), "nothing was learned while averaging"
+            assert learned.acquire(timeout=10) and learned.acquire(timeout=10), "nothing was learned while averaging"
         average(outcome)
         log.append(("averaging", outcome.plan.index))
 
     def watched_learn(learner, outcome):
         learn(learner, outcome)
-        log.append(("learning", outcome.plan.index))
-        if [entry for entry in log if entry == ("learning", 1)] == [("learning", 1)] * 2:
-            learned.set()
+        if outcome.plan.index == 1:
+            learned.release()
 
     def watched_correct(learner, outcome):
         log.append(("correction", outcome.plan.index))
         correct(learner, outcome)
 
     tasks.average, tasks.learn, tasks.correct = slow_average, watched_learn, watched_correct
-    runner = EXECUTORS["threads"](tasks)
-    submitting = threading.Thread(target=lambda: [runner.submit(plan(tasks, n)) for n in range(2)])
-    # Submit both rounds without waiting: the second is issued behind the first.
-    runner._wait = lambda outcome: None
-    submitting.start()
-    submitting.join()
-    assert learned.wait(10)
-    assert ("correction", 1) not in log
-    hold.set()
-    del runner._wait
-    for events in runner._last_of_round.values():
-        assert all(event.wait(10) for event in events)
-    runner.close()
+    run_rounds(tasks, "threads", 2)
     assert log.index(("averaging", 0)) < log.index(("correction", 1))
 
 
