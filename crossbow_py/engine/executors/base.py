@@ -87,18 +87,21 @@ class Executor(ABC):
     ) -> None:
         """Run a launch in the calling thread, with a span on the launch's stream if the executor traces.
 
-        `body` replaces that of `RoundTasks`. Raises LearnerError if it fails.
+        `body` replaces that of the task. Raises LearnerError if it fails.
         """
         self.running[launch.stream] = launch.task
         try:
             with self.span(launch.task.NAME, launch.stream, launch.task.round_index):
-                (body or self.tasks.body(launch.task))(outcome)
+                (body or self._body(launch.task))(outcome)
         except CrossbowError:
             raise
         except Exception as error:
             raise LearnerError(str(launch.task), outcome.plan.index, launch.stream, error) from error
         finally:
             del self.running[launch.stream]
+
+    def _body(self, task: Task) -> Callable[[RoundOutcome], None]:
+        return self.tasks.body(task)
 
     def submit(self, plan: Round) -> list[RoundOutcome]:
         """Issue a round, wait for the one before, and return its outcome (none for the first round after a drain).

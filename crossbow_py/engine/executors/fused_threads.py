@@ -45,13 +45,13 @@ class FusedThreadsExecutor(ThreadsExecutor):
         if found := outdated(self.tasks, self._passes[0]):  # all run the same model
             self.notes.append(found)
 
-    def _body(self, task: Task) -> Callable[[RoundOutcome], None] | None:
+    def _body(self, task: Task) -> Callable[[RoundOutcome], None]:
         # A task is that of a group.
         if isinstance(task, LearningTask):
             return partial(self._learn, self._passes[task.learner])
         if isinstance(task, CorrectionTask):
             return partial(self._correct, self.groups[task.learner])
-        return None
+        return super()._body(task)
 
     def _learn(self, fused: FusedPass, outcome: RoundOutcome) -> None:
         gradients = learn_fused(self.tasks, fused, outcome)

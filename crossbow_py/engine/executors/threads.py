@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -59,10 +58,6 @@ class ThreadsExecutor(Executor):
             thread.start()
         self._started.wait()
         self._set_intra_op(self._num_threads)
-
-    def _body(self, task: Task) -> Callable[[RoundOutcome], None] | None:
-        """Return the body of a task, or None for that of `RoundTasks`."""
-        return None
 
     def _set_intra_op(self, num_threads: int) -> None:
         """Set the caller's number of intra-op threads, which MKL uses in every thread: torch cannot set it for one.
@@ -119,7 +114,7 @@ class ThreadsExecutor(Executor):
                 event.wait()
             try:
                 if self._failure is None:
-                    self.run_task(entry.launch, entry.outcome, self._body(entry.launch.task))
+                    self.run_task(entry.launch, entry.outcome)
             except BaseException as error:  # a user's function may raise SystemExit
                 self._fail(entry, error)
             finally:

@@ -44,8 +44,8 @@ class Optimizer(ABC):
 
     learning_rate: PerLearner
     weight_decay: PerLearner
-    clip_norm: float | None
-    decay_norm_and_bias: bool
+    clip_norm: float | None = setting(None, "largest gradient norm of a learner; null does not clip", above=0)
+    decay_norm_and_bias: bool = setting(False, "apply weight decay to normalisation parameters and biases too")
 
     def __post_init__(self) -> None:
         check(self)
@@ -113,8 +113,6 @@ class SGD(Optimizer):
     momentum: PerLearner = setting(0.9, "m, the learner's own momentum", minimum=0, below=1)
     weight_decay: PerLearner = setting(0.0, "λ, L2 term added to the gradient", minimum=0)
     nesterov: bool = setting(False, "Nesterov's form of momentum")
-    decay_norm_and_bias: bool = setting(False, "apply weight decay to normalisation parameters and biases too")
-    clip_norm: float | None = setting(None, "largest gradient norm of a learner; null does not clip", above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -157,8 +155,6 @@ class AdamW(Optimizer):
     beta2: PerLearner = setting(0.999, "decay of the squared gradient average", minimum=0, below=1)
     epsilon: float = setting(1e-8, "added to the denominator", above=0)
     weight_decay: PerLearner = setting(0.01, "λ, decoupled weight decay", minimum=0)
-    decay_norm_and_bias: bool = setting(False, "apply weight decay to normalisation parameters and biases too")
-    clip_norm: float | None = setting(None, "largest gradient norm of a learner; null does not clip", above=0)
 
     def step(self, learner: int, row: TrainedRow, learning_rate: float, step_count: int) -> None:
         beta1, beta2 = for_learner(self.beta1, learner), for_learner(self.beta2, learner)
