@@ -26,13 +26,7 @@ ALIGNMENT_VALUES = 64  # 128 bytes of bfloat16; the same for all dtypes, so that
 Order = Literal["blocks", "rows"]
 Kind = Literal["decayed", "undecayed", "frozen"]
 _ORDER: tuple[Kind, ...] = ("decayed", "undecayed", "frozen")
-_NORMS = (
-    nn.modules.batchnorm._NormBase,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-    nn.LocalResponseNorm,
-)
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
 @dataclass(frozen=True)
@@ -221,9 +215,7 @@ def parameter_layout(module: nn.Module, channels_last: bool) -> Layout:
 def buffer_layout(module: nn.Module) -> Layout:
     """Return the layout of a module's floating-point buffers, such as BatchNorm's running statistics."""
     blocks: Sequence[Block] = [
-        Block(name, tuple(b.shape), b.numel(), "frozen")
-        for name, b in module.named_buffers()
-        if b.is_floating_point()
+        Block(name, tuple(b.shape), b.numel(), "frozen") for name, b in module.named_buffers() if b.is_floating_point()
     ]
     return Layout(tuple(blocks), channels_last=False)
 

@@ -537,9 +537,7 @@ def _mean_buffers(stacked: Mapping[str, Tensor], add: Add | None) -> dict[str, T
     return means
 
 
-def _mean_buffers_over_devices(
-    stacked: Mapping[str, Tensor], paired: Mapping[str, str], add: Add
-) -> dict[str, Tensor]:
+def _mean_buffers_over_devices(stacked: Mapping[str, Tensor], paired: Mapping[str, str], add: Add) -> dict[str, Tensor]:
     """Return means over all devices' rows, summed in float64. `paired` maps variances to their means."""
     first = next(iter(stacked.values()), None)
     if first is None:

@@ -121,12 +121,7 @@ class DeviceRounds:
     """
 
     def __init__(
-        self,
-        device: CudaStreams,
-        executor: str,
-        names: Sequence[str],
-        tasks: RoundTasks,
-        between: Sequence[str] = (),
+        self, device: CudaStreams, executor: str, names: Sequence[str], tasks: RoundTasks, between: Sequence[str] = ()
     ) -> None:
         self.device, self._executor, self._awaiting = device, executor, tasks.collective.awaiting
         self.streams = {name: device.new_stream(high_priority=name == AVERAGING_STREAM) for name in names}

@@ -341,13 +341,7 @@ class LearnerBytes:
 
 
 def learner_bytes(
-    num_values: int,
-    num_buffer_values: int,
-    num_states: int,
-    *,
-    master_bytes: int,
-    compute_bytes: int,
-    activations: int,
+    num_values: int, num_buffer_values: int, num_states: int, *, master_bytes: int, compute_bytes: int, activations: int
 ) -> LearnerBytes:
     """Return what a learner of a model with P = `num_values` needs, without padding; see `ModelSizes`."""
     values = num_values * master_bytes

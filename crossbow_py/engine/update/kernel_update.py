@@ -37,9 +37,7 @@ class KernelUpdate:
         total: the sum of corrections, unless z moves in the same pass.
     """
 
-    def __init__(
-        self, bank: ReplicaBank, optimizer: Optimizer, *, moves: bool, learners: range | None = None
-    ) -> None:
+    def __init__(self, bank: ReplicaBank, optimizer: Optimizer, *, moves: bool, learners: range | None = None) -> None:
         learners = range(bank.num_learners) if learners is None else learners
         # Imported here, because this module must be importable on machines without Triton.
         from crossbow_py.engine.kernels import update as kernels  # noqa: PLC0415
@@ -160,9 +158,7 @@ def _failure(
     return None
 
 
-def _check(
-    optimizer: Optimizer, rule: AveragingRule, device: torch.device, precision: Precision, moves: bool
-) -> None:
+def _check(optimizer: Optimizer, rule: AveragingRule, device: torch.device, precision: Precision, moves: bool) -> None:
     """Raise KernelError unless rounds of three learners, one of them gated, do what the reference does."""
     for averaging in (LinearRound(0.3, 0.9), None):
         banks = [random_bank(optimizer, device, precision, least=0.1) for _ in range(2)]  # away from division by zero

@@ -64,13 +64,7 @@ def settle(
 
 @pytest.mark.parametrize(
     ("max_learners", "counts"),
-    [
-        (1, (1,)),
-        (2, (1, 2)),
-        (5, (1, 2, 3, 4, 5)),
-        (8, (1, 2, 3, 4, 6, 8)),
-        (32, (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)),
-    ],
+    [(1, (1,)), (2, (1, 2)), (5, (1, 2, 3, 4, 5)), (8, (1, 2, 3, 4, 6, 8)), (32, (1, 2, 3, 4, 6, 8, 12, 16, 24, 32))],
 )
 def test_counts_up_to_a_limit_are_powers_of_two_their_halves_between_and_the_limit(max_learners, counts):
     assert AutoTuner(max_learners=max_learners).counts == counts

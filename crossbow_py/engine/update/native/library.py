@@ -64,23 +64,13 @@ class Vector(Structure):
 class Learner(Structure):
     """The struct of the same name in update.c, with up to eight values."""
 
-    _fields_ = [
-        ("skipped", c_int64),
-        ("gradient_scale", c_float),
-        ("decay", c_float),
-        ("values", c_float * 8),
-    ]
+    _fields_ = [("skipped", c_int64), ("gradient_scale", c_float), ("decay", c_float), ("values", c_float * 8)]
 
 
 class Averaging(Structure):
     """The struct of the same name in update.c, all zero in a round that does not average."""
 
-    _fields_ = [
-        ("averages", c_int64),
-        ("moves", c_int64),
-        ("correction", c_float),
-        ("momentum", c_float),
-    ]
+    _fields_ = [("averages", c_int64), ("moves", c_int64), ("correction", c_float), ("momentum", c_float)]
 
 
 def load(cache: Path | None = None) -> ctypes.CDLL:
