@@ -140,7 +140,8 @@ def _run_default_loop(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
         images = _images(run.source, run.choices.device)
         begun = time.perf_counter()
         found = search(
-            run.rules.brackets, lambda trial: run.trial_settings(trial, run.study.params(trial)), images, run.order_seed
+            run.rules.brackets, lambda trial: run.trial_settings(trial, run.study.params(trial)), images,
+            run.settings.sample_order_seed,
         )
         return {"seconds": round(time.perf_counter() - begun, 2), "precision": FP32.name, **found}
 
