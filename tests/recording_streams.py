@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from crossbow_py.engine.device.graphs import DeviceStreams
+from crossbow_py.engine.device.graphs import CudaStreams
 
 
 class OnlyLaunches(TorchDispatchMode):
@@ -34,7 +34,7 @@ def in_graph(body):
     return captured
 
 
-class OnHost(DeviceStreams):
+class OnHost(CudaStreams):
     """What both have in common: memory and generators of the host, and no pools."""
 
     def new_pool(self):

@@ -171,9 +171,13 @@ class AutoTuner:
         count, following = state.num_learners, self._following(state)
         if following is None:
             return self._settle(state)
-        reason = f"{count} → {_learners(following)}: {_rate(state.measured[-1])}{_comparison(state.measured)}"
+        gain = ""
+        if len(state.measured) > 1:
+            (before, slower), (_, faster) = state.measured[-2:]
+            gain = f", {_percent(faster / slower - 1)} on {before}"
         beyond = "; looks one count further" if self._misses(state) else ""
-        return _move(state, following, state.phase, f"{reason}{beyond}.")
+        reason = f"{count} → {_learners(following)}: {_rate(state.measured[-1])}{gain}{beyond}."
+        return _move(state, following, state.phase, reason)
 
     def _settle(self, state: AutoTunerState) -> tuple[AutoTunerState, Decision]:
         count, choice = state.num_learners, self._choice(state)
@@ -209,13 +213,10 @@ class AutoTuner:
         if abs(state.drifted) >= patience:
             return self._search_again(state, median, f"{_percent(change)} since it settled")
         waited = state.num_windows >= patience * self.windows
-        if direction == 0 and waited and self._may_have_recovered(state):
+        dropped = state.num_learners < state.before_drop
+        if direction == 0 and waited and dropped and self._neighbour(replace(state, phase="growing")) is not None:
             return self._search_again(state, median, "looks whether more pay again")
         return state, Decision("stay", state.num_learners)
-
-    def _may_have_recovered(self, state: AutoTunerState) -> bool:
-        growing = replace(state, phase="growing")
-        return state.num_learners < state.before_drop and self._neighbour(growing) is not None
 
     def _search_again(self, state: AutoTunerState, median: float, why: str) -> tuple[AutoTunerState, Decision]:
         """Start a search, without the old measurements, which were taken under other conditions."""
@@ -283,13 +284,6 @@ def _rate(measurement: tuple[int, float]) -> str:
     count, images_per_s = measurement
     number = f"{images_per_s:,.0f}" if images_per_s >= 100 else f"{images_per_s:.3g}"
     return f"{number} images/s with {count}"
-
-
-def _comparison(measured: tuple[tuple[int, float], ...]) -> str:
-    if len(measured) < 2:
-        return ""
-    (before, before_images_per_s), (_, images_per_s) = measured[-2:]
-    return f", {_percent(images_per_s / before_images_per_s - 1)} on {before}"
 
 
 def _percent(change: float) -> str:

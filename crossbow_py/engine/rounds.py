@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, assert_never
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,12 +112,8 @@ class RoundTasks:
     """The bodies of a bank's tasks. Thread-safe across learners, as the module's docstring says.
 
     Args:
-        bank: the learners.
-        update: the steps of learners and of z.
-        feed: the batches.
-        loss: the loss of a batch, for all learners.
+        bank, update, feed, loss, collective: the learners, their steps, batches and loss, and the sums over devices.
         seed: the seed of dropout, in rounds without `draws`.
-        collective: sums over devices.
         compile_model: whether modules are compiled by torch.compile.
         label_smoothing: ε of every row, `[capacity]` on the bank's device; with it the loss is cross-entropy.
 
@@ -163,15 +159,15 @@ class RoundTasks:
 
     def body(self, task: Task) -> Callable[[RoundOutcome], None]:
         """Return the body of a task: a function of the round's outcome that works in the calling thread."""
-        if isinstance(task, LearningTask):
-            return partial(self.learn, task.learner)
-        if isinstance(task, CorrectionTask):
-            return partial(self.correct, task.learner)
-        if isinstance(task, AveragingTask):
-            return self.average
-        if isinstance(task, GradientMeanTask):
-            return self.average_gradients
-        assert_never(task)
+        match task:
+            case LearningTask():
+                return partial(self.learn, task.learner)
+            case CorrectionTask():
+                return partial(self.correct, task.learner)
+            case AveragingTask():
+                return self.average
+            case GradientMeanTask():
+                return self.average_gradients
 
     def learn(self, learner: int, outcome: RoundOutcome) -> None:
         """Write the gradient of the learner's loss at w_j to G_j; loss and right predictions go to the outcome.
@@ -282,12 +278,8 @@ class RoundTasks:
     ) -> None:
         """Write the sum of all devices' gradients to `bank.total`, and its norm to the outcome.
 
-        If the sum is not finite, each learner's gradient is checked, and those that are not finite are left out.
-
-        Args:
-            gradients: the learners' gradients, lists of vectors.
-            outcome: of the round; says afterwards which learners are finite.
-            store: writes the gradients to the bank, if they are not there.
+        If the sum is not finite, each learner's gradient is checked, and those that are not finite are left out, as the
+        outcome says afterwards. `store` writes the gradients, lists of vectors, to the bank, if they are not there.
         """
         bank, summed = self.bank, self.summed_rows[0]
         self.update.sum(summed.gradients, gradients)
@@ -328,27 +320,19 @@ class RoundTasks:
 
     def next_step(self, learner: int, gradient_norm: float, outcome: RoundOutcome) -> Step | None:
         """Return the learner's next step, with a clipped gradient, and count it; None if the gate holds it back."""
-        bank, limit = self.bank, self.update.optimizer.clip_norm
-        shares, finite = self.gradient_mean is not None, math.isfinite(gradient_norm)
-        own = outcome.finite[learner] if shares else math.isfinite(outcome.losses[learner])
-        steps = finite and (self._is_kept(learner, outcome) if shares else own)
+        bank, optimizer = self.bank, self.update.optimizer
+        mean, finite = self.gradient_mean, math.isfinite(gradient_norm)
+        own = outcome.finite[learner] if mean else math.isfinite(outcome.losses[learner])
+        # A group steps if any of its learners is finite: assumed if all are one group, also on other devices.
+        groups = bank.gradient_groups if mean and mean.group_size is not None else []
+        kept = [any(outcome.finite[other] for other in group) for group in groups if learner in group]
+        steps = finite and (all(kept) if mean else own)
         outcome.finite[learner] = own and finite
         if not steps:
             return None
         bank.step_counts[learner] += 1
-        clips = limit is not None and gradient_norm > limit
-        return Step(
-            learning_rate=outcome.plan.learning_rates[learner],
-            step_count=bank.step_counts[learner],
-            gradient_scale=limit / (gradient_norm + 1e-6) if limit is not None and clips else 1.0,  # as in torch
-        )
-
-    def _is_kept(self, learner: int, outcome: RoundOutcome) -> bool:
-        """Return whether any learner of the group is finite; assumed if all are one group, also on other devices."""
-        if self.gradient_mean is None or self.gradient_mean.group_size is None:
-            return True
-        group = next(group for group in self.bank.gradient_groups if learner in group)
-        return any(outcome.finite[other] for other in group)
+        rate, count = outcome.plan.learning_rates[learner], bank.step_counts[learner]
+        return Step(rate, count, optimizer.gradient_scale(gradient_norm))
 
     def next_summed_step(self, learner: int, outcome: RoundOutcome) -> Step | None:
         """Return `next_step` of a learner that steps by the mean of the gradients whose sum is in `bank.total`."""
@@ -365,9 +349,7 @@ class RoundTasks:
     def move(self, outcome: RoundOutcome, step: Callable[[LinearRound], None] | None = None) -> None:
         """All-reduce the sum of corrections and move z by its share; then average z over nodes, if the round does.
 
-        Args:
-            outcome: of the round.
-            step: moves z by `bank.total`; by default the update's step.
+        `step` moves z by `bank.total`; by default that is the update's step.
         """
         bank, coefficients = self.bank, outcome.plan.averaging
         assert coefficients is not None, "z moves only in rounds that average"

@@ -16,53 +16,48 @@ from typing import ClassVar
 
 
 @dataclass(frozen=True)
-class LearningTask:
+class _TaskOfLearner:
+    NAME: ClassVar[str]
+
+    learner: int
+    round_index: int
+
+    def __str__(self) -> str:
+        return f"{self.NAME}({self.learner})"
+
+
+class LearningTask(_TaskOfLearner):
     """The forward and backward pass of one learner on one batch."""
 
-    NAME: ClassVar[str] = "learning"
-
-    learner: int
-    round_index: int
-
-    def __str__(self) -> str:
-        return f"{self.NAME}({self.learner})"
+    NAME = "learning"
 
 
-@dataclass(frozen=True)
-class CorrectionTask:
+class CorrectionTask(_TaskOfLearner):
     """The learner's gradient step and, in rounds that average, its correction."""
 
-    NAME: ClassVar[str] = "correction"
-
-    learner: int
-    round_index: int
-
-    def __str__(self) -> str:
-        return f"{self.NAME}({self.learner})"
+    NAME = "correction"
 
 
 @dataclass(frozen=True)
-class AveragingTask:
+class _TaskOfAll:
+    NAME: ClassVar[str]
+
+    round_index: int
+
+    def __str__(self) -> str:
+        return self.NAME
+
+
+class AveragingTask(_TaskOfAll):
     """The step of the central average model."""
 
-    NAME: ClassVar[str] = "averaging"
-
-    round_index: int
-
-    def __str__(self) -> str:
-        return self.NAME
+    NAME = "averaging"
 
 
-@dataclass(frozen=True)
-class GradientMeanTask:
+class GradientMeanTask(_TaskOfAll):
     """The averaging of gradients in all groups of learners."""
 
-    NAME: ClassVar[str] = "gradient mean"
-
-    round_index: int
-
-    def __str__(self) -> str:
-        return self.NAME
+    NAME = "gradient mean"
 
 
 Task = LearningTask | CorrectionTask | AveragingTask | GradientMeanTask

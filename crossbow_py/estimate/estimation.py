@@ -25,8 +25,7 @@ from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.modules.precision import BF16, Precision, choose_device, choose_precision
 from crossbow_py.engine.sizing.bound import free_bytes
-from crossbow_py.engine.sizing.job import Job, Sample
-from crossbow_py.engine.sizing.memory import ELSEWHERE, LARGEST_BATCH, MIB, ON_HOST, HeldBack, LearnerModel
+from crossbow_py.engine.sizing.memory import ELSEWHERE, LARGEST_BATCH, MIB, ON_HOST, HeldBack, Job, LearnerModel, Sample
 from crossbow_py.engine.sizing.probes import estimate_learner
 from crossbow_py.engine.sizing.workers import Loading, Recommendation, recommend
 from crossbow_py.engine.update.optimizers import Optimizer

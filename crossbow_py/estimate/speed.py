@@ -15,7 +15,7 @@ from crossbow_py.data.datasets import MapStyleDataset
 from crossbow_py.data.streaming.streamed_data import Key, StreamedData
 from crossbow_py.engine.device.host import intra_op_threads
 from crossbow_py.engine.modules.precision import cast_module
-from crossbow_py.engine.sizing.job import Job, Sample
+from crossbow_py.engine.sizing.memory import Job, Sample
 
 _BUDGET_S = 2.0
 _MOST_RUNS = 5

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from crossbow_py.core.errors import one_line
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.engine.device.graphs import CudaStreams, DeviceStreams, Event, Graph, Pool
+from crossbow_py.engine.device.graphs import CudaStreams, Event, Graph, Pool
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS, CaptureError
 
@@ -98,7 +98,7 @@ class Captures:
         device: for tests; by default CUDA, on the banks' device.
     """
 
-    def __init__(self, executor: str, banks: Sequence[ReplicaBank], device: DeviceStreams | None = None) -> None:
+    def __init__(self, executor: str, banks: Sequence[ReplicaBank], device: CudaStreams | None = None) -> None:
         self._executor, self._banks = executor, banks
         self._device = device or CudaStreams(banks[0].device)
         self._stream = self._device.new_stream()
@@ -158,7 +158,7 @@ class CapturedRun:
 
     graph: Graph
 
-    def __init__(self, run: Forward, inputs: Tensor, device: DeviceStreams, done: Event) -> None:
+    def __init__(self, run: Forward, inputs: Tensor, device: CudaStreams, done: Event) -> None:
         self._run, self._inputs, self._outputs = run, inputs, inputs.new_empty(0)
         self._device, self._done = device, done
 
@@ -180,7 +180,7 @@ class CapturedRun:
 class OrderedRun:
     """A function of one tensor that runs as it is, after the last call and before the next; see `CapturedRun`."""
 
-    def __init__(self, run: Forward, device: DeviceStreams, done: Event) -> None:
+    def __init__(self, run: Forward, device: CudaStreams, done: Event) -> None:
         self._run, self._device, self._done = run, device, done
 
     def __call__(self, inputs: Tensor) -> Tensor:

@@ -24,8 +24,7 @@ from torch import nn
 
 from crossbow_py.averaging import SMA
 from crossbow_py.engine.modules.precision import FP32
-from crossbow_py.engine.sizing.job import Job, Sample
-from crossbow_py.engine.sizing.memory import LearnerModel
+from crossbow_py.engine.sizing.memory import Job, LearnerModel, Sample
 from crossbow_py.engine.sizing.probes import estimate_learner
 from crossbow_py.engine.update.optimizers import SGD
 from experiments.estimate.truth import SUBJECTS, Subject, TrainingRun, doubling_search

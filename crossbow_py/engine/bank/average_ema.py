@@ -1,11 +1,8 @@
 """The exponential moving average (EMA) of the central average model z, in memory; equations in averaging/ema.py.
 
-Measured on two CPU cores that other programs used as well, a step takes 0.3 ms for the digits' MLP and 0.6 ms for
-LeNet (medians). LeNet on MNIST with a horizon of one epoch (K = 2, `threads`) takes a step every 94 rounds, and is no
-slower than without, within the noise. The digits are the worst case, with rounds of 2 ms and, with a horizon of one
-epoch, a step after every second or third round: 7 % fewer images/s with K = 2 under `threads`, 4 % with K = 1 (the
-fastest of 5 to 7 runs with it and 10 to 14 without, taken in turns; medians of pairs lie between −10 % and +3 %). The
-cost is inversely proportional to the horizon.
+A step takes 0.3 ms for the digits' MLP and 0.6 ms for LeNet (medians on two shared CPU cores). The digits, with rounds
+of 2 ms and a step after every second or third of them, are the worst case: 7 % fewer images/s with K = 2 under
+`threads`, 4 % with K = 1. The cost is inversely proportional to the horizon.
 """
 
 from __future__ import annotations

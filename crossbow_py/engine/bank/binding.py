@@ -87,10 +87,8 @@ def find_rebound(module: nn.Module, bound: Mapping[str, Binding]) -> str | None:
 def find_written(module: nn.Module, bound: Mapping[str, Binding], on_a_copy: bool, averages: bool) -> str | None:
     """Return a message about a parameter that forward wrote and whose new value would be lost; else None.
 
-    Args:
-        module, bound: as for `find_rebound`, which must have found nothing.
-        on_a_copy: whether the module computes with a copy of the weights, where writes are lost.
-        averages: whether learners follow an average model, in which frozen parameters do not change.
+    `find_rebound` must have found nothing. Writes are lost if the module computes `on_a_copy` of the weights, and those
+    of frozen parameters if learners follow an average model (`averages`).
     """
     full = full_precision_parameters(module) if on_a_copy else set()
     for name, parameter in module.named_parameters():

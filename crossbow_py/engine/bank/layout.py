@@ -26,13 +26,7 @@ ALIGNMENT_VALUES = 64  # 128 bytes of bfloat16; the same for all dtypes, so that
 Order = Literal["blocks", "rows"]
 Kind = Literal["decayed", "undecayed", "frozen"]
 _ORDER: tuple[Kind, ...] = ("decayed", "undecayed", "frozen")
-_NORMS = (
-    nn.modules.batchnorm._NormBase,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-    nn.LocalResponseNorm,
-)
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
 @dataclass(frozen=True)
@@ -75,6 +69,9 @@ class Rows:
         rows: the number of rows; 1 makes a flat vector.
         dtype, device: those of the tensor.
         order: the order of rows and blocks in memory, see the module's docstring.
+
+    Attributes:
+        offsets: the offset of each block in the storage; in `blocks` its rows follow one another.
     """
 
     def __init__(
@@ -82,31 +79,34 @@ class Rows:
     ) -> None:
         self.layout, self.num_rows, self.order = layout, rows, order
         repeat = rows if order == "blocks" else 1
-        self._bases: list[int] = []
+        self.offsets: list[int] = []
         self._row_length = 0
         for block in layout.blocks:
-            self._bases.append(self._row_length)
+            self.offsets.append(self._row_length)
             self._row_length += -(-repeat * block.numel // ALIGNMENT_VALUES) * ALIGNMENT_VALUES
-        self.storage = _aligned_zeros(self._row_length * (rows if order == "rows" else 1), dtype, device)
-        self._rows = [self._flat_views(row) for row in range(rows)]
-        self._trained = [self._trained_views(row) for row in range(rows)]
-
-    def _flat_views(self, row: int) -> list[Tensor]:
-        views = []
-        for base, block in zip(self._bases, self.layout.blocks, strict=True):
-            start = base + row * (block.numel if self.order == "blocks" else self._row_length)
-            views.append(self.storage[start : start + block.numel])
-        return views
-
-    def _trained_views(self, row: int) -> list[Tensor]:
-        if self.order == "blocks":
-            return self._rows[row][: self.layout.count("decayed", "undecayed")]
-        return self._pieces(self.storage[row * self._row_length : (row + 1) * self._row_length])
+        # The storage begins at a multiple of 128 bytes: CPU allocators guarantee only 64.
+        count = self._row_length * (rows if order == "rows" else 1)
+        whole = torch.zeros(count + ALIGNMENT_VALUES, dtype=dtype, device=device)
+        start = -whole.data_ptr() % ALIGNMENT_BYTES // dtype.itemsize
+        self.storage = whole[start : start + count]
+        self._rows: list[list[Tensor]] = []
+        for row in range(rows):
+            starts = [
+                base + row * (block.numel if order == "blocks" else self._row_length)
+                for base, block in zip(self.offsets, layout.blocks, strict=True)
+            ]
+            views = [self.storage[at : at + own.numel] for at, own in zip(starts, layout.blocks, strict=True)]
+            self._rows.append(views)
+        if order == "blocks":
+            self._trained = [views[: layout.count("decayed", "undecayed")] for views in self._rows]
+        else:
+            length = self._row_length
+            self._trained = [self._pieces(self.storage[row * length : (row + 1) * length]) for row in range(rows)]
 
     def _pieces(self, whole: Tensor) -> list[Tensor]:
         """Return the trained values of a storage in two pieces: with weight decay and without; empty ones left out."""
         num_trained, num_decayed = self.layout.count("decayed", "undecayed"), self.layout.count("decayed")
-        ends = [*self._bases, self._row_length]
+        ends = [*self.offsets, self._row_length]
         pieces = (whole[: ends[num_decayed]], whole[ends[num_decayed] : ends[num_trained]])
         return [piece for piece in pieces if len(piece)]
 
@@ -122,11 +122,6 @@ class Rows:
         """
         return self._trained[row]
 
-    @property
-    def offsets(self) -> list[int]:
-        """The offset of each block in the storage; in `blocks` its rows follow one another."""
-        return self._bases
-
     def end_to_end(self) -> list[Tensor]:
         """Return the trained values of all rows, with padding, in two pieces: with weight decay and without."""
         assert self.order == "blocks", "order=rows does not separate values by weight decay"
@@ -136,7 +131,7 @@ class Rows:
         """Return the trained values of a flat vector (one row), with padding, as one view."""
         assert self.num_rows == 1, "only a single row is contiguous in either order"
         num_trained = self.layout.count("decayed", "undecayed")
-        return self.storage[: [*self._bases, self._row_length][num_trained]]
+        return self.storage[: [*self.offsets, self._row_length][num_trained]]
 
     @property
     def num_decayed(self) -> int:
@@ -154,7 +149,7 @@ class Rows:
     def stacked(self, num_rows: int, first: int = 0) -> dict[str, Tensor]:
         """Return views `[K, *shape]` by name of K = `num_rows` rows from `first` on; in `blocks` contiguous along K."""
         views = {}
-        for base, block in zip(self._bases, self.layout.blocks, strict=True):
+        for base, block in zip(self.offsets, self.layout.blocks, strict=True):
             stride = block.numel if self.order == "blocks" else self._row_length
             begin = self.storage.storage_offset() + base + first * stride
             rows = self.storage.as_strided((num_rows, block.numel), (stride, 1), begin)
@@ -204,13 +199,6 @@ class TrainedRow:
     num_decayed: int
 
 
-def _aligned_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros that begin at a multiple of 128 bytes: CPU allocators guarantee only 64."""
-    storage = torch.zeros(count + ALIGNMENT_VALUES, dtype=dtype, device=device)
-    start = -storage.data_ptr() % ALIGNMENT_BYTES // dtype.itemsize
-    return storage[start : start + count]
-
-
 def parameter_layout(module: nn.Module, channels_last: bool) -> Layout:
     """Return the layout of a module's parameters; tied ones are stored once, under their first name."""
     norm_parameters = {id(p) for m in module.modules() if isinstance(m, _NORMS) for p in m.parameters(recurse=False)}
@@ -227,9 +215,7 @@ def parameter_layout(module: nn.Module, channels_last: bool) -> Layout:
 def buffer_layout(module: nn.Module) -> Layout:
     """Return the layout of a module's floating-point buffers, such as BatchNorm's running statistics."""
     blocks: Sequence[Block] = [
-        Block(name, tuple(b.shape), b.numel(), "frozen")
-        for name, b in module.named_buffers()
-        if b.is_floating_point()
+        Block(name, tuple(b.shape), b.numel(), "frozen") for name, b in module.named_buffers() if b.is_floating_point()
     ]
     return Layout(tuple(blocks), channels_last=False)
 

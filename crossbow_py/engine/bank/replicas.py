@@ -58,8 +58,7 @@ class ReplicaBank:
         gradient_mean: the averaging rule's groups of learners that share a gradient.
 
     Attributes:
-        weights, gradients, corrections: `Rows [capacity, P]`.
-        state: optimizer state, `Rows [capacity, P]` by name.
+        weights, gradients, corrections, state: `Rows [capacity, P]`; the optimizer's state by name.
         buffers: floating-point buffers, `Rows [capacity, buffer values]`.
         z, z_prev, total: `Rows [1, P]`: the average model, the one before it, and the sum of the last corrections.
         velocity: the velocity of z, `Rows [1, P]`, or None.
@@ -91,8 +90,7 @@ class ReplicaBank:
         self.device, self.precision, self.state_names = device, precision, state_names
         self.num_devices, self.device_index = num_devices, device_index
         self.template = template
-        self.layout = parameter_layout(self.template, channels_last)
-        self.buffer_layout = buffer_layout(self.template)
+        self.layout, self.buffer_layout = parameter_layout(template, channels_last), buffer_layout(template)
         self.order: Order = order or ("rows" if device.type == "cpu" else "blocks")
         self.num_trained = self.layout.count("decayed", "undecayed")
         self.num_learners, self._training, self._gradient_mean = num_learners, training, gradient_mean
@@ -161,19 +159,19 @@ class ReplicaBank:
         named = [dict(module.named_parameters()) for module in self._modules]
         self._trained = [[own[name] for name in self.layout.names[: self.num_trained]] for own in named]
         self._gradient_views = [list(self.gradients.shaped(j).values())[: self.num_trained] for j in range(trained)]
-        self._trained_rows = [self._trained_row(learner) for learner in range(trained)]
+        self._trained_rows = [
+            TrainedRow(
+                weights=self.weights.trained(learner),
+                gradients=self.gradients.trained(learner),
+                corrections=self.corrections.trained(learner),
+                state={name: rows.trained(learner) for name, rows in self.state.items()},
+                z=self.z.trained(),
+                shadow=self.shadow.trained(learner) if self.precision.has_shadow else None,
+                num_decayed=self.weights.num_decayed,
+            )
+            for learner in range(trained)
+        ]
         self._stacked_gradients: dict[range, list[Tensor]] = {}
-
-    def _trained_row(self, learner: int) -> TrainedRow:
-        return TrainedRow(
-            weights=self.weights.trained(learner),
-            gradients=self.gradients.trained(learner),
-            corrections=self.corrections.trained(learner),
-            state={name: rows.trained(learner) for name, rows in self.state.items()},
-            z=self.z.trained(),
-            shadow=self.shadow.trained(learner) if self.precision.has_shadow else None,
-            num_decayed=self.weights.num_decayed,
-        )
 
     def _bind(self, learner: int) -> nn.Module:
         """Return a copy of the template whose parameters and buffers are views of row `learner`."""
@@ -188,13 +186,9 @@ class ReplicaBank:
         return module.train(self._training)
 
     def check_bindings(self, averages: bool) -> None:
-        """Check that modules are still views of their rows.
+        """Check that modules are still views of their rows; `averages` says that learners follow an average model.
 
-        Args:
-            averages: whether learners follow an average model.
-
-        Raises:
-            UserError: a forward replaced a parameter or buffer, or wrote where it is lost; see `find_written`.
+        Raises UserError if a forward replaced a parameter or buffer, or wrote where it is lost; see `find_written`.
         """
         for learner in range(self.num_learners):
             module, bound = self._modules[learner], self._bound[learner]
@@ -288,7 +282,7 @@ class ReplicaBank:
         except (RuntimeError, MemoryError):
             self.__dict__.update(before)
             raise
-        self._load_rows(rows, self.num_learners)
+        self._load_rows(rows)
 
     def reseed(self, nonfinite: Collection[int], buffers: Mapping[str, Tensor]) -> None:
         """Give non-finite learners these BatchNorm statistics, and z with zero state where their weights are lost."""
@@ -322,7 +316,12 @@ class ReplicaBank:
             for learner in self._lost(nonfinite):
                 rows.zero_row(learner)
             for stacked in rows.stacked(self.num_learners).values():
-                _set_to_mean(stacked, add, self.num_devices)
+                mean = stacked.mean(0, keepdim=True)
+                if add is not None:
+                    on_host = mean.to("cpu", copy=True) / self.num_devices
+                    add(on_host)
+                    mean = on_host.to(mean)
+                stacked.copy_(mean.expand_as(stacked))
         for learner in range(self.num_learners) if momentum == "reset" else ():
             self._zero_state(learner)
 
@@ -343,13 +342,10 @@ class ReplicaBank:
             self.velocity.zero_row(0)
 
     def central_buffers(self, learners: Sequence[int] | None = None, add: Add | None = None) -> dict[str, Tensor]:
-        """Return the floating-point buffers of z: means over learners.
+        """Return the floating-point buffers of z: means over these learners of the bank, by default all.
 
-        A mean of BatchNorm's variances includes the variance of the learners' means.
-
-        Args:
-            learners: those of this bank to average; all by default.
-            add: sums a vector over devices in place; with it the means are over all devices' learners.
+        A mean of BatchNorm's variances includes the variance of the learners' means. `add` sums a vector over devices
+        in place; with it the means are over all devices' learners.
         """
         chosen = list(range(self.num_learners) if learners is None else learners)
         stacked = {name: rows[chosen] for name, rows in self.buffers.stacked(self.num_learners).items()}
@@ -404,7 +400,7 @@ class ReplicaBank:
         if num_saved(saved) != self.num_learners:
             self.resize(num_saved(saved))
         self.load_central(saved)
-        self._load_rows(saved, self.num_learners)
+        self._load_rows(saved)
 
     def load_central(self, saved: Mapping[str, Any]) -> None:
         """Restore only z, z_prev and the velocity of a `state_dict()`."""
@@ -413,8 +409,8 @@ class ReplicaBank:
         if self.velocity is not None:
             self.velocity.load(0, saved["velocity"])
 
-    def _load_rows(self, saved: Mapping[str, Any], num_rows: int) -> None:
-        for row in range(num_rows):
+    def _load_rows(self, saved: Mapping[str, Any]) -> None:
+        for row in range(self.num_learners):
             self.load_row(row, saved, row)
 
     def load_row(self, row: int, saved: Mapping[str, Any], saved_row: int) -> None:
@@ -476,13 +472,9 @@ class ReplicaBank:
                     self.refresh_shadow(learner)
 
     def squared_distances(self, center: Rows | None = None, excluded: Collection[int] = ()) -> list[float]:
-        """Return |w_j − c|² / |c|² of this bank's learners over trained values; [] if c is zero.
+        """Return |w_j − c|² / |c|² of this bank's learners but the excluded over trained values; [] if c is zero.
 
-        Host–device synchronisation.
-
-        Args:
-            center: c, a row; z by default.
-            excluded: learners to leave out.
+        c is a row, z by default. Host–device synchronisation.
         """
         values = (center or self.z).trained()
         length = norm(values)
@@ -545,9 +537,7 @@ def _mean_buffers(stacked: Mapping[str, Tensor], add: Add | None) -> dict[str, T
     return means
 
 
-def _mean_buffers_over_devices(
-    stacked: Mapping[str, Tensor], paired: Mapping[str, str], add: Add
-) -> dict[str, Tensor]:
+def _mean_buffers_over_devices(stacked: Mapping[str, Tensor], paired: Mapping[str, str], add: Add) -> dict[str, Tensor]:
     """Return means over all devices' rows, summed in float64. `paired` maps variances to their means."""
     first = next(iter(stacked.values()), None)
     if first is None:
@@ -564,13 +554,3 @@ def _mean_buffers_over_devices(
     for name, mean in paired.items():
         means[name] = means[name] + (of_squares[name] - means[mean].square()).clamp(min=0)
     return {name: means[name].view(rows.shape[1:]).to(rows) for name, rows in stacked.items()}
-
-
-def _set_to_mean(stacked: Tensor, add: Add | None, num_devices: int) -> None:
-    """Set every row `[K, ...]` to their mean, in place; with `add` to the mean of all devices' rows."""
-    mean = stacked.mean(0, keepdim=True)
-    if add is not None:
-        on_host = mean.to("cpu", copy=True) / num_devices
-        add(on_host)
-        mean = on_host.to(mean)
-    stacked.copy_(mean.expand_as(stacked))

@@ -1,13 +1,14 @@
 """Task bodies that a CUDA graph can hold: they never block the host, and read and write tensors with fixed addresses.
 
-They compute what `RoundTasks` computes. The host hands over a round with `load` (batch, learning rate, dropout masks),
-outside any graph; the bodies then read only static tensors; `report` copies their results to the host, which reads them
-with `read` once the stream has passed. `DeviceTasks` runs each learner by itself; `fused_device_tasks.py` has the
-bodies that run several in one pass.
+They compute what `RoundTasks` computes, for a group of neighbouring learners on one stream. The host hands over a round
+with `load` (batch, learning rates, dropout masks), outside any graph; the bodies then read only static tensors;
+`report` copies their results to the host, which reads them with `read` once the stream has passed. `LearnerTasks` runs
+one learner, `FusedTasks` several in one pass.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -15,190 +16,284 @@ from torch import Tensor
 
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.feed import Batch
+from crossbow_py.data.feed import Batch, MemoryOrder
+from crossbow_py.data.resident.resident_feed import ResidentFeed
+from crossbow_py.engine.fusion.fused_pass import FusedPass
 from crossbow_py.engine.modules.dropout import MaskTape
 from crossbow_py.engine.modules.losses import correct_of_batch
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
-from crossbow_py.engine.update.device_update import DeviceUpdate, OneLearner, keep_bits
+from crossbow_py.engine.update.device_update import AllLearners, DeviceUpdate, OneLearner, keep_bits
+from crossbow_py.engine.update.kernel_update import KernelUpdate
 
 NUM_RESULTS = 4  # of a learner in a round
 LOSS, NUM_CORRECT, FINITE, STEPPED = range(NUM_RESULTS)
 
 
-class RoundValues:
-    """The inputs and results of rounds on the device: K learners, and one more entry that belongs to no learner.
+class GroupTasks(ABC):
+    """The tasks of a group, its inputs and its results: K learners, and one more entry that belongs to no learner.
 
     Bodies enqueue work on the current stream, record no events, and leave the order to the executor.
 
     Args:
         tasks: what to compute.
         executor: its name, for messages.
-        learners: K neighbouring learners; by default all.
+        learners: K neighbouring learners.
+
+    Attributes:
+        notes: messages for the user about slower operation; the reader clears it.
 
     Raises UserError for an optimizer without a device update.
     """
 
-    def __init__(self, tasks: RoundTasks, executor: str, learners: range | None = None) -> None:
-        self.learners = range(tasks.bank.num_learners) if learners is None else learners
-        bank, entries = tasks.bank, len(self.learners) + 1
-        self.tasks, self._executor = tasks, executor
+    def __init__(self, tasks: RoundTasks, executor: str, learners: range) -> None:
+        self.learners, self.tasks, self._executor = learners, tasks, executor
+        bank, entries = tasks.bank, len(learners) + 1
+        self.notes: list[str] = []
         self.update = DeviceUpdate(tasks.update.optimizer, tasks.update.rule, bank.device)
         self._rates, self._counts = (torch.zeros(entries, dtype=torch.float64, device=bank.device) for _ in range(2))
         self._results = torch.zeros(entries, NUM_RESULTS, dtype=torch.float64, device=bank.device)
-        self._classifies = [False] * len(self.learners)
+        self._classifies = False
+        self._batch: Batch | None = None
+        self._loaded_rates: tuple[float, ...] = ()
+        self._tape = MaskTape()
         # Learners that share a gradient step if it is finite and their group is kept (`average_gated`); their own
-        # losses do not count here, as `gate_gradients` has checked them.
+        # losses do not count here, as `average_gated` has checked them.
         shares = tasks.gradient_mean is not None
         self._loss_gate, self._gate = (STEPPED, STEPPED) if shares else (LOSS, FINITE)
 
-    def _seed(self, learner: int, plan: Round) -> None:
-        self.tasks.seed_dropout(learner, plan)
+    def load(self, plan: Round, bank_changed: bool, masks_ahead: bool) -> None:
+        """Hand over a round: batch, dropout masks, and learning rates and step counts if they changed.
 
-    def _keep(self, static: Batch | None, batch: Batch) -> Batch:
+        The batch is gathered and then copied to the static tensors that the graph reads. The host waits only if the
+        feed makes it. Raises UserError for a batch of another shape or dtype than earlier ones.
+
+        Args:
+            plan: the plan of the round.
+            bank_changed: whether the caller had the bank since the last round, so that step counts are read from it.
+            masks_ahead: whether to draw dropout masks now, as many as an earlier pass did, because `learn` will be
+                captured or replayed.
+        """
+        bank, rates = self.tasks.bank, plan.learning_rates[self.learners.start : self.learners.stop]
+        if self._draws:
+            for learner in self.learners:
+                self.tasks.seed_dropout(learner, plan)
+            if masks_ahead:
+                self._tape.draw()
+        if bank_changed:
+            for row, learner in enumerate(self.learners):
+                self._counts[row].fill_(bank.step_counts[learner])
+        if rates != self._loaded_rates:
+            if len(set(rates)) == 1:
+                self._rates.fill_(rates[0])
+            else:
+                for row, rate in enumerate(rates):
+                    self._rates[row].fill_(rate)
+            self._loaded_rates = rates
+        self._load_batch(plan)
+
+    @property
+    @abstractmethod
+    def _draws(self) -> bool:
+        """Whether `learn` draws dropout masks."""
+
+    @abstractmethod
+    def _load_batch(self, plan: Round) -> None:
+        """Hand over the round's batch; see `load`."""
+
+    def _keep(self, batch: Batch) -> None:
         """Copy the batch to static tensors, which the first one makes. Raises UserError if shape or dtype differ."""
-        static = static or Batch(torch.empty_like(batch.inputs), torch.empty_like(batch.targets))
-        for kept, given in zip(static, batch, strict=True):
+        self._batch = self._batch or Batch(torch.empty_like(batch.inputs), torch.empty_like(batch.targets))
+        for kept, given in zip(self._batch, batch, strict=True):
             if (kept.shape, kept.dtype) != (given.shape, given.dtype):
                 raise UserError(
                     f"executor={self._executor} needs batches of one shape, got {list(given.shape)} of {given.dtype} "
                     f"after {list(kept.shape)} of {kept.dtype}; set executor=serial."
                 )
             kept.copy_(given)
-        return static
 
-    def average(self, outcome: RoundOutcome) -> None:
-        """See `RoundTasks.average`, which does not block the host."""
-        self.tasks.average(outcome)
+    def shares(self, plan: Round) -> bool:
+        """Return whether several learners take the same batch, for which `learn` is captured separately."""
+        return False
 
-    def gate_gradients(self) -> None:
-        """Set to zero, before gradients are averaged, those that are not finite or whose loss is not."""
-        for row, learner in enumerate(self.learners):
-            own, results = OneLearner(learner, self.tasks.bank.trained_row(learner)), self._results[row]
-            opened = torch.isfinite(own.gradient_norms()) & torch.isfinite(results[LOSS])
-            keep_bits(own.row.gradients, opened)
-            results[FINITE].copy_(opened)
+    @abstractmethod
+    def learn(self, shared: bool, masks_ahead: bool) -> None:
+        """Write the gradients of the learners' losses on the loaded batch to G, at w; losses and counts to the results.
 
-    def average_gradients(self) -> None:
-        """See `average_gated`."""
-        average_gated(self.tasks, [self])
+        `shared` is what `shares` returns for the round, and `masks_ahead` that of `load`.
+        """
 
-    def results_of(self, learner: int) -> Tensor:
-        """Return the learner's results of a round, a view `[NUM_RESULTS]`."""
-        return self._results[self.learners.index(learner)]
+    @abstractmethod
+    def correct(self, averaging: LinearRound | None) -> None:
+        """Run the correction tasks of a round; see `DeviceUpdate.correct`."""
+
+    def report(self, host: Tensor) -> None:
+        """Copy the results to the learners' rows of `host` [K, 4], pinned memory on CUDA, without blocking."""
+        own = host[self.learners.start : self.learners.stop]
+        own.copy_(self._results[: len(self.learners)], non_blocking=True)
+
+    def results(self) -> dict[int, Tensor]:
+        """Return each learner's results of a round on the device, views `[NUM_RESULTS]`."""
+        return dict(zip(self.learners, self._results, strict=False))
 
     def read(self, outcome: RoundOutcome, host: Tensor) -> None:
         """Fill the outcome from `host` [K, 4] and count the steps in the bank. The host must have waited for `host`."""
-        for row, learner in enumerate(self.learners):
+        for learner in self.learners:
             values = host[learner].tolist()
             outcome.losses[learner] = values[LOSS]
-            outcome.num_correct[learner] = values[NUM_CORRECT] if self._classifies[row] else None
+            outcome.num_correct[learner] = values[NUM_CORRECT] if self._classifies else None
             stepped = values[self._gate] == 1
             outcome.finite[learner] = stepped and values[FINITE] == 1
             self.tasks.bank.step_counts[learner] += stepped
 
     def count_steps(self) -> None:
         """Copy the step counts from the device to the bank. The host must have waited for all rounds."""
-        bank = self.tasks.bank
         counts = self._counts[: len(self.learners)].tolist()  # host–device synchronisation
-        bank.step_counts[self.learners.start : self.learners.stop] = [int(count) for count in counts]
+        self.tasks.bank.step_counts[self.learners.start : self.learners.stop] = [int(count) for count in counts]
 
 
-def average_gated(tasks: RoundTasks, values: Sequence[RoundValues]) -> None:
-    """See `RoundTasks.average_gradients`. The host waits only if the collective makes it.
+def average_gated(groups: Sequence[GroupTasks]) -> None:
+    """Do as `RoundTasks.average_gradients`, for the groups of a whole bank. The host waits if the collective makes it.
 
-    A group without a finite learner does not step: its gate, which lets only finite values pass, becomes 0 / 0.
-
-    Args:
-        tasks: of the bank.
-        values: those of all its learners.
+    A group of learners that share gradients and have no finite one does not step: its gate, which lets only finite
+    values pass, becomes 0 / 0.
     """
+    tasks = groups[0].tasks
     mean = tasks.gradient_mean
     assert mean is not None, "called only if gradients are averaged"
-    for each in values:
-        each.gate_gradients()
-    of = {learner: each.results_of(learner) for each in values for learner in each.learners}
-    for group in tasks.bank.gradient_groups if mean.group_size is not None else ():
-        some = torch.stack([of[learner][FINITE] for learner in group]).amax()
-        for learner in group:
+    of = {learner: results for group in groups for learner, results in group.results().items()}
+    for learner, results in of.items():  # gradients that are not finite, or whose loss is not, become zero
+        own = OneLearner(learner, tasks.bank.trained_row(learner))
+        opened = torch.isfinite(own.gradient_norms()) & torch.isfinite(results[LOSS])
+        keep_bits(own.row.gradients, opened)
+        results[FINITE].copy_(opened)
+    for sharing in tasks.bank.gradient_groups if mean.group_size is not None else ():
+        some = torch.stack([of[learner][FINITE] for learner in sharing]).amax()
+        for learner in sharing:
             of[learner][STEPPED].copy_(some / some)
     tasks.bank.average_gradients(mean, tasks.collective)
 
 
-class DeviceTasks(RoundValues):
-    """Bodies for one learner each, on a stream of its own; `average` comes after every learner's `correct`."""
+class LearnerTasks(GroupTasks):
+    """Bodies for one learner, on a stream of its own."""
 
-    def __init__(self, tasks: RoundTasks) -> None:
-        super().__init__(tasks, executor="streams")
-        learners = range(tasks.bank.num_learners)
-        self.notes: list[str] = []
-        self._rows = [OneLearner(learner, tasks.bank.trained_row(learner)) for learner in learners]
-        self._batches: list[Batch | None] = [None for _ in learners]
-        self._loaded_rates: list[float | None] = [None for _ in learners]
-        self._tapes = [MaskTape() for _ in learners]
+    def __init__(self, tasks: RoundTasks, learner: int) -> None:
+        super().__init__(tasks, "streams", range(learner, learner + 1))
+        self._row = OneLearner(learner, tasks.bank.trained_row(learner))
 
-    def variant(self, learner: int, plan: Round) -> None:
-        """Return what `learn` is captured separately for: nothing."""
+    @property
+    def _draws(self) -> bool:
+        return self.tasks.bank.has_dropout
 
-    def load(self, learner: int, plan: Round, bank_changed: bool, masks_ahead: bool) -> None:
-        """Hand a round to a learner: its batch, dropout masks, and the learning rate and step count if they changed.
+    def _load_batch(self, plan: Round) -> None:
+        self._keep(self.tasks.feed.batch(plan.starts[self.learners.start]))
 
-        The batch is gathered and then copied to the static tensors that the graph reads. The host waits only if the
-        feed makes it.
-
-        Args:
-            learner: the learner.
-            plan: the plan of the round.
-            bank_changed: whether the caller had the bank since the last round, so that step counts are read from it.
-            masks_ahead: whether to draw dropout masks now, as many as an earlier pass did, because `learn` will be
-                captured or replayed.
-
-        Raises:
-            UserError: the batch has another shape or dtype than earlier ones.
-        """
-        bank, rate = self.tasks.bank, plan.learning_rates[learner]
-        if bank.has_dropout:
-            self._seed(learner, plan)
-            if masks_ahead:
-                self._tapes[learner].draw()
-        if bank_changed:
-            self._counts[learner].fill_(bank.step_counts[learner])
-        if rate != self._loaded_rates[learner]:
-            self._rates[learner].fill_(rate)
-            self._loaded_rates[learner] = rate
-        self._batches[learner] = self._keep(self._batches[learner], self.tasks.feed.batch(plan.starts[learner]))
-
-    def learn(self, learner: int, plan: Round, masks_ahead: bool) -> None:
-        """Write the gradient of the learner's loss on its loaded batch to G_j, at w_j.
-
-        The loss and the right predictions go to the results. `masks_ahead` is that of `load`.
-        """
-        bank, batch, results = self.tasks.bank, self._batches[learner], self._results[learner]
+    def learn(self, shared: bool, masks_ahead: bool) -> None:
+        tasks, bank, batch, (learner,) = self.tasks, self.tasks.bank, self._batch, self.learners
         assert batch is not None, "a learning task needs a loaded batch"
-        with self._tapes[learner].over(masks_ahead):
-            output = self.tasks.model(learner)(batch.inputs).to(bank.precision.master)
-        loss = self.tasks.loss_of(learner, output, batch.targets)
+        with self._tape.over(masks_ahead):
+            output = tasks.model(learner)(batch.inputs).to(bank.precision.master)
+        loss = tasks.loss_of(learner, output, batch.targets)
         gradients = torch.autograd.grad(loss, bank.trained_parameters(learner), allow_unused=True)
         if any(gradient is None for gradient in gradients):
-            self.tasks.tell_missing_gradients(gradients)
+            tasks.tell_missing_gradients(gradients)
         bank.store_gradients(learner, gradients)
-        results[LOSS].copy_(loss.detach().reshape(()))
-        right = correct_of_batch(output.detach(), batch.targets, self.tasks.ignored)
-        self._classifies[learner] = right is not None
+        self._results[0, LOSS].copy_(loss.detach().reshape(()))
+        right = correct_of_batch(output.detach(), batch.targets, tasks.ignored)
+        self._classifies = right is not None
         if right is not None:
-            results[NUM_CORRECT].copy_(right)
+            self._results[0, NUM_CORRECT].copy_(right)
 
-    def correct(self, learner: int, averaging: LinearRound | None) -> None:
-        """See `DeviceUpdate.correct`."""
-        results = self._results[learner]
+    def correct(self, averaging: LinearRound | None) -> None:
+        results = self._results[0]
         self.update.correct(
-            self._rows[learner],
+            self._row,
             averaging,
             loss=results[self._loss_gate],
-            learning_rate=self._rates[learner],
-            step_count=self._counts[learner],
+            learning_rate=self._rates[0],
+            step_count=self._counts[0],
             finite=results[self._gate],
         )
 
-    def report(self, learner: int, host: Tensor) -> None:
-        """Copy the learner's results to row `learner` of `host` [K, 4], pinned memory on CUDA, without blocking."""
-        host[learner].copy_(self._results[learner], non_blocking=True)
+
+class FusedTasks(GroupTasks):
+    """Bodies for several learners at once, over a bank in `blocks`.
+
+    Args:
+        tasks: what to compute.
+        fused: the forward and backward pass of the learners.
+        update: corrections by kernels, or None for operators, which must have all learners of the bank.
+        gathers: whether `learn`, and so a graph of it, gathers the batch from the feed's picks.
+        executor: its name, for messages.
+    """
+
+    def __init__(
+        self, tasks: RoundTasks, fused: FusedPass, update: KernelUpdate | None, gathers: bool, executor: str = "fused"
+    ) -> None:
+        super().__init__(tasks, executor, fused.learners)
+        self._pass, self._kernels, self.notes = fused, update, fused.notes
+        self._rows = None if update else AllLearners(tasks.bank, tasks.update.optimizer)
+        self._feed = tasks.feed if gathers and isinstance(tasks.feed, ResidentFeed) else None
+        # If `learn` gathers: static picks and the gathered batch, for one or K batches.
+        self._picked: dict[int, tuple[Tensor, Batch]] = {}
+
+    @property
+    def _draws(self) -> bool:
+        return self._pass.graph.draws
+
+    def _load_batch(self, plan: Round) -> None:
+        if self._feed is None:
+            self._keep(self._pass.batch(plan))
+            return
+        starts = self._pass.starts(plan)
+        if len(starts) not in self._picked:  # made at first use, which is never during a capture
+            order: MemoryOrder = "channels" if self._pass.graph.takes_channels and len(starts) > 1 else "stacked"
+            self._picked[len(starts)] = self._feed.new_picks(len(starts)), self._feed.new_batches(len(starts), order)
+        self._feed.write_picks(starts, self._picked[len(starts)][0])
+
+    def shares(self, plan: Round) -> bool:
+        return self._pass.shares(plan)
+
+    def learn(self, shared: bool, masks_ahead: bool) -> None:
+        results, k, batch = self._results, len(self.learners), self._batch
+        with self._tape.over(masks_ahead):
+            if self._feed is not None:
+                picks, batch = self._picked[1 if shared else k]
+                self._feed.take(picks, batch)
+                batch = Batch(*(each[0] for each in batch)) if shared else batch
+            assert batch is not None, "a round needs a loaded batch"
+            learned = self._pass.learn(batch, shared)
+        self.tasks.bank.store_stacked_gradients(learned.gradients, self.learners)
+        results[:k, LOSS].copy_(learned.losses)
+        self._classifies = learned.num_correct is not None
+        if learned.num_correct is not None:
+            results[:k, NUM_CORRECT].copy_(learned.num_correct)
+
+    def correct(self, averaging: LinearRound | None) -> None:
+        results = self._results
+        if self._kernels is not None:
+            self._kernels.correct(
+                averaging, results=results, loss_column=self._loss_gate, finite_column=self._gate,
+                learning_rates=self._rates, step_counts=self._counts,
+            )  # fmt: skip
+            return
+        assert self._rows is not None, "operators need all rows end to end"
+        self.update.correct(
+            self._rows,
+            averaging,
+            loss=results[:, self._loss_gate],
+            learning_rate=self._rates,
+            step_count=self._counts,
+            finite=results[:, self._gate],
+        )
+
+    @property
+    def moves_z(self) -> bool:
+        """Whether `correct` also moves z, so that `average` has nothing to do."""
+        return self._kernels is not None and self._kernels.moves
+
+    def average(self, outcome: RoundOutcome) -> None:
+        """Move z, by the sum of corrections that kernels have left or by `RoundTasks.average`, unless `moves_z`."""
+        if self._kernels is None:
+            self.tasks.average(outcome)
+        elif not self._kernels.moves:
+            self.tasks.move(outcome, self._kernels.move)

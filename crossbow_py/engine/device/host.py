@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
@@ -84,7 +83,7 @@ def flushed_denormals() -> Iterator[None]:
         torch.set_flush_denormal(before)
 
 
-@contextlib.contextmanager
+@contextmanager
 def intra_op_threads(number: int) -> Iterator[None]:
     """Have the block run with this number of intra-op threads; MKL takes it over in every thread."""
     before = torch.get_num_threads()
@@ -108,14 +107,14 @@ def faster_threads(work: Callable[[], object]) -> int:
     if most == 1:
         return 1
     work()
-    return min((1, most), key=lambda number: min(_seconds(work, number) for _ in range(_REPEATS)))
 
+    def seconds(num_threads: int) -> float:
+        with intra_op_threads(num_threads):
+            begun_s = time.perf_counter()
+            work()
+            return time.perf_counter() - begun_s
 
-def _seconds(work: Callable[[], object], num_threads: int) -> float:
-    with intra_op_threads(num_threads):
-        begun_s = time.perf_counter()
-        work()
-        return time.perf_counter() - begun_s
+    return min((1, most), key=lambda number: min(seconds(number) for _ in range(_REPEATS)))
 
 
 def threads_spin(num_cores: int) -> bool:
@@ -143,12 +142,19 @@ class SleepingThreads:
         """Let threads sleep. Does nothing if they do."""
         if self._thread is not None:
             return
-        self._over, ready = threading.Event(), threading.Event()
+        over = self._over = threading.Event()
+        ready = threading.Event()
         # With torch's own threads one more than there are cores, counting the team's first thread.
         size = self._num_cores - torch.get_num_threads() + 2
-        self._thread = threading.Thread(
-            target=_hold_team, args=(size, ready, self._over), name="crossbow idle team", daemon=True
-        )
+
+        def hold_team() -> None:
+            """Run one operator on a team of threads, which then idle until this thread ends."""
+            with intra_op_threads(size):
+                torch.zeros(size * _VALUES_A_THREAD, dtype=torch.int8)
+            ready.set()
+            over.wait()
+
+        self._thread = threading.Thread(target=hold_team, name="crossbow idle team", daemon=True)
         self._thread.start()
         ready.wait()
 
@@ -158,11 +164,3 @@ class SleepingThreads:
             self._over.set()
             self._thread.join()
             self._thread = None
-
-
-def _hold_team(size: int, ready: threading.Event, over: threading.Event) -> None:
-    """Run one operator on a team of `size` threads, which then idle until this thread ends."""
-    with intra_op_threads(size):
-        torch.zeros(size * _VALUES_A_THREAD, dtype=torch.int8)
-    ready.set()
-    over.wait()

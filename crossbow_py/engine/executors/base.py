@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
+from crossbow_py.core.errors import CrossbowError, LearnerError
 from crossbow_py.engine.bank.layout import Order
 from crossbow_py.engine.executors.spans import TaskSpans, spans_on
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
@@ -86,14 +87,21 @@ class Executor(ABC):
     ) -> None:
         """Run a launch in the calling thread, with a span on the launch's stream if the executor traces.
 
-        `body` replaces that of `RoundTasks`.
+        `body` replaces that of the task. Raises LearnerError if it fails.
         """
         self.running[launch.stream] = launch.task
         try:
             with self.span(launch.task.NAME, launch.stream, launch.task.round_index):
-                (body or self.tasks.body(launch.task))(outcome)
+                (body or self._body(launch.task))(outcome)
+        except CrossbowError:
+            raise
+        except Exception as error:
+            raise LearnerError(str(launch.task), outcome.plan.index, launch.stream, error) from error
         finally:
             del self.running[launch.stream]
+
+    def _body(self, task: Task) -> Callable[[RoundOutcome], None]:
+        return self.tasks.body(task)
 
     def submit(self, plan: Round) -> list[RoundOutcome]:
         """Issue a round, wait for the one before, and return its outcome (none for the first round after a drain).
@@ -106,8 +114,12 @@ class Executor(ABC):
     def issue(self, plan: Round) -> None:
         """Issue a round without waiting; call `collect` before the next. Raises LearnerError if a task failed."""
         outcome = RoundOutcome(plan)
-        self._issue(self.scheduler.round(plan.index, plan.averaging is not None), outcome)
+        self._issue(outcome)
         self._in_flight.append(outcome)
+
+    def _launches(self, plan: Round) -> tuple[Launch, ...]:
+        """Plan a round's launches, once, for executors whose groups run on several streams."""
+        return self.scheduler.round(plan.index, plan.averaging is not None)
 
     def collect(self) -> list[RoundOutcome]:
         """Wait for the round before the last one issued, if it is in flight, and return its outcome.
@@ -149,15 +161,15 @@ class Executor(ABC):
         return outcomes
 
     @abstractmethod
-    def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
-        """Start, or run, a round's tasks."""
+    def _issue(self, outcome: RoundOutcome) -> None:
+        """Start, or run, a round's tasks, in the order that `_launches` gives or, with one group, their own."""
 
     @abstractmethod
     def _wait(self, outcome: RoundOutcome) -> None:
         """Block until the round's outcome is complete; it does not depend on z, so averaging may go on."""
 
     def _is_over(self, outcome: RoundOutcome) -> bool:
-        """Return whether `_wait` would return at once; by default it does, because rounds run while they are issued."""
+        """Return whether `_wait` would return at once; by default rounds run while they are issued."""
         return True
 
     def _wait_for_z(self) -> None:

@@ -1,37 +1,67 @@
 """The executor `fused`: all learners in one pass over one graph, whose operators run once for K learners.
 
 Work of other learners in the same operator uses what a small batch leaves idle. On CPU the host gates, updates and
-averages after each pass; on CUDA whole rounds are graphs (`fused_device.py`). With several devices averaging(n), which
-waits for the others, runs beside the passes up to the next corrections that pull, as in the scheduler.
+averages after each pass; with several devices averaging(n), which waits for the others, runs beside the passes up to
+the next corrections that pull. On CUDA a whole round is one graph, captured once and replayed on a stream of its own:
+
+    load(n)  round(n): forward, backward, gate, corrections  averaging(n): z  report(n)  record
+
+If Triton kernels update, the round also moves z, and there is no averaging(n) unless there are several devices. With
+several devices a round is two graphs, and averaging has a stream of its own, beside the next round's learning:
+
+    load(n)  learning(n)  [wait averaging(n−1)]  correction(n)  report(n)  record
+                                                 averaging(n): all-reduce, z
+
+The host is a round ahead: it reads losses, and which learners were gated, once the next round is enqueued. All learners
+are one group, so a round's order is that of its tasks, and needs no scheduler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from functools import partial
 
 from torch import Tensor
 
 from crossbow_py.core.errors import CrossbowError, LearnerError, one_line
-from crossbow_py.engine.device.graphs import CudaStreams, DeviceStreams
+from crossbow_py.engine.device.device_tasks import FusedTasks, average_gated
+from crossbow_py.engine.device.graphs import Body, CudaStreams
 from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.executors.base import Executor, even_groups
-from crossbow_py.engine.executors.fused_device import ALL_LEARNERS, FusedRounds
+from crossbow_py.engine.executors.on_device import CaptureError, DeviceRounds, Program, Slot
 from crossbow_py.engine.executors.spans import TaskSpans
 from crossbow_py.engine.fusion.fused_agreement import outdated, trusted_pass
-from crossbow_py.engine.fusion.fused_pass import PassNotes
+from crossbow_py.engine.fusion.fused_pass import FusedPass, PassNotes
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch
 from crossbow_py.engine.tasks import AveragingTask
 from crossbow_py.engine.update.device_update import knows
+from crossbow_py.engine.update.kernel_update import choose_kernel_update
 from crossbow_py.engine.update.row_update import NativeUpdate, StackedRows, Step
 from crossbow_py.telemetry.timeline import Timeline
+
+ALL_LEARNERS = "all learners"
 
 _HOST_UPDATES = (
     "executor=fused updates learner by learner, which is slower, because this optimizer has no update for all at once."
 )
+_EAGER = "executor=fused runs rounds without CUDA graphs, which is slower, because {}."
+_DRAWS = "the model or the loss draws random numbers outside nn.Dropout modules"
+
+
+def learn_fused(tasks: RoundTasks, fused: FusedPass, outcome: RoundOutcome) -> Sequence[Tensor | None]:
+    """Return gradients `[K, *shape]` of a pass's learners; losses and right predictions go to the outcome."""
+    plan, own = outcome.plan, slice(fused.learners.start, fused.learners.stop)
+    for learner in fused.learners if fused.graph.draws else ():
+        tasks.seed_dropout(learner, plan)
+    learned = fused.learn(fused.batch(plan), fused.shares(plan))
+    outcome.losses[own] = learned.losses.tolist()  # host–device synchronisation on CUDA
+    if learned.num_correct is not None:
+        outcome.num_correct[own] = [float(count) for count in learned.num_correct.tolist()]
+    return learned.gradients
 
 
 class FusedExecutor(Executor):
@@ -53,7 +83,7 @@ class FusedExecutor(Executor):
     FUSES = True
     ORDER = "blocks"
 
-    def __init__(self, tasks: RoundTasks, device: DeviceStreams | None = None, kernels: bool | None = None) -> None:
+    def __init__(self, tasks: RoundTasks, device: CudaStreams | None = None, kernels: bool | None = None) -> None:
         super().__init__(tasks)
         bank = tasks.bank
         kernels = bank.device.type == "cuda" if kernels is None else kernels
@@ -68,7 +98,8 @@ class FusedExecutor(Executor):
         self._device = device
         # On CPU a sum over devices blocks the thread that asks for it; with NCCL the host does not wait.
         blocks = bank.device.type == "cpu" and device is None and not tasks.collective.is_alone
-        self._averaging = AveragingThread() if blocks else None
+        self._thread = ThreadPoolExecutor(1, "crossbow averaging") if blocks else None
+        self._averaging: Future[None] | None = None
         self._build(kernels)
         # Until a first round with kernels has succeeded, buffers are kept to repeat a failed one without them.
         self._on_trial = kernels
@@ -82,7 +113,6 @@ class FusedExecutor(Executor):
 
     @classmethod
     def groups_of(cls, num_learners: int) -> list[range]:
-        """Return one group of all learners."""
         return even_groups(num_learners, 1)
 
     @property
@@ -91,51 +121,39 @@ class FusedExecutor(Executor):
         return self._pass.graph.looped
 
     def _new_spans(self, timeline: Timeline, on_callers_stream: TaskSpans) -> TaskSpans:
-        """See Executor; on CUDA a round is one span between two events."""
         return on_callers_stream if self._on_device is None else self._on_device.rounds.spans(timeline)
 
     def drain(self) -> list[RoundOutcome]:
-        """See Executor; on CUDA the next round waits for what the caller enqueues until then."""
         outcomes = super().drain()
         if self._on_device is not None:
             self._on_device.rounds.bank_changed = True
         return outcomes
 
     def recheck(self) -> None:
-        """See Executor; on CUDA it does nothing, as a pass outside of the captured graph would disturb it."""
+        # On CUDA a pass outside of the captured graph would disturb it.
         if self._on_device is None and (found := outdated(self.tasks, self._pass)):
             self.notes.append(found)
 
-    def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
+    def _issue(self, outcome: RoundOutcome) -> None:
+        bank, collective = self.tasks.bank, self.tasks.collective
         if self._on_trial and not self._before:
-            self._before = [(buffer, buffer.clone()) for buffer in self._buffers()]
-        num_sums = self.tasks.collective.num_sums
+            modules = (bank.module(learner) for learner in range(bank.num_learners))
+            self._before = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+        num_sums = collective.num_sums
         try:
-            self._issue_round(outcome)
+            if self._on_device is None:
+                self._run(outcome)
+            else:
+                self._on_device.issue(outcome)
         except CrossbowError:
             raise
         except Exception as error:
             # A round in which other devices have summed with this one cannot be repeated.
-            summed = self.tasks.collective.num_sums > num_sums
-            if not self._on_trial or summed or is_out_of_memory(error):
+            if not self._on_trial or collective.num_sums > num_sums or is_out_of_memory(error):
                 raise LearnerError("round", outcome.plan.index, ALL_LEARNERS, error) from error
             self._give_up_kernels(error)
-            self._issue(launches, outcome)
+            self._issue(outcome)
         self._on_trial, self._before = False, []
-
-    def _buffers(self) -> list[Tensor]:
-        """Return what a forward pass may write."""
-        bank = self.tasks.bank
-        modules = (bank.module(learner) for learner in range(bank.num_learners))
-        return [buffer for module in modules for buffer in module.buffers()]
-
-    def _issue_round(self, outcome: RoundOutcome) -> None:
-        if self._on_device is None:
-            self._run(outcome)
-            return
-        slot = self._on_device.rounds.begin()
-        with self.span("round", ALL_LEARNERS, outcome.plan.index):
-            self._on_device.issue(outcome, slot)
 
     def _give_up_kernels(self, error: Exception) -> None:
         """Prepare to repeat with operators a first round that failed with kernels, before it updated anything."""
@@ -151,7 +169,7 @@ class FusedExecutor(Executor):
 
     def _run(self, outcome: RoundOutcome) -> None:
         with self.span("pass", ALL_LEARNERS, outcome.plan.index):
-            gradients = self._learn(outcome)
+            gradients = learn_fused(self.tasks, self._pass, outcome)
         if outcome.plan.averaging is not None:
             self._wait_for_z()
         with self.span("update", ALL_LEARNERS, outcome.plan.index):
@@ -166,7 +184,6 @@ class FusedExecutor(Executor):
     def _update(self, gradients: Sequence[Tensor | None], outcome: RoundOutcome) -> None:
         """Correct all learners and move z, in one pass if there is native code for it."""
         tasks, update, averaging = self.tasks, self.tasks.update, outcome.plan.averaging
-        learners = range(tasks.bank.num_learners)
         if isinstance(update, NativeUpdate) and self._rows is not None:
             steps = self._steps(update, self._rows, gradients, outcome)
             moves = tasks.collective.is_alone and (averaging is None or averaging.share == 1)
@@ -178,7 +195,7 @@ class FusedExecutor(Executor):
         tasks.bank.store_stacked_gradients(gradients)
         if tasks.gradient_mean is not None:
             tasks.average_gradients(outcome)
-        for learner in learners:
+        for learner in range(tasks.bank.num_learners):
             tasks.correct(learner, outcome)
         if averaging is not None:
             self._average(tasks.average, outcome)
@@ -201,22 +218,6 @@ class FusedExecutor(Executor):
         norms = update.gradient_norms(rows)
         return [tasks.next_step(j, norms[j], outcome) for j in learners]
 
-    def _average(self, body: Callable[[RoundOutcome], None], outcome: RoundOutcome) -> None:
-        """Move z: now, or on a thread if this waits for other devices."""
-        if self._averaging is None:
-            body(outcome)
-        else:
-            self._averaging.begin(partial(self._average_beside, body, outcome))
-
-    def _average_beside(self, body: Callable[[RoundOutcome], None], outcome: RoundOutcome) -> None:
-        task = AveragingTask(outcome.plan.index)
-        try:
-            self.run_task(Launch(task, AVERAGING_STREAM), outcome, body)
-        except CrossbowError:
-            raise
-        except Exception as error:
-            raise LearnerError(str(task), task.round_index, AVERAGING_STREAM, error) from error
-
     def _in_place(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Return gradients where autograd left them, if they have the bank's strides and dtype; else in the bank."""
         found: list[Tensor] = []
@@ -224,27 +225,26 @@ class FusedExecutor(Executor):
             if gradient is None:
                 found.append(view.zero_())
             else:
-                found.append(gradient if _has_layout_of(gradient, view) else view.copy_(gradient))
+                fits = (gradient.stride(), gradient.dtype) == (view.stride(), view.dtype)
+                found.append(gradient if fits else view.copy_(gradient))
         return found
 
-    def _learn(self, outcome: RoundOutcome) -> Sequence[Tensor | None]:
-        """Return gradients `[K, *shape]` of all learners; losses and right predictions go to the outcome."""
-        bank, plan = self.tasks.bank, outcome.plan
-        for learner in range(bank.num_learners) if self._pass.graph.draws else ():
-            self.tasks.seed_dropout(learner, plan)
-        learned = self._pass.learn(self._pass.batch(plan), self._pass.shares(plan))
-        outcome.losses = learned.losses.tolist()  # host–device synchronisation on CUDA
-        if learned.num_correct is not None:
-            outcome.num_correct = [float(count) for count in learned.num_correct.tolist()]
-        return learned.gradients
+    def _average(self, body: Callable[[RoundOutcome], None], outcome: RoundOutcome) -> None:
+        """Move z: now, or on a thread if this waits for other devices."""
+        if self._thread is None:
+            body(outcome)
+        else:
+            assert self._averaging is None, "an averaging reads what the one before wrote"
+            launch = Launch(AveragingTask(outcome.plan.index), AVERAGING_STREAM)
+            self._averaging = self._thread.submit(self.run_task, launch, outcome, body)
 
     def _wait(self, outcome: RoundOutcome) -> None:
         # On CPU the round was over when it was issued, except for averaging.
         if self._on_device is not None:
             self._on_device.read(outcome)
             self._note_pass()
-        if self._averaging is not None:
-            self._averaging.check()
+        if self._averaging is not None and self._averaging.done():
+            self._wait_for_z()
 
     def _is_over(self, outcome: RoundOutcome) -> bool:
         return self._on_device is None or self._on_device.rounds.is_over(outcome.plan.index)
@@ -252,62 +252,128 @@ class FusedExecutor(Executor):
     def _wait_for_z(self) -> None:
         if self._on_device is not None:
             self._on_device.rounds.finish_average()
-        if self._averaging is not None:
-            self._averaging.finish()
+        averaging, self._averaging = self._averaging, None
+        try:
+            if averaging is not None:
+                averaging.result()
+        finally:
+            del averaging  # frees what an error's frames hold
 
     def _settle(self) -> None:
         if self._on_device is not None:
             self._on_device.rounds.settle()
         if self._averaging is not None:
-            self._averaging.settle()
+            wait([self._averaging])
 
     def close(self) -> None:
-        """See Executor."""
         if self._on_device is not None:
             self._on_device.close()
-        if self._averaging is not None:
-            self._averaging.close()
+        if self._thread is not None:
+            self._thread.shutdown()  # lets the averaging end, because other ranks wait for its sum
+            self._averaging = None
 
 
-def _has_layout_of(tensor: Tensor, other: Tensor) -> bool:
-    return tensor.stride() == other.stride() and tensor.dtype == other.dtype
+class FusedRounds:
+    """Issues fused rounds to a device. None has run on a GPU yet.
 
-
-class AveragingThread:
-    """Runs one averaging at a time on a thread, which starts with the first. Used from one thread.
-
-    An exception is kept, and raised once by the next method that waits.
+    Args:
+        tasks: what to compute, over a bank in `blocks` and with an optimizer that has a device update.
+        fused: the forward and backward pass of all learners.
+        device: the device.
+        notes: gets a message if rounds cannot be captured and run eagerly.
+        kernels: whether to use Triton kernels where possible.
+        span: makes a context around work on a stream, for traces.
     """
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "crossbow averaging")
-        self._last: Future[None] | None = None
+    def __init__(
+        self,
+        tasks: RoundTasks,
+        fused: FusedPass,
+        device: CudaStreams,
+        notes: list[str],
+        kernels: bool,
+        span: Callable[[str, str, int], AbstractContextManager[None]],
+    ) -> None:
+        self._notes, self._span, update = notes, span, None
+        self._is_alone = alone = tasks.collective.is_alone
+        if kernels:
+            optimizer, rule = tasks.update.optimizer, tasks.update.rule
+            moves = alone and not rule.scales_sum
+            update, note = choose_kernel_update(tasks.bank, optimizer, rule, moves=moves)
+            notes += [note] if note else []
+        self._bodies = FusedTasks(tasks, fused, update, gathers=kernels)
+        averages_on = ALL_LEARNERS if alone else AVERAGING_STREAM
+        self.rounds = DeviceRounds(device, "fused", list(dict.fromkeys([ALL_LEARNERS, averages_on])), tasks)
+        program, pool = self.rounds.program, device.new_pool()
+        self._round = program("round" if alone else "learning", ALL_LEARNERS, pool)
+        self._correction = program("correction", ALL_LEARNERS, pool)
+        self._averaging = program("averaging", averages_on, pool)
+        self._averages_gradients = tasks.gradient_mean is not None
+        self._gradient_mean = program("gradient mean", ALL_LEARNERS, pool)
+        # Sums by NCCL are not captured.
+        self._averaging.captures = self._gradient_mean.captures = alone
 
-    def begin(self, body: Callable[[], None]) -> None:
-        """Call `body` on the thread. The averaging before must be finished."""
-        assert self._last is None, "an averaging reads what the one before wrote"
-        self._last = self._pool.submit(body)
+    def issue(self, outcome: RoundOutcome) -> None:
+        """Enqueue a round. Blocks the host only if a graph is captured or if the feed does."""
+        slot = self.rounds.begin()
+        with self._span("round", ALL_LEARNERS, outcome.plan.index):
+            self._issue(outcome, slot)
 
-    def finish(self) -> None:
-        """Block until the averaging is over."""
-        last, self._last = self._last, None
+    def _issue(self, outcome: RoundOutcome, slot: Slot) -> None:
+        rounds, bodies, plan = self.rounds, self._bodies, outcome.plan
+        stream, shared = rounds.streams[ALL_LEARNERS], bodies.shares(plan)
+        variant = (plan.averaging, shared) if self._is_alone else shared
+        ahead = self._round.runs_graph(variant)
+        load = partial(bodies.load, plan, bank_changed=rounds.bank_changed, masks_ahead=ahead)
+        rounds.device.run("load", load, stream)
+
+        def learn() -> None:
+            bodies.learn(shared, masks_ahead=ahead)
+            if self._is_alone:
+                if self._averages_gradients:
+                    average_gated([bodies])
+                bodies.correct(plan.averaging)
+
+        self._launch(self._round, learn, variant)
+        average = partial(self._launch, self._averaging, partial(bodies.average, outcome), plan.averaging)
+        if self._is_alone:
+            if plan.averaging is not None and not bodies.moves_z:
+                average()
+        else:
+            if self._averages_gradients:
+                self._launch(self._gradient_mean, partial(average_gated, [bodies]), None)
+            if plan.averaging is not None:
+                rounds.wait_for_average(ALL_LEARNERS)
+            self._launch(self._correction, partial(bodies.correct, plan.averaging), plan.averaging)
+        rounds.device.run("report", partial(bodies.report, slot.results), stream)
+        last = {ALL_LEARNERS: self._round.name}
+        corrected = rounds.mark(slot, ALL_LEARNERS)
+        if not self._is_alone and plan.averaging is not None:
+            # On a stream of its own, after this round's corrections; the next that pull wait for it.
+            rounds.device.wait(rounds.streams[AVERAGING_STREAM], corrected)
+            with self._span("averaging", AVERAGING_STREAM, plan.index):
+                average()
+            rounds.mark(slot, AVERAGING_STREAM)
+            last[AVERAGING_STREAM] = "averaging"
+        rounds.end(plan.index, slot, last)
+
+    def _launch(self, program: Program, body: Body, variant: Hashable) -> None:
+        """Launch a program; if it cannot be captured, it runs eagerly from this round on."""
         try:
-            if last is not None:
-                last.result()
-        finally:
-            del last  # frees what an error's frames hold
+            if program.launch_watched(body, variant):
+                self._run_eagerly(program, _DRAWS)
+        except CaptureError as error:
+            self._run_eagerly(program, f"one cannot be captured ({error.reason})")
+            program.launch(body, variant)
 
-    def check(self) -> None:
-        """Do as `finish` if that does not block."""
-        if self._last is not None and self._last.done():
-            self.finish()
+    def _run_eagerly(self, program: Program, reason: str) -> None:
+        program.captures = False
+        self._notes.append(_EAGER.format(reason))
 
-    def settle(self) -> None:
-        """Block until the averaging is over. Does not raise."""
-        if self._last is not None:
-            wait([self._last])
+    def read(self, outcome: RoundOutcome) -> None:
+        """Block the host until the learners' stream has passed the round, then read its results."""
+        self._bodies.read(outcome, self.rounds.wait(outcome.plan.index))
 
     def close(self) -> None:
-        """Let the averaging end, because other ranks wait for its sum, and join the thread. Does not raise."""
-        self._pool.shutdown()
-        self._last = None
+        """Wait until the device is idle, and free it; see `DeviceRounds.close`."""
+        self.rounds.close(self._bodies.count_steps)

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from crossbow_py.engine.executors.base import even_groups
+from crossbow_py.engine.executors.fused import learn_fused
 from crossbow_py.engine.executors.threads import ThreadsExecutor
 from crossbow_py.engine.fusion.fused_agreement import outdated, trusted_pass
 from crossbow_py.engine.fusion.fused_pass import FusedPass, PassNotes
@@ -38,34 +39,24 @@ class FusedThreadsExecutor(ThreadsExecutor):
 
     @classmethod
     def groups_of(cls, num_learners: int) -> list[range]:
-        """Return as many groups as torch has intra-op threads."""
         return even_groups(num_learners, torch.get_num_threads())
 
     def recheck(self) -> None:
-        """See Executor; all passes run the same model."""
-        if found := outdated(self.tasks, self._passes[0]):
+        if found := outdated(self.tasks, self._passes[0]):  # all run the same model
             self.notes.append(found)
 
-    def _body(self, task: Task) -> Callable[[RoundOutcome], None] | None:
-        """See ThreadsExecutor; a task is that of a group."""
+    def _body(self, task: Task) -> Callable[[RoundOutcome], None]:
+        # A task is that of a group.
         if isinstance(task, LearningTask):
             return partial(self._learn, self._passes[task.learner])
         if isinstance(task, CorrectionTask):
             return partial(self._correct, self.groups[task.learner])
-        return None
+        return super()._body(task)
 
     def _learn(self, fused: FusedPass, outcome: RoundOutcome) -> None:
-        bank, plan = self.tasks.bank, outcome.plan
-        for learner in fused.learners if fused.graph.draws else ():
-            self.tasks.seed_dropout(learner, plan)
-        learned = fused.learn(fused.batch(plan), fused.shares(plan))
+        gradients = learn_fused(self.tasks, fused, outcome)
         self._pass_notes.read(fused)
-        bank.store_stacked_gradients(learned.gradients, fused.learners)
-        losses = learned.losses.tolist()
-        counts = [None] * len(losses) if learned.num_correct is None else learned.num_correct.tolist()
-        for learner, loss, count in zip(fused.learners, losses, counts, strict=True):
-            outcome.losses[learner] = loss
-            outcome.num_correct[learner] = None if count is None else float(count)
+        self.tasks.bank.store_stacked_gradients(gradients, fused.learners)
 
     def _correct(self, group: range, outcome: RoundOutcome) -> None:
         for learner in group:

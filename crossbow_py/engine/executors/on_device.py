@@ -6,14 +6,15 @@ import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 
 from torch import Tensor
 
 from crossbow_py.core.errors import LearnerError, UserError, one_line
-from crossbow_py.engine.device.graphs import Body, DeviceStreams, Event, Graph, Pool, Stream
+from crossbow_py.engine.device.device_tasks import NUM_RESULTS
+from crossbow_py.engine.device.graphs import Body, CudaStreams, Event, Graph, Pool, Stream
 from crossbow_py.engine.device.memory import is_out_of_memory
-from crossbow_py.engine.executors.spans import SpansOfStreams
+from crossbow_py.engine.executors.spans import StreamSpans
+from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM
 from crossbow_py.telemetry.timeline import Timeline
 
@@ -22,8 +23,6 @@ from crossbow_py.telemetry.timeline import Timeline
 WARM_UP_ROUNDS = 2
 # A round's results and events stay until the host has read them, after the next round was issued.
 ROUNDS_IN_FLIGHT = 2
-
-Awaiting = Callable[[], AbstractContextManager[None]]
 
 
 class CaptureError(UserError):
@@ -45,13 +44,13 @@ class Program:
     every round is never captured.
     """
 
-    device: DeviceStreams
+    device: CudaStreams
     executor: str
     name: str
     stream: Stream
     pool: Pool
     captures: bool = True
-    awaiting: Awaiting = nullcontext
+    awaiting: Callable[[], AbstractContextManager[None]] = nullcontext
     eager_rounds: dict[Hashable, int] = field(default_factory=dict)
     graphs: dict[Hashable, Graph] = field(default_factory=dict)
 
@@ -65,7 +64,13 @@ class Program:
             self.device.run(self.name, body, self.stream)
             return
         if variant not in self.graphs:
-            self.graphs[variant] = self._capture(body)
+            try:
+                with self.awaiting():
+                    self.graphs[variant] = self.device.capture(self.name, body, self.stream, self.pool)
+            except Exception as error:
+                if is_out_of_memory(error):  # which graphs with pools of their own are likely to cause
+                    raise
+                raise CaptureError(self.executor, self.name, one_line(error)) from error
         self.device.replay(self.graphs[variant], self.stream)
 
     def launch_watched(self, body: Body, variant: Hashable = None) -> bool:
@@ -80,15 +85,6 @@ class Program:
     def runs_graph(self, variant: Hashable = None) -> bool:
         """Return whether the next launch of the variant is a replay, maybe after a capture; else it is eager."""
         return self.captures and self.eager_rounds.get(variant, 0) >= WARM_UP_ROUNDS
-
-    def _capture(self, body: Body) -> Graph:
-        try:
-            with self.awaiting():
-                return self.device.capture(self.name, body, self.stream, self.pool)
-        except Exception as error:
-            if is_out_of_memory(error):  # which graphs with pools of their own are likely to cause
-                raise
-            raise CaptureError(self.executor, self.name, one_line(error)) from error
 
     def release(self) -> None:
         """Drop the graphs, which must not be running."""
@@ -116,34 +112,27 @@ class DeviceRounds:
     work on its current stream.
 
     Args:
-        device: the device.
-        executor: the executor's name.
+        device, executor: the device, and the executor's name.
         names: the names of the streams; the averaging stream has high priority.
-        results: the shape of a round's results, float64.
-        awaiting: makes a context around waiting for the device, which may be in a sum with other ranks.
+        tasks: of the rounds; a wait for the device is one for its collective, as the device may be in a sum.
         between: the names of events within a round.
 
-    Attributes:
-        streams: the streams by name.
-        bank_changed: whether the caller may have changed the bank since the last round.
+    `bank_changed` says whether the caller may have changed the bank since the last round.
     """
 
     def __init__(
-        self,
-        device: DeviceStreams,
-        executor: str,
-        names: Sequence[str],
-        results: tuple[int, int],
-        awaiting: Awaiting = nullcontext,
-        between: Sequence[str] = (),
+        self, device: CudaStreams, executor: str, names: Sequence[str], tasks: RoundTasks, between: Sequence[str] = ()
     ) -> None:
-        self.device, self._executor, self._awaiting = device, executor, awaiting
+        self.device, self._executor, self._awaiting = device, executor, tasks.collective.awaiting
         self.streams = {name: device.new_stream(high_priority=name == AVERAGING_STREAM) for name in names}
         self.bank_changed = True
         self._programs: list[Program] = []
         self._callers_event = device.new_event()
         self._slots = [
-            Slot({name: device.new_event() for name in (*names, *between)}, device.host_values(*results))
+            Slot(
+                {name: device.new_event() for name in (*names, *between)},
+                device.host_values(tasks.bank.num_learners, NUM_RESULTS),
+            )
             for _ in range(ROUNDS_IN_FLIGHT)
         ]
         self._num_issued = 0
@@ -154,7 +143,7 @@ class DeviceRounds:
         """Return a new program on a stream; programs that share a pool must never run at the same time."""
         made = Program(self.device, self._executor, name, self.streams[stream], pool, awaiting=self._awaiting)
         self._programs.append(made)
-        return self._programs[-1]
+        return made
 
     def begin(self) -> Slot:
         """Begin a round, before its first launch. Does not block the host."""
@@ -222,10 +211,9 @@ class DeviceRounds:
             with contextlib.suppress(Exception):
                 self.device.synchronize_event(event)  # host–device synchronisation
 
-    def spans(self, timeline: Timeline) -> SpansOfStreams:
+    def spans(self, timeline: Timeline) -> StreamSpans:
         """Return spans for all streams. Blocks the host until the first stream is idle."""
-        marks = {name: partial(self.device.timed_mark, stream) for name, stream in self.streams.items()}
-        return SpansOfStreams(timeline, marks)
+        return StreamSpans(timeline, lambda name: self.device.timed_mark(self.streams[name]), next(iter(self.streams)))
 
     def close(self, count_steps: Callable[[], None]) -> None:
         """Wait until the device is idle, copy its step counts to the bank, and drop the graphs and then their pools.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from crossbow_py.core.errors import CrossbowError, LearnerError
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.rounds import RoundOutcome
-from crossbow_py.engine.scheduler import Launch
 
 
 class SerialExecutor(Executor):
@@ -13,14 +11,9 @@ class SerialExecutor(Executor):
 
     NAME = "serial"
 
-    def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
-        for launch in launches:
-            try:
-                self.run_task(launch, outcome)
-            except CrossbowError:
-                raise
-            except Exception as error:
-                raise LearnerError(str(launch.task), outcome.plan.index, launch.stream, error) from error
+    def _issue(self, outcome: RoundOutcome) -> None:
+        for launch in self._launches(outcome.plan):
+            self.run_task(launch, outcome)
 
     def _wait(self, outcome: RoundOutcome) -> None:
         """Return at once: tasks were over when they were issued."""

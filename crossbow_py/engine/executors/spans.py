@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -47,17 +47,15 @@ class TaskSpans(ABC):
 
 
 class HostSpans(TaskSpans):
-    """Measures tasks that are over when their call returns, on any number of threads."""
+    """Measures tasks that are over when their call returns, on any number of threads; keeps a block that raises too."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
 
     def span(self, name: str, row: str, round_index: int) -> AbstractContextManager[None]:
-        """See TaskSpans; a block that raises is kept as well."""
         return self._timeline.span(name, row, round=round_index)
 
-    def resolve(self) -> None:
-        """See TaskSpans; there is nothing to wait for."""
+    def resolve(self) -> None: ...
 
 
 class _Block(NamedTuple):
@@ -68,87 +66,52 @@ class _Block(NamedTuple):
     end: Mark
 
 
-class Moment(NamedTuple):
-    """One moment on the device's clock and on the timeline's."""
-
-    mark: Mark
-    time_ns: int
-
-
-def this_moment(timeline: Timeline, mark: Callable[[], Mark]) -> Moment:
-    """Return the current moment. Blocks the host until the stream is idle."""
-    mark().synchronize()  # host–device synchronisation: the stream must be idle before the moment
-    before_ns, origin = timeline.clock(), mark()
-    origin.synchronize()  # host–device synchronisation
-    return Moment(origin, (before_ns + timeline.clock()) // 2)
-
-
 class StreamSpans(TaskSpans):
-    """Measures tasks enqueued on one stream. Used from one thread. It has not run on a GPU yet.
+    """Measures tasks enqueued on the streams of a device. Used from one thread. It has not run on a GPU yet.
 
     A time is that of a moment known on both clocks, plus what has passed on the device's clock since: if the two clocks
-    drift apart, spans follow the device.
+    drift apart, spans follow the device. Making one blocks the host until the first stream is idle; it leaves blocks
+    that raise out.
 
     Args:
         timeline: gets the spans.
-        mark: records an event on the stream, without blocking the host.
-        moment: a moment on both clocks; by default the current one, for which the host waits until the stream is idle.
+        mark: records an event on the stream of a row, without blocking the host.
+        first: a row.
     """
 
-    def __init__(self, timeline: Timeline, mark: Callable[[], Mark], moment: Moment | None = None) -> None:
+    def __init__(self, timeline: Timeline, mark: Callable[[str], Mark], first: str) -> None:
         self._timeline, self._mark = timeline, mark
-        self._blocks: deque[_Block] = deque()
-        self._origin, self._origin_ns = moment or this_moment(timeline, mark)
+        self._blocks: dict[str, deque[_Block]] = {}
+        mark(first).synchronize()  # host–device synchronisation: the stream must be idle before the moment
+        before_ns, origin = timeline.clock(), mark(first)
+        origin.synchronize()  # host–device synchronisation
+        self._moment = origin, (before_ns + timeline.clock()) // 2
+        self._origins: dict[str, tuple[Mark, int]] = {}
 
     @contextmanager
     def span(self, name: str, row: str, round_index: int) -> Iterator[None]:
-        """See TaskSpans. Records an event on either side; the host does not block. A block that raises is left out."""
-        start = self._mark()
+        """Measure a block. Records an event on either side; the host does not block."""
+        blocks, start = self._blocks.setdefault(row, deque()), self._mark(row)
         yield
-        self._blocks.append(_Block(name, row, round_index, start, self._mark()))
+        blocks.append(_Block(name, row, round_index, start, self._mark(row)))
         # Blocks that the device has passed are read now, so that events do not pile up in long epochs.
-        while self._blocks and self._blocks[0].end.query():
-            self._read(self._blocks.popleft())
+        while blocks and blocks[0].end.query():
+            self._read(blocks.popleft())
 
     def resolve(self) -> None:
-        """See TaskSpans."""
-        if self._blocks:
-            self._blocks[-1].end.synchronize()  # host–device synchronisation
-        while self._blocks:
-            self._read(self._blocks.popleft())
+        for blocks in self._blocks.values():
+            if blocks:
+                blocks[-1].end.synchronize()  # host–device synchronisation
+            while blocks:
+                self._read(blocks.popleft())
 
     def _read(self, block: _Block) -> None:
-        start_ns = self._time_ns(block.start)
-        if start_ns - self._origin_ns >= _FARTHEST_MS * _NS_PER_MS:
-            self._origin, self._origin_ns = block.start, start_ns
-        self._timeline.add(block.name, block.row, start_ns, self._time_ns(block.end), {"round": block.round_index})
-
-    def _time_ns(self, mark: Mark) -> int:
-        return self._origin_ns + round(self._origin.elapsed_time(mark) * _NS_PER_MS)
-
-
-class SpansOfStreams(TaskSpans):
-    """Measures tasks on several streams of a device, with `StreamSpans` for each from one common moment.
-
-    Making one blocks the host until the first stream is idle.
-
-    Args:
-        timeline: gets the spans.
-        marks: for every row, a function that records an event on its stream, without blocking the host.
-    """
-
-    def __init__(self, timeline: Timeline, marks: Mapping[str, Callable[[], Mark]]) -> None:
-        moment = this_moment(timeline, next(iter(marks.values())))
-        self._spans = {row: StreamSpans(timeline, mark, moment) for row, mark in marks.items()}
-
-    def span(self, name: str, row: str, round_index: int) -> AbstractContextManager[None]:
-        """See TaskSpans and `StreamSpans.span`."""
-        return self._spans[row].span(name, row, round_index)
-
-    def resolve(self) -> None:
-        """See TaskSpans."""
-        for spans in self._spans.values():
-            spans.resolve()
+        origin, origin_ns = self._origins.get(block.row, self._moment)
+        start_ns = origin_ns + round(origin.elapsed_time(block.start) * _NS_PER_MS)
+        if start_ns - origin_ns >= _FARTHEST_MS * _NS_PER_MS:
+            self._origins[block.row] = origin, origin_ns = block.start, start_ns
+        end_ns = origin_ns + round(origin.elapsed_time(block.end) * _NS_PER_MS)
+        self._timeline.add(block.name, block.row, start_ns, end_ns, {"round": block.round_index})
 
 
 def spans_on(device: torch.device, timeline: Timeline) -> TaskSpans:
@@ -156,9 +119,9 @@ def spans_on(device: torch.device, timeline: Timeline) -> TaskSpans:
     if device.type != "cuda":
         return HostSpans(timeline)
 
-    def mark() -> torch.cuda.Event:
+    def mark(_: str) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event
 
-    return StreamSpans(timeline, mark)
+    return StreamSpans(timeline, mark, "")

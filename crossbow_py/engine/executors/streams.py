@@ -14,22 +14,24 @@ are CUDA events, and exactly those that the scheduler names.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar, assert_never
 
 from torch import Tensor
 
-from crossbow_py.core.errors import CrossbowError, LearnerError
-from crossbow_py.engine.bank.layout import Order
-from crossbow_py.engine.device.device_tasks import NUM_RESULTS, DeviceTasks
-from crossbow_py.engine.device.fused_device_tasks import SubArrayTasks
-from crossbow_py.engine.device.graphs import CudaStreams, DeviceStreams, Event, Stream
+from crossbow_py.core.errors import CrossbowError, LearnerError, UserError
+from crossbow_py.engine.bank.layout import Order, Rows
+from crossbow_py.engine.device.device_tasks import FusedTasks, GroupTasks, LearnerTasks, average_gated
+from crossbow_py.engine.device.graphs import CudaStreams, Event, Stream
 from crossbow_py.engine.executors.base import Executor, even_groups
 from crossbow_py.engine.executors.on_device import DeviceRounds
 from crossbow_py.engine.executors.spans import TaskSpans
+from crossbow_py.engine.fusion.fused_agreement import trusted_pass
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, learner_stream
 from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, GradientMeanTask, LearningTask, Task
+from crossbow_py.engine.update.kernel_update import choose_kernel_update, move_z
 from crossbow_py.telemetry.timeline import Timeline
 
 _DRAWS = (
@@ -60,15 +62,14 @@ class StreamsExecutor(Executor):
     EXPERIMENTAL = True
     DEVICE = "cuda"
 
-    def __init__(self, tasks: RoundTasks, device: DeviceStreams | None = None) -> None:
+    def __init__(self, tasks: RoundTasks, device: CudaStreams | None = None) -> None:
         super().__init__(tasks)
         device = device or CudaStreams(tasks.bank.device)
-        self._bodies = self._make_bodies(tasks)
+        self._bodies = self._make_bodies()
         learners = range(len(self.groups))
         names = [*map(learner_stream, learners), AVERAGING_STREAM]
-        results, awaiting = (tasks.bank.num_learners, NUM_RESULTS), tasks.collective.awaiting
         between = [GradientMeanTask.NAME, *(f"learning({j})" for j in learners)] if tasks.gradient_mean else []
-        self._rounds = DeviceRounds(device, self.NAME, names, results, awaiting, between)
+        self._rounds = DeviceRounds(device, self.NAME, names, tasks, between)
         program, pools = self._rounds.program, [device.new_pool() for _ in learners]
         self._learning = [program(f"learning({j})", learner_stream(j), pools[j]) for j in learners]
         self._correction = [program(f"correction({j})", learner_stream(j), pools[j]) for j in learners]
@@ -78,27 +79,30 @@ class StreamsExecutor(Executor):
         self._averaging.captures = self._gradient_mean.captures = tasks.collective.is_alone
         self._marks: dict[Task, Event] = {}
 
-    def _make_bodies(self, tasks: RoundTasks) -> DeviceTasks | SubArrayTasks:
-        """Return the bodies of tasks."""
-        return DeviceTasks(tasks)
+    def _make_bodies(self) -> Sequence[GroupTasks]:
+        """Return the tasks of every group."""
+        return [LearnerTasks(self.tasks, group.start) for group in self.groups]
+
+    def _average(self, outcome: RoundOutcome) -> None:
+        """Move z, after every group's corrections."""
+        self.tasks.average(outcome)
 
     def _new_spans(self, timeline: Timeline, on_callers_stream: TaskSpans) -> TaskSpans:
-        """See Executor; a span is the time between two events on its stream, and includes captures."""
         return self._rounds.spans(timeline)
 
     def drain(self) -> list[RoundOutcome]:
-        """See Executor; the next round waits for what the caller enqueues until then."""
         outcomes = super().drain()
         self._rounds.bank_changed = True
         return outcomes
 
-    def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
+    def _issue(self, outcome: RoundOutcome) -> None:
         """Enqueue a round: each launch on its stream, after the events of `launch.after`.
 
         An event is recorded after the last task of every stream, which covers the tasks before it. The host waits only
         if a graph is captured or if the feed makes it.
         """
-        rounds, slot = self._rounds, self._rounds.begin()
+        rounds, launches = self._rounds, self._launches(outcome.plan)
+        slot = rounds.begin()
         last = {launch.stream: launch for launch in launches}
         for launch in launches:
             try:
@@ -121,25 +125,28 @@ class StreamsExecutor(Executor):
             elif other in self._marks:  # else the host has waited for it
                 self._rounds.device.wait(stream, self._marks[other])
         with self.span(task.NAME, launch.stream, task.round_index):
-            if isinstance(task, LearningTask):
-                self._learn(task.learner, outcome, stream)
-            elif isinstance(task, CorrectionTask):
-                self._correct(task.learner, outcome, stream, host)
-            elif isinstance(task, AveragingTask):
-                self._averaging.launch(partial(self._bodies.average, outcome), outcome.plan.averaging)
-            elif isinstance(task, GradientMeanTask):
-                self._gradient_mean.launch(self._bodies.average_gradients)
-            else:
-                assert_never(task)
+            match task:
+                case LearningTask():
+                    self._learn(task.learner, outcome, stream)
+                case CorrectionTask():
+                    bodies, averaging = self._bodies[task.learner], outcome.plan.averaging
+                    self._correction[task.learner].launch(partial(bodies.correct, averaging), averaging)
+                    self._rounds.device.run(f"report({task.learner})", partial(bodies.report, host), stream)
+                case AveragingTask():
+                    self._averaging.launch(partial(self._average, outcome), outcome.plan.averaging)
+                case GradientMeanTask():
+                    self._gradient_mean.launch(partial(average_gated, self._bodies))
+                case _:
+                    assert_never(task)
 
     def _learn(self, learner: int, outcome: RoundOutcome, stream: Stream) -> None:
         """Load the round and learn, on the learner's stream."""
-        program, bodies, rounds = self._learning[learner], self._bodies, self._rounds
-        plan, variant = outcome.plan, bodies.variant(learner, outcome.plan)
-        ahead = program.runs_graph(variant)
-        load = partial(bodies.load, learner, plan, bank_changed=rounds.bank_changed, masks_ahead=ahead)
+        program, bodies, rounds = self._learning[learner], self._bodies[learner], self._rounds
+        plan, shared = outcome.plan, bodies.shares(outcome.plan)
+        ahead = program.runs_graph(shared)
+        load = partial(bodies.load, plan, bank_changed=rounds.bank_changed, masks_ahead=ahead)
         rounds.device.run(f"load({learner})", load, stream)
-        drawn = program.launch_watched(partial(bodies.learn, learner, plan, masks_ahead=ahead), variant)
+        drawn = program.launch_watched(partial(bodies.learn, shared, masks_ahead=ahead), shared)
         self.notes += bodies.notes
         bodies.notes.clear()
         if drawn:
@@ -147,19 +154,13 @@ class StreamsExecutor(Executor):
             for each in self._learning:
                 each.captures = False
 
-    def _correct(self, learner: int, outcome: RoundOutcome, stream: Stream, host: Tensor) -> None:
-        """Correct, and copy the results to the host, on the learner's stream."""
-        bodies, averaging = self._bodies, outcome.plan.averaging
-        self._correction[learner].launch(partial(bodies.correct, learner, averaging), averaging)
-        self._rounds.device.run(f"report({learner})", partial(bodies.report, learner, host), stream)
-
     def _wait(self, outcome: RoundOutcome) -> None:
-        """Block the host until every learner's stream is past the round, then read its results."""
         index = outcome.plan.index
         results = self._rounds.wait(index)
         # The host has waited for these tasks: no stream needs to, and their events may be recorded again.
         self._marks = {task: event for task, event in self._marks.items() if task.round_index > index}
-        self._bodies.read(outcome, results)
+        for bodies in self._bodies:
+            bodies.read(outcome, results)
 
     def _is_over(self, outcome: RoundOutcome) -> bool:
         return self._rounds.is_over(outcome.plan.index)
@@ -170,9 +171,12 @@ class StreamsExecutor(Executor):
     def _settle(self) -> None:
         self._rounds.settle()
 
+    def _count_steps(self) -> None:
+        for bodies in self._bodies:
+            bodies.count_steps()
+
     def close(self) -> None:
-        """See `DeviceRounds.close`."""
-        self._rounds.close(self._bodies.count_steps)
+        self._rounds.close(self._count_steps)
 
 
 class SubArraysExecutor(StreamsExecutor):
@@ -182,7 +186,8 @@ class SubArraysExecutor(StreamsExecutor):
     operators leave the device idle; groups on several streams fill each other's gaps. HFTA and μ-TWO call this
     sub-array fusion. Experimental: no GPU has run it yet.
 
-    Args and errors are those of `StreamsExecutor`, and FusionError as from `FusedExecutor`.
+    Args and errors are those of `StreamsExecutor`, FusionError as from `FusedExecutor`, and UserError if the update
+    kernels cannot be used, without which groups cannot be updated side by side.
     """
 
     ORDER = "blocks"
@@ -191,11 +196,28 @@ class SubArraysExecutor(StreamsExecutor):
 
     @classmethod
     def groups_of(cls, num_learners: int) -> list[range]:
-        """Return as many groups as there are streams."""
         return even_groups(num_learners, cls.STREAMS)
 
-    def _make_bodies(self, tasks: RoundTasks) -> SubArrayTasks:
-        return SubArrayTasks(tasks, self.groups, self.NAME)
+    def _make_bodies(self) -> list[FusedTasks]:
+        tasks, optimizer, rule = self.tasks, self.tasks.update.optimizer, self.tasks.update.rule
+        bodies, self._totals = [], list[Rows]()  # sums of the groups' corrections
+        for learners in self.groups:
+            update, reason = choose_kernel_update(tasks.bank, optimizer, rule, moves=False, learners=learners)
+            if update is None:
+                reason = reason or f"There are none for optimizer={optimizer.NAME} with averaging={rule.NAME}."
+                raise UserError(f"executor={self.NAME} needs the update kernels. {reason} Set executor=fused.")
+            fused = trusted_pass(tasks, kernels=True, learners=learners)
+            bodies.append(FusedTasks(tasks, fused, update, gathers=True, executor=self.NAME))
+            self._totals.append(update.total)
+        return bodies
+
+    def _average(self, outcome: RoundOutcome) -> None:
+        totals, coefficients = self._totals, outcome.plan.averaging
+        if not self.tasks.collective.is_alone or (coefficients and coefficients.share != 1):
+            for total in totals[1:]:
+                totals[0].storage.add_(total.storage)
+            totals = totals[:1]
+        self.tasks.move(outcome, partial(move_z, self.tasks.bank, totals))
 
 
 class TwoSubArrays(SubArraysExecutor):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -60,10 +59,6 @@ class ThreadsExecutor(Executor):
         self._started.wait()
         self._set_intra_op(self._num_threads)
 
-    def _body(self, task: Task) -> Callable[[RoundOutcome], None] | None:
-        """Return the body of a task, or None for that of `RoundTasks`."""
-        return None
-
     def _set_intra_op(self, num_threads: int) -> None:
         """Set the caller's number of intra-op threads, which MKL uses in every thread: torch cannot set it for one.
 
@@ -74,16 +69,15 @@ class ThreadsExecutor(Executor):
             torch.set_num_threads(num_threads)
 
     def drain(self) -> list[RoundOutcome]:
-        """See Executor."""
         self.settle()
         outcomes = super().drain()
         self._raise_failure()
         self._set_intra_op(self._num_threads)
         return outcomes
 
-    def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
+    def _issue(self, outcome: RoundOutcome) -> None:
         self._set_intra_op(1)
-        index = outcome.plan.index
+        launches, index = self._launches(outcome.plan), outcome.plan.index
         previous = {task: event for task, event in self._events.items() if task.round_index < index}
         events = {launch.task: threading.Event() for launch in launches}
         self._events = {**previous, **events}
@@ -120,7 +114,7 @@ class ThreadsExecutor(Executor):
                 event.wait()
             try:
                 if self._failure is None:
-                    self.run_task(entry.launch, entry.outcome, self._body(entry.launch.task))
+                    self.run_task(entry.launch, entry.outcome)
             except BaseException as error:  # a user's function may raise SystemExit
                 self._fail(entry, error)
             finally:
@@ -136,7 +130,6 @@ class ThreadsExecutor(Executor):
             self._failure = self._failure or failure
 
     def close(self) -> None:
-        """See Executor; running tasks end first."""
         with self._failure_lock:
             self._failure = self._failure or CrossbowError("the executor is closed")
         for entries in self._queues.values():

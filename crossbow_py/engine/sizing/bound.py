@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +12,7 @@ from crossbow_py.core.measured import Remembered, digest
 from crossbow_py.core.version import __version__
 from crossbow_py.engine.modules.dropout import replace_dropout
 from crossbow_py.engine.modules.precision import Precision, cast_module
-from crossbow_py.engine.sizing.job import Job, Sample, model_sizes
-from crossbow_py.engine.sizing.memory import Activations, LearnerModel, Line
+from crossbow_py.engine.sizing.memory import Activations, Job, LearnerModel, Line, Sample, model_sizes
 
 # A forward and a backward pass together hold 0.94 to 1.41 times what the forward pass saves for the backward pass
 # (probes of an MLP, LeNet, VGG-16, AlexNet, DenseNet-121 and ResNets, in fp32 and bf16). If this many times as much
@@ -70,7 +68,21 @@ def learners_that_fit(
     if LearnerModel(sizes, crude).most_learners(limit, batch_size, max_learners, in_turn) == max_learners:
         return max_learners
     known = known or Remembered("activations.json")
-    key = _fingerprint(template, inputs, job, batch_size)
+    key = digest(
+        {
+            "versions": (__version__, torch.__version__),
+            "model": (type(template).__module__, type(template).__qualname__, f"{template}"),
+            "parameters": [tuple(parameter.shape) for parameter in template.parameters()],
+            "inputs": (tuple(inputs.shape[1:]), str(inputs.dtype), batch_size),
+            "job": (
+                job.precision.name,
+                job.optimizer.NAME,
+                job.rule.NAME,
+                job.channels_last,
+                getattr(job.loss, "__qualname__", type(job.loss).__qualname__),
+            ),
+        }
+    )
     remembered = known.recall(key)
     if remembered is None or not remembered.isdigit():
         remembered = str(_probed(template, inputs, targets, job, batch_size))
@@ -103,20 +115,3 @@ def _probed(template: nn.Module, inputs: Tensor, targets: Tensor, job: Job, batc
 
     sample = Sample(tuple(inputs.shape[1:]), inputs.dtype, tuple(targets.shape[1:]), targets.dtype)
     return estimate_learner(template, sample, job, most=batch_size).activations.at(batch_size)
-
-
-def _fingerprint(template: nn.Module, inputs: Tensor, job: Job, batch_size: int) -> str:
-    facts: Mapping[str, object] = {
-        "versions": (__version__, torch.__version__),
-        "model": (type(template).__module__, type(template).__qualname__, f"{template}"),
-        "parameters": [tuple(parameter.shape) for parameter in template.parameters()],
-        "inputs": (tuple(inputs.shape[1:]), str(inputs.dtype), batch_size),
-        "job": (
-            job.precision.name,
-            job.optimizer.NAME,
-            job.rule.NAME,
-            job.channels_last,
-            getattr(job.loss, "__qualname__", type(job.loss).__qualname__),
-        ),
-    }
-    return digest(facts)

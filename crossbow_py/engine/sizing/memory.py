@@ -20,7 +20,14 @@ import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from crossbow_py.engine.bank.layout import ALIGNMENT_VALUES, Order
+import torch
+from torch import Tensor, nn
+
+from crossbow_py.averaging.rule import AveragingRule
+from crossbow_py.engine.bank.layout import ALIGNMENT_VALUES, Order, buffer_layout, parameter_layout
+from crossbow_py.engine.modules.losses import Loss
+from crossbow_py.engine.modules.precision import Precision
+from crossbow_py.engine.update.optimizers import Optimizer
 
 MIB, GIB = 2**20, 2**30
 LARGEST_BATCH = 65_536  # the largest batch size of interest
@@ -73,12 +80,8 @@ class Activations:
 def activations(small: Trace, large: Trace, also: int = 0, unseen: int = 0) -> Activations:
     """Return the model from two probes, see the module's docstring.
 
-    If the probes ran different operators, one chord between their peaks replaces the lines.
-
-    Args:
-        small, large: the probes.
-        also: the bytes held at another moment, outside the probed pass.
-        unseen: bytes held at every moment that the probes do not see.
+    If the probes ran different operators, one chord between their peaks replaces the lines. `also` are the bytes held
+    at another moment, outside the probed pass; `unseen` are held at every moment, and the probes do not see them.
     """
     step = large.batch_size - small.batch_size
     assert step > 0, f"the larger probe must be larger, got {large.batch_size} after {small.batch_size}"
@@ -95,7 +98,8 @@ def upper_envelope(lines: Iterable[Line]) -> tuple[Line, ...]:
     """Return the lines that are the highest for some b ≥ 1, by rising slope."""
     hull: list[Line] = []
     for line in sorted(lines, key=lambda line: (line.per_sample, line.fixed)):
-        while hull and (_begins(hull[-1], line) <= 1 or _is_hidden(hull, line)):
+        # The last is hidden if the line is the higher one before the last itself is.
+        while hull and _begins(hull[-1], line) <= (1 if len(hull) == 1 else max(1, _begins(*hull[-2:]))):
             hull.pop()
         hull.append(line)
     return tuple(hull)
@@ -106,10 +110,6 @@ def _begins(flat: Line, steep: Line) -> float:
     if steep.per_sample == flat.per_sample:
         return 0.0
     return (flat.fixed - steep.fixed) / (steep.per_sample - flat.per_sample)
-
-
-def _is_hidden(hull: Sequence[Line], line: Line) -> bool:
-    return len(hull) > 1 and _begins(hull[-1], line) <= _begins(hull[-2], hull[-1])
 
 
 @dataclass(frozen=True)
@@ -142,22 +142,11 @@ class ModelSizes:
         """P, the number of values of all parameters."""
         return sum(self.parameters)
 
-    def learner(self, activation_bytes: int) -> LearnerBytes:
-        """Return what one learner needs, without padding."""
-        return learner_bytes(
-            self.num_values,
-            sum(self.buffers),
-            self.num_states,
-            master_bytes=self.master_bytes,
-            compute_bytes=self.compute_bytes,
-            activations=activation_bytes,
-        )
-
     def bank_bytes(self, num_learners: int) -> int:
         """Return the bytes that `ReplicaBank` allocates for K learners and z, and those of the EMA, with padding."""
         k, master = num_learners, self.master_bytes
         rows = (3 + self.num_states) * _rows_bytes(self.parameters, k, master, self.order)
-        if self._has_shadow:
+        if self.compute_bytes != master:
             rows += _rows_bytes(self.parameters, k, self.compute_bytes, self.order)
         buffers = _rows_bytes(self.buffers, k, master, "blocks")
         if self.has_ema:
@@ -184,16 +173,10 @@ class ModelSizes:
         mean = _rows_bytes(self.parameters, 1, self.master_bytes, self.order) if self.shows_mean else 0
         return self.template_bytes + mean + (self.ema_bytes or sum(self.buffers) * self.master_bytes)
 
-    @property
-    def _has_shadow(self) -> bool:
-        return self.compute_bytes != self.master_bytes
-
 
 def staged_batches(num_learners: int) -> int:
-    """Return the most batches that `StreamingFeed` has on the device for K learners.
-
-    These are a round's, those of the round before, which may still be read, and those of the next, at least two.
-    """
+    """Return the most batches that `StreamingFeed` has on the device for K learners."""
+    # A round's, those of the round before, which may still be read, and those of the next, at least two.
     return 2 * num_learners + max(2, num_learners)
 
 
@@ -224,8 +207,16 @@ class LearnerModel:
     most: int = LARGEST_BATCH
 
     def learner(self, batch_size: int) -> LearnerBytes:
-        """Return what one learner needs, by purpose."""
-        return self.sizes.learner(self.activations.at(batch_size))
+        """Return what one learner needs, by purpose, without padding."""
+        sizes = self.sizes
+        return learner_bytes(
+            sizes.num_values,
+            sum(sizes.buffers),
+            sizes.num_states,
+            master_bytes=sizes.master_bytes,
+            compute_bytes=sizes.compute_bytes,
+            activations=self.activations.at(batch_size),
+        )
 
     def predicted_bytes(self, batch_size: int, num_learners: int, at_once: int) -> int:
         """Return the peak of K learners of which `at_once` run at the same time; see the module's docstring."""
@@ -350,18 +341,9 @@ class LearnerBytes:
 
 
 def learner_bytes(
-    num_values: int,
-    num_buffer_values: int,
-    num_states: int,
-    *,
-    master_bytes: int,
-    compute_bytes: int,
-    activations: int,
+    num_values: int, num_buffer_values: int, num_states: int, *, master_bytes: int, compute_bytes: int, activations: int
 ) -> LearnerBytes:
-    """Return what a learner of a model with P = `num_values` needs, without padding.
-
-    `master_bytes` and `compute_bytes` are those of a value in rows and in a pass.
-    """
+    """Return what a learner of a model with P = `num_values` needs, without padding; see `ModelSizes`."""
     values = num_values * master_bytes
     return LearnerBytes(
         weights=values,
@@ -384,3 +366,49 @@ def predicted_bytes(own: LearnerBytes, num_learners: int, *, at_once: int, fixed
     """
     assert 1 <= at_once <= num_learners, f"{at_once} of {num_learners} learners cannot run at once"
     return fixed + 3 * own.weights + num_learners * own.row + at_once * own.activations
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample as it enters the model, and its target: by default a class."""
+
+    input_shape: tuple[int, ...]
+    input_dtype: torch.dtype = torch.float32
+    target_shape: tuple[int, ...] = ()
+    target_dtype: torch.dtype = torch.int64
+
+    def batch(self, size: int, channels_last: bool) -> tuple[Tensor, Tensor]:
+        """Return uninitialised inputs `[B, ...]` and targets `[B, ...]`, as a feed returns them."""
+        inputs = torch.empty(size, *self.input_shape, dtype=self.input_dtype)
+        if channels_last and inputs.ndim == 4:
+            inputs = torch.empty_like(inputs, memory_format=torch.channels_last)
+        return inputs, torch.empty(size, *self.target_shape, dtype=self.target_dtype)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The settings of training that memory depends on. `order` is that of the bank's rows."""
+
+    loss: Loss
+    optimizer: Optimizer
+    rule: AveragingRule
+    precision: Precision
+    channels_last: bool = True
+    order: Order = "blocks"
+
+
+def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
+    """Return the sizes that follow from the shapes of a model."""
+    others = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
+    return ModelSizes(
+        parameters=tuple(block.numel for block in parameter_layout(model, job.channels_last).blocks),
+        buffers=tuple(block.numel for block in buffer_layout(model).blocks),
+        counter_bytes=sum(buffer.numel() * buffer.itemsize for buffer in others),
+        num_states=len(job.optimizer.STATE),
+        master_bytes=job.precision.master.itemsize,
+        compute_bytes=job.precision.compute.itemsize,
+        order=job.order,
+        has_velocity=job.rule.has_velocity,
+        has_ema=job.rule.average_ema is not None,
+        shows_mean=job.rule.shows_mean,
+    )

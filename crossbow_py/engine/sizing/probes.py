@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,16 @@ from crossbow_py.engine.bank.layout import TrainedRow
 from crossbow_py.engine.modules.dropout import replace_dropout
 from crossbow_py.engine.modules.losses import correct_predictions
 from crossbow_py.engine.modules.precision import full_precision_parameters
-from crossbow_py.engine.sizing.job import Job, Sample, model_sizes
-from crossbow_py.engine.sizing.memory import LARGEST_BATCH, LearnerModel, ModelSizes, Trace, activations
+from crossbow_py.engine.sizing.memory import (
+    LARGEST_BATCH,
+    Job,
+    LearnerModel,
+    ModelSizes,
+    Sample,
+    Trace,
+    activations,
+    model_sizes,
+)
 from crossbow_py.engine.update.row_update import Step, TorchUpdate
 
 if TYPE_CHECKING:
@@ -63,7 +71,9 @@ def estimate_learner(
         sizes = model_sizes(model, job)
         learner = _as_learner(model, job)
         small, large = (probe(learner, sample, job, size) for size in (SMALL_BATCH, largest))
-        found = activations(small, large, _update_bytes(sizes, job), _unseen_bytes(sizes))
+        # BatchNorm saves a batch's moments in master precision, but fake ones in its input's.
+        unseen = sum(sizes.buffers) * (sizes.master_bytes - sizes.compute_bytes)
+        found = activations(small, large, _update_bytes(sizes, job), unseen)
     return LearnerModel(sizes, found, staged_sample_bytes, fixed_bytes, most)
 
 
@@ -73,7 +83,13 @@ def probe(learner: nn.Module, sample: Sample, job: Job, batch_size: int) -> Trac
     tracker = _tracker(learner)
     with tracker:
         try:
-            _learn(learner, trained, sample, job, batch_size)
+            # As `RoundTasks.learn`, with the same tensors alive at the same time.
+            inputs, targets = sample.batch(batch_size, job.channels_last)
+            output = learner(inputs).to(job.precision.master)
+            loss = job.loss(output, targets)
+            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+            del gradients
+            correct_predictions(output.detach(), targets)
         except UserError:
             raise
         except Exception as error:  # the user's model may raise anything
@@ -138,16 +154,6 @@ def _like(tensor: Tensor, dtype: torch.dtype, channels_last: bool) -> Tensor:
     return torch.empty_like(made, memory_format=torch.channels_last) if last else made
 
 
-def _learn(learner: nn.Module, trained: Sequence[nn.Parameter], sample: Sample, job: Job, batch_size: int) -> None:
-    """Do as `RoundTasks.learn`, with the same tensors alive at the same time."""
-    inputs, targets = sample.batch(batch_size, job.channels_last)
-    output = learner(inputs).to(job.precision.master)
-    loss = job.loss(output, targets)
-    gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-    del gradients
-    correct_predictions(output.detach(), targets)
-
-
 def _update_bytes(sizes: ModelSizes, job: Job) -> int:
     """Return what a gradient step, a correction and a step of z hold besides the rows, with operators."""
 
@@ -164,11 +170,6 @@ def _update_bytes(sizes: ModelSizes, job: Job) -> int:
         if averaging is not None:
             update.move(z, z_prev, corrections, averaging)
     return max(tracker.held, default=0)
-
-
-def _unseen_bytes(sizes: ModelSizes) -> int:
-    """Return what probes miss: BatchNorm saves a batch's moments in master precision, but fake ones in its input's."""
-    return sum(sizes.buffers) * (sizes.master_bytes - sizes.compute_bytes)
 
 
 def _unsized(what: str, error: Exception) -> UserError:

@@ -56,11 +56,7 @@ class Loading:
 class Recommendation:
     """A batch size of a learner and a number of workers.
 
-    Attributes:
-        batch_size: the batch size.
-        num_workers: the number of workers.
-        limits: what limits the two, or keeps the workers from being enough.
-        sentences: the limits as messages for the user.
+    `limits` says what limits the two, or keeps the workers from being enough; `sentences` say so to the user.
     """
 
     batch_size: int
@@ -70,18 +66,16 @@ class Recommendation:
 
 
 def recommend(largest_batch: int, loading: Loading, host: Host, most: int | None = None) -> Recommendation:
-    """Return the recommendation of the rule in the module's docstring.
+    """Return the recommendation of the rule in the module's docstring for this `host`.
 
-    Args:
-        largest_batch: B_max, the largest that fits on the device.
-        loading: the loading of samples.
-        host: this machine.
-        most: another limit of B_max, such as the number of samples.
+    `largest_batch` is B_max, the largest that fits on the device, and `most` another limit of it, such as the number of
+    samples.
     """
     limit: Limit = "device memory"
+    words = "the device's memory"
     if most is not None and largest_batch >= most:
-        largest_batch, limit = most, "samples"
-    sentences = [f"The batch size is limited by {_WORDS[limit]}."]
+        largest_batch, limit, words = most, "samples", "the number of samples"
+    sentences = [f"The batch size is limited by {words}."]
     if loading.resident:
         sentences.append("No workers: the data set lies on the device.")
         return Recommendation(largest_batch, 0, (limit,), tuple(sentences))
@@ -89,7 +83,10 @@ def recommend(largest_batch: int, loading: Loading, host: Host, most: int | None
     wanted, cores = loading.needed, host.cores
     workers = min(cores, wanted or cores)
     if wanted is None:
-        sentences.append(f"One worker a usable core ({cores}): {_unmeasured(loading)} was not measured.")
+        unmeasured = "how fast a worker loads" if loading.fetch_s is None else "how fast training is"
+        if loading.fetch_s is None and loading.step_s is None:
+            unmeasured = "how fast loading and training are"
+        sentences.append(f"One worker a usable core ({cores}): {unmeasured} was not measured.")
     elif wanted > cores:
         limits.append("cores")
         sentences.append(f"{wanted} workers would keep up with the device, and there are {cores} usable cores.")
@@ -103,15 +100,6 @@ def recommend(largest_batch: int, loading: Loading, host: Host, most: int | None
         left = f"{workers} workers with {BATCHES_HELD_A_WORKER} batches of {batch_size} each"
         sentences.append(f"The {scarce} of this machine holds {left}.")
     return Recommendation(batch_size, workers, tuple(limits), tuple(sentences))
-
-
-def _unmeasured(loading: Loading) -> str:
-    if loading.fetch_s is None and loading.step_s is None:
-        return "how fast loading and training are"
-    return "how fast a worker loads" if loading.fetch_s is None else "how fast training is"
-
-
-_WORDS: dict[Limit, str] = {"device memory": "the device's memory", "samples": "the number of samples"}
 
 
 def _fit(largest: int, workers: int, fewest: int, loading: Loading, host: Host) -> tuple[int, int, Limit | None]:
@@ -173,16 +161,13 @@ class WorkerTuning:
     def observe(
         self, state: WorkerState, wait_share: float, fetch_s_per_batch: float, step_s_per_batch: float
     ) -> tuple[WorkerState, int | None]:
-        """Take a window of training.
+        """Take a window of training; return the new state, and the new number of workers or None for no change.
 
         Args:
             state: the state before it.
             wait_share: the share of the window spent waiting for data, in [0, 1].
             fetch_s_per_batch: the seconds that one worker takes for a batch.
             step_s_per_batch: the seconds of training for a batch, without waiting: a round's divided by learners.
-
-        Returns:
-            The new state, and the new number of workers, or None for no change.
         """
         if state.settling:
             return dataclasses.replace(state, settling=False, reason=""), None

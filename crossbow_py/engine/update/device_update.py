@@ -13,9 +13,8 @@ Multiplying numbers cannot do this, because NaN times 0 is NaN, so both are view
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -38,56 +37,34 @@ def knows(optimizer: Optimizer) -> bool:
     return type(optimizer) in _PROPOSALS
 
 
-class Learners(ABC):
-    """Rows to correct together.
+class OneLearner:
+    """A learner's row to correct. A round's values for it, and its gradient norm, are 0-dim.
 
     Attributes:
-        row: their vectors; gradients are scratch after a correction.
+        row: its vectors; gradients are scratch after a correction.
     """
-
-    row: TrainedRow
-
-    @abstractmethod
-    def setting(self, value: PerLearner) -> float | Tensor:
-        """Return a hyper-parameter: a number, or float64 with one entry for each learner."""
-
-    @abstractmethod
-    def spread(self, values: float | Tensor) -> Factor:
-        """Return a number, or a tensor as from `setting` and in a round's values, as a factor of the row's vectors."""
-
-    @abstractmethod
-    def gradient_norms(self) -> Tensor:
-        """Return the norm of each learner's whole gradient, float64, summed as in `TorchUpdate.gradient_norm`."""
-
-    @abstractmethod
-    def write_corrections(self, rule: AveragingRule, averaging: LinearRound) -> None:
-        """Write the rule's corrections for the current weights to C."""
-
-
-class OneLearner(Learners):
-    """A learner's row. A round's values for it are 0-dim."""
 
     def __init__(self, learner: int, row: TrainedRow) -> None:
         self._learner, self.row = learner, row
 
-    def setting(self, value: PerLearner) -> float:
-        """See Learners."""
+    def setting(self, value: PerLearner) -> float | Tensor:
+        """Return a hyper-parameter: a number, or float64 with one entry for each learner."""
         return for_learner(value, self._learner)
 
-    def spread(self, values: float | Tensor) -> float | Tensor:
-        """See Learners."""
+    def spread(self, values: float | Tensor) -> Factor:
+        """Return a number, or a tensor as from `setting` and in a round's values, as a factor of the row's vectors."""
         return _in_dtype_of(self.row, values) if isinstance(values, Tensor) else values
 
     def gradient_norms(self) -> Tensor:
-        """See Learners; 0-dim."""
+        """Return the norm of each learner's whole gradient, float64, summed as in `TorchUpdate.gradient_norm`."""
         return torch.stack(torch._foreach_norm(self.row.gradients)).double().square().sum().sqrt()
 
     def write_corrections(self, rule: AveragingRule, averaging: LinearRound) -> None:
-        """See Learners."""
+        """Write the rule's corrections for the current weights to C."""
         rule.corrections(self.row.corrections, self.row.weights, self.row.z, averaging)
 
 
-class AllLearners(Learners):
+class AllLearners:
     """The K active rows of a bank in `blocks`, in one or two vectors for all.
 
     A round's values are `[K + 1]`: the last entry is for padding and unused rows, which belong to no learner. Their
@@ -123,23 +100,23 @@ class AllLearners(Learners):
         }
 
     def setting(self, value: PerLearner) -> float | Tensor:
-        """See Learners."""
+        """Return a hyper-parameter: a number, or a table, which has one entry more."""
         return self._tables[value] if isinstance(value, tuple) else value
 
     def spread(self, values: float | Tensor) -> float | list[Tensor]:
-        """See Learners."""
+        """Return a number, or every entry of a tensor beside the values of its learner."""
         if not isinstance(values, Tensor):
             return values
         own = _in_dtype_of(self.row, values)
         return [own.index_select(0, owners) for owners in self._owners]
 
     def gradient_norms(self) -> Tensor:
-        """See Learners; `[K + 1]`."""
+        """Return the norm of each learner's gradient, and infinity, `[K + 1]`."""
         norms = torch.stack(torch._foreach_norm(self._gradients)).view(self._bank.num_learners, -1)
         return torch.cat([norms.double().square().sum(1).sqrt(), self._norm_of_no_learner])
 
     def write_corrections(self, rule: AveragingRule, averaging: LinearRound) -> None:
-        """See Learners; learner by learner, because all read the one row of z."""
+        """Write the rule's corrections of all learners to C, one after another, because all read the one row of z."""
         bank = self._bank
         for learner in range(bank.num_learners):
             row = bank.trained_row(learner)
@@ -150,20 +127,8 @@ def _in_dtype_of(row: TrainedRow, values: Tensor) -> Tensor:
     return values if values.dtype == torch.bool else values.to(row.weights[0].dtype)
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """New weights and changed state rows, as vectors that match the learners' own."""
-
-    weights: list[Tensor]
-    state: dict[str, list[Tensor]]
-
-
-@dataclass(frozen=True)
-class StepValues:
-    """The learning rate and the number of the step, from 1: float64 tensors on the device."""
-
-    learning_rate: Tensor
-    step_count: Tensor
+Learners = OneLearner | AllLearners
+Proposal = tuple[list[Tensor], dict[str, list[Tensor]]]  # new weights and changed state, vectors that match the row's
 
 
 def keep_bits(vectors: list[Tensor], gate: Factor) -> None:
@@ -234,16 +199,19 @@ class DeviceUpdate:
         """
         row, norms = learners.row, learners.gradient_norms()
         opened = torch.isfinite(norms) & torch.isfinite(loss)
-        self._clip(learners, norms)
+        limit = self.optimizer.clip_norm
+        if limit is not None:
+            scale: Any = learners.spread(torch.where(norms > limit, limit / (norms + 1e-6), self._one))
+            torch._foreach_mul_(row.gradients, scale)
         if averaging:
             learners.write_corrections(self.rule, averaging)
-        proposal = self._propose(self.optimizer, learners, StepValues(learning_rate, step_count + 1))
+        weights, state = self._propose(self.optimizer, learners, learning_rate, step_count + 1)
         gate = learners.spread(opened)
         if averaging:
-            torch._foreach_sub_(proposal.weights, row.corrections)
+            torch._foreach_sub_(weights, row.corrections)
             keep_bits(row.corrections, gate)
-        old, new = list(row.weights), list(proposal.weights)
-        for name, vectors in proposal.state.items():
+        old, new = list(row.weights), list(weights)
+        for name, vectors in state.items():
             old += row.state[name]
             new += vectors
         select_bits(old, new, gate)
@@ -251,13 +219,6 @@ class DeviceUpdate:
             torch._foreach_copy_(row.shadow, row.weights)
         step_count.add_(opened)
         finite.copy_(opened)
-
-    def _clip(self, learners: Learners, norms: Tensor) -> None:
-        limit = self.optimizer.clip_norm
-        if limit is not None:
-            scale = torch.where(norms > limit, limit / (norms + 1e-6), self._one)
-            spread: Any = learners.spread(scale)
-            torch._foreach_mul_(learners.row.gradients, spread)
 
 
 def _add_scaled(vectors: list[Tensor], others: list[Tensor], factor: Any) -> None:
@@ -268,35 +229,19 @@ def _add_scaled(vectors: list[Tensor], others: list[Tensor], factor: Any) -> Non
         torch._foreach_add_(vectors, others, alpha=factor)
 
 
-def _add_scaled_squares(vectors: list[Tensor], others: list[Tensor], factor: Any) -> None:
-    """Add factor · others² to vectors; the factor is a number on the host, or vectors."""
-    if isinstance(factor, list):
-        torch._foreach_addcmul_(vectors, torch._foreach_mul(others, factor), others)
-    else:
-        torch._foreach_addcmul_(vectors, others, others, factor)
-
-
-def _is_used(setting: float | Tensor) -> bool:
-    return isinstance(setting, Tensor) or setting != 0
-
-
 def _first(factor: Factor, count: int) -> Factor:
     return factor[:count] if isinstance(factor, list) else factor
 
 
-def _num_decayed(optimizer: Optimizer, row: TrainedRow) -> int:
-    return len(row.weights) if optimizer.decay_norm_and_bias else row.num_decayed
-
-
-def propose_sgd(optimizer: SGD, learners: Learners, values: StepValues) -> Proposal:
+def propose_sgd(optimizer: SGD, learners: Learners, learning_rate: Tensor, _: Tensor) -> Proposal:
     """Return the step in the docstring of `SGD`."""
     momentum, decay = learners.setting(optimizer.momentum), learners.setting(optimizer.weight_decay)
-    row, count = learners.row, _num_decayed(optimizer, learners.row)
+    row, count = learners.row, optimizer.num_decayed(learners.row)
     gradients = row.gradients
-    if _is_used(decay) and count:
+    if (isinstance(decay, Tensor) or decay != 0) and count:
         _add_scaled(gradients[:count], row.weights[:count], _first(learners.spread(decay), count))
     state = {}
-    if _is_used(momentum):
+    if isinstance(momentum, Tensor) or momentum != 0:
         factor: Any = learners.spread(momentum)
         velocity = list(torch._foreach_mul(row.state["momentum"], factor))
         torch._foreach_add_(velocity, gradients)
@@ -305,35 +250,39 @@ def propose_sgd(optimizer: SGD, learners: Learners, values: StepValues) -> Propo
             _add_scaled(gradients, velocity, factor)
         else:
             gradients = velocity
-    rate: Any = learners.spread(values.learning_rate)
+    rate: Any = learners.spread(learning_rate)
     steps = torch._foreach_mul(gradients, rate)
-    return Proposal(list(torch._foreach_sub(row.weights, steps)), state)
+    return list(torch._foreach_sub(row.weights, steps)), state
 
 
-def propose_adamw(optimizer: AdamW, learners: Learners, values: StepValues) -> Proposal:
+def propose_adamw(optimizer: AdamW, learners: Learners, learning_rate: Tensor, step_count: Tensor) -> Proposal:
     """Return the step in the docstring of `AdamW`. Factors are float64: 1 − β2^t has few digits in float32."""
     beta1, beta2 = learners.setting(optimizer.beta1), learners.setting(optimizer.beta2)
-    row, decay, count = learners.row, learners.setting(optimizer.weight_decay), _num_decayed(optimizer, learners.row)
-    root: Any = learners.spread((1 - beta2**values.step_count).sqrt())
-    size: Any = learners.spread(values.learning_rate / (1 - beta1**values.step_count))
+    row, decay, count = learners.row, learners.setting(optimizer.weight_decay), optimizer.num_decayed(learners.row)
+    root: Any = learners.spread((1 - beta2**step_count).sqrt())
+    size: Any = learners.spread(learning_rate / (1 - beta1**step_count))
     new1: Any = learners.spread(1 - beta1)
     kept2: Any = learners.spread(beta2)
     first = list(torch._foreach_lerp(row.state["exp_avg"], row.gradients, new1))
     second = list(torch._foreach_mul(row.state["exp_avg_sq"], kept2))
-    _add_scaled_squares(second, row.gradients, learners.spread(1 - beta2))
+    new2: Any = learners.spread(1 - beta2)
+    if isinstance(new2, list):
+        torch._foreach_addcmul_(second, torch._foreach_mul(row.gradients, new2), row.gradients)
+    else:
+        torch._foreach_addcmul_(second, row.gradients, row.gradients, new2)
     denominators = torch._foreach_sqrt(second)
     torch._foreach_div_(denominators, root)
     torch._foreach_add_(denominators, optimizer.epsilon)
     steps = torch._foreach_div(first, denominators)
     torch._foreach_mul_(steps, size)
     weights = list(row.weights)
-    if _is_used(decay) and count:
-        shrunk: Any = _first(learners.spread(1 - values.learning_rate * decay), count)
+    if (isinstance(decay, Tensor) or decay != 0) and count:
+        shrunk: Any = _first(learners.spread(1 - learning_rate * decay), count)
         weights[:count] = torch._foreach_mul(weights[:count], shrunk)
-    return Proposal(list(torch._foreach_sub(weights, steps)), {"exp_avg": first, "exp_avg_sq": second})
+    return list(torch._foreach_sub(weights, steps)), {"exp_avg": first, "exp_avg_sq": second}
 
 
-_PROPOSALS: dict[type[Optimizer], Callable[[Any, Learners, StepValues], Proposal]] = {
+_PROPOSALS: dict[type[Optimizer], Callable[[Any, Learners, Tensor, Tensor], Proposal]] = {
     SGD: propose_sgd,
     AdamW: propose_adamw,
 }

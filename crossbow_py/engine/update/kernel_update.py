@@ -8,8 +8,7 @@ sum of corrections, which is all-reduced before z moves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from typing import TYPE_CHECKING
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -22,9 +21,6 @@ from crossbow_py.engine.modules.precision import Precision
 from crossbow_py.engine.update.agreement import NUM_LEARNERS, are_close, random_bank, round_by_row, written_values
 from crossbow_py.engine.update.optimizers import SGD, AdamW, Optimizer, as_first, for_learner
 from crossbow_py.engine.update.row_update import Step, TorchUpdate
-
-if TYPE_CHECKING:
-    from crossbow_py.engine.kernels.update import RowsToUpdate
 
 
 class KernelUpdate:
@@ -41,9 +37,7 @@ class KernelUpdate:
         total: the sum of corrections, unless z moves in the same pass.
     """
 
-    def __init__(
-        self, bank: ReplicaBank, optimizer: Optimizer, *, moves: bool, learners: range | None = None
-    ) -> None:
+    def __init__(self, bank: ReplicaBank, optimizer: Optimizer, *, moves: bool, learners: range | None = None) -> None:
         learners = range(bank.num_learners) if learners is None else learners
         # Imported here, because this module must be importable on machines without Triton.
         from crossbow_py.engine.kernels import update as kernels  # noqa: PLC0415
@@ -69,17 +63,16 @@ class KernelUpdate:
         bank.total_squares = self._total_squares if moves else None
         # Groups other than the first have a vector of their own, for their groups' sums to be added up.
         self.total = bank.total if learners.start == 0 else bank.new_flat()
-        self._rows = self._rows_of(bank, uses_state=_uses_state(optimizer))
-
-    def _rows_of(self, bank: ReplicaBank, uses_state: bool) -> RowsToUpdate:
-        return self._kernels.RowsToUpdate(
+        # SGD without momentum does not change the state.
+        states = [] if isinstance(optimizer, SGD) and optimizer.momentum == 0 else bank.state.values()
+        self._rows = kernels.RowsToUpdate(
             weights=bank.weights.storage,
             gradients=bank.gradients.storage,
-            state=tuple(rows.storage for rows in bank.state.values()) if uses_state else (),
+            state=tuple(rows.storage for rows in states),
             shadow=bank.shadow.storage if bank.precision.has_shadow else None,
             z=bank.z.storage,
             z_prev=bank.z_prev.storage,
-            total=None if self.moves else self.total.storage,
+            total=None if moves else self.total.storage,
         )
 
     @staticmethod
@@ -124,11 +117,6 @@ def move_z(bank: ReplicaBank, totals: Sequence[Rows], averaging: LinearRound) ->
     kernels.move(bank.z.whole(), bank.z_prev.whole(), [total.whole() for total in totals], averaging.momentum)
 
 
-def _uses_state(optimizer: Optimizer) -> bool:
-    """Return whether steps change the state, which SGD without momentum does not."""
-    return not isinstance(optimizer, SGD) or optimizer.momentum != 0
-
-
 def _settings(optimizer: Optimizer, learners: range) -> tuple[int, list[list[float]]]:
     """Return the number of the optimizer, and a row of settings for each learner."""
     from crossbow_py.engine.kernels import update as kernels  # noqa: PLC0415
@@ -163,49 +151,33 @@ def _failure(
     optimizer: Optimizer, rule: AveragingRule, device: torch.device, precision: Precision, moves: bool
 ) -> str | None:
     """Return why kernels cannot be used, as part of a sentence, or None. Blocks the host while they compile and run."""
-
-    def check() -> None:
-        for averaging in (LinearRound(0.3, 0.9), None):
-            _check(optimizer, rule, device, precision, averaging, moves)
-
     try:
-        compiles(check)
+        compiles(partial(_check, optimizer, rule, device, precision, moves))
     except KernelError as error:
         return str(error)
     return None
 
 
-def _check(
-    optimizer: Optimizer,
-    rule: AveragingRule,
-    device: torch.device,
-    precision: Precision,
-    averaging: LinearRound | None,
-    moves: bool,
-) -> None:
-    """Raise KernelError unless a round of three learners does what the reference does, one of them gated."""
-    banks = [random_bank(optimizer, device, precision, least=0.1) for _ in range(2)]  # away from division by zero
-    for bank in banks:
-        for learner in range(NUM_LEARNERS):
-            bank.refresh_shadow(learner)
-    results = torch.tensor([[0.5, 0.0], [torch.nan, 0.0], [2.0, 0.0]], dtype=torch.float64, device=device)
-    rates, counts = (torch.full((NUM_LEARNERS,), value, dtype=torch.float64, device=device) for value in (0.1, 2.0))
-    update = KernelUpdate(banks[0], optimizer, moves=moves)
-    update.correct(
-        averaging, results=results, loss_column=0, finite_column=1, learning_rates=rates, step_counts=counts
-    )
-    if averaging is not None and not moves:
-        update.move(averaging)
-    reference = TorchUpdate(optimizer, rule)
-    steps = [None if learner == 1 else _clipped_step(reference, banks[1], learner) for learner in range(NUM_LEARNERS)]
-    round_by_row(reference, banks[1], averaging, steps)
-    if not are_close(written_values(banks[0]), written_values(banks[1])):
-        raise KernelError("the update kernel's results differ from those of the torch operators")
-    if counts.tolist() != [3.0, 2.0, 3.0] or results[:, 1].tolist() != [1.0, 0.0, 1.0]:
-        raise KernelError("the update kernel's gate differs from the reference's")
-
-
-def _clipped_step(update: TorchUpdate, bank: ReplicaBank, learner: int) -> Step:
-    norm, limit = update.gradient_norm(bank.trained_row(learner)), update.optimizer.clip_norm
-    scale = limit / (norm + 1e-6) if limit is not None and norm > limit else 1.0
-    return Step(learning_rate=0.1, step_count=3, gradient_scale=scale)
+def _check(optimizer: Optimizer, rule: AveragingRule, device: torch.device, precision: Precision, moves: bool) -> None:
+    """Raise KernelError unless rounds of three learners, one of them gated, do what the reference does."""
+    for averaging in (LinearRound(0.3, 0.9), None):
+        banks = [random_bank(optimizer, device, precision, least=0.1) for _ in range(2)]  # away from division by zero
+        for bank in banks:
+            for learner in range(NUM_LEARNERS):
+                bank.refresh_shadow(learner)
+        results = torch.tensor([[0.5, 0.0], [torch.nan, 0.0], [2.0, 0.0]], dtype=torch.float64, device=device)
+        rates, counts = (torch.full((NUM_LEARNERS,), at, dtype=torch.float64, device=device) for at in (0.1, 2.0))
+        update = KernelUpdate(banks[0], optimizer, moves=moves)
+        update.correct(
+            averaging, results=results, loss_column=0, finite_column=1, learning_rates=rates, step_counts=counts
+        )
+        if averaging is not None and not moves:
+            update.move(averaging)
+        reference = TorchUpdate(optimizer, rule)
+        norms = [reference.gradient_norm(banks[1].trained_row(learner)) for learner in range(NUM_LEARNERS)]
+        steps = [None if j == 1 else Step(0.1, 3, optimizer.gradient_scale(norm)) for j, norm in enumerate(norms)]
+        round_by_row(reference, banks[1], averaging, steps)
+        if not are_close(written_values(banks[0]), written_values(banks[1])):
+            raise KernelError("the update kernel's results differ from those of the torch operators")
+        if counts.tolist() != [3.0, 2.0, 3.0] or results[:, 1].tolist() != [1.0, 0.0, 1.0]:
+            raise KernelError("the update kernel's gate differs from the reference's")

@@ -1,8 +1,7 @@
 """Optimizers over rows of the bank, with per-learner hyper-parameters.
 
-Each class is the settings of its rule (frozen) and the pure update of one learner's row. An update works in place on
-parallel lists of flat parameter views; the first `num_decayed` entries take weight decay, and all of them when
-`decay_norm_and_bias` is set. The learner's correction c_j is applied by the caller, from the weights before the step.
+Each class is the settings of its rule (frozen) and the pure update of one learner's row, in place. The learner's
+correction c_j is applied by the caller, from the weights before the step.
 
 To add one: a class here, its entry in `OPTIMIZERS`, and conf/optimizer/NAME.yaml. It then runs on CPUs by torch's
 operators. The C code (native/update.c), `device_update.py` and `kernel_update.py` know SGD and AdamW alone so far.
@@ -12,15 +11,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import check, setting
+from crossbow_py.engine.bank.layout import TrainedRow
 
 PerLearner = float | tuple[float, ...]
 
@@ -45,8 +44,8 @@ class Optimizer(ABC):
 
     learning_rate: PerLearner
     weight_decay: PerLearner
-    clip_norm: float | None
-    decay_norm_and_bias: bool
+    clip_norm: float | None = setting(None, "largest gradient norm of a learner; null does not clip", above=0)
+    decay_norm_and_bias: bool = setting(False, "apply weight decay to normalisation parameters and biases too")
 
     def __post_init__(self) -> None:
         check(self)
@@ -55,12 +54,14 @@ class Optimizer(ABC):
         """Raise UserError if a list of a setting has not exactly one value for each learner."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, tuple) and num_learners == "auto":
+            if not isinstance(value, tuple):
+                continue
+            if num_learners == "auto":
                 raise UserError(
                     f"optimizer.{field.name} lists {len(value)} values, and num_learners is auto; give one value for "
                     f"all, or set num_learners={len(value)}."
                 )
-            if isinstance(value, tuple) and len(value) != num_learners:
+            if len(value) != num_learners:
                 raise UserError(
                     f"optimizer.{field.name} lists {len(value)} values for {num_learners} learners; "
                     "give one value for all, or one for each learner."
@@ -76,18 +77,8 @@ class Optimizer(ABC):
         return {"name": self.NAME, **{f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}}
 
     @abstractmethod
-    def step(
-        self,
-        learner: int,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        state: Mapping[str, list[Tensor]],
-        *,
-        num_decayed: int,
-        learning_rate: float,
-        step_count: int,
-    ) -> None:
-        """Apply step number `step_count`, from 1, of a learner to `weights` in place; `gradients` become scratch."""
+    def step(self, learner: int, row: TrainedRow, learning_rate: float, step_count: int) -> None:
+        """Apply step number `step_count`, from 1, to a learner's weights and state in place; gradients are scratch."""
 
     def native_values(self, learner: int, learning_rate: float, step_count: int) -> tuple[float, ...]:
         """Return the numbers that the C function takes, in its order."""
@@ -97,8 +88,14 @@ class Optimizer(ABC):
         """Return the learner's λ."""
         return for_learner(self.weight_decay, learner)
 
-    def _decayed(self, tensors: list[Tensor], num_decayed: int) -> list[Tensor]:
-        return tensors if self.decay_norm_and_bias else tensors[:num_decayed]
+    def num_decayed(self, row: TrainedRow) -> int:
+        """Return how many of the row's vectors, from the first, take weight decay."""
+        return len(row.weights) if self.decay_norm_and_bias else row.num_decayed
+
+    def gradient_scale(self, norm: float) -> float:
+        """Return the factor that clips a gradient of this norm, as torch does."""
+        limit = self.clip_norm
+        return limit / (norm + 1e-6) if limit is not None and norm > limit else 1.0
 
 
 @dataclass(frozen=True)
@@ -116,42 +113,28 @@ class SGD(Optimizer):
     momentum: PerLearner = setting(0.9, "m, the learner's own momentum", minimum=0, below=1)
     weight_decay: PerLearner = setting(0.0, "λ, L2 term added to the gradient", minimum=0)
     nesterov: bool = setting(False, "Nesterov's form of momentum")
-    decay_norm_and_bias: bool = setting(False, "apply weight decay to normalisation parameters and biases too")
-    clip_norm: float | None = setting(None, "largest gradient norm of a learner; null does not clip", above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.nesterov and self.momentum == 0:
             raise UserError("optimizer.nesterov=true needs momentum, got optimizer.momentum=0; set momentum above 0.")
 
-    def step(
-        self,
-        learner: int,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        state: Mapping[str, list[Tensor]],
-        *,
-        num_decayed: int,
-        learning_rate: float,
-        step_count: int,
-    ) -> None:
-        """See the class equation; `state["momentum"]` is u."""
+    def step(self, learner: int, row: TrainedRow, learning_rate: float, step_count: int) -> None:
         momentum, decay = for_learner(self.momentum, learner), self.decay(learner)
-        decayed = self._decayed(weights, num_decayed)
-        if decay and decayed:
-            torch._foreach_add_(self._decayed(gradients, num_decayed), decayed, alpha=decay)
+        count, gradients = self.num_decayed(row), row.gradients
+        if decay and count:
+            torch._foreach_add_(gradients[:count], row.weights[:count], alpha=decay)
         if momentum:
-            velocity = state["momentum"]
+            velocity = row.state["momentum"]  # u
             torch._foreach_mul_(velocity, momentum)
             torch._foreach_add_(velocity, gradients)
             if self.nesterov:
                 torch._foreach_add_(gradients, velocity, alpha=momentum)
             else:
                 gradients = velocity
-        torch._foreach_add_(weights, gradients, alpha=-learning_rate)
+        torch._foreach_add_(row.weights, gradients, alpha=-learning_rate)
 
     def native_values(self, learner: int, learning_rate: float, step_count: int) -> tuple[float, ...]:
-        """See Optimizer."""
         return for_learner(self.momentum, learner), learning_rate, float(self.nesterov)
 
 
@@ -172,37 +155,22 @@ class AdamW(Optimizer):
     beta2: PerLearner = setting(0.999, "decay of the squared gradient average", minimum=0, below=1)
     epsilon: float = setting(1e-8, "added to the denominator", above=0)
     weight_decay: PerLearner = setting(0.01, "λ, decoupled weight decay", minimum=0)
-    decay_norm_and_bias: bool = setting(False, "apply weight decay to normalisation parameters and biases too")
-    clip_norm: float | None = setting(None, "largest gradient norm of a learner; null does not clip", above=0)
 
-    def step(
-        self,
-        learner: int,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        state: Mapping[str, list[Tensor]],
-        *,
-        num_decayed: int,
-        learning_rate: float,
-        step_count: int,
-    ) -> None:
-        """See the class equation; `state` holds a and v."""
+    def step(self, learner: int, row: TrainedRow, learning_rate: float, step_count: int) -> None:
         beta1, beta2 = for_learner(self.beta1, learner), for_learner(self.beta2, learner)
-        decay = self.decay(learner)
-        decayed = self._decayed(weights, num_decayed)
-        if decay and decayed:
-            torch._foreach_mul_(decayed, 1 - learning_rate * decay)
-        first, second = state["exp_avg"], state["exp_avg_sq"]
-        torch._foreach_lerp_(first, gradients, 1 - beta1)
+        decay, count = self.decay(learner), self.num_decayed(row)
+        if decay and count:
+            torch._foreach_mul_(row.weights[:count], 1 - learning_rate * decay)
+        first, second = row.state["exp_avg"], row.state["exp_avg_sq"]  # a and v
+        torch._foreach_lerp_(first, row.gradients, 1 - beta1)
         torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+        torch._foreach_addcmul_(second, row.gradients, row.gradients, 1 - beta2)
         denominators = torch._foreach_sqrt(second)
         torch._foreach_div_(denominators, math.sqrt(1 - beta2**step_count))
         torch._foreach_add_(denominators, self.epsilon)
-        torch._foreach_addcdiv_(weights, first, denominators, -learning_rate / (1 - beta1**step_count))
+        torch._foreach_addcdiv_(row.weights, first, denominators, -learning_rate / (1 - beta1**step_count))
 
     def native_values(self, learner: int, learning_rate: float, step_count: int) -> tuple[float, ...]:
-        """See Optimizer."""
         beta1, beta2 = for_learner(self.beta1, learner), for_learner(self.beta2, learner)
         return (
             1 - learning_rate * self.decay(learner),

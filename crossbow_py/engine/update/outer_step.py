@@ -39,31 +39,25 @@ def take_outer_step(
     """
     few = bank.num_learners * bank.layout.num_values <= _OF_ONE_THREAD
     with intra_op_threads(1 if few else torch.get_num_threads()):
-        _take_outer_step(bank, step, collective, add, without)
-
-
-def _take_outer_step(
-    bank: ReplicaBank,
-    step: OuterStep,
-    collective: Collective,
-    add: Callable[[Tensor], None] | None,
-    without: Collection[int],
-) -> None:
-    bank.total_squares = None  # `total` is written
-    write_mean_difference(bank.total, bank, collective, without)
-    z, total = bank.z.trained(), bank.total.trained()
-    move = list(torch._foreach_mul(total, step.along_mean))
-    if bank.velocity is not None:
-        velocity = bank.velocity.trained()
-        torch._foreach_mul_(velocity, step.decay)
-        torch._foreach_add_(velocity, total, alpha=step.intake)
-        torch._foreach_add_(move, velocity, alpha=step.along_velocity)
-    bank.z_prev.copy_row(0, bank.z)
-    torch._foreach_add_(z, move)
-    for learner in range(bank.num_learners):
-        _pull(bank.weights.trained(learner), z, step.pull)
-        bank.refresh_shadow(learner)
-    bank.settle_state(step.learner_momentum, add, without)
+        bank.total_squares = None  # `total` is written
+        _write_mean_difference(bank.total, bank, collective, without)
+        z, total = bank.z.trained(), bank.total.trained()
+        move = list(torch._foreach_mul(total, step.along_mean))
+        if bank.velocity is not None:
+            velocity = bank.velocity.trained()
+            torch._foreach_mul_(velocity, step.decay)
+            torch._foreach_add_(velocity, total, alpha=step.intake)
+            torch._foreach_add_(move, velocity, alpha=step.along_velocity)
+        bank.z_prev.copy_row(0, bank.z)
+        torch._foreach_add_(z, move)
+        for learner in range(bank.num_learners):
+            weights = bank.weights.trained(learner)
+            if step.pull == 1:
+                torch._foreach_copy_(weights, z)  # w becomes z bit for bit
+            elif step.pull:
+                torch._foreach_lerp_(weights, z, step.pull)
+            bank.refresh_shadow(learner)
+        bank.settle_state(step.learner_momentum, add, without)
 
 
 @torch.no_grad()
@@ -74,7 +68,7 @@ def mean_of_learners(bank: ReplicaBank, collective: Collective, without: Collect
     those of z.
     """
     mean = bank.new_flat()
-    write_mean_difference(mean, bank, collective, without)
+    _write_mean_difference(mean, bank, collective, without)
     mean.storage.add_(bank.z.storage)
     return mean
 
@@ -83,11 +77,11 @@ def mean_of_learners(bank: ReplicaBank, collective: Collective, without: Collect
 def bring_up_to_date(bank: ReplicaBank, collective: Collective, without: Collection[int] = ()) -> None:
     """Set z ← `mean_of_learners`, in place; `bank.total` becomes scratch."""
     bank.total_squares = None
-    write_mean_difference(bank.total, bank, collective, without)
+    _write_mean_difference(bank.total, bank, collective, without)
     torch._foreach_add_(bank.z.trained(), bank.total.trained())
 
 
-def write_mean_difference(out: Rows, bank: ReplicaBank, collective: Collective, without: Collection[int]) -> None:
+def _write_mean_difference(out: Rows, bank: ReplicaBank, collective: Collective, without: Collection[int]) -> None:
     """Write the mean over all devices' learners of w_j − z, 0 for those `without`, to the trained values of `out`."""
     z, mean = bank.z.trained(), out.trained()
     torch._foreach_zero_(mean)
@@ -96,11 +90,3 @@ def write_mean_difference(out: Rows, bank: ReplicaBank, collective: Collective, 
             torch._foreach_add_(mean, torch._foreach_sub(bank.weights.trained(learner), z))
     collective.all_reduce_sum(out.storage)
     torch._foreach_div_(mean, float(bank.num_learners * collective.num_devices))
-
-
-def _pull(weights: list[Tensor], z: list[Tensor], share: float) -> None:
-    """Set w ← w + share · (z − w); with a share of 1, w becomes z bit for bit."""
-    if share == 1:
-        torch._foreach_copy_(weights, z)
-    elif share:
-        torch._foreach_lerp_(weights, z, share)

@@ -58,15 +58,7 @@ class TorchUpdate:
             torch._foreach_mul_(row.gradients, step.gradient_scale)
         if averaging:
             self.rule.corrections(row.corrections, row.weights, row.z, averaging)
-        self.optimizer.step(
-            learner,
-            row.weights,
-            row.gradients,
-            row.state,
-            num_decayed=row.num_decayed,
-            learning_rate=step.learning_rate,
-            step_count=step.step_count,
-        )
+        self.optimizer.step(learner, row, step.learning_rate, step.step_count)
         if averaging:
             torch._foreach_sub_(row.weights, row.corrections)
         if row.shadow is not None:
@@ -106,39 +98,29 @@ class NativeUpdate(TorchUpdate):
         return on_floats and optimizer.NATIVE_STEP is not None and rule.is_linear
 
     def gradient_norm(self, row: TrainedRow) -> float:
-        """See TorchUpdate; summed in float64 over values."""
         return self._norms(self._vectors(row), 1, _num_values(row.weights))[0]
 
     def correct(self, learner: int, row: TrainedRow, averaging: LinearRound | None, step: Step) -> None:
-        """See TorchUpdate; gradients are not changed."""
         learners, coefficients = (Learner * 1)(self._learner(learner, step)), _coefficients(averaging, moves=False)
         self._update(self._vectors(row), learners, coefficients, _num_values(row.weights))
 
     def _vectors(self, row: TrainedRow) -> Array[Vector]:
         """Return the row's structs, made once; a bank that has grown has new TrainedRows."""
-        known = self._known.get(row)
-        if known is None:
-            known = self._known[row] = _vectors(row, self.optimizer.decay_norm_and_bias)
-        return known
+        if row not in self._known:
+            self._known[row] = _vectors(row, self.optimizer)
+        return self._known[row]
 
     def _learner(self, learner: int, step: Step) -> Learner:
-        values = self.optimizer.native_values(learner, step.learning_rate, step.step_count)
-        return Learner(
-            skipped=0,
-            gradient_scale=step.gradient_scale,
-            decay=self.optimizer.decay(learner),
-            values=(c_float * 8)(*values),
-        )
+        values = (c_float * 8)(*self.optimizer.native_values(learner, step.learning_rate, step.step_count))
+        return Learner(0, step.gradient_scale, self.optimizer.decay(learner), values)
 
     def sum(self, total: list[Tensor], corrections: Sequence[list[Tensor]]) -> None:
-        """See TorchUpdate."""
         for index, out in enumerate(total):
             rows = (c_void_p * len(corrections))(*(own[index].data_ptr() for own in corrections))
             values = out.numel() * len(corrections)
             self._spread(values, self._library.crossbow_sum, out.data_ptr(), rows, len(rows), out.numel())
 
     def move(self, z: list[Tensor], z_prev: list[Tensor], total: list[Tensor], averaging: LinearRound) -> None:
-        """See TorchUpdate."""
         for parts in zip(z, z_prev, total, strict=True):
             pointers, count = [part.data_ptr() for part in parts], parts[0].numel()
             self._spread(count, self._library.crossbow_move, *pointers, averaging.momentum, count)
@@ -147,7 +129,7 @@ class NativeUpdate(TorchUpdate):
         """Return the norm of every learner's gradient, or of the one that all share."""
         learners = 1 if rows.share_gradient else rows.num_learners
         values = rows.num_values * learners // rows.num_learners
-        return self._norms(rows.vectors(self.optimizer.decay_norm_and_bias), learners, values)
+        return self._norms(rows.vectors(self.optimizer), learners, values)
 
     def correct_all(
         self, rows: StackedRows, averaging: LinearRound | None, steps: Sequence[Step | None], *, moves: bool
@@ -159,7 +141,7 @@ class NativeUpdate(TorchUpdate):
         learners = (Learner * len(steps))(
             *(Learner(skipped=1) if step is None else self._learner(j, step) for j, step in enumerate(steps))
         )
-        vectors = rows.vectors(self.optimizer.decay_norm_and_bias)
+        vectors = rows.vectors(self.optimizer)
         self._update(vectors, learners, _coefficients(averaging, moves), rows.num_values)
 
     def _update(self, vectors: Array[Vector], learners: Array[Learner], coefficients: Averaging, values: int) -> None:
@@ -195,11 +177,11 @@ class StackedRows:
         assert bank.order == "blocks", "one pass over all learners needs order=blocks"
         self.num_learners, self._bank = bank.num_learners, bank
         self.share_gradient = bank.replicas_identical and not bank.is_single
-        self.gradients = [bank.gradients.flat(0)[index] for index in range(bank.num_trained)]
+        self.gradients = bank.gradients.flat(0)[: bank.num_trained]
         self.num_values = bank.num_learners * _num_values(self.gradients)
         self._array: Array[Vector] | None = None
 
-    def vectors(self, decay_all: bool) -> Array[Vector]:
+    def vectors(self, optimizer: Optimizer) -> Array[Vector]:
         """Return the structs for C, whose pointers are to the beginnings of blocks."""
         if self._array is None:
             bank = self._bank
@@ -213,7 +195,7 @@ class StackedRows:
                 shadow=bank.shadow.trained(0) if bank.precision.has_shadow else None,
                 num_decayed=bank.weights.num_decayed,
             )
-            self._array = _vectors(first, decay_all, bank.z_prev.trained())
+            self._array = _vectors(first, optimizer, bank.z_prev.trained())
         for vector, gradient in zip(self._array, self.gradients, strict=True):
             vector.gradients = gradient.data_ptr()
             vector.gradient_stride = 0 if self.share_gradient else vector.stride
@@ -230,10 +212,9 @@ def _num_values(vectors: Sequence[Tensor]) -> int:
     return sum(vector.numel() for vector in vectors)
 
 
-def _vectors(row: TrainedRow, decay_all: bool, z_prev: Sequence[Tensor] | None = None) -> Array[Vector]:
+def _vectors(row: TrainedRow, optimizer: Optimizer, z_prev: Sequence[Tensor] | None = None) -> Array[Vector]:
     """Return the structs of a row; `z_prev` is needed only if z may move."""
-    states = list(row.state.values())
-    num_decayed = len(row.weights) if decay_all else row.num_decayed
+    states, num_decayed = list(row.state.values()), optimizer.num_decayed(row)
     return (Vector * len(row.weights))(
         *(
             Vector(

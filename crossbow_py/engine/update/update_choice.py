@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +58,25 @@ def _check(optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) -> N
     """Raise NativeError unless rounds of three learners, one of them gated, do what the reference does."""
     optimizer = as_first(optimizer)  # its lists may be for another number of learners
     native, reference = NativeUpdate(optimizer, rule, library), TorchUpdate(optimizer, rule)
+
+    def bank() -> ReplicaBank:
+        return random_bank(optimizer, torch.device("cpu"), BF16)
+
     for averaging in (LinearRound(0.3, momentum=0.9), None):
-        in_one_pass, by_row, expected = (_bank(optimizer) for _ in range(3))
-        norms = _norms_in_one_pass(native, in_one_pass, averaging), round_by_row(native, by_row, averaging, _STEPS)
+        in_one_pass, by_row, expected = (bank() for _ in range(3))
+        rows = StackedRows(in_one_pass)
+        norms = native.gradient_norms(rows), round_by_row(native, by_row, averaging, _STEPS)
+        native.correct_all(rows, averaging, _STEPS, moves=True)
         expected_norms = round_by_row(reference, expected, averaging, _STEPS)
-        for bank, found in zip((in_one_pass, by_row), norms, strict=True):
-            _require_agreement(bank, expected)
-            _require(are_close([torch.tensor(found)], [torch.tensor(expected_norms)]))
-    shared, expected = _bank(optimizer), _bank(optimizer)
-    _share_gradient(native, shared)
+        for own, found in zip((in_one_pass, by_row), norms, strict=True):
+            _require_agreement(own, expected, found, expected_norms)
+    # All learners read the first one's gradient, from `total`.
+    shared, expected = bank(), bank()
+    rows = StackedRows(shared)
+    rows.share_gradient, rows.gradients = True, shared.total.trained()
+    torch._foreach_copy_(rows.gradients, shared.gradients.trained(0))
+    native.gradient_norms(rows)
+    native.correct_all(rows, None, _STEPS, moves=True)
     for learner in range(1, expected.num_learners):
         expected.gradients.copy_row(learner, expected.gradients, 0)
     expected.total.copy_row(0, shared.total)
@@ -73,31 +84,12 @@ def _check(optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) -> N
     _require_agreement(shared, expected)
 
 
-def _bank(optimizer: Optimizer) -> ReplicaBank:
-    return random_bank(optimizer, torch.device("cpu"), BF16)
-
-
-def _require_agreement(bank: ReplicaBank, expected: ReplicaBank) -> None:
-    found, wanted = ([*written_values(own), *own.total.trained()] for own in (bank, expected))
-    _require(are_close(found, wanted))
-
-
-def _require(agrees: bool) -> None:
-    if not agrees:
+def _require_agreement(
+    bank: ReplicaBank, expected: ReplicaBank, norms: Sequence[float] = (), expected_norms: Sequence[float] = ()
+) -> None:
+    found, wanted = (
+        [*written_values(own), *own.total.trained(), torch.tensor(of_gradients)]
+        for own, of_gradients in ((bank, norms), (expected, expected_norms))
+    )
+    if not are_close(found, wanted):
         raise NativeError("its results differ from those of torch's operators", "name another C compiler in CC")
-
-
-def _share_gradient(update: NativeUpdate, bank: ReplicaBank) -> None:
-    """Run a round in one pass in which all learners read the first one's gradient, from `bank.total`."""
-    rows = StackedRows(bank)
-    rows.share_gradient, rows.gradients = True, bank.total.trained()
-    torch._foreach_copy_(rows.gradients, bank.gradients.trained(0))
-    update.gradient_norms(rows)
-    update.correct_all(rows, None, _STEPS, moves=True)
-
-
-def _norms_in_one_pass(update: NativeUpdate, bank: ReplicaBank, averaging: LinearRound | None) -> list[float]:
-    rows = StackedRows(bank)
-    norms = update.gradient_norms(rows)
-    update.correct_all(rows, averaging, _STEPS, moves=True)
-    return norms

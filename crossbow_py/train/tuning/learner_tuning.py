@@ -16,7 +16,7 @@ from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.sizing.bound import free_bytes, learners_that_fit
-from crossbow_py.engine.sizing.job import Job
+from crossbow_py.engine.sizing.memory import Job
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.train.run_settings import Choices, RunSettings
 

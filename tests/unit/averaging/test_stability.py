@@ -9,6 +9,7 @@ import torch
 from crossbow_py.averaging import SMA, Elastic, GroupedSMA, Independent, LocalSGD, Stage
 from crossbow_py.averaging.stability import check_settles, most_settling
 from crossbow_py.core.errors import UserError
+from crossbow_py.engine.bank.layout import TrainedRow
 from crossbow_py.engine.update.optimizers import SGD
 
 
@@ -81,10 +82,8 @@ def final_distance(curvature, alpha, rounds=400):
         for learner, weight in enumerate(weights):
             correction = torch.zeros(1, dtype=torch.float64)
             rule.corrections([correction], [weight], [z], coefficients)
-            gradient = [weight.clone()]
-            optimizer.step(
-                learner, [weight], gradient, state[learner], num_decayed=1, learning_rate=curvature, step_count=n + 1
-            )
+            row = TrainedRow([weight], [weight.clone()], [], state[learner], [], None, num_decayed=1)
+            optimizer.step(learner, row, learning_rate=curvature, step_count=n + 1)
             weight.sub_(correction)
             total += correction
         rule.average([z], [z_prev], [total], coefficients)

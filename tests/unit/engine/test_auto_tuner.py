@@ -35,8 +35,14 @@ def follow(
     return state, decisions
 
 
-def steps(decisions: list[Decision]) -> list[tuple[str, int]]:
-    return [(decision.action, decision.num_learners) for decision in decisions]
+def steps(decisions: list[Decision]) -> list[int]:
+    """The numbers of learners; that actions follow from these holds for every throughput, see below."""
+    return [decision.num_learners for decision in decisions]
+
+
+def settled(num_learners: int, images_per_s: float, **more) -> AutoTunerState:
+    """With one measurement."""
+    return AutoTunerState(num_learners, "settled", measured=((num_learners, images_per_s),), **more)
 
 
 def settle(
@@ -58,60 +64,45 @@ def settle(
 
 @pytest.mark.parametrize(
     ("max_learners", "counts"),
-    [
-        (1, (1,)),
-        (2, (1, 2)),
-        (5, (1, 2, 3, 4, 5)),
-        (8, (1, 2, 3, 4, 6, 8)),
-        (32, (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)),
-    ],
+    [(1, (1,)), (2, (1, 2)), (5, (1, 2, 3, 4, 5)), (8, (1, 2, 3, 4, 6, 8)), (32, (1, 2, 3, 4, 6, 8, 12, 16, 24, 32))],
 )
 def test_counts_up_to_a_limit_are_powers_of_two_their_halves_between_and_the_limit(max_learners, counts):
     assert AutoTuner(max_learners=max_learners).counts == counts
 
 
-# --- growing ----------------------------------------------------------------------------------------------------------
+# --- decisions, worked out by hand ------------------------------------------------------------------------------------
 
-
-def test_observe_linear_scaling_to_a_plateau_settles_where_the_plateau_begins():
+SCRIPTS = {
     # 4 learners gain 3.3 % on 3, 6 gain 1.7 % on 3: two in a row that are not worth it. 300 * 1.05 >= 310.
-    state, decisions = follow(quick(), [100, 200, 300, 310, 305, 300])
-    assert steps(decisions) == [("grow", 2), ("grow", 3), ("grow", 4), ("grow", 6), ("shrink", 3), ("stay", 3)]
-    assert (state.phase, state.num_learners) == ("settled", 3)
-
-
-def test_observe_dip_at_three_learners_looks_one_count_further_and_finds_four():
+    "plateau": (8, START, [100, 200, 300, 310, 305, 300], [2, 3, 4, 6, 3, 3]),
     # 4 learners gain 20 % on 2; 6 and 8 lose.
-    _, decisions = follow(quick(), [100, 200, 180, 240, 230, 220])
-    assert steps(decisions) == [("grow", 2), ("grow", 3), ("grow", 4), ("grow", 6), ("grow", 8), ("shrink", 4)]
-
-
-def test_observe_cliff_goes_back_at_once():
-    _, decisions = follow(quick(), [100, 190, 60])
-    assert steps(decisions) == [("grow", 2), ("grow", 3), ("shrink", 2)]
-
-
-def test_observe_immediate_loss_at_two_learners_ends_with_one():
-    _, decisions = follow(quick(), [100, 90, 85])
-    assert steps(decisions) == [("grow", 2), ("grow", 3), ("shrink", 1)]
-
-
-def test_observe_gains_below_the_threshold_that_add_up_keep_growing():
+    "dip at three looks one count further": (8, START, [100, 200, 180, 240, 230, 220], [2, 3, 4, 6, 8, 4]),
+    "cliff goes back at once": (8, START, [100, 190, 60], [2, 3, 2]),
+    "loss at two ends with one": (8, START, [100, 90, 85], [2, 3, 1]),
     # 4 % a count: 2 is not worth it, 3 gains 8.2 % on 1; 4 is not, 6 gains 8.2 % on 3; 8 is the last. 6 is within 5 %.
-    _, decisions = follow(quick(), [100 * 1.04**n for n in range(6)])
-    assert steps(decisions) == [("grow", 2), ("grow", 3), ("grow", 4), ("grow", 6), ("grow", 8), ("shrink", 6)]
+    "small gains that add up": (8, START, [100 * 1.04**n for n in range(6)], [2, 3, 4, 6, 8, 6]),
+    "gain up to the limit": (2, START, [100, 190], [2, 2]),
+    "single learner allowed": (1, START, [100], [1]),
+    # 3 learners lose 20 % on 4, 2 are within 5 % of the best, 1 is not: 2.
+    "drop with a dip below": (8, settled(4, 400.0), [200, 200, 160, 195, 130], [4, 3, 2, 1, 2]),
+    # It settles for 200: the same again is no news, and with nothing taken away there is nothing to try. A second drop
+    # has to last for four measurements.
+    "drop that fewer do not mend": (8, settled(4, 400.0), [200, 200, 150, 110, *[100] * 4], [4, 3, 2, 4, 4, 4, 4, 3]),
+    "drop that stays": (8, settled(4, 400.0), [200, 200, 150, 110, *[200] * 100], [4, 3, 2, *[4] * 101]),
+    # 4 % a count: 6 are within 5 % of the best, which stays the 200 with 8; 4 and 3 are not.
+    "small losses that add up": (8, settled(8, 400.0), [200, 200, 192, 184, 177], [8, 6, 4, 3, 6]),
+    "a drop under way puts off a trial": (8, settled(1, 100.0, before_drop=2), [100, 50, 100], [1, 1, 2]),
+    # 3 learners are the device's now: 450 is 12.5 % more than 400; 460 and 470 are not worth it.
+    "lasting rise": (8, START, [100, 200, 190, 195, 200, 400, 400, 450, 460, 470], [2, 3, 4, 2, 2, 2, 3, 4, 6, 3]),
+    "slowed down again, no third look": (3, START, [100, 200, 150, 100, 90], [2, 3, 2, 3, 2]),
+    # Never two bad ones in a row, nor two in the same direction.
+    "drift that does not last": (2, START, [100, 190, *[50, 190, 50, 300, 50, 300, 190] * 20], [2] * 142),
+}
 
 
-def test_observe_gain_up_to_the_limit_settles_on_the_limit():
-    state, decisions = follow(quick(max_learners=2), [100, 190])
-    assert steps(decisions) == [("grow", 2), ("stay", 2)]
-    assert state.phase == "settled"
-
-
-def test_observe_single_learner_allowed_settles_on_it():
-    state, decisions = follow(quick(max_learners=1), [100])
-    assert steps(decisions) == [("stay", 1)]
-    assert state.phase == "settled"
+@pytest.mark.parametrize(("limit", "state", "throughputs", "counts"), SCRIPTS.values(), ids=SCRIPTS.keys())
+def test_observe_decides_as_worked_out_by_hand(limit, state, throughputs, counts):
+    assert steps(follow(quick(limit), throughputs, state)[1]) == counts
 
 
 # --- windows ----------------------------------------------------------------------------------------------------------
@@ -119,10 +110,9 @@ def test_observe_single_learner_allowed_settles_on_it():
 
 def test_observe_windows_after_a_change_are_dropped_and_the_median_of_the_next_counts():
     # 1 learner: 5 is dropped, the median of 90, 300, 100 is 100. 2 learners: 1 is dropped, the median is 150.
-    tuner = AutoTuner(max_learners=2)
-    state, decisions = follow(tuner, [5, 90, 300, 100, 1, 150, 10, 160])
-    assert steps(decisions) == [("stay", 1)] * 3 + [("grow", 2)] + [("stay", 2)] * 4
-    assert state.measured == ((1, 100), (2, 150))
+    state, decisions = follow(AutoTuner(max_learners=2), [5, 90, 300, 100, 1, 150, 10, 160])
+    assert steps(decisions) == [1, 1, 1, 2, 2, 2, 2, 2]
+    assert (state.phase, state.measured) == ("settled", ((1, 100), (2, 150)))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0, -1.0])
@@ -135,24 +125,34 @@ def test_observe_what_is_no_throughput_is_ignored(value):
 # --- what it says -----------------------------------------------------------------------------------------------------
 
 
-def test_observe_every_decision_gives_its_reason():
-    _, decisions = follow(quick(), [3600, 4120, 4130, 4125, 4082])
-    assert [decision.reason for decision in decisions] == [
-        "1 → 2 learners: 3,600 images/s with 1.",
-        "2 → 3 learners: 4,120 images/s with 2, up 14 % on 1.",
-        "3 → 4 learners: 4,130 images/s with 3, up 0 % on 2; looks one count further.",
-        "4 → 2 learners: 4,120 images/s with 2, the fewest within 5 % of the best; measures again.",
-        "Settled on 2 learners: 4,082 images/s with 2, down 1 % since.",
-    ]
-
-
-def test_observe_slow_model_gives_its_throughput_to_three_digits():
-    _, decisions = follow(quick(max_learners=2), [1.2345, 1.2, 1.25])
-    assert [decision.reason for decision in decisions] == [
-        "1 → 2 learners: 1.23 images/s with 1.",
-        "2 → 1 learner: 1.23 images/s with 1, the fewest within 5 % of the best; measures again.",
-        "Settled on 1 learner: 1.25 images/s with 1, up 1 % since.",
-    ]
+@pytest.mark.parametrize(
+    ("limit", "throughputs", "reasons"),
+    [
+        (
+            8,
+            [3600, 4120, 4130, 4125, 4082],
+            [
+                "1 → 2 learners: 3,600 images/s with 1.",
+                "2 → 3 learners: 4,120 images/s with 2, up 14 % on 1.",
+                "3 → 4 learners: 4,130 images/s with 3, up 0 % on 2; looks one count further.",
+                "4 → 2 learners: 4,120 images/s with 2, the fewest within 5 % of the best; measures again.",
+                "Settled on 2 learners: 4,082 images/s with 2, down 1 % since.",
+            ],
+        ),
+        (
+            2,
+            [1.2345, 1.2, 1.25],
+            [
+                "1 → 2 learners: 1.23 images/s with 1.",
+                "2 → 1 learner: 1.23 images/s with 1, the fewest within 5 % of the best; measures again.",
+                "Settled on 1 learner: 1.25 images/s with 1, up 1 % since.",
+            ],
+        ),
+    ],
+    ids=["fast", "slow, to three digits"],
+)
+def test_observe_every_decision_gives_its_reason(limit, throughputs, reasons):
+    assert [decision.reason for decision in follow(quick(limit), throughputs)[1]] == reasons
 
 
 def test_observe_within_a_measurement_says_nothing():
@@ -169,26 +169,22 @@ def test_resumed_under_the_same_limit_goes_on_and_may_try_what_memory_did_not_ho
     assert quick().resumed(state, former_limit=8) == expected
 
 
-def test_resumed_under_a_lower_limit_takes_the_best_that_is_left():
-    state = AutoTunerState(8, "settled", measured=((1, 100.0), (2, 190.0), (4, 300.0), (8, 400.0)))
-    found = quick(max_learners=3).resumed(state, former_limit=8)
-    assert (found.num_learners, found.phase, found.measured) == (2, "settled", ((1, 100.0), (2, 190.0)))
+FOUR = ((1, 100.0), (2, 190.0), (4, 300.0), (8, 400.0))
 
 
-def test_resumed_under_a_lower_limit_with_nothing_measured_below_looks_downwards_from_it():
-    state = AutoTunerState(8, "settled", measured=((8, 400.0),))
-    found = quick(max_learners=4).resumed(state, former_limit=8)
-    assert (found.num_learners, found.phase) == (4, "shrinking")
-    _, decisions = follow(quick(max_learners=4), [300, 200, 150], found)
-    assert steps(decisions) == [("shrink", 3), ("shrink", 2), ("grow", 4)]
-
-
-def test_resumed_under_a_higher_limit_grows_from_where_it_was():
-    state = AutoTunerState(4, "settled", measured=((2, 200.0), (4, 400.0)))
-    found = quick(max_learners=8).resumed(state, former_limit=4)
-    assert (found.num_learners, found.phase, found.measured) == (4, "growing", ())
-    _, decisions = follow(quick(), [400, 600, 800], found)
-    assert steps(decisions) == [("grow", 6), ("grow", 8), ("stay", 8)]
+@pytest.mark.parametrize(
+    ("state", "former", "limit", "expected", "then", "counts"),
+    [
+        (AutoTunerState(8, "settled", measured=FOUR), 8, 3, (2, "settled", FOUR[:2]), [], []),
+        (settled(8, 400.0), 8, 4, (4, "shrinking", ()), [300, 200, 150], [3, 2, 4]),
+        (AutoTunerState(4, "settled", measured=FOUR[1:3]), 4, 8, (4, "growing", ()), [400, 600, 800], [6, 8, 8]),
+    ],
+    ids=["lower: the best left", "lower, nothing measured below: downwards", "higher: grows from where it was"],
+)
+def test_resumed_under_another_limit(state, former, limit, expected, then, counts):
+    found = quick(limit).resumed(state, former)
+    assert (found.num_learners, found.phase, found.measured) == expected
+    assert steps(follow(quick(limit), then, found)[1]) == counts
 
 
 def test_resumed_while_measuring_its_choice_again_under_a_lower_limit_settles_on_it():
@@ -196,7 +192,7 @@ def test_resumed_while_measuring_its_choice_again_under_a_lower_limit_settles_on
     assert (state.phase, state.num_learners) == ("checking", 2)
     found = quick(max_learners=2).resumed(state, former_limit=4)
     state, decisions = follow(quick(max_learners=2), [100], found)
-    assert (steps(decisions), state.phase) == ([("stay", 2)], "settled")
+    assert (steps(decisions), state.phase) == ([2], "settled")
 
 
 @pytest.mark.parametrize("again", [[], [100]], ids=["measuring again", "settled"])
@@ -205,20 +201,7 @@ def test_resumed_under_a_higher_limit_is_a_search_that_measures_its_choice_again
     found = quick(max_learners=4).resumed(state, former_limit=2)
     assert (found.num_learners, found.phase, found.measured) == (1, "growing", ())
     state, decisions = follow(quick(max_learners=4), [100, 101, 102, 100], found)
-    assert steps(decisions) == [("grow", 2), ("grow", 3), ("shrink", 1), ("stay", 1)]
-
-
-def test_state_of_a_checkpoint_that_knows_no_second_look_searches_as_a_new_one():
-    plain = AutoTunerState(2, "growing", measured=((1, 100.0),)).to_plain()
-    del plain["checked"]
-    assert AutoTunerState.from_plain(plain) == AutoTunerState(2, "growing", measured=((1, 100.0),))
-
-
-def test_out_of_memory_while_measuring_the_choice_again_goes_further_back():
-    tuner = quick(max_learners=4)
-    state, _ = follow(tuner, [100, 200, 150, 200])
-    state, decision = tuner.out_of_memory(state)
-    assert (decision.action, decision.num_learners, state.phase) == ("shrink", 1, "settled")
+    assert steps(decisions) == [2, 3, 1, 1]
 
 
 def test_time_that_counts_for_several_windows_is_a_measurement_sooner():
@@ -226,6 +209,27 @@ def test_time_that_counts_for_several_windows_is_a_measurement_sooner():
     state, first = tuner.observe(START, 100.0, 5)  # warms up
     state, second = tuner.observe(state, 110.0, 3)
     assert (first.action, second.action, state.measured) == ("stay", "grow", ((1, 110.0),))
+
+
+@pytest.mark.parametrize(
+    ("limit", "start", "throughputs", "count", "phase", "measured"),
+    [
+        (8, START, [100, 200, 190], 2, "settled", ((1, 100), (2, 200), (3, 190))),
+        (4, START, [100, 200, 150, 200], 1, "settled", ((1, 100),)),
+        (4, START, [100, 200, 300, 400], 3, "settled", ((1, 100), (2, 200), (3, 300))),
+        (8, settled(4, 400.0), [], 3, "growing", ()),
+    ],
+    ids=["beyond one not worth it", "measuring again", "settled", "nothing smaller was measured"],
+)
+def test_out_of_memory_goes_to_the_best_smaller_count(limit, start, throughputs, count, phase, measured):
+    tuner = quick(limit)
+    state, decision = tuner.out_of_memory(follow(tuner, throughputs, start)[0])
+    assert (decision.action, decision.num_learners, state.phase, state.measured) == ("shrink", count, phase, measured)
+
+
+def test_out_of_memory_with_no_smaller_count_measured_settles_on_the_next_smaller():
+    state, decisions = follow(quick(), [300], quick().out_of_memory(settled(4, 400.0))[0])
+    assert (steps(decisions), state.phase, state.out_of_memory_at) == ([3], "settled", 4)
 
 
 def test_out_of_memory_at_four_goes_back_to_three_and_never_tries_four_again():
@@ -236,33 +240,10 @@ def test_out_of_memory_at_four_goes_back_to_three_and_never_tries_four_again():
     assert decision == Decision("shrink", 3, "4 → 3 learners: memory does not hold 4.")
     # Twice the throughput for two windows would make it grow, were there anything to grow to.
     state, decisions = follow(tuner, [600] * 100, state)
-    assert steps(decisions) == [("stay", 3)] * 100
+    assert steps(decisions) == [3] * 100
     assert [decision.reason for decision in decisions if decision.reason] == [
         "3 learners still: 600 images/s with 3, up 100 % since it settled."
     ]
-
-
-def test_out_of_memory_beyond_a_count_not_worth_it_goes_back_to_the_one_that_was():
-    tuner = quick()
-    state, _ = follow(tuner, [100, 200, 190])
-    state, decision = tuner.out_of_memory(state)
-    assert (decision.action, decision.num_learners, state.phase) == ("shrink", 2, "settled")
-
-
-def test_out_of_memory_once_settled_goes_to_the_best_smaller_count_measured():
-    tuner = quick(max_learners=4)
-    state, _ = follow(tuner, [100, 200, 300, 400])
-    state, decision = tuner.out_of_memory(state)
-    assert (decision.num_learners, state.measured) == (3, ((1, 100), (2, 200), (3, 300)))
-
-
-def test_out_of_memory_with_no_smaller_count_measured_measures_the_next_smaller():
-    tuner = quick()
-    state, decision = tuner.out_of_memory(AutoTunerState(num_learners=4, phase="settled", measured=((4, 400.0),)))
-    assert (decision.action, decision.num_learners, state.phase) == ("shrink", 3, "growing")
-    state, decisions = follow(tuner, [300], state)
-    assert steps(decisions) == [("stay", 3)]
-    assert (state.phase, state.out_of_memory_at) == ("settled", 4)
 
 
 def test_out_of_memory_at_one_learner_is_the_callers_to_report():
@@ -278,14 +259,14 @@ def test_observe_neighbour_that_comes_and_goes_shrinks_and_grows_again():
     state, _ = follow(tuner, [100, 190])
     # Two measurements of half the throughput: 1 learner does as well (94 * 1.05 >= 95), so it stays with 1.
     state, decisions = follow(tuner, [95, 95, 94], state)
-    assert steps(decisions) == [("stay", 2), ("shrink", 1), ("stay", 1)]
+    assert steps(decisions) == [2, 1, 1]
     assert decisions[1].reason == "2 → 1 learner: 95 images/s with 2, down 50 % since it settled."
     # One learner is as fast with and without a neighbour: only trying shows that it has gone. The wait is 4 by now.
     state, decisions = follow(tuner, [100, 100, 100, 100, 190], state)
-    assert steps(decisions) == [("stay", 1)] * 3 + [("grow", 2), ("stay", 2)]
+    assert steps(decisions) == [1] * 3 + [2, 2]
     assert decisions[3].reason == "1 → 2 learners: 100 images/s with 1, looks whether more pay again."
     # Back where it was before the drop, it tries no more.
-    assert steps(follow(tuner, [190] * 200, state)[1]) == [("stay", 2)] * 200
+    assert steps(follow(tuner, [190] * 200, state)[1]) == [2] * 200
 
 
 def test_observe_neighbour_that_stays_is_tried_ever_more_rarely():
@@ -300,47 +281,15 @@ def test_observe_neighbour_that_stays_is_tried_ever_more_rarely():
     assert waits == [10, 18, 34, 66, 66, 66, 66, 66]
 
 
-def test_observe_drop_with_a_dip_below_looks_one_count_further_down():
-    # 3 learners lose 20 % on 4, 2 are within 5 % of the best, 1 is not: 2.
-    tuner = quick()
-    state = AutoTunerState(num_learners=4, phase="settled", measured=((4, 400.0),))
-    _, decisions = follow(tuner, [200, 200, 160, 195, 130], state)
-    assert steps(decisions) == [("stay", 4), ("shrink", 3), ("shrink", 2), ("shrink", 1), ("grow", 2)]
-
-
-def test_observe_drop_that_fewer_learners_do_not_mend_comes_back():
-    tuner = quick()
-    state = AutoTunerState(num_learners=4, phase="settled", measured=((4, 400.0),))
-    state, decisions = follow(tuner, [200, 200, 150, 110], state)
-    assert steps(decisions) == [("stay", 4), ("shrink", 3), ("shrink", 2), ("grow", 4)]
-    # It settled for 200: the same again is no news, and with nothing taken away there is nothing to try.
-    # A second drop has to last for four measurements.
-    assert steps(follow(tuner, [100] * 4, state)[1]) == [("stay", 4)] * 3 + [("shrink", 3)]
-    assert steps(follow(tuner, [200] * 100, state)[1]) == [("stay", 4)] * 100
-
-
-def test_observe_drop_with_small_losses_that_add_up_stops_shrinking():
-    # 4 % a count: 6 are within 5 % of the best, which stays the 200 with 8; 4 and 3 are not.
-    state = AutoTunerState(num_learners=8, phase="settled", measured=((8, 400.0),))
-    _, decisions = follow(quick(), [200, 200, 192, 184, 177], state)
-    assert steps(decisions) == [("stay", 8), ("shrink", 6), ("shrink", 4), ("shrink", 3), ("grow", 6)]
-
-
-def test_observe_time_to_try_more_with_a_drop_under_way_waits_for_its_outcome():
-    state = AutoTunerState(num_learners=1, phase="settled", measured=((1, 100.0),), before_drop=2)
-    _, decisions = follow(quick(), [100, 50, 100], state)
-    assert steps(decisions) == [("stay", 1), ("stay", 1), ("grow", 2)]
-
-
 def test_observe_second_drop_remembers_the_learners_before_the_first():
-    state = AutoTunerState(num_learners=2, phase="settled", measured=((2, 200.0),), before_drop=4)
+    state = settled(2, 200.0, before_drop=4)
     state, decisions = follow(quick(), [100, 100, 99], state)
-    assert steps(decisions) == [("stay", 2), ("shrink", 1), ("stay", 1)]
+    assert steps(decisions) == [2, 1, 1]
     assert state.before_drop == 4
 
 
 def test_observe_drop_that_took_learners_memory_no_longer_holds_tries_none_and_says_nothing():
-    state = AutoTunerState(num_learners=1, phase="settled", measured=((1, 100.0),), before_drop=2, out_of_memory_at=2)
+    state = settled(1, 100.0, before_drop=2, out_of_memory_at=2)
     assert follow(quick(), [100] * 100, state)[1] == [Decision("stay", 1)] * 100
 
 
@@ -351,14 +300,6 @@ def test_observe_drop_at_one_learner_only_takes_note():
     assert state.measured == ((1, 50),)
 
 
-def test_observe_lasting_rise_tries_more_learners():
-    # 3 learners are the device's now: 450 is 12.5 % more than 400; 460 and 470 are not worth it.
-    state, _ = follow(quick(), [100, 200, 190, 195, 200])
-    assert (state.phase, state.num_learners) == ("settled", 2)
-    _, decisions = follow(quick(), [400, 400, 450, 460, 470], state)
-    assert steps(decisions) == [("stay", 2), ("grow", 3), ("grow", 4), ("grow", 6), ("shrink", 3)]
-
-
 # --- slower while it searched -----------------------------------------------------------------------------------------
 
 
@@ -366,29 +307,16 @@ def test_observe_machine_that_slowed_down_while_growing_grows_on_from_the_choice
     # Twice the learners, twice the throughput, but half the speed from 3 learners on: 2 with 100 lose to 3 with 150.
     state, decisions = follow(quick(max_learners=4), [100, 200, 150, 200, 100, 150, 200])
     assert steps(decisions) == [
-        ("grow", 2), ("grow", 3), ("grow", 4), ("shrink", 2), ("grow", 3), ("grow", 4), ("stay", 4),
+        2, 3, 4, 2, 3, 4, 4,
     ]  # fmt: skip
     assert decisions[4].reason == "2 → 3 learners: 100 images/s with 2, down 50 % since."
     assert (state.phase, state.measured) == ("settled", ((2, 100), (3, 150), (4, 200)))
 
 
-def test_observe_machine_that_slows_down_again_is_not_measured_a_third_time():
-    state, decisions = follow(quick(max_learners=3), [100, 200, 150, 100, 90])
-    assert steps(decisions) == [("grow", 2), ("grow", 3), ("shrink", 2), ("grow", 3), ("shrink", 2)]
-    assert (state.phase, state.measured) == ("settled", ((2, 100), (3, 90)))
-
-
 def test_observe_choice_measured_again_is_what_drift_is_measured_from():
     state, _ = follow(quick(max_learners=3), [100, 200, 150, 160])
     assert (state.phase, state.num_learners, state.measured[-1]) == ("settled", 2, (2, 160))
-    assert steps(follow(quick(max_learners=3), [130] * 50, state)[1]) == [("stay", 2)] * 50
-
-
-def test_observe_drift_that_does_not_last_changes_nothing():
-    state, _ = follow(quick(max_learners=2), [100, 190])
-    # Never two bad ones in a row, nor two in the same direction.
-    _, decisions = follow(quick(max_learners=2), [50, 190, 50, 300, 50, 300, 190] * 20, state)
-    assert steps(decisions) == [("stay", 2)] * 140
+    assert steps(follow(quick(max_learners=3), [130] * 50, state)[1]) == [2] * 50
 
 
 def test_observe_one_bad_window_in_three_changes_nothing():

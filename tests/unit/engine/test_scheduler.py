@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, Scheduler, learner_stream
+from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, Scheduler
 from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, LearningTask
 
 
@@ -25,12 +25,6 @@ def test_scheduler_two_learners_two_rounds_issues_the_hand_written_list():
     )
 
 
-def test_scheduler_learning_never_waits_for_averaging():
-    scheduler = Scheduler(3)
-    launches = [launch for n in range(3) for launch in scheduler.round(n, averages=True)]
-    assert all(launch.after == () for launch in launches if isinstance(launch.task, LearningTask))
-
-
 def test_scheduler_round_that_does_not_average_leaves_the_last_average_until_the_next_that_does():
     scheduler = Scheduler(1)
     scheduler.round(0, averages=True)
@@ -45,7 +39,3 @@ def test_scheduler_after_synchronize_waits_for_nothing_before():
     scheduler.round(0, averages=True)
     scheduler.synchronize()
     assert scheduler.round(1, averages=True)[1].after == ()
-
-
-def test_learner_stream_is_named_after_the_learner():
-    assert learner_stream(3) == "learner 3"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.datasets import as_pair
-from crossbow_py.engine.sizing.job import Sample
+from crossbow_py.engine.sizing.memory import Sample
 from crossbow_py.estimate.__main__ import main
 from crossbow_py.estimate.config import EstimateConfig
 from crossbow_py.estimate.estimation import _made_up, estimate

@@ -10,7 +10,7 @@ from torch import nn
 
 from crossbow_py.averaging import SMA
 from crossbow_py.engine.modules.precision import FP32
-from crossbow_py.engine.sizing.job import Job, Sample
+from crossbow_py.engine.sizing.memory import Job, Sample
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.estimate.speed import fetch_seconds, step_seconds
 

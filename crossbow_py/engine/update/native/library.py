@@ -64,28 +64,22 @@ class Vector(Structure):
 class Learner(Structure):
     """The struct of the same name in update.c, with up to eight values."""
 
-    _fields_ = [
-        ("skipped", c_int64),
-        ("gradient_scale", c_float),
-        ("decay", c_float),
-        ("values", c_float * 8),
-    ]
+    _fields_ = [("skipped", c_int64), ("gradient_scale", c_float), ("decay", c_float), ("values", c_float * 8)]
 
 
 class Averaging(Structure):
     """The struct of the same name in update.c, all zero in a round that does not average."""
 
-    _fields_ = [
-        ("averages", c_int64),
-        ("moves", c_int64),
-        ("correction", c_float),
-        ("momentum", c_float),
-    ]
+    _fields_ = [("averages", c_int64), ("moves", c_int64), ("correction", c_float), ("momentum", c_float)]
 
 
 def load(cache: Path | None = None) -> ctypes.CDLL:
     """Return the library, compiled if necessary. Its functions release the interpreter lock. Raises NativeError."""
-    command = _compiler()
+    given = os.environ.get("CC", "cc")
+    try:
+        command = shlex.split(given)
+    except ValueError as error:  # a quote without its end
+        raise NativeError(f"CC={given} is no command ({error})") from error
     try:
         cache = cache or user_cache() / "native"
         _make_private(cache)
@@ -102,22 +96,17 @@ def load(cache: Path | None = None) -> ctypes.CDLL:
         ) from error
 
 
-def _compiler() -> list[str]:
-    """Return the words of the compiler's command. Raises NativeError."""
-    given = os.environ.get("CC", "cc")
-    try:
-        return shlex.split(given)
-    except ValueError as error:  # a quote without its end
-        raise NativeError(f"CC={given} is no command ({error})") from error
-
-
 def _load_from(cache: Path, command: list[str]) -> ctypes.CDLL:
     """Return the library for this machine, from the cache or compiled to it. Raises OSError and NativeError."""
     parts = [_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), platform.machine().encode(), _processor()]
     stem = f"update-{_digest(*parts)}"
     has_compiler = bool(command) and shutil.which(command[0]) is not None
     if has_compiler:
-        stem = f"{stem}-{_digest(_version(command))}"
+        try:
+            answer = subprocess.run([*command, "--version"], capture_output=True, timeout=_VERSION_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise NativeError(f"the C compiler {command[0]} does not answer") from error
+        stem = f"{stem}-{_digest(answer.stdout)}"
     for path in sorted(cache.glob(f"{stem}-*.so")):  # without a compiler, that of any
         if _is_whole(path):
             with suppress(OSError, AttributeError):  # it cannot be loaded, or lacks a function
@@ -150,13 +139,6 @@ def _is_whole(path: Path) -> bool:
             return is_private and _digest(file.read()) == path.stem.rpartition("-")[2]
     except OSError:
         return False
-
-
-def _version(command: list[str]) -> bytes:
-    try:
-        return subprocess.run([*command, "--version"], capture_output=True, timeout=_VERSION_S, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeError(f"the C compiler {command[0]} does not answer") from error
 
 
 def _digest(*parts: bytes) -> str:

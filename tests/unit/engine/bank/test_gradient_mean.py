@@ -167,17 +167,14 @@ def poisoned(rule, num_learners=3, precision=FP64, non_finite=(1,)):
     return make_tasks(Poisoned, data=(inputs, targets), **options)
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        SerialExecutor,
-        EXECUTORS["fused"],
-        EXECUTORS["threads"],
-        lambda tasks: StreamsExecutor(tasks, RecordingStreams()),
-        lambda tasks: FusedExecutor(tasks, RecordingStreams()),
-    ],
-    ids=["serial", "fused", "threads", "streams", "fused on a device"],
-)
+BUILDS = {
+    **{name: EXECUTORS[name] for name in ("serial", "threads", "fused", "fused_threads")},
+    "streams": lambda tasks: StreamsExecutor(tasks, RecordingStreams()),
+    "fused on a device": lambda tasks: FusedExecutor(tasks, RecordingStreams()),
+}
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS.keys())
 def test_learner_that_is_not_finite_adds_nothing_and_steps_with_the_others(build):
     tasks = poisoned(SynchronousSGD())
     outcomes = run(build(tasks), tasks, 2)
@@ -211,17 +208,7 @@ def test_learner_that_is_not_finite_adds_nothing_in_native_code_either(executor)
 
 
 @pytest.mark.parametrize(
-    "build",
-    [
-        SerialExecutor,
-        EXECUTORS["threads"],
-        EXECUTORS["fused"],
-        EXECUTORS["fused_threads"],
-        lambda tasks: StreamsExecutor(tasks, RecordingStreams()),
-        lambda tasks: FusedExecutor(tasks, RecordingStreams()),
-        lambda tasks: TwoSubArrays(tasks, RecordingStreams()),
-    ],
-    ids=["serial", "threads", "fused", "fused_threads", "streams", "fused on a device", "subarrays"],
+    "build", [*BUILDS.values(), lambda tasks: TwoSubArrays(tasks, RecordingStreams())], ids=[*BUILDS, "subarrays"]
 )
 @pytest.mark.filterwarnings("ignore:invalid value")  # Triton's interpreter goes by NumPy
 @pytest.mark.parametrize("precision", [FP32, FP64], ids=["fp32", "fp64"])

@@ -219,32 +219,24 @@ def test_bank_that_shrank_to_one_learner_grows_again_with_z_at_rest():
 
 
 @pytest.mark.parametrize("precision", [FP32, FP64], ids=["fp32", "fp64"])
-def test_checksum_of_z_changes_with_any_bit_of_any_value(precision):
+def test_checksum_of_z_changes_with_any_bit_and_with_the_order_of_values(precision):
     bank = make_bank(linear_model, 1, precision)
     integer = torch.int32 if precision is FP32 else torch.int64
     bits, whole = bank.z.storage.view(integer), bank.z_checksum()
     num_bits = torch.iinfo(integer).bits
-    seen = {whole}
     for place in range(0, len(bits), max(1, len(bits) // 8)):
         for bit in range(num_bits):
             mask = (1 << bit) if bit < num_bits - 1 else torch.iinfo(integer).min
             bits[place] ^= mask
-            seen.add(bank.z_checksum())
             assert bank.z_checksum() != whole, (place, bit)
             bits[place] ^= mask
     assert bank.z_checksum() == whole
-
-
-@pytest.mark.parametrize("precision", [FP32, FP64], ids=["fp32", "fp64"])
-def test_checksum_of_z_changes_when_two_values_are_swapped(precision):
-    bank = make_bank(linear_model, 1, precision)
-    z, whole = bank.z.flat()[0], bank.z_checksum()
-    for other in range(1, len(z)):
+    z = bank.z.flat()[0]
+    for other in range(1, len(z)):  # two values change places
         first, second = z[0].item(), z[other].item()
         z[0], z[other] = second, first
         assert bank.z_checksum() != whole, other
         z[0], z[other] = first, second
-    assert bank.z_checksum() == whole
 
 
 def test_checksum_is_the_same_in_whatever_pieces_it_is_taken(monkeypatch):

@@ -36,34 +36,25 @@ def banks_of(sizes):
     return whole, parts
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (1, 1), (3, 3, 3), (1, 1, 1, 1)])
-def test_central_buffers_of_several_banks_equal_those_of_one_bank_of_all_learners(sizes):
+@pytest.mark.parametrize(
+    ("sizes", "lost"),
+    [((2, 2), []), ((1, 1), []), ((3, 3, 3), []), ((1, 1, 1, 1), []), ((2, 2), [2]), ((2, 2), [0, 1])],
+    ids=str,
+)
+def test_central_buffers_of_several_banks_equal_those_of_one_bank_of_the_learners_that_are_left(sizes, lost):
     whole, parts = banks_of(sizes)
-    expected = whole.central_buffers()
-    found = on_threads(lambda ranks: parts[ranks.rank].central_buffers(add=ranks.add), len(sizes))
+    k = sizes[0]
+    for learner in lost:
+        for view in parts[learner // k].buffers.flat(learner % k):
+            view.fill_(torch.nan)
+    kept = [[row for row in range(k) if rank * k + row not in lost] for rank in range(len(sizes))]
+    found = on_threads(lambda ranks: parts[ranks.rank].central_buffers(kept[ranks.rank], ranks.add), len(sizes))
+    expected = whole.central_buffers([learner for learner in range(sum(sizes)) if learner not in lost])
     for buffers in found:
         assert buffers.keys() == expected.keys()
         for name in expected:
             torch.testing.assert_close(buffers[name], expected[name], rtol=1e-12, atol=1e-12)
             assert torch.equal(buffers[name], found[0][name])
-
-
-def test_central_buffers_of_several_banks_leave_out_learners_one_of_them_has_lost():
-    whole, parts = banks_of((2, 2))
-    parts[1].buffers.storage[0].fill_(torch.nan)
-    kept = [[0, 1], [1]]
-    found = on_threads(lambda ranks: parts[ranks.rank].central_buffers(kept[ranks.rank], ranks.add), 2)
-    expected = whole.central_buffers([0, 1, 3])
-    for name in expected:
-        torch.testing.assert_close(found[0][name], expected[name], rtol=1e-12, atol=1e-12)
-
-
-def test_central_buffers_hold_when_one_bank_has_lost_all_its_learners():
-    whole, parts = banks_of((2, 2))
-    found = on_threads(lambda ranks: parts[ranks.rank].central_buffers([[], [0, 1]][ranks.rank], ranks.add), 2)
-    expected = whole.central_buffers([2, 3])
-    for name in expected:
-        torch.testing.assert_close(found[0][name], expected[name], rtol=1e-12, atol=1e-12)
 
 
 def test_central_variance_of_two_banks_worked_by_hand():

@@ -12,26 +12,18 @@ from tests.trainers import make_trainer
 pytestmark = pytest.mark.skipif(not torch.set_flush_denormal(False), reason="the processor has no such mode")
 
 
-def test_denormals_are_flushed_inside_and_as_before_afterwards() -> None:
-    assert not flushes_denormals()
-    with flushed_denormals():
-        assert flushes_denormals()
-        with flushed_denormals():
-            assert flushes_denormals()
-        assert flushes_denormals()
-    assert not flushes_denormals()
-
-
-@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("default", [torch.float32, torch.float64, torch.bfloat16])
 def test_denormals_are_flushed_until_the_outermost_end_whatever_the_default_format_is(default: torch.dtype) -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
         assert not flushes_denormals()
         with flushed_denormals():
-            with flushed_denormals():
-                pass
             assert flushes_denormals()
+            with flushed_denormals():
+                assert flushes_denormals()
+            assert flushes_denormals()
+        assert not flushes_denormals()
     finally:
         torch.set_default_dtype(before)
 

@@ -10,11 +10,11 @@ import torch
 from crossbow_py.averaging import SMA
 from crossbow_py.core.errors import LearnerError, RankLostError
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.executors import SerialExecutor
-from crossbow_py.engine.executors.fused import AveragingThread, FusedExecutor
+from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.modules.precision import FP32, FP64
 from crossbow_py.telemetry.timeline import Timeline
-from tests.support import assert_learners_equal, make_tasks, plan
+from tests.support import assert_learners_equal, make_tasks, plan, run_rounds
+from tests.unit.engine.executors.test_fused_device import run
 
 # In float32 native code does all corrections in one pass.
 PRECISIONS = pytest.mark.parametrize(("precision", "tolerance"), [(FP64, 1e-8), (FP32, 1e-5)], ids=["fp64", "fp32"])
@@ -56,15 +56,10 @@ def test_next_round_learns_while_a_slow_sum_is_under_way_and_corrects_after_it(p
         return batches(starts)
 
     tasks.feed.batches = let_go_in_round_1
-    for n in range(6):
-        runner.submit(plan(tasks, n))
-    runner.drain()
-    runner.close()
+    run(runner, tasks, 6, rate=lambda n: 0.1)
     assert threads() == []
     reference = make_tasks(num_learners=3, order="blocks", precision=precision)
-    serial = SerialExecutor(reference)
-    for n in range(6):
-        serial.submit(plan(reference, n))
+    run_rounds(reference, "serial", 6)
     assert_learners_equal(tasks.bank, reference.bank, tolerance)
 
 
@@ -82,9 +77,7 @@ def test_with_a_period_rounds_go_on_until_the_next_that_averages(precision, tole
     assert [outcome.plan.index for outcome in runner.submit(plan(tasks, 5)) + runner.drain()] == [4, 5]
     runner.close()
     reference = make_tasks(num_learners=3, order="blocks", rule=rule, precision=precision)
-    serial = SerialExecutor(reference)
-    for n in range(6):
-        serial.submit(plan(reference, n))
+    run_rounds(reference, "serial", 6)
     assert_learners_equal(tasks.bank, reference.bank, tolerance)
 
 
@@ -154,18 +147,7 @@ def test_trace_shows_averaging_on_a_row_of_its_own():
     tasks = tasks_of_two_devices(collective)
     runner = FusedExecutor(tasks)
     runner.trace(timeline)
-    for n in range(2):
-        runner.submit(plan(tasks, n))
-    runner.drain()
-    runner.close()
+    run(runner, tasks, 2)
     found = sorted((span.args["round"], span.name, span.row) for span in timeline._spans)
     round_of = [("averaging", "averaging"), ("pass", "all learners"), ("update", "all learners")]
     assert found == [(n, *each) for n in range(2) for each in round_of]
-
-
-def test_second_averaging_is_refused_before_the_first_was_waited_for():
-    thread = AveragingThread()
-    thread.begin(lambda: None)
-    with pytest.raises(AssertionError, match="the one before"):
-        thread.begin(lambda: None)
-    thread.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -15,15 +14,11 @@ from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
-from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
-from crossbow_py.engine.executors.streams import StreamsExecutor
-from crossbow_py.engine.modules.precision import BF16, FP32
-from crossbow_py.engine.scheduler import AVERAGING_STREAM
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.telemetry.timeline import Timeline
 from tests import networks
 from tests.recording_streams import RecordingStreams, ShuffledStreams
-from tests.support import assert_learners_equal, features, linear_model, make_tasks, norm_model, norm_with_dropout, plan
+from tests.support import assert_learners_equal, features, make_tasks, norm_model, norm_with_dropout, plan
 
 IMAGES = features(48, (3, 6, 6))
 OPTIMIZERS = [
@@ -93,10 +88,9 @@ def test_every_network_is_captured_and_equals_serial(network):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
-@pytest.mark.parametrize("num_learners", [3])
-def test_optimizers_with_learning_rates_of_every_round_and_learner_equal_serial(optimizer, num_learners):
+def test_optimizers_with_learning_rates_of_every_round_and_learner_equal_serial(optimizer):
     ours, reference = (
-        make_tasks(norm_with_dropout, num_learners=num_learners, optimizer=optimizer, data=IMAGES, order="blocks")
+        make_tasks(norm_with_dropout, num_learners=3, optimizer=optimizer, data=IMAGES, order="blocks")
         for _ in range(2)
     )
     device, outcomes = RecordingStreams(), []
@@ -109,24 +103,6 @@ def test_optimizers_with_learning_rates_of_every_round_and_learner_equal_serial(
         runner.close()
     assert_equal(ours.bank, reference.bank, *outcomes)
     assert sum("capture" in entry for entry in device.log) == 2
-
-
-@pytest.mark.parametrize("num_learners", [1, 2, 5])
-def test_any_number_of_learners_equals_serial(num_learners):
-    ours, reference = (make_tasks(norm_model, num_learners=num_learners, data=IMAGES, order="blocks") for _ in range(2))
-    found = run(FusedExecutor(ours, RecordingStreams()), ours, 6)
-    assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 6))
-
-
-@pytest.mark.parametrize(("precision", "tolerance"), [(FP32, 1e-5), (BF16, 0.02)])
-def test_round_in_lower_precision_follows_serial(precision, tolerance):
-    ours, reference = (make_tasks(norm_model, data=IMAGES, order="blocks", precision=precision) for _ in range(2))
-    run(FusedExecutor(ours, RecordingStreams()), ours, 1)
-    run(SerialExecutor(reference), reference, 1)
-    left, right = ours.bank.weights.storage, reference.bank.weights.storage
-    assert (left - right).norm() <= tolerance * right.norm()
-    if precision is BF16:
-        assert torch.equal(ours.bank.shadow.storage, ours.bank.weights.storage.bfloat16())
 
 
 def test_rounds_are_asked_of_the_device_in_the_order_written_here():
@@ -150,13 +126,6 @@ def test_rounds_with_and_without_averaging_are_graphs_of_their_own():
     assert sorted(entry.split()[2] for entry in device.log if "capture" in entry) == ["averaging", "round", "round"]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_any_order_that_the_stream_and_events_allow_gives_what_serial_gives(seed):
-    ours, reference = (make_tasks(norm_with_dropout, num_learners=3, data=IMAGES, order="blocks") for _ in range(2))
-    found = run(FusedExecutor(ours, ShuffledStreams(seed)), ours, 12)
-    assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 12))
-
-
 def test_fused_is_ready_once_the_round_before_the_last_is_over():
     tasks, device = make_tasks(order="blocks"), ShuffledStreams(0)
     runner = FusedExecutor(tasks, device)
@@ -167,56 +136,6 @@ def test_fused_is_ready_once_the_round_before_the_last_is_over():
     device.synchronize()
     assert runner.is_ready() and [outcome.plan.index for outcome in runner.collect()] == [0]
     runner.close()
-
-
-def test_outcomes_come_one_round_late():
-    tasks = make_tasks(order="blocks")
-    runner = FusedExecutor(tasks, RecordingStreams())
-    seen = [[o.plan.index for o in runner.submit(plan(tasks, n))] for n in range(4)]
-    seen.append([o.plan.index for o in runner.drain()])
-    runner.close()
-    assert seen == [[], [0], [1], [2], [3]]
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("poisoned", [0, WARM_UP_ROUNDS + 1])
-def test_non_finite_learner_keeps_its_row_and_adds_nothing_to_z(bad, poisoned):
-    tasks = make_tasks(rule=SMA(averaging_momentum=0.0), order="blocks")
-    runner, bank = FusedExecutor(tasks, RecordingStreams()), tasks.bank
-    for n in range(poisoned):
-        runner.submit(plan(tasks, n))
-    runner.drain()
-    row, z = bank.weights.shaped(1)["weight"].clone(), bank.z.shaped()["weight"].clone()
-    expected = z + 0.5 * (bank.weights.shaped(0)["weight"] - z)
-    whole, good = plan(tasks, poisoned), tasks.feed.batches
-
-    def batches(starts):
-        found = good(starts)
-        found.inputs[list(starts).index(whole.starts[1])] = bad
-        return found
-
-    tasks.feed.batches = batches
-    outcomes = runner.submit(whole) + runner.drain()
-    assert outcomes[0].non_finite_learners == [1]
-    assert torch.equal(bank.weights.shaped(1)["weight"], row)
-    torch.testing.assert_close(bank.z.shaped()["weight"], expected, rtol=1e-12, atol=1e-12)
-    assert bank.step_counts[:2] == [poisoned + 1, poisoned]
-    runner.close()
-
-
-def test_learner_reseeded_in_the_middle_goes_on_as_under_serial():
-    banks, outcomes = [], []
-    for serial in (False, True):
-        tasks = make_tasks(norm_model, num_learners=3, optimizer=AdamW(), data=IMAGES, order="blocks")
-        runner = SerialExecutor(tasks) if serial else FusedExecutor(tasks, RecordingStreams())
-        found = [o for n in range(5) for o in runner.submit(plan(tasks, n, 0.01))] + runner.drain()
-        tasks.bank.reseed([1], tasks.bank.central_buffers([0, 2]))
-        found += [o for n in range(5, 10) for o in runner.submit(plan(tasks, n, 0.01))] + runner.drain()
-        runner.close()
-        banks.append(tasks.bank)
-        outcomes.append(found)
-    assert banks[0].step_counts == [10, 5, 10]
-    assert_equal(*banks, *outcomes)
 
 
 def test_bank_that_grows_and_shrinks_goes_on_as_under_serial():
@@ -302,42 +221,11 @@ def test_any_order_that_streams_of_several_devices_allow_gives_what_serial_gives
     assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 12))
 
 
-def test_task_that_is_no_classification_reports_no_correct_predictions():
-    tasks = make_tasks(linear_model, data=(torch.randn(16, 4), torch.randn(16, 3)), order="blocks")
-    tasks.loss = nn.functional.mse_loss
-    outcomes = run(FusedExecutor(tasks, RecordingStreams()), tasks, 4)
-    assert {right for outcome in outcomes for right in outcome.num_correct} == {None}
-
-
 def test_looped_operators_are_named_once_in_a_note():
     tasks = tasks_for(networks.LstmClassifier)
     runner = FusedExecutor(tasks, RecordingStreams())
     run(runner, tasks, 4)
     assert runner.notes == ["Operators run learner by learner, for want of a rule that fuses them: lstm."]
-
-
-def test_failure_that_only_the_device_saw_is_raised_with_its_round():
-    class Fails(RecordingStreams):
-        def synchronize_event(self, event):
-            raise RuntimeError("illegal memory access")
-
-    tasks = make_tasks(order="blocks")
-    with pytest.raises(LearnerError, match="round failed in round 0 on all learners: RuntimeError: illegal memory"):
-        run(FusedExecutor(tasks, Fails()), tasks, 2)
-
-
-@pytest.mark.parametrize("kind", [FusedExecutor, StreamsExecutor])
-def test_averaging_that_the_caller_does_between_rounds_is_a_span_of_its_own(kind):
-    tasks, timeline = make_tasks(order="blocks"), Timeline()
-    runner = kind(tasks, RecordingStreams())
-    with runner.span_between("averaging", 0):
-        pass
-    runner.trace(timeline)
-    with runner.span_between("averaging", 7):
-        pass
-    runner.close()
-    (found,) = timeline._spans
-    assert (found.name, found.row, found.args["round"]) == ("averaging", AVERAGING_STREAM, 7)
 
 
 def test_trace_has_a_span_a_round_between_two_times_around_its_launches():

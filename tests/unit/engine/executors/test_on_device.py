@@ -1,21 +1,158 @@
-"""What the host waits for on a device: outcomes without z, everything at a drain, always where the watch sees it."""
+"""What executors on a device have in common: what serial gives, and what the host waits for."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 
 import pytest
 import torch
+from torch import nn
 
-from crossbow_py.averaging import SMA
+from crossbow_py.averaging import SMA, Independent
+from crossbow_py.core.errors import LearnerError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
+from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.executors.streams import StreamsExecutor
+from crossbow_py.engine.modules.precision import BF16, FP32
+from crossbow_py.engine.scheduler import AVERAGING_STREAM
+from crossbow_py.engine.update.optimizers import AdamW
+from crossbow_py.telemetry.timeline import Timeline
 from tests.recording_streams import RecordingStreams, ShuffledStreams
-from tests.support import assert_learners_equal, make_tasks, plan
+from tests.support import (
+    assert_learners_equal,
+    bank_reseeded_in_the_middle,
+    make_tasks,
+    norm_model,
+    norm_with_dropout,
+    plan,
+    run_rounds,
+)
+from tests.unit.engine.executors.test_executors import poison
+from tests.unit.engine.executors.test_fused_device import IMAGES, assert_equal, run
 
 EXECUTORS = pytest.mark.parametrize("executor", [FusedExecutor, StreamsExecutor])
+
+
+def twice(*arguments, order="blocks", **options):
+    """The tasks of a run and those of its reference."""
+    return [make_tasks(*arguments, order=order, **options) for _ in range(2)]
+
+
+@EXECUTORS
+@pytest.mark.parametrize("num_learners", [1, 2, 5])
+def test_any_number_of_learners_equals_serial(executor, num_learners):
+    ours, reference = twice(norm_model, num_learners=num_learners, data=IMAGES)
+    found = run(executor(ours, RecordingStreams()), ours, 6)
+    assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 6))
+
+
+@EXECUTORS
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("rule", [SMA(), SMA(averaging_period=3), Independent()], ids=["every", "third", "independent"])
+def test_any_order_that_streams_and_events_allow_gives_what_serial_gives(executor, seed, rule):
+    ours, reference = twice(norm_with_dropout, num_learners=3, rule=rule, data=IMAGES)
+    found = run(executor(ours, ShuffledStreams(seed)), ours, 12)
+    assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 12))
+
+
+@EXECUTORS
+@pytest.mark.parametrize(("precision", "rounds", "tolerance"), [(FP32, 1, 1e-5), (BF16, 1, 0.02), (BF16, 4, 0.02)])
+def test_rounds_in_lower_precision_follow_serial(executor, precision, rounds, tolerance):
+    ours, reference = twice(norm_model, data=IMAGES, precision=precision)
+    run(executor(ours, RecordingStreams()), ours, rounds)
+    run(SerialExecutor(reference), reference, rounds)
+    left, right = ours.bank.weights.storage, reference.bank.weights.storage
+    assert (left - right).norm() <= tolerance * right.norm()
+    if precision is BF16:
+        assert torch.equal(ours.bank.shadow.storage, ours.bank.weights.storage.bfloat16())
+
+
+@EXECUTORS
+def test_outcomes_come_one_round_late_in_order_and_with_the_losses_of_their_own_round(executor):
+    ours, reference = twice()
+    runner = executor(ours, RecordingStreams())
+    outcomes = [runner.submit(plan(ours, n, 0.05)) for n in range(5)] + [runner.drain()]
+    runner.close()
+    assert [[o.plan.index for o in each] for each in outcomes] == [[], [0], [1], [2], [3], [4]]
+    found = [outcome for each in outcomes for outcome in each]
+    assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 5))
+
+
+@EXECUTORS
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("poisoned", [0, WARM_UP_ROUNDS + 1])
+def test_non_finite_learner_keeps_its_row_and_adds_nothing_to_z(executor, bad, poisoned):
+    tasks = make_tasks(rule=SMA(averaging_momentum=0.0), order="blocks")
+    runner, bank = executor(tasks, RecordingStreams()), tasks.bank
+    for n in range(poisoned):
+        runner.submit(plan(tasks, n))
+    runner.drain()
+    kept = [*bank.weights.flat(1), *bank.state["momentum"].flat(1)]
+    before, z = [part.clone() for part in kept], bank.z.shaped()["weight"].clone()
+    expected = z + 0.5 * (bank.weights.shaped(0)["weight"] - z)
+    whole = plan(tasks, poisoned)
+    poison(tasks, whole.starts[1], bad)
+    (outcome,) = runner.submit(whole) + runner.drain()
+    assert outcome.non_finite_learners == [1]
+    assert not math.isfinite(outcome.losses[1])
+    assert all(map(torch.equal, kept, before))
+    assert bank.corrections.shaped(1)["weight"].count_nonzero() == 0
+    torch.testing.assert_close(bank.z.shaped()["weight"], expected, rtol=1e-12, atol=1e-12)
+    assert bank.step_counts[:2] == [poisoned + 1, poisoned]
+    runner.close()
+
+
+@EXECUTORS
+def test_learner_reseeded_in_the_middle_goes_on_as_under_serial(executor):
+    ours, reference = twice(norm_model, num_learners=3, optimizer=AdamW(), data=IMAGES)
+    bank_reseeded_in_the_middle(lambda tasks: executor(tasks, RecordingStreams()), ours)
+    bank_reseeded_in_the_middle(SerialExecutor, reference)
+    assert ours.bank.step_counts == [10, 5, 10]
+    assert_learners_equal(ours.bank, reference.bank)
+
+
+@EXECUTORS
+def test_task_that_is_no_classification_reports_no_correct_predictions(executor):
+    tasks = make_tasks(data=(torch.randn(16, 4), torch.randn(16, 3)), order="blocks")
+    tasks.loss = nn.functional.mse_loss
+    outcomes = run(executor(tasks, RecordingStreams()), tasks, 4)
+    assert {right for outcome in outcomes for right in outcome.num_correct} == {None}
+
+
+@pytest.mark.parametrize(
+    ("executor", "label", "failed"),
+    [
+        (FusedExecutor, "s0#1", "round failed in round 0 on all learners"),
+        (StreamsExecutor, "s1#1", r"correction\(1\) failed in round 0 on learner 1"),
+        (StreamsExecutor, "high#2", "averaging failed in round 1 on averaging"),
+    ],
+)
+def test_failure_that_only_the_device_saw_is_raised_with_the_stream_it_ended(executor, label, failed):
+    class Fails(RecordingStreams):
+        def synchronize_event(self, event):
+            if event.label == label:
+                raise RuntimeError("illegal memory access")
+
+    tasks = make_tasks(order="blocks")
+    with pytest.raises(LearnerError, match=rf"{failed}: RuntimeError: illegal memory"):
+        run(executor(tasks, Fails()), tasks, 2)
+
+
+@EXECUTORS
+def test_averaging_that_the_caller_does_between_rounds_is_a_span_of_its_own(executor):
+    tasks, timeline = make_tasks(order="blocks"), Timeline()
+    runner = executor(tasks, RecordingStreams())
+    with runner.span_between("averaging", 0):
+        pass
+    runner.trace(timeline)
+    with runner.span_between("averaging", 7):
+        pass
+    runner.close()
+    (found,) = timeline._spans
+    assert (found.name, found.row, found.args["round"]) == ("averaging", AVERAGING_STREAM, 7)
 
 
 class Two(Collective):
@@ -78,9 +215,7 @@ def test_outcomes_come_while_an_average_goes_on_until_a_round_needs_it(executor,
     runner.drain()
     runner.close()
     reference = make_tasks(num_learners=3, rule=SMA(averaging_period=period), order="blocks")
-    serial = SerialExecutor(reference)
-    for n in range(9):
-        serial.submit(plan(reference, n))
+    run_rounds(reference, "serial", 9)
     assert_learners_equal(tasks.bank, reference.bank)
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from crossbow_py.engine.executors import EXECUTORS
-from crossbow_py.engine.executors.spans import HostSpans, SpansOfStreams, StreamSpans, spans_on
+from crossbow_py.engine.executors.spans import HostSpans, StreamSpans, spans_on
 from crossbow_py.telemetry.timeline import Timeline
 from tests.support import CPU, make_tasks, plan
+from tests.unit.engine.executors.test_fused_device import run
 
 US, MS, SECOND = 1_000, 1_000_000, 1_000_000_000
 
@@ -70,7 +71,7 @@ def timeline(device: Device) -> Timeline:
 def test_spans_of_a_stream_are_when_its_work_ran_and_not_when_it_was_enqueued(
     device: Device, timeline: Timeline
 ) -> None:
-    spans = StreamSpans(timeline, device.mark)
+    spans = StreamSpans(timeline, lambda row: device.mark(), "learner 0")
     for name, duration_ns in (("learning", 5 * MS), ("correction", 2 * MS)):
         with spans.span(name, "learner 0", 3):
             device.enqueue(duration_ns)
@@ -86,7 +87,7 @@ def test_spans_of_a_stream_are_when_its_work_ran_and_not_when_it_was_enqueued(
 def test_spans_of_a_stream_are_read_once_passed_and_the_host_waits_in_resolve_alone(
     device: Device, timeline: Timeline
 ) -> None:
-    spans = StreamSpans(timeline, device.mark)
+    spans = StreamSpans(timeline, lambda row: device.mark(), "learner 0")
     for index in range(6):
         with spans.span("learning", "learner 0", index):
             device.enqueue(4 * MS)
@@ -101,7 +102,7 @@ def test_spans_of_a_stream_are_read_once_passed_and_the_host_waits_in_resolve_al
 
 def test_spans_of_a_stream_that_was_busy_begin_after_its_earlier_work(device: Device, timeline: Timeline) -> None:
     device.enqueue(50 * MS)
-    spans = StreamSpans(timeline, device.mark)
+    spans = StreamSpans(timeline, lambda row: device.mark(), "learner 0")
     with spans.span("learning", "learner 0", 0):
         device.enqueue(MS)
     spans.resolve()
@@ -109,7 +110,7 @@ def test_spans_of_a_stream_that_was_busy_begin_after_its_earlier_work(device: De
 
 
 def test_spans_of_hours_stay_exact_and_apart(device: Device, timeline: Timeline) -> None:
-    spans = StreamSpans(timeline, device.mark)
+    spans = StreamSpans(timeline, lambda row: device.mark(), "learner 0")
     expected = []
     for index in range(2000):
         if index % 100 == 0:
@@ -126,7 +127,7 @@ def test_spans_of_hours_stay_exact_and_apart(device: Device, timeline: Timeline)
 
 
 def test_block_of_a_stream_that_raises_is_left_out_and_the_error_goes_on(device: Device, timeline: Timeline) -> None:
-    spans = StreamSpans(timeline, device.mark)
+    spans = StreamSpans(timeline, lambda row: device.mark(), "learner 0")
     with pytest.raises(ZeroDivisionError), spans.span("learning", "learner 0", 0):
         _ = 1 // 0
     spans.resolve()
@@ -149,7 +150,8 @@ def test_spans_of_several_streams_are_told_from_one_moment_and_all_resolved(time
 
     first, second = Stream(), Stream()
     second.enqueue(3 * MS)  # busy when the trace begins
-    spans = SpansOfStreams(timeline, {"learner 0": first.mark, "learner 1": second.mark})
+    rows = {"learner 0": first, "learner 1": second}
+    spans = StreamSpans(timeline, lambda row: rows[row].mark(), "learner 0")
     for stream, row in ((first, "learner 0"), (second, "learner 1"), (first, "learner 0")):
         with spans.span("learning", row, 0):
             stream.enqueue(5 * MS)
@@ -171,10 +173,7 @@ def test_executor_that_traces_has_a_span_of_every_task_on_the_row_of_its_stream(
     timeline, tasks = Timeline(), make_tasks(num_learners=2)
     runner = EXECUTORS[executor](tasks)
     runner.trace(timeline)
-    for n in range(2):
-        runner.submit(plan(tasks, n))
-    runner.drain()
-    runner.close()
+    run(runner, tasks, 2)
     found = sorted((span.args["round"], span.name, span.row) for span in timeline._spans)
     assert found == [
         (n, name, row)

@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 
 import pytest
 import torch
-from torch import nn
 
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.core.errors import LearnerError, UserError
 from crossbow_py.core.host import prepare_environment
 from crossbow_py.engine.device.graphs import CudaStreams
 from crossbow_py.engine.executors import SerialExecutor
-from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.executors.streams import StreamsExecutor
-from crossbow_py.engine.modules.precision import BF16, FP32
 from crossbow_py.engine.scheduler import learner_stream
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.telemetry.timeline import Timeline
 from tests.recording_streams import RecordingStreams, ShuffledStreams
-from tests.support import (
-    bank_reseeded_in_the_middle,
-    features,
-    linear_model,
-    make_tasks,
-    norm_model,
-    norm_with_dropout,
-    plan,
-)
+from tests.support import assert_learners_equal, linear_model, make_tasks, norm_model, norm_with_dropout, plan
+from tests.unit.engine.executors.test_fused_device import IMAGES, assert_equal, run
 
-IMAGES = features(48, (3, 6, 6))
 # Round 0 and 1 warm up: every task runs eagerly. Streams: s0 and s1 are the learners', high is averaging.
 ROUND_0 = [
     # what the caller enqueued comes first
@@ -67,33 +55,6 @@ CLOSE = [
     "host wait all",
     "release learning(0)", "release learning(1)", "release correction(0)", "release correction(1)", "release averaging",
 ]  # fmt: skip
-
-
-def run(runner, tasks, num_rounds, rate=lambda n: 0.05):
-    """Run rounds; returns the outcomes. Closes the executor."""
-    try:
-        outcomes = [o for n in range(num_rounds) for o in runner.submit(plan(tasks, n, rate(n)))]
-        outcomes += runner.drain()
-    finally:
-        runner.close()
-    return outcomes
-
-
-def values(outcomes):
-    return [(loss, right) for o in outcomes for loss, right in zip(o.losses, o.num_correct, strict=True)]
-
-
-def assert_banks_equal(ours, reference, tolerance=1e-8):
-    for rows in ("z", "z_prev", "weights", "buffers"):
-        left, right = getattr(ours, rows).storage, getattr(reference, rows).storage
-        assert (left - right).norm() <= tolerance * right.norm(), rows
-    for name, rows in ours.state.items():
-        assert (rows.storage - reference.state[name].storage).norm() <= tolerance * reference.state[name].storage.norm()
-    assert ours.step_counts == reference.step_counts
-    for learner in range(ours.num_learners):
-        for name, value in ours.learner_state(learner).items():
-            if not value.is_floating_point():
-                assert torch.equal(value, reference.learner_state(learner)[name]), name
 
 
 def test_three_rounds_of_two_learners_are_asked_of_the_device_in_the_order_written_here():
@@ -196,20 +157,8 @@ def test_streams_after_twenty_rounds_in_float64_equal_serial(optimizer, make_mod
     ours, reference = (
         make_tasks(make_model, num_learners=3, optimizer=optimizer, data=IMAGES, order=order) for _ in range(2)
     )
-    outcomes = run(StreamsExecutor(ours, RecordingStreams()), ours, 20)
-    expected = run(SerialExecutor(reference), reference, 20)
-    assert_banks_equal(ours.bank, reference.bank)
-    assert values(outcomes) == [pytest.approx(pair, rel=1e-8) for pair in values(expected)]
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("rule", [SMA(), SMA(averaging_period=3), Independent()])
-def test_any_order_that_streams_and_events_allow_gives_what_serial_gives(seed, rule):
-    ours, reference = (make_tasks(norm_with_dropout, num_learners=3, rule=rule, data=IMAGES) for _ in range(2))
-    outcomes = run(StreamsExecutor(ours, ShuffledStreams(seed)), ours, 20)
-    expected = run(SerialExecutor(reference), reference, 20)
-    assert_banks_equal(ours.bank, reference.bank)
-    assert values(outcomes) == [pytest.approx(pair, rel=1e-8) for pair in values(expected)]
+    found = run(StreamsExecutor(ours, RecordingStreams()), ours, 20)
+    assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 20))
 
 
 def test_without_waits_the_same_orders_give_something_else():
@@ -217,22 +166,7 @@ def test_without_waits_the_same_orders_give_something_else():
     run(StreamsExecutor(ours, ShuffledStreams(0, deaf=True)), ours, 20)
     run(SerialExecutor(reference), reference, 20)
     with pytest.raises(AssertionError):
-        assert_banks_equal(ours.bank, reference.bank)
-
-
-def test_streams_after_one_round_in_float32_equal_serial():
-    ours, reference = (make_tasks(norm_model, data=IMAGES, precision=FP32) for _ in range(2))
-    run(StreamsExecutor(ours, RecordingStreams()), ours, 1)
-    run(SerialExecutor(reference), reference, 1)
-    assert_banks_equal(ours.bank, reference.bank, tolerance=1e-5)
-
-
-def test_bf16_streams_follow_serial_and_keep_the_shadow():
-    ours, reference = (make_tasks(norm_model, data=IMAGES, precision=BF16) for _ in range(2))
-    run(StreamsExecutor(ours, RecordingStreams()), ours, 4)
-    run(SerialExecutor(reference), reference, 4)
-    assert_banks_equal(ours.bank, reference.bank, tolerance=0.01)
-    assert torch.equal(ours.bank.shadow.storage, ours.bank.weights.storage.to(torch.bfloat16))
+        assert_learners_equal(ours.bank, reference.bank)
 
 
 def test_learning_rate_that_changes_every_round_captures_nothing_anew():
@@ -240,73 +174,11 @@ def test_learning_rate_that_changes_every_round_captures_nothing_anew():
         return 0.1 / (index + 1)
 
     tasks, reference, device = make_tasks(optimizer=AdamW()), make_tasks(optimizer=AdamW()), RecordingStreams()
-    run(StreamsExecutor(tasks, device), tasks, 8, rate)
-    run(SerialExecutor(reference), reference, 8, rate)
-    assert_banks_equal(tasks.bank, reference.bank)
+    found = run(StreamsExecutor(tasks, device), tasks, 8, rate)
+    assert_equal(tasks.bank, reference.bank, found, run(SerialExecutor(reference), reference, 8, rate))
     assert sorted(entry.split()[2] for entry in device.log if "capture" in entry) == [
         "averaging", "correction(0)", "correction(1)", "learning(0)", "learning(1)",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("poisoned", [0, WARM_UP_ROUNDS + 1])
-def test_non_finite_learner_keeps_its_row_and_adds_nothing_to_z(bad, poisoned):
-    tasks = make_tasks(rule=SMA(averaging_momentum=0.0))
-    runner, bank = StreamsExecutor(tasks, RecordingStreams()), tasks.bank
-    for n in range(poisoned):
-        runner.submit(plan(tasks, n))
-    runner.drain()
-    row, z = bank.weights.shaped(1)["weight"].clone(), bank.z.shaped()["weight"].clone()
-    momentum = bank.state["momentum"].shaped(1)["weight"].clone()
-    expected = z + 0.5 * (bank.weights.shaped(0)["weight"] - z)
-    whole = plan(tasks, poisoned)
-    poison(tasks, whole.starts[1], bad)
-    outcomes = runner.submit(whole) + runner.drain()
-    assert outcomes[0].non_finite_learners == [1]
-    assert not math.isfinite(outcomes[0].losses[1])
-    assert torch.equal(bank.weights.shaped(1)["weight"], row)
-    assert torch.equal(bank.state["momentum"].shaped(1)["weight"], momentum)
-    assert bank.corrections.shaped(1)["weight"].count_nonzero() == 0
-    torch.testing.assert_close(bank.z.shaped()["weight"], expected, rtol=1e-12, atol=1e-12)
-    assert bank.step_counts[:2] == [poisoned + 1, poisoned]
-    runner.close()
-
-
-def poison(tasks, start, value):
-    """Make the batch at one stream position hold `value` and nothing else."""
-    good = tasks.feed.batch
-
-    def batch(position):
-        found = good(position)
-        return found._replace(inputs=torch.full_like(found.inputs, value)) if position == start else found
-
-    tasks.feed.batch = batch
-
-
-def test_learner_reseeded_in_the_middle_goes_on_as_under_serial():
-    banks = [
-        bank_reseeded_in_the_middle(each, make_tasks(norm_model, num_learners=3, optimizer=AdamW(), data=IMAGES))
-        for each in (SerialExecutor, lambda tasks: StreamsExecutor(tasks, RecordingStreams()))
-    ]
-    assert banks[1].step_counts == [10, 5, 10]
-    assert_banks_equal(banks[1], banks[0])
-
-
-def test_outcomes_come_one_round_late_in_order_and_with_the_losses_of_their_own_round():
-    tasks, reference = make_tasks(), make_tasks()
-    runner = StreamsExecutor(tasks, RecordingStreams())
-    outcomes = [runner.submit(plan(tasks, n)) for n in range(5)] + [runner.drain()]
-    runner.close()
-    assert [[o.plan.index for o in each] for each in outcomes] == [[], [0], [1], [2], [3], [4]]
-    expected = run(SerialExecutor(reference), reference, 5, rate=lambda n: 0.1)
-    assert values(o for each in outcomes for o in each) == [pytest.approx(pair) for pair in values(expected)]
-
-
-def test_task_that_is_no_classification_reports_no_correct_predictions():
-    data = (torch.randn(16, 4), torch.randn(16, 3))
-    tasks = make_tasks(data=data)
-    tasks.loss = nn.functional.mse_loss
-    assert {right for _, right in values(run(StreamsExecutor(tasks, RecordingStreams()), tasks, 3))} == {None}
 
 
 def test_failing_replay_raises_with_task_round_and_stream():
@@ -323,25 +195,6 @@ def test_failing_replay_raises_with_task_round_and_stream():
             runner.submit(plan(tasks, n))
     runner.close()
     assert isinstance(caught.value.__cause__, RuntimeError)
-
-
-@pytest.mark.parametrize(
-    ("label", "failed"),
-    [
-        ("s1#1", r"correction\(1\) failed in round 0 on learner 1"),
-        ("high#2", "averaging failed in round 1 on averaging"),
-    ],
-)
-def test_failure_that_only_the_device_saw_is_raised_with_the_stream_it_ended(label, failed):
-    class Fails(RecordingStreams):
-        def synchronize_event(self, event):
-            if event.label == label:
-                raise RuntimeError("illegal memory access")
-
-    tasks = make_tasks()
-    runner = StreamsExecutor(tasks, Fails())
-    with pytest.raises(LearnerError, match=rf"{failed}: RuntimeError: illegal memory"):
-        run(runner, tasks, 2)
 
 
 def test_failing_task_raises_with_task_round_and_stream():
@@ -380,9 +233,8 @@ def test_close_with_a_round_in_flight_on_a_broken_device_does_not_raise():
 def test_one_learner_runs_without_an_averaging_task():
     ours, reference = (make_tasks(linear_model, num_learners=1) for _ in range(2))
     device = RecordingStreams()
-    run(StreamsExecutor(ours, device), ours, 5)
-    run(SerialExecutor(reference), reference, 5)
-    assert_banks_equal(ours.bank, reference.bank)
+    found = run(StreamsExecutor(ours, device), ours, 5)
+    assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 5))
     assert [entry for entry in device.log if entry.startswith("high")] == ["high wait caller#1"]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from crossbow_py.core.errors import LearnerError, UserError
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.device.device_tasks import DeviceTasks
+from crossbow_py.engine.device.device_tasks import LearnerTasks
 from crossbow_py.engine.device.graphs import CudaStreams
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
@@ -21,19 +21,19 @@ from crossbow_py.engine.rounds import RoundOutcome
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from tests.recording_streams import OnlyLaunches, RecordingStreams
 from tests.support import features, make_tasks, norm_model, norm_with_dropout, plan
-from tests.unit.engine.executors.test_streams import IMAGES, run
+from tests.unit.engine.executors.test_fused_device import IMAGES, run
 
 
 def test_bodies_that_are_captured_ask_the_host_for_no_value():
     tasks = make_tasks(norm_model, data=IMAGES, optimizer=SGD(clip_norm=1.0))
-    whole, bodies = plan(tasks, 0), DeviceTasks(tasks)
-    bodies.load(0, whole, bank_changed=True, masks_ahead=False)
-    bodies.load(1, whole, bank_changed=True, masks_ahead=False)
+    whole, learners = plan(tasks, 0), [LearnerTasks(tasks, learner) for learner in (0, 1)]
+    for bodies in learners:
+        bodies.load(whole, bank_changed=True, masks_ahead=False)
     with OnlyLaunches():
-        for learner in (0, 1):
-            bodies.learn(learner, whole, masks_ahead=False)
-            bodies.correct(learner, whole.averaging)
-        bodies.average(RoundOutcome(whole))
+        for bodies in learners:
+            bodies.learn(shared=False, masks_ahead=False)
+            bodies.correct(whole.averaging)
+        tasks.average(RoundOutcome(whole))
     with pytest.raises(AssertionError, match="the host asked"), OnlyLaunches():
         tasks.learn(0, RoundOutcome(whole))
 
@@ -123,9 +123,7 @@ def test_capture_that_fails_is_one_line_with_the_remedy_and_the_cause():
     tasks = make_tasks()
     runner = StreamsExecutor(tasks, Refuses())
     with pytest.raises(UserError, match=r"cannot capture learning\(0\) .*; set executor=serial\.$") as caught:
-        for n in range(3):
-            runner.submit(plan(tasks, n))
-    runner.close()
+        run(runner, tasks, 3)
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value.__cause__, RuntimeError)
 
@@ -147,10 +145,8 @@ def test_capture_that_memory_does_not_hold_is_the_learners_error_and_leaves_no_g
     tasks, device = make_tasks(), Full("learning(1)")
     runner = StreamsExecutor(tasks, device)
     with pytest.raises(LearnerError, match=r"learning\(1\) failed in round 2 on learner 1: OutOfMemory") as caught:
-        for n in range(3):
-            runner.submit(plan(tasks, n))
+        run(runner, tasks, 3)
     assert is_out_of_memory(caught.value.__cause__)
-    runner.close()
     assert device.log[-2:] == ["host wait all", "release learning(0)"]
 
 
@@ -159,9 +155,7 @@ def test_learners_fewer_than_memory_held_go_on_with_the_steps_their_rows_have_ta
     tasks = make_tasks(num_learners=3, optimizer=AdamW())
     runner = StreamsExecutor(tasks, Full(name))
     with pytest.raises(LearnerError):
-        for n in range(3):
-            runner.submit(plan(tasks, n))
-    runner.close()
+        run(runner, tasks, 3)
     steps = {"learning(2)": [2, 2, 2], "correction(1)": [3, 2, 2], "averaging": [3, 3, 3]}[name]
     assert tasks.bank.step_counts == steps
     tasks.bank.resize(2)

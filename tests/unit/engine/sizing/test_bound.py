@@ -12,7 +12,7 @@ from crossbow_py.averaging import SMA
 from crossbow_py.core.measured import Remembered
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.engine.sizing.bound import free_bytes, learners_that_fit, saved_bytes
-from crossbow_py.engine.sizing.job import Job, Sample
+from crossbow_py.engine.sizing.memory import Job, Sample
 from crossbow_py.engine.sizing.probes import estimate_learner
 from crossbow_py.engine.update.optimizers import SGD
 

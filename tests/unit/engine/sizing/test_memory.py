@@ -14,10 +14,10 @@ from crossbow_py.engine.bank.average_ema import AverageEMA
 from crossbow_py.engine.bank.layout import Order
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import BF16, FP32, Precision
-from crossbow_py.engine.sizing.job import Job, model_sizes
 from crossbow_py.engine.sizing.memory import (
     Activations,
     HeldBack,
+    Job,
     LearnerModel,
     Line,
     ModelSizes,
@@ -25,6 +25,7 @@ from crossbow_py.engine.sizing.memory import (
     activations,
     breakdown,
     learner_bytes,
+    model_sizes,
     predicted_bytes,
     upper_envelope,
 )
@@ -50,24 +51,23 @@ def test_activations_from_two_probes_are_the_highest_moment_at_every_batch_size(
     assert found.probes == ((2, 500), (10, 1020))
 
 
-def test_activations_of_passes_that_differ_are_the_chord_of_their_peaks() -> None:
-    found = activations(Trace(2, (100, 300)), Trace(10, (100, 1100, 50)))
-    assert found.lines == (Line(100, 100),)
-
-
 def test_activations_that_grow_faster_than_the_batch_are_not_underestimated_between_probes() -> None:
     held = {b: 7 * b * b + 11 * b for b in range(2, 33)}
     found = activations(Trace(2, (held[2],)), Trace(32, (held[32],)))
     assert all(found.at(b) >= size for b, size in held.items())
 
 
-def test_activations_hold_at_every_moment_what_probes_do_not_see() -> None:
-    small, large = Trace(2, (500, 220)), Trace(10, (500, 1020))
-    assert activations(small, large, unseen=7).lines == (Line(507, 0), Line(27, 100))
-
-
-def test_activations_never_fall_below_what_some_other_moment_holds() -> None:
-    assert activations(Trace(2, (10,)), Trace(3, (15,)), also=100).at(2) == 100
+@pytest.mark.parametrize(
+    ("small", "large", "others", "lines"),
+    [
+        (Trace(2, (100, 300)), Trace(10, (100, 1100, 50)), {}, (Line(100, 100),)),
+        (Trace(2, (500, 220)), Trace(10, (500, 1020)), {"unseen": 7}, (Line(507, 0), Line(27, 100))),
+        (Trace(2, (10,)), Trace(3, (15,)), {"also": 100}, (Line(100, 0), Line(0, 5))),
+    ],
+    ids=["passes that differ: the chord of their peaks", "what probes do not see", "another moment"],
+)
+def test_activations_of_two_probes(small: Trace, large: Trace, others: dict[str, int], lines: tuple[Line, ...]) -> None:
+    assert activations(small, large, **others).lines == lines
 
 
 def test_upper_envelope_drops_lines_that_are_nowhere_the_highest() -> None:
@@ -196,7 +196,7 @@ def test_predicted_bytes_are_those_of_an_evaluation_where_passes_hold_less() -> 
     assert model.predicted_bytes(1, 2, 2) == fixed + 2 * 1024 + 2 * 356
 
 
-def test_learner_in_bf16_has_a_shadow_and_float32_rows():
+def test_learner_in_bf16_has_a_shadow_and_float32_rows() -> None:
     own = learner_bytes(1000, 30, 2, master_bytes=4, compute_bytes=2, activations=500)
     assert (own.weights, own.gradients, own.corrections, own.state) == (4000, 4000, 4000, 8000)
     assert (own.shadow, own.buffers, own.activations) == (2000, 120, 500)

@@ -21,7 +21,7 @@ from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import BF16, FP32, Precision
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
-from crossbow_py.engine.sizing.job import Job, Sample, model_sizes
+from crossbow_py.engine.sizing.memory import Job, Sample, model_sizes
 from crossbow_py.engine.sizing.probes import estimate_learner
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.engine.update.row_update import TorchUpdate

@@ -5,70 +5,61 @@ from __future__ import annotations
 import pytest
 
 from crossbow_py.core.host import Host
-from crossbow_py.engine.sizing.workers import Loading, WorkerState, WorkerTuning, recommend
+from crossbow_py.engine.sizing.workers import Limit, Loading, WorkerState, WorkerTuning, recommend
 
 MB = 10**6
 AMPLE = Host(cores=16, memory_bytes=1000 * MB, shared_bytes=None)
 
 
-def test_recommendation_for_resident_data_has_no_workers() -> None:
-    found = recommend(300, Loading(100, resident=True), AMPLE)
-    assert (found.batch_size, found.num_workers, found.limits) == (300, 0, ("device memory",))
+SCARCE = Host(16, 12 * MB, None)  # half of it for samples of 1 kB: 6000, and with 3 batches a worker 2000
+SHARED = Host(16, 1000 * MB, 10 * MB)  # 0.9 of it: 9000 samples of 1 kB, 3000 with 3 batches a worker
+DEVICE: Limit = "device memory"
 
 
-def test_recommendation_takes_the_workers_that_keep_up_with_the_device() -> None:
-    # A worker loads 100 images/s, the device trains 450: five are needed.
-    found = recommend(64, Loading(100, fetch_s=0.01, step_s=1 / 450), AMPLE)
-    assert (found.batch_size, found.num_workers, found.limits) == (64, 5, ("device memory",))
+@pytest.mark.parametrize(
+    ("largest", "loading", "host", "most", "batch_size", "num_workers", "limits"),
+    [
+        (300, Loading(100, resident=True), AMPLE, None, 300, 0, (DEVICE,)),
+        # A worker loads 100 images/s, the device trains 450: five are needed.
+        (64, Loading(100, fetch_s=0.01, step_s=1 / 450), AMPLE, None, 64, 5, (DEVICE,)),
+        (64, Loading(100, fetch_s=0.03, step_s=0.01), AMPLE, None, 64, 3, (DEVICE,)),
+        (64, Loading(100, fetch_s=0.1, step_s=0.001), AMPLE, None, 64, 16, (DEVICE, "cores")),
+        (64, Loading(100), AMPLE, None, 64, 16, (DEVICE,)),
+        # Five workers are needed: 400 samples each.
+        (1000, Loading(1000, fetch_s=0.01, step_s=1 / 450), SCARCE, None, 400, 5, (DEVICE, "host memory")),
+        (900, Loading(1000), SCARCE, None, 900, 2, (DEVICE, "host memory")),
+        (5000, Loading(1000), SCARCE, None, 2000, 1, (DEVICE, "host memory")),
+        (1000, Loading(1000), SHARED, None, 1000, 3, (DEVICE, "shared memory")),
+        (1000, Loading(1000, through_shared=False), SHARED, None, 1000, 16, (DEVICE,)),
+        (5000, Loading(1, resident=True), AMPLE, 1797, 1797, 0, ("samples",)),
+    ],
+    ids=[
+        "resident", "workers that keep up", "exactly", "too few cores", "without times", "smaller batches",
+        "workers before samples", "one worker", "shared memory", "not through shared memory", "data set",
+    ],
+)  # fmt: skip
+def test_recommendation_worked_out_by_hand(
+    largest: int, loading: Loading, host: Host, most: int | None, batch_size: int, num_workers: int,
+    limits: tuple[Limit, ...],
+) -> None:  # fmt: skip
+    found = recommend(largest, loading, host, most)
+    assert (found.batch_size, found.num_workers, found.limits) == (batch_size, num_workers, limits)
 
 
-def test_recommendation_where_workers_keep_up_exactly_takes_no_more() -> None:
-    assert recommend(64, Loading(100, fetch_s=0.03, step_s=0.01), AMPLE).num_workers == 3
-
-
-def test_recommendation_with_too_few_cores_says_so() -> None:
-    found = recommend(64, Loading(100, fetch_s=0.1, step_s=0.001), AMPLE)
-    assert (found.num_workers, found.limits) == (16, ("device memory", "cores"))
-    assert "100 workers would keep up" in found.sentences[1]
-
-
-def test_recommendation_without_times_takes_the_cores() -> None:
-    found = recommend(64, Loading(100), AMPLE)
-    assert (found.batch_size, found.num_workers) == (64, 16)
-    assert found.sentences[1] == "One worker a usable core (16): how fast loading and training are was not measured."
-    assert "how fast a worker loads was not" in recommend(64, Loading(100, step_s=0.1), AMPLE).sentences[1]
-    assert "how fast training is was not" in recommend(64, Loading(100, fetch_s=0.1), AMPLE).sentences[1]
-
-
-def test_recommendation_makes_batches_smaller_where_memory_does_not_hold_the_workers_that_are_needed() -> None:
-    # Half of 12 MB for samples of 1 kB: 6000 of them, with 3 batches a worker 2000, for five workers 400 each.
-    host = Host(16, 12 * MB, None)
-    found = recommend(1000, Loading(1000, fetch_s=0.01, step_s=1 / 450), host)
-    assert (found.batch_size, found.num_workers, found.limits) == (400, 5, ("device memory", "host memory"))
-
-
-def test_recommendation_without_times_gives_up_workers_before_samples() -> None:
-    host = Host(16, 12 * MB, None)
-    found = recommend(900, Loading(1000), host)
-    assert (found.batch_size, found.num_workers, found.limits) == (900, 2, ("device memory", "host memory"))
-    assert recommend(5000, Loading(1000), host).batch_size == 2000
-
-
-def test_recommendation_with_little_shared_memory_names_it() -> None:
-    host = Host(16, 1000 * MB, 10 * MB)  # 0.9 of it: 9000 samples of 1 kB, 3000 with 3 batches a worker
-    found = recommend(1000, Loading(1000), host)
-    assert (found.batch_size, found.num_workers, found.limits) == (1000, 3, ("device memory", "shared memory"))
-
-
-def test_recommendation_for_samples_that_do_not_go_through_shared_memory_is_not_limited_by_it() -> None:
-    host = Host(16, 1000 * MB, 10 * MB)
-    found = recommend(1000, Loading(1000, through_shared=False), host)
-    assert (found.batch_size, found.num_workers, found.limits) == (1000, 16, ("device memory",))
-
-
-def test_recommendation_is_no_larger_than_the_data_set() -> None:
-    found = recommend(5000, Loading(1, resident=True), AMPLE, most=1797)
-    assert (found.batch_size, found.limits) == (1797, ("samples",))
+@pytest.mark.parametrize(
+    ("loading", "sentence"),
+    [
+        (Loading(100), "One worker a usable core (16): how fast loading and training are was not measured."),
+        (Loading(100, step_s=0.1), "One worker a usable core (16): how fast a worker loads was not measured."),
+        (Loading(100, fetch_s=0.1), "One worker a usable core (16): how fast training is was not measured."),
+        (
+            Loading(100, fetch_s=0.1, step_s=0.001),
+            "100 workers would keep up with the device, and there are 16 usable cores.",
+        ),
+    ],
+)
+def test_recommendation_says_what_the_workers_go_by(loading: Loading, sentence: str) -> None:
+    assert recommend(64, loading, AMPLE).sentences[1] == sentence
 
 
 TUNING = WorkerTuning(limit=8)

@@ -61,12 +61,11 @@ def device_step(update, row, averaging, *, loss=1.0, learning_rate=0.1, steps=0)
     return values[3].item(), values[2].item()
 
 
-def reference_step(optimizer, row, averaging, learning_rate, step_count):
+def reference_step(optimizer, row, averaging, learning_rate, step_count, learner=1):
     """As `RoundTasks.correct` does for a finite learner."""
-    update, limit = TorchUpdate(optimizer, SMA()), optimizer.clip_norm
-    norm = update.gradient_norm(row)
-    scale = limit / (norm + 1e-6) if limit is not None and norm > limit else 1.0
-    update.correct(1, row, averaging, Step(learning_rate, step_count, scale))
+    update = TorchUpdate(optimizer, SMA())
+    scale = optimizer.gradient_scale(update.gradient_norm(row))
+    update.correct(learner, row, averaging, Step(learning_rate, step_count, scale))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
@@ -291,10 +290,7 @@ def test_correction_of_all_learners_at_once_equals_the_reference_one_by_one(opti
         fill_gradients(reference, step)
         stacked.step(averaging, rates)
         for learner in range(3):
-            row, limit = reference.trained_row(learner), optimizer.clip_norm
-            norm = update.gradient_norm(row)
-            scale = limit / (norm + 1e-6) if limit is not None and norm > limit else 1.0
-            update.correct(learner, row, averaging, Step(rates[learner], step, scale))
+            reference_step(optimizer, reference.trained_row(learner), averaging, rates[learner], step, learner)
         if averaging:
             move(reference, update, averaging)
         assert (stacked.finite.tolist(), stacked.counts.tolist()) == ([1, 1, 1, 0], [step] * 3 + [0])

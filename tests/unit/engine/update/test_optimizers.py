@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from crossbow_py.core.errors import UserError
+from crossbow_py.engine.bank.layout import TrainedRow
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 
 
@@ -22,7 +23,8 @@ def compare(optimizer, reference_class, options, rounds=5, num_decayed=1):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
         reference.step()
-        optimizer.step(0, weights, gradients, state, num_decayed=1, learning_rate=options["lr"], step_count=step)
+        row = TrainedRow(weights, gradients, [], state, [], None, num_decayed=1)
+        optimizer.step(0, row, learning_rate=options["lr"], step_count=step)
     for weight, parameter in zip(weights, parameters, strict=True):
         torch.testing.assert_close(weight, parameter.detach(), rtol=1e-13, atol=1e-14)
 
@@ -50,7 +52,8 @@ def test_sgd_with_per_learner_values_uses_the_learners_own():
     optimizer = SGD(learning_rate=(0.1, 0.2), momentum=(0.0, 0.5), weight_decay=(0.0, 1.0))
     weights, state = [torch.tensor([2.0])], {"momentum": [torch.tensor([4.0])]}
     # u = 0.5·4 + (1 + 1·2) = 5;  w = 2 − 0.2·5 = 1
-    optimizer.step(1, weights, [torch.tensor([1.0])], state, num_decayed=1, learning_rate=0.2, step_count=1)
+    row = TrainedRow(weights, [torch.tensor([1.0])], [], state, [], None, num_decayed=1)
+    optimizer.step(1, row, learning_rate=0.2, step_count=1)
     assert float(weights[0]) == pytest.approx(1.0)
 
 

@@ -18,6 +18,7 @@ from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.engine.bank.layout import TrainedRow
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import BF16, FP32
+from crossbow_py.engine.update.agreement import round_by_row
 from crossbow_py.engine.update.native.library import load
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.engine.update.row_update import NativeUpdate, StackedRows, Step, TorchUpdate
@@ -82,17 +83,6 @@ def random_bank(optimizer, precision, num_learners, long=False):
     return bank
 
 
-def learn_row_by_row(update, bank, averaging, steps):
-    for learner, step in enumerate(steps):
-        if step is None:
-            bank.corrections.zero_row(learner)
-        else:
-            update.correct(learner, bank.trained_row(learner), averaging, step)
-    if averaging is not None:
-        update.sum(bank.total.trained(), [bank.corrections.trained(j) for j in range(bank.num_learners)])
-        update.move([bank.z.whole()], [bank.z_prev.whole()], [bank.total.whole()], averaging)
-
-
 def values_of(bank):
     buffers = [bank.weights, *bank.state.values(), bank.z, bank.z_prev, bank.total, bank.shadow]
     return [rows.storage for rows in buffers]
@@ -108,7 +98,9 @@ def test_native_round_of_all_learners_in_one_pass_equals_learner_by_learner_bit_
     update = NativeUpdate(optimizer, SMA(), load())
     steps = [None if j in gated else Step(0.1, 2 + j, 0.5**j) for j in range(3)]
     by_row, at_once = (random_bank(optimizer, precision, 3, long=True) for _ in range(2))
-    learn_row_by_row(update, by_row, averaging, steps)
+    for learner in gated:
+        by_row.corrections.zero_row(learner)
+    round_by_row(update, by_row, averaging, steps)
     update.correct_all(StackedRows(at_once), averaging, steps, moves=True)
     for ours, expected in zip(values_of(at_once), values_of(by_row), strict=True):
         assert torch.equal(ours, expected)
@@ -139,10 +131,11 @@ def test_native_results_do_not_follow_from_the_number_of_threads(threads, monkey
     assert torch.equal(results[0][1], results[1][1])
 
 
-def test_native_gradient_norms_of_all_learners_are_those_of_each():
+def test_native_gradient_norms_are_those_of_all_vectors_together():
     update, bank = NativeUpdate(SGD(), SMA(), load()), random_bank(SGD(), FP32, 3, long=True)
     expected = [torch.cat(bank.trained_row(j).gradients).double().norm().item() for j in range(3)]
     assert update.gradient_norms(StackedRows(bank)) == pytest.approx(expected, rel=1e-12)
+    assert [update.gradient_norm(bank.trained_row(j)) for j in range(3)] == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("num_learners", [1, 2, 5])
@@ -169,12 +162,6 @@ def test_native_sgd_round_equals_numbers_worked_out_by_hand():
     update.move(z, z_prev, total, LinearRound(0.5, 0.5))
     # z' = 2 + (1 + 3) + 0.5·(2 − 1) = 6.5
     assert [z[0].item(), z_prev[0].item()] == [6.5, 2.0]
-
-
-def test_native_gradient_norm_is_that_of_all_vectors_together():
-    row = random_row(SGD(), shadow=False)
-    expected = torch.cat(row.gradients).double().norm().item()
-    assert NativeUpdate(SGD(), SMA(), load()).gradient_norm(row) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -269,17 +256,13 @@ def library(compiled, tmp_path):
     return path
 
 
-def torn(content):
-    return content[:5000]
-
-
 def flipped(content):
     """One bit in the middle, where code is."""
     middle = len(content) // 2
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
-@pytest.mark.parametrize("harm", [lambda _: b"", lambda _: b"no library", torn, flipped])
+@pytest.mark.parametrize("harm", [lambda _: b"", lambda _: b"no library", lambda content: content[:5000], flipped])
 def test_damaged_library_in_the_cache_is_made_anew(library, harm):
     whole = library.read_bytes()
     library.unlink()  # which is loaded already
