@@ -284,16 +284,14 @@ def test_command_written_into_the_file_of_a_search_is_not_shown_as_what_to_run(
 
 
 @pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize(
-    ("place", "value"), [("test_accuracy", "evil"), ("value", None), ("trial", 7), ("test_loss", [])]
-)
-def test_best_trial_that_is_none_of_the_search_is_found_and_measured_anew(place: str, value: object) -> None:
+def test_best_trial_that_is_none_of_the_search_is_found_and_measured_anew() -> None:
     arguments = ("output_dir=one", "num_trials=1", "method=none", "max_epochs=0.1")
     assert search_digits(*arguments) == 0
     was = report("one")
-    Path("one/search.json").write_text(json.dumps({**was, "best": {**was["best"], place: value}}))
-    assert search_digits(*arguments, "resume=auto") == 0
-    assert report("one")["best"] == was["best"]
+    for place, value in (("test_accuracy", "evil"), ("value", None), ("trial", 7), ("test_loss", [])):
+        Path("one/search.json").write_text(json.dumps({**was, "best": {**was["best"], place: value}}))
+        assert search_digits(*arguments, "resume=auto") == 0
+        assert report("one")["best"] == was["best"], place
 
 
 @pytest.mark.usefixtures("no_pictures")
