@@ -25,15 +25,11 @@ def distance(one: Values, other: Values) -> float:
 
 def assert_alike(found: list[Ended]) -> None:
     """z to the bit, and all that is said about the run."""
+    same = (
+        "checksum", "samples_seen", "rounds", "num_learners", "status", "reason", "num_reseeded", "test_accuracy",
+        "test_loss", "epochs",
+    )  # fmt: skip
     first = found[0]
     for each in found[1:]:
-        assert each.z.tobytes() == first.z.tobytes()
-        assert each.z_prev.tobytes() == first.z_prev.tobytes()
-        assert each.checksum == first.checksum
-        assert (each.samples_seen, each.rounds, each.num_learners) == (
-            first.samples_seen, first.rounds, first.num_learners,
-        )  # fmt: skip
-        assert (each.status, each.reason, each.num_reseeded) == (first.status, first.reason, first.num_reseeded)
-        assert (each.test_accuracy, each.test_loss, each.epochs) == (
-            first.test_accuracy, first.test_loss, first.epochs,
-        )  # fmt: skip
+        assert (each.z.tobytes(), each.z_prev.tobytes()) == (first.z.tobytes(), first.z_prev.tobytes())
+        assert {name: getattr(each, name) for name in same} == {name: getattr(first, name) for name in same}

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.telemetry.records import read_metrics
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
 from experiments.bench.machine import ROOT, free_port
 from experiments.faults import processes
 from experiments.faults.processes import Start
+from tests.trainers import measured, weights
 
 PATIENCE_S = 90.0
 POLL_S = 0.002
@@ -27,8 +27,6 @@ DIGITS = [
     "schedule=constant", "checkpoint_every_epochs=null", "checkpoint_every_s=0.05", "resume=auto",
     "distributed.timeout_s=30",
 ]  # fmt: skip
-# Of a line of metrics.jsonl, what does not depend on the clock.
-MEASURED = ("epoch", "samples_seen", "train_loss", "test_loss", "test_accuracy", "learning_rate", "spread")
 _CLONE_NEWNS = 0x00020000
 
 
@@ -90,8 +88,7 @@ def said(folder: Path) -> str:
 
 def outcome(folder: Path) -> tuple[bytes, list[tuple[Any, ...]]]:
     """Model and metrics of a run that has ended, for comparison with another's."""
-    lines = read_metrics(folder / "metrics.jsonl")
-    return (folder / "model.safetensors").read_bytes(), [tuple(line[name] for name in MEASURED) for line in lines]
+    return weights(folder), measured(folder)
 
 
 def start_with_own_mounts(arguments: Sequence[str], log: Path, rank: int, num_ranks: int, shared: Path) -> Start:

@@ -29,38 +29,19 @@ from crossbow_py import (
 from crossbow_py.core.errors import CheckpointError
 from crossbow_py.data.sources.digits import Digits
 from crossbow_py.engine.modules import precision
-from crossbow_py.telemetry.records import read_metrics, read_summary
+from crossbow_py.telemetry.records import read_summary
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
-from tests.trainers import Recorder, image_model, images, make_trainer
+from tests.trainers import Recorder, image_model, image_trainer, images, measured, weights
 from tests.training_processes import await_checkpoints, started, train
 
 EXECUTORS = ["serial", "threads"]
-# What a line of metrics.jsonl says besides the time it took.
-MEASURED = (
-    "epoch", "samples_seen", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "learning_rate", "spread",
-)  # fmt: skip
 
 
 def trainer_of(folder: Path, **options: Any) -> Trainer:
-    """BatchNorm, dropout, AdamW, augmented images and a rate that drops: everything a checkpoint must carry."""
-    defaults: dict[str, Any] = {
-        "model": image_model,
-        "train_data": images(50),
-        "test_data": images(20),
-        "augmentation": Augmentation(crop_padding=2, flip=True),
-        "optimizer": AdamW(learning_rate=0.01),
-        "schedule": MultiStep(milestones=(1.0, 2.0), gamma=0.5),
-        "output_dir": folder,
-    }
-    return make_trainer(**{**defaults, **options})
-
-
-def measured(folder: Path) -> list[tuple[Any, ...]]:
-    return [tuple(line[name] for name in MEASURED) for line in read_metrics(folder / "metrics.jsonl")]
-
-
-def weights(folder: Path, name: str = "model.safetensors") -> bytes:
-    return (folder / name).read_bytes()
+    """With AdamW, which has two moments."""
+    schedule = MultiStep(milestones=(1.0, 2.0), gamma=0.5)
+    defaults = {"optimizer": AdamW(learning_rate=0.01), "schedule": schedule, "output_dir": folder}
+    return image_trainer(**{**defaults, **options})
 
 
 def terminate_at(trainer: Trainer, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
