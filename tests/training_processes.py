@@ -60,13 +60,21 @@ def train(folder: Path, *options: str, num_ranks: int = 2, **kwargs: Any) -> lis
         return begun.wait(PATIENCE_S)
 
 
-def await_true(what: Callable[[], Any], begun: Start | subprocess.Popen[Any] | None = None) -> None:
+def await_true(
+    what: Callable[[], Any], begun: Start | subprocess.Popen[Any] | multiprocessing.process.BaseProcess | None = None
+) -> None:
     """Block until it is; not longer than those who are to make it so run."""
     end_s = time.monotonic() + PATIENCE_S
     while not what():
-        runs = begun is None or (begun.runs if isinstance(begun, Start) else begun.poll() is None)
-        assert runs and time.monotonic() < end_s, "what was waited for did not come"
+        runs = begun is None or _runs(begun)
+        assert (runs or what()) and time.monotonic() < end_s, "what was waited for did not come"
         time.sleep(POLL_S)
+
+
+def _runs(begun: Start | subprocess.Popen[Any] | multiprocessing.process.BaseProcess) -> bool:
+    if isinstance(begun, subprocess.Popen):
+        return begun.poll() is None
+    return begun.runs if isinstance(begun, Start) else begun.is_alive()
 
 
 def await_checkpoints(folder: Path, number: int, begun: Start | subprocess.Popen[Any]) -> None:

@@ -26,18 +26,20 @@ IMAGES = features(512, (3, 6, 6))
 
 def tasks_on_cuda(
     make_model=norm_model, optimizer=SGD(), rule=SMA(), precision=FP64, num_learners=3, order=None, data=IMAGES,
-    batch_size=4,
+    batch_size=4, device="cuda",
 ):  # fmt: skip
-    """An engine on the GPU; weights, batches and order follow from seeds."""
-    place = torch.device("cuda", torch.cuda.current_device())
+    """An engine on the GPU, or the same one on another device; weights, batches and order follow from seeds."""
+    place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     bank = ReplicaBank(
         make_model().to(place), num_learners, device=place, precision=precision, state_names=optimizer.STATE,
         order=order,
     )  # fmt: skip
     return RoundTasks(
         bank,
-        update=TorchUpdate(optimizer, rule),
-        feed=make_feed(data, batch_size, 0, place, channels_last=True, dtype=precision.compute, kernels=True),
+        update=TorchUpdate(optimizer, rule),  # on CPU too: it is the reference
+        feed=make_feed(
+            data, batch_size, 0, place, channels_last=True, dtype=precision.compute, kernels=device == "cuda"
+        ),
         loss=nn.functional.cross_entropy,
         seed=0,
         collective=Collective(),

@@ -26,7 +26,7 @@ from crossbow_py.telemetry.records import read_metrics, read_summary
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
 from crossbow_py.train.config import TrainConfig, config_to_mapping
 from tests import rank_jobs
-from tests.rank_results import assert_alike, results
+from tests.rank_jobs import assert_alike, results
 from tests.ranks import Raised, on_ranks
 from tests.support import linear_model
 from tests.trainers import blobs, images, measured, weights

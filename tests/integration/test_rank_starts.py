@@ -8,7 +8,7 @@ import numpy as np
 
 from crossbow_py import SMA
 from tests import rank_jobs
-from tests.rank_results import assert_alike, distance, results
+from tests.rank_jobs import assert_alike, distance, results
 from tests.ranks import Raised, on_ranks
 
 

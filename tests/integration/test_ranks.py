@@ -13,8 +13,7 @@ import pytest
 from crossbow_py import PAPA, SGD, SMA, DiLoCo, Elastic, GroupedSMA, LocalSGD, SlowMo, SynchronousSGD
 from crossbow_py.data.build import make_feed
 from tests import rank_jobs
-from tests.rank_jobs import Ended, Values
-from tests.rank_results import assert_alike, distance, results
+from tests.rank_jobs import Ended, Values, assert_alike, distance, results
 from tests.support import linear_model
 from tests.trainers import blobs
 

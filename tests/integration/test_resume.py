@@ -27,12 +27,10 @@ from crossbow_py import (
     Trainer,
 )
 from crossbow_py.core.errors import CheckpointError
-from crossbow_py.data.sources.digits import Digits
 from crossbow_py.engine.modules import precision
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
 from tests.trainers import Recorder, image_model, image_trainer, images, measured, weights
-from tests.training_processes import await_checkpoints, started, train
 
 EXECUTORS = ["serial", "threads"]
 
@@ -240,24 +238,3 @@ def test_resume_after_a_fall_back_goes_on_from_the_newest_of_its_own_checkpoints
     older = checkpoints(tmp_path)[-1]
     trainer_of(tmp_path, resume=older, **keep).fit(max_rounds=1)
     assert trainer_of(tmp_path, resume=tmp_path).state.samples_seen == int(older.name.split("-")[1]) + 8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_process_killed_in_mid_epoch_and_resumed_equals_the_uninterrupted_run(tmp_path, executor):
-    """Killed once it has a checkpoint; how far it is to go on follows from where that was."""
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    alone = {"num_ranks": 1, "executor": executor}
-    with started(killed, "model.dropout=0.2", "max_epochs=10000", **alone) as begun:
-        await_checkpoints(killed, 1, begun)
-        begun.kill([0])
-        assert begun.wait() == [-signal.SIGKILL]
-    assert not (killed / "summary.json").exists()
-    samples = int(checkpoints(killed)[0].name.split("-")[1])
-    assert samples % (2 * 16) == 0
-    stop = f"max_epochs={samples // Digits.NUM_TRAIN + 2}"
-    for folder in (whole, killed):
-        assert train(folder, "model.dropout=0.2", stop, **alone) == [0]
-    assert weights(killed) == weights(whole)
-    assert measured(killed) == measured(whole)
-    assert read_summary(killed)["resumed_from"].endswith(f"samples-{samples:012d}")

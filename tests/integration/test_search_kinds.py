@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from crossbow_py.search.__main__ import main
-from tests.searches import DIGITS, report, search_digits, segments, trained_by_command, values
+from tests.searches import (
+    DIGITS,
+    assert_rungs_keep_the_best,
+    report,
+    search_digits,
+    segments,
+    trained_by_command,
+    values,
+)
 
 MLP = ["data=digits", "model=mlp", "model.hidden=[16]", "optimizer=digits"]
 IMAGES = ["data=synthetic", "data.num_train=96", "data.num_test=32", "data.validation_fraction=0.25", "batch_size=24"]
@@ -59,11 +67,7 @@ def test_tpe_learns_from_both_brackets_where_random_sampling_goes_on_as_before()
 
 def test_successive_halving_keeps_the_best_third_at_every_rung() -> None:
     assert search_digits("method=successive_halving", "num_trials=9", "max_epochs=9") == 0
-    found = values()
-    for rung, (epochs, kept) in enumerate((("1", 3), ("3", 1))):
-        reached = {trial: own[epochs] for trial, own in found.items() if epochs in own}
-        ranked = sorted(reached, key=lambda trial: (-reached[trial], trial))
-        assert {trial for trial, last in segments() if last == rung + 1} == set(ranked[:kept])
+    assert_rungs_keep_the_best([("1", "3", 3), ("3", "9", 1)])
     assert len(segments()) == 9 + 3 + 1
 
 
