@@ -140,11 +140,16 @@ def test_mistake_is_one_error_line_and_exit_code_2(
     assert not list(Path("runs").rglob("config.yaml"))
 
 
-def test_folder_of_a_finished_run_is_refused_without_resume(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_that_cannot_be_gone_on_with_is_one_error_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("+debug=fast", "output_dir=run") == 0
     capsys.readouterr()
-    assert train("+debug=fast", "output_dir=run") == 2
-    assert "resume=auto" in error_line(capsys)
+    for words, said in (([], "resume=auto"), (["resume=auto", "model.hidden=[16]"], "model.hidden")):
+        assert train("+debug=fast", "output_dir=run", *words) == 2
+        assert said in error_line(capsys)
+    for file in Path("run/checkpoints").rglob("*.pt"):
+        file.write_bytes(file.read_bytes()[:100])
+    assert train("+debug=fast", "output_dir=run", "max_rounds=4", "resume=auto") == 2
+    assert "corrupted" in error_line(capsys)
 
 
 def test_resume_with_a_later_end_goes_on_and_keeps_one_line_per_epoch() -> None:
@@ -152,22 +157,6 @@ def test_resume_with_a_later_end_goes_on_and_keeps_one_line_per_epoch() -> None:
     assert train("max_epochs=3", "output_dir=run", "schedule=constant", "resume=auto") == 0
     assert [line["epoch"] for line in read_metrics(Path("run/metrics.jsonl"))] == [1, 2, 3]
     assert read_summary(Path("run"))["resumed_from"]
-
-
-def test_resume_with_only_corrupted_checkpoints_left_is_one_error_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train("max_epochs=1", "output_dir=run") == 0
-    for file in Path("run/checkpoints").rglob("*.pt"):
-        file.write_bytes(file.read_bytes()[:100])
-    capsys.readouterr()
-    assert train("max_epochs=2", "output_dir=run", "resume=auto") == 2
-    assert "corrupted" in error_line(capsys)
-
-
-def test_resume_of_another_configuration_is_one_error_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train("+debug=fast", "output_dir=run") == 0
-    capsys.readouterr()
-    assert train("+debug=fast", "output_dir=run", "resume=auto", "model.hidden=[16]") == 2
-    assert "model.hidden" in error_line(capsys)
 
 
 def test_multirun_in_the_home_folder_is_there_and_in_the_table(
