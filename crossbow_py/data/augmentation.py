@@ -84,11 +84,6 @@ class Augmentation:
         """Return (top, bottom, left, right), int64 [4, N] by sample id, of images of `extent` (H, W); see `erasing`."""
         return draw_rectangles(self.random_erasing, seed, epoch, num_samples, extent)
 
-    def centre(self, num_samples: int) -> tuple[Ids, Ids, Ids]:
-        """Return (top, left, mirrored), int64 [N] each, that give the images as they are."""
-        corner = np.full(num_samples, self.crop_padding, dtype=np.int64)
-        return corner, corner, np.zeros(num_samples, dtype=np.int64)
-
 
 def flipped(values: Tensor, mirrored: Tensor) -> Tensor:
     """Return images or masks [B, ..., W], flipped left to right where `mirrored` bool [B] is true."""
@@ -140,7 +135,9 @@ class PaddedImages:
         rows = padded.view(self.num_samples, -1, self.row, self.channels)
         rows[:, padding : padding + self.height, padding : padding + self.width].copy_(images.permute(0, 2, 3, 1))
         self.pixels = padded.view(-1, self.channels)
-        self._pattern = self._patterns().to(device)
+        down, across = torch.arange(self.height).unsqueeze(1) * self.row, torch.arange(self.width)
+        # The offset of every pixel of a crop from its corner, int64 [2, H·W]: as stored, and mirrored.
+        self._pattern = torch.stack([(down + each).flatten() for each in (across, across.flip(0))]).to(device)
 
     def first_pixel(self, ids: Ids, top: Ids, left: Ids) -> Ids:
         """Return the index, int64 [B], of each crop's corner in the pixel table."""
@@ -155,9 +152,3 @@ class PaddedImages:
     def whole(self, ids: Tensor) -> Tensor:
         """Return uint8 [B, H·W·C] of images stored without padding, one copy each. `ids` is int64 [B] on the device."""
         return self.pixels.view(self.num_samples, -1).index_select(0, ids)
-
-    def _patterns(self) -> Tensor:
-        """Return the offset of every pixel of a crop from its corner, int64 [2, H·W]: as stored, and mirrored."""
-        down = torch.arange(self.height).unsqueeze(1) * self.row
-        across = torch.arange(self.width)
-        return torch.stack([(down + across).flatten(), (down + across.flip(0)).flatten()])

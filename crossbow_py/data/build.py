@@ -10,23 +10,14 @@ from torch import Tensor
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.augmentation import Augmentation, check_shapes
-from crossbow_py.data.datasets import (
-    Data,
-    MapStyleDataset,
-    Pair,
-    as_pair,
-    check_data,
-    is_clip_batch,
-    is_image_batch,
-    rounded_integer,
-)
+from crossbow_py.data.datasets import Data, MapStyleDataset, Pair, as_pair, check_data, is_clip_batch, is_image_batch
 from crossbow_py.data.feed import Feed
-from crossbow_py.data.normalisation import IDENTITY, Normalisation
+from crossbow_py.data.normalisation import BatchFormat, Normalisation, rounded_integer
 from crossbow_py.data.resident.inputs import ClipInputs, ImageInputs, ResidentInputs, RowInputs
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.data.streaming.items import ItemData
 from crossbow_py.data.streaming.streamed_data import StreamedData
-from crossbow_py.data.streaming.streaming_feed import Preparation, StreamingFeed
+from crossbow_py.data.streaming.streaming_feed import StreamingFeed
 
 
 def make_feed(
@@ -69,43 +60,27 @@ def make_feed(
         UserError: the batch is larger than the data set, or the data set cannot be augmented or normalised like that.
     """
     check_data(data, "the data set")
-    device, augmentation = torch.device(device), augmentation or Augmentation()
-    normalisation = Normalisation.of(mean, std)
-    pair = as_pair(data)
-    if pair is None:
-        streamed = data if isinstance(data, StreamedData) else ItemData(data)
-        _check_streamed(data, augmentation)
-        preparation = Preparation(normalisation, device, channels_last, dtype)
-        return StreamingFeed(
-            streamed, batch_size, seed, device, augmentation, preparation, num_workers, num_ranks, order_seed
-        )
-    _check_resident(pair, augmentation)
-    inputs = _resident_inputs(pair[0], augmentation, normalisation, device, channels_last, dtype, kernels)
-    feed = ResidentFeed(inputs, pair[1].to(device), batch_size, seed, order_seed)
-    feed.note_rounding(None if normalisation else rounded_integer(pair[0], dtype), dtype)
-    return feed
+    form = BatchFormat(torch.device(device), dtype, channels_last, Normalisation.of(mean, std))
+    pair, augmentation = as_pair(data), augmentation or Augmentation()
+    if pair is not None:
+        inputs = _resident_inputs(pair, augmentation, form, kernels)
+        feed = ResidentFeed(inputs, pair[1].to(form.device), batch_size, seed, order_seed)
+        feed.note_rounding(None if form.normalisation else rounded_integer(pair[0], dtype), dtype)
+        return feed
+    streamed = data if isinstance(data, StreamedData) else ItemData(data)
+    _check_streamed(data, augmentation)
+    return StreamingFeed(streamed, batch_size, seed, form, augmentation, num_workers, num_ranks, order_seed)
 
 
-def _resident_inputs(
-    inputs: Tensor,
-    augmentation: Augmentation,
-    normalisation: Normalisation | None,
-    device: torch.device,
-    channels_last: bool,
-    dtype: torch.dtype,
-    kernels: bool,
-) -> ResidentInputs:
-    if is_image_batch(inputs):
-        return ImageInputs(inputs, augmentation, normalisation or IDENTITY, device, channels_last, dtype, kernels)
-    if is_clip_batch(inputs):
-        return ClipInputs(inputs, normalisation or IDENTITY, device, dtype)
-    return RowInputs(inputs, normalisation, device, channels_last, dtype)
-
-
-def _check_resident(pair: Pair, augmentation: Augmentation) -> None:
-    if augmentation.active and not is_image_batch(pair[0]):
+def _resident_inputs(pair: Pair, augmentation: Augmentation, form: BatchFormat, kernels: bool) -> ResidentInputs:
+    inputs, targets = pair
+    is_images = is_image_batch(inputs)
+    if augmentation.active and not is_images:
         raise UserError(_needs_images(augmentation, f"set {Augmentation()}"))
-    check_shapes(augmentation, pair[0].shape[1:], pair[1].shape[1:])
+    check_shapes(augmentation, inputs.shape[1:], targets.shape[1:])
+    if is_images:
+        return ImageInputs(inputs, augmentation, form, kernels)
+    return ClipInputs(inputs, form) if is_clip_batch(inputs) else RowInputs(inputs, form)
 
 
 def _check_streamed(data: MapStyleDataset, augmentation: Augmentation) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,6 @@ from crossbow_py.data.streaming.streamed_data import StreamedData
 
 # The split into train and validation is a property of the data set, not of the run: the same for every seed.
 _SPLIT_SEED = 0
-_VALUES_AT_ONCE = 2**22  # checked at a time, so that temporary copies are small
 
 
 class MapStyleDataset(Protocol):
@@ -182,7 +181,7 @@ class Classes:
 
     def first_outside(self, targets: Tensor) -> tuple[int, int] | None:
         """Return (sample, label) of the first integer target [N, ...] that is no such label, None if there is none."""
-        if targets.is_floating_point() or targets.is_complex():
+        if not has_integers(targets):
             return None
         outside = ((targets < 0) | (targets >= self.num_classes)) & counted(targets, self.ignored)
         if not outside.any():
@@ -208,40 +207,3 @@ def is_image_batch(inputs: Tensor) -> bool:
 def is_clip_batch(inputs: Tensor) -> bool:
     """Return whether inputs are clips: uint8 [N, C, T, H, W]."""
     return inputs.dtype == torch.uint8 and inputs.ndim == 5
-
-
-class Rounded(NamedTuple):
-    """An integer among floating inputs, and the number that the dtype of batches makes of it."""
-
-    value: float
-    becomes: float
-
-    def sentence(self, dtype: torch.dtype) -> str:
-        """Return the remark as a sentence."""
-        return f"{self.remark(dtype).capitalize()}."
-
-    def remark(self, dtype: torch.dtype) -> str:
-        """Return the remark for the user, as a part of a sentence."""
-        kind = str(dtype).removeprefix("torch.")
-        remedy = "set precision=fp32, or " if dtype == torch.bfloat16 else ""
-        return (
-            f"the inputs have whole numbers that {kind} rounds: {self.value:.0f} becomes {self.becomes:.0f}; if they "
-            f"are ids, years or counts, {remedy}give them as a tensor of integers"
-        )
-
-
-def rounded_integer(inputs: Tensor, dtype: torch.dtype) -> Rounded | None:
-    """Return the first integer in floating inputs [N, ...] that `dtype` rounds, None if there is none.
-
-    It may be an id, which must not become its neighbour's. Rounding other numbers only loses noise.
-    """
-    if not inputs.is_floating_point() or torch.finfo(inputs.dtype).eps >= torch.finfo(dtype).eps:
-        return None
-    exact = 2 / torch.finfo(dtype).eps  # every integer up to there is exact
-    for part in torch.split(inputs, max(1, _VALUES_AT_ONCE * len(inputs) // max(1, inputs.numel()))):
-        if part.numel() and bool((part.abs() > exact).any()):
-            rounded = part.to(dtype).to(part.dtype)
-            found = (rounded != part) & (part == part.round()) & part.isfinite()
-            if found.any():
-                return Rounded(float(part[found][0]), float(rounded[found][0]))
-    return None

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.datasets import Classes, Rounded
+from crossbow_py.data.datasets import Classes
+from crossbow_py.data.normalisation import Rounded
 
 # Each learner's batch in one piece, or the channels of all learners side by side.
 MemoryOrder = Literal["stacked", "channels"]
@@ -132,45 +133,6 @@ class Feed(ABC):
 
     def close(self) -> None:
         """Stop threads and processes. A feed that is used again starts them again. Does not raise."""
-
-
-class PickedFeed(Feed):
-    """A feed that can also make batches in two steps, the second of which may be part of a CUDA graph.
-
-        picks, batches = feed.new_picks(K), feed.new_batches(K)    once
-        feed.write_picks(starts, picks)                            every round, before the graph
-        feed.take(picks, batches)                                  inside the graph
-
-    The batches are the same to the bit. Picks and batches belong to the caller, which must not let `write_picks` or
-    `take` overwrite what another stream or thread still reads.
-    """
-
-    @abstractmethod
-    def new_picks(self, num_batches: int) -> Tensor:
-        """Return int64 zeros [R, num_batches·B] on the device for `write_picks`; they pick the first sample."""
-
-    @abstractmethod
-    def new_batches(self, num_batches: int, order: MemoryOrder = "stacked") -> Batch:
-        """Return zeros for `take`: inputs [num_batches, B, ...] and targets [num_batches, B, ...].
-
-        The order "channels" is for images only. Their memory is `[B, H, W, num_batches, C]`, so that
-        `inputs.transpose(0, 1).flatten(1, 2)`, the input of a grouped convolution, is a view.
-        """
-
-    @abstractmethod
-    def write_picks(self, starts: Sequence[int], out: Tensor) -> None:
-        """Write the picks of the batches at `starts` into `out`, by one copy on the current stream, outside a capture.
-
-        The host blocks only once an epoch, in the first call that reaches it. `out` is from `new_picks(len(starts))`.
-        """
-
-    @abstractmethod
-    def take(self, picks: Tensor, out: Batch) -> None:
-        """Make the picked batches, enqueued on the current stream; the host does not block.
-
-        Reads only `picks` and data on the device, so a CUDA graph may capture it. `out` comes from `new_batches`; a
-        single batch may also be given as `[B, ...]`.
-        """
 
 
 class EpochCache(Generic[Key, T]):

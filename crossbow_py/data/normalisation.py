@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.erasing import Eraser
+
+_VALUES_AT_ONCE = 2**22  # checked at a time, so that temporary copies are small
 
 
 @dataclass(frozen=True)
@@ -67,26 +70,36 @@ class Normalisation:
 IDENTITY = Normalisation((0.0,), (1.0,))
 
 
+class BatchFormat(NamedTuple):
+    """The form of a feed's inputs.
+
+    Attributes:
+        device: where batches are.
+        dtype: dtype of floating inputs.
+        channels_last: whether 4-D inputs are channels last in memory.
+        normalisation: None leaves inputs as they are, but for uint8 images and clips, which are scaled to [0, 1].
+    """
+
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    channels_last: bool = False
+    normalisation: Normalisation | None = None
+
+
 class PixelNormaliser:
     """Normalises channels-last uint8 pixels [B, H·W·C] by one fused multiply-add. Any thread may call it.
 
     `shape` is (C, H, W). The constants take 8·C·H·W bytes (16·C·H·W in float64) on the device.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        normalisation: Normalisation,
-        dtype: torch.dtype,
-        device: torch.device,
-        channels_last: bool,
-    ) -> None:
+    def __init__(self, shape: tuple[int, int, int], form: BatchFormat) -> None:
+        normalisation = form.normalisation or IDENTITY
         normalisation.check_channels(shape[0])
-        self._shape, self._dtype, self._channels_last = shape, dtype, channels_last
-        self._compute = compute_dtype(dtype)
+        self._shape, self._dtype, self._channels_last = shape, form.dtype, form.channels_last
+        self._compute = compute_dtype(form.dtype)
         mean, std = np.asarray(normalisation.mean), np.asarray(normalisation.std)
-        self._scale, self._shift = (self._row(values).to(device) for values in (1 / (255 * std), -mean / std))
-        self._erase = Eraser(shape, device)
+        self._scale, self._shift = (self._row(values).to(form.device) for values in (1 / (255 * std), -mean / std))
+        self._erase = Eraser(shape, form.device)
 
     def __call__(self, pixels: Tensor, erased: Tensor | None = None) -> Tensor:
         """Return images [B, C, H, W], channels last in memory or contiguous.
@@ -116,3 +129,40 @@ class PixelNormaliser:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return float64 for float64, else float32: bfloat16 has fewer bits than a pixel."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Rounded(NamedTuple):
+    """An integer among floating inputs, and the number that the dtype of batches makes of it."""
+
+    value: float
+    becomes: float
+
+    def sentence(self, dtype: torch.dtype) -> str:
+        """Return the remark as a sentence."""
+        return f"{self.remark(dtype).capitalize()}."
+
+    def remark(self, dtype: torch.dtype) -> str:
+        """Return the remark for the user, as a part of a sentence."""
+        kind = str(dtype).removeprefix("torch.")
+        remedy = "set precision=fp32, or " if dtype == torch.bfloat16 else ""
+        return (
+            f"the inputs have whole numbers that {kind} rounds: {self.value:.0f} becomes {self.becomes:.0f}; if they "
+            f"are ids, years or counts, {remedy}give them as a tensor of integers"
+        )
+
+
+def rounded_integer(inputs: Tensor, dtype: torch.dtype) -> Rounded | None:
+    """Return the first integer in floating inputs [N, ...] that `dtype` rounds, None if there is none.
+
+    It may be an id, which must not become its neighbour's. Rounding other numbers only loses noise.
+    """
+    if not inputs.is_floating_point() or torch.finfo(inputs.dtype).eps >= torch.finfo(dtype).eps:
+        return None
+    exact = 2 / torch.finfo(dtype).eps  # every integer up to there is exact
+    for part in torch.split(inputs, max(1, _VALUES_AT_ONCE * len(inputs) // max(1, inputs.numel()))):
+        if part.numel() and bool((part.abs() > exact).any()):
+            rounded = part.to(dtype).to(part.dtype)
+            found = (rounded != part) & (part == part.round()) & part.isfinite()
+            if found.any():
+                return Rounded(float(part[found][0]), float(rounded[found][0]))
+    return None

@@ -22,9 +22,7 @@ _WEYL = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
 
 def raw_words(seed: int, purpose: str, epoch: int, count: int) -> npt.NDArray[np.uint64]:
     """Return `count` random 64-bit words. A longer table begins with the shorter one."""
-    key = np.array([seed % _WORD, _purpose_word(purpose)], dtype=np.uint64)
-    counter = np.array([0, 0, 0, epoch], dtype=np.uint64)
-    return np.random.Philox(key=key, counter=counter).random_raw(count)
+    return sample_words(seed, purpose, epoch, 0, count)
 
 
 def sample_words(seed: int, purpose: str, epoch: int, sample: int, count: int) -> npt.NDArray[np.uint64]:

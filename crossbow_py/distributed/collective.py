@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from crossbow_py.core.errors import RankLostError
-
-
-class Waits(Protocol):
-    """The interface of a watch that notes when a thread waits for other ranks."""
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """Return a context for an operation that ends once all ranks have reached it."""
+from crossbow_py.distributed.watch import Watch
 
 
 class Collective:
@@ -66,7 +59,7 @@ class ProcessGroupCollective(Collective):
         self,
         group: ProcessGroup | None = None,
         num_devices: int | None = None,
-        watch: Waits | None = None,
+        watch: Watch | None = None,
         world: ProcessGroup | None = None,
         num_ranks: int = 0,
     ) -> None:
@@ -90,7 +83,7 @@ class ProcessGroupCollective(Collective):
         self._reduce(values, self._world)
 
     def awaiting(self) -> AbstractContextManager[None]:
-        """See Collective. With gloo there is nothing to wait for, as its calls block."""
+        # There is nothing to wait for with gloo, as its calls block.
         return nullcontext() if self._blocks or self._watch is None else self._watch.waiting()
 
     def _reduce(self, values: Tensor, group: ProcessGroup | None) -> None:

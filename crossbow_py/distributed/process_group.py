@@ -77,7 +77,9 @@ class ProcessGroupRanks(Ranks):
         self.local_rank, self.num_local = _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE", self.num_ranks)
         self.node, self.num_nodes = _number("GROUP_RANK"), _number("GROUP_WORLD_SIZE", 1)
         self._timeout_s = settings.timeout_s
-        _take_share(self)
+        # This rank's share of the host's cores as threads. torchrun sets one, unless the user set another number.
+        if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+            torch.set_num_threads(max(1, read_host().cores // self.num_local))
         if on_gpus:
             self._take_gpu()
         self._keep_local()
@@ -89,7 +91,9 @@ class ProcessGroupRanks(Ranks):
                 "gloo", store=PrefixStore("decisions", store), rank=self.rank, world_size=self.num_ranks,
                 timeout=timedelta(seconds=_START_S),
             )  # fmt: skip
-            watch = RankWatch(_own_connection(store), self.rank, self.num_ranks, settings.timeout_s)
+            # A connection of its own, so that a call that blocks does not hold up other threads.
+            own = store.clone()  # type: ignore[attr-defined]
+            watch = RankWatch(own, self.rank, self.num_ranks, settings.timeout_s)
             watch.say()  # so that a rank that hangs before its first beat is found, too
         except Exception as error:
             raise RankLostError(f"not all {self.num_ranks} ranks have joined ({one_line(error)})") from error
@@ -114,16 +118,12 @@ class ProcessGroupRanks(Ranks):
                 os.environ.setdefault(name, "lo")
 
     def collective(self, device: torch.device, apart: bool = False) -> Collective:
-        """See Ranks."""
         world = self._new_group(device, list(range(self.num_ranks)))
         if not apart or self.num_nodes == 1:
             return ProcessGroupCollective(world, self.num_ranks, watch=self.watch)
-        placed = self.gather([float(self.node)])
-        groups = [
-            (nodes, self._new_group(device, nodes))
-            for node in range(self.num_nodes)
-            for nodes in [[rank for rank in range(self.num_ranks) if placed[rank][0] == node]]
-        ]
+        placed = [node for (node,) in self.gather([float(self.node)])]
+        nodes = [[rank for rank, at in enumerate(placed) if at == node] for node in range(self.num_nodes)]
+        groups = [(ranks, self._new_group(device, ranks)) for ranks in nodes]  # every rank makes every group
         own, group = next((ranks, group) for ranks, group in groups if self.rank in ranks)
         return ProcessGroupCollective(group, len(own), watch=self.watch, world=world, num_ranks=self.num_ranks)
 
@@ -138,12 +138,10 @@ class ProcessGroupRanks(Ranks):
         return group
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """See Ranks."""
         own = torch.tensor(list(values), dtype=torch.float64)
         return [each.tolist() for each in self._all_gather(own)]
 
     def gather_texts(self, text: str) -> list[str]:
-        """See Ranks."""
         data = text.encode()
         lengths = [int(length) for (length,) in self.gather([float(len(data))])]
         if not any(lengths):
@@ -154,7 +152,6 @@ class ProcessGroupRanks(Ranks):
         return [bytes(each[:length].tolist()).decode() for each, length in zip(every, lengths, strict=True)]
 
     def add(self, values: Tensor) -> None:
-        """See Ranks."""
         with self._waiting():
             torch.distributed.all_reduce(values)
 
@@ -173,7 +170,6 @@ class ProcessGroupRanks(Ranks):
             raise RankLostError from error
 
     def close(self) -> None:
-        """See Ranks."""
         self.watch.close()
         with suppress(Exception):
             torch.distributed.destroy_process_group()
@@ -240,18 +236,5 @@ def _new_name() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def _own_connection(store: Store) -> Store:
-    """Return another connection to the same store, so that a call that blocks does not hold up other threads."""
-    other: Store = store.clone()  # type: ignore[attr-defined]
-    return other
-
-
 def _number(name: str, default: int = 0) -> int:
     return int(os.environ.get(name, default))
-
-
-def _take_share(ranks: Ranks) -> None:
-    """Use this rank's share of the host's cores as threads. torchrun sets one, unless the user set another number."""
-    share = max(1, read_host().cores // ranks.num_local)
-    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(share)

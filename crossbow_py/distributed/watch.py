@@ -15,22 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Protocol
+
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 _SAY_EVERY_S = 1.0
 _BEATS_MISSED = 4  # after which a rank counts as silent
 EXIT_HANGS = 1
 _REMEDY = "The run goes on from its newest checkpoint when it is started again with resume=auto."
-
-
-class Store(Protocol):
-    """The methods of torch's key-value store that the watch uses."""
-
-    def set(self, key: str, value: str) -> None:
-        """Put a value."""
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Return the values of keys. Blocks until all are there."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +102,12 @@ class RankWatch(Watch):
         ]
 
     def start(self) -> None:
-        """See Watch."""
         for thread in self._threads:
             if thread.ident is None:
                 thread.start()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """See Watch."""
         own = threading.get_ident()
         self._since[own] = self._clock()
         try:

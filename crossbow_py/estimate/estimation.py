@@ -34,7 +34,7 @@ from crossbow_py.estimate.batch_search import Measured, largest_measured
 from crossbow_py.estimate.config import EstimateConfig
 from crossbow_py.estimate.speed import fetch_seconds, step_seconds
 from crossbow_py.estimate.units import parse_bytes
-from crossbow_py.train.build import build_run
+from crossbow_py.train.build import RunBuilder
 from crossbow_py.train.run import DataSets
 from crossbow_py.train.run_settings import RunSettings, choose
 from crossbow_py.train.tuning.calibration import calibration_round
@@ -352,7 +352,10 @@ def _train(
     optimizer: Optimizer,
     rule: AveragingRule,
 ) -> None:
-    run = build_run(make_model, data, settings, choose(settings, None), optimizer=optimizer, rule=rule)
+    run = RunBuilder(
+        make_model=make_model, data=data, settings=settings, choices=choose(settings, None), optimizer=optimizer,
+        rule=rule,
+    ).build()  # fmt: skip
     executor = run.new_executor()
     try:
         for index in range(_ROUNDS):

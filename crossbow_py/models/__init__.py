@@ -25,26 +25,7 @@ MODELS: dict[str, type[ModelSettings]] = {
 }
 
 __all__ = [
-    "MLP",
-    "MODELS",
-    "VGG16",
-    "AlexNet",
-    "CustomModel",
-    "DenseNet40",
-    "DenseNet121",
-    "LeNet",
-    "MobileNet",
-    "ModelSettings",
-    "ResNet3d10",
-    "ResNet3d18",
-    "ResNet18",
-    "ResNet20",
-    "ResNet32",
-    "ResNet34",
-    "ResNet44",
-    "ResNet50",
-    "ResNet56",
-    "ResNet101",
-    "ResNet110",
-    "ResNet152",
-]
+    "MLP", "MODELS", "VGG16", "AlexNet", "CustomModel", "DenseNet40", "DenseNet121", "LeNet", "MobileNet",
+    "ModelSettings", "ResNet3d10", "ResNet3d18", "ResNet18", "ResNet20", "ResNet32", "ResNet34", "ResNet44",
+    "ResNet50", "ResNet56", "ResNet101", "ResNet110", "ResNet152",
+]  # fmt: skip

@@ -8,12 +8,11 @@ local response normalisation, and the features of an image are averaged to 6x6 p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor, nn
 
-from crossbow_py.core.settings import check, setting
-from crossbow_py.models.base import ModelSettings, image_shape
+from crossbow_py.core.settings import setting
+from crossbow_py.models.base import ModelSettings, input_channels
 
 # The smallest image with a position left after the last pooling: 63 → 15 → 7 → 3 → 1.
 MINIMUM_PIXELS = 63
@@ -46,7 +45,6 @@ class OneTower(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits `[B, num_classes]` of a batch of images."""
         logits: Tensor = self.classifier(self.pool(self.features(x)).flatten(1))
         return logits
 
@@ -64,14 +62,10 @@ def _dropout(share: float) -> nn.Module:
 class AlexNet(ModelSettings):
     """AlexNet for images of at least 63x63 pixels, 61.1 M parameters with 1000 classes."""
 
-    NAME: ClassVar[str] = "alexnet"
+    NAME = "alexnet"
 
     dropout: float = setting(0.5, "share of the classifier's inputs dropped while training", minimum=0, below=1)
 
-    def __post_init__(self) -> None:
-        check(self)
-
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Build a module of logits `[B, num_classes]` from images `[B, channels, H, W]` of at least 63x63 pixels."""
-        channels, _, _ = image_shape(self.NAME, input_shape, MINIMUM_PIXELS)
+        channels = input_channels(self.NAME, input_shape, MINIMUM_PIXELS)
         return OneTower(channels, num_classes, self.dropout)

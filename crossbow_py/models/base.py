@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import nn
 
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import check
 
 
+@dataclass(frozen=True)
 class ModelSettings(ABC):
-    """Base of the settings of every model, which are frozen dataclasses."""
+    """Base of the settings of every model."""
 
     GROUP: ClassVar[str] = "model"
     NAME: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check(self)
 
     @abstractmethod
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
@@ -25,36 +31,18 @@ class ModelSettings(ABC):
         """
 
 
-def image_shape(model: str, input_shape: tuple[int, ...], minimum_pixels: int) -> tuple[int, int, int]:
-    """Check that samples are images (channels, height, width) of at least `minimum_pixels` a side; return that shape.
+def input_channels(model: str, input_shape: tuple[int, ...], minimum_pixels: int, minimum_frames: int = 0) -> int:
+    """Check samples, images (channels, height, width) or, if there must be frames, clips. Return their channels.
 
     Raises:
-        UserError: they are not; names the model, the rule and the shape received.
+        UserError: they are no such samples or too small; names the model, the rule and the shape received.
     """
-    rule = f"images (channels, height, width) of at least {minimum_pixels}x{minimum_pixels} pixels"
-    if len(input_shape) != 3 or min(input_shape[1:]) < minimum_pixels:
+    rule, ndim = "images (channels, height, width) of at least", 3
+    if minimum_frames:
+        rule, ndim = f"clips (channels, frames, height, width) of at least {minimum_frames} frames of", 4
+    if len(input_shape) != ndim or min(input_shape[-2:]) < minimum_pixels or input_shape[1] < minimum_frames:
         raise UserError(
-            f"model={model} needs {rule}, got samples of shape {input_shape}; choose another data set or model=mlp."
+            f"model={model} needs {rule} {minimum_pixels}x{minimum_pixels} pixels, got samples of shape {input_shape}; "
+            "choose another data set or model=mlp."
         )
-    channels, height, width = input_shape
-    return channels, height, width
-
-
-def clip_shape(
-    model: str, input_shape: tuple[int, ...], minimum_frames: int, minimum_pixels: int
-) -> tuple[int, int, int, int]:
-    """Check that samples are clips (channels, frames, height, width), and return that shape.
-
-    Raises:
-        UserError: the clips are too short or too small, or no clips; names the model, the rule and the shape received.
-    """
-    rule = (
-        f"clips (channels, frames, height, width) of at least {minimum_frames} frames of "
-        f"{minimum_pixels}x{minimum_pixels} pixels"
-    )
-    if len(input_shape) != 4 or input_shape[1] < minimum_frames or min(input_shape[2:]) < minimum_pixels:
-        raise UserError(
-            f"model={model} needs {rule}, got samples of shape {input_shape}; choose another data set or model=mlp."
-        )
-    channels, frames, height, width = input_shape
-    return channels, frames, height, width
+    return input_shape[0]

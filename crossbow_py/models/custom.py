@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.settings import check, setting
+from crossbow_py.core.settings import setting
 from crossbow_py.core.targets import call_target
 from crossbow_py.models.base import ModelSettings
 
@@ -17,13 +17,10 @@ from crossbow_py.models.base import ModelSettings
 class CustomModel(ModelSettings):
     """Calls `target(**args)`; a class derived from `nn.Module` is as good a target as a function that returns one."""
 
-    NAME: ClassVar[str] = "custom"
+    NAME = "custom"
 
     target: str = setting("", "dotted name of a function or class that returns an nn.Module: package.module.name")
     args: dict[str, Any] = setting({}, "keyword arguments of the target")
-
-    def __post_init__(self) -> None:
-        check(self)
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
         """Build the module by calling the target. Its shapes are checked on the first batch.

@@ -9,13 +9,12 @@ there are four blocks. For small images k is 12, the stem is a 3x3 convolution t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.models.base import ModelSettings, image_shape
+from crossbow_py.models.base import ModelSettings, input_channels
 
 # Five halvings leave one position, so a batch of training images this small needs two of them for BatchNorm.
 MINIMUM_PIXELS = 32
@@ -39,7 +38,6 @@ class DenseLayer(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the input with the layer's output behind it, along the channels."""
         return torch.cat([x, self.layer(x)], dim=1)
 
 
@@ -53,7 +51,9 @@ class DenseNet(nn.Module):
         super().__init__()
         growth_rate = SMALL_GROWTH_RATE if small else GROWTH_RATE
         width = 2 * SMALL_GROWTH_RATE if small else STEM_CHANNELS
-        self.stem = _convolution(in_channels, width, 3) if small else _large_stem(in_channels, width)
+        self.stem: nn.Module = _convolution(in_channels, width, 3 if small else 7, stride=1 if small else 2)
+        if not small:  # to a quarter of the image's side
+            self.stem = nn.Sequential(self.stem, *_normalised(width), nn.MaxPool2d(3, stride=2, padding=1))
         blocks: list[nn.Module] = []
         for block, count in enumerate(num_layers):
             if block > 0:
@@ -67,18 +67,8 @@ class DenseNet(nn.Module):
         nn.init.zeros_(self.fc.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits `[B, num_classes]` of a batch of images."""
         logits: Tensor = self.fc(self.blocks(self.stem(x)).mean((2, 3)))
         return logits
-
-
-def _large_stem(in_channels: int, width: int) -> nn.Module:
-    """`[B, in_channels, H, W]` → `[B, width, H/4, W/4]`."""
-    return nn.Sequential(
-        _convolution(in_channels, width, 7, stride=2),
-        *_normalised(width),
-        nn.MaxPool2d(3, stride=2, padding=1),
-    )
 
 
 def _normalised(channels: int) -> list[nn.Module]:
@@ -101,23 +91,20 @@ class _DenseNetSettings(ModelSettings):
     SMALL: ClassVar[bool] = False
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Build a module of logits `[B, num_classes]` from images of at least 32x32 pixels, 8x8 if `SMALL`."""
-        channels, _, _ = image_shape(self.NAME, input_shape, MINIMUM_SMALL_PIXELS if self.SMALL else MINIMUM_PIXELS)
+        channels = input_channels(self.NAME, input_shape, MINIMUM_SMALL_PIXELS if self.SMALL else MINIMUM_PIXELS)
         return DenseNet(self.NUM_LAYERS, channels, num_classes, small=self.SMALL)
 
 
-@dataclass(frozen=True)
 class DenseNet121(_DenseNetSettings):
     """DenseNet-121, 8.0 M parameters with 1000 classes."""
 
-    NAME: ClassVar[str] = "densenet121"
-    NUM_LAYERS: ClassVar[tuple[int, ...]] = (6, 12, 24, 16)
+    NAME = "densenet121"
+    NUM_LAYERS = (6, 12, 24, 16)
 
 
-@dataclass(frozen=True)
 class DenseNet40(_DenseNetSettings):
     """DenseNet-BC of 40 layers with a growth rate of 12, 0.18 M parameters, for images of 32x32 pixels or so."""
 
-    NAME: ClassVar[str] = "densenet40"
-    NUM_LAYERS: ClassVar[tuple[int, ...]] = (6, 6, 6)
-    SMALL: ClassVar[bool] = True
+    NAME = "densenet40"
+    NUM_LAYERS = (6, 6, 6)
+    SMALL = True

@@ -7,12 +7,11 @@ output layer: 431,080 parameters on 28x28 grey images and 10 classes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import nn
 
-from crossbow_py.core.settings import check, setting
-from crossbow_py.models.base import ModelSettings, image_shape
+from crossbow_py.core.settings import setting
+from crossbow_py.models.base import ModelSettings, input_channels
 
 KERNEL = 5
 CHANNELS = (20, 50)
@@ -25,16 +24,12 @@ MINIMUM_PIXELS = 16
 class LeNet(ModelSettings):
     """LeNet for images of at least 16x16 pixels."""
 
-    NAME: ClassVar[str] = "lenet"
+    NAME = "lenet"
 
     dropout: float = setting(0.0, "share of hidden units dropped while training", minimum=0, below=1)
 
-    def __post_init__(self) -> None:
-        check(self)
-
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Build a module of logits `[B, num_classes]` from images `[B, channels, H, W]` of at least 16x16 pixels."""
-        width, *sides = image_shape(self.NAME, input_shape, MINIMUM_PIXELS)
+        width, sides = input_channels(self.NAME, input_shape, MINIMUM_PIXELS), list(input_shape[1:])
         layers: list[nn.Module] = []
         for channels in CHANNELS:
             # Pooling before ReLU gives the same values with a quarter of the work.

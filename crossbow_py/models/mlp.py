@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import nn
 
-from crossbow_py.core.settings import check, setting
+from crossbow_py.core.settings import setting
 from crossbow_py.models.base import ModelSettings
 
 
@@ -16,18 +15,14 @@ from crossbow_py.models.base import ModelSettings
 class MLP(ModelSettings):
     """Fully connected network. An empty `hidden` is logistic regression."""
 
-    NAME: ClassVar[str] = "mlp"
+    NAME = "mlp"
 
     hidden: tuple[int, ...] = setting(
         (256, 256), "units of each hidden layer; an empty list is logistic regression", minimum=1
     )
     dropout: float = setting(0.0, "share of hidden units dropped while training", minimum=0, below=1)
 
-    def __post_init__(self) -> None:
-        check(self)
-
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Build a module of logits `[B, num_classes]` from inputs `[B, *input_shape]` of any shape."""
         layers: list[nn.Module] = [nn.Flatten()]
         width = math.prod(input_shape)
         for units in self.hidden:

@@ -9,12 +9,12 @@ second stage keep the resolution, so that the image is halved three times instea
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from crossbow_py.core.settings import check, setting
-from crossbow_py.models.base import ModelSettings, image_shape
+from crossbow_py.core.settings import setting
+from crossbow_py.models.base import ModelSettings, input_channels
 
 # Three halvings leave 2x2 positions, so that BatchNorm has something to average even for a batch of one.
 MINIMUM_PIXELS = 16
@@ -55,7 +55,6 @@ class InvertedResidual(nn.Module):
         self.has_shortcut = stride == 1 and in_channels == out_channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output; the input is not changed."""
         y: Tensor = self.layers(x)
         return x + y if self.has_shortcut else y
 
@@ -78,7 +77,6 @@ class MobileNetV2(nn.Module):
         nn.init.zeros_(self.fc.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits `[B, num_classes]` of a batch of images."""
         logits: Tensor = self.fc(self.features(x).mean((2, 3)))
         return logits
 
@@ -108,14 +106,10 @@ def _normalised(in_channels: int, out_channels: int, size: int, stride: int = 1,
 class MobileNet(ModelSettings):
     """MobileNetV2 for images of 32x32 pixels or so, 2.2 M parameters with 10 classes."""
 
-    NAME: ClassVar[str] = "mobilenet"
+    NAME = "mobilenet"
 
     width: float = setting(1.0, "number of channels, as a multiple of the paper's", above=0)
 
-    def __post_init__(self) -> None:
-        check(self)
-
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Build a module of logits `[B, num_classes]` from images `[B, channels, H, W]` of at least 16x16 pixels."""
-        channels, _, _ = image_shape(self.NAME, input_shape, MINIMUM_PIXELS)
+        channels = input_channels(self.NAME, input_shape, MINIMUM_PIXELS)
         return MobileNetV2(self.width, channels, num_classes)

@@ -7,14 +7,12 @@ shortcut takes every second pixel and pads the new channels with zeros (option A
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional
 
-from crossbow_py.core.settings import check
-from crossbow_py.models.base import ModelSettings, image_shape
+from crossbow_py.models.base import ModelSettings, input_channels
 
 # Two halvings leave 2x2 positions, so that BatchNorm has something to average even for a batch of one.
 MINIMUM_PIXELS = 8
@@ -35,7 +33,6 @@ class BasicBlock(nn.Module):
         self.stride, self.new_channels = stride, out_channels - in_channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output; the input is not changed."""
         y = self.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
         y += self._shortcut(x)
@@ -67,72 +64,58 @@ class ResNet(nn.Module):
                 width = channels
         self.blocks = nn.Sequential(*blocks)
         self.fc = nn.Linear(width, num_classes)
-        self._initialise()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the logits `[B, num_classes]` of a batch of images."""
-        x = self.blocks(self.relu(self.bn1(self.conv1(x))))
-        logits: Tensor = self.fc(x.mean((2, 3)))
-        return logits
-
-    def _initialise(self) -> None:
-        """Initialise as He et al. (Delving Deep into Rectifiers, 2015): std = sqrt(2 / (9 * channels out))."""
+        # He et al., Delving Deep into Rectifiers, 2015: std = sqrt(2 / (9 · channels out)).
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         nn.init.zeros_(self.fc.bias)
 
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(self.relu(self.bn1(self.conv1(x))))
+        logits: Tensor = self.fc(x.mean((2, 3)))
+        return logits
 
-@dataclass(frozen=True)
+
 class _ResNetSettings(ModelSettings):
     """Settings that the depths share. The depth is in the name, so there is nothing to set."""
 
     DEPTH: ClassVar[int]
 
-    def __post_init__(self) -> None:
-        check(self)
-
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Build a module of logits `[B, num_classes]` from images `[B, channels, H, W]` of at least 8x8 pixels."""
-        channels, _, _ = image_shape(self.NAME, input_shape, MINIMUM_PIXELS)
+        channels = input_channels(self.NAME, input_shape, MINIMUM_PIXELS)
         return ResNet(self.DEPTH, channels, num_classes)
 
 
-@dataclass(frozen=True)
 class ResNet20(_ResNetSettings):
     """ResNet-20, 0.27 M parameters."""
 
-    NAME: ClassVar[str] = "resnet20"
-    DEPTH: ClassVar[int] = 20
+    NAME = "resnet20"
+    DEPTH = 20
 
 
-@dataclass(frozen=True)
 class ResNet32(_ResNetSettings):
     """ResNet-32, 0.46 M parameters."""
 
-    NAME: ClassVar[str] = "resnet32"
-    DEPTH: ClassVar[int] = 32
+    NAME = "resnet32"
+    DEPTH = 32
 
 
-@dataclass(frozen=True)
 class ResNet44(_ResNetSettings):
     """ResNet-44, 0.66 M parameters."""
 
-    NAME: ClassVar[str] = "resnet44"
-    DEPTH: ClassVar[int] = 44
+    NAME = "resnet44"
+    DEPTH = 44
 
 
-@dataclass(frozen=True)
 class ResNet56(_ResNetSettings):
     """ResNet-56, 0.85 M parameters."""
 
-    NAME: ClassVar[str] = "resnet56"
-    DEPTH: ClassVar[int] = 56
+    NAME = "resnet56"
+    DEPTH = 56
 
 
-@dataclass(frozen=True)
 class ResNet110(_ResNetSettings):
     """ResNet-110, 1.7 M parameters. The paper warms up at a learning rate of 0.01 first."""
 
-    NAME: ClassVar[str] = "resnet110"
-    DEPTH: ClassVar[int] = 110
+    NAME = "resnet110"
+    DEPTH = 110

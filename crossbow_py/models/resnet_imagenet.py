@@ -16,8 +16,8 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from crossbow_py.core.settings import check, setting
-from crossbow_py.models.base import ModelSettings, image_shape
+from crossbow_py.core.settings import setting
+from crossbow_py.models.base import ModelSettings, input_channels
 
 # Five halvings leave one position, so a batch of training images this small needs two of them for BatchNorm.
 MINIMUM_PIXELS = 32
@@ -25,7 +25,10 @@ STAGE_CHANNELS = (64, 128, 256, 512)
 
 
 class Residual(nn.Module):
-    """`relu(branch(x) + shortcut(x))`."""
+    """`relu(branch(x) + shortcut(x))`, with convolutions over `NDIM` axes. The input is not changed."""
+
+    NDIM: ClassVar[int] = 2
+    EXPANSION: ClassVar[int] = 1
 
     def __init__(self, branch: nn.Sequential, shortcut: nn.Module) -> None:
         super().__init__()
@@ -34,7 +37,6 @@ class Residual(nn.Module):
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output; the input is not changed."""
         y = self.branch(x)
         y += self.shortcut(x)
         activated: Tensor = self.relu(y)
@@ -44,37 +46,30 @@ class Residual(nn.Module):
 class Block(Residual):
     """Two 3x3 convolutions with BatchNorm: `[B, in, H, W]` → `[B, channels, H/stride, W/stride]`."""
 
-    EXPANSION: ClassVar[int] = 1
-
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         branch = nn.Sequential(
-            _convolution(in_channels, channels, 3, stride),
-            nn.BatchNorm2d(channels),
+            *_normalised(self.NDIM, in_channels, channels, 3, stride),
             nn.ReLU(inplace=True),
-            _convolution(channels, channels, 3),
-            nn.BatchNorm2d(channels),
+            *_normalised(self.NDIM, channels, channels, 3),
         )
-        super().__init__(branch, _shortcut(in_channels, channels, stride))
+        super().__init__(branch, _shortcut(self.NDIM, in_channels, channels, stride))
 
 
 class Bottleneck(Residual):
     """1x1, 3x3 and 1x1 convolutions with BatchNorm: `[B, in, H, W]` → `[B, 4 · channels, H/stride, W/stride]`."""
 
-    EXPANSION: ClassVar[int] = 4
+    EXPANSION = 4
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         out_channels = self.EXPANSION * channels
         branch = nn.Sequential(
-            _convolution(in_channels, channels, 1),
-            nn.BatchNorm2d(channels),
+            *_normalised(self.NDIM, in_channels, channels, 1),
             nn.ReLU(inplace=True),
-            _convolution(channels, channels, 3, stride),
-            nn.BatchNorm2d(channels),
+            *_normalised(self.NDIM, channels, channels, 3, stride),
             nn.ReLU(inplace=True),
-            _convolution(channels, out_channels, 1),
-            nn.BatchNorm2d(out_channels),
+            *_normalised(self.NDIM, channels, out_channels, 1),
         )
-        super().__init__(branch, _shortcut(in_channels, out_channels, stride))
+        super().__init__(branch, _shortcut(self.NDIM, in_channels, out_channels, stride))
 
 
 class ResNet(nn.Module):
@@ -85,12 +80,7 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         width = STAGE_CHANNELS[0]
-        self.stem = nn.Sequential(
-            _convolution(in_channels, width, 7, stride=2),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(3, stride=2, padding=1),
-        )
+        self.stem = nn.Sequential(*self._stem(in_channels, width))
         blocks: list[nn.Module] = []
         for stage, (channels, count) in enumerate(zip(STAGE_CHANNELS, num_blocks, strict=True)):
             for number in range(count):
@@ -100,30 +90,27 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits `[B, num_classes]` of a batch of images."""
-        logits: Tensor = self.fc(self.blocks(self.stem(x)).mean((2, 3)))
+        x = self.blocks(self.stem(x))
+        logits: Tensor = self.fc(x.mean(tuple(range(2, x.ndim))))
         return logits
 
+    def _stem(self, in_channels: int, width: int) -> list[nn.Module]:
+        pool = nn.MaxPool2d(3, stride=2, padding=1)
+        return [*_normalised(2, in_channels, width, 7, stride=2), nn.ReLU(inplace=True), pool]
 
-def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
+
+def _shortcut(ndim: int, in_channels: int, out_channels: int, stride: int) -> nn.Module:
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
-    return nn.Sequential(_convolution(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels))
+    return nn.Sequential(*_normalised(ndim, in_channels, out_channels, 1, stride))
 
 
-def _convolution(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.Conv2d:
-    """Build a convolution without a bias, which BatchNorm would remove, with He initialisation by the channels out."""
-    convolution = nn.Conv2d(in_channels, out_channels, size, stride=stride, padding=size // 2, bias=False)
+def _normalised(ndim: int, in_channels: int, out_channels: int, size: int, stride: int = 1) -> list[nn.Module]:
+    """Return a convolution without a bias, with He initialisation by the channels out, and BatchNorm."""
+    kind, norm = (nn.Conv2d, nn.BatchNorm2d) if ndim == 2 else (nn.Conv3d, nn.BatchNorm3d)
+    convolution = kind(in_channels, out_channels, size, stride=stride, padding=size // 2, bias=False)
     nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
-    return convolution
-
-
-def _zero_last_norms(model: ResNet) -> None:
-    for block in model.blocks:
-        assert isinstance(block, Residual)
-        norm = block.branch[-1]
-        assert isinstance(norm, nn.BatchNorm2d)
-        nn.init.zeros_(norm.weight)
+    return [convolution, norm(out_channels)]
 
 
 @dataclass(frozen=True)
@@ -135,58 +122,53 @@ class _ResNetSettings(ModelSettings):
 
     zero_init_residual: bool = setting(False, "start every block as its shortcut: zeros in the weight of its last norm")
 
-    def __post_init__(self) -> None:
-        check(self)
-
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Build a module of logits `[B, num_classes]` from images `[B, channels, H, W]` of at least 32x32 pixels."""
-        channels, _, _ = image_shape(self.NAME, input_shape, MINIMUM_PIXELS)
+        channels = input_channels(self.NAME, input_shape, MINIMUM_PIXELS)
         model = ResNet(self.BLOCK, self.NUM_BLOCKS, channels, num_classes)
         if self.zero_init_residual:
-            _zero_last_norms(model)
+            for block in model.blocks:
+                assert isinstance(block, Residual)
+                norm = block.branch[-1]
+                assert isinstance(norm, nn.BatchNorm2d)
+                nn.init.zeros_(norm.weight)
         return model
 
 
-@dataclass(frozen=True)
 class ResNet18(_ResNetSettings):
     """ResNet-18, 11.7 M parameters with 1000 classes."""
 
-    NAME: ClassVar[str] = "resnet18"
-    BLOCK: ClassVar[type[Block | Bottleneck]] = Block
-    NUM_BLOCKS: ClassVar[tuple[int, ...]] = (2, 2, 2, 2)
+    NAME = "resnet18"
+    BLOCK = Block
+    NUM_BLOCKS = (2, 2, 2, 2)
 
 
-@dataclass(frozen=True)
 class ResNet34(_ResNetSettings):
     """ResNet-34, 21.8 M parameters with 1000 classes."""
 
-    NAME: ClassVar[str] = "resnet34"
-    BLOCK: ClassVar[type[Block | Bottleneck]] = Block
-    NUM_BLOCKS: ClassVar[tuple[int, ...]] = (3, 4, 6, 3)
+    NAME = "resnet34"
+    BLOCK = Block
+    NUM_BLOCKS = (3, 4, 6, 3)
 
 
-@dataclass(frozen=True)
 class ResNet50(_ResNetSettings):
     """ResNet-50, 25.6 M parameters with 1000 classes."""
 
-    NAME: ClassVar[str] = "resnet50"
-    BLOCK: ClassVar[type[Block | Bottleneck]] = Bottleneck
-    NUM_BLOCKS: ClassVar[tuple[int, ...]] = (3, 4, 6, 3)
+    NAME = "resnet50"
+    BLOCK = Bottleneck
+    NUM_BLOCKS = (3, 4, 6, 3)
 
 
-@dataclass(frozen=True)
 class ResNet101(_ResNetSettings):
     """ResNet-101, 44.5 M parameters with 1000 classes."""
 
-    NAME: ClassVar[str] = "resnet101"
-    BLOCK: ClassVar[type[Block | Bottleneck]] = Bottleneck
-    NUM_BLOCKS: ClassVar[tuple[int, ...]] = (3, 4, 23, 3)
+    NAME = "resnet101"
+    BLOCK = Bottleneck
+    NUM_BLOCKS = (3, 4, 23, 3)
 
 
-@dataclass(frozen=True)
 class ResNet152(_ResNetSettings):
     """ResNet-152, 60.2 M parameters with 1000 classes."""
 
-    NAME: ClassVar[str] = "resnet152"
-    BLOCK: ClassVar[type[Block | Bottleneck]] = Bottleneck
-    NUM_BLOCKS: ClassVar[tuple[int, ...]] = (3, 8, 36, 3)
+    NAME = "resnet152"
+    BLOCK = Bottleneck
+    NUM_BLOCKS = (3, 8, 36, 3)

@@ -7,12 +7,11 @@ Network Based Image Classification Using Small Training Sample Size, ACPR 2015).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor, nn
 
-from crossbow_py.core.settings import check, setting
-from crossbow_py.models.base import ModelSettings, image_shape
+from crossbow_py.core.settings import setting
+from crossbow_py.models.base import ModelSettings, input_channels
 
 # Five poolings halve the image five times.
 MINIMUM_PIXELS = 32
@@ -21,7 +20,10 @@ CLASSIFIER_UNITS = 512
 
 
 class VGG(nn.Module):
-    """13 convolutions with BatchNorm, then two linear layers: `[B, in_channels, H, W]` → logits `[B, num_classes]`."""
+    """13 convolutions with BatchNorm, then two linear layers: `[B, in_channels, H, W]` → logits `[B, num_classes]`.
+
+    What is left of images larger than 32x32 is averaged.
+    """
 
     def __init__(self, in_channels: int, num_classes: int, dropout: float) -> None:
         super().__init__()
@@ -29,7 +31,10 @@ class VGG(nn.Module):
         width = in_channels
         for stage in STAGES:
             for channels in stage:
-                layers += _convolution(width, channels)
+                # BatchNorm would remove a bias.
+                convolution = nn.Conv2d(width, channels, 3, padding=1, bias=False)
+                nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
+                layers += [convolution, nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
                 width = channels
             layers.append(nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)
@@ -42,16 +47,8 @@ class VGG(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits `[B, num_classes]` of a batch of images; larger ones than 32x32 are averaged at the end."""
         logits: Tensor = self.classifier(self.features(x).mean((2, 3)))
         return logits
-
-
-def _convolution(in_channels: int, out_channels: int) -> list[nn.Module]:
-    """Return a 3x3 convolution without a bias, which BatchNorm would remove, BatchNorm and ReLU."""
-    convolution = nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False)
-    nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
-    return [convolution, nn.BatchNorm2d(out_channels), nn.ReLU(inplace=True)]
 
 
 def _dropout(share: float) -> list[nn.Module]:
@@ -62,14 +59,10 @@ def _dropout(share: float) -> list[nn.Module]:
 class VGG16(ModelSettings):
     """VGG-16 with BatchNorm for images of at least 32x32 pixels, 15 M parameters."""
 
-    NAME: ClassVar[str] = "vgg16"
+    NAME = "vgg16"
 
     dropout: float = setting(0.5, "share of the classifier's inputs dropped while training", minimum=0, below=1)
 
-    def __post_init__(self) -> None:
-        check(self)
-
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Build a module of logits `[B, num_classes]` from images `[B, channels, H, W]` of at least 32x32 pixels."""
-        channels, _, _ = image_shape(self.NAME, input_shape, MINIMUM_PIXELS)
+        channels = input_channels(self.NAME, input_shape, MINIMUM_PIXELS)
         return VGG(channels, num_classes, self.dropout)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.measured import fastest
-from crossbow_py.data.datasets import rounded_integer
+from crossbow_py.data.normalisation import rounded_integer
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, check_executor
 from crossbow_py.engine.executors.on_device import CaptureError

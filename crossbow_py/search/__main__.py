@@ -10,7 +10,6 @@ from crossbow_py.cli.command_line import run
 from crossbow_py.core.errors import SearchError, UserError
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.search.config import SearchConfig
-from crossbow_py.search.events import SearchSummary
 from crossbow_py.search.folder import kept_unless_refused, open_search_folder
 
 
@@ -37,14 +36,10 @@ def search(config: SearchConfig) -> int:
         interrupt.add_note(f"{again} goes on in {folder.path}, where every finished rung is kept")
         raise
     if summary.status == "finished" and summary.best is None:
-        raise SearchError(_why_none(summary))
+        number, first = len(summary.trials), next(trial for trial in summary.trials if trial.reason)
+        reason = (first.reason or "").rstrip(".")
+        raise SearchError(f"every trial failed, {number} of {number}; trial {first.trial}: {reason}.")
     return StopSignal.EXIT_CODES.get(summary.status, 0)
-
-
-def _why_none(summary: SearchSummary) -> str:
-    number = len(summary.trials)
-    first = next(trial for trial in summary.trials if trial.reason)
-    return f"every trial failed, {number} of {number}; trial {first.trial}: {(first.reason or '').rstrip('.')}."
 
 
 if __name__ == "__main__":

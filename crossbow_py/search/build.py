@@ -45,7 +45,7 @@ from crossbow_py.search.hyperband import Results, best, is_over, is_reached, tot
 from crossbow_py.search.identity import defaults_of, identity
 from crossbow_py.search.loop import Search, SearchHooks, SearchRules, epoch_samples
 from crossbow_py.search.outcome import Leader, LeaderRun, find_leader, kept_best, trial_records
-from crossbow_py.search.packs.trial import TrialSettings
+from crossbow_py.search.packs.trial import LOSS, TrialSettings
 from crossbow_py.search.packs.trial_registry import SearchData, TrialRegistry
 from crossbow_py.search.report.search_file import recorded_summary
 from crossbow_py.search.study.states import TrialStates
@@ -57,9 +57,7 @@ from crossbow_py.train.checkpoints.weights import MODEL_FILE
 from crossbow_py.train.config import TrainConfig, config_to_mapping
 from crossbow_py.train.run import DataSets
 from crossbow_py.train.run_folder.recorded_config import train_command
-from crossbow_py.train.run_settings import Choices, RunSettings, choose
-
-LOSS = nn.functional.cross_entropy
+from crossbow_py.train.run_settings import RunSettings, choose
 
 
 class SearchRun:
@@ -88,7 +86,8 @@ class SearchRun:
     def _build(self) -> None:
         config, folder = self.config, self.folder
         self.settings = RunSettings.of(config, num_learners=1)
-        self.choices = _choices(self.settings)
+        chosen = choose(dataclasses.replace(self.settings, num_learners="auto"), None)
+        self.choices = dataclasses.replace(chosen, executor=self.settings.executor)  # `auto` stays: packs choose
         brackets = config.brackets()
         num_trials = sum(bracket.num_trials for bracket in brackets)
         most = 1 if config.packing == "none" else min(config.max_pack_size, num_trials)
@@ -100,8 +99,8 @@ class SearchRun:
         space = config.parsed_space
         data = self._search_data()
         self.registry = TrialRegistry(
-            self.trial_settings, space, data, self.settings, self.choices, LOSS, most, self._say,
-            total_samples=total_samples(self.rules.brackets, data.num_samples),
+            self.trial_settings, space, data, self.settings, self.choices, most, self._say,
+            total_samples(brackets, data.num_samples),
         )  # fmt: skip
         self._check_corners()
         self._loading_s = time.perf_counter() - self._begun
@@ -115,7 +114,11 @@ class SearchRun:
         self._closing.enter_context(closing(self.study))
         own = identity(config)
         self.study.open({**own, "precision": self.choices.precision.name}, defaults_of(own))
-        self._check_segments()
+        known = {trial: len(bracket.epochs) for bracket in brackets for trial in bracket.trials}
+        for each in self.study.results():
+            if each.rung >= known.get(each.trial, 0):
+                found = f"trial {each.trial} has a result at rung {each.rung}, and there is no such rung"
+                raise BadStorageError(shown_address(self._address), found)
         self.states = TrialStates(folder.path / TRIALS_FOLDER)
 
     def close(self) -> None:
@@ -124,17 +127,10 @@ class SearchRun:
 
     # --- trials -------------------------------------------------------------------------------------------------------
 
-    @property
-    def order_seed(self) -> int:
-        """The seed of the order of samples, which all trials share."""
-        return self.settings.sample_order_seed
-
-    def _seed_of(self, trial: int, params: Mapping[str, Any]) -> int:
-        given = params.get("seed")
-        return int(given) if given is not None else counter_seed(self.config.seed, "trial", 0, trial) >> 32
-
     def _trial_config(self, trial: int, params: Mapping[str, Any]) -> TrainConfig:
-        return trial_config(self.config, params, self._seed_of(trial, params))
+        given = params.get("seed")
+        seed = int(given) if given is not None else counter_seed(self.config.seed, "trial", 0, trial) >> 32
+        return trial_config(self.config, params, seed)
 
     def trial_settings(self, trial: int, params: Mapping[str, Any]) -> TrialSettings:
         """Return what a trial trains. Raises UserError when its parameters do not fit each other."""
@@ -158,15 +154,11 @@ class SearchRun:
         )
 
     def _check_corners(self) -> None:
-        """Raise UserError for what would make trials fail one after another."""
+        """Raise UserError for what would make trials fail one after another, and if none at a corner can train."""
         for own in self._corners():
             self.registry.data.feed_of(own.batch_size).close()
             if isinstance(own.model, CustomModel):
                 import_target("model.target", own.model.target)
-        self._check_models()
-
-    def _check_models(self) -> None:
-        """Raise UserError if no trial at a corner of the space can train."""
         mistakes: list[UserError] = []
         for params in self.config.parsed_space.corners():
             try:
@@ -181,14 +173,6 @@ class SearchRun:
 
     def _corners(self) -> list[TrainConfig]:
         return [trial_config(self.config, params, seed=0) for params in self.config.parsed_space.corners()]
-
-    def _check_segments(self) -> None:
-        """Raise BadStorageError for results of segments that the search does not have."""
-        known = {trial: len(bracket.epochs) for bracket in self.rules.brackets for trial in bracket.trials}
-        for each in self.study.results():
-            if each.rung >= known.get(each.trial, 0):
-                found = f"trial {each.trial} has a result at rung {each.rung}, and there is no such rung"
-                raise BadStorageError(shown_address(self._address), found)
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
@@ -219,7 +203,12 @@ class SearchRun:
         if isinstance(train, ResidentFeed):
             feed_of = train.without_augmentation().with_batch_size
         else:  # samples of a stream are augmented once, for all trials
-            _check_shared_augmentation(config)
+            keys = [each.key for each in config.parsed_space.parameters if each.key.startswith("data.")]
+            if keys:
+                raise UserError(
+                    f"space: {keys[0]} can be searched for images that live on the device, and data={config.data.NAME} "
+                    "is streamed: all trials share its samples; leave it out."
+                )
             feed_of = partial(feed, source.train, augmentation=source.augmentation)
         return SearchData(
             feed_of=feed_of,
@@ -248,13 +237,16 @@ class SearchRun:
         for listener in self.listeners:
             listener.on_start(info)
         if before is not None:
-            return self._told_again(before)
+            self._say("Nothing is left to search; this is how it ended.")
+            for listener in self.listeners:
+                listener.on_end(before)
+            return before
         for listener in self.listeners:
             listener.on_trials(records)
         for note in (*self.source.notes, *self._notes):
             self._say(note)
         hooks = SearchHooks(message=self._say, progress=self._progress, finished=self._finished)
-        search = Search(self.rules, self.study, self.registry, self.states, self.settings, self.choices, LOSS, hooks)
+        search = Search(self.rules, self.study, self.registry, self.states, hooks)
         self._search = search
         done = search.run(lambda: stopped() is not None or self._is_enough())
         status = "finished" if done else stopped() or "stopped"
@@ -298,27 +290,17 @@ class SearchRun:
         if not all(isinstance(each, float | None) for each in (told.test_accuracy, told.test_loss)):
             return None
         own, model = self._run_of(leader), self.folder.path / BEST_FOLDER / MODEL_FILE
-        return BestTrial(
-            trial=leader.trial,
-            value=leader.value,
-            epochs=leader.epochs,
-            params=leader.params,
-            seed=own.settings.seed,
-            test_accuracy=told.test_accuracy,
-            test_loss=told.test_loss,
+        return dataclasses.replace(
+            told, epochs=leader.epochs, params=leader.params, seed=own.settings.seed, command=own.command,
             model_path=str(model) if model.exists() else None,
-            command=own.command,
-        )
-
-    def _told_again(self, summary: SearchSummary) -> SearchSummary:
-        self._say("Nothing is left to search; this is how it ended.")
-        for listener in self.listeners:
-            listener.on_end(summary)
-        return summary
+        )  # fmt: skip
 
     def _end(self, info: SearchInfo, status: str, search: Search) -> SearchSummary:
         spent = search.spent
-        found, test_s = self._best() if status in ("finished", "stopped") else (None, 0.0)
+        found, test_s = None, 0.0
+        if status in ("finished", "stopped"):
+            find = partial(find_leader, self.rules, self.study)
+            found, test_s = kept_best(find, self._run_of, self.registry, self.states, self.folder.path / BEST_FOLDER)
         spent.evaluation_s += test_s
         wall_s = time.perf_counter() - self._begun
         known_s = self._loading_s + spent.train_s + spent.evaluation_s + spent.tuning_s + spent.waiting_s
@@ -342,13 +324,6 @@ class SearchRun:
         for listener in self.listeners:
             listener.on_end(summary)
         return summary
-
-    def _best(self) -> tuple[BestTrial | None, float]:
-        """Write the best trial to a folder like a run's, and return it with the seconds that its test took."""
-        return kept_best(
-            partial(find_leader, self.rules, self.study), self._run_of, self.registry.data, self.states, self.choices,
-            LOSS, self.folder.path / BEST_FOLDER,
-        )  # fmt: skip
 
     def _run_of(self, leader: Leader) -> LeaderRun:
         own = self._trial_config(leader.trial, leader.params)
@@ -425,18 +400,3 @@ def _name(model: Any, params: Mapping[str, Any]) -> str:
     own = {key.removeprefix("model."): value for key, value in params.items() if key.startswith("model.")}
     given = ", ".join(f"{key.removeprefix('args.')}={value}" for key, value in own.items() if key != "dropout")
     return f"{name}({given})" if given else name
-
-
-def _choices(settings: RunSettings) -> Choices:
-    """Return the choices for all packs; executor `auto` stays, as every pack chooses its own."""
-    chosen = choose(dataclasses.replace(settings, num_learners="auto"), None)
-    return dataclasses.replace(chosen, executor=settings.executor)
-
-
-def _check_shared_augmentation(config: SearchConfig) -> None:
-    searched = [parameter.key for parameter in config.parsed_space.parameters if parameter.key.startswith("data.")]
-    if searched:
-        raise UserError(
-            f"space: {searched[0]} can be searched for images that live on the device, and data={config.data.NAME} is "
-            "streamed: all trials share its samples; leave it out."
-        )

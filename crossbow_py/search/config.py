@@ -114,7 +114,11 @@ class SearchConfig(JobConfig):
             raise UserError(
                 f"target_accuracy ends a search by metric=accuracy, got metric={self.metric}; leave one of them out."
             )
-        _check_space(self)
+        for parameter in self.parsed_space.parameters:
+            _check_key(parameter.key)
+        for params in self.parsed_space.corners():
+            _check_options(self, params)
+            trial_config(self, params, seed=0)  # which a run would refuse
         self.brackets()
 
     @property
@@ -137,16 +141,6 @@ class SearchConfig(JobConfig):
             self.method, num_trials=num_trials, min_epochs=self.min_epochs, max_epochs=self.max_epochs,
             eta=self.eta,
         )  # fmt: skip
-
-
-def _check_space(config: SearchConfig) -> None:
-    """Raise UserError for keys that cannot be searched, and for values that a run would refuse."""
-    space = config.parsed_space
-    for parameter in space.parameters:
-        _check_key(parameter.key)
-    for params in space.corners():
-        _check_options(config, params)
-        trial_config(config, params, seed=0)
 
 
 def _check_options(config: SearchConfig, params: Mapping[str, Any]) -> None:
@@ -192,7 +186,8 @@ def _check_key(key: str) -> None:
 
 def trial_config(config: SearchConfig, params: Mapping[str, Any], seed: int) -> TrainConfig:
     """Return the configuration of a trial as a run with one learner. Raises UserError if its parameters do not fit."""
-    plain = _base(config)
+    known = {field.name for field in dataclasses.fields(TrainConfig)} - {*_OF_THE_SEARCH}
+    plain = {key: copy.deepcopy(value) for key, value in config_to_mapping(config).items() if key in known}
     order_seed = config.seed if config.order_seed is None else config.order_seed
     plain.update(
         num_learners=1, seed=seed, order_seed=order_seed,
@@ -209,11 +204,6 @@ def trial_config(config: SearchConfig, params: Mapping[str, Any], seed: int) -> 
         else:
             _set(plain, key, value)
     return config_from_mapping(plain)
-
-
-def _base(config: SearchConfig) -> dict[str, Any]:
-    known = {field.name for field in dataclasses.fields(TrainConfig)} - {*_OF_THE_SEARCH}
-    return {key: copy.deepcopy(value) for key, value in config_to_mapping(config).items() if key in known}
 
 
 def _set(plain: dict[str, Any], key: str, value: Any) -> None:

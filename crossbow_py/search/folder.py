@@ -122,7 +122,8 @@ def _named(path: Path, ours: Mapping[str, Any], config: SearchConfig, text: str,
 
 def _has_search(path: Path, ours: Mapping[str, Any], config: SearchConfig, asked: str) -> bool:
     """Return whether the folder has a search to go on with. Raises UserError if no search may begin there either."""
-    _check_own(path)
+    with _writing(path):
+        check_own(path, _FILES, _FOLDERS)
     if not (path / CONFIG_FILE).is_file():
         if asked == "resume":
             raise UserError(f"resume={path} is not the folder of a search; give one, or resume=auto for the newest.")
@@ -137,14 +138,6 @@ def _has_search(path: Path, ours: Mapping[str, Any], config: SearchConfig, asked
         shown = "; ".join(changed[:4])
         raise UserError(f"{asked} {path} holds another search ({shown}); put these back, or choose another folder.")
     return True
-
-
-def _check_own(path: Path) -> None:
-    """Raise UserError for a folder in which something is a link or a pipe."""
-    try:
-        check_own(path, _FILES, _FOLDERS)
-    except OSError as error:
-        raise unwritable(path, error) from error
 
 
 def _newest_to_go_on(config: SearchConfig, ours: Mapping[str, Any]) -> Path | None:
@@ -167,8 +160,8 @@ def _begun(path: Path, text: str) -> Path:
 
 
 def _joined(path: Path) -> SearchFolder:
-    _check_own(path)
     with _writing(path):
+        check_own(path, _FILES, _FOLDERS)
         (path / _JOINED_FILE).touch()
     return SearchFolder(path, True)
 

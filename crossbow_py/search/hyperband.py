@@ -21,10 +21,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.settings import suggestion
 
 Method = Literal["hyperband", "successive_halving", "none"]
 
@@ -107,17 +106,23 @@ def make_brackets(
     Args:
         method: `hyperband` repeats its pass over all brackets, `successive_halving` has brackets of eta^s_max trials
             that start at the lowest rung, `none` trains every trial to the end.
-        num_trials: cuts the last bracket, so that exactly so many exist; None is one pass, or one bracket.
+        num_trials: at least 1, cuts the last bracket, so that exactly so many exist; None is one pass, or one bracket.
         min_epochs: least epochs of the first rung; `none` does not read it.
-        max_epochs: epochs of the last rung.
-        eta: one of so many trials goes on to the next rung.
+        max_epochs: epochs of the last rung, greater than 0.
+        eta: at least 2: one of so many trials goes on to the next rung.
 
     Raises:
         UserError: for what gives no brackets.
     """
-    _check(method, num_trials, max_epochs, eta)
+    if num_trials is not None and num_trials > _MAX_TRIALS:
+        raise UserError(f"num_trials must be from 1 to {_MAX_TRIALS}, got {num_trials}; take fewer.")
     if method == "none":
-        kinds = [(num_trials or 0, 0)]
+        if num_trials is None:
+            raise UserError(
+                "num_trials must be set where method is none, got null; say how many trials to train, as in "
+                "num_trials=20."
+            )
+        kinds = [(num_trials, 0)]
     else:
         s_max = _deepest(min_epochs, max_epochs, eta)
         depths = range(s_max, -1, -1) if method == "hyperband" else range(s_max, s_max + 1)
@@ -134,21 +139,17 @@ def make_brackets(
     while first < total:
         size, depth = kinds[len(brackets) % len(kinds)]
         size = min(size, total - first)
-        brackets.append(_bracket(len(brackets), first, size, depth, max_epochs, eta))
+        epochs = tuple(max_epochs / eta ** (depth - rung) for rung in range(depth + 1))
+        # One that was cut may have fewer trials than rungs: its best one still trains to the end.
+        sizes = tuple(max(1, size // eta**rung) for rung in range(depth + 1))
+        brackets.append(Bracket(len(brackets), first, size, epochs, sizes))
         first += size
     return tuple(brackets)
 
 
-def _bracket(index: int, first_trial: int, num_trials: int, depth: int, max_epochs: float, eta: int) -> Bracket:
-    epochs = tuple(max_epochs / eta ** (depth - rung) for rung in range(depth + 1))
-    # One that was cut may have fewer trials than rungs: its best one still trains to the end.
-    sizes = tuple(max(1, num_trials // eta**rung) for rung in range(depth + 1))
-    return Bracket(index, first_trial, num_trials, epochs, sizes)
-
-
 def _deepest(min_epochs: float, max_epochs: float, eta: int) -> int:
     """s_max: the most rungs below the last one."""
-    if not (math.isfinite(min_epochs) and 0 < min_epochs <= max_epochs):
+    if not 0 < min_epochs <= max_epochs:
         raise UserError(
             f"min_epochs must be greater than 0 and at most max_epochs ({max_epochs}), got {min_epochs}; take a part "
             f"of that, such as min_epochs={max_epochs / eta:g}."
@@ -162,25 +163,6 @@ def _deepest(min_epochs: float, max_epochs: float, eta: int) -> int:
     while eta ** (depth + 1) <= ratio * (1 + _ROUNDING):
         depth += 1
     return depth
-
-
-def _check(method: str, num_trials: int | None, max_epochs: float, eta: int) -> None:
-    if method not in get_args(Method):
-        raise UserError(f"method has no {method!r}{suggestion(method, get_args(Method))}")
-    if num_trials is None and method == "none":
-        raise UserError(
-            "num_trials must be set where method is none, got null; say how many trials to train, as in num_trials=20."
-        )
-    if num_trials is not None and not 1 <= num_trials <= _MAX_TRIALS:
-        remedy = "take one at least" if num_trials < 1 else "take fewer"
-        raise UserError(f"num_trials must be from 1 to {_MAX_TRIALS}, got {num_trials}; {remedy}.")
-    if not (math.isfinite(max_epochs) and max_epochs > 0):
-        raise UserError(
-            f"max_epochs must be a finite number greater than 0, got {max_epochs}; say how long a trial trains to the "
-            "end, as in max_epochs=9."
-        )
-    if eta < 2:
-        raise UserError(f"eta must be at least 2, got {eta}; the usual is eta=3.")
 
 
 def bracket_of(brackets: Sequence[Bracket], trial: int) -> Bracket:

@@ -23,17 +23,7 @@ from crossbow_py.engine.device.memory import (
     raise_if_lost,
     raising_if_lost,
 )
-from crossbow_py.engine.modules.losses import Loss
-from crossbow_py.search.hyperband import (
-    Bracket,
-    Results,
-    Segment,
-    beaten,
-    is_over,
-    ready,
-    standing,
-    to_epochs,
-)
+from crossbow_py.search.hyperband import Bracket, Results, Segment, beaten, is_over, ready, standing, to_epochs
 from crossbow_py.search.packs.pack import Member, PackJob
 from crossbow_py.search.packs.policies import Policy, Waiting, admit, fair_share, few_kinds
 from crossbow_py.search.packs.slots import Packs, Slot
@@ -41,7 +31,7 @@ from crossbow_py.search.packs.trial_registry import Described, TrialRegistry
 from crossbow_py.search.study.states import TrialStates, Underway
 from crossbow_py.search.study.study import SharedStudy
 from crossbow_py.train.evaluation.evaluator import Evaluation
-from crossbow_py.train.run_settings import Choices, RunSettings, StopConditions
+from crossbow_py.train.run_settings import StopConditions
 
 _TURN_S = 1.0  # between looks at leases, signals and the clock
 _POLL_S = 0.5  # while others hold all that is left
@@ -98,32 +88,20 @@ class Search:
     """One worker of a search. Used from one thread; close it.
 
     Args:
-        rules: the brackets, the metric and the policy.
         study: the open study, shared with other workers.
-        registry: describes the trials.
         states: the checkpoints of trials between segments.
-        settings, choices, loss: those of all trials.
-        hooks: functions that it calls.
     """
 
     def __init__(
-        self,
-        rules: SearchRules,
-        study: SharedStudy,
-        registry: TrialRegistry,
-        states: TrialStates,
-        settings: RunSettings,
-        choices: Choices,
-        loss: Loss,
-        hooks: SearchHooks,
+        self, rules: SearchRules, study: SharedStudy, registry: TrialRegistry, states: TrialStates, hooks: SearchHooks
     ) -> None:
-        self.rules, self.study, self.registry, self.states = rules, study, registry, states
-        self.choices, self.loss, self.hooks = choices, loss, hooks
+        self.rules, self.study, self.registry, self.states, self.hooks = rules, study, registry, states, hooks
+        self.device = registry.choices.device
         self.num_samples = registry.data.num_samples
         longest = max(bracket.epochs[-1] for bracket in rules.brackets)
         planned = epoch_samples(longest, self.num_samples)
-        self._job = PackJob(settings, choices, loss, planned, registry.executor)
-        self.packs = Packs(self._job, registry, choices, loss, hooks.message)
+        job = PackJob(registry.settings, registry.choices, planned, registry.executor)
+        self.packs = Packs(job, registry, hooks.message)
         registry.make_room, registry.has_packs = self._make_room, lambda: self.packs.count > 0
         self.slots: list[Slot] = []
         self._alone: set[int] = set()
@@ -161,8 +139,10 @@ class Search:
                 if stopped():  # packs that made room are not there
                     break
                 if not self.slots:
-                    if num_failed == self._num_failed:
-                        self._wait()
+                    if num_failed == self._num_failed:  # others hold all that may train
+                        begun = self.hooks.clock()
+                        self.hooks.sleep(_POLL_S)
+                        self.spent.waiting_s += self.hooks.clock() - begun
                     continue
                 self._train(stopped)
                 self._settle()
@@ -182,12 +162,6 @@ class Search:
         self.slots = []
         self.study.close()
 
-    def _wait(self) -> None:
-        """Wait for other workers, who hold all that may train."""
-        begun = self.hooks.clock()
-        self.hooks.sleep(_POLL_S)
-        self.spent.waiting_s += self.hooks.clock() - begun
-
     # --- who trains ---------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
@@ -201,7 +175,9 @@ class Search:
         if self.registry.stopped():  # while packs were measured
             return
         chosen = admit(self.rules.policy, [each for _, each in waiting], running, seed=self.rules.seed)
-        chosen = few_kinds(chosen, running, self._most_packs(len(running) + len(chosen)))
+        most = torch.get_num_threads() if self.device.type == "cpu" else len(running) + len(chosen)
+        # Where samples are streamed, each pack would load its own.
+        chosen = few_kinds(chosen, running, 1 if self.registry.data.streams else most)
         quota = fair_share(len(segments), self.study.num_searchers()) - len(running)
         wanted = {each.trial for each in chosen[: max(0, quota)]}
         claimed = self.study.claim([segment for segment, each in waiting if each.trial in wanted])
@@ -216,12 +192,6 @@ class Search:
         self._is_stale = True
         return self.packs.park()
 
-    def _most_packs(self, num_trials: int) -> int:
-        """Side by side: one where samples are streamed, as each loads its own; as many as cores on a CPU."""
-        if self.registry.data.streams:
-            return 1
-        return torch.get_num_threads() if self.choices.device.type == "cpu" else num_trials
-
     def _waiting(self, segments: Sequence[Segment]) -> list[tuple[Segment, Waiting]]:
         """Return those of the segments that may be claimed, as far as the policy looks ahead."""
         held = {slot.segment for slot in self.slots}
@@ -229,25 +199,22 @@ class Search:
         found: list[tuple[Segment, Waiting]] = []
         num_new = 0
         for segment in sorted(free, key=self._is_elsewhere):
-            num_new += segment.rung == 0
-            if num_new > self.rules.lookahead or (segment.rung == 0 and self._is_full([each for _, each in found])):
-                break
+            if segment.rung == 0:
+                num_new += 1
+                # Where a policy takes trials in their order, one that is sampled later knows more results.
+                taken = sum(each.share for each in [*self._running(), *(each for _, each in found)])
+                is_full = self.rules.policy == "signature" and taken > 1 - 1e-9
+                if num_new > self.rules.lookahead or is_full:
+                    break
             known = self._described(segment)
             if known is not None:
-                found.append((segment, self._as_waiting(segment, known)))
+                trial, sample = segment.trial, self._first_sample(segment, known)
+                found.append((segment, self.registry.waiting(trial, known, trial in self._alone, sample)))
         return found
 
     def _is_elsewhere(self, segment: Segment) -> bool:
         """Return whether the trial's files are in another worker's folder: that worker had better go on with it."""
         return segment.rung > 0 and not self.states.has(Segment(segment.trial, segment.rung - 1))
-
-    def _is_full(self, found: list[Waiting]) -> bool:
-        """Return whether trials that run or were found fill the device, for a policy that takes them in their order.
-
-        A trial that is sampled later knows more results.
-        """
-        taken = sum(each.share for each in [*self._running(), *found])
-        return self.rules.policy == "signature" and taken > 1 - 1e-9
 
     def _described(self, segment: Segment) -> Described | None:
         params, begun = self.study.params(segment.trial), self.hooks.clock()
@@ -258,11 +225,6 @@ class Search:
         if self.study.claim([segment]):
             self._fail(segment, known)
         return None
-
-    def _as_waiting(self, segment: Segment, described: Described) -> Waiting:
-        return self.registry.waiting(
-            segment.trial, described, segment.trial in self._alone, self._first_sample(segment, described)
-        )
 
     def _running(self) -> list[Waiting]:
         return [
@@ -330,7 +292,6 @@ class Search:
         return sum(slot.member.samples_seen for slot in self.slots)
 
     def _give_up_all(self, failures: Mapping[str, Exception]) -> None:
-        """Give up the packs that failed, by key."""
         is_beside = len({slot.pack_key for slot in self.slots}) > 1
         for key, error in failures.items():
             self._give_up(key, error, is_beside=is_beside)
@@ -341,7 +302,7 @@ class Search:
         A trial that fails alone has failed; for want of memory only where no other pack could hold any. Raises what is
         no trial's fault.
         """
-        raise_if_lost(error, self.choices.device)
+        raise_if_lost(error, self.device)
         if isinstance(error, DataError) or not isinstance(error, CrossbowError | RuntimeError | MemoryError):
             raise error
         self.packs.end(key)
@@ -363,13 +324,12 @@ class Search:
         for slot in mine if len(mine) > 1 else ():
             self.study.release(slot.segment)
         forget_frames(error)
-        with raising_if_lost(self.choices.device):
-            free_memory(self.choices.device)
+        with raising_if_lost(self.device):
+            free_memory(self.device)
 
     # --- measuring and telling ----------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Measure the trials whose segments are over, save them, and tell the study."""
         over = [slot for slot in self.slots if slot.member.is_over]
         if not over:
             return

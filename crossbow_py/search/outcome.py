@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,19 +17,17 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.file_locks import locked
 from crossbow_py.core.files import read_text
 from crossbow_py.engine.device.memory import raising_if_lost
-from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.search.events import BestTrial, TrialRecord
-from crossbow_py.search.hyperband import Segment, TrialStanding, best, bracket_of, standing, to_epochs
+from crossbow_py.search.hyperband import Segment, best, bracket_of, standing, to_epochs
 from crossbow_py.search.loop import SearchRules
 from crossbow_py.search.packs.trial import TrialSettings
-from crossbow_py.search.packs.trial_registry import SearchData
+from crossbow_py.search.packs.trial_registry import TrialRegistry
 from crossbow_py.search.study.claims import SegmentResult
 from crossbow_py.search.study.states import TrialStates
 from crossbow_py.search.study.study import SharedStudy
 from crossbow_py.telemetry.records import CONFIG_FILE, DIGESTS, SUMMARY_FILE, write_atomically, write_json
 from crossbow_py.train.checkpoints.weights import MODEL_FILE, save_weights
-from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, evaluate_in_memory, evaluation_batch_size
-from crossbow_py.train.run_settings import Choices
+from crossbow_py.train.evaluation.evaluator import Evaluation, evaluate_in_memory
 
 
 def trial_records(rules: SearchRules, study: SharedStudy) -> tuple[TrialRecord, ...]:
@@ -40,31 +38,24 @@ def trial_records(rules: SearchRules, study: SharedStudy) -> tuple[TrialRecord, 
         by_trial[segment.trial].append(found[segment])
     params = study.sampled()
     states = standing(rules.brackets, {s: own.value for s, own in found.items()}, maximize=rules.maximize)
-    return tuple(_record(rules, trial, states[trial], by_trial[trial], params.get(trial)) for trial in states)
-
-
-def _record(
-    rules: SearchRules,
-    trial: int,
-    where: TrialStanding,
-    results: Sequence[SegmentResult],
-    params: Mapping[str, Any] | None,
-) -> TrialRecord:
-    """Return the record of a trial from its own results, by rung."""
-    bracket = bracket_of(rules.brackets, trial)
-    values = {epochs: own.value for epochs, own in zip(bracket.epochs, results, strict=False)}
-    return TrialRecord(
-        trial=trial,
-        bracket=bracket.index,
-        state=where.state,
-        rung=where.rung,
-        value=where.value,
-        values={epochs: value for epochs, value in values.items() if value is not None},
-        params=params,
-        seconds=sum(own.seconds for own in results),
-        worker=results[-1].worker if results else None,
-        reason=next((own.reason for own in results if own.reason), None),
-    )
+    records = []
+    for trial, where in states.items():
+        bracket, results = bracket_of(rules.brackets, trial), by_trial[trial]  # by rung
+        values = {epochs: own.value for epochs, own in zip(bracket.epochs, results, strict=False)}
+        record = TrialRecord(
+            trial=trial,
+            bracket=bracket.index,
+            state=where.state,
+            rung=where.rung,
+            value=where.value,
+            values={epochs: value for epochs, value in values.items() if value is not None},
+            params=params.get(trial),
+            seconds=sum(own.seconds for own in results),
+            worker=results[-1].worker if results else None,
+            reason=next((own.reason for own in results if own.reason), None),
+        )
+        records.append(record)
+    return tuple(records)
 
 
 @dataclass(frozen=True)
@@ -108,14 +99,9 @@ class LeaderRun:
 
 
 def kept_best(
-    find: Callable[[], Leader | None],
-    run_of: Callable[[Leader], LeaderRun],
-    data: SearchData,
-    states: TrialStates,
-    choices: Choices,
-    loss: Loss,
-    folder: Path,
-) -> tuple[BestTrial | None, float]:
+    find: Callable[[], Leader | None], run_of: Callable[[Leader], LeaderRun], registry: TrialRegistry,
+    states: TrialStates, folder: Path,
+) -> tuple[BestTrial | None, float]:  # fmt: skip
     """Return the best trial, its model and configuration written to `folder` and the model measured on the test data.
 
     Its files are with the worker that trained it; where they are not here, model and test accuracy are left out, and
@@ -125,7 +111,6 @@ def kept_best(
     Args:
         find: returns the best trial by what is known now.
         run_of: returns how it is trained.
-        data, states, choices, loss: those of the search.
         folder: the folder of the best trial, in that of the search.
 
     Returns:
@@ -135,7 +120,8 @@ def kept_best(
         UserError: the folder cannot be written.
         DeviceLostError: the device does nothing any more.
     """
-    with raising_if_lost(choices.device):
+    test_data, device = registry.data.test, registry.choices.device
+    with raising_if_lost(device):
         with _alone_at(folder):
             leader = find()
             if leader is None:
@@ -144,10 +130,10 @@ def kept_best(
             _clear_of_others(folder, own.config)
             test: Callable[[], Evaluation] | None = None
             if state is not None:
-                evaluator = _evaluator(own.settings.new_model(), data, choices, loss)
+                evaluator = registry.evaluator(own.settings.new_model().to(device))
                 _put(folder, own.config, evaluator.module(state.state))
-                if data.test is not None:
-                    test = partial(evaluate_in_memory, evaluator, state.state, data.test, choices.device)
+                if test_data is not None:
+                    test = partial(evaluate_in_memory, evaluator, state.state, test_data, device)
             is_there = (folder / MODEL_FILE).exists()
         begun = time.perf_counter()
         evaluation = None if test is None else test()
@@ -166,14 +152,6 @@ def kept_best(
     return found, seconds
 
 
-def _evaluator(model: nn.Module, data: SearchData, choices: Choices, loss: Loss) -> Evaluator:
-    few = data.validation.first_samples(1)
-    return Evaluator(
-        model.to(choices.device), precision=choices.precision, loss=loss, metrics={},
-        batch_size=evaluation_batch_size(few.inputs.numel()),
-    )  # fmt: skip
-
-
 def _clear_of_others(folder: Path, config: str) -> None:
     """Remove what is there of another trial, or not whole. Raises UserError."""
     kept, model = folder / CONFIG_FILE, folder / MODEL_FILE
@@ -185,7 +163,6 @@ def _clear_of_others(folder: Path, config: str) -> None:
 
 
 def _put(folder: Path, config: str, model: nn.Module) -> None:
-    """Write the best trial's model, and its configuration once that is there. Raises UserError."""
     with _writing(folder):
         folder.mkdir(exist_ok=True)
         digests = {MODEL_FILE: save_weights(model, folder / MODEL_FILE)}

@@ -7,10 +7,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import check, fits, setting, suggestion
+
+if TYPE_CHECKING:  # Optuna is an extra
+    from optuna.trial import BaseTrial
 
 Value: TypeAlias = bool | int | float | str | None
 Conditions: TypeAlias = tuple[tuple[str, tuple[Value, ...]], ...]
@@ -49,18 +52,17 @@ class Space:
             raise UserError(f"space must be a mapping with at least one key to search, got {plain!r}; {_EXAMPLE}.")
         plain = _flattened(plain)
         parameters = [parse_parameter(key, entry) for key, entry in plain.items()]
-        for parameter in parameters:
-            _check_conditions(parameter, {each.key: each for each in parameters})
+        _check_conditions({parameter.key: parameter for parameter in parameters})
         space = cls(_in_order(parameters))
         space._requirements()
         return space
 
-    def suggest(self, suggester: Suggester) -> dict[str, Value]:
+    def suggest(self, trial: BaseTrial) -> dict[str, Value]:
         """Return the parameters of one trial, by key, asked for in the order of the space."""
         values: dict[str, Value] = {}
         for parameter in self.parameters:
             if parameter.exists(values):
-                values[parameter.key] = parameter.suggest(suggester)
+                values[parameter.key] = parameter.suggest(trial)
         return values
 
     def mistake_in(self, params: Mapping[str, Any]) -> str:
@@ -198,16 +200,17 @@ def _merged(earlier: Any, later: Any) -> Any:
     return {**earlier, **later} if isinstance(earlier, Mapping) and isinstance(later, Mapping) else later
 
 
-def _check_conditions(parameter: Parameter, known: Mapping[str, Parameter]) -> None:
-    for key, allowed in parameter.when:
-        if key not in known:
-            raise UserError(f"space: {parameter.key}.when names {key!r}, which is not searched{suggestion(key, known)}")
-        for value in allowed:
-            if not known[key].can_be(value):
-                raise UserError(
-                    f"space: {parameter.key}.when wants {key} to be {value!r}, and it is "
-                    f"{known[key].describe()}; name one of its choices or whole numbers."
-                )
+def _check_conditions(known: Mapping[str, Parameter]) -> None:
+    for own, parameter in known.items():
+        for key, allowed in parameter.when:
+            if key not in known:
+                raise UserError(f"space: {own}.when names {key!r}, which is not searched{suggestion(key, known)}")
+            for value in allowed:
+                if not known[key].can_be(value):
+                    raise UserError(
+                        f"space: {own}.when wants {key} to be {value!r}, and it is {known[key].describe()}; "
+                        "name one of its choices or whole numbers."
+                    )
 
 
 def _in_order(parameters: Sequence[Parameter]) -> tuple[Parameter, ...]:
@@ -232,24 +235,6 @@ def _circle(parameters: Sequence[Parameter]) -> str:
     while path[-1] not in path[:-1]:
         path.append(min(waits_for[path[-1]] & waits_for.keys()))
     return " when ".join(path[path.index(path[-1]) :])
-
-
-class Suggester(Protocol):
-    """An object that asks for the values of one trial, such as an Optuna trial."""
-
-    def suggest_float(
-        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
-    ) -> float:
-        """Return a number from `low` to `high`."""
-        ...
-
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        """Return a whole number from `low` to `high`."""
-        ...
-
-    def suggest_categorical(self, name: str, choices: Sequence[Value]) -> Value:
-        """Return one of `choices`."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,14 +299,15 @@ class Parameter:
         steps = (value - low) / (self.step or 1)
         return low <= value <= high and (self.step is None or abs(steps - round(steps)) < _OFF_STEP)
 
-    def suggest(self, suggester: Suggester) -> Value:
-        """Return the suggester's value, asked for under the parameter's key."""
+    def suggest(self, trial: BaseTrial) -> Value:
+        """Return what an Optuna trial suggests under the parameter's key."""
         if self.choices is not None:
-            return suggester.suggest_categorical(self.key, self.choices)
+            value: Value = trial.suggest_categorical(self.key, self.choices)
+            return value
         if self.integer:
             low, high, step = self._whole()
-            return suggester.suggest_int(self.key, low, high, step=step, log=self.log)
-        return suggester.suggest_float(self.key, *self._ends(), step=self.step, log=self.log)
+            return trial.suggest_int(self.key, low, high, step=step, log=self.log)
+        return trial.suggest_float(self.key, *self._ends(), step=self.step, log=self.log)
 
     def meant(self, value: Value) -> Any:
         """Return what a configuration is given for a value: the list that a text stands for, else the value itself."""

@@ -53,7 +53,13 @@ def build_trainer(
     source = _load(config, ranks)
 
     def make_model() -> nn.Module:
-        module: nn.Module = config.model.build(source.input_shape, _num_classes(config, source))
+        # A custom model decides the width of its output, which is checked against the data later.
+        if source.num_classes is None and not isinstance(config.model, CustomModel):
+            raise UserError(
+                f"model={config.model.NAME} classifies, but the targets of data={source.name} are not classes; "
+                "use integer targets, or model=custom."
+            )
+        module: nn.Module = config.model.build(source.input_shape, source.num_classes or 0)
         return module
 
     return Trainer(
@@ -104,16 +110,6 @@ def _load(config: TrainConfig, ranks: Ranks) -> DataSource:
 def stops(config: TrainConfig) -> dict[str, Any]:
     """Return the keyword arguments of `Trainer.fit` that end the run."""
     return {field.name: getattr(config, field.name) for field in fields(StopConditions)}
-
-
-def _num_classes(config: TrainConfig, source: DataSource) -> int:
-    """Return the width of the model's output. A custom model decides it, and is checked against the data later."""
-    if source.num_classes is None and not isinstance(config.model, CustomModel):
-        raise UserError(
-            f"model={config.model.NAME} classifies, but the targets of data={source.name} are not classes; "
-            "use integer targets, or model=custom."
-        )
-    return source.num_classes or 0
 
 
 if __name__ == "__main__":

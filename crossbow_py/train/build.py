@@ -1,9 +1,10 @@
-"""Builds a run: its feeds, bank and evaluator. Small batches go through the model before anything is trained."""
+"""Builds a run: its feeds, bank and evaluator."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
@@ -17,12 +18,13 @@ from crossbow_py.data.datasets import Data, as_pair, has_integers
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.distributed.settings import DistributedSettings
+from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.bank.average_ema import AverageEMA
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.kernels.checks import serves
 from crossbow_py.engine.modules.dropout import counter_seed
 from crossbow_py.engine.modules.losses import Loss
-from crossbow_py.engine.modules.precision import FP32, Precision
+from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.engine.update.update_choice import choose_update
@@ -37,231 +39,159 @@ from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.schedules import Constant, Schedule
 from crossbow_py.train.tuning.busy_cores import busy_cores
 from crossbow_py.train.tuning.executor_choice import choose_executor, new_bank
-from crossbow_py.train.tuning.learner_tuning import learner_bound, learner_tuning
+from crossbow_py.train.tuning.learner_tuning import LearnerTuning, learner_bound
 from crossbow_py.train.tuning.worker_autotuner import first_workers, worker_autotuner
 
 _FEW_ITEMS = 32  # looked through for rounded inputs before training
 
 
-def build_run(
-    make_model: MakeModel,
-    data: DataSets,
-    settings: RunSettings,
-    choices: Choices,
-    *,
-    optimizer: Optimizer,
-    rule: AveragingRule,
-    schedule: Schedule = Constant(),
-    loss: Loss = nn.functional.cross_entropy,
-    metrics: Mapping[str, Metric] | None = None,
-    init_from: str | None = None,
-    max_evaluation_batches: int | None = None,
-    checkpoints: CheckpointSettings = CheckpointSettings(),
-    distributed: DistributedSettings = DistributedSettings(),
-    output_dir: Path | None = None,
-    experiment: str = "custom",
-    names: Mapping[str, str] | None = None,
-    resumed_from: str | None = None,
-    timeline: Timeline | None = None,
-    announce: Callable[[str], None] = lambda _: None,
-    ranks: Ranks = ALONE,
-    executor_cache: Path | None = None,
-) -> Run:
-    """Build a run, after small batches of every data set went through the model. Raises UserError.
+@dataclass(kw_only=True)
+class RunBuilder:
+    """Builds a run from the arguments of `Trainer`, which its fields are named after. All ranks do so together.
 
-    All ranks call it together, and take the executor that the first one chooses. `announce` is given a sentence before
-    anything that takes seconds.
+    `choices` and `loss` are settled on the way. `announce` is given a sentence before anything that takes seconds.
     """
-    loss, metrics = loss_on(choices.device, loss), metrics or {}
-    collective = ranks.collective(choices.device, apart=rule.node_period > 1)
-    check_settles(rule, settings.num_learners, collective.num_devices)
-    template, choices, batch, (train_feed, validation_feed, test_feed), warnings = _probed(
-        make_model, data, settings, choices, rule, loss, metrics, init_from, ranks
-    )
-    update, warning = choose_update(optimizer, rule, choices.device, choices.precision.master)
-    choices, notes = _with_executor(
-        template, settings, choices, update, train_feed, loss, announce, ranks, executor_cache
-    )
-    with ranks.together():
-        most_learners, bounded = learner_bound(template, batch, settings, choices, loss, optimizer, rule)
-        bank, average_ema = _bank(template, settings, choices, optimizer, rule, train_feed.num_samples, ranks)
-    most_learners = most_settling(rule, most_learners, collective.num_devices)
-    most_learners = min(int(each) for (each,) in ranks.gather([most_learners]))
-    if not rule.has_central_model:
-        _initialise_each(bank, make_model, settings.seed, init_from)
-    return Run(
-        data=data, settings=settings, schedule=schedule, checkpoints=checkpoints, distributed=distributed,
-        output_dir=output_dir, experiment=experiment, names=_named(make_model, names), resumed_from=resumed_from,
-        choices=choices, bank=bank, average_ema=average_ema, update=update, loss=loss,
-        evaluator=_evaluator(template, batch, settings, choices, loss, metrics, max_evaluation_batches),
-        train_feed=train_feed, validation_feed=validation_feed, test_feed=test_feed, collective=collective,
-        ranks=ranks, nodes=ranks.nodes() if collective.apart else None, timeline=timeline, most_learners=most_learners,
-        warnings=[*warnings, *filter(None, [warning]), *notes, *bounded, *_refusals(choices)],
-        tuning=learner_tuning(settings.num_learners, most_learners),
-        worker_autotuner=worker_autotuner(settings.num_workers, train_feed, ranks.num_local),
-        busy_cores=busy_cores(choices.executor, choices.device.type, ranks.num_local == 1 and not train_feed.STREAMS),
-    )  # fmt: skip
 
+    make_model: MakeModel
+    data: DataSets
+    settings: RunSettings
+    choices: Choices
+    optimizer: Optimizer
+    rule: AveragingRule
+    schedule: Schedule = Constant()
+    loss: Loss = nn.functional.cross_entropy
+    metrics: Mapping[str, Metric] | None = None
+    init_from: str | None = None
+    max_evaluation_batches: int | None = None
+    checkpoints: CheckpointSettings = CheckpointSettings()
+    distributed: DistributedSettings = DistributedSettings()
+    output_dir: Path | None = None
+    experiment: str = "custom"
+    names: Mapping[str, str] | None = None
+    resumed_from: str | None = None
+    timeline: Timeline | None = None
+    announce: Callable[[str], None] = lambda _: None
+    ranks: Ranks = ALONE
+    executor_cache: Path | None = None
 
-_Feeds = tuple[Feed, Feed | None, Feed | None]
-
-
-def _probed(
-    make_model: MakeModel,
-    data: DataSets,
-    settings: RunSettings,
-    choices: Choices,
-    rule: AveragingRule,
-    loss: Loss,
-    metrics: Mapping[str, Metric],
-    init_from: str | None,
-    ranks: Ranks,
-) -> tuple[nn.Module, Choices, Batch, _Feeds, list[str]]:
-    """Return the template, the choices, a small batch, and the feeds of all data sets, once they fit; and warnings.
-
-    All ranks call it together, and have the same template.
-    """
-    with ranks.together():
-        template = seeded_model(make_model, settings.seed, init_from).to(choices.device)
-        choices, train_feed, batch, warnings = _train_feed(template, data, settings, choices, loss, rule, ranks)
-        template = faithful_copy(template, choices.precision, batch, settings.channels_last)
-        validation_feed, test_feed = (
-            _evaluation_feed(what, template, source, data, settings, choices, loss, metrics, ranks)
-            for what, source in (("validation", data.validation), ("test", data.test))
-        )
-    # Other libraries on a host, or a model that draws from generators other than torch's, may initialise differently.
-    ranks.copy_first(value for value in template.state_dict().values() if value.is_floating_point())
-    return template, choices, batch, (train_feed, validation_feed, test_feed), warnings
-
-
-def _with_executor(
-    template: nn.Module,
-    settings: RunSettings,
-    choices: Choices,
-    update: TorchUpdate,
-    feed: Feed,
-    loss: Loss,
-    announce: Callable[[str], None],
-    ranks: Ranks,
-    cache: Path | None,
-) -> tuple[Choices, list[str]]:
-    """Return the choices with the executor that the first rank chooses, and messages. All ranks together."""
-    notes: list[str] = []
-
-    def chosen() -> str:
-        nonlocal choices, notes
-        choices, notes = choose_executor(
-            template, settings, choices, update, feed, loss, announce, ranks.num_ranks, cache
-        )
-        return choices.executor
-
-    executor = ranks.from_first(chosen)
-    return dataclasses.replace(choices, executor=executor), notes
-
-
-def _evaluator(
-    template: nn.Module,
-    batch: Batch,
-    settings: RunSettings,
-    choices: Choices,
-    loss: Loss,
-    metrics: Mapping[str, Metric],
-    max_batches: int | None,
-) -> Evaluator:
-    return Evaluator(
-        template, precision=choices.precision, loss=loss, metrics=metrics, max_batches=max_batches,
-        batch_size=evaluation_batch_size(batch.inputs[0].numel()), channels_last=settings.channels_last,
-    )  # fmt: skip
-
-
-def _named(model: MakeModel, names: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the names of the model and the data in records."""
-    return {"model": getattr(model, "__name__", type(model).__name__), "data": "custom", **(names or {})}
-
-
-def _initialise_each(bank: ReplicaBank, make_model: MakeModel, seed: int, init_from: str | None) -> None:
-    """Initialise each learner differently: they share every batch and are never averaged."""
-    for learner in range(1, bank.num_learners):
-        own_seed = counter_seed(seed, "initialisation", 0, learner)
-        bank.load_learner(learner, seeded_model(make_model, own_seed, init_from))
-
-
-def _bank(
-    template: nn.Module,
-    settings: RunSettings,
-    choices: Choices,
-    optimizer: Optimizer,
-    rule: AveragingRule,
-    num_samples: int,
-    ranks: Ranks,
-) -> tuple[ReplicaBank, AverageEMA | None]:
-    try:
-        bank = new_bank(
-            template, settings.first_learners, choices.executor, settings, choices, optimizer,
-            num_devices=ranks.num_ranks, device_index=ranks.rank, has_velocity=rule.has_velocity,
-            gradient_mean=rule.gradient_mean,
+    def build(self) -> Run:
+        """Build the run, after small batches of every data set went through the model. Raises UserError."""
+        settings, ranks, rule, device = self.settings, self.ranks, self.rule, self.choices.device
+        self.loss = loss_on(device, self.loss)
+        collective = ranks.collective(device, apart=rule.node_period > 1)
+        check_settles(rule, settings.num_learners, collective.num_devices)
+        template, batch, (train_feed, validation_feed, test_feed), warnings = self._probed()
+        update, warning = choose_update(self.optimizer, rule, device, self.choices.precision.master)
+        notes = self._choose_executor(template, update, train_feed)
+        choices = self.choices
+        with ranks.together():
+            most, bounded = learner_bound(template, batch, settings, choices, self.loss, self.optimizer, rule)
+            bank, average_ema = self._bank(template, train_feed.num_samples)
+        most = most_settling(rule, most, collective.num_devices)
+        most = min(int(each) for (each,) in ranks.gather([most]))
+        if not rule.has_central_model:  # learners share every batch and are never averaged
+            for learner in range(1, bank.num_learners):
+                seed = counter_seed(settings.seed, "initialisation", 0, learner)
+                bank.load_learner(learner, seeded_model(self.make_model, seed, self.init_from))
+        model = getattr(self.make_model, "__name__", type(self.make_model).__name__)
+        return Run(
+            data=self.data, settings=settings, schedule=self.schedule, checkpoints=self.checkpoints,
+            distributed=self.distributed, output_dir=self.output_dir, experiment=self.experiment,
+            names={"model": model, "data": "custom", **(self.names or {})}, resumed_from=self.resumed_from,
+            choices=choices, bank=bank, average_ema=average_ema, update=update, loss=self.loss,
+            evaluator=Evaluator(
+                template, precision=choices.precision, loss=self.loss, metrics=self.metrics or {},
+                batch_size=evaluation_batch_size(batch.inputs[0].numel()), max_batches=self.max_evaluation_batches,
+                channels_last=settings.channels_last,
+            ),
+            train_feed=train_feed, validation_feed=validation_feed, test_feed=test_feed, collective=collective,
+            ranks=ranks, nodes=ranks.nodes() if collective.apart else None, timeline=self.timeline,
+            warnings=[*warnings, *filter(None, [warning]), *notes, *bounded, *_refusals(choices)],
+            tuning=LearnerTuning(AutoTuner(max_learners=most)) if settings.num_learners == "auto" else None,
+            worker_autotuner=worker_autotuner(settings.num_workers, train_feed, ranks.num_local),
+            busy_cores=busy_cores(choices.executor, device.type, ranks.num_local == 1 and not train_feed.STREAMS),
         )  # fmt: skip
-        return bank, None if rule.average_ema is None else AverageEMA(bank, rule.average_ema * num_samples)
-    except (RuntimeError, MemoryError) as error:  # torch raises these when memory runs out, on CUDA too
-        raise UserError(
-            f"num_learners={settings.num_learners} replicas of this model cannot be allocated on {choices.device} "
-            f"({one_line(error)[:200]}); lower num_learners."
-        ) from error
 
+    def _probed(self) -> tuple[nn.Module, Batch, tuple[Feed, Feed | None, Feed | None], list[str]]:
+        """Return the template, a small batch, the feeds of training, validation and test data, and warnings.
 
-def _train_feed(
-    template: nn.Module,
-    data: DataSets,
-    settings: RunSettings,
-    choices: Choices,
-    loss: Loss,
-    rule: AveragingRule,
-    ranks: Ranks,
-) -> tuple[Choices, Feed, Batch, list[str]]:
-    """Build the training feed and probe the model with a small batch; in fp32 if `auto` chose bf16 and that fails."""
-    feed = new_feed(data.train, settings.batch_size, data.augmentation, data, settings, choices, ranks=ranks)
-    # No more samples than a batch: BatchNorm over single values, for example, trains with two samples but not with one.
-    batch = feed.first_samples(min(2, settings.batch_size))
-    needs = (loss, *count_classes(data, loss), settings.label_smoothing, settings.compile_model)
-    averages = settings.averages(rule, ranks.num_ranks)
-    try:
-        if settings.precision == "auto" and choices.precision != FP32:
-            _check_integers(feed, choices.precision)
-        return choices, feed, batch, probe(template, choices.precision, batch, *needs, feed=feed, averages=averages)
-    except UserError as error:
-        if settings.precision != "auto" or choices.precision == FP32:
-            raise
-        reason, _, _ = str(error).partition("; ")  # without the remedy, which is being applied
-    choices = dataclasses.replace(choices, precision=FP32)
-    feed = new_feed(data.train, settings.batch_size, data.augmentation, data, settings, choices, ranks=ranks)
-    batch = feed.first_samples(min(2, settings.batch_size))
-    warnings = probe(template, FP32, batch, *needs, feed=feed, averages=averages)
-    return choices, feed, batch, [f"precision is fp32, because in bf16 {reason}.", *warnings]
+        All ranks have the same template.
+        """
+        with self.ranks.together():
+            template = seeded_model(self.make_model, self.settings.seed, self.init_from).to(self.choices.device)
+            train_feed, batch, warnings = self._train_feed(template)
+            template = faithful_copy(template, self.choices.precision, batch, self.settings.channels_last)
+            validation_feed = self._evaluation_feed("validation", template, self.data.validation)
+            test_feed = self._evaluation_feed("test", template, self.data.test)
+        # Other libraries on a host, or a model that draws from other generators than torch's, may initialise otherwise.
+        self.ranks.copy_first(value for value in template.state_dict().values() if value.is_floating_point())
+        return template, batch, (train_feed, validation_feed, test_feed), warnings
 
+    def _train_feed(self, template: nn.Module) -> tuple[Feed, Batch, list[str]]:
+        """Build the feed and probe the model with a small batch; in fp32 if `auto` chose bf16 and that fails."""
+        data, settings, choices = self.data, self.settings, self.choices
+        feed = new_feed(data.train, settings.batch_size, data.augmentation, data, settings, choices, ranks=self.ranks)
+        # No more samples than a batch: BatchNorm over single values, say, trains with two samples but not with one.
+        batch, may_fall_back = feed.first_samples(min(2, settings.batch_size)), False
+        try:
+            if settings.precision == "auto" and choices.precision != FP32:
+                may_fall_back = True
+                feed.look_through(_FEW_ITEMS)
+                if feed.rounded is not None:
+                    raise UserError(feed.rounded.remark(choices.precision.compute))
+            warnings = probe(
+                template, choices.precision, batch, self.loss, *count_classes(data, self.loss),
+                settings.label_smoothing, settings.compile_model, feed=feed,
+                averages=settings.averages(self.rule, self.ranks.num_ranks),
+            )  # fmt: skip
+            return feed, batch, warnings
+        except UserError as error:
+            if not may_fall_back:
+                raise
+            reason, _, _ = str(error).partition("; ")  # without the remedy, which is being applied
+        self.choices = dataclasses.replace(choices, precision=FP32)
+        del feed  # it may hold the data on the device
+        feed, batch, warnings = self._train_feed(template)
+        return feed, batch, [f"precision is fp32, because in bf16 {reason}.", *warnings]
 
-def _check_integers(feed: Feed, precision: Precision) -> None:
-    """Raise UserError for inputs with whole numbers that the precision rounds; looks at a few items."""
-    feed.look_through(_FEW_ITEMS)
-    if feed.rounded is not None:
-        raise UserError(feed.rounded.remark(precision.compute))
+    def _evaluation_feed(self, what: str, template: nn.Module, source: Data | None) -> Feed | None:
+        if source is None:
+            return None
+        feed = new_feed(source, 1, None, self.data, self.settings, self.choices, training=False, ranks=self.ranks)
+        batch = feed.first_samples(2)
+        probe_evaluation(template, self.choices.precision, batch, self.loss, what, self.metrics, feed)
+        return feed
 
+    def _choose_executor(self, template: nn.Module, update: TorchUpdate, feed: Feed) -> list[str]:
+        """Take the executor that the first rank chooses. Returns its messages."""
+        notes: list[str] = []
 
-def _evaluation_feed(
-    what: str,
-    template: nn.Module,
-    source: Data | None,
-    data: DataSets,
-    settings: RunSettings,
-    choices: Choices,
-    loss: Loss,
-    metrics: Mapping[str, Metric],
-    ranks: Ranks,
-) -> Feed | None:
-    if source is None:
-        return None
-    feed = new_feed(source, 1, None, data, settings, choices, training=False, ranks=ranks)
-    probe_evaluation(template, choices.precision, feed.first_samples(2), loss, what, metrics, feed)
-    return feed
+        def chosen() -> str:
+            self.choices, found = choose_executor(
+                template, self.settings, self.choices, update, feed, self.loss, self.announce, self.ranks.num_ranks,
+                self.executor_cache,
+            )  # fmt: skip
+            notes.extend(found)
+            return self.choices.executor
+
+        executor = self.ranks.from_first(chosen)
+        self.choices = dataclasses.replace(self.choices, executor=executor)
+        return notes
+
+    def _bank(self, template: nn.Module, num_samples: int) -> tuple[ReplicaBank, AverageEMA | None]:
+        settings, choices, rule, ranks = self.settings, self.choices, self.rule, self.ranks
+        try:
+            bank = new_bank(
+                template, settings.first_learners, choices.executor, settings, choices, self.optimizer,
+                num_devices=ranks.num_ranks, device_index=ranks.rank, has_velocity=rule.has_velocity,
+                gradient_mean=rule.gradient_mean,
+            )  # fmt: skip
+            return bank, None if rule.average_ema is None else AverageEMA(bank, rule.average_ema * num_samples)
+        except (RuntimeError, MemoryError) as error:  # torch raises these when memory runs out, on CUDA too
+            raise UserError(
+                f"num_learners={settings.num_learners} replicas of this model cannot be allocated on {choices.device} "
+                f"({one_line(error)[:200]}); lower num_learners."
+            ) from error
 
 
 def new_feed(

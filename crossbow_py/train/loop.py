@@ -20,13 +20,12 @@ from crossbow_py.engine.rounds import Round
 from crossbow_py.telemetry.events import Listener, RoundEnd
 from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.train.checkpoints.manager import CheckpointManager
-from crossbow_py.train.epochs import EpochCloser
+from crossbow_py.train.evaluation.evaluator import non_finite_remark
+from crossbow_py.train.evaluation.learning_measurement import LearningMeasurement
 from crossbow_py.train.round_runner import RoundRunner
-from crossbow_py.train.run import Run, SavedModels
-from crossbow_py.train.run_folder.reporter import Reporter, Result, run_info
+from crossbow_py.train.run import Measured, Run, SavedModels
+from crossbow_py.train.run_folder.reporter import Reporter, Result, epoch_record, run_info
 from crossbow_py.train.run_settings import StopConditions
-from crossbow_py.train.tuning.busy_cores import BusyCores
-from crossbow_py.train.tuning.worker_autotuner import WorkerAutotuner
 
 
 class TrainingLoop:
@@ -108,20 +107,20 @@ class TrainingLoop:
             if plan:
                 self._await_batches(plan, signals)
             self._synchronise(signals)
-            if state.round_index > first_round and self._checkpoint_is_due():
+            # While one is being written, training would have to wait for it.
+            may_write = state.round_index > first_round and not any(self._agreed.checkpoints)
+            if may_write and self.checkpoints.is_due(self._agreed.elapsed_s):
                 self._write_checkpoint()
-            if self._agreed.signal:
-                return self._stopped_by(self._agreed.signal)
+            if signal := self._agreed.signal:
+                reason = StopSignal.REASONS[signal]
+                self.reporter.message(f"{reason}: stopping. Ctrl-C now aborts at once, without another checkpoint.")
+                return signal, reason
             if self._agreed.fails:
                 self.ranks.raise_any(self._failure)
             if reason := self._end_reached():
                 self._check_trained(reason, first_round)
                 return "finished", reason
             self._run_round(plan if plan and len(plan.starts) == self._run.bank.num_learners else self._plan())
-
-    def _checkpoint_is_due(self) -> bool:
-        """Return whether to write one now; not while one is being written, as training would have to wait for it."""
-        return not any(self._agreed.checkpoints) and self.checkpoints.is_due(self._agreed.elapsed_s)
 
     def _end_reached(self) -> str | None:
         state = self.state
@@ -135,11 +134,6 @@ class TrainingLoop:
         if self._run.resumed_from and self.state.round_index == first_round:
             self.reporter.message(f"Nothing is left to train: the run had reached {reason}; allow more of it.")
 
-    def _stopped_by(self, signal: str) -> tuple[str, str]:
-        reason = StopSignal.REASONS[signal]
-        self.reporter.message(f"{reason}: stopping. Ctrl-C now aborts at once, without another checkpoint.")
-        return signal, reason
-
     def _end_epoch(self) -> str | None:
         """Close the epoch once all its samples are seen. Returns the target that was reached, if one was."""
         state, every = self.state, self._run.checkpoints.every_epochs
@@ -148,22 +142,18 @@ class TrainingLoop:
         self._drain()
         self._epochs.close(self.learning_rate)
         if state.closed_epochs.bit_count() == 1:  # after epochs 1, 2, 4, ...: it costs a round or two
-            self._recheck()
+            self.meter.pause()
+            self.rounds.recheck()
+            self.meter.resume()
         reason = self._target_reached()
         if not reason and every and state.closed_epochs % every == 0:
             self._write_checkpoint()
         return reason
 
-    def _recheck(self) -> None:
-        self.meter.pause()
-        self.rounds.recheck()
-        self.meter.resume()
-
     def _target_reached(self) -> str | None:
         return self.stops.after_evaluation(self.state.last_accuracy, self.state.last_loss)
 
     def _plan(self) -> Round:
-        """Plan the next round from the current state."""
         state, factor = self.state, self._factor()
         after = state.samples_seen + self._run.samples_per_round
         is_last = self.total_samples is not None and after >= self.total_samples
@@ -221,18 +211,15 @@ class TrainingLoop:
         # If all learners are non-finite there is no finite one to clone, so reseeding would loop for ever.
         all_non_finite = num_non_finite == self._run.bank.total_learners
         if num_non_finite and (self.settings.on_nonfinite == "stop" or all_non_finite):
-            self._stop_for_non_finite(all_non_finite)
+            self.checkpoints.settle()
+            non_finite, failure = self.state.non_finite_learners, None
+            if non_finite:
+                (learner, round_index), first = next(iter(non_finite.items())), self._run.bank.first_learner
+                failure = NonFiniteError(first + learner, round_index, self._run.newest_checkpoint(), all_non_finite)
+            self.ranks.raise_any(failure)
         if out_of_memory:
             self.rounds.shrink()
         return not out_of_memory
-
-    def _stop_for_non_finite(self, all_non_finite: bool) -> None:
-        self.checkpoints.settle()
-        non_finite, failure = self.state.non_finite_learners, None
-        if non_finite:
-            (learner, round_index), first = next(iter(non_finite.items())), self._run.bank.first_learner
-            failure = NonFiniteError(first + learner, round_index, self._run.newest_checkpoint(), all_non_finite)
-        self.ranks.raise_any(failure)
 
     def _tune_learners(self) -> None:
         """Give the auto-tuner the images and the time since the last synchronisation."""
@@ -276,20 +263,27 @@ class TrainingLoop:
         rate, stops = self.learning_rate, self.stops
         self.reporter.progress(state, rate, self.total_samples, bank.total_learners, stops.max_time_s)
         self.rounds.tell_notes()
-        if self._run.worker_autotuner:
-            self._tune_workers(self._run.worker_autotuner)
-        if self._run.busy_cores:
-            self._tune_waiting(self._run.busy_cores, images)
+        self._tune_host(images)
         if self._after_round is not None:
             self._call_after_round(self._after_round, images)
 
     def _call_after_round(self, after_round: Callable[[RoundEnd], int | None], images: int) -> None:
-        """Call `after_round` of `fit`, and set the number of learners that it returns."""
+        """Call `after_round` of `fit`, and set the number of learners that it returns. Raises UserError."""
         tuning, now = self._run.tuning, self._run.bank.num_learners
         settled = tuning is None or tuning.state.phase == "settled"
         wanted = after_round(RoundEnd(images, self.meter.elapsed_s, self.meter.waited_s, now, settled))
         if wanted is None:
             return
+        if type(wanted) is not int or wanted < 1:
+            raise UserError(
+                f"after_round must return None or a whole number of learners, at least 1, got {wanted!r}; return None "
+                "to leave their number as it is."
+            )
+        if tuning is None and wanted != now:
+            raise UserError(
+                f"after_round may change the number of learners only with num_learners=auto, got {wanted} with "
+                f"num_learners={now}; set num_learners=auto, or return None."
+            )
         self._images = 0  # the auto-tuner does not count this round
         self._apply(Decision("grow" if wanted > now else "shrink", wanted))
 
@@ -303,16 +297,16 @@ class TrainingLoop:
             self._drain()
             self.rounds.move_ema()
 
-    def _tune_workers(self, tuner: WorkerAutotuner) -> None:
-        batches = self.state.samples_seen // self.settings.batch_size // self.ranks.num_ranks
-        if said := tuner.after_round(self.meter.elapsed_s, self.meter.waited_s, batches):
-            self.reporter.message(said)
-            self.reporter.workers(self._run.train_feed.num_workers)
-
-    def _tune_waiting(self, busy_cores: BusyCores, images: int) -> None:
-        """Have threads wait for each other in the faster way on this busy machine; numbers stay the same."""
-        training_s = self.meter.elapsed_s - self.meter.waited_s
-        if said := busy_cores.after_round(images, self._run.bank.num_learners, training_s):
+    def _tune_host(self, images: int) -> None:
+        """Tune the number of workers, and how threads wait for each other on a busy machine; numbers stay the same."""
+        elapsed_s, waited_s = self.meter.elapsed_s, self.meter.waited_s
+        if self._run.worker_autotuner:
+            batches = self.state.samples_seen // self.settings.batch_size // self.ranks.num_ranks
+            if said := self._run.worker_autotuner.after_round(elapsed_s, waited_s, batches):
+                self.reporter.message(said)
+                self.reporter.workers(self._run.train_feed.num_workers)
+        busy_cores, num_learners = self._run.busy_cores, self._run.bank.num_learners
+        if busy_cores and (said := busy_cores.after_round(images, num_learners, elapsed_s - waited_s)):
             self.reporter.message(said)
 
     def _drain(self) -> bool:
@@ -362,7 +356,7 @@ class TrainingLoop:
         self._drain()
         stopped_by_signal = status in StopSignal.REASONS
         if self.state.last_recorded != self.state.samples_seen and not stopped_by_signal:
-            self._epochs.close_partial(self.learning_rate)
+            self._epochs.close(self.learning_rate, is_partial=True)
             if target := self._target_reached():
                 status, reason = "target_reached", target
         if not self.checkpoints.has(self.state.samples_seen):
@@ -377,6 +371,65 @@ class TrainingLoop:
         independent = [] if self._run.rule.has_central_model else models
         (images_per_s,), *_ = self.ranks.gather([summary.images_per_s])  # of the first rank, as in its records
         return Result(status, reason, summary.test_accuracy, images_per_s, models[0], independent, summary)
+
+
+class EpochCloser:
+    """Evaluates and records at the end of an epoch. The training loop drains before each call. All ranks together."""
+
+    def __init__(self, run: Run, reporter: Reporter, meter: ThroughputMeter, stops: StopConditions) -> None:
+        self._run, self._state, self._stops = run, run.state, stops
+        self._reporter, self._meter, self._watch = reporter, meter, run.ranks.watch
+        self._measured = "validation" if run.validation_feed else "test"
+        self._learning = LearningMeasurement(run) if run.settings.learning_statistics else None
+        self._final: Measured | None = None
+
+    def close(self, learning_rate: float, is_partial: bool = False) -> None:
+        """Evaluate, record with the learning rate of the last round, and start the next epoch.
+
+        An epoch that `is_partial`, in which a run stops, keeps its sums, for a resume with a later stop.
+        """
+        run, state = self._run, self._state
+        run.check_z()
+        self._meter.pause()
+        self._watch.doing = f"the evaluation after round {state.round_index - 1}"
+        measured = self._evaluate(self._measured)
+        state.elapsed_s = self._meter.elapsed_s
+        if measured:
+            state.note_evaluation(measured[0].accuracy, measured[0].loss, self._stops.target_accuracy)
+        self._final = measured if self._measured == "test" else None
+        learning = None
+        if self._learning is not None:
+            self._watch.doing = f"the statistics of learning after round {state.round_index - 1}"
+            learning = self._learning.measure(self._measured)
+            for note in self._learning.take_notes():
+                self._reporter.message(note)
+        own = state.loss_sum, state.num_losses, state.num_correct
+        state.loss_sum, state.num_losses, state.num_correct = run.epoch_sums()
+        lap = self._meter.lap()
+        self._reporter.epoch(epoch_record(run, lap, learning_rate, measured, self._measured, learning))
+        self._reporter.predictions(run, measured)
+        state.last_recorded = state.samples_seen
+        if is_partial:
+            state.loss_sum, state.num_losses, state.num_correct = own
+        else:
+            state.close_epoch(run.num_samples)
+        self._meter.resume()
+
+    def final(self, measures: bool) -> Measured | None:
+        """Return the evaluation of the final model on test data: the last epoch's, or a new one if `measures`."""
+        if self._state.last_recorded != self._state.samples_seen:
+            self._final = None  # of an earlier model
+        if self._final is None and measures:
+            self._final = self._evaluate("test")
+        return self._final
+
+    def _evaluate(self, which: str) -> Measured | None:
+        """Evaluate on the `test` or `validation` data, and report outputs that are not finite."""
+        measured = self._run.evaluate(which)
+        if measured and measured[0].num_non_finite:
+            what = f"{which} data after {self._state.samples_seen:,} samples"
+            self._reporter.message(non_finite_remark(what, measured[0].num_non_finite, measured[0].num_samples))
+        return measured
 
 
 def _failure_status(error: BaseException) -> tuple[str, str]:

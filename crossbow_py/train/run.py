@@ -21,7 +21,6 @@ from crossbow_py.core.settings import known_fields
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data
 from crossbow_py.data.feed import Feed
-from crossbow_py.data.normalisation import Normalisation
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.distributed.settings import DistributedSettings
@@ -72,26 +71,7 @@ class DataSets:
     augmentation: Augmentation | None = None
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
-    class_names: Sequence[str] | None = None
-
-    @property
-    def normalisation(self) -> Normalisation | None:
-        """The normalisation of inputs. Raises UserError when only one of `mean` and `std` is given."""
-        return Normalisation.of(self.mean, self.std)
-
-    @property
-    def names_of_classes(self) -> list[str]:
-        """The names of the classes: as given, or the test data's attribute `classes`; empty without either."""
-        return list(map(str, self.class_names or getattr(self.test, "classes", None) or ()))
-
-
-class OpenEpoch(NamedTuple):
-    """The number of epochs closed before this one, and its own sums so far; see `RunState`."""
-
-    closed_epochs: int
-    loss_sum: float
-    num_losses: int
-    num_correct: float | None
+    class_names: Sequence[str] | None = None  # None is the attribute `classes` of the test data, if there is one
 
 
 @dataclass
@@ -178,15 +158,6 @@ class RunState:
         self.closed_epochs = self.samples_seen // samples_per_epoch
         self.loss_sum, self.num_losses, self.num_correct = 0.0, 0, 0.0
 
-    @property
-    def open_epoch(self) -> OpenEpoch:
-        """The values that `close_epoch` resets, for `reopen_epoch`."""
-        return OpenEpoch(self.closed_epochs, self.loss_sum, self.num_losses, self.num_correct)
-
-    def reopen_epoch(self, kept: OpenEpoch) -> None:
-        """Continue an epoch that was closed since."""
-        self.closed_epochs, self.loss_sum, self.num_losses, self.num_correct = kept
-
     def to_plain(self) -> dict[str, Any]:
         """Return plain values for a checkpoint, where `non_finite_learners` has its older name, `sick_learners`."""
         plain = asdict(self)
@@ -208,31 +179,16 @@ class Run:
     """Everything that the training loop works on; built by the trainer and kept over several calls of `fit`.
 
     Attributes:
-        data: the data sets, and how images are prepared.
-        settings: the keys that shape the run.
-        schedule: how the learning rate moves.
-        checkpoints: when checkpoints are written, and how many are kept.
-        distributed: settings of a run over several ranks.
-        output_dir: the run's folder, or None.
         experiment: the name of the run in records.
         names: the names of the model and the data in records.
         resumed_from: the checkpoint that the run resumed from.
         choices: the values chosen for `auto`.
-        bank: the replicas.
         average_ema: the EMA of z, if the rule asks for one.
         update: updates rows of the bank by corrections and averagings, with the optimizer and the rule.
-        loss: the loss that learners are trained on.
-        evaluator: evaluates copies of the models.
-        train_feed: batches to train on.
         validation_feed: batches to evaluate on; if there are any, stops look at them.
-        test_feed: batches to evaluate on.
-        collective: the sum over ranks.
-        ranks: the ranks of the run.
         nodes: `Ranks.nodes`, if every node has an average model of its own; else None.
         timeline: records a span of every task, if there is one.
-        most_learners: the number of learners that memory holds, at most `max_learners`.
         warnings: messages for the user when training starts.
-        state: the counters.
         tuning: tunes the number of learners, for num_learners=auto.
         worker_autotuner: tunes the number of workers, for num_workers=auto with streamed data.
         busy_cores: chooses how threads wait for each other, on CPUs.
@@ -261,7 +217,6 @@ class Run:
     ranks: Ranks
     nodes: list[int] | None
     timeline: Timeline | None
-    most_learners: int
     warnings: list[str]
 
     state: RunState = field(default_factory=RunState)
@@ -506,11 +461,6 @@ class Run:
             [state.loss_sum, state.num_losses, math.nan if state.num_correct is None else state.num_correct]
         )
         return loss_sum, int(num_losses), None if math.isnan(num_correct) else num_correct
-
-    def add_up_epoch(self) -> None:
-        """Replace this rank's sums of the epoch by those of all ranks, for the epoch's record."""
-        state = self.state
-        state.loss_sum, state.num_losses, state.num_correct = self.epoch_sums()
 
     def spread(self) -> float | None:
         """Return the root mean square of |w_j − c| / |c| over the learners of all ranks. All ranks together.

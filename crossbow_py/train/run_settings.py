@@ -187,14 +187,9 @@ class StopConditions:
         if all(value is None for value in values.values()):
             raise UserError(f"a run needs an end, got none; set one of {', '.join(values)}.")
 
-    @property
-    def needs_evaluation(self) -> bool:
-        """Whether a condition looks at evaluations."""
-        return self.target_accuracy is not None or self.target_loss is not None
-
     def check_measured(self, has_data: bool, has_accuracy: Callable[[], bool]) -> None:
         """Raise UserError if a target is set that nothing measures, so that it could never be reached."""
-        if self.needs_evaluation and not has_data:
+        if not has_data and (self.target_accuracy is not None or self.target_loss is not None):
             raise UserError(
                 "target_accuracy and target_loss are measured on data, got neither test_data nor validation_data; "
                 "give one of them."

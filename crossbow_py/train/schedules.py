@@ -38,7 +38,10 @@ class Schedule(ABC):
         Raises:
             UserError: the schedule needs the length of the run, and neither `total_samples` nor a setting gives it.
         """
-        return self._warmup(samples, samples_per_epoch) * self._shape(samples, samples_per_epoch, total_samples)
+        warmup_samples = self.warmup_epochs * samples_per_epoch
+        # Starts one sample up the ramp: a rate of exactly zero would waste the first round.
+        warmup = min(1.0, (samples + 1) / warmup_samples) if warmup_samples > 0 else 1.0
+        return warmup * self._shape(samples, samples_per_epoch, total_samples)
 
     def warmed_up_factor(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
         """Return `factor` without the warm-up."""
@@ -61,11 +64,6 @@ class Schedule(ABC):
     @abstractmethod
     def _shape(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
         """Return the factor without warm-up."""
-
-    def _warmup(self, samples: int, samples_per_epoch: int) -> float:
-        # Starts one sample up the ramp: a rate of exactly zero would waste the first round.
-        warmup_samples = self.warmup_epochs * samples_per_epoch
-        return min(1.0, (samples + 1) / warmup_samples) if warmup_samples > 0 else 1.0
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from crossbow_py.telemetry.events import Listener, RoundEnd
 from crossbow_py.telemetry.profile import OperatorProfile
 from crossbow_py.telemetry.records import file_listeners
 from crossbow_py.telemetry.timeline import Timeline, TimelineFile
-from crossbow_py.train.build import build_run
-from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, SavedCheckpoint, holds_run
+from crossbow_py.train.build import RunBuilder
+from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, holds_run
 from crossbow_py.train.checkpoints.resume import choose_together, find_checkpoint, restore
 from crossbow_py.train.checks.compatibility import check_compatible
 from crossbow_py.train.checks.seeded_model import MakeModel
@@ -48,12 +48,6 @@ def _by_turns() -> Iterator[None]:
     """Let one thread at a time build a trainer: building seeds the process's generators and restores them."""
     with _BUILDING, ordinary_modes():
         yield
-
-
-def _keywords() -> list[str]:
-    """Return the keyword arguments that `Trainer` names itself."""
-    parameters = inspect.signature(Trainer).parameters.values()
-    return [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
 
 
 class Trainer:
@@ -139,21 +133,22 @@ class Trainer:
     ) -> None:
         begun, folder = time.monotonic(), None if output_dir is None else given_path("output_dir", output_dir)
         self.callbacks, self._continues, self._profile = callbacks, resume == "auto", profile
-        settings = settings.changed(changes, others=_keywords())
+        own = [each.name for each in inspect.signature(Trainer).parameters.values() if each.kind is each.KEYWORD_ONLY]
+        settings = settings.changed(changes, others=own)
         check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
         found, self._messages = find_checkpoint(resume, folder, ranks)
-        self.run = build_run(
-            model,
-            DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std, class_names),
-            settings,
-            choose_together(settings, found, ranks),
+        self.run = RunBuilder(
+            make_model=model,
+            data=DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std, class_names),
+            settings=settings, choices=choose_together(settings, found, ranks),
             optimizer=optimizer, rule=averaging, schedule=schedule, loss=loss, metrics=metrics,
-            init_from=_initial(init_from, found), max_evaluation_batches=max_evaluation_batches,
-            checkpoints=checkpoint, distributed=distributed, output_dir=folder, experiment=experiment, names=names,
+            init_from=None if init_from is None or found else str(given_path("init_from", init_from)),
+            max_evaluation_batches=max_evaluation_batches, checkpoints=checkpoint, distributed=distributed,
+            output_dir=folder, experiment=experiment, names=names,
             resumed_from=str(found.folder) if found else None, timeline=_timeline(trace, profile, folder),
             announce=self._announce, ranks=ranks,
             executor_cache=None if executor_cache is None else given_path("executor_cache", executor_cache),
-        )  # fmt: skip
+        ).build()  # fmt: skip
         self._messages += [*notes, *self.run.warnings]
         with ranks.together():
             if found:
@@ -195,10 +190,11 @@ class Trainer:
             max_rounds: rounds of this call.
             handle_signals: on SIGTERM and Ctrl-C write a checkpoint and return with status terminated or interrupted.
             after_round: called by the loop's thread once a round is submitted and the one before is over. It may block.
-                It returns the number of learners to continue with, the same on all ranks; None leaves that to the
-                auto-tuner.
+                With num_learners=auto it may return the number of learners per device to continue with, the same on
+                all ranks; None leaves that to the auto-tuner.
 
         Raises:
+            UserError: the stop conditions, or what `after_round` returned.
             NonFiniteError: a learner's loss is not finite and `on_nonfinite` is stop.
             LearnerError: a task failed.
         """
@@ -263,13 +259,9 @@ class Trainer:
         except OSError as error:
             raise unwritable(folder, error) from error
         timeline = self.run.timeline
-        listeners += [TimelineFile(timeline, folder)] if timeline is not None else []
-        return [*listeners, *([OperatorProfile(folder)] if self._profile else [])]
-
-
-def _initial(init_from: str | Path | None, found: SavedCheckpoint | None) -> str | None:
-    """Return the file of initial weights; a run that resumes has its own."""
-    return None if init_from is None or found else str(given_path("init_from", init_from))
+        if timeline is not None:
+            listeners.append(TimelineFile(timeline, folder))
+        return [*listeners, OperatorProfile(folder)] if self._profile else listeners
 
 
 def _timeline(trace: bool, profile: bool, output_dir: Path | None) -> Timeline | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -47,7 +47,6 @@ class Between(nn.Module):
         self.first, self.second, self.between = nn.Linear(WIDTH, 16), nn.Linear(16, CLASSES), between
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores `[B, CLASSES]`."""
         scores: Tensor = self.second(self.between(self.first(x).tanh()))
         return scores
 
@@ -72,7 +71,6 @@ class Temperature(nn.Module):
         self.logit_scale = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores `[B, CLASSES]`."""
         normal = nn.functional.normalize
         return self.logit_scale.exp() * normal(self.encoder(x), dim=-1) @ normal(self.classes, dim=-1).t()
 
@@ -86,7 +84,6 @@ class DropPath(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores `[B, CLASSES]`."""
         for block in self.blocks:
             kept = x.new_empty((len(x), 1)).bernoulli_(0.7)
             x = x + block(x).relu() * kept.div_(0.7)
@@ -169,13 +166,10 @@ def _train_plainly(name: str, model: nn.Module, feed: Any, learner: int) -> None
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     for index in range(ROUNDS):
         batch = feed.batch(index * BATCH)
-        with _draws(index, learner) if name == "drop path" else nullcontext():
+        # An ordinary module draws what a learner draws in a round.
+        own = OwnDraws(torch.Generator().manual_seed(counter_seed(0, "dropout", index, learner)))
+        with own if name == "drop path" else nullcontext():
             output = model(batch.inputs)
         optimizer.zero_grad()
         nn.functional.cross_entropy(output, batch.targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-
-
-def _draws(index: int, learner: int) -> AbstractContextManager[Any]:
-    """Have an ordinary module draw what a learner draws in a round."""
-    return OwnDraws(torch.Generator().manual_seed(counter_seed(0, "dropout", index, learner)))

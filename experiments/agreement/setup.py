@@ -33,7 +33,6 @@ LEARNERS, BATCH = 4, 16
 
 
 def seconds(model: str, precision: str, compares: bool) -> float:
-    """Set up four learners' fused rounds and learn once; the processor's seconds on one thread."""
     torch.set_num_threads(1)
     shape, format_ = SHAPES[model], {"fp32": FP32, "bf16": BF16}[precision]
     generator = torch.Generator().manual_seed(0)
@@ -70,7 +69,6 @@ def measure(model: str, precision: str, repetitions: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the seconds of one set-up."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", choices=list(SHAPES))
     parser.add_argument("precision", choices=["fp32", "bf16"])

@@ -88,7 +88,6 @@ def measure(before: Path, model: str, executor: str, repetitions: int, seconds: 
 
 
 def _by_turns(sides: dict[str, Side], first: int, seconds: float) -> tuple[dict[str, list[float]], int]:
-    """Clean windows of every side, as many of each, and how many pairs were dropped."""
     rates: dict[str, list[float]] = {name: [] for name in sides}
     dropped = 0
     for side in sides.values():

@@ -13,7 +13,6 @@ from experiments.tables.pictures import beside
 
 
 def draw(result: Mapping[str, Any]) -> Figure:
-    """Throughput above, the number of learners below, the neighbour's time shaded."""
     seconds, rates, learners = zip(*result["throughput"], strict=True)
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
@@ -29,7 +28,6 @@ def draw(result: Mapping[str, Any]) -> Figure:
 
 
 def _smooth(values: Sequence[float], width: int = 9) -> list[float]:
-    """Running median."""
     half = width // 2
     return [statistics.median(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 

@@ -31,7 +31,6 @@ def phases(result: Result) -> list[dict[str, Any]]:
 
 
 def phases_table(result: Result) -> str:
-    """A row a phase."""
     header = ["", "seconds", "decisions", "learners at its end", "images/s of its last 5 s"]
     rows = [
         [
@@ -47,12 +46,10 @@ def phases_table(result: Result) -> str:
 
 
 def decisions_list(result: Result) -> str:
-    """Every decision, as the console showed it."""
     return "\n".join(f"- {one['elapsed_s']:.1f} s: {one['reason']}" for one in result["decisions"])
 
 
 def result_text(result: Result) -> str:
-    """All there is to say about a result."""
     return f"{phases_table(result)}\n\n{decisions_list(result)}"
 
 

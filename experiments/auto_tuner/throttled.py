@@ -28,11 +28,9 @@ from crossbow_py.data.datasets import as_pair
 from crossbow_py.models import MODELS
 from crossbow_py.telemetry.events import LearnerCount, Progress
 from experiments.auto_tuner.report import phases
-from experiments.bench.arguments import positive
 from experiments.bench.machine import machine
-from experiments.bench.results import results_folder, write_result
+from experiments.bench.results import draw_after, positive, results_folder, write_result
 from experiments.bench.workloads import load_source
-from experiments.tables.drawing import draw_after
 
 EXPERIMENT = "auto_tuner"
 _MODEL, _BATCH_SIZE, MAX_LEARNERS = "lenet", 16, 4
@@ -49,7 +47,6 @@ class Course(Listener):
         self._last: tuple[float, int] | None = None
 
     def on_progress(self, progress: Progress) -> None:
-        """Images/s since the last call."""
         seconds, seen = progress.elapsed_s, progress.samples_seen
         if self._last is not None and seconds > self._last[0]:
             rate = (seen - self._last[1]) / (seconds - self._last[0])
@@ -57,7 +54,6 @@ class Course(Listener):
         self._last = (seconds, seen)
 
     def on_learner_count(self, change: LearnerCount) -> None:
-        """A decision of the auto-tuner."""
         self.decisions.append(asdict(change))
         print(f"{change.elapsed_s:7.1f} s  auto-tuner: {change.reason}", flush=True)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.batch_norm.report import curve, healthy
+from experiments.batch_norm.run import curve, healthy
 from experiments.batch_norm.variants import VARIANTS
 from experiments.grids.plot import UNITS, unit_of
-from experiments.grids.summary import Result, Run
+from experiments.grids.report import Result, Run
 from experiments.tables.pictures import beside
 
 _MOST_IN_A_ROW = 4
@@ -16,7 +16,6 @@ _STYLES = (("#000000", "-"), ("#E69F00", "--"), ("#56B4E9", "-."), ("#0072B2", "
 
 
 def draw(result: Result) -> Figure:
-    """A panel a cell, in it a line for every kind of statistics of the mean over seeds, and the seeds as points."""
     found, unit = healthy(result), unit_of(result)
     columns = max(1, min(_MOST_IN_A_ROW, len(found)))
     rows = max(1, -(-len(found) // columns))

@@ -47,7 +47,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _train(config: TrainConfig) -> int:
-    """One part, on one rank; returns its exit code."""
     with open_run(config) as folder, closing(ConsoleListener(folder.path / CONSOLE_LOG)) as console:
         trainer = build_trainer(config, folder, [console])
         result = trainer.fit(**stops(config), handle_signals=True)

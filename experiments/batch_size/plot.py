@@ -5,16 +5,14 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.batch_size.report import Best, best_rates
-from experiments.batch_size.run import LEARNERS, ONE
-from experiments.grids.summary import Result
+from experiments.batch_size.run import LEARNERS, ONE, Best, best_rates
+from experiments.grids.report import Result
 from experiments.tables.pictures import beside
 
 _COLORS = {ONE: "#0072B2", LEARNERS: "#E69F00"}
 
 
 def draw(result: Result) -> Figure:
-    """A panel of epochs and, where runs were alone on the machine, one of seconds; each point at its best rate."""
     best = best_rates(result)
     timed = any(each.reached.seconds is not None for each in best)
     figure = Figure(figsize=(10 if timed else 6.5, 4), layout="constrained")

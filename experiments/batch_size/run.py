@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.grids.command import run_grid
 from experiments.grids.grid import Cell, Grid, merged
+from experiments.grids.report import Reached, Result, by_cell, notes, reached, when
+from experiments.grids.running import run_grid
+from experiments.tables.markdown import NONE, markdown_table
 
 ONE, LEARNERS = "one model", "learners of 32"
 BATCH_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -66,7 +69,62 @@ GRIDS = {
     )
 }  # fmt: skip
 
+
+@dataclass(frozen=True)
+class Best:
+    """The best rate of a side with so many samples a round, over `n` seeds."""
+
+    side: str
+    total: int
+    rate: float
+    reached: Reached
+    n: int
+
+
+def best_rates(result: Result) -> list[Best]:
+    """Find the best rate by side and samples a round: most seeds reach the target, then from the fewest samples."""
+    found: dict[tuple[str, int], Best] = {}
+    for runs in by_cell(result).values():
+        labels = runs[0]["labels"]
+        key = (labels["side"], labels["total"])
+        own = Best(*key, labels["rate"], reached(runs, result["targets"][0]), len(runs))
+        if key not in found or _rank(own) > _rank(found[key]):
+            found[key] = own
+    return list(found.values())
+
+
+def _rank(best: Best) -> tuple[float, float]:
+    samples = best.reached.samples
+    return best.reached.n / best.n, -float("inf") if samples is None else -samples
+
+
+def batches_table(result: Result) -> str:
+    found = {(best.side, best.total): best for best in best_rates(result)}
+    header = ["samples a round"]
+    for name in (ONE, f"K · {LEARNER_BATCH}"):
+        header += [f"{name}: rate", "epochs", "seconds", "n"]
+    rows = [
+        [str(total), *(cell for side in (ONE, LEARNERS) for cell in _cells(found.get((side, total))))]
+        for total in sorted({total for _, total in found})
+    ]
+    return markdown_table(header, rows)
+
+
+def _cells(best: Best | None) -> list[str]:
+    if best is None:
+        return [""] * 4
+    own = best.reached
+    rate = f"{best.rate:.4g}" if own.n else NONE
+    return [rate, when(own, own.epochs, best.n, "{:.2f}"), when(own, own.seconds, best.n, "{:.1f}"), str(best.n)]
+
+
+def result_text(result: Result) -> str:
+    return f"![{result['title']}](results/{result['grid']}.png)\n\n{batches_table(result)}\n\n{notes(result)}"
+
+
+TABLES = {"all": result_text}
 main = partial(run_grid, "batch_size", GRIDS)
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -48,8 +48,24 @@ def num_classes(model: str) -> int:
 
 
 def build_model(model: str) -> nn.Module:
-    """A model of the zoo, for those images."""
     return MODELS[model]().build(input_shape(model), num_classes(model))
+
+
+def trainer_on_noise(model: str, num_images: int, **settings: Any) -> Trainer:
+    """Make a trainer of a model of the zoo on made-up images, alike in every process; `settings` are the trainer's."""
+    shape, classes = input_shape(model), num_classes(model)
+    images = torch.randint(
+        0, 256, (num_images, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )  # fmt: skip
+    return Trainer(
+        model=lambda: build_model(model),
+        train_data=(images, torch.arange(num_images) % classes),
+        num_classes=classes,
+        augmentation=Augmentation(crop_padding=4, flip=True) if shape[0] == 3 else Augmentation(),
+        mean=(0.5,) * shape[0],
+        std=(0.25,) * shape[0],
+        **{"optimizer": SGD(learning_rate=0.001, momentum=0.9, weight_decay=1e-4), **settings},
+    )
 
 
 class Rounds:
@@ -60,33 +76,15 @@ class Rounds:
     """
 
     def __init__(self, setup: Setup) -> None:
-        shape = input_shape(setup.model)
-        images = torch.zeros((max(_NUM_IMAGES, setup.batch_size), *shape), dtype=torch.uint8)
-        targets = torch.arange(len(images)) % num_classes(setup.model)
-        channels = shape[0]
-        trainer = Trainer(
-            model=lambda: build_model(setup.model),
-            train_data=(images, targets),
-            num_classes=num_classes(setup.model),
-            optimizer=SGD(learning_rate=0.01, momentum=0.9, weight_decay=1e-4),
-            augmentation=Augmentation(crop_padding=4, flip=True) if channels == 3 else Augmentation(),
-            mean=(0.5,) * channels,
-            std=(0.25,) * channels,
-            batch_size=setup.batch_size,
-            num_learners=setup.num_learners,
-            executor=setup.executor,
-            device=setup.device,
-            precision=setup.precision,
-        )
+        own = {key: value for key, value in vars(setup).items() if key != "model"}
+        trainer = trainer_on_noise(setup.model, max(_NUM_IMAGES, setup.batch_size), **own)
         self.built = trainer.run
-        self._seed = 0
         self._num_images = setup.num_learners * setup.batch_size
         self._executor: Executor | None = None
         self._index = 0
 
     @property
     def bank(self) -> ReplicaBank:
-        """The learners."""
         return self.built.bank
 
     def __enter__(self) -> Rounds:
@@ -109,11 +107,6 @@ class Rounds:
         """The learning task of one learner alone: forward, loss, backward, its gradients to the bank."""
         run = self.built
         tasks = RoundTasks(
-            run.bank,
-            update=run.update,
-            feed=run.train_feed,
-            loss=run.loss,
-            seed=self._seed,
-            collective=run.collective,
+            run.bank, update=run.update, feed=run.train_feed, loss=run.loss, seed=0, collective=run.collective
         )
         tasks.learn(0, RoundOutcome(run.plan(0, 0, 1.0)))

@@ -53,7 +53,6 @@ class MarkedRounds(list[Mark]):
     """Notes every round of a `fit`, when given to it as `after_round`."""
 
     def __call__(self, end: RoundEnd) -> None:
-        """See `Trainer.fit`."""
         self.append(Mark(end.elapsed_s, end.waited_s))
 
 
@@ -82,7 +81,6 @@ class StreamedRun:
 
     @property
     def sample_bytes(self) -> int:
-        """The bytes of an image as workers hand it over."""
         return self._feed.sample_bytes
 
     @property

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from crossbow_py.core.host import LoadSnapshot
 
 MAX_FOREIGN_SHARE = 0.15  # a window in which others took more of the cores is of no use
 ATTEMPTS, RETRY_AFTER_S = 3, 0.3
+_ORDER_SEED = 0
+S = TypeVar("S")
 
 
 class Mark(NamedTuple):
@@ -56,11 +59,31 @@ class Taken(Protocol):
         """The part of the cores that other programs took; None when the kernel does not tell."""
 
 
+class Rated(Taken, Protocol):
+    """A window in which images were trained on."""
+
+    @property
+    def images_per_s(self) -> float:
+        """Throughput."""
+
+
 W = TypeVar("W", bound=Taken)
+R = TypeVar("R", bound=Rated)
+
+
+def wait_for_others() -> bool:
+    """Wait a little before a window is taken again."""
+    time.sleep(RETRY_AFTER_S)
+    return True
+
+
+def wait_until(end_s: float) -> Callable[[], bool]:
+    """Wait a little, or say that there is no time to: it is past `end_s` on the monotonic clock."""
+    return lambda: time.monotonic() <= end_s and wait_for_others()
 
 
 def clean_window(
-    take: Callable[[], W], may_retry: Callable[[], bool], max_foreign_share: float = MAX_FOREIGN_SHARE
+    take: Callable[[], W], may_retry: Callable[[], bool] = wait_for_others, max_foreign_share: float = MAX_FOREIGN_SHARE
 ) -> tuple[W | None, int]:
     """Take a window until others left the cores alone meanwhile, but no more than a few times.
 
@@ -80,60 +103,71 @@ def clean_window(
     return None, ATTEMPTS
 
 
-def wait_for_others() -> bool:
-    """Wait a little before a window is taken again."""
-    time.sleep(RETRY_AFTER_S)
-    return True
+def by_turns(sides: Sequence[S], repetitions: int) -> Iterator[S]:
+    """Every side in every repetition, in a new random order each time."""
+    order, draw = list(sides), random.Random(_ORDER_SEED)
+    for _ in range(repetitions):
+        draw.shuffle(order)
+        yield from order
 
 
 @dataclass
-class Windows:
+class Windows(Generic[R]):
     """The windows of one side, None for a repetition in which others were busy at every attempt.
 
     `dropped` counts the attempts that were of no use, `load_known` says whether every window knows what others took.
     """
 
-    taken: list[Window | None] = field(default_factory=list)
+    taken: list[R | None] = field(default_factory=list)
     dropped: int = 0
     load_known: bool = True
 
-    def add(self, take: Callable[[], Window], until_s: float = float("inf")) -> None:
-        """Add a clean window. One during which others were busy is taken again, up to `until_s` on the clock."""
-        window, dropped = clean_window(
-            take, lambda: time.monotonic() <= until_s and wait_for_others(), MAX_FOREIGN_SHARE
-        )
+    def add(
+        self, take: Callable[[], R], may_retry: Callable[[], bool] = wait_for_others,
+        max_foreign_share: float = MAX_FOREIGN_SHARE,
+    ) -> None:  # fmt: skip
+        """Add a window, see `clean_window`."""
+        window, dropped = clean_window(take, may_retry, max_foreign_share)
         self.dropped += dropped
         self.load_known = self.load_known and (window is None or window.foreign_share is not None)
         self.taken.append(window)
 
-    def kept(self) -> list[Window]:
-        """The clean windows."""
+    def kept(self) -> list[R]:
         return [window for window in self.taken if window is not None]
 
-    def summary(self) -> dict[str, Any]:
-        """Medians as plain values, None without a clean window."""
-        kept = self.kept()
-        shares, rates = [w.wait_share for w in kept], [w.images_per_s for w in kept]
+    def rates(self) -> list[float | None]:
+        """Images/s by repetition."""
+        return [None if window is None else window.images_per_s for window in self.taken]
+
+    def ratio(self, other: Windows[Any]) -> dict[str, float] | None:
+        return spread(paired_ratios(self.rates(), other.rates()))
+
+    def figures(self) -> dict[str, Any]:
+        """Images/s as plain values: their median, None without a clean window, and what stands behind it."""
+        kept = [window.images_per_s for window in self.kept()]
         return {
-            "images_per_s": round(median(rates), 1) if kept else None,
-            "wait_share": spread(shares),
+            "images_per_s": round(median(kept), 1) if kept else None,
             "n": len(kept),
             "dropped": self.dropped,
-            "images_per_s_windows": [None if w is None else round(w.images_per_s, 1) for w in self.taken],
-            "wait_share_windows": [None if w is None else round(w.wait_share, 4) for w in self.taken],
+            "images_per_s_windows": [None if rate is None else round(rate, 1) for rate in self.rates()],
         }
 
-    def ratio(self, other: Windows) -> dict[str, float] | None:
-        """Return the ratio of images/s to the other's, within repetitions in which both have a clean window."""
-        pairs = zip(self.taken, other.taken, strict=False)
-        return spread([own.images_per_s / base.images_per_s for own, base in pairs if own and base])
+
+def waiting(windows: Windows[Window]) -> dict[str, Any]:
+    """The figures of windows of training that is fed meanwhile, with the share of the time spent waiting for data."""
+    return {
+        **windows.figures(),
+        "wait_share": spread([window.wait_share for window in windows.kept()]),
+        "wait_share_windows": [None if w is None else round(w.wait_share, 4) for w in windows.taken],
+    }
 
 
-def spread(values: Sequence[float]) -> dict[str, float] | None:
+def spread(values: Sequence[float], digits: int = 4) -> dict[str, float] | None:
     """Median, smallest and largest; None of nothing."""
     if not values:
         return None
-    return {"median": round(median(values), 4), "minimum": round(min(values), 4), "maximum": round(max(values), 4)}
+    found = {"median": median(values), "minimum": min(values), "maximum": max(values)}
+    return {name: round(value, digits) for name, value in found.items()}
 
 
 def dropped_windows(method: Mapping[str, Any], then: str = "dropped and tried again") -> str:
@@ -149,3 +183,8 @@ def load_with_ended() -> LoadSnapshot:
     times = os.times()
     own_s = times.user + times.system + times.children_user + times.children_system
     return replace(LoadSnapshot.take(), own_s=own_s)
+
+
+def paired_ratios(own: Sequence[float | None], base: Sequence[float | None]) -> list[float]:
+    """Ratio within every repetition in which both sides have a clean window."""
+    return [ours / theirs for ours, theirs in zip(own, base, strict=False) if ours is not None and theirs is not None]

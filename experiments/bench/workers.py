@@ -92,7 +92,6 @@ class SideProcess:
             self._connection.send(None)
 
     def close(self) -> None:
-        """End the process."""
         self.dismiss()
         self._process.join(_END_S)
         if self._process.is_alive():

@@ -67,12 +67,10 @@ class Workload:
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width."""
         channels, height, width = np.load(self.images_path, mmap_mode="r").shape[1:]
         return channels, height, width
 
     def make_model(self) -> nn.Module:
-        """A fresh model on the CPU."""
         return MODELS[self.model]().build(self.image_shape, self.num_classes)
 
 

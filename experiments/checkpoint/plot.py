@@ -11,7 +11,6 @@ from experiments.tables.pictures import one
 
 
 def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """A panel a result: bars up to the medians, a point a repetition."""
     figure = Figure(figsize=(8, 0.8 + 1.6 * len(results)), layout="constrained")
     panels = figure.subplots(len(results), 1, squeeze=False)[:, 0]
     for axes, (name, result) in zip(panels, results.items(), strict=True):

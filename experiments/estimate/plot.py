@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from experiments.estimate.report import Result, cells_of
+from experiments.estimate.run import Result, cells_of
 from experiments.tables.pictures import beside
 
 # Of Okabe and Ito's palette, which the colour-blind can tell apart.
@@ -18,7 +18,6 @@ _GIB = 2**30
 
 
 def draw(result: Result) -> Figure:
-    """A panel a model; all learners run at once."""
     names = [entry["model"] for entry in result["models"]]
     columns = min(_COLUMNS, len(names))
     rows = math.ceil(len(names) / columns)

@@ -13,24 +13,43 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from crossbow_py.engine.sizing.memory import LearnerModel
-from experiments.bench.arguments import count, measuring_parser
-from experiments.bench.machine import ROOT, machine
-from experiments.bench.results import show_and_write
-from experiments.estimate.recommended import SECONDS, WorkerLoad, compare, estimate
-from experiments.estimate.report import result_text
-from experiments.estimate.truth import SUBJECTS, Subject, TrainingRun
-from experiments.tables.drawing import draw_after
 
+from crossbow_py.core.host import Host
+from crossbow_py.engine.sizing.memory import LearnerModel
+from crossbow_py.engine.sizing.workers import Loading, recommend
+from experiments.bench.machine import ROOT
+from experiments.bench.results import count, measure_and_write, measuring_parser
+from experiments.estimate.time_search import estimate
+from experiments.estimate.truth import SUBJECTS, Subject, TrainingRun
+from experiments.tables.markdown import NONE, markdown_table
+
+CORES = 16
+BATCHES_HELD_A_WORKER = 3  # two made ahead or in hand, one being copied
+USABLE_SHARE = 0.5  # of the memory; the rest keeps the files that are read again
+# Seconds of one worker for a sample, and of the device for a sample of any learner.
+# They are given, of no machine: on a CPU a step takes so long that one worker always does, and the pairs of interest
+# are those where several are needed. Every model is fed by another number of workers then.
+SECONDS = {
+    "resnet34": (0.008, 0.002),
+    "resnet50": (0.008, 0.0035),
+    "resnet152": (0.008, 0.009),
+    "densenet121": (0.008, 0.003),
+    "alexnet": (0.008, 0.0006),
+    "resnet3d18": (0.1, 0.008),
+    "vgg16": (0.0002, 0.0005),
+}
+Result = Mapping[str, Any]
+Row = Mapping[str, Any]
+_KIB, _MIB = 2**10, 2**20
 GIB = 2**30
-LIMITS_GIB = (2, 4, 8, 16, 32)
-NUM_LEARNERS = (1, 2, 4)
 HOST_GIB = (1, 2, 4, 8, 16)
 SEARCH_GIB = 16  # the limit of the searches that are timed, and of the workers' batch sizes
 WAYS = ("estimate", "doubling")
@@ -39,21 +58,28 @@ _TIME_SEARCH = Path(__file__).with_name("time_search.py")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare as asked for; prints the tables and returns the exit code."""
-    options = _parser().parse_args(argv)
+    parser = measuring_parser(__doc__, written="write the results there, and draw them beside it")
+    add = parser.add_argument
+    add("--models", choices=list(SUBJECTS), nargs="+", default=list(SUBJECTS), help="default: all")
+    add("--num-learners", type=count, nargs="+", default=(1, 2, 4), help="K (default 1 2 4)")
+    add("--limits", type=count, nargs="+", default=(2, 4, 8, 16, 32), metavar="GIB", help="default 2 4 8 16 32")
+    add("--repetitions", type=int, default=3, help="of timed searches; 0 times nothing (default %(default)s)")
+    add("--command-repetitions", type=count, default=5, help="of the timed command (default %(default)s)")
+    return measure_and_write(parser, argv, compare_all, result_text, "estimate")
+
+
+def compare_all(given: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {
-        "machine": machine(), "precision": "fp32", "optimizer": "sgd with momentum", "search_gib": SEARCH_GIB,
-        "models": [], "cells": [], "supply": [], "searches": [], "command": None,
+        "precision": "fp32", "optimizer": "sgd with momentum", "search_gib": SEARCH_GIB, "models": [], "cells": [],
+        "supply": [], "searches": [], "command": None,
     }  # fmt: skip
-    for model in dict.fromkeys(options.models):
-        compare_model(SUBJECTS[model], sorted(set(options.num_learners)), sorted(set(options.limits)), result)
-    if options.repetitions:
-        result["searches"] = time_searches(list(dict.fromkeys(options.models)), options.repetitions)
-        result["command"] = time_command(options.command_repetitions)
-    show_and_write(result, result_text, options.json)
-    if options.json:
-        draw_after("estimate", options.json)
-    return 0
+    models = list(dict.fromkeys(given.models))
+    for model in models:
+        compare_model(SUBJECTS[model], sorted(set(given.num_learners)), sorted(set(given.limits)), result)
+    if given.repetitions:
+        result["searches"] = time_searches(models, given.repetitions)
+        result["command"] = time_command(given.command_repetitions)
+    return result
 
 
 def compare_model(
@@ -99,13 +125,10 @@ def compare_workers(subject: Subject, num_learners: int, largest_batch: int) -> 
     fetch_s, step_s = SECONDS[subject.model]
     load = WorkerLoad(subject.sample_bytes, fetch_s, step_s, num_learners)
     about = {"model": subject.model, "num_learners": num_learners}
-    return [
-        {**about, "host_gib": gib, **compare(load, largest_batch, gib * GIB)} for gib in HOST_GIB if largest_batch
-    ]
+    return [{**about, "host_gib": gib, **compare(load, largest_batch, gib * GIB)} for gib in HOST_GIB if largest_batch]
 
 
 def time_searches(models: Sequence[str], repetitions: int) -> list[dict[str, Any]]:
-    """Both ways to search, by turns, each time in a fresh process."""
     found: dict[tuple[str, str], dict[str, Any]] = {
         (model, way): {"model": model, "way": way, "seconds": [], "processor_seconds": []}
         for model in models
@@ -142,15 +165,158 @@ def _output_of(arguments: Sequence[str]) -> str:
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = measuring_parser(__doc__, "write the results there, and draw them beside it")
-    add = parser.add_argument
-    add("--models", choices=list(SUBJECTS), nargs="+", default=list(SUBJECTS), help="default: all")
-    add("--num-learners", type=count, nargs="+", default=NUM_LEARNERS, help="K (default 1 2 4)")
-    add("--limits", type=count, nargs="+", default=LIMITS_GIB, metavar="GIB", help="default 2 4 8 16 32")
-    add("--repetitions", type=int, default=3, help="of timed searches; 0 times nothing (default %(default)s)")
-    add("--command-repetitions", type=count, default=5, help="of the timed command (default %(default)s)")
-    return parser
+def result_text(result: Result) -> str:
+    tables = [errors_table(result), batch_sizes_table(result), searches_table(result), supply_table(result)]
+    return "\n\n".join(filter(None, [*tables, notes(result)]))
+
+
+def errors_table(result: Result) -> str:
+    header = ["over all K and limits", "parameters", "a sample, MiB", "cells", "exact", "above", "most above",
+              "most below", "most below, %", "predicted − true, KiB"]  # fmt: skip
+    rows = []
+    for entry in result["models"]:
+        cells = cells_of(result, entry["model"])
+        errors = [cell["estimated"] - cell["true"] for cell in cells]
+        over = [(cell["predicted_bytes"] - cell["true_bytes"]) / _KIB for cell in cells if cell["true_bytes"]]
+        rows.append([
+            entry["model"],
+            f"{entry['num_values']:,}",
+            f"{entry['activation_bytes_per_sample'] / _MIB:,.2f}",
+            str(len(cells)),
+            str(errors.count(0)),
+            str(sum(error > 0 for error in errors)),
+            f"{max(0, *errors)}",
+            f"{max(0, *(-error for error in errors))}",
+            f"{100 * max(map(shortfall, cells)):.2f}",
+            f"{min(over):,.1f} to {max(over):,.1f}" if over else NONE,
+        ])  # fmt: skip
+    return markdown_table(header, rows)
+
+
+def batch_sizes_table(result: Result) -> str:
+    limits = sorted({cell["limit_gib"] for cell in result["cells"]})
+    header = ["model", "K", "at once", *(f"{limit} GiB" for limit in limits)]
+    rows = []
+    kinds = dict.fromkeys((cell["model"], cell["num_learners"], cell["at_once"]) for cell in result["cells"])
+    for model, learners, at_once in kinds:
+        cells = {cell["limit_gib"]: cell for cell in cells_of(result, model)
+                 if (cell["num_learners"], cell["at_once"]) == (learners, at_once)}  # fmt: skip
+        shown = [_shown(cells[limit]) if limit in cells else NONE for limit in limits]
+        rows.append([model, str(learners), str(at_once), *shown])
+    return markdown_table(header, rows)
+
+
+def searches_table(result: Result) -> str:
+    if not result["searches"]:
+        return ""
+    header = [f"K = 1, {result['search_gib']} GiB", "estimate, s", "doubling, s", "n", "doubling ÷ estimate",
+              "of processor time", "rounds tried", "estimate finds", "doubling finds"]  # fmt: skip
+    found = {(entry["model"], entry["way"]): entry for entry in result["searches"]}
+    rows = []
+    for model in dict.fromkeys(model for model, _ in found):
+        estimate, doubling = (found[model, way] for way in ("estimate", "doubling"))
+        quick, slow = median(estimate["seconds"]), median(doubling["seconds"])
+        rows.append([
+            model,
+            f"{quick:.1f}",
+            f"{slow:.1f}",
+            str(len(estimate["seconds"])),
+            f"{slow / quick:.1f}",
+            f"{median(doubling['processor_seconds']) / median(estimate['processor_seconds']):.1f}",
+            str(doubling["tries"]),
+            str(estimate["batch_size"]),
+            str(doubling["batch_size"]),
+        ])  # fmt: skip
+    return markdown_table(header, rows)
+
+
+def supply_table(result: Result) -> str:
+    sizes = sorted({row["host_gib"] for row in result["supply"]})
+    if not sizes:
+        return ""
+    header = ["model", "K", "fits on the device", *(f"{size} GiB" for size in sizes), "differ from the best"]
+    rows = []
+    for model, learners in dict.fromkeys((row["model"], row["num_learners"]) for row in result["supply"]):
+        own = {row["host_gib"]: row for row in result["supply"]
+               if (row["model"], row["num_learners"]) == (model, learners)}  # fmt: skip
+        pairs = [" × ".join(map(str, own[size]["recommended"])) if size in own else NONE for size in sizes]
+        differ = sum(row["recommended"] != row["best"] for row in own.values())
+        rows.append([model, str(learners), str(next(iter(own.values()))["largest_batch"]), *pairs, str(differ)])
+    return markdown_table(header, rows)
+
+
+def notes(result: Result) -> str:
+    cells = result["cells"]
+    above = sum(cell["estimated"] > cell["true"] for cell in cells)
+    sentences = [
+        f"- {len(cells)} largest batch sizes: {sum(cell['estimated'] == cell['true'] for cell in cells)} estimates are "
+        f"exact, {above} are above the truth; the furthest below is {100 * max(map(shortfall, cells)):.2f} %. In "
+        f"{sum(not cell['true'] for cell in cells)} cases nothing fits."
+    ]
+    if result["command"]:
+        seconds, busy_s = result["command"]["seconds"], median(result["command"]["processor_seconds"])
+        command = " ".join(["python", *result["command"]["arguments"]])
+        sentences.append(
+            f"- `{command}` takes {median(seconds):.1f} s (n = {len(seconds)}; {min(seconds):.1f} to "
+            f"{max(seconds):.1f} s), the start of Python included, and {busy_s:.1f} s of processor time."
+        )
+    return "\n".join(sentences)
+
+
+def cells_of(result: Result, model: str) -> Sequence[Row]:
+    return [cell for cell in result["cells"] if cell["model"] == model]
+
+
+def shortfall(cell: Row) -> float:
+    """The part of the true batch size by which the estimate is below it; 0 where nothing fits."""
+    return max(0.0, (cell["true"] - cell["estimated"]) / cell["true"]) if cell["true"] else 0.0
+
+
+def _shown(cell: Row) -> str:
+    error = cell["estimated"] - cell["true"]
+    return str(cell["true"]) + (f" ({error:+d})" if error else "")
+
+
+@dataclass(frozen=True)
+class WorkerLoad:
+    """The work of the workers: I bytes and t_fetch a sample, t_step a sample, N learners that take a batch each."""
+
+    sample_bytes: int
+    fetch_s: float
+    step_s: float
+    num_learners: int
+
+
+def best_pair(load: WorkerLoad, largest_batch: int, memory_bytes: int) -> tuple[int, int] | None:
+    """The largest B and, for it, the fewest workers W, of all pairs that keep the rules; None where none does::
+
+    t_fetch(B) ≤ t_round(B) · W / N        a round has N batches
+    W · batches · B · I ≤ usable DRAM
+    """
+    best: tuple[int, int] | None = None
+    for workers in range(CORES, 0, -1):
+        for batch_size in range(1, largest_batch + 1):
+            round_s = load.num_learners * batch_size * load.step_s
+            keeps_up = batch_size * load.fetch_s <= round_s * workers / load.num_learners * (1 + 1e-9)
+            held = workers * BATCHES_HELD_A_WORKER * batch_size * load.sample_bytes
+            if keeps_up and held <= USABLE_SHARE * memory_bytes and (best is None or batch_size >= best[0]):
+                best = batch_size, workers
+    return best
+
+
+def compare(load: WorkerLoad, largest_batch: int, memory_bytes: int) -> Mapping[str, Any]:
+    loading = Loading(load.sample_bytes, fetch_s=load.fetch_s, step_s=load.step_s, through_shared=True)
+    found = recommend(largest_batch, loading, Host(CORES, memory_bytes, shared_bytes=None))
+    best = best_pair(load, largest_batch, memory_bytes)
+    return {
+        "largest_batch": largest_batch,
+        "recommended": [found.batch_size, found.num_workers],
+        "limits": list(found.limits),
+        "best": None if best is None else list(best),
+    }
+
+
+TABLES = {"all": result_text}
 
 
 if __name__ == "__main__":

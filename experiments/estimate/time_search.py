@@ -20,18 +20,23 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.estimate.recommended import estimate
-from experiments.estimate.truth import SUBJECTS, TrainingRun, doubling_search
+from torch import nn
+
+from crossbow_py.averaging import SMA
+from crossbow_py.engine.modules.precision import FP32
+from crossbow_py.engine.sizing.job import Job, Sample
+from crossbow_py.engine.sizing.memory import LearnerModel
+from crossbow_py.engine.sizing.probes import estimate_learner
+from crossbow_py.engine.update.optimizers import SGD
+from experiments.estimate.truth import SUBJECTS, Subject, TrainingRun, doubling_search
 
 
 def by_estimate(model: str, num_learners: int, limit_bytes: int) -> tuple[int, int]:
-    """The largest batch size, and how many passes were run for it."""
     found = estimate(SUBJECTS[model])
     return found.largest_batch_size(limit_bytes, num_learners, num_learners), len(found.activations.probes)
 
 
 def by_doubling(model: str, num_learners: int, limit_bytes: int) -> tuple[int, int]:
-    """The largest batch size, and how many rounds were begun for it."""
     run, tried = TrainingRun(SUBJECTS[model], num_learners, num_learners), []
 
     def fits(batch_size: int) -> bool:
@@ -45,13 +50,18 @@ WAYS: dict[str, Callable[[str, int, int], tuple[int, int]]] = {"estimate": by_es
 
 
 def main(argument: str) -> dict[str, Any]:
-    """One search, as its command line asks for it."""
     asked = json.loads(argument)
     search = WAYS[asked["way"]]
     begin, busy = time.perf_counter(), time.process_time()
     batch_size, tries = search(asked["model"], asked["num_learners"], asked["limit_bytes"])
     took_s, busy_s = time.perf_counter() - begin, time.process_time() - busy
     return {"batch_size": batch_size, "tries": tries, "seconds": took_s, "processor_seconds": busy_s}
+
+
+def estimate(subject: Subject) -> LearnerModel:
+    job = Job(nn.functional.cross_entropy, SGD(learning_rate=0.1, momentum=0.9, weight_decay=1e-4), SMA(), FP32)
+    staged = subject.sample_bytes + 8  # a target is an int64
+    return estimate_learner(subject.make_model, Sample(subject.input_shape), job, staged_sample_bytes=staged)
 
 
 if __name__ == "__main__":

@@ -5,19 +5,28 @@ run can hold 32 GiB on any machine. The bank is a real `ReplicaBank`; a round is
 lines that ask the device for a number. Learners that run at once go through their passes an operator each by turns, and
 hold what they need for it while the others have theirs: all are at their peaks at the same moment. That is what one
 fused pass holds, and at worst what streams hold.
+
+What is counted is storages: each once, however many tensors and views share it, from the operator that made it until
+nothing refers to it any more. So what autograd keeps for the backward pass counts for as long as it keeps it. Tensors
+of devices without memory ("meta", or under FakeTensorMode) count like real ones: a model can "use" more than the
+machine has. What an operator takes and gives back inside is not seen, nor is an allocator's rounding.
 """
 
 from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from crossbow_py.averaging import SMA
 from crossbow_py.data.normalisation import IDENTITY
@@ -26,14 +35,12 @@ from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.engine.update.row_update import Step, TorchUpdate
 from crossbow_py.models import MODELS
-from experiments.estimate.live_bytes import Ledger, LiveBytes, OverLimitError
 
 Body = Callable[[Callable[[], None]], None]
-
 Fits = Callable[[int], bool]
-
 _DEVICE = torch.device("meta")
 _PROBES = (128, 256)  # batch sizes whose peaks give the first guess
+_IMAGE = (3, 224, 224)
 
 
 @dataclass(frozen=True)
@@ -46,12 +53,20 @@ class Subject:
 
     @property
     def sample_bytes(self) -> int:
-        """The bytes of a sample as it is loaded."""
         return torch.Size(self.input_shape).numel()
 
     def make_model(self) -> nn.Module:
-        """The model, made on torch's default device."""
         return MODELS[self.model]().build(self.input_shape, self.num_classes)
+
+
+SUBJECTS = {
+    subject.model: subject
+    for subject in (
+        *(Subject(name, _IMAGE, 1000) for name in ("resnet34", "resnet50", "resnet152", "densenet121", "alexnet")),
+        Subject("resnet3d18", (3, 16, 112, 112), 400),
+        Subject("vgg16", (3, 32, 32), 10),
+    )
+}
 
 
 def staged_batches(num_learners: int) -> int:
@@ -61,17 +76,6 @@ def staged_batches(num_learners: int) -> int:
     round's, and at least two.
     """
     return 2 * num_learners + max(2, num_learners)
-
-
-_IMAGE = (3, 224, 224)
-SUBJECTS = {
-    subject.model: subject
-    for subject in (
-        *(Subject(name, _IMAGE, 1000) for name in ("resnet34", "resnet50", "resnet152", "densenet121", "alexnet")),
-        Subject("resnet3d18", (3, 16, 112, 112), 400),
-        Subject("vgg16", (3, 32, 32), 10),
-    )
-}
 
 
 class TrainingRun:
@@ -116,7 +120,6 @@ class TrainingRun:
         return is_whole
 
     def peak_bytes(self, batch_size: int) -> int:
-        """The most that is alive at any moment of a round."""
         if batch_size not in self.peaks:
             self.fits(None, batch_size)
         return self.peaks[batch_size]
@@ -147,7 +150,6 @@ class TrainingRun:
             self._update.move([bank.z.whole()], [bank.z_prev.whole()], [bank.total.whole()], averaging)
 
     def _stage(self, batch_size: int) -> tuple[Tensor, Tensor]:
-        """A batch as the feed copies it to the device."""
         inputs = torch.empty(batch_size, *self.subject.input_shape, dtype=torch.uint8, device=_DEVICE)
         if inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
@@ -262,3 +264,91 @@ def run_in_step(bodies: Sequence[Body]) -> None:
             raise failure
         finally:
             del failure
+
+
+class OverLimitError(Exception):
+    """The bytes that are alive went past the limit."""
+
+
+class Ledger:
+    """The storages that are alive, and what they take. Not thread-safe; threads may use it in turns.
+
+    Args:
+        limit: bytes; None for none. May be changed between operators.
+
+    Attributes:
+        live: bytes alive now.
+        peak: the most that were alive since the start, or since it was set.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit, self.live, self.peak = limit, 0, 0
+        # Both by the storage's address: what tells of its end, and its bytes, unless it was left out.
+        self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        """Storages that are alive and known, those left out among them."""
+        return len(self._ends)
+
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, if it is new or has another size than before.
+
+        Raises:
+            OverLimitError: this goes past the limit. The storage stays counted for as long as it lives.
+        """
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._ends:
+            self._watch(storage)
+            self._sizes[key] = 0
+        if key in self._sizes:
+            self.live += storage.nbytes() - self._sizes[key]
+            self._sizes[key] = storage.nbytes()
+            self.peak = max(self.peak, self.live)
+        if self.limit is not None and self.live > self.limit:
+            raise OverLimitError(f"{self.live} bytes are alive, and the limit is {self.limit}")
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """A storage that nothing counted made was there before: it is none of the ledger's."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._ends:
+            self._watch(storage)
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        # torch keeps a storage's Python object for as long as the storage lives, so this tells of the storage's end.
+        key = storage._cdata
+        self._ends[key] = weakref.ref(storage, lambda _: self._freed(key))
+
+    def _freed(self, key: int) -> None:
+        del self._ends[key]
+        self.live -= self._sizes.pop(key, 0)
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is on, every operator of this thread enters what it makes into a ledger.
+
+    Args:
+        ledger: may be shared with modes of other threads.
+        after_operator: called after every operator, while what went in and what came out is alive.
+    """
+
+    def __init__(self, ledger: Ledger, after_operator: Callable[[], None] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ledger, self._after_operator = ledger, after_operator
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for given in _tensors((args, kwargs)):
+            self.ledger.leave_out(given)
+        result = func(*args, **(kwargs or {}))
+        for made in _tensors(result):
+            self.ledger.add(made)
+        if self._after_operator is not None:
+            self._after_operator()
+        return result
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

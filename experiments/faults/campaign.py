@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from crossbow_py.core.errors import CheckpointError
 from crossbow_py.telemetry.records import METRICS_FILE, read_metrics
-from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
-from experiments.faults.folder import BETWEEN, Seen, hidden, look_at, phase, resumed_from
+from crossbow_py.train.checkpoints.checkpoint import (
+    FOLDER,
+    MANIFEST,
+    CheckpointSettings,
+    checkpoints,
+    open_checkpoint,
+    part_name,
+)
 from experiments.faults.processes import Start, start
 
+# In the order in which a checkpoint goes through them.
+WRITING = "parts being written"
+PARTS = "parts there, no manifest"
+MANIFEST_THERE = "manifest there, not renamed"
+RENAMED = "renamed, older ones there"
+DROPPING = "older one being dropped"
+BETWEEN = "between checkpoints"
+PHASES = (WRITING, PARTS, MANIFEST_THERE, RENAMED, DROPPING, BETWEEN)
+_RESUMES = re.compile(r"^resuming from \S*samples-(\d+) at ", re.MULTILINE)
+_STARTS = re.compile(r"^writing to ", re.MULTILINE)
+Seen = frozenset[tuple[str, int]]
 EXECUTORS = ("serial", "threads")
 # Of a line of metrics.jsonl, what does not depend on the clock.
 _MEASURED = ("epoch", "samples_seen", "train_loss", "test_loss", "test_accuracy", "learning_rate", "spread")
@@ -32,7 +53,7 @@ class Kill:
     Attributes:
         aimed: whether it was to fall into a checkpoint's writing, at a random moment of it.
         ranks: which were killed.
-        phase: see `folder`.
+        phase: one of PHASES.
         after_s: since the first sign of a round of this start.
         whole: samples of the newest whole checkpoint.
         resumed: samples of that the next start went on from; None where it started afresh.
@@ -52,8 +73,6 @@ class Kill:
 
 @dataclass
 class KilledRun:
-    """One run, from its first start to its end."""
-
     num_ranks: int
     executor: str
     kills: list[Kill] = field(default_factory=list)
@@ -62,7 +81,6 @@ class KilledRun:
     lines_are_equal: bool = False
 
     def to_plain(self) -> dict[str, Any]:
-        """Return plain values for the results file."""
         return asdict(self)
 
 
@@ -102,7 +120,6 @@ class Campaign:
         return start(arguments, folder / "output.log", num_ranks)
 
     def _reference(self, num_ranks: int, executor: str) -> Path:
-        """The undisturbed run of the same configuration; trained when it is first asked for."""
         key = (num_ranks, executor)
         if key not in self._undisturbed:
             folder = self._folder / f"undisturbed_{num_ranks}_{executor}"
@@ -198,3 +215,51 @@ def figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, int]:
         "equal_models": sum(run["model_is_equal"] for run in runs),
         "equal_lines": sum(run["lines_are_equal"] for run in runs),
     }
+
+
+def hidden(run: Path) -> Seen:
+    """Folders that are no checkpoints, or not any more: their names and inodes."""
+    return frozenset(_hidden(run / FOLDER))
+
+
+def _hidden(folder: Path) -> Iterator[tuple[str, int]]:
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(".samples-"):
+                yield entry.name, entry.inode()
+
+
+def phase(run: Path, leftovers: Seen, num_ranks: int, keep: int) -> str:
+    """At which point of a checkpoint this start was killed; `leftovers` were hidden there before it."""
+    own = hidden(run) - leftovers
+    partial = [name for name, _ in own if name.endswith(".partial")]
+    if partial:
+        folder = run / FOLDER / max(partial)
+        if (folder / MANIFEST).exists():
+            return MANIFEST_THERE
+        whole = all((folder / part_name(rank)).exists() for rank in range(num_ranks))
+        return PARTS if whole else WRITING
+    if own:
+        return DROPPING
+    return RENAMED if len(checkpoints(run)) > keep else BETWEEN
+
+
+def look_at(run: Path) -> tuple[int | None, list[str]]:
+    """Samples of the newest whole checkpoint, None without; and what is wrong with those that are listed."""
+    newest, problems = None, []
+    for folder in checkpoints(run):
+        try:
+            saved = open_checkpoint(folder)
+            for rank in range(saved.num_ranks):
+                saved.part(rank)
+            newest = saved.samples_seen if newest is None else newest
+        except CheckpointError as error:
+            problems.append(str(error))
+    return newest, problems
+
+
+def resumed_from(run_log: str) -> list[int | None]:
+    """Samples of the checkpoint each start has gone on from, by what it says; None for one that started afresh."""
+    said = _STARTS.split(run_log)[1:]
+    found = (_RESUMES.search(text) for text in said)
+    return [None if match is None else int(match[1]) for match in found]

@@ -7,6 +7,7 @@ README.md says what is killed, when, and what is looked at.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
@@ -16,9 +17,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.bench.arguments import count, measuring_parser, positive
-from experiments.bench.machine import machine, machine_line
-from experiments.bench.results import write_result
+from experiments.bench.results import count, measure_and_write, measuring_parser, positive
 from experiments.faults.campaign import EXECUTORS, Campaign, figures
 from experiments.faults.report import kill9_text
 
@@ -26,7 +25,6 @@ _KILLS_A_RUN = 12
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Kill as often as asked for; prints the tables and returns the exit code."""
     parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--kills", type=count, default=200, help="of one rank, with a checkpoint to go on from (default %(default)s)")
@@ -34,23 +32,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--epochs", type=positive, default=10.0, help="of each run (default %(default)s)")
     add("--seed", type=int, default=0, help="of the moments (default %(default)s)")
     add("--folder", type=Path, help="on the disk to write to (default that for temporary files)")
-    options = parser.parse_args(argv)
-    facts, begin_s = machine(), time.monotonic()
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        campaign = Campaign(Path(folder).resolve(), options.epochs, options.seed)
-        runs = _runs(campaign, 1, options.kills) + _runs(campaign, 2, options.kills_of_two_ranks)
-    result = {
-        "machine": facts,
-        "kind": "kill9",
-        "epochs": options.epochs,
-        "seed": options.seed,
-        "minutes": round((time.monotonic() - begin_s) / 60, 1),
-        "runs": runs,
-    }
-    print(f"\n{kill9_text(result)}\n\n{machine_line(facts)}")
-    if options.json:
-        write_result(options.json, result)
-    return 0
+    return measure_and_write(parser, argv, measure, kill9_text)
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    begin_s = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        campaign = Campaign(Path(folder).resolve(), given.epochs, given.seed)
+        runs = _runs(campaign, 1, given.kills) + _runs(campaign, 2, given.kills_of_two_ranks)
+    minutes = round((time.monotonic() - begin_s) / 60, 1)
+    return {"kind": "kill9", "epochs": given.epochs, "seed": given.seed, "minutes": minutes, "runs": runs}
 
 
 def _runs(campaign: Campaign, num_ranks: int, num_kills: int) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.faults.folder import BETWEEN, PHASES
+from experiments.faults.campaign import BETWEEN, PHASES
 from experiments.faults.report import phases
 from experiments.tables.pictures import one
 
@@ -16,7 +16,6 @@ _BINS = 20
 
 
 def draw(result: Mapping[str, Any]) -> Figure:
-    """Kills by phase, a bar a number of ranks; and by the samples of the checkpoint that was gone on from."""
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     columns = sorted({run["num_ranks"] for run in result["runs"]})

@@ -23,17 +23,13 @@ _PRELOADED = ["torch", "crossbow_py.train.__main__"]
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a run: a process a rank."""
-
     processes: tuple[ForkServerProcess, ...]
 
     @property
     def runs(self) -> bool:
-        """True while any rank is running."""
         return any(process.is_alive() for process in self.processes)
 
     def kill(self, ranks: Sequence[int]) -> None:
-        """SIGKILL to these, at once."""
         for rank in ranks:
             pid = self.processes[rank].pid
             assert pid is not None, "a process that was started has a number"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from experiments.faults.campaign import figures
-from experiments.faults.folder import PHASES
-from experiments.tables.markdown import markdown_table
+from experiments.bench.windows import spread
+from experiments.faults.campaign import PHASES, figures
+from experiments.tables.markdown import markdown_table, spread_text
 
 Result = Mapping[str, Any]
 
@@ -21,7 +21,6 @@ def phases(result: Result, num_ranks: int) -> Counter[str]:
 
 
 def kill9_table(result: Result) -> str:
-    """A row a phase, a column a number of ranks, and below what came of it."""
     columns = sorted({run["num_ranks"] for run in result["runs"]})
     counted = [phases(result, num_ranks) for num_ranks in columns]
     found = [figures([run for run in result["runs"] if run["num_ranks"] == num_ranks]) for num_ranks in columns]
@@ -43,7 +42,6 @@ def kill9_table(result: Result) -> str:
 
 
 def kill9_text(result: Result) -> str:
-    """All there is to say about a result."""
     kills = [kill for run in result["runs"] for kill in run["kills"]]
     others = [code for kill in kills for code in kill["others"]]
     text = (
@@ -59,7 +57,6 @@ def kill9_text(result: Result) -> str:
 
 
 def restarts_table(result: Result) -> str:
-    """A row a run under torchrun."""
     header = ["run", "output_dir", "rank killed after", "exit code", "went on from", "epochs checked", "lost", "again",
               "trained in vain", "back after, s", "load", "test accuracy"]  # fmt: skip
     return markdown_table(header, [_restart_row(number, run) for number, run in enumerate(result["runs"])])
@@ -83,27 +80,24 @@ def _restart_row(number: int, run: Mapping[str, Any]) -> list[str]:
 
 
 def restarts_text(result: Result) -> str:
-    """All there is to say about a result."""
     runs, alone = result["runs"], result["alone"]
-    back = [run["restart_s"] for run in runs]
+    back, wall, processor = (
+        spread_text(spread([each[key] for each in of]), ".1f")
+        for of, key in ((runs, "restart_s"), (alone, "wall_s"), (alone, "processor_s"))
+    )
     text = (
         f"{sum(run['exit_code'] == 0 for run in runs)} of {len(runs)} runs of {result['epochs']:g} epochs ended with "
         f"exit code 0; {sum(run['lost'] for run in runs)} samples lost and {sum(run['repeated'] for run in runs)} "
         f"repeated in {sum(run['epochs_checked'] for run in runs)} epochs. From the kill to the end of the first round "
-        f"of both ranks: {_spread(back)} s (n = {len(back)}). One process, from its start with resume=auto to the end "
-        f"of its first round: {_spread([each['wall_s'] for each in alone])} s, in which its processors worked "
-        f"{_spread([each['processor_s'] for each in alone])} s (n = {len(alone)}). Load is of the whole machine, the "
+        f"of both ranks: {back} s (n = {len(runs)}). One process, from its start with resume=auto to the end "
+        f"of its first round: {wall} s, in which its processors worked "
+        f"{processor} s (n = {len(alone)}). Load is of the whole machine, the "
         "run included."
     )
     return f"{text}\n\n{restarts_table(result)}"
 
 
-def _spread(values: Sequence[float]) -> str:
-    return f"{median(values):.1f} ({min(values):.1f}–{max(values):.1f})"
-
-
 def result_text(result: Result) -> str:
-    """All there is to say about a result of either kind."""
     return kill9_text(result) if result["kind"] == "kill9" else restarts_text(result)
 
 

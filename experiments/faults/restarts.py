@@ -7,6 +7,7 @@ README.md says what is killed, when, and what is looked at.
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import signal
@@ -21,10 +22,9 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from crossbow_py.telemetry.records import read_summary
-from experiments.bench.arguments import count, measuring_parser, positive
-from experiments.bench.machine import ROOT, machine, machine_line
-from experiments.bench.results import write_result
-from experiments.faults.folder import resumed_from
+from experiments.bench.machine import ROOT
+from experiments.bench.results import count, measure_and_write, measuring_parser, positive
+from experiments.faults.campaign import resumed_from
 from experiments.faults.recording import (
     NUM_SAMPLES,
     Recording,
@@ -45,29 +45,25 @@ _TORCHRUN = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Kill and restart as often as asked for; prints the tables and returns the exit code."""
     parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--runs", type=count, default=10, help="under torchrun, a rank of each killed once (default %(default)s)")
     add("--starts", type=count, default=5, help="of one process with resume=auto (default %(default)s)")
     add("--epochs", type=positive, default=30.0, help="of each run (default %(default)s)")
     add("--seed", type=int, default=0, help="of the moments (default %(default)s)")
-    options = parser.parse_args(argv)
-    facts, moments = machine(), random.Random(options.seed)
+    return measure_and_write(parser, argv, measure, restarts_text)
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    moments = random.Random(given.seed)
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text).resolve()
-        runs = [_killed_run(folder / str(number), options.epochs, number, moments) for number in range(options.runs)]
-        alone = _starts_alone(folder / "alone", options.starts)
-    result = {"machine": facts, "kind": "restarts", "epochs": options.epochs, "seed": options.seed, "runs": runs,
-              "alone": alone}  # fmt: skip
-    print(f"\n{restarts_text(result)}\n\n{machine_line(facts)}")
-    if options.json:
-        write_result(options.json, result)
-    return 0
+        runs = [_killed_run(folder / str(number), given.epochs, number, moments) for number in range(given.runs)]
+        alone = _starts_alone(folder / "alone", given.starts)
+    return {"kind": "restarts", "epochs": given.epochs, "seed": given.seed, "runs": runs, "alone": alone}
 
 
 def command(recorded: Path, epochs: float, checkpoint_every_s: float = 0.25) -> list[str]:
-    """The arguments of the trainer."""
     return [
         "-m", "crossbow_py.train", "+experiment=digits", "device=cpu", "precision=fp32", "executor=serial",
         f"num_learners={_NUM_LEARNERS}", f"batch_size={_BATCH_SIZE}", f"max_epochs={epochs}",
@@ -124,7 +120,6 @@ def _await_batches(recorded: Path, name: str, number: int, process: subprocess.P
 
 
 def _outcome(run: Path, recordings: Sequence[Recording], killed_s: float) -> dict[str, Any]:
-    """Return which samples a run that has ended was trained on, and how soon it trained again."""
     starts = starts_of(recordings, _NUM_RANKS)
     begins = [begin or 0 for begin in resumed_from((run / "console.log").read_text(encoding="utf-8"))]
     summary = read_summary(run)
@@ -171,13 +166,11 @@ def _starts_alone(folder: Path, number: int) -> list[dict[str, float]]:
 
 
 def _processor_s(pid: int) -> float:
-    """User and system time of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _load() -> float:
-    """Processes that ran or wanted to, in the mean over the last minute, as everybody's."""
     return round(os.getloadavg()[0], 1)
 
 

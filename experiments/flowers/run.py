@@ -14,8 +14,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.grids.recorded_runs import RecordedRuns, record
-from experiments.tables.recorded_report import table_of
+from experiments.grids.recorded_runs import RecordedRuns, record, table_of
 
 # Five classes of equally many photographs: guessing gets one in five.
 RUNS = RecordedRuns(

@@ -7,9 +7,9 @@ import math
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.gradient_noise.report import by_evaluation, mean_of, noise_scale_samples
+from experiments.gradient_noise.run import by_evaluation, mean_of, noise_scale_samples
 from experiments.grids.plot import UNITS, styles, unit_of
-from experiments.grids.summary import Result, by_cell
+from experiments.grids.report import Result, by_cell
 from experiments.tables.pictures import beside
 
 _NOISE = "gradient noise scale, samples"
@@ -24,7 +24,6 @@ _TOTAL_BATCHES = (32, 128, 512, 1024)
 
 
 def draw(result: Result) -> Figure:
-    """Draw a panel a statistic."""
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     for axes, (title, key) in zip(figure.subplots(2, 2).flat, _PANELS.items(), strict=True):
         _draw_statistic(axes, result, key)

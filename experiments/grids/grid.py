@@ -156,7 +156,6 @@ def _composed(overrides: tuple[str, ...]) -> TrainConfig | None:
 
 
 def _said(settings: Any) -> dict[str, Any]:
-    """The fields with another value than their default, those of groups left out."""
     own = [each for each in fields(settings) if each.name not in TrainConfig.GROUPS]
     values = {each.name: getattr(settings, each.name) for each in own if getattr(settings, each.name) != each.default}
     kept = {key: value for key, value in values.items() if not is_dataclass(value)}

@@ -43,16 +43,14 @@ def in_parts(argv: Sequence[str], part: Callable[[Sequence[str]], int], file: st
     folder, length = Path(config.output_dir), whole_length(config)
     for stop in stops(config.max_epochs, parts):
         # The last one is done once the run has ended: a process may have been killed behind its evaluation.
-        if stop <= epochs_done(folder, file) + _ALIKE and (stop < config.max_epochs or _has_ended(folder)):
+        if stop <= epochs_done(folder, file) + _ALIKE and (
+            stop < config.max_epochs or read_summary(folder).get("status") in ("finished", "target_reached")
+        ):
             continue
         code = part([*overrides, f"max_epochs={stop:.6g}", *length])
         if code or read_summary(folder).get("status") == "target_reached":
             return code
     return 0
-
-
-def _has_ended(folder: Path) -> bool:
-    return read_summary(folder).get("status") in ("finished", "target_reached")
 
 
 def stops(max_epochs: float, parts: int) -> list[float]:

@@ -9,7 +9,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.grids.summary import CellSummary, Result, Run, by_cell, has_diverged, mean_curve, summaries
+from experiments.grids.report import CellSummary, Result, Run, by_cell, has_diverged, mean_curve, summaries
 
 Filled = Literal["full", "none", "left"]
 
@@ -107,7 +107,6 @@ def _unbroken(runs: Sequence[Run]) -> list[Run]:
 
 
 def unit_of(result: Result) -> int:
-    """The unit in which samples are counted."""
     most = max(run["summary"]["samples_seen"] for run in result["runs"])
     return max((unit for unit in UNITS if most >= unit), default=1)
 

@@ -6,8 +6,10 @@ stay the same; one that was stopped in any way goes on from its newest checkpoin
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,16 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crossbow_py.cli.command_line import say
 from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.telemetry.records import METRICS_FILE, read_metrics, read_summary
 from crossbow_py.train.checkpoints.checkpoint import FOLDER as CHECKPOINTS_FOLDER
 from experiments.bench.machine import ROOT, machine
-from experiments.bench.results import write_result
+from experiments.bench.results import count, results_folder, seeds, write_result
 from experiments.bench.windows import load_with_ended
-from experiments.grids.grid import Cell, Grid
+from experiments.grids.grid import Cell, Grid, chosen, in_turns
 
+_INTERRUPTED = 130
 MEASURED_FILE = "measured.jsonl"  # in a run's folder: what the program of a cell measures beside, a line an evaluation
-
 _RECORDS = (METRICS_FILE, MEASURED_FILE)
 _POLL_S = 0.1
 _DIVERGED = "non_finite"
@@ -57,8 +60,6 @@ class Places:
 
 @dataclass
 class _Job:
-    """A cell that is being trained."""
-
     cell: Cell
     seed: int
     folder: Path
@@ -139,7 +140,6 @@ def _start(cell: Cell, seed: int, folder: Path, alone: bool) -> _Job:
 
 
 def _finish(job: _Job, left: int) -> list[str]:
-    """Record what is done; of what failed its name, having said why."""
     name, code = f"{job.cell.name}, seed {job.seed}", job.process.returncode
     record = recorded(job.cell, job.seed, job.run) if job.run.is_dir() else None
     if record is None or (code and record["status"] != "failed"):
@@ -216,3 +216,52 @@ def _terminated_like_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def run_grid(experiment: str, grids: Mapping[str, Grid], argv: Sequence[str] | None = None) -> int:
+    """Run what is asked for of an experiment's grids and write its result; returns the exit code."""
+    parser = _parser(experiment, grids)
+    options = parser.parse_intermixed_args(argv)
+    grid = grids[options.grid].with_overrides(options.overrides)
+    if grid.alone and options.jobs > 1:
+        parser.error(f"times matter in {grid.name}, so that its cells run one at a time; leave --jobs out.")
+    try:
+        cells = chosen(grid, options.cells)
+    except ValueError as error:
+        parser.error(str(error))
+    turns, facts = in_turns(cells, options.seeds or grid.seeds), machine()
+    if options.list:
+        commands = [(cell, seed, shlex.join([cell.program, *cell.overrides, f"seed={seed}"])) for cell, seed in turns]
+        return say("\n".join(f"{cell.name}, seed {seed}: python -m {words}" for cell, seed, words in commands))
+    places = Places(options.runs / experiment, options.results)
+    path = places.results / f"{options.name or grid.name}.json"
+    if options.add and path.exists():
+        add_recorded(grid, places, json.loads(path.read_text())["runs"])
+    try:
+        failed = run_cells(grid, turns, places, options.jobs)
+    except KeyboardInterrupt:
+        print("interrupted; give the same command again to go on.")
+        return _INTERRUPTED
+    result = collect(grid, places, facts)
+    if result["runs"]:
+        write_result(path, result)
+        print(f"written to {path}")
+    if failed:
+        print(f"{len(failed)} runs failed; give the same command again to run them.")
+    return 1 if failed else 0
+
+
+def _parser(experiment: str, grids: Mapping[str, Grid]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Trains the cells of a grid and writes results/GRID.json.")
+    add = parser.add_argument
+    add("grid", choices=grids, help="which of the experiment's grids")
+    add("--cells", default="*", metavar="PATTERN", help="only cells whose names match, as in 'sma*'")
+    add("--seeds", type=seeds, metavar="0,1,...", help="one run of every cell each (default: the grid's)")
+    add("--jobs", type=count, default=1, help="runs at a time, of one thread each if several; their times do not count")
+    add("--list", action="store_true", help="only say what would be run, as commands")
+    add("--add", action="store_true", help="runs of the results file with the same settings are done; run the others")
+    add("--name", help="name of the results file (default: the grid's)")
+    add("--runs", type=Path, default=ROOT / "runs", help="where run folders lie (default runs/ in the checkout)")
+    add("--results", type=Path, default=results_folder(experiment), help="default: results/ beside the script")
+    add("overrides", nargs="*", metavar="key=value", help="for every cell, as for crossbow_py.train")
+    return parser

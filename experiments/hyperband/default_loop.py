@@ -33,8 +33,6 @@ class Images:
 
 @dataclass
 class _Trial:
-    """A trial between two segments."""
-
     settings: TrialSettings
     model: nn.Module
     optimizer: torch.optim.Optimizer

@@ -24,7 +24,7 @@ from crossbow_py.search.build import SearchRun
 from crossbow_py.search.config import SearchConfig
 from crossbow_py.search.events import SearchListener
 from crossbow_py.search.folder import open_search_folder
-from experiments.bench.windows import spread
+from experiments.bench.windows import paired_ratios, spread
 from experiments.hyperband.default_loop import Images, search
 
 SIDES = ("default_loop", "one_at_a_time", "packed")
@@ -33,13 +33,10 @@ Side = Callable[[], dict[str, Any]]
 
 
 class _Messages(SearchListener):
-    """The messages of a search."""
-
     def __init__(self) -> None:
         self.said: list[str] = []
 
     def on_message(self, message: str) -> None:
-        """See SearchListener."""
         self.said.append(message)
 
 
@@ -54,20 +51,19 @@ def measure_hyperband(overrides: Sequence[str], repetitions: int, device: str) -
             taken[side].append(outcome)
             said = f"{outcome['seconds']:.1f} s, others {outcome.get('foreign_share')}"
             print(f"repetition {repetition + 1}: {side} {said}", flush=True)
+    seconds = {side: [run["seconds"] for run in taken[side]] for side in SIDES}
     return {
         "overrides": overrides,
         "device": device,
         "repetitions": repetitions,
         "packing": packing,
         "runs": taken,
-        "seconds": {side: spread([run["seconds"] for run in taken[side]]) for side in SIDES},
-        "ratios": {f"{side}_over_packed": _ratio(taken[side], taken["packed"]) for side in SIDES if side != "packed"},
+        "seconds": {side: spread(seconds[side]) for side in SIDES},
+        "ratios": {
+            f"{side}_over_packed": spread(paired_ratios(seconds[side], seconds["packed"])) for side in SIDES[:-1]
+        },
         "best": {side: median(run["test_accuracy"] for run in taken[side]) for side in SIDES},
     }
-
-
-def _ratio(own: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> dict[str, float] | None:
-    return spread([one["seconds"] / other["seconds"] for one, other in zip(own, base, strict=True)])
 
 
 def _warm_up(overrides: Sequence[str]) -> list[str]:
@@ -80,7 +76,6 @@ def _warm_up(overrides: Sequence[str]) -> list[str]:
 
 
 def _said_at_first(overrides: Sequence[str], side: str, folder: Path) -> list[str]:
-    """The messages of a search before its first trial trains."""
     messages = _Messages()
     with closing(_search_run(overrides, side, folder, messages)) as run:
         run.run(lambda: "stopped" if any(words.startswith("Trials of") for words in messages.said) else None)
@@ -100,7 +95,6 @@ def _run_apart(side: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _watched(side: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Run, and add the share of the cores that other programs took."""
     before = LoadSnapshot.take()
     outcome = _run(side, overrides)
     share = foreign_share(before, LoadSnapshot.take())
@@ -140,7 +134,8 @@ def _run_default_loop(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
         images = _images(run.source, run.choices.device)
         begun = time.perf_counter()
         found = search(
-            run.rules.brackets, lambda trial: run.trial_settings(trial, run.study.params(trial)), images, run.order_seed
+            run.rules.brackets, lambda trial: run.trial_settings(trial, run.study.params(trial)), images,
+            run.settings.sample_order_seed,
         )
         return {"seconds": round(time.perf_counter() - begun, 2), "precision": FP32.name, **found}
 

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.hyperband.report import NAMES
+from experiments.hyperband.run import NAMES
 from experiments.tables.pictures import one
 
 _WHOLE = "all of it, not split"
@@ -17,7 +17,6 @@ _COLORS = {"training": "#0072B2", "measuring": "#E69F00", "rest": "#999999", _WH
 
 
 def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """A panel a result: a bar a side, in parts that are medians over its runs."""
     figure = Figure(figsize=(9, 2.8 * len(results)), layout="constrained")
     panels = figure.subplots(len(results), 1, squeeze=False)
     for (axes,), (name, result) in zip(panels, results.items(), strict=True):
@@ -48,7 +47,6 @@ def _draw_side(axes: Axes, place: int, runs: list[dict[str, float]]) -> None:
 
 
 def _legend(axes: Axes) -> tuple[list[Any], list[str]]:
-    """Each part once, in the order of its colours."""
     shown = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     names = [name for name in _COLORS if name in shown]
     return [shown[name] for name in names], names

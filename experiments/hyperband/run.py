@@ -7,42 +7,46 @@ README.md says what the sides are.
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.sources.mnist import Mnist
 from crossbow_py.engine.modules.precision import choose_device
-from experiments.bench.arguments import count, measuring_parser
-from experiments.bench.machine import machine
-from experiments.bench.results import show_and_write
+from experiments.bench.results import count, measure_and_write, measuring_parser
 from experiments.hyperband.measure import measure_hyperband
-from experiments.hyperband.report import result_text
+from experiments.tables.markdown import cores, markdown_table, spread_text
 
+Result = Mapping[str, Any]
+NAMES = {
+    "default_loop": "PyTorch's default loop, one trial at a time",
+    "one_at_a_time": "one tuned trial at a time",
+    "packed": "packs",
+}
+# Times as fast as these sides, by device.
+_WANTED = {"cpu": {"default_loop": 2.7, "one_at_a_time": 1.6}, "cuda": {"default_loop": 5.0}}
 DEFAULTS = ("+experiment=search_lenet", "max_epochs=1", "min_epochs=0.1111111111")
 # As many images of MNIST's shape.
 SYNTHETIC = ("data=synthetic", "data.shape=[1,28,28]", "data.num_train=60000", "data.num_test=10000")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as asked for; prints the table and returns the exit code."""
-    parser = measuring_parser(__doc__)
+    parser = measuring_parser(__doc__, "--device")
     add = parser.add_argument
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
     add("--repetitions", type=count, default=3, help="searches by each side (default %(default)s)")
     add("overrides", nargs="*", metavar="KEY=VALUE", help=f"of the search (default {' '.join(DEFAULTS)})")
-    options = parser.parse_args(argv)
-    try:
-        device = choose_device(options.device).type
-    except UserError as error:
-        parser.error(str(error))
-    measured = measure_hyperband(options.overrides or default_search(), options.repetitions, device)
-    result = {"machine": machine(), **measured}
-    show_and_write(result, result_text, options.json)
-    return 0
+
+    def measure(given: argparse.Namespace) -> dict[str, Any]:
+        device = choose_device(given.device).type
+        return measure_hyperband(given.overrides or default_search(), given.repetitions, device)
+
+    return measure_and_write(parser, argv, measure, result_text)
 
 
 def default_search() -> tuple[str, ...]:
@@ -53,6 +57,78 @@ def default_search() -> tuple[str, ...]:
         print(f"synthetic images instead of MNIST: {error}", flush=True)
         return (*DEFAULTS, *SYNTHETIC)
     return DEFAULTS
+
+
+def sides_table(result: Result) -> str:
+    rows, goals = [], wanted(result)
+    for side, name in NAMES.items():
+        seconds, runs = result["seconds"][side], result["runs"][side]
+        ratio = result["ratios"].get(f"{side}_over_packed")
+        samples = median(run["samples"] for run in runs)
+        rows.append(
+            [
+                name,
+                _precision(result, side),
+                spread_text(seconds, ".0f"),
+                f"{samples / seconds['median']:,.0f}",
+                "" if ratio is None else spread_text(ratio),
+                f"≥ {goals[side]}" if side in goals else "",
+                f"{result['best'][side]:.4f}",
+                str(len(runs)),
+            ]
+        )
+    header = ["", "precision", "seconds", "images/s", "÷ packs", "wanted", "test accuracy of the best", "n"]
+    return markdown_table(header, rows)
+
+
+def headline(result: Result) -> str:
+    sentences, goals = [], wanted(result)
+    for side in list(NAMES)[:-1]:
+        ratio = result["ratios"][f"{side}_over_packed"]
+        own, theirs = (_precision(result, each) for each in ("packed", side))
+        said = f"Packs in {own} end the search {spread_text(ratio)} times as fast as {NAMES[side]} in {theirs}"
+        said += f" (n={len(result['runs'][side])})"
+        if side in goals:
+            verdict = "and is reached" if ratio["median"] >= goals[side] else "and is missed"
+            said += f"; at least {goals[side]} is the goal, {verdict}"
+        sentences.append(f"{said}.")
+    accuracies = ", ".join(f"{result['best'][side]:.4f} by {name}" for side, name in NAMES.items())
+    return " ".join([*sentences, f"Test accuracy of the best trial: {accuracies}."])
+
+
+def wanted(result: Result) -> Mapping[str, float]:
+    """The speed-up of packs that was wanted, by side; results of before there was a choice are of CPUs."""
+    return _WANTED[result.get("device", "cpu")]
+
+
+def overhead_text(result: Result) -> str:
+    shares = [run["overhead_s"] / run["seconds"] for run in result["runs"]["packed"]]
+    return (
+        f"Sampling, storage, files of trials and changing seats took {median(shares):.1%} of the packed search's time "
+        f"({min(shares):.1%} to {max(shares):.1%})."
+    )
+
+
+def result_text(result: Result) -> str:
+    packing = " ".join(dict.fromkeys(result["packing"]))
+    return f"`{' '.join(result['overrides'])}`\n\n{packing}\n\n{sides_table(result)}\n\n{overhead_text(result)}"
+
+
+def _precision(result: Result, side: str) -> str:
+    precision: str = result["runs"][side][0].get("precision", "fp32")  # earlier results were all in that
+    return precision
+
+
+def headline_rows(results: Mapping[str, Result]) -> list[list[str]]:
+    result = results["lenet_mnist"]
+    seconds = [f"{result['seconds'][side]['median']:,.0f}" for side in ("packed", "one_at_a_time", "default_loop")]
+    trials = {trial for trial, *_ in result["runs"]["packed"][0]["values"]}
+    title = f"Hyperband over {len(trials)} LeNets on MNIST, s"
+    return [[title, f"{seconds[0]} (packs)", *seconds[1:], str(result["repetitions"]), cores(result)]]
+
+
+TABLES = {"all": result_text, "headline": headline}
+HEADLINE = headline_rows
 
 
 if __name__ == "__main__":

@@ -108,7 +108,6 @@ def peak(changes: Iterable[int]) -> int:
 
 
 def main(argument: str) -> dict[str, Any]:
-    """One measurement, as its command line asks for it."""
     asked = json.loads(argument)
     is_probe = asked.pop("probe", False)
     setup = Setup(**asked)

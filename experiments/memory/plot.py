@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from experiments.memory.report import Result, rows_of
+from experiments.memory.run import Result, rows_of
 from experiments.tables.pictures import beside
 
 # Of Okabe and Ito's palette, which the colour-blind can tell apart.
@@ -15,7 +15,6 @@ _MIB = 2**20
 
 
 def draw(result: Result) -> Figure:
-    """A panel a model."""
     names = [entry["model"] for entry in result["models"]]
     figure = Figure(figsize=(4.2 * len(names), 3.6), layout="constrained")
     for axes, model in zip(figure.subplots(1, len(names), squeeze=False).flatten(), names, strict=True):

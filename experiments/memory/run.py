@@ -19,20 +19,18 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import choose_device, choose_precision
 from crossbow_py.engine.sizing.memory import LearnerBytes, learner_bytes, predicted_bytes
 from crossbow_py.models import MODELS
-from experiments.bench.arguments import count, measuring_parser
-from experiments.bench.machine import ROOT, machine
-from experiments.bench.results import show_and_write
+from experiments.bench.machine import ROOT
+from experiments.bench.results import count, measure_and_write, measuring_parser
 from experiments.bench.rounds import ExecutorName, Setup
-from experiments.memory.report import result_text
-from experiments.tables.drawing import draw_after
+from experiments.tables.markdown import NONE, markdown_table
 
-DEFAULT_MODELS = ("lenet", "resnet32", "vgg16")
-NUM_LEARNERS = (1, 2, 4, 8, 16)
-BATCH_SIZE = 16
+Result = Mapping[str, Any]
+Row = Mapping[str, Any]
+_MIB = 2**20
+_PARTS = ("weights", "gradients", "corrections", "state", "shadow", "buffers", "activations")
 EXECUTORS: dict[str, tuple[ExecutorName, ...]] = {"cpu": ("fused", "serial"), "cuda": ("fused", "streams")}
 # Kineto otherwise says on stderr that it starts and stops.
 _QUIET = {"KINETO_LOG_LEVEL": "6"}
@@ -44,25 +42,27 @@ class MeasurementError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as asked for; prints the tables and returns the exit code."""
-    parser = _parser()
-    options = parser.parse_args(argv)
-    try:
-        device = choose_device(options.device)
-        precision = choose_precision(options.precision, device).name
-    except UserError as error:
-        parser.error(str(error))
+    parser = measuring_parser(__doc__, "--device", written="write the results there, and draw them beside it")
+    add = parser.add_argument
+    names = [name for name in MODELS if name != "custom"]
+    add("--models", choices=names, nargs="+", default=("lenet", "resnet32", "vgg16"),
+        help="default lenet resnet32 vgg16")  # fmt: skip
+    add("--num-learners", type=count, nargs="+", default=(1, 2, 4, 8, 16), help="K (default 1 2 4 8 16)")
+    add("--batch-size", type=count, default=16, help="images a learner takes (default %(default)s)")
+    add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="default %(default)s")
+    return measure_and_write(parser, argv, measure_models, result_text, "memory")
+
+
+def measure_models(given: argparse.Namespace) -> dict[str, Any]:
+    device = choose_device(given.device)
+    precision = choose_precision(given.precision, device).name
     result: dict[str, Any] = {
-        "machine": machine(), "device": device.type, "precision": precision, "batch_size": options.batch_size,
-        "models": [], "rows": [],
+        "device": device.type, "precision": precision, "batch_size": given.batch_size, "models": [], "rows": [],
     }  # fmt: skip
-    for model in dict.fromkeys(options.models):
-        setup = Setup(model, options.batch_size, 1, "serial", device.type, precision)  # type: ignore[arg-type]
-        measure_model(setup, sorted(set(options.num_learners)), result)
-    show_and_write(result, result_text, options.json)
-    if options.json:
-        draw_after("memory", options.json)
-    return 0
+    for model in dict.fromkeys(given.models):
+        setup = Setup(model, given.batch_size, 1, "serial", device.type, precision)  # type: ignore[arg-type]
+        measure_model(setup, sorted(set(given.num_learners)), result)
+    return result
 
 
 def measure_model(setup: Setup, num_learners: Sequence[int], result: dict[str, Any]) -> None:
@@ -88,7 +88,6 @@ def measure_model(setup: Setup, num_learners: Sequence[int], result: dict[str, A
 
 
 def with_prediction(measured: Mapping[str, int], own: LearnerBytes, num_learners: int, executor: str) -> dict[str, int]:
-    """Put the prediction beside what was measured."""
     at_once = 1 if executor == "serial" else num_learners
     return {
         **measured,
@@ -109,16 +108,68 @@ def measure(asked: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = measuring_parser(__doc__, "write the results there, and draw them beside it")
-    add = parser.add_argument
-    names = [name for name in MODELS if name != "custom"]
-    add("--models", choices=names, nargs="+", default=DEFAULT_MODELS, help=f"default {' '.join(DEFAULT_MODELS)}")
-    add("--num-learners", type=count, nargs="+", default=NUM_LEARNERS, help="K (default 1 2 4 8 16)")
-    add("--batch-size", type=count, default=BATCH_SIZE, help="images a learner takes (default %(default)s)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
-    add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="default %(default)s")
-    return parser
+def result_text(result: Result) -> str:
+    failures = [f"{_name(row)} failed: {row['failure']}" for row in result["rows"] if row.get("failure")]
+    return "\n\n".join([parts_table(result), peaks_table(result), *failures])
+
+
+def parts_table(result: Result) -> str:
+    header = ["one learner, MiB", "parameters", *_PARTS, "all of it"]
+    rows = []
+    for entry in result["models"]:
+        parts = [_mib(entry["learner"][part], digits=2) for part in _PARTS]
+        whole = _mib(LearnerBytes(**entry["learner"]).whole, digits=2)
+        rows.append([entry["model"], f"{entry['num_values']:,}", *parts, whole])
+    return markdown_table(header, rows)
+
+
+def peaks_table(result: Result) -> str:
+    header = ["model", "executor", "K", "measured, MiB", "predicted, MiB", "measured ÷ predicted",
+              "an extra learner, MiB", "÷ its own"]  # fmt: skip
+    rows = []
+    for row in result["rows"]:
+        measured, predicted, extra = row["measured_bytes"], row["predicted_bytes"], extra_learner_bytes(result, row)
+        rows.append([
+            row["model"],
+            row["executor"],
+            str(row["num_learners"]),
+            _mib(measured),
+            _mib(predicted),
+            NONE if measured is None else f"{measured / predicted:.3f}",
+            _mib(extra),
+            NONE if extra is None else f"{extra / whole_bytes(result, row['model']):.3f}",
+        ])  # fmt: skip
+    return markdown_table(header, rows)
+
+
+def extra_learner_bytes(result: Result, row: Row) -> float | None:
+    """The bytes of each learner added since the next smaller K; None for the smallest."""
+    before = [other for other in rows_of(result, row["model"], row["executor"])
+              if other["num_learners"] < row["num_learners"]]  # fmt: skip
+    if row["measured_bytes"] is None or not before:
+        return None
+    grown = row["measured_bytes"] - before[-1]["measured_bytes"]
+    return float(grown / (row["num_learners"] - before[-1]["num_learners"]))
+
+
+def whole_bytes(result: Result, model: str) -> int:
+    return next(LearnerBytes(**entry["learner"]).whole for entry in result["models"] if entry["model"] == model)
+
+
+def rows_of(result: Result, model: str, executor: str) -> Sequence[Row]:
+    rows = [row for row in result["rows"] if row["model"] == model and row["executor"] == executor]
+    return sorted((row for row in rows if row["measured_bytes"] is not None), key=lambda row: int(row["num_learners"]))
+
+
+def _name(row: Row) -> str:
+    return f"{row['model']} {row['executor']} K={row['num_learners']}"
+
+
+def _mib(value: float | None, digits: int = 1) -> str:
+    return NONE if value is None else f"{value / _MIB:,.{digits}f}"
+
+
+TABLES = {"all": result_text}
 
 
 if __name__ == "__main__":

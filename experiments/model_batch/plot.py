@@ -13,7 +13,6 @@ from experiments.tables.pictures import beside
 
 
 def draw(result: Mapping[str, Any]) -> Figure:
-    """Throughput, and the ratios to the sides of one model at a time."""
     bases = bases_of(result["rows"])
     figure = Figure(figsize=(5 * (1 + len(bases)), 4.2), layout="constrained")
     panels = figure.subplots(1, 1 + len(bases))

@@ -5,12 +5,11 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 from experiments.grids.plot import accuracy_lines
-from experiments.grids.summary import Result
+from experiments.grids.report import Result
 from experiments.tables.pictures import beside
 
 
 def draw(result: Result) -> Figure:
-    """A row of two panels a side."""
     sides = list(dict.fromkeys(run["labels"]["side"] for run in result["runs"]))
     figure = Figure(figsize=(10, 0.6 + 3.4 * len(sides)), layout="constrained")
     panels = figure.subplots(len(sides), 2, squeeze=False, sharey="row")

@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.grids import report
-from experiments.grids.command import run_grid
 from experiments.grids.grid import Cell, Grid, cells
+from experiments.grids.running import run_grid
 
 NUM_LEARNERS = (1, 2, 4, 8)
 # The recipe of the digits is SMA, that of LeNet synchronous_sgd, both with the learning rate times √K. Other sides are
@@ -38,7 +38,6 @@ REFERENCE = "recipe, K=1"
 
 
 def of_sides(grid: str, common: str, parts: int = 1) -> tuple[Cell, ...]:
-    """A cell for every side of a grid and number of learners."""
     found = cells(common, {f"{side}, K={k}": f"{words} num_learners={k}"
                            for side, words in SIDES[grid].items() for k in NUM_LEARNERS}, parts)  # fmt: skip
     pairs = [(side, k) for side in SIDES[grid] for k in NUM_LEARNERS]

@@ -7,36 +7,202 @@ README.md says what is measured and how.
 
 from __future__ import annotations
 
+import argparse
+import os
+import resource
+import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.bench.arguments import count, measuring_parser, positive
-from experiments.bench.machine import machine, machine_line
-from experiments.bench.results import write_result
-from experiments.overhead.measure import NETWORKS, measure_starts, measure_telemetry
-from experiments.overhead.report import result_text
+import torch
+
+from crossbow_py import SGD, Trainer
+from crossbow_py.core.host import LoadSnapshot, foreign_share
+from crossbow_py.models import MLP, LeNet
+from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
+from crossbow_py.train.run_folder.reporter import Reporter
+from experiments.bench.machine import ROOT
+from experiments.bench.results import count, measure_and_write, measuring_parser, positive
+from experiments.bench.windows import MAX_FOREIGN_SHARE, spread
+from experiments.tables.markdown import NONE, markdown_table, spread_text
+
+Result = Mapping[str, Any]
+MOST_IMPORT_RATIO, MOST_HELP_S, MOST_TELEMETRY = 1.2, 3.0, 0.01
+IMPORT_TORCH, IMPORT_OURS = "import torch", "import crossbow_py"
+STARTS = {
+    IMPORT_TORCH: ["-c", "import torch"],
+    IMPORT_OURS: ["-c", "import crossbow_py"],
+    "train --help": ["-m", "crossbow_py.train", "--help"],
+    "train --list": ["-m", "crossbow_py.train", "--list"],
+    "search --help": ["-m", "crossbow_py.search", "--help"],
+    "report --help": ["-m", "crossbow_py.report", "--help"],
+}
+# Networks with rounds as short as they come, and of a usual length for a CPU: the model, the shape, learners.
+NETWORKS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...], int]] = {
+    "mlp": (lambda: MLP(hidden=(256, 256)).build((1, 8, 8), 10), (1, 8, 8), 2),
+    "lenet": (lambda: LeNet().build((1, 28, 28), 10), (1, 28, 28), 2),
+}
+_SAMPLES, _BATCH = 60_000, 32
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as asked for; prints the tables and returns the exit code."""
     parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--repetitions", type=count, default=15, help="of everything (default %(default)s)")
     add("--seconds", type=positive, default=2.0, help="of training, each time (default %(default)s)")
-    options = parser.parse_args(argv)
-    result = {
-        "machine": machine(),
-        "starts": measure_starts(options.repetitions),
-        "telemetry": {name: measure_telemetry(name, options.repetitions, options.seconds) for name in NETWORKS},
+
+    def measure(given: argparse.Namespace) -> dict[str, Any]:
+        starts = measure_starts(given.repetitions)
+        telemetry = {name: measure_telemetry(name, given.repetitions, given.seconds) for name in NETWORKS}
+        return {"starts": starts, "telemetry": telemetry}
+
+    return measure_and_write(parser, argv, measure, result_text)
+
+
+def measure_starts(repetitions: int) -> dict[str, Any]:
+    """Seconds of every start, by turns; the first round of turns, which fills the disk's cache, does not count."""
+    walls: dict[str, list[float]] = {name: [] for name in STARTS}
+    cpus: dict[str, list[float]] = {name: [] for name in STARTS}
+    for repetition in range(repetitions + 1):
+        for name, arguments in STARTS.items():
+            wall, cpu = _run(arguments)
+            if repetition:
+                walls[name].append(wall)
+                cpus[name].append(cpu)
+    ratios = [own / base for own, base in zip(cpus[IMPORT_OURS], cpus[IMPORT_TORCH], strict=True)]
+    return {
+        "n": repetitions,
+        "wall_s": {name: spread(values) for name, values in walls.items()},
+        "cpu_s": {name: spread(values) for name, values in cpus.items()},
+        "import_ratio": spread(ratios),
     }
-    print(f"\n{result_text(result)}\n\n{machine_line(result['machine'])}")
-    if options.json:
-        write_result(options.json, result)
-        print(f"written to {options.json}")
-    return 0
+
+
+def _run(arguments: list[str]) -> tuple[float, float]:
+    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL, env=environment)
+    wall, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def measure_telemetry(network: str, repetitions: int, seconds: float) -> dict[str, Any]:
+    """Runs with all records in a folder and without any, by turns; a pair in which others were busy is dropped."""
+    shares, ratios, rounds_ms, dropped = list[float](), list[float](), list[float](), 0
+    for repetition in range(repetitions):
+        rates: dict[bool, float] = {}
+        before = LoadSnapshot.take()
+        for recorded in (True, False) if repetition % 2 else (False, True):
+            with _timed() as spent, tempfile.TemporaryDirectory() as folder:
+                summary = _train(network, Path(folder) / "run" if recorded else None, seconds)
+            rates[recorded] = summary.images_per_s
+            if recorded:
+                share = spent[0] / summary.train_time_s
+                round_ms = 1000 * summary.num_learners * _BATCH / summary.images_per_s
+        foreign = foreign_share(before, LoadSnapshot.take())
+        if foreign is not None and foreign > MAX_FOREIGN_SHARE:
+            dropped += 1
+            continue
+        shares.append(share)
+        rounds_ms.append(round_ms)
+        ratios.append(rates[True] / rates[False])
+    return {
+        "n": len(shares), "dropped": dropped, "share_of_training": spread(shares), "throughput_ratio": spread(ratios),
+        "round_ms": round(median(rounds_ms), 3) if rounds_ms else None,
+    }  # fmt: skip
+
+
+def _train(network: str, folder: Path | None, seconds: float) -> Any:
+    make_model, shape, num_learners = NETWORKS[network]
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (_SAMPLES, *shape), dtype=torch.uint8, generator=generator)
+    targets = torch.randint(0, 10, (_SAMPLES,), generator=generator)
+    trainer = Trainer(
+        model=make_model, train_data=(images, targets), batch_size=_BATCH, num_learners=num_learners, device="cpu",
+        executor="threads", optimizer=SGD(learning_rate=0.01, momentum=0.9), output_dir=folder,
+        checkpoint=CheckpointSettings(every_epochs=None),
+    )  # fmt: skip
+    return trainer.fit(max_time_s=seconds).summary
+
+
+@contextmanager
+def _timed() -> Iterator[list[float]]:
+    spent, progress = [0.0], Reporter.progress
+
+    def timed(*arguments: Any, **named: Any) -> None:
+        begin = time.perf_counter()
+        progress(*arguments, **named)
+        spent[0] += time.perf_counter() - begin
+
+    Reporter.progress = timed  # type: ignore[method-assign]
+    try:
+        yield spent
+    finally:
+        Reporter.progress = progress  # type: ignore[method-assign]
+
+
+def starts_table(result: Result) -> str:
+    starts = result["starts"]
+    rows = [
+        [f"`{name}`", *(spread_text(starts[clock][name]) for clock in ("wall_s", "cpu_s")), str(starts["n"])]
+        for name in starts["wall_s"]
+    ]
+    return markdown_table(["", "seconds", "seconds of the processor", "n"], rows)
+
+
+def telemetry_table(result: Result) -> str:
+    header = ["", "a round, ms", "share of training in telemetry", "images/s with ÷ without", "n", "dropped"]
+    rows = [
+        [
+            name,
+            NONE if own["round_ms"] is None else f"{own['round_ms']:.2f}",
+            spread_text(own["share_of_training"], ".2%"),
+            spread_text(own["throughput_ratio"], ".3f"),
+            str(own["n"]),
+            str(own["dropped"]),
+        ]
+        for name, own in result["telemetry"].items()
+    ]
+    return markdown_table(header, rows)
+
+
+def headline(result: Result) -> str:
+    starts = result["starts"]
+    ratio, longest = (
+        starts["import_ratio"]["median"],
+        max(each["median"] for name, each in starts["wall_s"].items() if "help" in name),
+    )
+    shares = [own["share_of_training"]["median"] for own in result["telemetry"].values() if own["n"]]
+    said = [
+        f"Importing `crossbow_py` takes {spread_text(starts['import_ratio'], '.2f')} times the processor's time of "
+        f"importing torch (at most {MOST_IMPORT_RATIO} was wanted{_verdict(ratio <= MOST_IMPORT_RATIO)}).",
+        f"The longest `--help` takes {longest:.1f} s (at most {MOST_HELP_S:g}{_verdict(longest <= MOST_HELP_S)}).",
+    ]
+    if shares:
+        said.append(
+            f"Telemetry takes at most {max(shares):.2%} of training (at most {MOST_TELEMETRY:.0%}"
+            f"{_verdict(max(shares) <= MOST_TELEMETRY)})."
+        )
+    return " ".join(said)
+
+
+def result_text(result: Result) -> str:
+    return "\n\n".join([headline(result), starts_table(result), telemetry_table(result)])
+
+
+def _verdict(reached: bool) -> str:
+    return ": reached" if reached else ": missed"
+
+
+TABLES = {"all": result_text, "headline": headline}
 
 
 if __name__ == "__main__":

@@ -11,12 +11,11 @@ from matplotlib.figure import Figure
 from experiments.bench.packs.plot import ratio_lines
 from experiments.bench.packs.report import Row, bases_of, grouped
 from experiments.bench.packs.side import ONE_AT_A_TIME, TUNED
-from experiments.pack_step_time.parts import LARGER_MODELS
+from experiments.pack_step_time.run import LARGER_MODELS
 from experiments.tables.pictures import beside
 
 
 def draw(result: Mapping[str, Any]) -> Figure:
-    """Whatever part it is of."""
     if result["part"] == "mixed":
         return draw_mixed(result["mixed"])
     if result["part"] == "limits":
@@ -25,7 +24,6 @@ def draw(result: Mapping[str, Any]) -> Figure:
 
 
 def draw_families(rows: Sequence[Row]) -> Figure:
-    """A column a family: gains over the default loop above, below over one tuned model and, on CUDA, a captured one."""
     groups, bases = grouped(_packs(rows), "model"), bases_of(rows)
     figure = Figure(figsize=(4.2 * len(groups), 3.5 * len(bases)), layout="constrained")
     panels = figure.subplots(len(bases), len(groups), squeeze=False)
@@ -37,7 +35,6 @@ def draw_families(rows: Sequence[Row]) -> Figure:
 
 
 def draw_limits(rows: Sequence[Row]) -> Figure:
-    """A row a family: gains over one tuned model against the batch size, and against the width."""
     figure = Figure(figsize=(10, 3.6 * len(LARGER_MODELS)), layout="constrained")
     panels = figure.subplots(len(LARGER_MODELS), 2, squeeze=False)
     for line, (family, models) in zip(panels, LARGER_MODELS.items(), strict=True):
@@ -50,7 +47,6 @@ def draw_limits(rows: Sequence[Row]) -> Figure:
 
 
 def draw_mixed(rows: Sequence[Row]) -> Figure:
-    """Bars of the gain over two packs in turn, a group a pair of families."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     axes = figure.subplots()
     found = [row for row in rows if row["gain"]["in_turn"]]

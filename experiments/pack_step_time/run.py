@@ -7,48 +7,248 @@ README.md says what the parts and sides are.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.bench.arguments import count
-from experiments.bench.packs.models import BUILDS
-from experiments.bench.packs.running import device_of, measure_panels, pack_parser
-from experiments.bench.packs.workloads import prepare_packs
-from experiments.bench.results import show_and_write
-from experiments.pack_step_time.parts import PARTS, Plan, models_of
-from experiments.pack_step_time.report import result_text
+from crossbow_py.core.errors import UserError
+from crossbow_py.engine.modules.precision import choose_device
+from experiments.bench.packs.comparison import (
+    PackCell,
+    executors_on,
+    measure_panels,
+    one_at_a_time,
+    pack_parser,
+)
+from experiments.bench.packs.models import BUILDS, FIVE_LAYERS_WIDTHS, MLP_UNITS
+from experiments.bench.packs.report import (
+    Result,
+    Row,
+    best_pack,
+    cells_table,
+    grouped,
+    how,
+    left_out,
+    summary_header,
+    summary_row,
+)
+from experiments.bench.packs.side import (
+    CAPTURED,
+    DEFAULT,
+    ONE_AT_A_TIME,
+    TUNED,
+    PackWorkload,
+    packed,
+    prepare_packs,
+    single,
+)
+from experiments.bench.results import count, measure_and_write
+from experiments.tables.markdown import NONE, markdown_table, spread_text
 
-_QUICK = Plan(families=("mlp", "lenet"), num_models=(2,), batch_size=4)
+LIMIT_MODELS = 4
+LARGER_BATCHES = (4, 16, 64, 256)
+LARGER_MODELS = {
+    "five_layers": tuple(f"five_layers_{width}" for width in FIVE_LAYERS_WIDTHS),
+    "mlp": tuple(f"mlp_{units}" for units in MLP_UNITS),
+}
+Workloads = Mapping[str, PackWorkload]
+Panel = list[PackCell]
 _QUICK_PANELS = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as asked for; prints the tables and returns the exit code."""
     parser = pack_parser(__doc__, repetitions=5, seconds=0.4)
-    parser.add_argument("part", choices=PARTS, help="what is measured")
-    parser.add_argument("--families", choices=BUILDS, nargs="+", default=Plan.families, metavar="MODEL",
-                        help=f"default {' '.join(Plan.families)}")  # fmt: skip
-    parser.add_argument("--num-models", type=count, nargs="+", default=Plan.num_models, metavar="K",
-                        help="models in a pack (default 2 4 8 16)")  # fmt: skip
-    parser.add_argument("--batch-size", type=count, default=Plan.batch_size, help="default %(default)s")
-    options = parser.parse_args(argv)
-    device = device_of(parser, options)
-    plan = Plan(tuple(dict.fromkeys(options.families)), tuple(dict.fromkeys(options.num_models)), options.batch_size)
-    if options.part == "mixed" and device == "cuda":
-        parser.error("mixed packs are measured on a CPU, got --device cuda; give --device cpu.")
-    if options.quick:
-        plan, options.repetitions, options.seconds = _QUICK, 1, 0.05
+    add = parser.add_argument
+    add("part", choices=PARTS, help="what is measured")
+    add("--families", choices=BUILDS, nargs="+", default=Plan.families, metavar="MODEL",
+        help=f"default {' '.join(Plan.families)}")  # fmt: skip
+    add("--num-models", type=count, nargs="+", default=Plan.num_models, metavar="K",
+        help="models in a pack (default 2 4 8 16)")  # fmt: skip
+    add("--batch-size", type=count, default=Plan.batch_size, help="default %(default)s")
+    return measure_and_write(parser, argv, measure, result_text)
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    device = choose_device(given.device).type
+    plan = Plan(tuple(dict.fromkeys(given.families)), tuple(dict.fromkeys(given.num_models)), given.batch_size)
+    if given.part == "mixed" and device == "cuda":
+        raise UserError("mixed packs are measured on a CPU, got --device cuda; give --device cpu.")
+    if given.quick:
+        plan, given.repetitions, given.seconds = _QUICK, 1, 0.05
     with tempfile.TemporaryDirectory() as folder:
-        workloads = prepare_packs(models_of(options.part, plan), device, Path(folder))
-        panels = PARTS[options.part](plan, workloads, device)
-        measured = measure_panels(panels[: _QUICK_PANELS if options.quick else None], options, device)
-    result = {**measured, "part": options.part, "batch_size": plan.batch_size}
-    show_and_write(result, result_text, options.json)
-    return 0
+        workloads = prepare_packs(models_of(given.part, plan), device, Path(folder))
+        panels = PARTS[given.part](plan, workloads, device)
+        measured = measure_panels(panels[: _QUICK_PANELS if given.quick else None], given, device)
+    return {**measured, "part": given.part, "batch_size": plan.batch_size}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Names of models, how many of them are packed, and how many images a batch has."""
+
+    families: Sequence[str] = ("resnet20", "mobilenet", "densenet40", "mlp")
+    num_models: Sequence[int] = (2, 4, 8, 16)
+    batch_size: int = 16
+
+    @property
+    def mixed_models(self) -> int:
+        """Models of a mixed pack, half of them from either family."""
+        return max(2, max(self.num_models) // 4)
+
+
+_QUICK = Plan(families=("mlp", "lenet"), num_models=(2,), batch_size=4)
+
+
+def family_panels(plan: Plan, workloads: Workloads, device: str) -> list[Panel]:
+    """A panel a family: one model at a time, and packs of every size."""
+    return [
+        [*_singles(workload, device), *(cell for count in plan.num_models for cell in _packs(workload, count, device))]
+        for workload in (workloads[family].at(plan.batch_size) for family in plan.families)
+    ]
+
+
+def mixed_panels(plan: Plan, workloads: Workloads, device: str) -> list[Panel]:
+    """A panel a pair of neighbouring families: either alone, one model at a time and packed, and both side by side."""
+    panels = []
+    for pair in pairwise(plan.families):
+        each = [workloads[family].at(plan.batch_size) for family in pair]
+        alone = [
+            cell for workload in each for cell in (*_bases(workload), *_packs(workload, plan.mixed_models // 2, device))
+        ]
+        both = replace(each[0], partner=each[1])
+        together = [
+            PackCell(packed(executor, plan.mixed_models, mixed=True), both) for executor in executors_on(device)
+        ]
+        panels.append([*alone, *together])
+    return panels
+
+
+def limit_panels(plan: Plan, workloads: Workloads, device: str) -> list[Panel]:
+    """Packs of a few models, with larger batches and with wider layers: a panel each."""
+    count = min(LIMIT_MODELS, max(plan.num_models))
+    larger = [workloads[model].at(size) for model in LARGER_MODELS for size in LARGER_BATCHES]
+    wider = [workloads[model].at(plan.batch_size) for models in LARGER_MODELS.values() for model in models]
+    return [[*_bases(workload), *_packs(workload, count, device)] for workload in (*larger, *wider)]
+
+
+PARTS: dict[str, Callable[[Plan, Workloads, str], list[Panel]]] = {
+    "families": family_panels,
+    "mixed": mixed_panels,
+    "limits": limit_panels,
+}
+
+
+def models_of(part: str, plan: Plan) -> list[str]:
+    if part != "limits":
+        return list(plan.families)
+    return [*LARGER_MODELS, *(model for models in LARGER_MODELS.values() for model in models)]
+
+
+def _singles(workload: PackWorkload, device: str) -> Panel:
+    return [PackCell(single(side), workload) for side in one_at_a_time(device)]
+
+
+def _bases(workload: PackWorkload) -> Panel:
+    sides = (DEFAULT, TUNED, CAPTURED) if workload.device == "cuda" else (DEFAULT, TUNED)
+    return [PackCell(single(side), workload) for side in sides]
+
+
+def _packs(workload: PackWorkload, num_models: int, device: str) -> Panel:
+    return [PackCell(packed(executor, num_models), workload) for executor in executors_on(device)]
+
+
+def families_table(rows: Sequence[Row]) -> str:
+    lines = []
+    for (model,), own in grouped(rows, "model").items():
+        singles = [row for row in own if row["side"] in ONE_AT_A_TIME]
+        packs = [row for row in own if row["side"] not in ONE_AT_A_TIME]
+        sizes = grouped(packs, "num_models").values()
+        lines += [[model, *summary_row([*singles, *of_size])] for of_size in sizes]
+    return markdown_table(["model", *summary_header(rows)], lines)
+
+
+def limits_table(rows: Sequence[Row]) -> str:
+    groups = grouped(rows, "model", "batch_size")
+    lines = [[model, str(size), *summary_row(own)] for (model, size), own in groups.items()]
+    return markdown_table(["model", "b", *summary_header(rows)], lines)
+
+
+def mixed_table(rows: Sequence[Row]) -> str:
+    header = ["families", "executor", "K", "images/s of each", "÷ default_loop", "÷ tuned_single",
+              "÷ two packs in turn", "n", "dropped"]  # fmt: skip
+    lines = [
+        [
+            " and ".join(row["models"]),
+            row["side"],
+            str(row["num_models"]),
+            " and ".join(NONE if rate is None else f"{rate:,.0f}" for rate in row["images_per_s"]),
+            *(spread_text(row["gain"][base]) for base in (DEFAULT, TUNED, "in_turn")),
+            str(row["n"]),
+            str(row["dropped"]),
+        ]
+        for row in rows
+    ]
+    return markdown_table(header, lines) if lines else ""
+
+
+def headline(result: Result) -> str:
+    if result["part"] == "mixed":
+        return _mixed_headline(result["mixed"])
+    packs = [pack for rows in _panels(result) if (pack := best_pack(rows)) is not None and pack["over"][TUNED]]
+    if not packs:
+        return ""
+    best = max(packs, key=lambda pack: float(pack["over"][TUNED]["median"]))
+    losing = [_name(pack) for pack in packs if pack["over"][TUNED]["median"] < 1]
+    text = (
+        f"The largest gain over one tuned model at a time is {spread_text(best['over'][TUNED])}, of {_name(best)} by "
+        f"{best['side']} (n={best['n']})."
+    )
+    if not losing:
+        return f"{text} Every best pack is faster than one tuned model at a time."
+    return f"{text} Packing does not pay over one tuned model at a time for {'; '.join(losing)}."
+
+
+def _mixed_headline(rows: Sequence[Row]) -> str:
+    found = [row for row in rows if row["gain"]["in_turn"]]
+    if not found:
+        return ""
+    best = max(found, key=lambda row: float(row["gain"]["in_turn"]["median"]))
+    paying = sum(row["gain"]["in_turn"]["median"] > 1 for row in found)
+    return (
+        f"Two packs side by side do their work faster than in turn in {paying} of {len(found)} cases, at best "
+        f"{spread_text(best['gain']['in_turn'])} times ({' and '.join(best['models'])} by {best['side']}, "
+        f"n={best['n']})."
+    )
+
+
+def _panels(result: Result) -> list[list[Row]]:
+    panels = []
+    for own in grouped(result["rows"], "model", "batch_size").values():
+        singles = [row for row in own if row["side"] in ONE_AT_A_TIME]
+        packs = [row for row in own if row["side"] not in ONE_AT_A_TIME]
+        panels += [[*singles, *of_size] for of_size in grouped(packs, "num_models").values()]
+    return panels
+
+
+def _name(row: Row) -> str:
+    return f"{row['num_models']} {row['model']} with batches of {row['batch_size']}"
+
+
+def result_text(result: Result) -> str:
+    rows, mixed = result["rows"], result["mixed"]
+    table = {"families": families_table(rows), "limits": limits_table(rows), "mixed": mixed_table(mixed)}
+    parts = (headline(result), table[result["part"]], cells_table(rows), how(result), left_out([*rows, *mixed]))
+    return "\n\n".join(part for part in parts if part)
+
+
+TABLES = {"all": result_text}
 
 
 if __name__ == "__main__":

@@ -8,15 +8,13 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.preprocessing.measure import LOOP, OWN, WORKER
-from experiments.preprocessing.report import MODELBATCH, TARGET_SHARE
+from experiments.preprocessing.run import LOOP, MODELBATCH, OWN, TARGET_SHARE, WORKER
 from experiments.tables.pictures import one
 
 _COLORS = {OWN: "#999999", LOOP: "#0072B2", WORKER: "#009E73"}
 
 
 def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Two panels a result: shares with ModelBatch's two figures, and speed-ups."""
     figure = Figure(figsize=(11, 4 * len(results)), layout="constrained")
     panels = figure.subplots(len(results), 2, squeeze=False)
     for (shares, speedups), (name, result) in zip(panels, results.items(), strict=True):
@@ -44,7 +42,6 @@ def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
 
 
 def _lines(axes: Axes, side: str, rows: list[dict[str, Any]], what: str, scale: float) -> None:
-    """Medians as a line, with the smallest and largest as whiskers."""
     rows = [row for row in rows if row[what] is not None]
     counts, middle = [row["num_models"] for row in rows], [scale * row[what]["median"] for row in rows]
     below = [scale * (row[what]["median"] - row[what]["minimum"]) for row in rows]

@@ -13,13 +13,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossbow_py import SGD, SMA, Trainer
-from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.ranks import ALONE, Ranks
-from experiments.bench.rounds import build_model, input_shape, num_classes
+from experiments.bench.rounds import build_model, trainer_on_noise
 from experiments.bench.streamed_runs import MarkedRounds
-from experiments.scaling.ranks import Measured
+from experiments.scaling.ranks import Measured, answer
 
 WARM_UP_ROUNDS = 2
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.001, 0.9, 1e-4
@@ -31,25 +30,31 @@ _NEVER = 2**30
 class Sides:
     """Every side as a method that trains `num_rounds` rounds, or steps, and says how long they took."""
 
-    def __init__(self, ranks: Ranks, model: str, batch_size: int) -> None:
-        self._ranks, self._model, self._batch_size = ranks, model, batch_size
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def prepare(self, model: str, batch_size: int) -> Measured:
+        """Build them; the other methods come after it."""
+        self._model, self._batch_size = model, batch_size
         self._trainers = {
-            "sma": self._trainer(ranks, period=1),
-            "apart": self._trainer(ranks, period=_NEVER),
+            "sma": self._trainer(self._ranks, period=1),
+            "apart": self._trainer(self._ranks, period=_NEVER),
             "alone": self._trainer(ALONE, period=1),
         }
         self._steps = {f"ddp_{size}": self._ddp(size) for size in BUCKETS_MB}
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all sides."""
-        return [*self._trainers, *self._steps]
+        return Measured(0.0)
 
     def window(self, side: str, num_rounds: int) -> Measured:
         """Both ranks begin together; the one that has nothing to do in `alone` sleeps."""
         self._ranks.sum([0.0])
         if side in self._steps:
-            return self._run_steps(self._steps[side], num_rounds)
+            step = self._steps[side]
+            for _ in range(WARM_UP_ROUNDS):
+                step()
+            begun_s = time.perf_counter()
+            for _ in range(num_rounds):
+                step()
+            return Measured(time.perf_counter() - begun_s, num_rounds)
         if side == "alone" and not self._ranks.is_first:
             return Measured(0.0, num_rounds)
         trainer, marks = self._trainers[side], MarkedRounds()
@@ -57,34 +62,12 @@ class Sides:
         times = [mark.elapsed_s for mark in marks]
         return Measured(times[-1] - times[WARM_UP_ROUNDS - 1], num_rounds)
 
-    def _run_steps(self, step: Callable[[], None], num_rounds: int) -> Measured:
-        for _ in range(WARM_UP_ROUNDS):
-            step()
-        begun_s = time.perf_counter()
-        for _ in range(num_rounds):
-            step()
-        return Measured(time.perf_counter() - begun_s, num_rounds)
-
     def _trainer(self, ranks: Ranks, period: int) -> Trainer:
-        shape, classes = input_shape(self._model), num_classes(self._model)
-        generator = torch.Generator().manual_seed(0)
-        images = torch.randint(0, 256, (_NUM_IMAGES, *shape), dtype=torch.uint8, generator=generator)
-        return Trainer(
-            model=lambda: build_model(self._model),
-            train_data=(images, torch.arange(_NUM_IMAGES) % classes),
-            num_classes=classes,
-            optimizer=SGD(learning_rate=LEARNING_RATE, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY),
-            averaging=SMA(averaging_period=period),
-            augmentation=Augmentation(crop_padding=4, flip=True),
-            mean=(0.5,) * shape[0],
-            std=(0.25,) * shape[0],
-            batch_size=self._batch_size,
-            num_learners=1,
-            executor="serial" if ranks is ALONE else "threads",
-            device="cpu",
-            precision="fp32",
-            ranks=ranks,
-        )
+        return trainer_on_noise(
+            self._model, _NUM_IMAGES, averaging=SMA(averaging_period=period), batch_size=self._batch_size,
+            num_learners=1, executor="serial" if ranks is ALONE else "threads", device="cpu", precision="fp32",
+            optimizer=SGD(learning_rate=LEARNING_RATE, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY), ranks=ranks,
+        )  # fmt: skip
 
     def _ddp(self, bucket_mb: int) -> Callable[[], None]:
         """One step of the same model on the same batches: channels-last, no copies of gradients, no buffers sent."""
@@ -110,24 +93,14 @@ class Sides:
         return step
 
 
-def serve(rank: int, core: int, store: str, connection: Connection) -> None:
-    """A rank's process: answers until it is asked for nothing more. `store` is the port ranks meet at."""
+def serve(rank: int, core: int, port: int, connection: Connection) -> None:
+    """A rank's process, as a launcher starts it."""
     os.sched_setaffinity(0, {core})
     names: dict[str, Any] = {
         "RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0,
-        "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store,
+        "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
     }  # fmt: skip
     os.environ.update({name: str(value) for name, value in names.items()})
     with joined(device="cpu") as ranks:
         torch.set_num_threads(1)
-        sides: Sides | None = None
-        while (asked := connection.recv()) is not None:
-            method, arguments = asked
-            before_s = time.process_time()
-            if method == "prepare":
-                sides = Sides(ranks, **arguments)
-                measured = Measured(0.0)
-            else:
-                assert sides is not None, "sides are prepared first"
-                measured = getattr(sides, method)(**arguments)
-            connection.send(Measured(measured.wall_s, measured.rounds, own_s=time.process_time() - before_s))
+        answer(connection, Sides(ranks))

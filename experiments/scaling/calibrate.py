@@ -11,7 +11,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median, pstdev
@@ -21,10 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 import numpy as np
 
-from experiments.bench.arguments import count, measuring_parser, positive
-from experiments.bench.machine import machine
-from experiments.bench.results import show_and_write
-from experiments.bench.windows import MAX_FOREIGN_SHARE
+from experiments.bench.results import count, measure_and_write, measuring_parser
 from experiments.scaling.ranks import NUM_RANKS, Case, RankPair, task_s, transfer_s
 from experiments.scaling.report import CALIBRATED, result_text
 from experiments.scaling.simulator import log_sigma
@@ -38,39 +35,36 @@ _LARGE_BYTES = 2**20  # from there on an all-reduce is long enough to see what i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure; prints the tables and returns the exit code."""
-    parser = measuring_parser(__doc__)
+    parser = measuring_parser(__doc__, "--max-foreign-share")
     parser.add_argument("--repetitions", type=count, default=3, help="windows of each kind (default %(default)s)")
     parser.add_argument("--sizes", type=count, nargs="+", default=SIZES, help="bytes (default 1 KiB to 64 MiB)")
-    add_pair_options(parser)
-    given = parser.parse_args(argv)
-    load = os.getloadavg()[0]
-    with RankPair(given.max_foreign_share) as pair:
-        measured = calibrated(pair, given.repetitions, cases_of(given.models), given.sizes)
-        shares, dropped = pair.foreign_shares, pair.dropped
-    result = {
-        "machine": machine(),
-        "kind": CALIBRATED,
-        "load_before": round(load, 2),
-        "foreign_share": round(median(shares), 3) if shares else None,
-        "dropped": dropped,
-        **measured,
-    }
-    show_and_write(result, result_text, given.json)
-    return 0
+    return measure_pair(
+        parser, argv, CALIBRATED, lambda pair, given: calibrated(pair, given.repetitions, given.cases, given.sizes)
+    )
 
 
-def add_pair_options(parser: argparse.ArgumentParser) -> None:
-    """Add which models are trained, and from which foreign load on a window is of no use."""
+def measure_pair(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, kind: str,
+    measure: Callable[[RankPair, argparse.Namespace], Mapping[str, Any]],
+) -> int:  # fmt: skip
+    """Measure on two ranks, of the models asked for; and note how busy the machine was."""
     models = [case.model for case in CASES]
     parser.add_argument("--models", nargs="+", choices=models, default=models, help="default: all")
-    parser.add_argument("--max-foreign-share", type=positive, default=MAX_FOREIGN_SHARE,
-                        help="drop windows in which others take a larger share of the cores (%(default)s)")  # fmt: skip
 
+    def run(given: argparse.Namespace) -> dict[str, Any]:
+        given.cases = {case: rounds for case, rounds in CASES.items() if case.model in given.models}
+        load = os.getloadavg()[0]
+        with RankPair(given.max_foreign_share) as pair:
+            measured, shares, dropped = measure(pair, given), pair.foreign_shares, pair.dropped
+        return {
+            "kind": kind,
+            "load_before": round(load, 2),
+            "foreign_share": round(median(shares), 3) if shares else None,
+            "dropped": dropped,
+            **measured,
+        }
 
-def cases_of(models: Sequence[str]) -> dict[Case, int]:
-    """The cases of some models, with the rounds of their windows."""
-    return {case: rounds for case, rounds in CASES.items() if case.model in models}
+    return measure_and_write(parser, argv, run, result_text)
 
 
 def calibrated(
@@ -107,7 +101,6 @@ def calibrated(
 
 
 def _add_tasks(pair: RankPair, case: Case, rounds: int, found: dict[str, list[float]]) -> None:
-    """Tasks of rounds without averaging, and the passes of an averaging task."""
     answers = pair.ask("rounds", case=case, num_rounds=rounds, period=None)
     for answer in answers or ():
         for name in ("learning", "correction"):
@@ -144,7 +137,6 @@ def _all_reduces(pair: RankPair, size: int, beside: Case | None) -> tuple[list[f
 
 
 def _sweep(found: Mapping[int, Sequence[float]]) -> dict[str, Any]:
-    """Means by size, α and β of a line through them, and how far the line is off."""
     seconds = [mean(found[size]) for size in found]
     line = fit_line(list(found), seconds)
     errors = [abs(line.seconds(size) / taken - 1) for size, taken in zip(found, seconds, strict=True)]
@@ -170,15 +162,12 @@ class Line:
     s_a_byte: float
 
     def seconds(self, num_bytes: float) -> float:
-        """At that size."""
         return self.fixed_s + num_bytes * self.s_a_byte
 
     def alpha_s(self, ranks: int) -> float:
-        """α of a ring."""
         return self.fixed_s / (2 * (ranks - 1))
 
     def bytes_per_s(self, ranks: int) -> float:
-        """β of a ring."""
         return 2 * (ranks - 1) / ranks / self.s_a_byte
 
 

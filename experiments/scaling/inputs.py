@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from experiments.scaling.network import Network
 from experiments.scaling.simulator import Contention, Tasks
@@ -14,68 +12,6 @@ GPU_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 PARAMETERS = {"lenet": 431_080, "resnet32": 464_154, "vgg16": 14_986_698, "resnet50": 25_557_032}
 SHOWN_COUNTS = (8, 16, 64, 256, 1024)  # in tables
 HIDDEN_SHARE = 0.05  # of a round: averaging that takes no more of it counts as hidden
-
-# `images_per_s` is one GPU's with all its learners, gradient step included. "limit" is what bytes and operations allow
-# an H200 in bfloat16, so averaging has the least to hide
-# behind; "estimate" is what the way it would be run should reach.
-WORKLOADS: tuple[dict[str, Any], ...] = (
-    {
-        "name": "ResNet-32 b=16 K=1",
-        "model": "resnet32",
-        "batch_size": 16,
-        "num_learners": 1,
-        "images_per_s": 18_000,
-        "basis": "estimate: one learner as a CUDA graph, 15 to 21 k",
-    },
-    {
-        "name": "ResNet-32 b=16 K=4",
-        "model": "resnet32",
-        "batch_size": 16,
-        "num_learners": 4,
-        "images_per_s": 53_000,
-        "basis": "estimate: graphs on streams, one kernel a microsecond",
-    },
-    {
-        "name": "ResNet-32 b=64 K=4",
-        "model": "resnet32",
-        "batch_size": 64,
-        "num_learners": 4,
-        "images_per_s": 474_000,
-        "basis": "limit, fused across learners",
-    },
-    {
-        "name": "VGG-16 b=16 K=2",
-        "model": "vgg16",
-        "batch_size": 16,
-        "num_learners": 2,
-        "images_per_s": 76_000,
-        "basis": "half of the limit of 152 k",
-    },
-    {
-        "name": "ResNet-50 b=16 K=2",
-        "model": "resnet50",
-        "batch_size": 16,
-        "num_learners": 2,
-        "images_per_s": 3_079,
-        "basis": "published: PyTorch on one H200, at its best batch size",
-    },
-    {
-        "name": "ResNet-50 b=32 K=2",
-        "model": "resnet50",
-        "batch_size": 32,
-        "num_learners": 2,
-        "images_per_s": 3_079,
-        "basis": "published: PyTorch on one H200, at its best batch size",
-    },
-    {
-        "name": "ResNet-50 b=16 K=2, fast",
-        "model": "resnet50",
-        "batch_size": 16,
-        "num_learners": 2,
-        "images_per_s": 7_006,
-        "basis": "published: MLPerf, a GPU of an H100 system, at its best batch size",
-    },
-)
 
 # A pass over memory runs at 4.3 TB/s (copy, H200) and begins 5 µs after it is asked for. Of a learner's correction, 30
 # bytes a parameter: weights, gradients, z and momentum are read, weights, momentum, correction and bfloat16 shadow
@@ -97,7 +33,7 @@ SYNCHRONOUS: dict[str, float] = {"first_bucket_bytes": 2**20, "bucket_bytes": 25
 
 @dataclass(frozen=True)
 class Workload:
-    """Plain values of an entry of `WORKLOADS`, and what follows from them."""
+    """A model and what one GPU with so many learners of it trains; and what follows from that."""
 
     name: str
     model: str
@@ -106,19 +42,12 @@ class Workload:
     images_per_s: float
     basis: str
 
-    @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> Workload:
-        """Make it from an entry of `WORKLOADS`."""
-        return cls(**values)
-
     @property
     def parameters(self) -> int:
-        """P."""
         return PARAMETERS[self.model]
 
     @property
     def images_a_round(self) -> int:
-        """The images of a round of one GPU."""
         return self.batch_size * self.num_learners
 
     @property
@@ -126,18 +55,18 @@ class Workload:
         """The bytes that are all-reduced: P values of float32."""
         return 4 * self.parameters
 
-    def tasks(self, gpu: Mapping[str, float] = GPU) -> Tasks:
+    def tasks(self) -> Tasks:
         """The tasks of one GPU. A round without averaging is what `images_per_s` says, corrections included."""
-        correction_s = _pass_s(gpu, gpu["correction_bytes"] * self.num_learners * self.parameters)
+        correction_s = _pass_s(GPU["correction_bytes"] * self.num_learners * self.parameters)
         learning_s = self.images_a_round / self.images_per_s - correction_s
         assert learning_s > 0, f"{self.name}: corrections alone take longer than images_per_s allows"
         return Tasks(
             learning_s=learning_s,
             correction_s=correction_s,
-            sum_s=_pass_s(gpu, (self.num_learners + 1) * self.vector_bytes),
-            move_s=_pass_s(gpu, gpu["move_bytes"] * self.parameters),
-            cv=gpu["cv"],
-            rank_cv=gpu["rank_cv"],
+            sum_s=_pass_s((self.num_learners + 1) * self.vector_bytes),
+            move_s=_pass_s(GPU["move_bytes"] * self.parameters),
+            cv=GPU["cv"],
+            rank_cv=GPU["rank_cv"],
         )
 
 
@@ -147,10 +76,25 @@ def last_bucket_bytes(num_bytes: int) -> float:
     return min(rest, SYNCHRONOUS["bucket_bytes"]) if rest > 0 else num_bytes
 
 
-def contention(network: Network, num_gpus: int, gpu: Mapping[str, float] = GPU) -> Contention:
+def contention(network: Network, num_gpus: int) -> Contention:
     """An all-reduce has multiprocessors of its own, so learners lose them and do not stretch it."""
-    return Contention(slowdown=network.multiprocessors(num_gpus) / gpu["multiprocessors"])
+    return Contention(slowdown=network.multiprocessors(num_gpus) / GPU["multiprocessors"])
 
 
-def _pass_s(gpu: Mapping[str, float], num_bytes: float) -> float:
-    return gpu["launch_s"] + num_bytes / gpu["copy_bytes_per_s"]
+def _pass_s(num_bytes: float) -> float:
+    return GPU["launch_s"] + num_bytes / GPU["copy_bytes_per_s"]
+
+
+_BEST = "published: PyTorch on one H200, at its best batch size"
+# `images_per_s` is one GPU's with all its learners, gradient step included. "limit" is what bytes and operations allow
+# an H200 in bfloat16, so averaging has the least to hide behind; "estimate" what the way it would be run should reach.
+WORKLOADS = (
+    Workload("ResNet-32 b=16 K=1", "resnet32", 16, 1, 18_000, "estimate: one learner as a CUDA graph, 15 to 21 k"),
+    Workload("ResNet-32 b=16 K=4", "resnet32", 16, 4, 53_000, "estimate: graphs on streams, one kernel a microsecond"),
+    Workload("ResNet-32 b=64 K=4", "resnet32", 64, 4, 474_000, "limit, fused across learners"),
+    Workload("VGG-16 b=16 K=2", "vgg16", 16, 2, 76_000, "half of the limit of 152 k"),
+    Workload("ResNet-50 b=16 K=2", "resnet50", 16, 2, 3_079, _BEST),
+    Workload("ResNet-50 b=32 K=2", "resnet50", 32, 2, 3_079, _BEST),
+    Workload("ResNet-50 b=16 K=2, fast", "resnet50", 16, 2, 7_006,
+             "published: MLPerf, a GPU of an H100 system, at its best batch size"),
+)  # fmt: skip

@@ -27,7 +27,6 @@ class Link:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Link:
-        """Make it from an entry of `NETWORKS`."""
         return cls(values["alpha_us"] / 1e6, values["gb_per_s"] * 1e9, values["multiprocessors"])
 
 
@@ -47,7 +46,6 @@ class Network:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Network:
-        """Make it from an entry of `NETWORKS`."""
         return cls(
             name=values["name"],
             gpus_per_node=values["gpus_per_node"],
@@ -81,7 +79,6 @@ class Network:
         return ring_s(gpus, num_bytes, self.inside) + fastest_s(nodes, num_bytes / gpus, own)
 
     def _by_roots_s(self, nodes: int, num_bytes: float) -> float:
-        """One GPU of a node sums everything with the others, over one card."""
         return tree_s(self.gpus_per_node, num_bytes, self.inside) + fastest_s(nodes, num_bytes, self.between)
 
 
@@ -91,12 +88,10 @@ def fastest_s(ranks: int, num_bytes: float, link: Link) -> float:
 
 
 def ring_s(ranks: int, num_bytes: float, link: Link) -> float:
-    """See the module's first lines; 0 for one rank."""
     return 2 * (ranks - 1) * link.alpha_s + 2 * (ranks - 1) / ranks * num_bytes / link.bytes_per_s
 
 
 def tree_s(ranks: int, num_bytes: float, link: Link) -> float:
-    """See the module's first lines; 0 for one rank."""
     if ranks == 1:
         return 0.0
     return 2 * math.ceil(math.log2(ranks)) * link.alpha_s + 2 * num_bytes / link.bytes_per_s

@@ -21,7 +21,6 @@ _RING: dict[str, Any] = {"markersize": 11, "markerfacecolor": "none", "markeredg
 
 
 def draw(result: Mapping[str, Any]) -> Figure:
-    """A column a model: efficiency above, exposed share below. A ring is where it is first over the limit."""
     figure = Figure(figsize=(13, 7.4), layout="constrained")
     panels = figure.subplots(2, len(PANELS), sharex=True, sharey="row")
     networks = [network["name"] for network in result["inputs"]["networks"]]
@@ -81,7 +80,6 @@ def _handles(networks: list[str]) -> list[Line2D]:
 
 
 def draw_validation(result: Mapping[str, Any]) -> Figure:
-    """Predicted over measured, a group a model and a bar a period, with the range over repetitions."""
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.subplots()
     rows = [row for row in result["rows"] if row["n"]]

@@ -10,29 +10,27 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
 import torch.distributed
 
-from crossbow_py import SGD, SMA, Trainer
+from crossbow_py import SMA
 from crossbow_py.averaging.rule import LinearRound, Stage
-from crossbow_py.core.host import LoadSnapshot, usable_core_ids
-from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.core.host import LoadSnapshot, foreign_share, usable_core_ids
 from crossbow_py.distributed.collective import Collective, ProcessGroupCollective
 from crossbow_py.engine.executors import Executor
 from crossbow_py.telemetry.timeline import Timeline
 from crossbow_py.train.run import Run
-from experiments.bench.rounds import build_model, input_shape, num_classes
+from experiments.bench.machine import free_port
+from experiments.bench.rounds import trainer_on_noise
 from experiments.bench.windows import MAX_FOREIGN_SHARE
 
 NUM_RANKS = 2
@@ -50,7 +48,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The name in tables."""
         return f"{self.model} b={self.batch_size}"
 
 
@@ -67,7 +64,6 @@ class Measured:
 
     @property
     def round_s(self) -> float:
-        """The mean."""
         return self.wall_s / self.rounds
 
 
@@ -80,7 +76,8 @@ class Rank:
     def rounds(self, case: Case, num_rounds: int, period: int | None) -> Measured:
         """Rounds that average every `period`, or never; the clock runs from the end of warming up."""
         timeline = Timeline()
-        parts = dataclasses.replace(self._part(case), timeline=timeline, collective=_collective(period))
+        collective = ProcessGroupCollective() if period else Collective()
+        parts = dataclasses.replace(self._part(case), timeline=timeline, collective=collective)
         warm_up = -(-_WARM_UP_ROUNDS // (period or 1)) * (period or 1)
         with _executor(parts) as executor:
             self._submit(executor, parts, range(warm_up), period)
@@ -129,7 +126,6 @@ class Rank:
 
     @contextlib.contextmanager
     def _training(self, case: Case | None) -> Iterator[list[float]]:
-        """Rounds without averaging in the background; yields the moments at which they end."""
         finished: list[float] = []
         if case is None:
             yield finished
@@ -164,35 +160,12 @@ class Rank:
             executor.submit(dataclasses.replace(plan, together=averaging))
 
     def _part(self, case: Case) -> Run:
-        if case not in self._parts:
-            self._parts[case] = _parts(case)
+        if case not in self._parts:  # built by `Trainer` as a user's are
+            self._parts[case] = trainer_on_noise(
+                case.model, _NUM_IMAGES, batch_size=case.batch_size, num_learners=1, executor="threads", device="cpu",
+                precision="fp32",
+            ).run  # fmt: skip
         return self._parts[case]
-
-
-def _collective(period: int | None) -> Collective:
-    return ProcessGroupCollective() if period else Collective()
-
-
-def _parts(case: Case) -> Run:
-    """Built by `Trainer` as a user's are, alike on all ranks; images are noise."""
-    shape, classes = input_shape(case.model), num_classes(case.model)
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (_NUM_IMAGES, *shape), dtype=torch.uint8, generator=generator)
-    trainer = Trainer(
-        model=lambda: build_model(case.model),
-        train_data=(images, torch.arange(_NUM_IMAGES) % classes),
-        num_classes=classes,
-        optimizer=SGD(learning_rate=0.001, momentum=0.9, weight_decay=1e-4),
-        augmentation=Augmentation(crop_padding=4, flip=True) if shape[0] == 3 else Augmentation(),
-        mean=(0.5,) * shape[0],
-        std=(0.25,) * shape[0],
-        batch_size=case.batch_size,
-        num_learners=1,
-        executor="threads",
-        device="cpu",
-        precision="fp32",
-    )
-    return trainer.run
 
 
 @contextlib.contextmanager
@@ -205,7 +178,6 @@ def _executor(parts: Run) -> Iterator[Executor]:
 
 
 def _spans(timeline: Timeline, since_round: int) -> dict[str, list[float]]:
-    """Seconds of every task by its name, in order."""
     found: dict[str, list[float]] = {}
     for event in timeline.trace()["traceEvents"]:
         if event["ph"] == "X" and event["args"]["round"] >= since_round:
@@ -213,42 +185,52 @@ def _spans(timeline: Timeline, since_round: int) -> dict[str, list[float]]:
     return found
 
 
-def _serve(rank: int, core: int, store: str, connection: Connection) -> None:
-    """A rank's process: answers until it is asked for nothing more."""
-    os.sched_setaffinity(0, {core})
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
-    own = Rank()
+def answer(connection: Connection, own: object) -> None:
+    """In a rank's process: do what is asked for, a method of `own`, until it is nothing more."""
     while (asked := connection.recv()) is not None:
         method, arguments = asked
         before_s = time.process_time()
         measured: Measured = getattr(own, method)(**arguments)
         connection.send(dataclasses.replace(measured, own_s=time.process_time() - before_s))
+
+
+def _serve(rank: int, core: int, port: int, connection: Connection) -> None:
+    os.sched_setaffinity(0, {core})
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=NUM_RANKS
+    )  # fmt: skip
+    answer(connection, Rank())
     torch.distributed.destroy_process_group()
 
 
 class RankPair:
     """The two processes, from the outside. Use as a context manager.
 
-    `dropped` counts windows during which other programs took more of the cores than `max_foreign_share`.
+    Args:
+        max_foreign_share: windows during which other programs took more of the cores are of no use.
+        serve: what a process does, given its rank, its core, the port at which ranks meet and its end of a pipe.
+
+    Attributes:
+        dropped: windows of no use so far.
     """
 
-    def __init__(self, max_foreign_share: float = MAX_FOREIGN_SHARE) -> None:
-        self.dropped = 0
-        self.foreign_shares: list[float] = []
-        self.max_foreign_share = max_foreign_share
+    def __init__(
+        self, max_foreign_share: float = MAX_FOREIGN_SHARE,
+        serve: Callable[[int, int, int, Connection], None] = _serve,
+    ) -> None:  # fmt: skip
+        self.dropped, self.foreign_shares = 0, list[float]()
+        self.max_foreign_share, self._serve = max_foreign_share, serve
 
     def __enter__(self) -> RankPair:
-        cores = sorted(usable_core_ids())
+        cores, port = sorted(usable_core_ids()), free_port()
         assert len(cores) >= NUM_RANKS, "two ranks need a core each"
         context = multiprocessing.get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory()
-        store = self._new_store()
         pipes = [context.Pipe() for _ in range(NUM_RANKS)]
         self._connections = [own for own, _ in pipes]
         self._processes = [
-            context.Process(target=self._serve_function(), args=(rank, cores[rank], store, theirs), daemon=True)
+            context.Process(target=self._serve, args=(rank, cores[rank], port, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self._processes:
@@ -257,14 +239,6 @@ class RankPair:
             theirs.close()
         return self
 
-    def _serve_function(self) -> Callable[[int, int, str, Connection], None]:
-        """The function that the processes run."""
-        return _serve
-
-    def _new_store(self) -> str:
-        """The store at which ranks meet."""
-        return str(Path(self._folder.name) / "store")
-
     def __exit__(self, *error: object) -> None:
         for connection in self._connections:
             with contextlib.suppress(OSError):  # its rank is gone
@@ -272,7 +246,6 @@ class RankPair:
         for process in self._processes:
             process.join(10)
             process.kill()
-        self._folder.cleanup()
 
     def ask(
         self, method: str, attempts: int = 4, is_judged: bool = True, **arguments: Any
@@ -283,7 +256,9 @@ class RankPair:
             for connection in self._connections:
                 connection.send((method, arguments))
             answers = [self._answer(connection) for connection in self._connections]
-            share = _foreign_share(before, LoadSnapshot.take(), answers)
+            after = LoadSnapshot.take()
+            own_s = after.own_s + sum(answer.own_s for answer in answers)
+            share = foreign_share(before, dataclasses.replace(after, own_s=own_s))
             if share is None or not is_judged or share <= self.max_foreign_share:
                 self.foreign_shares += [] if share is None else [share]
                 return answers
@@ -297,14 +272,6 @@ class RankPair:
             raise TimeoutError(f"a rank has not answered within {_REPLY_WITHIN_S:.0f} s.")
         answer: Measured = connection.recv()
         return answer
-
-
-def _foreign_share(before: LoadSnapshot, after: LoadSnapshot, answers: Sequence[Measured]) -> float | None:
-    """Share of both cores that neither the ranks nor this process took; None where the kernel does not tell."""
-    if before.busy_s is None or after.busy_s is None:
-        return None
-    own = after.own_s - before.own_s + sum(answer.own_s for answer in answers)
-    return max(0.0, after.busy_s - before.busy_s - own) / (after.cores * (after.wall_s - before.wall_s))
 
 
 def transfer_s(answers: Sequence[Measured]) -> list[float]:

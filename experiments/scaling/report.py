@@ -15,16 +15,14 @@ Result = Mapping[str, Any]
 
 
 def result_text(result: Result) -> str:
-    """All there is to say about a result."""
     return {SIMULATED: simulated_text, CALIBRATED: calibrated_text, VALIDATED: validated_text}[result["kind"]](result)
 
 
 def simulated_text(result: Result) -> str:
-    """Scenes and stragglers, and the inputs."""
-    lost = result["stragglers"]
+    lost, counts = result["stragglers"], ", ".join(map(str, SHOWN_COUNTS))
     return (
         f"One GPU, an input:\n\n{inputs_table(result)}\n\n"
-        f"Share of a round that averaging is exposed for, averaging in every round (τ = 1), at {_listed(SHOWN_COUNTS)} "
+        f"Share of a round that averaging is exposed for, averaging in every round (τ = 1), at {counts} "
         f"GPUs; the first number of GPUs at which it is over {HIDDEN_SHARE:.0%}; the shortest period, a power of two "
         f"up to 256, with which it is not at any:\n\n{scenes_table(result)}\n\n"
         f"Images/s by GPUs times those of one, at {result['gpu_counts'][-1]} GPUs:\n\n{efficiency_table(result)}\n\n"
@@ -35,10 +33,9 @@ def simulated_text(result: Result) -> str:
 
 
 def inputs_table(result: Result) -> str:
-    """The inputs for one GPU of each workload, a row each."""
     rows = []
     for values in result["inputs"]["workloads"]:
-        workload = Workload.from_values(values)
+        workload = Workload(**values)
         round_ms = 1000 * workload.images_a_round / workload.images_per_s
         rows.append(
             [workload.name, f"{PARAMETERS[workload.model] / 1e6:.2f}", f"{workload.images_per_s:,}", f"{round_ms:.2f}",
@@ -48,7 +45,6 @@ def inputs_table(result: Result) -> str:
 
 
 def scenes_table(result: Result) -> str:
-    """A row a workload and network."""
     places = [result["gpu_counts"].index(count) for count in SHOWN_COUNTS]
     header = [
         "", "network", *(f"{count}" for count in SHOWN_COUNTS), f"over {HIDDEN_SHARE:.0%} from", "τ", "H",
@@ -67,7 +63,6 @@ def scenes_table(result: Result) -> str:
 
 
 def efficiency_table(result: Result) -> str:
-    """A row a workload and network, a column a way to keep ranks together."""
     names = {"period": "τ", "node_period": "H"}
     rows = []
     for scene in result["scenes"]:
@@ -87,7 +82,6 @@ def efficiency_table(result: Result) -> str:
 
 
 def stragglers_table(result: Result) -> str:
-    """A row a guess."""
     rows = [
         [f"{row['cv']:.0%}", f"{row['rank_cv']:.0%}", f"{row['sma']:.1%}", f"{row['synchronous']:.1%}"]
         for row in result["stragglers"]["rows"]
@@ -96,7 +90,6 @@ def stragglers_table(result: Result) -> str:
 
 
 def calibrated_text(result: Result) -> str:
-    """Tasks and all-reduces of two processes on this machine."""
     sweep = result["all_reduce"]
     lines = [
         f"{kind}: α = {sweep[kind]['alpha_us']:,.0f} µs, β = {sweep[kind]['gb_per_s']:.2f} GB/s, off by "
@@ -112,7 +105,6 @@ def calibrated_text(result: Result) -> str:
 
 
 def tasks_table(result: Result) -> str:
-    """A row a model."""
     names = ("round", "learning", "correction", "sum", "move")
     header = ["", *(f"{name}, ms" for name in names), "noise, cv", "median ÷ log-normal", "95 % ÷ log-normal", "n"]
     rows = [
@@ -125,18 +117,22 @@ def tasks_table(result: Result) -> str:
 
 
 def all_reduce_table(result: Result) -> str:
-    """A row a size."""
     sweep = result["all_reduce"]
     values = zip(sweep["bytes"], sweep["idle"]["us"], sweep["busy"]["us"], sweep["n"], strict=True)
     rows = [
-        [_size(size), f"{idle / 1000:,.2f}", f"{busy / 1000:,.2f}", f"{busy / idle:.1f}", str(n)]
+        [
+            f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB",
+            f"{idle / 1000:,.2f}",
+            f"{busy / 1000:,.2f}",
+            f"{busy / idle:.1f}",
+            str(n),
+        ]
         for size, idle, busy, n in values
     ]
     return markdown_table(["", "idle, ms", "busy, ms", "ratio", "n"], rows)
 
 
 def validated_text(result: Result) -> str:
-    """Say how near predictions come."""
     rows = [row for row in result["rows"] if row["n"]]
     near = [row for row in rows if abs(row["error"]["median"]) <= TARGET_ERROR]
     return (
@@ -146,7 +142,6 @@ def validated_text(result: Result) -> str:
 
 
 def validation_table(result: Result) -> str:
-    """A row a model and period."""
     header = ["", "τ", "alone, ms", "measured, ms", "predicted, ms", "error", "exposed", "predicted exposed", "n"]
     rows = []
     for row in result["rows"]:
@@ -161,20 +156,11 @@ def validation_table(result: Result) -> str:
 
 
 def quiet_line(result: Result) -> str:
-    """Say how quiet the machine was."""
     share = "unknown" if result["foreign_share"] is None else f"{result['foreign_share']:.1%}"
     return (
         f"Load average before: {result['load_before']}; others took {share} of the processor in the median window; "
         f"{result['dropped']} windows were dropped because they took more."
     )
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes // 2**20} MiB" if num_bytes >= 2**20 else f"{num_bytes // 2**10} KiB"
-
-
-def _listed(counts: tuple[int, ...]) -> str:
-    return ", ".join(map(str, counts))
 
 
 TABLES = {"all": result_text}

@@ -236,7 +236,6 @@ def learning_ends(starts: Times, work: Times, begins: Times, averaged: Times, co
 
 
 def _of_group(times: Times, group: int) -> Times:
-    """Return for every rank the latest time in its group of that many neighbours."""
     assert len(times) % group == 0, f"{len(times)} ranks are no whole number of groups of {group}"
     latest: Times = np.repeat(times.reshape(-1, group).max(1), group)
     return latest

@@ -7,7 +7,7 @@ Reads what calibrate.py measured; README.md says how the prediction is made.
 
 from __future__ import annotations
 
-import os
+import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -17,43 +17,29 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.bench.arguments import count, measuring_parser
-from experiments.bench.machine import machine
-from experiments.bench.results import read_results, show_and_write
+from experiments.bench.results import count, measuring_parser, read_results
 from experiments.bench.windows import spread
-from experiments.scaling.calibrate import CASES, add_pair_options, all_reduce_s, cases_of
+from experiments.scaling.calibrate import CASES, all_reduce_s, measure_pair
 from experiments.scaling.inputs import PARAMETERS
 from experiments.scaling.ranks import NUM_RANKS, Case, Measured, RankPair
-from experiments.scaling.report import CALIBRATED, VALIDATED, result_text
+from experiments.scaling.report import CALIBRATED, VALIDATED
 from experiments.scaling.simulator import Averaging, Contention, Tasks, sma_round_s
 
 PERIODS = (1, 2, 4, 8)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and compare; prints the table and returns the exit code."""
-    parser = measuring_parser(__doc__)
+    parser = measuring_parser(__doc__, "--max-foreign-share")
     parser.add_argument("--repetitions", type=count, default=5, help="windows of each kind (default %(default)s)")
-    add_pair_options(parser)
-    given = parser.parse_args(argv)
     found = [result for result in read_results("scaling").values() if result["kind"] == CALIBRATED]
     if not found:
         parser.error("there is no calibration yet; run experiments/scaling/calibrate.py --json first.")
-    load = os.getloadavg()[0]
-    with RankPair(given.max_foreign_share) as pair:
-        rows = [row for case in cases_of(given.models) for row in compared(pair, case, found[0], given.repetitions)]
-        shares, dropped = pair.foreign_shares, pair.dropped
-    result = {
-        "machine": machine(),
-        "kind": VALIDATED,
-        "load_before": round(load, 2),
-        "foreign_share": round(median(shares), 3) if shares else None,
-        "dropped": dropped,
-        "repetitions": given.repetitions,
-        "rows": rows,
-    }
-    show_and_write(result, result_text, given.json)
-    return 0
+
+    def measure(pair: RankPair, given: argparse.Namespace) -> dict[str, Any]:
+        rows = [row for case in given.cases for row in compared(pair, case, found[0], given.repetitions)]
+        return {"repetitions": given.repetitions, "rows": rows}
+
+    return measure_pair(parser, argv, VALIDATED, measure)
 
 
 def compared(
@@ -112,7 +98,6 @@ def _rounds_s(answers: Sequence[Measured]) -> list[float]:
 
 
 def _row(windows: Sequence[tuple[float, float, float]]) -> dict[str, Any]:
-    """Medians, the prediction's error within repetitions, and the exposed share of a round."""
     if not windows:
         return {"n": 0}
     measured, predictions, alone = ([window[column] for window in windows] for column in range(3))

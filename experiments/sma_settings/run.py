@@ -14,8 +14,8 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.grids import report
-from experiments.grids.command import run_grid
 from experiments.grids.grid import AS_RECORDED, RESNET8, Grid, cells
+from experiments.grids.running import run_grid
 
 DEFAULT = "α=1/K, μ=0.9, τ=1"
 SETTINGS = {
@@ -61,7 +61,6 @@ LENET = (
 
 
 def grid(name: str, title: str, common: str, milestones: str, seeds: tuple[int, ...], target: float) -> Grid:
-    """The grid of one data set and number of learners."""
     steps = f"{common} schedule=multistep schedule.milestones=[{milestones}]"
     every = (*cells(common, {**SETTINGS, **SMOOTHED}), *cells(steps, RESTARTS))
     return Grid(name, title, every, seeds=seeds, targets=(target,), reference=DEFAULT)

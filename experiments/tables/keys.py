@@ -86,7 +86,6 @@ def _shorter(values: str) -> str:
 
 
 def _rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table without padding, which long cells would make wide."""
     lines = [header, ["---"] * len(header), *([_escaped(cell) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 NONE = "–"  # where there is no value to show
 _BLOCK = re.compile(r"(<!-- table:(?P<name>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -15,13 +16,14 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [list(header), *(list(row) for row in rows)]
     widths = [max(3, *(len(line[column]) for line in lines)) for column in range(len(header))]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    padded = [[_pad(cell, width, index) for index, (cell, width) in enumerate(zip(line, widths, strict=True))]
-              for line in lines]  # fmt: skip
+    padded = [
+        [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
+        for line in lines
+    ]
     return "\n".join("| " + " | ".join(line) + " |" for line in [padded[0], rule, *padded[1:]])
 
 
 def number(value: float | None, form: str) -> str:
-    """A number as a cell of a table."""
     return NONE if value is None else format(value, form)
 
 
@@ -49,5 +51,8 @@ def replace_blocks(text: str, build: Callable[[str], str]) -> str:
     return _BLOCK.sub(replaced, text)
 
 
-def _pad(cell: str, width: int, column: int) -> str:
-    return cell.ljust(width) if column == 0 else cell.rjust(width)
+def cores(result: Mapping[str, Any]) -> str:
+    """The number of cores, and whether they multiply bfloat16."""
+    facts = result["machine"]
+    fast = any("bf16" in flag for flag in facts["flags"])
+    return f"{facts['cores']}{' (bf16)' if fast else ''}"

@@ -25,11 +25,12 @@ from typing import Any
 
 from experiments.bench.machine import ROOT, machine_line
 from experiments.bench.results import EXPERIMENTS, read_results
-from experiments.tables import headline, keys
-from experiments.tables.markdown import replace_blocks
+from experiments.tables import keys
+from experiments.tables.markdown import markdown_table, replace_blocks
 
 Table = Callable[[Mapping[str, Any]], str]
 Results = Mapping[str, Mapping[str, Any]]
+_HEADLINE = ["", "crossbow_py", "one tuned model", "PyTorch's default loop", "n", "cores"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,13 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def pages() -> list[Path]:
-    """The pages that may hold tables."""
     docs = sorted((ROOT / "docs").rglob("*.md"))
     return [path for path in [ROOT / "README.md", *docs, *sorted(EXPERIMENTS.glob("*/README.md"))] if path.exists()]
 
 
 def questions() -> list[str]:
-    """The folders of experiments/ that have a page."""
     return sorted(page.parent.name for page in EXPERIMENTS.glob("*/README.md"))
 
 
@@ -74,8 +73,9 @@ def build(name: str, results: Results) -> str:
     question, *rest = name.split("/")
     if question == keys.NAME:
         return keys.table("/".join(rest))
-    if question == headline.NAME:
-        return headline.table([row for each in rest for row in _offered(name, each).HEADLINE(read_results(each))])
+    if question == "headline":
+        rows = [row for each in rest for row in _offered(name, each).HEADLINE(read_results(each))]
+        return markdown_table(_HEADLINE, rows)
     offered = _offered(name, question)
     if not rest:
         return "\n\n".join(_section(offered, result, results[result]) for result in results)
@@ -107,7 +107,6 @@ def _tables(offered: ModuleType, result: Mapping[str, Any]) -> Mapping[str, Tabl
 
 
 def _section(offered: ModuleType, name: str, result: Mapping[str, Any]) -> str:
-    """One result with its command and machine."""
     main_table = next(iter(_tables(offered, result).values()))
     facts = result["machine"]
     return f"### {name}\n\n    {facts['command']}\n\n{main_table(result)}\n\n{machine_line(facts)}"

@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.bench.results import EXPERIMENTS, read_results
@@ -25,7 +26,6 @@ Pictures = Callable[[Results], Mapping[str, Figure]]
 
 
 def beside(draw: Callable[[Result], Figure]) -> Pictures:
-    """A picture beside every results file, of the same name."""
     return lambda results: {f"results/{name}.png": draw(result) for name, result in results.items()}
 
 
@@ -39,8 +39,24 @@ def one(file: str, draw: Callable[[Results], Figure], keep: Callable[[Result], b
     return drawn
 
 
+def panels(results: Results, height: float, margin: float = 0.0, width: float = 9) -> tuple[Figure, list[Axes]]:
+    """A figure with a panel under another for every result."""
+    figure = Figure(figsize=(width, margin + height * len(results)), layout="constrained")
+    return figure, list(figure.subplots(len(results), 1, squeeze=False)[:, 0])
+
+
+def bars(axes: Axes, rows: Sequence[tuple[str, float, Sequence[float], str]], **words: str) -> None:
+    """Draw bars from above, each with its label, a median, the values that it is of as points, and a colour."""
+    for place, (_, middle, values, color) in enumerate(rows):
+        axes.barh(place, middle, color=color, alpha=0.6)
+        axes.plot(values, [place] * len(values), "k.", markersize=3, alpha=0.5)
+    axes.set_yticks(range(len(rows)), [label for label, *_ in rows])
+    axes.invert_yaxis()
+    axes.set(xlim=(0, None), **words)
+    axes.grid(alpha=0.3, axis="x")
+
+
 def draw_questions(questions: Sequence[str]) -> int:
-    """Draw all pictures of these questions; returns the exit code."""
     for question in questions:
         pictures = pictures_of(question)
         figures = pictures(read_results(question)) if pictures else {}

@@ -18,7 +18,6 @@ Results = Mapping[str, Mapping[str, Any]]
 
 
 def draw(recorded: RecordedRuns, results: Results) -> Figure:
-    """A figure of two panels, a line a run."""
     unit, target = _unit(results), recorded.target_accuracy
     figure = Figure(figsize=(10, 4), layout="constrained")
     accuracy, loss = figure.subplots(1, 2)
@@ -54,7 +53,6 @@ def _unit(results: Results) -> int:
 
 
 def _samples_per_epoch(results: Results) -> float:
-    """The samples of an epoch of the first run; all are on the same data set."""
     summary = next(iter(results.values()))["runs"][0]["summary"]
     return float(summary["samples_seen"] / summary["epochs"])
 

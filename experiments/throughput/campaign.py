@@ -1,8 +1,8 @@
 """Measures the cells of one model: a process for each executor and batch size, several passes over all cells.
 
 The first pass goes from short rounds to long ones, because what it finds decides which cells are left out; the auto
-side has its turn, and time put by for it, after the cells it is compared with, and then the peers have theirs. Further
-passes are in random order. Between its windows a process is blocked.
+side has its turn, and time put by for it, after the cells it is compared with. Further passes are in random order.
+Between its windows a process is blocked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from experiments.bench.gate import Window
-from experiments.bench.sides.side import AUTO, PEER_SIDES, Side
+from experiments.bench.sides.side import AUTO, Side
 from experiments.bench.workers import SideError, SideProcess
 from experiments.bench.workloads import Effort, Workload
 from experiments.throughput import planning
@@ -34,15 +34,13 @@ Start = Callable[[Side, Workload, Effort, float], SideProcess]
 class Plan:
     """The plan for a model: what to measure, and how.
 
-    `tuning_share` of a model's time is for the auto side to choose an executor and settle, and `peers_share` is kept
-    for the first cells of the peers.
+    `tuning_share` of a model's time is for the auto side to choose an executor and settle.
     """
 
     cells: Cells
     limits: Limits
     max_foreign_share: float
     tuning_share: float = 0.55
-    peers_share: float = 0.0
 
 
 class Campaign:
@@ -93,15 +91,14 @@ class Campaign:
         self._stack.close()
 
     def run(self) -> None:
-        """Measure all there is time for."""
         cells = self._plan.cells
         for cell in cells.single:
             self._first_window(cell)
         if cells.auto:
-            self._first_windows(cells.main, (self._plan.tuning_share + self._plan.peers_share) * self._budget_s)
+            self._first_windows(cells.main, self._plan.tuning_share * self._budget_s)
         for cell in cells.auto:
             self._first_window(cell)
-        self._first_windows([*cells.peers, *cells.main, *cells.others], reserved_s=0.0)
+        self._first_windows([*cells.main, *cells.others], reserved_s=0.0)
         draw = random.Random(_ORDER_SEED)
         for passes_left in reversed(range(self._plan.limits.passes - 1)):
             turns = list(self.measurements)
@@ -115,12 +112,6 @@ class Campaign:
 
     def _patience_s(self) -> float:
         return max(0.0, self._left_s()) + _GRACE_S
-
-    def _start_patience_s(self, side: Side) -> float:
-        """A peer that takes long to compile, or hangs, leaves the others half of the time that is not promised."""
-        if side.side not in PEER_SIDES:
-            return self._patience_s()
-        return max(0.0, (self._left_s() - self._promised_s()) / 2) + _GRACE_S
 
     def _one_pass_s(self, cells: Iterable[Cell]) -> float:
         """The seconds that a window of each will take, as far as is known."""
@@ -153,7 +144,6 @@ class Campaign:
         return planning.left_out(cell, rate, start_s, left_s, self._plan.limits)
 
     def _first_window(self, cell: Cell) -> None:
-        """Take it, starting the cell's process if need be; what fails is left out."""
         try:
             process = self._process(cell)
             if cell.side.side == AUTO:
@@ -169,7 +159,6 @@ class Campaign:
         print(f"{self._workload.model} b={cell.batch_size} {cell.side.label}: {rate}", flush=True)
 
     def _next_window(self, cell: Cell, later_s: float) -> None:
-        """Take it if there is time and the process still lives; `later_s` are promised to others."""
         measurement = self.measurements[cell]
         if self._key(cell) not in self._failures and self._costs_s[cell] <= self._left_s():
             try:
@@ -178,7 +167,7 @@ class Campaign:
                 self._fail(cell, error)
             else:
                 return
-        measurement.windows.append(None)
+        measurement.windows.taken.append(None)
 
     def _fail(self, cell: Cell, error: SideError) -> None:
         print(f"{self._workload.model} b={cell.batch_size}: {error}", flush=True)
@@ -193,12 +182,12 @@ class Campaign:
             side = replace(cell.side, num_learners=key.num_learners)
             begun_s = self._clock()
             process = self._start(
-                side, replace(self._workload, batch_size=cell.batch_size), self._effort, self._start_patience_s(side)
+                side, replace(self._workload, batch_size=cell.batch_size), self._effort, self._patience_s()
             )
             self._stack.enter_context(process)
             self._processes[key] = process
             if warm_up := planning.warm_up(side, self._plan.limits):
-                process.window(warm_up, self._start_patience_s(side))
+                process.window(warm_up, self._patience_s())
             self._starts_s[key] = self._clock() - begun_s
         return self._processes[key]
 
@@ -218,4 +207,4 @@ class Campaign:
             self._wait(_RETRY_AFTER_S)
             return True
 
-        measurement.add(take, self._plan.max_foreign_share, may_retry)
+        measurement.windows.add(take, may_retry, self._plan.max_foreign_share)

@@ -2,91 +2,44 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from statistics import median
 from typing import Any
 
 from crossbow_py.engine.modules.precision import PrecisionName
 from experiments.bench.gate import Ready, Window
-from experiments.bench.sides.side import AUTO, COMPILED, EXECUTOR_SIDES, OPEN, PEER_SIDES, SINGLE_SIDES, Side
-from experiments.bench.windows import clean_window, wait_for_others
-
-_ORDER_SEED = 0
+from experiments.bench.sides.side import AUTO, EXECUTOR_SIDES, OPEN, SINGLE_SIDES, Side
+from experiments.bench.windows import Windows, paired_ratios
 
 
 @dataclass
 class Measurement:
-    """A side and its clean windows: images/s by repetition, None where every attempt had to be dropped."""
+    """A side and its windows."""
 
     side: Side
     ready: Ready
-    windows: list[float | None] = field(default_factory=list)
-    dropped: int = 0
-
-    def add(self, take: Callable[[], Window], max_foreign_share: float, may_retry: Callable[[], bool]) -> None:
-        """Add a window, see `clean_window`."""
-        window, dropped = clean_window(take, may_retry, max_foreign_share)
-        self.windows.append(None if window is None else window.images_per_s)
-        self.dropped += dropped
-
-    @property
-    def kept(self) -> list[float]:
-        """Images/s of the clean windows."""
-        return [rate for rate in self.windows if rate is not None]
-
-    @property
-    def images_per_s(self) -> float | None:
-        """Median over the clean windows; None without any."""
-        return median(self.kept) if self.kept else None
-
-
-def measure(
-    measurements: Sequence[Measurement],
-    take_window: Callable[[Side], Window],
-    repetitions: int,
-    max_foreign_share: float,
-    may_retry: Callable[[], bool] = wait_for_others,
-) -> None:
-    """Add `repetitions` windows to every measurement, all sides taking turns in a new random order each time."""
-    order, draw = list(measurements), random.Random(_ORDER_SEED)
-    for _ in range(repetitions):
-        draw.shuffle(order)
-        for measurement in order:
-            measurement.add(partial(take_window, measurement.side), max_foreign_share, may_retry)
+    windows: Windows[Window] = field(default_factory=Windows)
 
 
 def to_row(measurement: Measurement, model: str, batch_size: int) -> dict[str, Any]:
-    """A row of the results file."""
-    rate = measurement.images_per_s
     return {
         "model": model,
         "batch_size": batch_size,
         **asdict(measurement.side),
-        "images_per_s": None if rate is None else round(rate, 1),
-        "n": len(measurement.kept),
-        "dropped": measurement.dropped,
+        **measurement.windows.figures(),
         "threads": measurement.ready.threads,
         "detail": measurement.ready.detail,
-        "images_per_s_windows": [None if value is None else round(value, 1) for value in measurement.windows],
     }
-
-
-def paired_ratios(numerator: Sequence[float | None], denominator: Sequence[float | None]) -> list[float]:
-    """Ratio within every repetition in which both sides have a clean window."""
-    pairs = zip(numerator, denominator, strict=True)
-    return [upper / lower for upper, lower in pairs if upper is not None and lower is not None]
 
 
 def ratios(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
     """Return the ratios that the comparison is for, each the median of the ratios within repetitions.
 
-    Kinds: `throughput`, of a side to `default_loop` and to `tuned_single` of its precision, and of learners to peers;
-    and `round_time`, of rounds with SMA to rounds of as many learners without averaging.
+    Kinds: `throughput`, of a side to `default_loop` and to `tuned_single` of its precision; and `round_time`, of rounds
+    with SMA to rounds of as many learners without averaging.
     """
-    windows = {measurement.side: measurement.windows for measurement in measurements}
+    windows = {measurement.side: measurement.windows.rates() for measurement in measurements}
     entries = []
     for side, own in windows.items():
         bases = [base for base in windows if _is_base(base, side)]
@@ -101,26 +54,10 @@ def ratios(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
 def _is_base(base: Side, side: Side) -> bool:
     if base.side == "default_loop":
         return side.side != "default_loop"
-    if base.precision != side.precision:
-        return False
-    if base.side == "tuned_single":
-        return side.side not in SINGLE_SIDES
-    return side.side in (*EXECUTOR_SIDES, AUTO) and _is_peer(base, side)
-
-
-def _is_peer(base: Side, side: Side) -> bool:
-    """Return whether `base` trains as many learners another way, or one compiled model on a batch of one or of all.
-
-    The same learners eager in turn, `serial`, count as another way.
-    """
-    if base.side == COMPILED:
-        return base.num_learners in (1, side.num_learners)
-    in_turn = base.side == "serial" and side.side != "serial" and base.averaging == side.averaging
-    return base.num_learners == side.num_learners > 1 and (in_turn or base.side in PEER_SIDES)
+    return base.side == "tuned_single" and base.precision == side.precision and side.side not in SINGLE_SIDES
 
 
 def _ratio(kind: str, side: Side, base: Side, values: Sequence[float]) -> dict[str, Any]:
-    """The entry of `side` to `base`; `values` are the ratios within repetitions."""
     return {
         "kind": kind,
         **asdict(side),
@@ -151,7 +88,6 @@ def plan_sides(
             counts = serial_learners if name == "serial" else num_learners
             if name in names:
                 sides += [Side(name, k, rule, precision) for k in counts for rule in ("sma", "none")]
-        sides += [Side(name, k, "none", precision) for name in PEER_SIDES if name in names for k in num_learners]
         if AUTO in names:
             sides.append(Side(AUTO, OPEN, "sma", precision))
     return sides

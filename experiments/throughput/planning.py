@@ -7,13 +7,13 @@ not measured is left out, and its record says why.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.modules.precision import PrecisionName
 from experiments.bench.gate import Visit
-from experiments.bench.sides.side import AUTO, COMPILED, EXECUTOR_SIDES, OPEN, PEER_SIDES, SINGLE_SIDES, Side
+from experiments.bench.sides.side import AUTO, EXECUTOR_SIDES, OPEN, SINGLE_SIDES, Side
 
 # The batch size at which every K is measured first, and what auto settles on.
 MAIN_BATCH_SIZE = 16
@@ -59,19 +59,16 @@ class ProcessKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Cell:
-    """A side at a batch size; K of an executor is in the side."""
-
     batch_size: int
     side: Side
 
     @property
     def images_per_round(self) -> int:
-        """The images of a round of all learners."""
         return self.batch_size * max(1, self.side.num_learners)
 
     def keeps_learners(self, limits: Limits) -> bool:
         """Return whether a process of its own measures the cell, with this K; else K changes from window to window."""
-        return self.side.side in (*SINGLE_SIDES, *PEER_SIDES) or (limits.captures and self.side.side != AUTO)
+        return self.side.side in SINGLE_SIDES or (limits.captures and self.side.side != AUTO)
 
     def process_key(self, limits: Limits) -> ProcessKey:
         """Cells that keep no K share a process with others of their executor and batch size."""
@@ -89,18 +86,16 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Cells:
-    """The cells in their order: one model, all K at the main batch size, auto there, its peers, what remains.
+    """The cells in their order: one model, all K at the main batch size, auto there, what remains.
 
     `single` and `auto` are always measured, the others while there is time: from short rounds to long ones, at other
     batch sizes a few K first, and `serial` with K > 1 last (its learners take turns, so to leave it out loses least).
-    `peers` are what one K is compared with first; see `with_peers`.
     """
 
     single: Sequence[Cell]
     main: Sequence[Cell]
     auto: Sequence[Cell]
     others: Sequence[Cell]
-    peers: Sequence[Cell] = ()
 
 
 def plan_cells(
@@ -110,14 +105,16 @@ def plan_cells(
     precision: PrecisionName,
     captures: bool = False,
 ) -> Cells:
-    """All that there is to measure of a model, without peers.
+    """All that there is to measure of a model.
 
     Where executors capture their rounds (`captures`), a cell takes long to start and a round of whatever length is
-    short: so at the main batch size the K that peers are compared with comes first, and K = 1 next.
+    short: so at the main batch size the most of MAIN_LEARNERS come first, and K = 1 next.
     """
-    main, compared = main_batch_size(batch_sizes), compared_learners(num_learners)
+    main, compared = main_batch_size(batch_sizes), max(set(num_learners) & set(MAIN_LEARNERS) or num_learners)
     single = (Side("default_loop", 1, "none", "fp32"), Side("tuned_single", 1, "none", precision))
-    sides = [Side(name, k, "sma", precision) for name in executors for k in num_learners if _is_distinct(name, k)]
+    sides = [Side(name, k, "sma", precision) for name in executors for k in num_learners
+             # Groups of one learner each are `streams` by another name.
+             if k > getattr(EXECUTORS[name], "STREAMS", 0)]  # fmt: skip
     first = [Cell(main, side) for side in sides if not _is_repetitive(side)]
     others = [Cell(b, side) for b in batch_sizes for side in (*single, *sides) if b != main or _is_repetitive(side)]
     return Cells(
@@ -129,18 +126,7 @@ def plan_cells(
 
 
 def main_batch_size(batch_sizes: Sequence[int]) -> int:
-    """At which every K is measured first, and auto."""
     return MAIN_BATCH_SIZE if MAIN_BATCH_SIZE in batch_sizes else min(batch_sizes)
-
-
-def compared_learners(num_learners: Sequence[int]) -> int:
-    """The K that all peers are measured with first."""
-    return max(set(num_learners) & set(MAIN_LEARNERS) or num_learners)
-
-
-def _is_distinct(executor: str, num_learners: int) -> bool:
-    """Return whether it is an executor of its own: groups of one learner each are `streams` by another name."""
-    return num_learners > getattr(EXECUTORS[executor], "STREAMS", 0)
 
 
 def _place_of_capture(cell: Cell, compared: int) -> tuple[bool, bool, int, bool]:
@@ -162,66 +148,12 @@ def _is_first(side: Side) -> bool:
     return few and not _is_repetitive(side)
 
 
-def with_peers(
-    cells: Cells,
-    batch_sizes: Sequence[int],
-    num_learners: Sequence[int],
-    peers: Sequence[str],
-    precision: PrecisionName,
-) -> Cells:
-    """The same plan and the peers in it.
-
-    With one K, whatever is faster or slower can be told for every peer: those cells come right after `auto`, and the
-    same learners eager in turn (`serial`) with them. The other K follow when the first cells of the other batch sizes
-    have had their turn.
-    """
-    if not peers:
-        return cells
-    main, k = main_batch_size(batch_sizes), compared_learners(num_learners)
-    theirs = peer_cells(batch_sizes, num_learners, peers, precision)
-    first = [cell for cell in theirs if _is_first_peer(cell, main, k)]
-    in_turn = [cell for cell in cells.others if cell == Cell(main, Side("serial", k, "sma", precision))]
-    ours = [cell for cell in cells.others if cell not in in_turn]
-    return replace(
-        cells,
-        peers=[*first, *in_turn],
-        others=[
-            *(cell for cell in ours if _is_first(cell.side)),
-            *(cell for cell in theirs if cell not in first),
-            *(cell for cell in ours if not _is_first(cell.side)),
-        ],
-    )
-
-
-def peer_cells(
-    batch_sizes: Sequence[int], num_learners: Sequence[int], peers: Sequence[str], precision: PrecisionName
-) -> list[Cell]:
-    """`compiled` at every number of images a step that some (b, K) has, the others at the main batch size.
-
-    Numbers of images that several (b, K) have are measured once. To the others, K = 1 is of no interest.
-    """
-    main, several = main_batch_size(batch_sizes), [k for k in num_learners if k > 1] or num_learners
-    compiled: dict[int, Cell] = {}
-    for batch_size in [main, *sorted(set(batch_sizes) - {main})]:
-        for k in sorted({1, *num_learners}):
-            compiled.setdefault(batch_size * k, Cell(batch_size, Side(COMPILED, k, "none", precision)))
-    cells = list(compiled.values()) if COMPILED in peers else []
-    return cells + [Cell(main, Side(name, k, "none", precision)) for name in peers if name != COMPILED for k in several]
-
-
-def _is_first_peer(cell: Cell, main: int, num_learners: int) -> bool:
-    learners = (1, num_learners) if cell.side.side == COMPILED else (num_learners,)
-    return cell.batch_size == main and cell.side.num_learners in learners
-
-
 def visit(cell: Cell, limits: Limits) -> Visit:
-    """The visit to ask of the cell's process."""
     learners = None if cell.keeps_learners(limits) or cell.side.side == AUTO else cell.side.num_learners
     return Visit(limits.window_s, limits.lead_in_s, lead_in_rounds(cell.side), learners)
 
 
 def lead_in_rounds(side: Side) -> int:
-    """Before the clock of a window starts."""
     return _LEAD_IN_ROUNDS.get(side.side, 1)
 
 

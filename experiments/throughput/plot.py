@@ -40,7 +40,6 @@ _AUTO: dict[str, Any] = {
 
 
 def draw_by_learners(result: Result) -> Figure:
-    """A panel a model: a line an executor over K, dashed lines for one model, a star for auto."""
     batch_size = main_batch_size(result)
     learners = sorted({entry["num_learners"] for entry in result["rows"] if entry["side"] != AUTO})
 
@@ -61,8 +60,6 @@ def draw_by_learners(result: Result) -> Figure:
 
 
 def draw_by_batch_size(result: Result) -> Figure:
-    """A panel a model: a line an executor, each point with the K that was fastest at that batch size."""
-
     def panel(axes: Axes, rows: Sequence[Row]) -> None:
         for base, (colour, style) in _BASES.items():
             measured = [row for row in _of(rows, base) if row["n"]]
@@ -123,7 +120,6 @@ def _points(key: str, rows: Sequence[Row]) -> tuple[list[int], list[float]]:
 
 
 def _line(axes: Axes, executor: str, key: str, rows: Sequence[Row]) -> None:
-    """Medians, with a bar from the slowest window to the fastest."""
     if not rows:
         return
     rows = sorted(rows, key=lambda row: int(row[key]))

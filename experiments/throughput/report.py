@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from crossbow_py.core.errors import UserError
+from crossbow_py.engine.modules.precision import PrecisionName
 from experiments.bench.sides.side import AVERAGING_WORDS, EXECUTOR_SIDES, SINGLE_SIDES
 from experiments.bench.windows import dropped_windows
-from experiments.tables.headline import cores
-from experiments.tables.markdown import NONE, markdown_table
+from experiments.tables.markdown import NONE, cores, markdown_table
 from experiments.throughput import suite_report
-from experiments.throughput.analysis import analysis_text
+from experiments.throughput.roofline import roofline_of, roofline_text
+from experiments.throughput.suite_report import best_row, main_batch_size, models, rows_of_model
+from experiments.update_bandwidth.run import measure_update
+from experiments.update_bandwidth.run import result_text as update_text
 
+# Seconds that all this takes, a model and for the update: rounds are counted, and on CUDA traced.
+MODEL_S = {"cpu": 4.0, "cuda": 10.0}
+UPDATE_S = 6.0
+_UPDATE_LEARNERS = 4
 Result = Mapping[str, Any]
 _MODELS = {"mlp": "MLP", "lenet": "LeNet", "resnet32": "ResNet-32", "vgg16": "VGG-16"}
 
 
 def sides_table(result: Result) -> str:
-    """A row per side: throughput, and how many times that of the two single-model sides."""
     header = ["side", "K", "averaging", "precision", "threads a model", "images/s", "÷ default_loop", "÷ tuned_single",
               "n", "dropped"]  # fmt: skip
     rows = []
@@ -39,7 +46,6 @@ def sides_table(result: Result) -> str:
 
 
 def rounds_table(result: Result) -> str:
-    """A row per executor, K and precision: the time of a round with SMA to that of one without."""
     entries = [entry for entry in result["ratios"] if entry["kind"] == "round_time"]
     header = ["executor", "K", "precision", "round with SMA ÷ without", "lowest", "highest", "n"]
     rows = [
@@ -51,7 +57,6 @@ def rounds_table(result: Result) -> str:
 
 
 def notes(result: Result) -> str:
-    """Say what was measured and how, in a line or two."""
     method = result["method"]
     text = (
         f"{result['model']}, b={result['batch_size']}, {result['data']} images on {result['device']}: median of "
@@ -78,7 +83,6 @@ def missing(result: Result) -> list[str]:
 
 
 def result_text(result: Result) -> str:
-    """All of it."""
     parts = (
         sides_table(result),
         rounds_table(result),
@@ -99,12 +103,10 @@ def _throughput_ratio(result: Result, row: Mapping[str, Any], base: str) -> str:
 
 
 def suite_text(result: Result) -> str:
-    """All there is to say about a suite, and what its figures are held against."""
     return "\n\n".join(filter(None, [suite_report.result_text(result), analysis_text(result)]))
 
 
 def headline_rows(results: Mapping[str, Result]) -> list[list[str]]:
-    """Images/s on the first page, a row a model: the fastest executor beside the two single-model sides."""
     result, rows = results["suite_cpu"], []
     size = suite_report.main_batch_size(result)
     for model, name in _MODELS.items():
@@ -118,6 +120,37 @@ def headline_rows(results: Mapping[str, Result]) -> list[list[str]]:
         rates = [f"{row['images_per_s']:,.0f}" if row else NONE for row in (single, loop)]
         rows.append([f"{name}, batches of {size}, images/s", fastest, *rates, str(best["n"]), cores(result)])
     return rows
+
+
+def analysis_s(models: Sequence[str], device: str) -> float:
+    return UPDATE_S + MODEL_S[device] * len(models)
+
+
+def analyse(result: Mapping[str, Any], device: str, precision: PrecisionName) -> dict[str, Any]:
+    """A roofline row a model, for its fastest fused cell, and the update of the largest model measured."""
+    batch_size, rows = main_batch_size(result), []
+    for model in models(result):
+        best = best_row(rows_of_model(result, model), batch_size=batch_size, sides=["fused"])
+        if best is not None:
+            rows.append(
+                roofline_of(model, batch_size, best["num_learners"], precision, best["images_per_s"], device)
+            )
+    largest = next((model for model in ("vgg16", "resnet50") if model in models(result)), models(result)[-1])
+    try:
+        update: dict[str, Any] | None = measure_update(largest, _UPDATE_LEARNERS, device, UPDATE_S / 2)
+    except UserError as error:
+        print(f"no GB/s of the update: {error}")
+        update = None
+    return {"roofline": rows, "update": update}
+
+
+def analysis_text(result: Mapping[str, Any]) -> str:
+    parts = []
+    if result.get("roofline"):
+        parts.append(f"**Limits** of the fastest fused cells\n\n{roofline_text(result['roofline'])}")
+    if result.get("update"):
+        parts.append(f"**The update**\n\n{update_text(result['update'])}")
+    return "\n\n".join(parts)
 
 
 TABLES = {"all": result_text}

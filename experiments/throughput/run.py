@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,13 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import BF16, PrecisionName, choose_device, choose_precision
-from experiments.bench.arguments import count, measuring_parser, positive
-from experiments.bench.gate import Visit, Window
-from experiments.bench.machine import machine
-from experiments.bench.results import show_and_write
-from experiments.bench.sides.side import PEER_SIDES, Side
-from experiments.bench.windows import MAX_FOREIGN_SHARE
+from experiments.bench.gate import Visit
+from experiments.bench.results import count, measure_and_write, measuring_parser, positive
+from experiments.bench.sides.side import Side
+from experiments.bench.windows import by_turns
 from experiments.bench.workers import SideError, SideProcess
 from experiments.bench.workloads import WORKLOAD_MODELS, Effort, Workload, prepare
-from experiments.throughput.comparison import Measurement, measure, plan_sides, ratios, to_row
+from experiments.throughput.comparison import Measurement, plan_sides, ratios, to_row
 from experiments.throughput.report import result_text
 from experiments.throughput.sides import ALL_SIDES, sides_on, start_side
 
@@ -36,30 +35,34 @@ _WARM_UP_S = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as asked for; prints the table and returns the exit code."""
-    parser = _parser()
-    options = parser.parse_args(argv)
+    parser = measuring_parser(__doc__, "--device", "--max-foreign-share")
+    add = parser.add_argument
+    add("--model", choices=WORKLOAD_MODELS, default="resnet32", help="what is trained (default %(default)s)")
+    add("--batch-size", type=count, default=16, help="images in a batch of one learner (default %(default)s)")
+    add("--num-learners", type=count, nargs="+", default=[1, 2, 4], help="K of the executors (default 1 2 4)")
+    add("--precision", choices=("auto", "fp32", "bf16"), nargs="+", default=["auto", "fp32"], help="default auto fp32")
+    add("--sides", choices=ALL_SIDES, nargs="+", help="default: all that run on the device")
+    add("--seconds", type=positive, default=2.5, help="length of a window (default %(default)s)")
+    add("--repetitions", type=count, default=7, help="windows a side (default %(default)s)")
     try:
-        device = choose_device(options.device)
-        chosen = dict.fromkeys(choose_precision(name, device) for name in options.precision)
-        precisions: list[PrecisionName] = ["bf16" if precision == BF16 else "fp32" for precision in chosen]
-        sides = _sides(options, device.type, precisions)
-    except UserError as error:
-        parser.error(str(error))
+        return measure_and_write(parser, argv, measure_sides, result_text)
+    except SideError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def measure_sides(given: argparse.Namespace) -> dict[str, Any]:
+    """Raises SideError."""
+    device = choose_device(given.device)
+    chosen = dict.fromkeys(choose_precision(name, device) for name in given.precision)
+    precisions: list[PrecisionName] = ["bf16" if precision == BF16 else "fp32" for precision in chosen]
+    sides = _sides(given, device.type, precisions)
     with tempfile.TemporaryDirectory() as folder:
-        workload = prepare(options.model, options.batch_size, device.type, Path(folder))
-        try:
-            result = compare(sides, workload, options)
-        except SideError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-    show_and_write(result, result_text, options.json)
-    return 0
+        return compare(sides, prepare(given.model, given.batch_size, device.type, Path(folder)), given)
 
 
 def compare(sides: Sequence[Side], workload: Workload, options: argparse.Namespace) -> dict[str, Any]:
     """Start every side, measure all of them in turns, and sum up. Raises SideError."""
-    facts = machine()
     known = True
     with ExitStack() as stack:
         processes: dict[Side, SideProcess] = {}
@@ -72,13 +75,11 @@ def compare(sides: Sequence[Side], workload: Workload, options: argparse.Namespa
             known = known and warm.foreign_share is not None
             print(f"{process.side.label}: about {warm.images_per_s:,.0f} images/s", flush=True)
 
-        def take_window(side: Side) -> Window:
-            return processes[side].window(Visit(options.seconds))
-
-        measurements = [Measurement(side, process.ready) for side, process in processes.items()]
-        measure(measurements, take_window, options.repetitions, options.max_foreign_share)
+        measurements = {side: Measurement(side, process.ready) for side, process in processes.items()}
+        for side in by_turns(list(processes), options.repetitions):
+            take = partial(processes[side].window, Visit(options.seconds))
+            measurements[side].windows.add(take, max_foreign_share=options.max_foreign_share)
     return {
-        "machine": facts,
         "model": workload.model,
         "batch_size": workload.batch_size,
         "data": workload.data,
@@ -89,36 +90,19 @@ def compare(sides: Sequence[Side], workload: Workload, options: argparse.Namespa
             "max_foreign_share": options.max_foreign_share,
             "foreign_load_known": known,
         },
-        "rows": [to_row(measurement, workload.model, workload.batch_size) for measurement in measurements],
-        "ratios": ratios(measurements),
+        "rows": [to_row(measurement, workload.model, workload.batch_size) for measurement in measurements.values()],
+        "ratios": ratios(list(measurements.values())),
     }
 
 
 def _sides(options: argparse.Namespace, device: str, precisions: Sequence[PrecisionName]) -> list[Side]:
-    """The sides that run on the device; on CPU the serial executor stands for one learner alone."""
     fitting = sides_on(device)
     names = options.sides or fitting
     for name in names:
-        if name not in (*fitting, *PEER_SIDES):
+        if name not in fitting:
             raise UserError(f"side {name} does not run on {device}; leave it out of --sides.")
     learners = list(dict.fromkeys(options.num_learners))
     return plan_sides(names, learners, precisions, serial_learners=[1] if device == "cpu" else learners)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = measuring_parser(__doc__)
-    add = parser.add_argument
-    add("--model", choices=WORKLOAD_MODELS, default="resnet32", help="what is trained (default %(default)s)")
-    add("--batch-size", type=count, default=16, help="images in a batch of one learner (default %(default)s)")
-    add("--num-learners", type=count, nargs="+", default=[1, 2, 4], help="K of the executors (default 1 2 4)")
-    add("--precision", choices=("auto", "fp32", "bf16"), nargs="+", default=["auto", "fp32"], help="default auto fp32")
-    add("--sides", choices=(*ALL_SIDES, *PEER_SIDES), nargs="+", help="default: all that run on the device, no peers")
-    add("--seconds", type=positive, default=2.5, help="length of a window (default %(default)s)")
-    add("--repetitions", type=count, default=7, help="windows a side (default %(default)s)")
-    add("--max-foreign-share", type=positive, default=MAX_FOREIGN_SHARE,
-        help="drop windows in which others take a larger share of the cores (default %(default)s)")  # fmt: skip
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
-    return parser
 
 
 if __name__ == "__main__":

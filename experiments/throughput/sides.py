@@ -1,8 +1,7 @@
 """The sides of the comparison at work. Each trains for ever and passes the gate at every tick.
 
-`default_loop` and `tuned_single` are in bench/sides/tuned.py. `compiled` and `vmap`, other people's ways to many
-models, have files here. The rest are this project's executors and `auto`, what it chooses by itself, driven through
-`Trainer.fit` with its feed and all telemetry (console, records, TensorBoard) on.
+`default_loop` and `tuned_single` are in bench/sides/tuned.py. The rest are this project's executors and `auto`, what it
+chooses by itself, driven through `Trainer.fit` with its feed and all telemetry (console, records, TensorBoard) on.
 """
 
 from __future__ import annotations
@@ -14,22 +13,18 @@ from pathlib import Path
 import torch
 
 from crossbow_py.averaging import SMA, AveragingRule
-from crossbow_py.core.errors import CrossbowError
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.telemetry.console import ConsoleListener
 from crossbow_py.telemetry.events import RoundEnd
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.trainer import Trainer
-from experiments.bench.gate import Choice, Gate, Ready
+from experiments.bench.gate import Choice, Gate, Paced, Ready, Settling
 from experiments.bench.machine import usable_cores
-from experiments.bench.sides.paced import Paced, Settling
-from experiments.bench.sides.side import AUTO, COMPILED, EXECUTOR_SIDES, OPEN, PEER_SIDES, SINGLE_SIDES, Side
+from experiments.bench.sides.side import AUTO, EXECUTOR_SIDES, OPEN, SINGLE_SIDES, Side
 from experiments.bench.sides.tuned import default_loop, tuned_single
 from experiments.bench.workers import SideProcess
 from experiments.bench.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Effort, Workload
-from experiments.throughput.compiled import compiled
-from experiments.throughput.vmapped import vmapped
 
 ALL_SIDES = (*SINGLE_SIDES, *EXECUTOR_SIDES, AUTO)
 _NEVER = 10**9
@@ -40,7 +35,6 @@ _ENDLESS_EPOCHS = 1e6
 
 
 def sides_on(device: str) -> list[str]:
-    """Names of the sides that run on a type of device."""
     elsewhere = {name for name, executor in EXECUTORS.items() if executor.DEVICE not in (None, device)}
     return [name for name in ALL_SIDES if name not in elsewhere]
 
@@ -56,13 +50,6 @@ def run_side(side: Side, workload: Workload, gate: Gate, effort: Effort) -> None
         default_loop(workload, gate)
     elif side.side == "tuned_single":
         tuned_single(side.precision, workload, gate, effort)
-    elif side.side in PEER_SIDES:
-        run_peer = compiled if side.side == COMPILED else vmapped
-        try:
-            run_peer(side.precision, side.num_learners, workload, gate)
-        except RuntimeError as error:  # of a compiler, a capture or memory: what others fail with
-            words = str(error).splitlines() or ["no more was said"]
-            raise CrossbowError(f"{type(error).__name__}: {words[0]}") from error
     else:
         trainer_fit(side, workload, gate, effort)
 

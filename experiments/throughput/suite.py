@@ -11,67 +11,43 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import BF16, PrecisionName, choose_device, choose_precision
-from experiments.bench.arguments import count, measuring_parser, positive
-from experiments.bench.machine import machine
-from experiments.bench.results import show_and_write
-from experiments.bench.sides.side import COMPILED, EXECUTOR_SIDES, PEER_SIDES
-from experiments.bench.windows import MAX_FOREIGN_SHARE
+from experiments.bench.results import count, measure_and_write, measuring_parser, positive
+from experiments.bench.sides.side import EXECUTOR_SIDES
 from experiments.bench.workers import process_context
-from experiments.bench.workloads import WORKLOAD_MODELS, Workload, prepare_all
-from experiments.tables.drawing import draw_after
+from experiments.bench.workloads import WORKLOAD_MODELS, prepare_all
 from experiments.throughput import planning
-from experiments.throughput.analysis import analyse, analysis_s, analysis_text
 from experiments.throughput.campaign import Campaign, Plan
-from experiments.throughput.compiled import compile_ahead
-from experiments.throughput.planning import Limits, with_peers
+from experiments.throughput.planning import Limits
+from experiments.throughput.report import analyse, analysis_s, suite_text
 from experiments.throughput.sides import run_side, sides_on
-from experiments.throughput.suite_report import KIND, auto_of, left_out_of, ratios_of, result_text, rows_of
+from experiments.throughput.suite_report import KIND, auto_of, left_out_of, ratios_of, rows_of
 
 MODELS = ("mlp", "lenet", "resnet32", "vgg16")
 BATCH_SIZES = (16, 32, 64)
 NUM_LEARNERS = (1, 2, 4, 8, 16)
 MINUTES = 5.0
-_PEERS_BY_DEFAULT = {"cuda": PEER_SIDES}
 # Of the time: starting Python before, and drawing after.
 _ASIDE_S = 10.0
-# Of what is left: compiling, at the start, for all models.
-_AHEAD_SHARE = 0.2
-# Of a model's time where it has peers: what auto may take to settle, and what is kept for the peers' first cells.
-_TUNING_SHARE, _PEERS_SHARE = 0.35, 0.3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as asked for; prints the tables and returns the exit code."""
-    parser = _parser()
-    options = parser.parse_args(argv)
     begun_s = time.monotonic()
-    try:
-        device = choose_device(options.device)
-        precision: PrecisionName = "bf16" if choose_precision("auto", device) == BF16 else "fp32"
-    except UserError as error:
-        parser.error(str(error))
-    result = measure_models(options, device.type, precision, begun_s)
-    show_and_write(result, lambda found: f"{result_text(found)}\n\n{analysis_text(found)}", options.json)
-    if options.json:
-        draw_after("throughput", options.json)
-    return 0
+    return measure_and_write(_parser(), argv, lambda given: measure_models(given, begun_s), suite_text, "throughput")
 
 
-def measure_models(
-    options: argparse.Namespace, device: str, precision: PrecisionName, begun_s: float
-) -> dict[str, Any]:
+def measure_models(options: argparse.Namespace, begun_s: float) -> dict[str, Any]:
     """One model after another, each in its share of the time that is left of the budget."""
-    facts, known = machine(), True
+    chosen, known = choose_device(options.device), True
+    device = chosen.type
+    precision: PrecisionName = "bf16" if choose_precision("auto", chosen) == BF16 else "fp32"
     models = list(dict.fromkeys(options.models or default_models(device)))
     budget_s = max(0.0, 60 * options.minutes - _ASIDE_S - analysis_s(models, device))
     parts: dict[str, list[Any]] = {"rows": [], "left_out": [], "auto": [], "ratios": []}
@@ -79,14 +55,11 @@ def measure_models(
         process_context(run_side.__module__)  # the server to fork from is there when the images are
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         workloads = prepare_all(models, min(options.batch_sizes), device, folder)
-        plans = {model: make_plan(options, device, precision) for model in models}
-        if device == "cuda":
-            _compile_ahead(precision, workloads, plans, _AHEAD_SHARE * budget_s)
+        plan = make_plan(options, device, precision)
         for number, model in enumerate(models):
             left_s = budget_s - (time.monotonic() - begun_s)
-            campaign = measure_model(
-                workloads[model], plans[model], planning.share_s(left_s, models[number:], device)
-            )
+            with Campaign(workloads[model], plan, planning.share_s(left_s, models[number:], device)) as campaign:
+                campaign.run()
             parts["rows"] += rows_of(model, campaign.measurements)
             parts["left_out"] += left_out_of(model, campaign.left_out)
             parts["auto"] += auto_of(model, campaign.measurements)
@@ -94,7 +67,6 @@ def measure_models(
             known = known and campaign.foreign_load_known
     result: dict[str, Any] = {
         "kind": KIND,
-        "machine": facts,
         "device": device,
         "precision": precision,
         "data": {model: workloads[model].data for model in models},
@@ -121,60 +93,25 @@ def default_models(device: str) -> tuple[str, ...]:
 
 
 def make_plan(options: argparse.Namespace, device: str, precision: PrecisionName) -> Plan:
-    """Plan what to measure of a model.
-
-    On a CPU peers are slow to build (Inductor) or to run (vmap), so they are measured there only if asked for by name.
-    """
-    peers = _PEERS_BY_DEFAULT.get(device, ()) if options.peers is None else tuple(dict.fromkeys(options.peers))
     batch_sizes, learners = (list(dict.fromkeys(values)) for values in (options.batch_sizes, options.num_learners))
     executors = [name for name in sides_on(device) if name in EXECUTOR_SIDES]
     captures = device == "cuda"
     cells = planning.plan_cells(batch_sizes, learners, executors, precision, captures)
     limits = Limits(passes=options.passes, window_s=options.window_s, captures=captures)
-    plan = Plan(cells, limits, options.max_foreign_share)
-    if not peers:
-        return plan
-    cells = with_peers(cells, batch_sizes, learners, peers, precision)
-    return replace(plan, cells=cells, tuning_share=_TUNING_SHARE, peers_share=_PEERS_SHARE)
-
-
-def _compile_ahead(
-    precision: PrecisionName, workloads: Mapping[str, Workload], plans: Mapping[str, Plan], limit_s: float
-) -> None:
-    """The steps of `compiled` that are measured first; deep networks come last, and take longest."""
-    jobs = [
-        (workloads[model], cell.images_per_round)
-        for model, plan in list(plans.items())[::-1]
-        for cell in plan.cells.peers
-        if cell.side.side == COMPILED
-    ]
-    if jobs:
-        begun_s = time.monotonic()
-        done = compile_ahead(precision, jobs, limit_s)
-        took_s = time.monotonic() - begun_s
-        print(f"compiled {done} of {len(jobs)} steps ahead in {took_s:.0f} s", flush=True)
-
-
-def measure_model(workload: Workload, plan: Plan, budget_s: float) -> Campaign:
-    """All that there is time for; the processes have ended afterwards."""
-    with Campaign(workload, plan, budget_s) as campaign:
-        campaign.run()
-    return campaign
+    return Plan(cells, limits, options.max_foreign_share)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = measuring_parser(__doc__, "write the results there, and draw them beside it")
+    parser = measuring_parser(
+        __doc__, "--device", "--max-foreign-share", written="write the results there, and draw them beside it"
+    )
     add = parser.add_argument
     add("--models", choices=WORKLOAD_MODELS, nargs="+", help=f"default {' '.join(MODELS)}, and resnet50 on CUDA")
-    add("--peers", choices=PEER_SIDES, nargs="*", help="other ways to compare with; default all on CUDA, else none")
     add("--batch-sizes", type=count, nargs="+", default=BATCH_SIZES, help="images a learner takes (default 16 32 64)")
     add("--num-learners", type=count, nargs="+", default=NUM_LEARNERS, help="K (default 1 2 4 8 16)")
     add("--minutes", type=positive, default=MINUTES, help="all of it takes no longer (default %(default)s)")
     add("--passes", type=count, default=Limits.passes, help="windows a cell (default %(default)s)")
     add("--window-s", type=positive, default=Limits.window_s, help="length of a window (default %(default)s)")
-    add("--max-foreign-share", type=positive, default=MAX_FOREIGN_SHARE,
-        help="drop windows in which others take a larger share of the cores (default %(default)s)")  # fmt: skip
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
     return parser
 
 

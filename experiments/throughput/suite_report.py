@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from experiments.bench.sides.side import AUTO, COMPILED, EXECUTOR_SIDES, OPEN, PEER_SIDES, SINGLE_SIDES, VMAP
-from experiments.bench.windows import dropped_windows
+from experiments.bench.sides.side import AUTO, EXECUTOR_SIDES, OPEN, SINGLE_SIDES
+from experiments.bench.windows import dropped_windows, paired_ratios
 from experiments.tables.markdown import NONE, markdown_table
-from experiments.throughput.comparison import Measurement, paired_ratios, ratios, to_row
+from experiments.throughput.comparison import Measurement, ratios, to_row
 from experiments.throughput.planning import MAIN_BATCH_SIZE, Cell, LeftOut
 
 KIND = "suite"
 Row = Mapping[str, Any]
 Result = Mapping[str, Any]
 
-_SIDES = (*SINGLE_SIDES, *PEER_SIDES, *EXECUTOR_SIDES, AUTO)
+_SIDES = (*SINGLE_SIDES, *EXECUTOR_SIDES, AUTO)
 _CAUSES = {
     "round": "as one round would take longer than {max_round_s:g} s",
     "time": "for want of time ({minutes:g} minutes for all models)",
@@ -25,8 +25,6 @@ _CAUSES = {
 
 
 def rows_of(model: str, measurements: Mapping[Cell, Measurement]) -> list[dict[str, Any]]:
-    """A row a cell, by batch size, side and K."""
-
     def place(cell: Cell) -> tuple[int, int, int]:
         return cell.batch_size, _SIDES.index(cell.side.side), cell.side.num_learners
 
@@ -34,26 +32,12 @@ def rows_of(model: str, measurements: Mapping[Cell, Measurement]) -> list[dict[s
 
 
 def ratios_of(model: str, measurements: Mapping[Cell, Measurement]) -> list[dict[str, Any]]:
-    """Every cell to the single-model sides and the peers at its batch size; medians of the ratios within passes."""
+    """Every cell to the single-model sides at its batch size; medians of the ratios within passes."""
     entries = []
     for batch_size in sorted({cell.batch_size for cell in measurements}):
-        same = with_equal_batches(measurements, batch_size)
+        same = [found for cell, found in measurements.items() if cell.batch_size == batch_size]
         entries += [{"model": model, "batch_size": batch_size, **entry} for entry in ratios(same)]
     return entries
-
-
-def with_equal_batches(measurements: Mapping[Cell, Measurement], batch_size: int) -> list[Measurement]:
-    """The measurements at a batch size, and `compiled` ones of other batch sizes as what they are at this one.
-
-    One model on 64 images a step is as good a peer of two learners with batch size 32 as of four with 16.
-    """
-    same = {cell.side: found for cell, found in measurements.items() if cell.batch_size == batch_size}
-    for cell, found in measurements.items():
-        num_learners, rest = divmod(cell.images_per_round, batch_size)
-        if cell.side.side == COMPILED and num_learners and not rest:
-            side = replace(cell.side, num_learners=num_learners)
-            same.setdefault(side, replace(found, side=side))
-    return list(same.values())
 
 
 def left_out_of(model: str, left_out: Mapping[Cell, LeftOut]) -> list[dict[str, Any]]:
@@ -100,17 +84,14 @@ def best_row(rows: Iterable[Row], *, batch_size: int, sides: Sequence[str]) -> R
 
 
 def result_text(result: Result) -> str:
-    """All of it: a row a model, a table a model, what was left out, how it was done."""
     parts = [summary_table(result)]
     for model in models(result):
         parts += [f"**{model}**, {result['data'][model]} images", best_table(result, model)]
-        parts.append(peers_table(rows_of_model(result, model), result["ratios"], main_batch_size(result)))
         parts += left_out(result, model)
     return "\n\n".join(part for part in [*parts, notes(result)] if part)
 
 
 def summary_table(result: Result) -> str:
-    """A row per model at the main batch size: one model, the fastest cell, and what auto made of it, in images/s."""
     header = ["model", "default_loop", "tuned_single", "fastest cell", "images/s", "÷ tuned_single", "auto", "images/s",
               "÷ fastest", "tuning, s"]  # fmt: skip
     batch_size, rows = main_batch_size(result), []
@@ -142,7 +123,6 @@ def _auto_cells(auto: Mapping[str, Any] | None) -> list[str]:
 
 
 def best_table(result: Result, model: str) -> str:
-    """A row a batch size and side: an executor's with its fastest K."""
     header = ["side", "b", "K", "images/s", "÷ tuned_single", "÷ default_loop", "n"]
     rows, own = [], rows_of_model(result, model)
     for batch_size in batch_sizes(result):
@@ -152,34 +132,6 @@ def best_table(result: Result, model: str) -> str:
                 base = (_ratio(result, row, name) for name in ("tuned_single", "default_loop"))
                 rows.append([side, str(batch_size), str(row["num_learners"]), _rate(row), *base, str(row["n"])])
     return markdown_table(header, rows)
-
-
-def peers_table(rows: Sequence[Row], ratios: Sequence[Row], batch_size: int) -> str:
-    """A row for every K at a batch size: its fastest executor, and how many times as fast as each peer that is.
-
-    Empty without peers.
-    """
-    if not any(row["side"] in PEER_SIDES for row in rows):
-        return ""
-    header = ["K", "fastest executor", "images/s", "÷ compiled b", "÷ compiled K·b", "÷ serial", "÷ vmap"]
-    ours = [row for row in rows if row["batch_size"] == batch_size and row["side"] in EXECUTOR_SIDES and row["n"]]
-    lines = []
-    for k in sorted({row["num_learners"] for row in ours}):
-        best = max((row for row in ours if row["num_learners"] == k), key=lambda row: float(row["images_per_s"]))
-        bases = [(COMPILED, 1), (COMPILED, k), ("serial", k), (VMAP, k)]
-        cells = [_ratio_to_peer(ratios, best, *base) for base in bases]
-        lines.append([str(k), best["side"], f"{best['images_per_s']:,.0f}", *cells])
-    return markdown_table(header, lines)
-
-
-def _ratio_to_peer(ratios: Sequence[Row], row: Row, base: str, num_learners: int) -> str:
-    keys = ("model", "batch_size", "side", "num_learners", "precision")
-    same = (entry for entry in ratios if all(entry[key] == row[key] for key in keys))
-    for entry in same:
-        to = entry["to"]
-        if entry["kind"] == "throughput" and (to["side"], to["num_learners"]) == (base, num_learners):
-            return f"{entry['ratio']:.2f}"
-    return NONE
 
 
 def left_out(result: Result, model: str) -> list[str]:
@@ -199,7 +151,6 @@ def left_out(result: Result, model: str) -> list[str]:
 
 
 def _cells(entries: Iterable[Mapping[str, Any]]) -> str:
-    """`threads b=32 K=8, 16; fused b=64 K=16`."""
     learners: dict[str, list[int]] = {}
     for entry in entries:
         counts = learners.setdefault(f"{entry['side']} b={entry['batch_size']}", [])
@@ -211,7 +162,6 @@ def _cells(entries: Iterable[Mapping[str, Any]]) -> str:
 
 
 def notes(result: Result) -> str:
-    """Say how it was measured."""
     method = result["method"]
     text = (
         f"{result['device']}, {result['precision']} (default_loop fp32), medians of n windows of "
@@ -222,12 +172,10 @@ def notes(result: Result) -> str:
 
 
 def models(result: Result) -> list[str]:
-    """The models in the order they were measured."""
     return list(dict.fromkeys(row["model"] for row in result["rows"]))
 
 
 def batch_sizes(result: Result) -> list[int]:
-    """The batch sizes, ascending."""
     return sorted({row["batch_size"] for row in result["rows"]})
 
 
@@ -238,12 +186,10 @@ def main_batch_size(result: Result) -> int:
 
 
 def rows_of_model(result: Result, model: str) -> Sequence[Row]:
-    """Its cells."""
     return [row for row in result["rows"] if row["model"] == model]
 
 
 def _ratio(result: Result, row: Row, base: str) -> str:
-    """÷ a single-model side, 1 for that side itself."""
     keys = ("model", "batch_size", "side", "num_learners", "precision")
     for entry in result["ratios"]:
         if entry["to"]["side"] == base and all(entry[key] == row[key] for key in keys):

@@ -63,8 +63,6 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass
 class _Trained:
-    """The state of training."""
-
     samples: int = 0
     seconds: float = 0.0
     loss_sum: float = 0.0

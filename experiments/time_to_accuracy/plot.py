@@ -8,13 +8,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.grids.plot import accuracy_lines, styles
-from experiments.grids.summary import Result
+from experiments.grids.report import Result
 from experiments.tables.pictures import beside
-from experiments.time_to_accuracy.report import times_of
+from experiments.time_to_accuracy.run import times_of
 
 
 def draw(result: Result) -> Figure:
-    """A panel of bars a target, and one of accuracy against seconds in the same colours."""
     targets = result["targets"]
     figure = Figure(figsize=(6 + 4 * len(targets), 3.6), layout="constrained")
     panels = figure.subplots(1, 1 + len(targets))

@@ -14,8 +14,8 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.grids import report
-from experiments.grids.command import run_grid
 from experiments.grids.grid import Grid, cells
+from experiments.grids.running import run_grid
 
 AUTO = "auto"
 LEARNERS = {

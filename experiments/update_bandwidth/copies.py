@@ -63,7 +63,6 @@ def _copy(target: Tensor, source: Tensor) -> None:
 def _in_parts(
     function: Callable[[int, int, int], object], target: Tensor, source: Tensor, threads: ThreadPoolExecutor
 ) -> Copy:
-    """A copy in as many parts as torch uses threads, side by side."""
     size, parts = target.nbytes, torch.get_num_threads()
     ends = [size * part // parts // _PIECE * _PIECE for part in range(parts)] + [size]
     first = [(target.data_ptr() + begin, source.data_ptr() + begin, end - begin)

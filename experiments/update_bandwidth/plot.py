@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from matplotlib.figure import Figure
 
-from experiments.tables.pictures import one
-from experiments.update_bandwidth.report import label
+from experiments.tables.pictures import Results, bars, one, panels
+from experiments.update_bandwidth.run import label
 
 _COLORS = {"update": "#0072B2", "copy": "#999999"}
 
 
-def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """A panel a result: a bar up to each median, a point a window."""
-    figure = Figure(figsize=(9, 1 + 2.4 * len(results)), layout="constrained")
-    panels = figure.subplots(len(results), 1, squeeze=False)[:, 0]
-    for axes, (name, result) in zip(panels, results.items(), strict=True):
-        rows = [row for row in result["rows"] if row["n"]]
-        for place, row in enumerate(rows):
-            windows = [rate for rate in row["gb_per_s_windows"] if rate is not None]
-            axes.barh(place, row["gb_per_s"], color=_COLORS[row["kind"]], alpha=0.6)
-            axes.plot(windows, [place] * len(windows), "k.", markersize=3, alpha=0.5)
-        axes.set_yticks(range(len(rows)), [label(row) for row in rows])
-        axes.invert_yaxis()
-        axes.set(xlabel="GB/s", xlim=(0, None), title=f"{name}: {result['model']}, K = {result['num_learners']}")
-        axes.grid(alpha=0.3, axis="x")
+def draw(results: Results) -> Figure:
+    figure, found = panels(results, height=2.4, margin=1)
+    for axes, (name, result) in zip(found, results.items(), strict=True):
+        rows = [
+            (label(row), row["gb_per_s"], [rate for rate in row["gb_per_s_windows"] if rate is not None],
+             _COLORS[row["kind"]])
+            for row in result["rows"] if row["n"]
+        ]  # fmt: skip
+        bars(axes, rows, xlabel="GB/s", title=f"{name}: {result['model']}, K = {result['num_learners']}")
     return figure
 
 

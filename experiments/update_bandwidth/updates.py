@@ -29,6 +29,7 @@ from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.engine.update.row_update import NativeUpdate, StackedRows, Step
 from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.models import MODELS
+from experiments.bench.sides.captured import graph_of
 
 _OPTIMIZER = SGD(learning_rate=0.01, momentum=0.9, weight_decay=1e-4)
 _RULE = SMA()
@@ -58,7 +59,6 @@ def make_bank(model: str, num_learners: int, device: torch.device, precision: Pr
 
 
 def num_values(bank: ReplicaBank) -> int:
-    """Trained values of one replica."""
     return sum(block.numel for block in bank.layout.blocks if block.kind != "frozen")
 
 
@@ -106,17 +106,4 @@ def device_parts(bank: ReplicaBank, *, captures: bool = True) -> tuple[Part, ...
 
     moved = update_bytes(k, averages=averaging is not None, has_shadow=bank.precision.has_shadow, writes_sum=False)
     num_bytes = num_values(bank) * (gate_bytes(k) + moved)
-    return (Part("gate and update", _captured(run) if captures else run, num_bytes),)
-
-
-def _captured(run: Callable[[], None]) -> Callable[[], None]:
-    """The replay of a graph of `run`, which has run before, as libraries and kernels are loaded at first calls."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
+    return (Part("gate and update", graph_of(run) if captures else run, num_bytes),)

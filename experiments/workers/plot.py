@@ -9,14 +9,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.tables.pictures import one
-from experiments.workers.measure import NETWORKS
+from experiments.workers.run import NETWORKS
 
 _COLORS = ("#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7")
 _RING: dict[str, Any] = {"markersize": 13, "markerfacecolor": "none", "markeredgecolor": "black"}
 
 
 def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """A row of panels a result, a panel a network; a ring is the recommended number of workers."""
     figure = Figure(figsize=(11, 4 * len(results)), layout="constrained")
     panels = figure.subplots(len(results), len(NETWORKS), squeeze=False)
     for line, (name, result) in zip(panels, results.items(), strict=True):
@@ -32,7 +31,6 @@ def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
 
 
 def _cell(axes: Axes, cell: Mapping[str, Any], color: str) -> None:
-    """Medians as a line, windows as points, and the ring."""
     rows = [row for row in cell["rows"] if row["n"]]
     numbers, rates = [row["num_workers"] for row in rows], [row["images_per_s"] for row in rows]
     axes.plot(numbers, rates, "-", color=color, label=f"B = {cell['batch_size']}")

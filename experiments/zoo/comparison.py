@@ -7,6 +7,7 @@ import gc
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,6 @@ def compared(entry: Entry, executors: Sequence[str] = EXECUTOR_NAMES) -> dict[st
 
 
 def _changed(template: nn.Module) -> nn.Module:
-    """A copy, its weights moved a little."""
     found = copy.deepcopy(template)
     with torch.no_grad():
         for parameter in found.double().parameters():
@@ -140,12 +140,8 @@ def _tasks(template: nn.Module, data: Data, executor: str) -> RoundTasks:
 
 def _data(entry: Entry) -> Data:
     generator, count = torch.Generator().manual_seed(1), NUM_LEARNERS * BATCH_SIZE * NUM_ROUNDS
-    draw: Callable[..., Tensor] = _tokens if entry.is_text else torch.randn
+    draw: Callable[..., Tensor] = partial(torch.randint, 3, 50) if entry.is_text else torch.randn
     return draw((count, *entry.shape), generator=generator), torch.arange(count) % NUM_CLASSES
-
-
-def _tokens(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return torch.randint(3, 50, shape, generator=generator)
 
 
 def _plan(tasks: RoundTasks, index: int) -> Round:

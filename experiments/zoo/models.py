@@ -35,7 +35,6 @@ class _Output(nn.Module):
         self.model, self.take = model, take
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The tensor."""
         return self.take(self.model(inputs))
 
 

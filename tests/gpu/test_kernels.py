@@ -14,7 +14,7 @@ from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.executors.streams import FourSubArrays, TwoSubArrays
 from crossbow_py.engine.fusion.units import unit_step
 from crossbow_py.engine.fusion.units.branches import graph_milliseconds
-from crossbow_py.engine.fusion.units.convolution import ConvolutionChoices
+from crossbow_py.engine.fusion.units.convolution import ConvolutionChoices, Unmeasured
 from crossbow_py.engine.kernels.checks import serves
 from crossbow_py.engine.modules.precision import BF16, FP32
 from crossbow_py.engine.update.kernel_update import choose_kernel_update
@@ -70,7 +70,7 @@ def test_convolution_and_gradients_equal_float64(sizes, stride, dtype):
     d_filters = torch.empty_like(filters, dtype=torch.float32)
     workspace = kernels.backward_workspace(g, inputs.device)
     for _ in range(2):  # the second time on counters that set themselves back
-        found = kernels.forward(inputs, filters, None, g)
+        found, _ = kernels.forward(inputs, filters, None, g)
         d_inputs = kernels.backward(
             given, inputs, filters, g, input_gradient=True, filter_gradient=d_filters,
             workspace=workspace,
@@ -124,7 +124,7 @@ def test_rounds_by_kernels_repeat_to_the_bit():
 @pytest.mark.parametrize("num_learners", [1, 8])
 def test_replayed_round_of_resnet32_is_at_most_200_launches(num_learners, monkeypatch):
     """With the kernel for every convolution; libraries, where they are faster, take what they take."""
-    monkeypatch.setattr(unit_step, "choices_on", lambda device: unit_step.Unmeasured())
+    monkeypatch.setattr(unit_step, "choices_on", lambda device: Unmeasured())
     tasks = tasks_on_cuda(
         model("resnet32"), precision=BF16, order="blocks", data=images(), batch_size=16, num_learners=num_learners
     )

@@ -52,10 +52,9 @@ def call_all():
     g = Geometry(16, 8, 16, 32, 32, 32, (3, 3), stride=(2, 2), padding=(1, 1))
     x = torch.zeros(g.batch, 128, 32, 32, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
     w = torch.zeros(256, 16, 3, 3, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
-    own = [torch.zeros(256) for _ in range(4)]
     cpu = torch.device("cpu")
-    moments = convolution.Moments(*own, 0.1, 1e-5, convolution.statistics_workspace(g, cpu))
-    y = convolution.forward(x, w, None, g, moments)
+    running = statistics.Statistics(torch.zeros(256), torch.zeros(256), 0.1, 1e-5)
+    y, _ = convolution.forward(x, w, None, g, running, convolution.statistics_workspace(g, cpu))
     space = convolution.backward_workspace(g, cpu)
     convolution.backward(
         y, x, w, g, input_gradient=True, filter_gradient=torch.zeros(w.shape), workspace=space

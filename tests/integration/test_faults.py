@@ -18,8 +18,7 @@ import torch
 from crossbow_py.data.sources.digits import Digits
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.train.checkpoints.checkpoint import MANIFEST, checkpoints, find_newest, part_name
-from experiments.faults.campaign import Campaign, figures
-from experiments.faults.folder import resumed_from
+from experiments.faults.campaign import Campaign, figures, resumed_from
 from tests.training_processes import (
     DIGITS,
     PATIENCE_S,

@@ -20,7 +20,7 @@ import pytest
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
 from experiments.bench.machine import ROOT, free_port
-from experiments.faults.folder import resumed_from
+from experiments.faults.campaign import resumed_from
 from experiments.faults.processes import rank_environment
 from tests.training_processes import (
     DIGITS,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from crossbow_py import SGD, Trainer
 from crossbow_py.engine.executors import EXECUTORS
-from crossbow_py.models import alexnet, resnet3d
+from crossbow_py.models import alexnet, resnet_imagenet
 from crossbow_py.models.alexnet import OneTower
 from crossbow_py.models.densenet import DenseNet
 from crossbow_py.models.mobilenet import MobileNetV2
@@ -41,7 +41,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few units: float64 is slow, and widths change no operator."""
     monkeypatch.setattr(alexnet, "CLASSIFIER_UNITS", 16)
-    monkeypatch.setattr(resnet3d, "STAGE_CHANNELS", (4, 6, 8, 8))
+    monkeypatch.setattr(resnet_imagenet, "STAGE_CHANNELS", (4, 6, 8, 8))
 
 
 @pytest.mark.parametrize("family", MODELS)

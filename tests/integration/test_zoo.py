@@ -13,7 +13,7 @@ from torch import nn
 
 from experiments.zoo.comparison import compared
 from experiments.zoo.models import TIMM, TRANSFORMERS, Entry, entry_of
-from experiments.zoo.report import models_table, summary_table
+from experiments.zoo.run import models_table, summary_table
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,6 @@ is not in it is decoded when it is needed, with the same result.
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 import shutil
 import time
@@ -27,8 +26,7 @@ import PIL
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Generator, Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor
 
 from crossbow_py.core.errors import one_line
 from crossbow_py.core.file_locks import locked
@@ -38,7 +36,7 @@ from crossbow_py.core.measured import user_cache
 from crossbow_py.data.images.crops import resized_extent
 from crossbow_py.data.images.decoding import UnreadableImage, decode, encoded_size, shrunk
 from crossbow_py.data.images.folder import ImageFiles
-from crossbow_py.data.streaming.worker_processes import leave_signals_to_the_run, quiet_start, start_method
+from crossbow_py.data.streaming.worker_processes import start_workers
 
 IMAGES, INDEX = "images.bin", "index.npy"
 _FORMAT_VERSION = 1
@@ -184,7 +182,10 @@ def _opened(path: Path, count: int) -> ImageCache | None:
 
 def _fill(files: ImageFiles, short_side: int, path: Path, timeout_s: float, progress: bool) -> Opened:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _bar(len(files), progress) as (advance, say), _locked(path.with_suffix(".lock"), say) as waited:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    bar = Progress(*columns, console=Console(stderr=True, quiet=not progress), disable=not progress)
+    task = bar.add_task("image cache", total=len(files))
+    with bar, _locked(path.with_suffix(".lock"), lambda text: bar.update(task, description=text)) as waited:
         found = _opened(path, len(files))
         if found:
             return Opened(found, ("Another run filled the image cache while this one waited.",) if waited else ())
@@ -194,7 +195,7 @@ def _fill(files: ImageFiles, short_side: int, path: Path, timeout_s: float, prog
         _check_room(files, short_side, path.parent)
         try:
             partial.mkdir()
-            _write(files, short_side, partial, timeout_s, advance)
+            _write(files, short_side, partial, timeout_s, lambda count: bar.advance(task, count))
             partial.rename(path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -233,11 +234,9 @@ def _write(files: ImageFiles, short_side: int, folder: Path, timeout_s: float, a
             advance(len(chunk))
         if position != len(files):
             raise RuntimeError(f"{position} of {len(files)} images came from the workers")
-        _flush(out)
-    with (folder / INDEX).open("wb") as out:
-        np.save(out, index)
-        _flush(out)
-    sync(folder)
+    np.save(folder / INDEX, index)
+    for path in (folder / IMAGES, folder / INDEX, folder):
+        sync(path)
 
 
 def append(out: IO[bytes], pixels: Pixels) -> None:
@@ -270,20 +269,7 @@ def _decoded(files: ImageFiles, short_side: int, timeout_s: float) -> Iterator[l
     chunks = _Chunks(files, short_side)
     workers = min(read_host().cores, len(chunks))
     workers = workers if workers > 1 else 0
-    before = set(multiprocessing.active_children())
-    with quiet_start():
-        loader: DataLoader[Any] = DataLoader(
-            chunks,  # type: ignore[arg-type]  # typed narrower than it works
-            batch_size=None,
-            num_workers=workers,
-            collate_fn=_as_it_is,
-            timeout=min(_POLL_S, timeout_s) if workers else 0,
-            multiprocessing_context=start_method() if workers else None,
-            worker_init_fn=leave_signals_to_the_run,
-            generator=Generator(),  # else it would draw from torch's own
-        )
-        batches = iter(loader)
-    return _watched(batches, [child for child in multiprocessing.active_children() if child not in before], timeout_s)
+    return _watched(*start_workers(chunks, workers, min(_POLL_S, timeout_s), batch_size=None), timeout_s)
 
 
 def _watched(
@@ -307,10 +293,6 @@ def _watched(
         yield batch
 
 
-def _as_it_is(chunk: Any) -> Any:
-    return chunk
-
-
 @contextmanager
 def _locked(path: Path, say: Callable[[str], None]) -> Iterator[bool]:
     """Hold the lock, and yield whether another process held it first."""
@@ -323,26 +305,6 @@ def _locked(path: Path, say: Callable[[str], None]) -> Iterator[bool]:
     with locked(path, busy):
         say("filling the image cache")
         yield bool(waits)
-
-
-@contextmanager
-def _bar(total: int, show: bool) -> Iterator[tuple[Advance, Callable[[str], None]]]:
-    """Yield a function that advances a bar on stderr, and one that sets its text."""
-    if not show:
-        yield (lambda _: None), (lambda _: None)
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("image cache", total=total)
-        yield (
-            lambda count: progress.update(task, advance=count),
-            lambda text: progress.update(task, description=text),
-        )
-
-
-def _flush(out: IO[bytes]) -> None:
-    out.flush()
-    os.fsync(out.fileno())
 
 
 def _room(num_bytes: float) -> str:

@@ -36,7 +36,8 @@ def random_resized_box(seed: int, epoch: int, sample: int, width: int, height: i
         box = _fitted(pixels, math.exp(_LOW + ratio * (_HIGH - _LOW)), top, left, width, height)
         if box is not None:
             return box
-    return _largest_in_centre(width, height)
+    box_width, box_height = min(width, round(height * MAX_RATIO)), min(height, round(width / MIN_RATIO))
+    return Box((width - box_width) // 2, (height - box_height) // 2, box_width, box_height)
 
 
 def resized_extent(width: int, height: int, short_side: int) -> tuple[int, int]:
@@ -57,9 +58,3 @@ def _fitted(pixels: float, ratio: float, top: float, left: float, width: int, he
     if not (0 < box_width <= width and 0 < box_height <= height):
         return None
     return Box(int(left * (width - box_width + 1)), int(top * (height - box_height + 1)), box_width, box_height)
-
-
-def _largest_in_centre(width: int, height: int) -> Box:
-    box_width = min(width, round(height * MAX_RATIO))
-    box_height = min(height, round(width / MIN_RATIO))
-    return Box((width - box_width) // 2, (height - box_height) // 2, box_width, box_height)

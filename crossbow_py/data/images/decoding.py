@@ -56,9 +56,12 @@ def decode(path: str | Path) -> Tensor:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(path, formats=FORMATS) as image:
-                _check_sides(path, image)
+                if max(image.size) > _LONGEST * min(image.size):
+                    reason = "{} x {} pixels, more than {} times as long as wide".format(*image.size, _LONGEST)
+                    raise UnreadableImage(str(path), reason)
                 image.load()
-                _turn_upright(image)
+                with suppress(Exception):  # damaged EXIF can raise nearly anything, and does no harm to the image
+                    ImageOps.exif_transpose(image, in_place=True)
                 return _rgb(image)
     except UnidentifiedImageError as error:
         raise UnreadableImage(str(path), "no JPEG, PNG or WebP image") from error
@@ -114,18 +117,6 @@ def _resized(pixels: Tensor, short_side: int) -> Tensor:
     resized = torch.empty((new_height, new_width, 3), dtype=torch.uint8)
     crop_resized(pixels, Box(0, 0, width, height), resized.permute(2, 0, 1).unsqueeze(0))
     return resized
-
-
-def _check_sides(path: str | Path, image: Image.Image) -> None:
-    if max(image.size) > _LONGEST * min(image.size):
-        width, height = image.size
-        raise UnreadableImage(str(path), f"{width} x {height} pixels, more than {_LONGEST} times as long as wide")
-
-
-def _turn_upright(image: Image.Image) -> None:
-    # Damaged EXIF can make its reader raise nearly anything, and does no harm to the image.
-    with suppress(Exception):
-        ImageOps.exif_transpose(image, in_place=True)
 
 
 def _rgb(image: Image.Image) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,15 +13,9 @@ from torch import Tensor
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.images.cache import ImageCache
 from crossbow_py.data.images.crops import random_resized_box
-from crossbow_py.data.images.decoding import (
-    UnreadableImage,
-    centre_cropped,
-    crop_resized,
-    decode,
-    shrunk,
-)
+from crossbow_py.data.images.decoding import UnreadableImage, centre_cropped, crop_resized, decode, shrunk
 from crossbow_py.data.images.folder import ImageFiles
-from crossbow_py.data.streaming.streamed_data import BadSample, Fetched, Key, StreamedData
+from crossbow_py.data.streaming.streamed_data import BadSample, Key, Loaded, OnSample, StreamedData
 
 
 class ImageFolderData(StreamedData):
@@ -66,7 +60,6 @@ class ImageFolderData(StreamedData):
 
     @property
     def max_bad(self) -> int:  # type: ignore[override]
-        """See `StreamedData`."""
         return min(self._allowed_bad, len(self) - 1)
 
     @property
@@ -76,7 +69,6 @@ class ImageFolderData(StreamedData):
 
     @property
     def image_shape(self) -> tuple[int, int, int]:  # type: ignore[override]
-        """See `StreamedData`."""
         return 3, self.size, self.size
 
     def __len__(self) -> int:
@@ -91,7 +83,7 @@ class ImageFolderData(StreamedData):
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         bad: dict[int, BadSample] = {}
-        found = self._readable(index, self.max_bad + 1, bad, _tell_nobody)
+        found = self._readable(index, self.max_bad + 1, bad, on_sample=lambda _: None)
         if found is None:
             first = bad[index]
             raise UserError(
@@ -104,14 +96,8 @@ class ImageFolderData(StreamedData):
         return image[0], self._label(sample)
 
     def fetch(
-        self,
-        keys: Sequence[Key],
-        *,
-        seed: int,
-        training: bool,
-        on_sample: Callable[[int], None],
-        out: Tensor | None = None,
-    ) -> Fetched:
+        self, keys: Sequence[Key], *, seed: int, training: bool, on_sample: OnSample, out: Tensor | None = None
+    ) -> Loaded:
         """See `StreamedData.fetch`.
 
         In training the next readable image in the order of files replaces a bad one, with the bad one's random crop. If
@@ -128,18 +114,18 @@ class ImageFolderData(StreamedData):
             if found is None:
                 slot.zero_()
             elif training:
-                self._crop(found[1], key, seed, slot)
+                height, width, _ = found[1].shape
+                box = random_resized_box(seed, key.epoch, key.sample, width, height, self.min_area)
+                crop_resized(found[1], box, slot)
             else:
                 centre_cropped(found[1], self.resize, slot)
             targets.append(self._label(key.sample if found is None else found[0]))
-        return Fetched(inputs[: len(targets)], torch.tensor(targets, dtype=torch.int64), tuple(bad.values()))
+        return Loaded(inputs[: len(targets)], torch.tensor(targets, dtype=torch.int64), tuple(bad.values()))
 
     def name_of(self, sample: int) -> str:
-        """Return the path."""
         return self.files.path(self._file(sample))
 
     def subset(self, ids: npt.NDArray[np.int64]) -> ImageFolderData:
-        """See `StreamedData.subset`; files and cache are shared."""
         part = copy.copy(self)
         part._ids = ids.copy() if self._ids is None else self._ids[ids]
         return part
@@ -151,7 +137,7 @@ class ImageFolderData(StreamedData):
         return int(self.files.labels[self._file(sample)])
 
     def _readable(
-        self, sample: int, attempts: int, bad: dict[int, BadSample], on_sample: Callable[[int], None]
+        self, sample: int, attempts: int, bad: dict[int, BadSample], on_sample: OnSample
     ) -> tuple[int, Tensor] | None:
         """Return the first readable of `attempts` samples from this one on, with its pixels. Others go to `bad`."""
         for step in range(attempts):
@@ -169,15 +155,6 @@ class ImageFolderData(StreamedData):
             return decode(self.files.path(file))
         cached = None if self._cache is None else self._cache.pixels(file)
         return shrunk(decode(self.files.path(file)), self.resize) if cached is None else cached
-
-    def _crop(self, pixels: Tensor, key: Key, seed: int, slot: Tensor) -> None:
-        height, width, _ = pixels.shape
-        box = random_resized_box(seed, key.epoch, key.sample, width, height, self.min_area)
-        crop_resized(pixels, box, slot)
-
-
-def _tell_nobody(sample: int) -> None:
-    """Do nothing: without a worker process there is no death to trace to a sample."""
 
 
 def _slots(count: int, size: int) -> Tensor:

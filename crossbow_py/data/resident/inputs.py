@@ -21,7 +21,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.data.augmentation import Augmentation, Ids, PaddedImages, flipped
 from crossbow_py.data.erasing import NUM_EDGES
 from crossbow_py.data.feed import MemoryOrder
-from crossbow_py.data.normalisation import Normalisation, PixelNormaliser
+from crossbow_py.data.normalisation import IDENTITY, BatchFormat, PixelNormaliser
 
 Fill = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
@@ -44,24 +44,16 @@ class ResidentInputs(ABC):
 
     num_rows: int = 1
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, channels_last: bool) -> None:
-        """Store the shape; 4-D batches are channels last in memory if `channels_last`."""
-        self.shape, self.dtype, self._device = shape, dtype, device
-        self._channels_last = channels_last and len(shape) == 3
+    def __init__(self, shape: torch.Size, form: BatchFormat) -> None:
+        self.shape, self.dtype, self._device = shape, form.dtype, form.device
+        self._channels_last = form.channels_last and len(shape) == 3
 
     def new(self, num_batches: int, batch_size: int, order: MemoryOrder) -> Tensor:
         """Return zeros [K, B, *shape] for `fill`, in the memory format of batches. Only images take "channels"."""
-        if order == "channels":
-            channels, height, width = self.shape
-            rows = self._zeros(batch_size, height, width, num_batches, channels)
-            return rows.permute(3, 0, 4, 1, 2)
-        if not self._channels_last:
-            return self._zeros(num_batches, batch_size, *self.shape)
-        channels, height, width = self.shape
-        return self._zeros(num_batches, batch_size, height, width, channels).permute(0, 1, 4, 2, 3)
-
-    def _zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=self.dtype, device=self._device)
+        shape, last = (num_batches, batch_size, *self.shape), (0, 1, 3, 4, 2)
+        axes = (1, 3, 4, 0, 2) if order == "channels" else last if self._channels_last else range(len(shape))
+        zeros = torch.zeros([shape[axis] for axis in axes], dtype=self.dtype, device=self._device)
+        return zeros.permute(*np.argsort(axes).tolist())
 
     def check_augmentation(self, augmentation: Augmentation) -> None:
         """Raise UserError if `epoch_picks` cannot augment like that."""
@@ -110,37 +102,27 @@ class ResidentInputs(ABC):
 class RowInputs(ResidentInputs):
     """Inputs without augmentation: floating ones, cast and normalised once at construction, and integers."""
 
-    def __init__(
-        self,
-        inputs: Tensor,
-        normalisation: Normalisation | None,
-        device: torch.device,
-        channels_last: bool,
-        dtype: torch.dtype,
-    ) -> None:
-        rows = inputs.to(device)
+    def __init__(self, inputs: Tensor, form: BatchFormat) -> None:
+        rows = inputs.to(form.device)
         if rows.is_floating_point():
-            rows = rows.to(dtype) if normalisation is None else normalisation.apply(rows, dtype)
-        super().__init__(rows.shape[1:], rows.dtype, device, channels_last)
+            rows = rows.to(form.dtype) if form.normalisation is None else form.normalisation.apply(rows, form.dtype)
+        super().__init__(rows.shape[1:], form._replace(dtype=rows.dtype))
         # index_select gives contiguous results, so channels-last rows are stored as [N, H, W, C].
         self._rows = (rows.permute(0, 2, 3, 1) if self._channels_last else rows).contiguous()
 
     def epoch_picks(self, seed: int, epoch: int, order: Ids, augmentation: Augmentation | None = None) -> Ids:
-        """Return the order itself."""
         return order[np.newaxis]
 
     def plain_picks(self, ids: Ids) -> Ids:
-        """Return the ids themselves."""
         return ids[np.newaxis]
 
     def take(self, picks: Tensor) -> Tensor:
-        """Return the inputs [B, ...], by one gather."""
         rows = self._rows.index_select(0, picks[0])
         return rows.permute(0, 3, 1, 2) if self._channels_last else rows
 
     def _fill_inputs(self, picks: Tensor, inputs: Tensor) -> None:
         rows = inputs.permute(0, 1, 3, 4, 2) if self._channels_last else inputs
-        if rows.is_contiguous():
+        if rows.is_contiguous() and rows.dtype == self._rows.dtype:
             torch.index_select(self._rows, 0, picks[0], out=rows.flatten(0, 1))
         else:
             super()._fill_inputs(picks, inputs)
@@ -149,19 +131,15 @@ class RowInputs(ResidentInputs):
 class ClipInputs(RowInputs):
     """uint8 clips without augmentation, stored as uint8, a quarter of float32's memory, and normalised when taken."""
 
-    def __init__(self, clips: Tensor, normalisation: Normalisation, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(clips, None, device, channels_last=False, dtype=dtype)
+    def __init__(self, clips: Tensor, form: BatchFormat) -> None:
+        super().__init__(clips, form)
+        normalisation, self.dtype = form.normalisation or IDENTITY, form.dtype
         normalisation.check_channels(clips.shape[1])
-        self.dtype = dtype
         # Made once, as a CUDA graph cannot capture a copy from the host.
-        self._mean, self._std = normalisation.constants(self._rows, dtype)
+        self._mean, self._std = normalisation.constants(self._rows, form.dtype)
 
     def take(self, picks: Tensor) -> Tensor:
-        """Return the clips [B, C, T, H, W], by one gather and a normalisation."""
         return super().take(picks).to(self._mean.dtype).sub_(self._mean).div_(self._std).to(self.dtype)
-
-    def _fill_inputs(self, picks: Tensor, inputs: Tensor) -> None:
-        inputs.copy_(self.take(picks).view(inputs.shape))
 
 
 class ImageInputs(ResidentInputs):
@@ -171,26 +149,21 @@ class ImageInputs(ResidentInputs):
     for channels-last images, `fill` is one launch of a Triton kernel and gives the same bits.
     """
 
-    def __init__(
-        self,
-        images: Tensor,
-        augmentation: Augmentation,
-        normalisation: Normalisation,
-        device: torch.device,
-        channels_last: bool,
-        dtype: torch.dtype,
-        kernels: bool,
-    ) -> None:
-        super().__init__(images.shape[1:], dtype, device, channels_last)
-        self._augmentation = augmentation
-        self.num_rows = num_picks(augmentation)
-        self._images = PaddedImages(images, augmentation.crop_padding, device)
+    def __init__(self, images: Tensor, augmentation: Augmentation, form: BatchFormat, kernels: bool) -> None:
+        super().__init__(images.shape[1:], form)
+        self._augmentation, self.num_rows = augmentation, num_picks(augmentation)
+        self._images = PaddedImages(images, augmentation.crop_padding, form.device)
         channels, height, width = images.shape[1:]
-        self._normalise = PixelNormaliser((channels, height, width), normalisation, dtype, device, channels_last)
-        self._kernel = _image_kernel(self._images, self._normalise) if kernels and channels_last else None
+        self._normalise = PixelNormaliser((channels, height, width), form)
+        self._kernel: Fill | None = None
+        if kernels and form.channels_last:
+            # Imported here, as this module must be importable without Triton.
+            from crossbow_py.data.resident.image_kernels import PixelTable, gather_images  # noqa: PLC0415
+
+            table = PixelTable(self._images.pixels, self._images.row, self._normalise.table())
+            self._kernel = partial(gather_images, table)
 
     def check_augmentation(self, augmentation: Augmentation) -> None:
-        """See `ResidentInputs.check_augmentation`."""
         stored = self._augmentation
         crops_more = augmentation.crop_padding > stored.crop_padding
         moves_more = augmentation.moves_pixels and not stored.moves_pixels
@@ -213,10 +186,9 @@ class ImageInputs(ResidentInputs):
         return np.concatenate([picks, erased[:, order]])
 
     def plain_picks(self, ids: Ids) -> Ids:
-        """See `ResidentInputs.plain_picks`. The crop in the middle is the image."""
-        top, left, mirrored = self._augmentation.centre(len(ids))
+        corner = np.full(len(ids), self._augmentation.crop_padding, dtype=np.int64)
         picks = np.zeros((self.num_rows, len(ids)), dtype=np.int64)
-        picks[:_NUM_PIXEL_ROWS] = ids, self._images.first_pixel(ids, top, left), mirrored
+        picks[:_MIRRORED] = ids, self._images.first_pixel(ids, corner, corner)
         return picks
 
     def take(self, picks: Tensor) -> Tensor:
@@ -226,12 +198,10 @@ class ImageInputs(ResidentInputs):
         return self._normalise(pixels, picks[_NUM_PIXEL_ROWS:] if self._augmentation.random_erasing else None)
 
     def take_targets(self, picks: Tensor, all_targets: Tensor) -> Tensor:
-        """See `ResidentInputs.take_targets`. Masks [N, ..., H, W] are flipped with their images."""
         taken = super().take_targets(picks, all_targets)
         return flipped(taken, picks[_MIRRORED].bool()) if self._moves(all_targets) else taken
 
     def fill(self, picks: Tensor, inputs: Tensor, all_targets: Tensor, targets: Tensor) -> None:
-        """See `ResidentInputs.fill`."""
         if self._kernel is None:
             super().fill(picks, inputs, all_targets, targets)
         else:
@@ -242,10 +212,3 @@ class ImageInputs(ResidentInputs):
     def _moves(self, all_targets: Tensor) -> bool:
         """Return whether the targets are masks of images that are flipped."""
         return bool(self._augmentation.flip) and all_targets.ndim > 2
-
-
-def _image_kernel(images: PaddedImages, normalise: PixelNormaliser) -> Fill:
-    # Imported here, as this module must be importable without Triton.
-    from crossbow_py.data.resident.image_kernels import PixelTable, gather_images  # noqa: PLC0415
-
-    return partial(gather_images, PixelTable(images.pixels, images.row, normalise.table()))

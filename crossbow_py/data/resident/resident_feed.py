@@ -12,8 +12,8 @@ from torch import Tensor
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.augmentation import Augmentation, Ids, check_shapes
-from crossbow_py.data.datasets import Classes, counted
-from crossbow_py.data.feed import Batch, EpochCache, Feed, MemoryOrder, PickedFeed
+from crossbow_py.data.datasets import Classes, counted, has_integers
+from crossbow_py.data.feed import Batch, EpochCache, Feed, MemoryOrder
 from crossbow_py.data.resident.inputs import ResidentInputs
 from crossbow_py.data.sampler import epoch_order, segments
 
@@ -27,18 +27,20 @@ class Variant(NamedTuple):
     augmentation: Augmentation
 
 
-class _Epoch(NamedTuple):
-    """An epoch of the streams with the same variant."""
-
-    variant: Variant | None
-    epoch: int
-
-
-class ResidentFeed(PickedFeed):
+class ResidentFeed(Feed):
     """The feed of a data set whose tensors live on the device. A batch takes only gathers and arithmetic.
 
     There may be several streams over one data set: the samples in the same order, each stream with its own
     augmentation. Stream s has the positions from s·STREAM on. `set_variant` adds streams; without it there is one.
+
+    Batches can also be made in two steps, the second of which may be part of a CUDA graph:
+
+        picks, batches = feed.new_picks(K), feed.new_batches(K)    once
+        feed.write_picks(starts, picks)                            every round, before the graph
+        feed.take(picks, batches)                                  inside the graph
+
+    The batches are the same to the bit. Picks and batches belong to the caller, which must not let `write_picks` or
+    `take` overwrite what another stream or thread still reads.
 
     Args:
         inputs, targets: all samples, on the device.
@@ -56,8 +58,8 @@ class ResidentFeed(PickedFeed):
         self._variants: dict[int, Variant] = {}
         self._plain: Variant | None = None  # that of streams without their own
         self._has_target: dict[int, bool] = {}
-        # Picks int64 [R, N] of a stream's epoch in stream order, on the device.
-        self._tables: EpochCache[_Epoch, Tensor] = EpochCache(self._epoch_picks)
+        # Picks int64 [R, N] in stream order, on the device: an epoch of the streams with the same variant.
+        self._tables: EpochCache[tuple[Variant | None, int], Tensor] = EpochCache(self._epoch_picks)
 
     def with_batch_size(self, batch_size: int) -> ResidentFeed:
         """Return a feed of the same streams with another batch size, which shares the tables of epochs."""
@@ -71,7 +73,6 @@ class ResidentFeed(PickedFeed):
         self._tables.serve(id(self), num_learners)
 
     def close(self) -> None:
-        """See Feed."""
         self._tables.serve(id(self), 0)
 
     def without_augmentation(self) -> ResidentFeed:
@@ -91,40 +92,55 @@ class ResidentFeed(PickedFeed):
 
     def batch(self, start: int) -> Batch:
         """See `Feed.batch`. Copies from the host only once an epoch, in the first call that reaches it."""
-        return self._take(self._picks([start]))
+        return self._together([start])
 
     def batches(self, starts: Sequence[int]) -> Batch:
         """See `Feed.batches`. One gather for all learners. 4-D inputs keep their memory format within each batch."""
-        together = self._take(self._picks(starts))
-        return Batch(*(tensor.view(len(starts), -1, *tensor.shape[1:]) for tensor in together))
+        return Batch(*(tensor.view(len(starts), -1, *tensor.shape[1:]) for tensor in self._together(starts)))
+
+    def _together(self, starts: Sequence[int]) -> Batch:
+        parts = self._slices(starts)
+        return self._take(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
 
     def new_picks(self, num_batches: int) -> Tensor:
-        """See `PickedFeed.new_picks`."""
+        """Return int64 zeros [R, num_batches·B] on the device for `write_picks`; they pick the first sample."""
         shape = self._inputs.num_rows, num_batches * self.batch_size
         return torch.zeros(shape, dtype=torch.int64, device=self._targets.device)
 
     def new_batches(self, num_batches: int, order: MemoryOrder = "stacked") -> Batch:
-        """See `PickedFeed.new_batches`."""
+        """Return zeros for `take`: inputs [num_batches, B, ...] and targets [num_batches, B, ...].
+
+        The order "channels" is for images only. Their memory is `[B, H, W, num_batches, C]`, so that
+        `inputs.transpose(0, 1).flatten(1, 2)`, the input of a grouped convolution, is a view.
+        """
         targets = self._targets.new_zeros(num_batches, self.batch_size, *self._targets.shape[1:])
         return Batch(self._inputs.new(num_batches, self.batch_size, order), targets)
 
     def write_picks(self, starts: Sequence[int], out: Tensor) -> None:
-        """See `PickedFeed.write_picks`."""
+        """Write the picks of the batches at `starts` into `out`, by one copy on the current stream, outside a capture.
+
+        The host blocks only once an epoch, in the first call that reaches it. `out` is from `new_picks(len(starts))`.
+        """
         assert out.shape[1] == len(starts) * self.batch_size, "picks are for a fixed number of batches"
         torch.cat(self._slices(starts), dim=1, out=out)
 
     def take(self, picks: Tensor, out: Batch) -> None:
-        """See `PickedFeed.take`. One launch for images if there are kernels."""
+        """Make the picked batches, enqueued on the current stream; the host does not block.
+
+        Reads only `picks` and data on the device, so a CUDA graph may capture it. `out` comes from `new_batches`; a
+        single batch may also be given as `[B, ...]`.
+        """
         inputs, targets = out if out.targets.ndim > self._targets.ndim else (each.unsqueeze(0) for each in out)
         self._inputs.fill(picks, inputs, self._targets, targets)
 
-    def _picks(self, starts: Sequence[int]) -> Tensor:
-        parts = self._slices(starts)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
     def _slices(self, starts: Sequence[int]) -> list[Tensor]:
         """Return the picks of the batches as slices [R, n] of epochs' tables, few as learners' batches are adjacent."""
-        joined = _joined_runs(starts, self.batch_size)
+        joined: list[tuple[int, int]] = []  # (start, count); a batch that begins where the last one ends prolongs it
+        for start in starts:
+            if joined and sum(joined[-1]) == start:
+                joined[-1] = (joined[-1][0], joined[-1][1] + self.batch_size)
+            else:
+                joined.append((start, self.batch_size))
         runs = [run for start, count in joined for run in self._runs(start, count)]
         tables = {key: self._tables(key) for key, _, _ in runs}
         if self._targets.device.type == "cuda":
@@ -132,11 +148,11 @@ class ResidentFeed(PickedFeed):
                 table.record_stream(torch.cuda.current_stream())
         return [tables[key][:, first:last] for key, first, last in runs]
 
-    def _runs(self, start: int, count: int) -> list[tuple[_Epoch, int, int]]:
+    def _runs(self, start: int, count: int) -> list[tuple[tuple[Variant | None, int], int, int]]:
         stream, position = divmod(start, STREAM)
         variant = self._variants.get(stream, self._plain)
         found = segments(position, count, self.num_samples)
-        return [(_Epoch(variant, epoch), first, last) for epoch, first, last in found]
+        return [((variant, epoch), first, last) for epoch, first, last in found]
 
     def check_labels(self, classes: Classes, what: str) -> None:
         """See `Feed.check_labels`. A host–device synchronisation, once."""
@@ -147,12 +163,11 @@ class ResidentFeed(PickedFeed):
     def may_have_target(self, target: int) -> bool:
         """See `Feed.may_have_target`. A host–device synchronisation, once."""
         if target not in self._has_target:
-            is_whole = not (self._targets.is_floating_point() or self._targets.is_complex())
-            self._has_target[target] = is_whole and not bool(counted(self._targets, target).all())
+            found = has_integers(self._targets) and not bool(counted(self._targets, target).all())
+            self._has_target[target] = found
         return self._has_target[target]
 
     def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
-        """See `Feed.evaluation_batches`."""
         for begin in range(first * batch_size, self.num_samples, step * batch_size):
             ids = np.arange(begin, min(begin + batch_size, self.num_samples), dtype=np.int64)
             yield self._take(self._upload(self._inputs.plain_picks(ids)))
@@ -160,23 +175,13 @@ class ResidentFeed(PickedFeed):
     def _take(self, picks: Tensor) -> Batch:
         return Batch(self._inputs.take(picks), self._inputs.take_targets(picks, self._targets))
 
-    def _epoch_picks(self, key: _Epoch) -> Tensor:
-        order = epoch_order(self._order_seed, key.epoch, self.num_samples)
-        seed, augmentation = key.variant or (self._seed, None)
-        return self._upload(self._inputs.epoch_picks(seed, key.epoch, order, augmentation))
+    def _epoch_picks(self, key: tuple[Variant | None, int]) -> Tensor:
+        variant, epoch = key
+        seed, augmentation = variant or (self._seed, None)
+        order = epoch_order(self._order_seed, epoch, self.num_samples)
+        return self._upload(self._inputs.epoch_picks(seed, epoch, order, augmentation))
 
     def _upload(self, picks: Ids) -> Tensor:
         # A host–device synchronisation on purpose: from pageable memory the copy is done when this returns, so the
         # streams of all threads may read the table without waiting for the stream of the thread that built it.
         return torch.from_numpy(picks).to(self._targets.device)
-
-
-def _joined_runs(starts: Sequence[int], batch_size: int) -> list[tuple[int, int]]:
-    """Return batches as runs (start, count) of the stream; a batch that begins where the last one ends prolongs it."""
-    joined: list[tuple[int, int]] = []
-    for start in starts:
-        if joined and sum(joined[-1]) == start:
-            joined[-1] = (joined[-1][0], joined[-1][1] + batch_size)
-        else:
-            joined.append((start, batch_size))
-    return joined

@@ -90,17 +90,17 @@ class SourceSettings(ABC):
                 f"{self.crop_padding}; lower it."
             )
         return DataSource(
-            name=self.NAME,
-            train=train,
-            test=test,
-            validation=validation,
-            num_classes=num_classes,
-            input_shape=shape,
-            mean=mean,
-            std=std,
-            augmentation=self.augmentation,
-            notes=notes,
-            class_names=self.CLASS_NAMES,
+            self.NAME,
+            train,
+            test,
+            validation,
+            num_classes,
+            shape,
+            mean,
+            std,
+            self.augmentation,
+            notes,
+            self.CLASS_NAMES,
         )
 
     @property
@@ -129,7 +129,6 @@ class SourceSettings(ABC):
         return ()
 
 
-@dataclass(frozen=True)
 class PublishedSettings(SourceSettings):
     """Settings of a published data set, whose shape, number of classes and moments are known."""
 
@@ -141,11 +140,9 @@ class PublishedSettings(SourceSettings):
     NUM_TEST: ClassVar[int]
 
     def declared(self) -> Declared | None:
-        """Return the published figures."""
         return Declared(self.SHAPE, self.CLASSES, self.NUM_TRAIN, self.NUM_TEST, resident=True)
 
     def moments(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-        """Return the moments of the published training set."""
         return self.MEAN, self.STD
 
     def count_classes(self, train: Data, test: Data) -> int | None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import io
 import math
 import tarfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, TypeGuard
 
@@ -34,6 +36,7 @@ from crossbow_py.data.sources.downloads import (
 from crossbow_py.data.sources.pickles import read_pickle
 
 _SHAPE = (3, 32, 32)
+Read = Callable[[str], tuple[str, bytes]]  # from the name of a pickle to its path for messages, and its content
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,9 @@ class PublishedBatch:
 class CifarSettings(DownloadedSettings):
     """Settings that the two data sets share; each lists its files."""
 
-    SHAPE: ClassVar[tuple[int, ...]] = _SHAPE
-    NUM_TRAIN: ClassVar[int] = 50_000
-    NUM_TEST: ClassVar[int] = 10_000
+    SHAPE = _SHAPE
+    NUM_TRAIN = 50_000
+    NUM_TEST = 10_000
     FOLDER: ClassVar[str]
     ARCHIVE: ClassVar[PublishedFile]
     LABELS: ClassVar[str]
@@ -67,18 +70,16 @@ class CifarSettings(DownloadedSettings):
         path = find((self.FOLDER, self.ARCHIVE.path), folders)
         if path is None:
             path = download(self.ARCHIVE, folders, self.download, progress)
-        files = _Folder(path) if path.is_dir() else _Archive(path, self.FOLDER)
-        return self._images(files, self.TRAIN), self._images(files, self.TEST)
+        read = partial(_read, path) if path.is_dir() else _Archive(path, self.FOLDER).read
+        return self._images(read, self.TRAIN), self._images(read, self.TEST)
 
-    def _images(self, files: _Folder | _Archive, batches: tuple[PublishedBatch, ...]) -> Pair:
-        images, labels = zip(*(self._batch(files, batch) for batch in batches), strict=True)
+    def _images(self, read: Read, batches: tuple[PublishedBatch, ...]) -> Pair:
+        images, labels = zip(*(self._batch(read, batch) for batch in batches), strict=True)
         return torch.from_numpy(np.concatenate(images).reshape(-1, *_SHAPE)), torch.from_numpy(np.concatenate(labels))
 
-    def _batch(
-        self, files: _Folder | _Archive, batch: PublishedBatch
-    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    def _batch(self, read: Read, batch: PublishedBatch) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
         """Return images uint8 [n, 3072] and labels int64 [n]. The hash is checked first, then the content."""
-        path, content = files.read(batch.name)
+        path, content = read(batch.name)
         check_published(content, batch.length, batch.md5, path)
         images, labels = _entries(read_pickle(content, path), self.LABELS)
         if not _are_images(images) or not _are_labels(labels, len(images), self.CLASSES):
@@ -89,68 +90,55 @@ class CifarSettings(DownloadedSettings):
         return images, np.asarray(labels, dtype=np.int64)
 
 
-@dataclass(frozen=True)
 class Cifar10(CifarSettings):
     """50,000 + 10,000 colour images 32 x 32 of 10 classes."""
 
-    NAME: ClassVar[str] = "cifar10"
-    CLASS_NAMES: ClassVar[tuple[str, ...] | None] = (
+    NAME = "cifar10"
+    CLASS_NAMES = (
         "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
     )  # fmt: skip
-    MEAN: ClassVar[tuple[float, ...]] = (0.4914, 0.4822, 0.4465)
-    STD: ClassVar[tuple[float, ...]] = (0.2470, 0.2435, 0.2616)
-    FOLDER: ClassVar[str] = "cifar-10-batches-py"
-    ARCHIVE: ClassVar[PublishedFile] = PublishedFile(
+    MEAN = (0.4914, 0.4822, 0.4465)
+    STD = (0.2470, 0.2435, 0.2616)
+    FOLDER = "cifar-10-batches-py"
+    ARCHIVE = PublishedFile(
         "cifar-10-python.tar.gz",
         "c58f30108f718f92721af3b95e74349a",
         ("https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",),
     )
-    LABELS: ClassVar[str] = "labels"
-    TRAIN: ClassVar[tuple[PublishedBatch, ...]] = (
+    LABELS = "labels"
+    TRAIN = (
         PublishedBatch("data_batch_1", 31035704, "c99cafc152244af753f735de768cd75f"),
         PublishedBatch("data_batch_2", 31035320, "d4bba439e000b95fd0a9bffe97cbabec"),
         PublishedBatch("data_batch_3", 31035999, "54ebc095f3ab1f0389bbae665268c751"),
         PublishedBatch("data_batch_4", 31035696, "634d18415352ddfa80567beed471001a"),
         PublishedBatch("data_batch_5", 31035623, "482c414d41f54cd18b22e5b47cb7c3cb"),
     )
-    TEST: ClassVar[tuple[PublishedBatch, ...]] = (
-        PublishedBatch("test_batch", 31035526, "40351d587109b95175f43aff81a1287e"),
-    )
+    TEST = (PublishedBatch("test_batch", 31035526, "40351d587109b95175f43aff81a1287e"),)
 
 
-@dataclass(frozen=True)
 class Cifar100(CifarSettings):
     """50,000 + 10,000 colour images 32 x 32 of 100 (fine) classes."""
 
-    NAME: ClassVar[str] = "cifar100"
-    CLASSES: ClassVar[int] = 100
-    MEAN: ClassVar[tuple[float, ...]] = (0.5071, 0.4865, 0.4409)
-    STD: ClassVar[tuple[float, ...]] = (0.2673, 0.2564, 0.2762)
-    FOLDER: ClassVar[str] = "cifar-100-python"
-    ARCHIVE: ClassVar[PublishedFile] = PublishedFile(
+    NAME = "cifar100"
+    CLASSES = 100
+    MEAN = (0.5071, 0.4865, 0.4409)
+    STD = (0.2673, 0.2564, 0.2762)
+    FOLDER = "cifar-100-python"
+    ARCHIVE = PublishedFile(
         "cifar-100-python.tar.gz",
         "eb9058c3a382ffc7106e4002c42a8d85",
         ("https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",),
     )
-    LABELS: ClassVar[str] = "fine_labels"
-    TRAIN: ClassVar[tuple[PublishedBatch, ...]] = (
-        PublishedBatch("train", 155249918, "16019d7e3df5f24257cddd939b257f8d"),
-    )
-    TEST: ClassVar[tuple[PublishedBatch, ...]] = (PublishedBatch("test", 31049918, "f0ef6b0ae62326f3e7ffdfab6717acfc"),)
+    LABELS = "fine_labels"
+    TRAIN = (PublishedBatch("train", 155249918, "16019d7e3df5f24257cddd939b257f8d"),)
+    TEST = (PublishedBatch("test", 31049918, "f0ef6b0ae62326f3e7ffdfab6717acfc"),)
 
 
-class _Folder:
-    """The pickles in a folder."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def read(self, name: str) -> tuple[str, bytes]:
-        """Return (path for messages, content)."""
-        path = self._path / name
-        if not path.exists():
-            raise UserError(f"data file {path} is missing; {REPLACE}.")
-        return str(path), read_file(path)
+def _read(folder: Path, name: str) -> tuple[str, bytes]:
+    path = folder / name
+    if not path.exists():
+        raise UserError(f"data file {path} is missing; {REPLACE}.")
+    return str(path), read_file(path)
 
 
 class _Archive:
@@ -166,7 +154,6 @@ class _Archive:
             raise UserError(f"data file {path} is truncated or damaged ({type(error).__name__}); {REPLACE}.") from error
 
     def read(self, name: str) -> tuple[str, bytes]:
-        """Return (path for messages, content)."""
         inside = f"{self._folder}/{name}"
         member = self._members.get(inside)
         # A link may point to itself, and a sparse file may claim any size.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import Subset
@@ -21,14 +21,13 @@ _MOST_CLASSES = 2**24  # larger targets are numbers, not classes
 class Custom(SourceSettings):
     """Data from `target(**args)`, which returns (train, test), each a pair of tensors or a map-style data set."""
 
-    NAME: ClassVar[str] = "custom"
+    NAME = "custom"
 
     target: str = setting("", "dotted path pkg.module.function; it returns (train, test)")
     args: dict[str, Any] = setting({}, "keyword arguments of that function")
     num_classes: int | None = setting(None, "number of classes; null takes it from the data set", minimum=1)
 
     def read(self, progress: bool) -> tuple[Data, Data]:
-        """Call the function and check what it returns."""
         result = call_target("data", self.target, self.args)
         if not isinstance(result, tuple | list) or len(result) != 2:
             size = f" of {len(result)}" if isinstance(result, tuple | list) else ""
@@ -64,16 +63,11 @@ class Custom(SourceSettings):
 
 def _classes_of(data: Any) -> int | None:
     pair = as_pair(data)
-    if pair is None:
-        while isinstance(data, Subset):
-            data = data.dataset
-        if hasattr(data, "classes"):
-            return len(data.classes)
-        return _largest(getattr(data, "targets", None))
-    return _largest(pair[1])
-
-
-def _largest(targets: Any) -> int | None:
+    while pair is None and isinstance(data, Subset):
+        data = data.dataset
+    if pair is None and hasattr(data, "classes"):
+        return len(data.classes)
+    targets = getattr(data, "targets", None) if pair is None else pair[1]
     if isinstance(targets, Tensor):
         return int(targets.max()) + 1 if has_integers(targets) else None
     if isinstance(targets, list) and targets and all(isinstance(target, int) for target in targets):

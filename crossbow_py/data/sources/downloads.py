@@ -5,13 +5,13 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import itertools
 import os
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import pooch
 from rich.console import Console
@@ -83,7 +83,9 @@ def download(wanted: PublishedFile, folders: Sequence[Path], allowed: bool, prog
             return _download_from(url, wanted, target, progress)
         except (OSError, ValueError) as error:  # requests' errors are OSErrors; a wrong hash is a ValueError
             failures.append(f"{url} ({type(error).__name__})")
-    _drop_empty((target / wanted.path).parents, before)
+    for folder in itertools.takewhile(lambda folder: folder not in before, (target / wanted.path).parents):
+        with suppress(OSError):  # remove what the download made, unless it is in use
+            folder.rmdir()
     raise UserError(
         f"{wanted.path} is not in {looked} and could not be downloaded from {' or '.join(failures)}; "
         f"without a network, {remedy}."
@@ -131,18 +133,8 @@ def check_published(content: bytes, length: int, md5: str, path: Path | str) -> 
         raise UserError(f"data file {path} is damaged: its md5 is {found}, published is {md5}; {REPLACE}.")
 
 
-class _ProgressBar(Protocol):
-    """The interface of a progress bar for pooch."""
-
-    total: int
-
-    def update(self, amount: int) -> None: ...
-    def reset(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class _Bar:
-    """A rich task in the shape of a tqdm bar."""
+    """A rich task in the shape of a tqdm bar, for pooch."""
 
     def __init__(self, progress: Progress, name: str) -> None:
         self._progress, self._task = progress, progress.add_task(name, total=None)
@@ -160,16 +152,6 @@ class _Bar:
         """Do nothing: the bar ends with its `Progress`."""
 
 
-@contextmanager
-def _bar(name: str, show: bool) -> Iterator[_ProgressBar | None]:
-    if not show:
-        yield None
-        return
-    columns = TextColumn("downloading {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        yield _Bar(progress, name)
-
-
 def _download_from(url: str, wanted: PublishedFile, target: Path, progress: bool) -> Path:
     pooch.get_logger().setLevel("WARNING")  # its announcements would tear the progress bar
     store = pooch.create(
@@ -179,20 +161,12 @@ def _download_from(url: str, wanted: PublishedFile, target: Path, progress: bool
         urls={wanted.path: url},
         retry_if_failed=_RETRIES,
     )
-    with _bar(wanted.path, progress) as bar:
+    columns = TextColumn("downloading {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True, quiet=not progress), disable=not progress) as shown:
         downloader = pooch.HTTPDownloader(
-            progressbar=bar or False, chunk_size=2**16, timeout=(_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S)
+            progressbar=_Bar(shown, wanted.path), chunk_size=2**16, timeout=(_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S)
         )
         return Path(store.fetch(wanted.path, downloader=downloader))
-
-
-def _drop_empty(folders: Iterable[Path], before: Collection[Path]) -> None:
-    """Remove the folders that a failed download made."""
-    for folder in folders:
-        if folder in before:
-            return
-        with suppress(OSError):
-            folder.rmdir()
 
 
 def _writable(folder: Path) -> bool:

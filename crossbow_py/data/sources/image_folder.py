@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import given_path
@@ -28,7 +27,7 @@ _MOST_COUNTED = 100_000  # files are counted up to here for `declared`
 class ImageFolder(SourceSettings):
     """Images in folders, train/<class>/* and val/<class>/*, decoded while training."""
 
-    NAME: ClassVar[str] = "image_folder"
+    NAME = "image_folder"
 
     crop_padding: int = setting(0, "must be 0: training crops are random and resized", minimum=0)
     flip: Flip = setting(True, FLIP_HELP)
@@ -68,11 +67,9 @@ class ImageFolder(SourceSettings):
         return self._data(train, progress), self._data(val, progress)
 
     def moments(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-        """Return the moments that were set, by default ImageNet's."""
         return self.mean, self.std
 
     def count_classes(self, train: Data, test: Data) -> int | None:
-        """Return the number of class folders."""
         assert isinstance(train, ImageFolderData), "given what `read` returns"
         return len(train.classes)
 
@@ -87,7 +84,6 @@ class ImageFolder(SourceSettings):
         return Declared(shape, num_classes, num_train, None, resident=False)
 
     def notes(self, train: Data, test: Data) -> tuple[str, ...]:
-        """Return sentences on the cache, each once for both parts."""
         assert isinstance(train, ImageFolderData), "given what `read` returns"
         assert isinstance(test, ImageFolderData), "given what `read` returns"
         return tuple(dict.fromkeys([*train.notes, *test.notes]))

@@ -23,13 +23,12 @@ _IMAGES, _LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
 _UNSIGNED_BYTE = 0x08
 
 
-@dataclass(frozen=True)
 class IdxSettings(DownloadedSettings):
     """Settings that the two data sets share: the same four files, in a folder named like the data set."""
 
-    SHAPE: ClassVar[tuple[int, ...]] = (1, 28, 28)
-    NUM_TRAIN: ClassVar[int] = 60_000
-    NUM_TEST: ClassVar[int] = 10_000
+    SHAPE = (1, 28, 28)
+    NUM_TRAIN = 60_000
+    NUM_TEST = 10_000
     MIRRORS: ClassVar[tuple[str, ...]]
     MD5: ClassVar[dict[str, str]]
 
@@ -56,14 +55,13 @@ class IdxSettings(DownloadedSettings):
         return found or download(wanted, folders, self.download, progress)
 
 
-@dataclass(frozen=True)
 class Mnist(IdxSettings):
     """60,000 + 10,000 handwritten digits, 28 x 28 in grey."""
 
-    NAME: ClassVar[str] = "mnist"
-    MEAN: ClassVar[tuple[float, ...]] = (0.1307,)
-    STD: ClassVar[tuple[float, ...]] = (0.3081,)
-    MIRRORS: ClassVar[tuple[str, ...]] = (
+    NAME = "mnist"
+    MEAN = (0.1307,)
+    STD = (0.3081,)
+    MIRRORS = (
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
         "https://storage.googleapis.com/cvdf-datasets/mnist/",
     )
@@ -79,13 +77,13 @@ class Mnist(IdxSettings):
 class FashionMnist(IdxSettings):
     """60,000 + 10,000 articles of clothing, 28 x 28 in grey."""
 
-    NAME: ClassVar[str] = "fashion_mnist"
-    MEAN: ClassVar[tuple[float, ...]] = (0.2860,)
-    CLASS_NAMES: ClassVar[tuple[str, ...] | None] = (
+    NAME = "fashion_mnist"
+    MEAN = (0.2860,)
+    CLASS_NAMES = (
         "T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
     )  # fmt: skip
-    STD: ClassVar[tuple[float, ...]] = (0.3530,)
-    MIRRORS: ClassVar[tuple[str, ...]] = (
+    STD = (0.3530,)
+    MIRRORS = (
         "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
         "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",
     )

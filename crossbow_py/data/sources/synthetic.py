@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +24,7 @@ _MEAN, _STD = 0.5, 0.2041
 class Synthetic(SourceSettings):
     """Generated images or clips: a pattern for each class, and noise; the same for every seed of the run."""
 
-    NAME: ClassVar[str] = "synthetic"
+    NAME = "synthetic"
 
     shape: tuple[int, ...] = setting((3, 32, 32), "of a sample: channels, of a clip frames, height, width", minimum=1)
     num_classes: int = setting(10, "number of classes", minimum=2, maximum=100_000)
@@ -43,11 +42,6 @@ class Synthetic(SourceSettings):
 
     def read(self, progress: bool) -> tuple[Data, Data]:
         """Return (train, test), the same patterns with different noise. Raises UserError if memory is too small."""
-        self._check_room()
-        patterns = self._bytes("patterns", self.num_classes)
-        return self._samples(patterns, "train", self.num_train), self._samples(patterns, "test", self.num_test)
-
-    def _check_room(self) -> None:
         sample, label = math.prod(self.shape), 8
         needed = (self.num_train + self.num_test) * (sample + label) + self.num_classes * sample
         left = read_host().memory_bytes
@@ -56,17 +50,16 @@ class Synthetic(SourceSettings):
                 f"the samples of data=synthetic must fit into {left / 2**30:.1f} GiB of memory, got more; lower "
                 "data.num_train, data.num_test, data.num_classes or data.shape."
             )
+        patterns = self._bytes("patterns", self.num_classes)
+        return self._samples(patterns, "train", self.num_train), self._samples(patterns, "test", self.num_test)
 
     def declared(self) -> Declared | None:
-        """Return the settings."""
         return Declared(self.shape, self.num_classes, self.num_train, self.num_test, resident=True)
 
     def moments(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-        """Return the moments, which follow from the construction."""
         return (_MEAN,) * self.shape[0], (_STD,) * self.shape[0]
 
     def count_classes(self, train: Data, test: Data) -> int | None:
-        """Return the number of classes that was set."""
         return self.num_classes
 
     def _samples(self, patterns: npt.NDArray[np.uint8], purpose: str, count: int) -> Pair:

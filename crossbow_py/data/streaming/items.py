@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch.utils.data import Subset, default_collate
 from crossbow_py.core.errors import UserError, one_line, raised_at
 from crossbow_py.data.datasets import MapStyleDataset, is_image_batch
 from crossbow_py.data.randomness import sample_words
-from crossbow_py.data.streaming.streamed_data import BadSample, Fetched, Key, StreamedData
+from crossbow_py.data.streaming.streamed_data import BadSample, Key, Loaded, OnSample, StreamedData
 from crossbow_py.data.streaming.worker_processes import says_no_shared_memory
 
 
@@ -34,14 +34,8 @@ class ItemData(StreamedData):
         return len(self.dataset)
 
     def fetch(
-        self,
-        keys: Sequence[Key],
-        *,
-        seed: int,
-        training: bool,
-        on_sample: Callable[[int], None],
-        out: Tensor | None = None,
-    ) -> Fetched:
+        self, keys: Sequence[Key], *, seed: int, training: bool, on_sample: OnSample, out: Tensor | None = None
+    ) -> Loaded:
         """See `StreamedData.fetch`. Raises UserError for items that cannot be stacked into two tensors."""
         items, samples, bad = [], [], []
         for key in keys:
@@ -56,14 +50,12 @@ class ItemData(StreamedData):
         inputs, targets = _collate(items, samples) if items else (torch.empty(0), torch.empty(0))
         if is_image_batch(inputs):
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        return Fetched(inputs, targets, tuple(bad))
+        return Loaded(inputs, targets, tuple(bad))
 
     def name_of(self, sample: int) -> str:
-        """Return the item's number in words."""
         return f"item {sample} of the data set"
 
     def subset(self, ids: npt.NDArray[np.int64]) -> ItemData:
-        """See `StreamedData.subset`."""
         subset: Subset[Any] = Subset(self.dataset, ids.tolist())  # type: ignore[arg-type]  # narrower than it works
         return ItemData(subset)
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Collection
-from typing import Generic, TypeVar
 
 from crossbow_py.data.sampler import Positions, joins
-from crossbow_py.data.streaming.loader import Loaded, Loader
+from crossbow_py.data.streaming.loader import Loader
+from crossbow_py.data.streaming.streamed_data import Loaded
 
-T = TypeVar("T")
+Stage = Callable[[int, Loaded], Loaded]
 
 _CHECK_EVERY_S = 0.25
 _PATIENCE_S = 2.0  # for workers to finish a batch when they are stopped
 
 
-class PrefetchBuffer(Generic[T]):
+class PrefetchBuffer:
     """Batches by their position in the stream. Thread-safe: one producer puts batches, other threads wait for them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._batches: dict[int, T] = {}
+        self._batches: dict[int, Loaded] = {}
         self._horizon = -1
         self._failure: BaseException | None = None
 
@@ -30,7 +30,7 @@ class PrefetchBuffer(Generic[T]):
         with self._changed:
             return set(self._batches)
 
-    def get(self, start: int) -> T | None:
+    def get(self, start: int) -> Loaded | None:
         """Return a batch, which stays in the buffer; None if it is not there."""
         with self._changed:
             return self._batches.get(start)
@@ -58,25 +58,20 @@ class PrefetchBuffer(Generic[T]):
             self._horizon = horizon
             self._changed.notify_all()
 
-    def begin(self) -> None:
-        """Clear the failure of an earlier producer."""
-        with self._changed:
-            self._failure = None
-
     def has_room(self, start: int, stopped: threading.Event) -> bool:
         """Block while the batch lies beyond the horizon. Return False once `stopped` is set."""
         with self._changed:
             self._changed.wait_for(lambda: stopped.is_set() or start <= self._horizon)
             return not stopped.is_set()
 
-    def put(self, start: int, batch: T) -> None:
+    def put(self, start: int, batch: Loaded) -> None:
         """Put a batch into the buffer."""
         with self._changed:
             self._batches[start] = batch
             self._changed.notify_all()
 
-    def fail(self, failure: BaseException) -> None:
-        """Keep the error after which there are no more batches, for those who wait."""
+    def fail(self, failure: BaseException | None) -> None:
+        """Keep the error after which there are no more batches, for those who wait; None clears an earlier one."""
         with self._changed:
             self._failure = failure
             self._changed.notify_all()
@@ -87,7 +82,7 @@ class PrefetchBuffer(Generic[T]):
             self._changed.notify_all()
 
 
-class Producer(Generic[T]):
+class Producer:
     """A thread that fills a prefetch buffer, batch after batch, until it is stopped or fails.
 
     Args:
@@ -99,17 +94,12 @@ class Producer(Generic[T]):
     """
 
     def __init__(
-        self,
-        buffer: PrefetchBuffer[T],
-        loader: Loader,
-        stage: Callable[[int, Loaded], T],
-        positions: Positions,
-        index: int = 0,
+        self, buffer: PrefetchBuffer, loader: Loader, stage: Stage, positions: Positions, index: int = 0
     ) -> None:
         self._buffer, self._loader, self._stage = buffer, loader, stage
         self._positions, self._index = positions, index  # only the thread writes the index
         self._stopped = threading.Event()
-        buffer.begin()
+        buffer.fail(None)
         self._thread = threading.Thread(target=self._run, name="crossbow data", daemon=True)
         self._thread.start()
 
@@ -125,7 +115,7 @@ class Producer(Generic[T]):
         while not self._buffer.wait_for(start, _CHECK_EVERY_S) and not until():
             self._loader.check()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End the thread and the processes. Processes that do not answer are killed. Does not raise."""
         self._stopped.set()
         self._loader.stop()
@@ -150,24 +140,19 @@ class Producer(Generic[T]):
             self._loader.close()
 
 
-class Prefetcher(Generic[T]):
+class Prefetcher(Producer):
     """An iterator over a loader's staged batches, made a few ahead of the caller."""
 
-    def __init__(self, loader: Loader, stage: Callable[[int, Loaded], T]) -> None:
-        self._buffer: PrefetchBuffer[T] = PrefetchBuffer()
+    def __init__(self, loader: Loader, stage: Stage) -> None:
+        super().__init__(PrefetchBuffer(), loader, stage, range(sys.maxsize))
         self._few, self._next = 2 * max(1, loader.num_workers), 0
-        self._producer = Producer(self._buffer, loader, stage, range(sys.maxsize))
 
-    def __next__(self) -> T:
+    def __next__(self) -> Loaded:
         """Return the next batch, which there must be. Raises as `Producer.wait_for`."""
         self._buffer.keep(range(self._next, self._next + self._few + 1))
         self._buffer.allow(self._next + self._few)
-        self._producer.wait_for(self._next)
+        self.wait_for(self._next)
         found = self._buffer.get(self._next)
         assert found is not None, "the batch is there after waiting for it"
         self._next += 1
         return found
-
-    def close(self) -> None:
-        """See `Producer.stop`."""
-        self._producer.stop()

@@ -12,7 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
+
+from crossbow_py.data.normalisation import Rounded
+
+OnSample = Callable[[int], None]
 
 
 class Key(NamedTuple):
@@ -34,18 +39,28 @@ class BadSample(NamedTuple):
     trace: str = ""
 
 
-class Fetched(NamedTuple):
-    """A batch as the data set makes it, on the host.
+class Loaded(NamedTuple):
+    """A batch as the data set makes it, on its way to the learners. The feed adds what is still to be done with it.
 
     Attributes:
         inputs: [B, ...]. Images are uint8 [B, C, H, W], channels last in memory.
         targets: [B, ...].
         bad: the samples that were left out or replaced.
+        seconds: the time that one process spent on it.
+        rounded: an integer among the inputs that casting rounds.
+        mirrored: bool [B], the images that are still to be flipped; None for none.
+        erased: int32 [4, B] as from `draw_rectangles`, still to be erased; None for none.
+        copied: on CUDA, the event that the copy to the device records.
     """
 
     inputs: Tensor
     targets: Tensor
     bad: tuple[BadSample, ...] = ()
+    seconds: float = 0.0
+    rounded: Rounded | None = None
+    mirrored: Tensor | None = None
+    erased: Tensor | None = None
+    copied: torch.cuda.Event | None = None
 
 
 class StreamedData(ABC):
@@ -71,14 +86,8 @@ class StreamedData(ABC):
 
     @abstractmethod
     def fetch(
-        self,
-        keys: Sequence[Key],
-        *,
-        seed: int,
-        training: bool,
-        on_sample: Callable[[int], None],
-        out: Tensor | None = None,
-    ) -> Fetched:
+        self, keys: Sequence[Key], *, seed: int, training: bool, on_sample: OnSample, out: Tensor | None = None
+    ) -> Loaded:
         """Load a batch. Called in worker processes, or in the caller's process if there are none.
 
         A sample that cannot be loaded does not raise: it is listed in `bad`.

@@ -22,38 +22,13 @@ from crossbow_py.core.errors import BadDataError, BadSampleError, DataError
 from crossbow_py.data.augmentation import Augmentation, Ids, flipped
 from crossbow_py.data.datasets import Classes, is_clip_batch, is_image_batch
 from crossbow_py.data.feed import Batch, EpochCache, Feed
-from crossbow_py.data.normalisation import IDENTITY, Normalisation, PixelNormaliser
+from crossbow_py.data.normalisation import IDENTITY, BatchFormat, Normalisation, PixelNormaliser
 from crossbow_py.data.sampler import Positions, RankPositions, cut_up, epoch_order, segments
-from crossbow_py.data.streaming.loader import Loaded, Loader, Needs, fetched_or_raise
+from crossbow_py.data.streaming.loader import Loader
 from crossbow_py.data.streaming.producer import PrefetchBuffer, Prefetcher, Producer
-from crossbow_py.data.streaming.streamed_data import BadSample, Fetched, Key, StreamedData
+from crossbow_py.data.streaming.streamed_data import BadSample, Key, Loaded, StreamedData
 
 _EVALUATION_CHUNK = 16  # samples a worker loads at a time, so that a small test set keeps all workers busy
-
-
-class _Staged(NamedTuple):
-    """A batch in the prefetch buffer: as workers made it, but on the device.
-
-    Attributes:
-        inputs, targets: [B, ...].
-        mirrored: bool [B], the images that are still to be flipped; None for none.
-        erased: int32 [4, B] as from `draw_rectangles`, still to be erased; None for none.
-        copied: on CUDA, the event that the copy to the device records.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    mirrored: Tensor | None
-    erased: Tensor | None
-    copied: torch.cuda.Event | None
-
-
-class _Drawn(NamedTuple):
-    """The key of a table of erased rectangles: an epoch, and the size of the images."""
-
-    epoch: int
-    height: int
-    width: int
 
 
 class LoadingTimes(NamedTuple):
@@ -72,14 +47,14 @@ class StreamingFeed(Feed):
         data: the data set.
         batch_size: samples a batch.
         seed: seed of the sample order and the augmentation.
-        device: device of the batches.
+        form: the form of the batches.
         augmentation: flips and erasing are done here.
-        preparation: what else is done on the device.
         num_workers: worker processes; 0 loads in the thread that waits.
         num_ranks: ranks that take batches of the stream in turn, each as many as this one.
         order_seed: seed of the sample order; None for `seed`.
 
     Attributes:
+        loading_times: those of training batches over the life of the feed.
         sample_bytes: bytes of the inputs of one sample as loaded; 0 before the first `first_samples`.
         through_shared: whether worker processes hand inputs over through /dev/shm.
     """
@@ -91,16 +66,15 @@ class StreamingFeed(Feed):
         data: StreamedData,
         batch_size: int,
         seed: int,
-        device: torch.device,
+        form: BatchFormat,
         augmentation: Augmentation,
-        preparation: Preparation,
         num_workers: int,
         num_ranks: int = 1,
         order_seed: int | None = None,
     ) -> None:
         super().__init__(len(data), batch_size)
-        self._data, self._seed, self._device = data, seed, device
-        self._prepare, self.num_workers, self._num_ranks = preparation, num_workers, num_ranks
+        self._data, self._seed, self._device = data, seed, form.device
+        self._prepare, self.num_workers, self._num_ranks = Preparation(form), num_workers, num_ranks
         self.through_shared = data.image_shape is None
         order_seed = seed if order_seed is None else order_seed
         self._orders = EpochCache[int, Ids](lambda epoch: epoch_order(order_seed, epoch, self.num_samples))
@@ -108,29 +82,25 @@ class StreamingFeed(Feed):
         def mirrored(epoch: int) -> Tensor:
             return torch.from_numpy(augmentation.draw_flips(seed, epoch, self.num_samples))
 
-        def erased(key: _Drawn) -> Tensor:
-            drawn = augmentation.draw_erased(seed, key.epoch, self.num_samples, (key.height, key.width))
+        def erased(key: tuple[int, tuple[int, int]]) -> Tensor:
+            epoch, extent = key
+            drawn = augmentation.draw_erased(seed, epoch, self.num_samples, extent)
             return torch.from_numpy(drawn).to(torch.int32)  # half the memory, for millions of samples
 
         self._mirrored = EpochCache(mirrored) if augmentation.flip else None
         self._erased = EpochCache(erased) if augmentation.random_erasing else None
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._buffer: PrefetchBuffer[_Staged] = PrefetchBuffer()
+        self._copies = torch.cuda.Stream(form.device) if form.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._buffer = PrefetchBuffer()
         self._unannounced = threading.Lock()
-        self._producer: Producer[_Staged] | None = None
+        self._producer: Producer | None = None
         self._last_round: frozenset[int] = frozenset()
         self._round: frozenset[int] = frozenset()
         self._bad: dict[int, BadSample] = {}
-        self._num_loaded, self._loading_s = 0, 0.0
-        self._evaluating: Prefetcher[Fetched] | None = None
+        self.loading_times = LoadingTimes(0, 0.0)
+        self._evaluating: Prefetcher | None = None
         self._classes: Classes | None = None
         self._measuring: Feed | None = None
         self.sample_bytes, self._has_floats = 0, False
-
-    @property
-    def loading_times(self) -> LoadingTimes:
-        """Return the loading times of training batches over the life of the feed."""
-        return LoadingTimes(self._num_loaded, self._loading_s)
 
     def use_workers(self, num_workers: int) -> None:
         """Change the number of worker processes, which changes no batch. Called between rounds."""
@@ -155,41 +125,36 @@ class StreamingFeed(Feed):
         return wanted <= there
 
     def wait(self, starts: Sequence[int], until: Callable[[], bool] = lambda: False) -> None:
-        """See `Feed.wait`."""
         for start in sorted(set(starts)):
             if self._producer is None:
                 if self._buffer.get(start) is None:
-                    self._load_here(start)
+                    loader = self._new_loader([self._keys(start)], 0, training=True)
+                    self._buffer.put(start, self._stage(start, next(loader)))
                 continue
             self._producer.wait_for(start, until)
 
     def batch(self, start: int) -> Batch:
-        """See `Feed.batch`."""
-        staged = self._take([start])[0]
-        return Batch(self._prepare(staged.inputs, staged.mirrored, staged.erased), staged.targets)
+        (one,) = self._take([start])
+        return Batch(self._prepare(one.inputs, one.mirrored, one.erased), one.targets)
 
     def batches(self, starts: Sequence[int]) -> Batch:
         """See `Feed.batches`. All are prepared at once."""
-        staged = self._take(starts)
-        mirrored = [one.mirrored for one in staged if one.mirrored is not None]
-        erased = [one.erased for one in staged if one.erased is not None]
+        each = self._take(starts)
+        mirrored = [one.mirrored for one in each if one.mirrored is not None]
+        erased = [one.erased for one in each if one.erased is not None]
         inputs = self._prepare(
-            torch.cat([one.inputs for one in staged]),
+            torch.cat([one.inputs for one in each]),
             torch.cat(mirrored) if mirrored else None,
             torch.cat(erased, dim=1) if erased else None,
         )
-        return Batch(inputs.view(len(starts), -1, *inputs.shape[1:]), torch.stack([one.targets for one in staged]))
+        return Batch(inputs.view(len(starts), -1, *inputs.shape[1:]), torch.stack([one.targets for one in each]))
 
     def aside(self, starts: Sequence[int]) -> Generator[Batch, None, None]:
         """See `Feed.aside`. Uses processes of its own for its duration; bad samples are replaced and not counted."""
         loader = self._new_loader(map(self._keys, starts), self.num_workers, training=True)
-
-        def stage(index: int, loaded: Loaded) -> _Staged:
-            return self._on_device(starts[index], fetched_or_raise(loaded))
-
-        with contextlib.closing(Prefetcher(loader, stage)) as staged:
+        with contextlib.closing(Prefetcher(loader, lambda index, one: self._on_device(starts[index], one))) as batches:
             for _ in starts:
-                one = self._arrived(next(staged))
+                one = self._arrived(next(batches))
                 yield Batch(self._prepare(one.inputs, one.mirrored, one.erased), one.targets)
 
     def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
@@ -201,17 +166,18 @@ class StreamingFeed(Feed):
             return
         chunks = [cut_up(batch, _EVALUATION_CHUNK if self.num_workers else batch_size) for batch in batches]
         loader = self._new_loader(itertools.chain.from_iterable(chunks), self.num_workers, training=False)
-        with contextlib.closing(Prefetcher(loader, lambda _, loaded: self._accept(loaded))) as fetched:
-            self._evaluating = fetched  # for `close`: an error's traceback may keep this generator from closing it
+        with contextlib.closing(Prefetcher(loader, lambda _, one: self._accept(one))) as found:
+            self._evaluating = found  # for `close`: an error's traceback may keep this generator from closing it
             for parts in chunks:
-                yield from self._evaluation_batch([next(fetched) for _ in parts])
+                yield from self._evaluation_batch([next(found) for _ in parts])
 
     def first_samples(self, count: int) -> Batch:
         """See `Feed.first_samples`. Loaded in the caller, without bad samples. Raises DataError if all are bad."""
         loader = self._new_loader(([Key(0, sample)] for sample in range(self.num_samples)), 0, training=False)
-        good: list[Fetched] = []
+        good: list[Loaded] = []
         while len(good) < min(count, self.num_samples) and (loaded := next(loader, None)) is not None:
-            good += [fetched for fetched in [self._accept(loaded)] if len(fetched.targets)]
+            if len(self._accept(loaded).targets):
+                good.append(loaded)
         for batch in self._evaluation_batch(good):
             self.sample_bytes = good[0].inputs.nbytes
             self._has_floats = good[0].inputs.is_floating_point()
@@ -219,7 +185,6 @@ class StreamingFeed(Feed):
         raise DataError(f"none of the {self.num_samples} samples can be read; look at the first ones.")
 
     def look_through(self, count: int) -> None:
-        """See `Feed.look_through`. Loaded in the caller."""
         every = -(-self.num_samples // count)
         keys = ([Key(0, sample)] for sample in range(0, self.num_samples, every))
         for loaded in self._new_loader(keys if self._has_floats else (), 0, training=False):
@@ -237,7 +202,6 @@ class StreamingFeed(Feed):
         return self._measuring
 
     def close(self) -> None:
-        """See `Feed.close`."""
         self._stop()
         if self._evaluating is not None:
             self._evaluating.close()
@@ -259,37 +223,32 @@ class StreamingFeed(Feed):
 
     def _stop(self) -> None:
         if self._producer is not None:
-            self._producer.stop()
+            self._producer.close()
             self._producer = None
-
-    def _load_here(self, start: int) -> None:
-        loader = self._new_loader([self._keys(start)], 0, training=True)
-        self._buffer.put(start, self._stage(start, next(loader)))
 
     def _new_loader(self, batches: Iterable[list[Key]], num_workers: int, training: bool) -> Loader:
         pins, largest = self._copies is not None, self.batch_size if training else _EVALUATION_CHUNK
         return Loader(
             self._data, batches, batch_size=largest, seed=self._seed, training=training, num_workers=num_workers,
-            pins=pins, needs=Needs(self._classes, self._prepare.casts_to),
+            pins=pins, classes=self._classes, casts_to=self._prepare.casts_to,
         )  # fmt: skip
 
     def _keys(self, start: int) -> list[Key]:
-        runs = segments(start, self.batch_size, self.num_samples)
-        return [Key(epoch, int(sample)) for epoch, first, last in runs for sample in self._orders(epoch)[first:last]]
+        return [Key(epoch, sample) for epoch, ids in self._ids(start) for sample in ids.tolist()]
 
-    def _stage(self, start: int, loaded: Loaded) -> _Staged:
+    def _stage(self, start: int, loaded: Loaded) -> Loaded:
         """Check and count a loaded batch, and copy it to the device."""
-        staged = self._on_device(start, self._accept(loaded))
-        self._num_loaded, self._loading_s = self._num_loaded + 1, self._loading_s + loaded.seconds
+        staged, (count, seconds) = self._on_device(start, self._accept(loaded)), self.loading_times
+        self.loading_times = LoadingTimes(count + 1, seconds + loaded.seconds)
         return staged
 
-    def _on_device(self, start: int, fetched: Fetched) -> _Staged:
+    def _on_device(self, start: int, loaded: Loaded) -> Loaded:
         """Copy a batch to the device: on CUDA on the copy stream, from pinned memory, without blocking the host."""
-        mirrored, erased = self._flips(start), self._rectangles(start, fetched.inputs)
+        mirrored, erased = self._flips(start), self._rectangles(start, loaded.inputs)
         if self._copies is None:
-            return _Staged(fetched.inputs, _moved(fetched.targets, mirrored), mirrored, erased, None)
+            return loaded._replace(targets=_moved(loaded.targets, mirrored), mirrored=mirrored, erased=erased)
         with torch.cuda.stream(self._copies):
-            inputs, targets = (each.to(self._device, non_blocking=True) for each in fetched[:2])
+            inputs, targets = (each.to(self._device, non_blocking=True) for each in loaded[:2])
             mirrored, erased = (
                 None if each is None else each.pin_memory().to(self._device, non_blocking=True)
                 for each in (mirrored, erased)
@@ -297,7 +256,7 @@ class StreamingFeed(Feed):
             targets = _moved(targets, mirrored)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._copies)
-        return _Staged(inputs, targets, mirrored, erased, copied)
+        return loaded._replace(inputs=inputs, targets=targets, mirrored=mirrored, erased=erased, copied=copied)
 
     def _flips(self, start: int) -> Tensor | None:
         """Return which images of a batch are flipped, bool [B] on the host, drawn by sample."""
@@ -310,7 +269,7 @@ class StreamingFeed(Feed):
         if self._erased is None or not is_image_batch(inputs):
             return None
         height, width = inputs.shape[2:]
-        drawn = ((self._erased(_Drawn(epoch, height, width)), ids) for epoch, ids in self._ids(start))
+        drawn = ((self._erased((epoch, (height, width))), ids) for epoch, ids in self._ids(start))
         return torch.cat([table.index_select(1, ids) for table, ids in drawn], dim=1)
 
     def _ids(self, start: int) -> list[tuple[int, Tensor]]:
@@ -318,7 +277,7 @@ class StreamingFeed(Feed):
         runs = segments(start, self.batch_size, self.num_samples)
         return [(epoch, torch.from_numpy(self._orders(epoch)[first:last])) for epoch, first, last in runs]
 
-    def _take(self, starts: Sequence[int]) -> list[_Staged]:
+    def _take(self, starts: Sequence[int]) -> list[Loaded]:
         """Take batches from the prefetch buffer; those that were not announced are made first.
 
         On CUDA the current stream waits for the copies.
@@ -332,7 +291,7 @@ class StreamingFeed(Feed):
         assert len(found) == len(starts), "the batches are there after waiting for them"
         return [self._arrived(one) for one in found]
 
-    def _arrived(self, one: _Staged) -> _Staged:
+    def _arrived(self, one: Loaded) -> Loaded:
         """Let the current CUDA stream wait for the copy."""
         if one.copied is not None:
             stream = torch.cuda.current_stream(self._device)
@@ -342,15 +301,14 @@ class StreamingFeed(Feed):
                     tensor.record_stream(stream)  # the buffer may drop it while this stream still reads it
         return one
 
-    def _buffered(self, starts: Sequence[int]) -> list[_Staged]:
-        return [staged for start in starts if (staged := self._buffer.get(start)) is not None]
+    def _buffered(self, starts: Sequence[int]) -> list[Loaded]:
+        return [one for start in starts if (one := self._buffer.get(start)) is not None]
 
-    def _accept(self, loaded: Loaded) -> Fetched:
+    def _accept(self, loaded: Loaded) -> Loaded:
         """Return the batch, and count its bad samples. Raises BadSampleError if there are too many."""
-        fetched = fetched_or_raise(loaded)
         if self._prepare.casts_to is not None:
             self.note_rounding(loaded.rounded, self._prepare.casts_to)
-        for bad in fetched.bad:
+        for bad in loaded.bad:
             new, most = bad.sample not in self._bad, self._data.max_bad
             self._bad[bad.sample] = bad
             if len(self._bad) > most:
@@ -359,9 +317,9 @@ class StreamingFeed(Feed):
             if new:
                 so_far = f"{len(self._bad)} of at most {most}"
                 self._notes.append(f"Skipped {bad.name}, which cannot be read ({bad.reason}); {so_far}.")
-        return fetched
+        return loaded
 
-    def _evaluation_batch(self, held: Sequence[Fetched]) -> Iterator[Batch]:
+    def _evaluation_batch(self, held: Sequence[Loaded]) -> Iterator[Batch]:
         """Yield the batch of several chunks, unless all its samples are bad."""
         parts = [one for one in held if len(one.targets)]
         if not parts:
@@ -405,11 +363,8 @@ class Preparation:
     and normalised if there is a normalisation. Other inputs stay as they are.
     """
 
-    def __init__(
-        self, normalisation: Normalisation | None, device: torch.device, channels_last: bool, dtype: torch.dtype
-    ) -> None:
-        self._normalisation, self._device = normalisation, device
-        self._channels_last, self._dtype = channels_last, dtype
+    def __init__(self, form: BatchFormat) -> None:
+        self._form = form
         self._constants: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._pixels: dict[tuple[int, int, int], PixelNormaliser] = {}
 
@@ -424,34 +379,31 @@ class Preparation:
         if is_image_batch(inputs):
             return self._images(inputs, mirrored, erased)
         if is_clip_batch(inputs):
-            return self._normalised(inputs, self._normalisation or IDENTITY)
+            return self._normalised(inputs, self._form.normalisation or IDENTITY)
         if inputs.is_floating_point():
-            normalisation = self._normalisation
-            inputs = inputs.to(self._dtype) if normalisation is None else self._normalised(inputs, normalisation)
-        last = self._channels_last and inputs.ndim == 4
+            normalisation = self._form.normalisation
+            inputs = inputs.to(self._form.dtype) if normalisation is None else self._normalised(inputs, normalisation)
+        last = self._form.channels_last and inputs.ndim == 4
         return inputs.contiguous(memory_format=torch.channels_last) if last else inputs
 
     @property
     def casts_to(self) -> torch.dtype | None:
         """Return the dtype that floating inputs are cast to without a normalisation; None if they are normalised."""
-        return None if self._normalisation else self._dtype
+        return None if self._form.normalisation else self._form.dtype
 
     def _normalised(self, inputs: Tensor, normalisation: Normalisation) -> Tensor:
         """Normalise as `Normalisation.apply`, with constants that are copied to the device once."""
         kind = inputs.ndim, inputs.dtype
         if kind not in self._constants:
             normalisation.check_channels(inputs.shape[1])
-            self._constants[kind] = normalisation.constants(inputs, self._dtype)
+            self._constants[kind] = normalisation.constants(inputs, self._form.dtype)
         mean, std = self._constants[kind]
-        return inputs.to(mean.dtype).sub(mean).div_(std).to(self._dtype)
+        return inputs.to(mean.dtype).sub(mean).div_(std).to(self._form.dtype)
 
     def _images(self, images: Tensor, mirrored: Tensor | None, erased: Tensor | None) -> Tensor:
         if mirrored is not None:
             images = flipped(images, mirrored)
-        channels, height, width = shape = images.shape[1], images.shape[2], images.shape[3]
+        shape = images.shape[1], images.shape[2], images.shape[3]
         if shape not in self._pixels:
-            normalisation = self._normalisation or IDENTITY
-            self._pixels[shape] = PixelNormaliser(
-                (channels, height, width), normalisation, self._dtype, self._device, self._channels_last
-            )
+            self._pixels[shape] = PixelNormaliser(shape, self._form)
         return self._pixels[shape](images.permute(0, 2, 3, 1).reshape(len(images), -1), erased)

@@ -7,12 +7,17 @@ import mmap
 import multiprocessing
 import os
 import signal
+import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 # The beginnings of torch's errors about files in /dev/shm: plain RuntimeErrors, which only their text tells apart.
 _NO_SHARED_MEMORY = ("unable to open shared memory", "unable to allocate shared memory", "unable to resize file")
@@ -23,8 +28,49 @@ def start_method() -> str | None:
     return "fork" if "fork" in multiprocessing.get_all_start_methods() and os.name == "posix" else None
 
 
-def leave_signals_to_the_run(_: int) -> None:
-    """Ignore Ctrl-C in a worker, as a `worker_init_fn`: every process gets it, and the run ends its workers itself."""
+def start_workers(
+    dataset: Any, num_workers: int, timeout_s: float, **options: Any
+) -> tuple[Iterator[Any], list[BaseProcess]]:
+    """Start a DataLoader. Return its iterator over what `dataset` gives, unchanged, and its processes.
+
+    A worker that takes longer than `timeout_s` is a RuntimeError. Without workers the caller loads. `options` are the
+    DataLoader's. Raises OSError if the system refuses a process; the others are killed.
+    """
+    before = set(multiprocessing.active_children())
+    try:
+        with _quiet_start():
+            batches = iter(
+                DataLoader(
+                    dataset,
+                    num_workers=num_workers,
+                    collate_fn=_as_it_is,
+                    timeout=timeout_s if num_workers else 0,
+                    multiprocessing_context=start_method() if num_workers else None,
+                    worker_init_fn=_leave_signals_to_the_run,
+                    generator=torch.Generator(),  # else it would draw from torch's own
+                    **options,
+                )
+            )
+    except OSError as error:
+        for child in set(multiprocessing.active_children()) - before:
+            child.kill()
+            child.join()
+        # Frees the half-made iterator here, as its `__del__` prints an error for its missing attributes.
+        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        try:
+            traceback.clear_frames(error.__traceback__)
+        finally:
+            sys.unraisablehook = hook
+        raise
+    return batches, [child for child in multiprocessing.active_children() if child not in before]
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _leave_signals_to_the_run(_: int) -> None:
+    # Every process gets Ctrl-C, and the run ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -57,7 +103,7 @@ def says_no_shared_memory(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def quiet_start() -> Iterator[None]:
+def _quiet_start() -> Iterator[None]:
     """Make a DataLoader in this block: its warnings are hidden, and its SIGCHLD handler, which raises, is removed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns twice of more workers than cores, which the user asked for

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.feed import Batch, MemoryOrder, PickedFeed
+from crossbow_py.data.feed import Batch, MemoryOrder
+from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.device.device_tasks import LOSS, NUM_CORRECT, RoundValues, average_gated
 from crossbow_py.engine.fusion.fused_agreement import trusted_pass
 from crossbow_py.engine.fusion.fused_pass import FusedPass
@@ -36,7 +37,7 @@ class FusedDeviceTasks(RoundValues):
         super().__init__(tasks, executor, fused.learners)
         self._pass, self._kernels = fused, update
         self._rows = None if update else AllLearners(tasks.bank, tasks.update.optimizer)
-        self._feed = tasks.feed if gathers and isinstance(tasks.feed, PickedFeed) else None
+        self._feed = tasks.feed if gathers and isinstance(tasks.feed, ResidentFeed) else None
         self._batch: Batch | None = None
         # If `learn` gathers: the picks and the gathered batch, for one or K batches.
         self._picked: dict[int, tuple[Tensor, Batch]] = {}
@@ -66,7 +67,7 @@ class FusedDeviceTasks(RoundValues):
         """Return whether the learners take the same batch, which has a graph of its own."""
         return self._pass.shares(plan)
 
-    def _picked_for(self, feed: PickedFeed, num_batches: int) -> tuple[Tensor, Batch]:
+    def _picked_for(self, feed: ResidentFeed, num_batches: int) -> tuple[Tensor, Batch]:
         """Return static picks and batches, made at first use, which is never during a capture."""
         if num_batches not in self._picked:
             channels = self._pass.graph.takes_channels and num_batches > 1

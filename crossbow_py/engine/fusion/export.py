@@ -18,9 +18,10 @@ from torch._ops import OpOverload
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.traceback import preserve_node_meta
 
 from crossbow_py.core.host_randomness import host_state, kept_host_state
-from crossbow_py.engine.fusion.regions import cast_once, grad_modes_recorded, inline_blocks, is_followed
+from crossbow_py.engine.fusion.regions import GradModes, cast_once, inline_blocks, is_followed
 from crossbow_py.engine.fusion.rules.registry import base_name
 from crossbow_py.engine.fusion.writes import FusionError, Write, find_writes
 from crossbow_py.engine.modules.code_lines import line_of_failure
@@ -52,7 +53,7 @@ def _export(
 ) -> torch.export.ExportedProgram:
     module = cast_module(copy.deepcopy(template), precision).train(training)
     try:
-        with _quiet(), kept_host_state(), grad_modes_recorded():
+        with _quiet(), kept_host_state(), preserve_node_meta(), GradModes():
             before = host_state()
             program = torch.export.export(module, (example,), strict=False)
             draws = before != host_state()
@@ -90,11 +91,6 @@ def _quiet() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def constants_of(program: torch.export.ExportedProgram) -> dict[str, Tensor]:
-    """Return the constants of a graph by name."""
-    return {name: value for name, value in program.constants.items() if isinstance(value, Tensor)}
-
-
 def first_names(template: nn.Module) -> dict[str, str]:
     """Return, for each name of a parameter or buffer, the one that the bank uses; tied tensors have several names."""
     first: dict[int, str] = {}
@@ -122,16 +118,12 @@ def writes_of(program: torch.export.ExportedProgram) -> dict[Node, Write]:
     buffers = {node for node, kind in inputs.items() if kind is InputKind.BUFFER}
     fixed = {node for node, kind in inputs.items() if kind not in (InputKind.BUFFER, InputKind.USER_INPUT)}
     found = find_writes(list(program.graph.nodes), buffers, fixed)
-    for node in found:
-        _check_gradient(node)
+    for node in found:  # a value may not be changed without its gradient, because rules make a new value instead
+        written = node.args[0]
+        computed = isinstance(written, Node) and written.op == "call_function" and is_followed(written)
+        if computed and not is_followed(node):
+            raise FusionError(f"it writes under torch.no_grad what was computed outside of it ({node.target})", node)
     return found
-
-
-def _check_gradient(node: Node) -> None:
-    """Refuse a write that changes a value but not its gradient, because rules make a new value instead."""
-    written = node.args[0]
-    if isinstance(written, Node) and written.op == "call_function" and is_followed(written) and not is_followed(node):
-        raise FusionError(f"it writes under torch.no_grad what was computed outside of it ({node.target})", node)
 
 
 def _write_afterwards(node: Node) -> None:

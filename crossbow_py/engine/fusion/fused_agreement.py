@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -63,14 +63,9 @@ _FOUND: WeakKeyDictionary[nn.Module, dict[Any, str | None]] = WeakKeyDictionary(
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything a comparison depends on: a model and the data that it is to be trained on.
+    """Everything a comparison depends on: the model, the data and loss that it is to be trained on, and its bank.
 
-    Attributes:
-        template: the model.
-        feed: the training batches.
-        loss: the loss of a batch.
-        precision, channels_last: those of the bank.
-        shared: whether learners take the same batches.
+    `shared` says whether learners take the same batches.
     """
 
     template: nn.Module
@@ -121,40 +116,36 @@ class _Passes:
     """Passes of a bank's learners, by their modules and by a fused graph, that leave buffers as they were.
 
     All begin with the same random numbers.
-
-    Args:
-        tasks: the bank they run in, and the loss of a fused pass.
-        loss: the loss of a learner's outputs and targets; by default that of `tasks`.
     """
 
-    def __init__(self, tasks: RoundTasks, loss: Callable[[int, Tensor, Tensor], Tensor] | None = None) -> None:
-        self._bank, self._loss = tasks.bank, loss or tasks.loss_of
-        self.names = self._bank.layout.names[: self._bank.num_trained]
+    def __init__(self, tasks: RoundTasks) -> None:
+        self.tasks, self.bank = tasks, tasks.bank
+        self.names = self.bank.layout.names[: self.bank.num_trained]
 
     def seed(self) -> None:
-        """Seed the learners' generators, torch's, and those of Python and NumPy."""
-        for learner in range(self._bank.num_learners):
-            self._bank.generators[learner].manual_seed(learner)
+        for learner in range(self.bank.num_learners):
+            self.bank.generators[learner].manual_seed(learner)
         torch.manual_seed(0)
         random.seed(0)  # the export reports models that draw from it
         np.random.seed(0)
 
     def loss(self, learner: int, batch: Batch) -> Tensor:
-        """Return the loss of a learner's module on a batch."""
-        with OwnDraws(self._bank.generators[learner]):
-            output = self._bank.module(learner)(batch.inputs).to(self._bank.precision.master)
-        return self._loss(learner, output, batch.targets)
+        with OwnDraws(self.bank.generators[learner]):
+            output = self.bank.module(learner)(batch.inputs).to(self.bank.precision.master)
+        return self.loss_of(learner, output, batch.targets)
+
+    def loss_of(self, learner: int, output: Tensor, targets: Tensor) -> Tensor:
+        return self.tasks.loss_of(learner, output, targets)
 
     def alone(self, learner: int, batch: Batch) -> dict[str, Tensor]:
         """Return what a learner's module gives on a batch, see `gradients_of`."""
         self.seed()
-        module = self._bank.module(learner)
+        module = self.bank.module(learner)
         with kept_buffers(module):
             return gradients_of(self.loss(learner, batch), module, self.names)
 
     def alone_with_moved_weights(self, learner: int, batch: Batch) -> dict[str, Tensor]:
-        """Return what a learner's module gives on a batch with weights moved by about one rounding."""
-        with _moved_learner(self._bank, learner):
+        with _moved_learner(self.bank, learner):
             return self.alone(learner, batch)
 
     def together(
@@ -165,14 +156,14 @@ class _Passes:
         `copies` has gradients copied, which may be the bank's own.
         """
         self.seed()
-        with kept_buffers(*(self._bank.module(learner) for learner in fused.learners)):
+        with kept_buffers(*(self.bank.module(learner) for learner in fused.learners)):
             learned = fused.learn(batch, shared)
             found = []
             for row, learner in enumerate(fused.learners[:rows]):
                 own = [None if each is None else each[row] for each in learned.gradients]
                 own = [each if each is None else each.clone() for each in own] if copies else own
                 gradients = dict(zip(self.names, own, strict=True))
-                found.append(values_of(learned.losses[row], gradients, self._bank.module(learner)))
+                found.append(values_of(learned.losses[row], gradients, self.bank.module(learner)))
         return found
 
 
@@ -215,15 +206,14 @@ def trusted_outputs(bank: ReplicaBank, inputs: Tensor, learners: range | None = 
     Raises:
         FusionError: the models cannot be fused, or their graph gives other outputs than the models.
     """
-    first = 0 if learners is None else learners.start
-    with kept_buffers(bank.module(first)), kept_generators():
-        bank.module(first)(inputs.clone())  # before the export: see `_disagreement`
+    rows = range(bank.num_learners) if learners is None else learners
+    modules = [bank.module(learner) for learner in rows]
+    with kept_buffers(modules[0]), kept_generators():
+        modules[0](inputs.clone())  # before the export: see `_disagreement`
     graph = FusedGraph(bank.template, inputs, bank, learners=learners, training=False)
     known, key = _FOUND.setdefault(bank.template, {}), (tuple(inputs.shape), inputs.dtype, bank.precision.name)
     if key in known:
         return graph
-    rows = range(bank.num_learners) if learners is None else learners
-    modules = [bank.module(learner) for learner in rows]
     with kept_buffers(*modules), kept_generators():
         outputs = graph.run(inputs.clone(), shared=True)
     for learner in sorted({rows[0], rows[-1]}):
@@ -285,7 +275,7 @@ def _disagreement(compared: Comparison, kernels: bool) -> str | None:
     ):
         return "it draws random numbers outside nn.Dropout modules, which on CUDA cannot be compared"
     with _failing("its graph fails on the model's first samples"):
-        fused = pair.together()
+        fused = pair.by_graph()
     with _failing("it cannot be compared with its graph"):
         found = next((each for j in _LEARNERS if (each := pair.difference(j, fused[j])) is not None), None)
         if found is None and pair.is_coarse and not kernels and pair.difference(0, fused[0], same_operators=True):
@@ -307,95 +297,85 @@ def _failing(what: str) -> Iterator[None]:
         raise FusionError(f"{what} ({one_line(error)[:160]})") from error
 
 
-class _Pair:
+class _Pair(_Passes):
     """Two learners, each with a batch, in a bank made for the comparison."""
 
     def __init__(self, compared: Comparison, kernels: bool) -> None:
-        self._precision, template = compared.precision, compared.template
-        device = next(template.parameters()).device
-        self._bank = ReplicaBank(
-            template, len(_LEARNERS), device=device, precision=compared.precision, state_names=(),
-            channels_last=compared.channels_last, order="blocks", training=kernels,  # kernels write gradients to rows
+        template = compared.template
+        bank = ReplicaBank(
+            template, len(_LEARNERS), device=next(template.parameters()).device, precision=compared.precision,
+            state_names=(), channels_last=compared.channels_last, order="blocks",
+            training=kernels,  # which write gradients to rows
         )  # fmt: skip
         for learner in _LEARNERS:
-            self._bank.module(learner).train()
-        move(list(self._bank.weights.shaped(1).values()), _APART)
-        self._bank.refresh_shadow(1)
-        self._tasks = RoundTasks(
-            self._bank, update=TorchUpdate(SGD(), Independent()), feed=compared.feed, loss=compared.loss, seed=0,
-            collective=Collective(),
-        )  # fmt: skip
-        self._passes = _Passes(self._tasks, self._loss_without_draws)
+            bank.module(learner).train()
+        move(list(bank.weights.shaped(1).values()), _APART)
+        bank.refresh_shadow(1)
+        update = TorchUpdate(SGD(), Independent())
+        super().__init__(
+            RoundTasks(bank, update=update, feed=compared.feed, loss=compared.loss, seed=0, collective=Collective())
+        )
         self._batches, self._shared, self._kernels = _two_batches(compared.feed), compared.shared, kernels
         self._expected: dict[int, dict[str, Tensor]] = {}
-        self._moved: dict[int, dict[str, Tensor]] = {}
+        self._controls = [cache(partial(self.alone_with_moved_weights, *pair)) for pair in enumerate(self._batches)]
 
     @property
     def is_coarse(self) -> bool:
         """Whether the format is so coarse that rounding explains a lot."""
-        return digits_of(self._precision.compute, self._bank.device).itemsize < 4
+        return digits_of(self.bank.precision.compute, self.bank.device).itemsize < 4
 
     def examine(self) -> str | None:
         """Return what two passes of the first learner's module show that a graph cannot have, or None."""
-        module = self._bank.module(0)
+        module = self.bank.module(0)
         with kept_buffers(module):
-            self._passes.seed()
+            self.seed()
             with CallWatch() as watch:
-                loss = self._passes.loss(0, self._batches[0])
+                loss = self.loss(0, self._batches[0])
             if watch.hooks:
                 return f"it hooks its gradients at {watch.hooks[0]}, and a graph calls no hooks"
             if customs := custom_backwards(loss):
                 return f"it has a backward pass of its own, {customs[0]}, and a graph has none"
-            self._expected[0] = gradients_of(loss, module, self._passes.names)
+            self._expected[0] = gradients_of(loss, module, self.names)
             before = python_state(module)
-        again = self._passes.alone(0, self._batches[0])
+        again = self.alone(0, self._batches[0])
         if (changed := changed_state(before, python_state(module))) is not None:
             return f"its forward changes {changed}, and a graph would repeat one value"
         # The same operators on the same values: any difference was made by the first pass.
         found = furthest(again, self._expected[0], lambda: self._expected[0], torch.float32)
         return None if found is None else f"a second pass on the same batch differs ({found}), and a graph's would not"
 
-
-
-    def _loss_without_draws(self, learner: int, output: Tensor, targets: Tensor) -> Tensor:
+    def loss_of(self, learner: int, output: Tensor, targets: Tensor) -> Tensor:
         """Return the loss; if it draws random numbers, whose order a fused pass changes, use another from then on."""
         before = torch.random.get_rng_state()
-        loss = self._tasks.loss_of(learner, output, targets)
+        loss = super().loss_of(learner, output, targets)
         if torch.equal(before, torch.random.get_rng_state()):
             return loss
-        self._tasks.loss = lambda output, _: projection(output)
+        self.tasks.loss = lambda output, _: projection(output)
         return projection(output)
 
-    def together(self) -> list[dict[str, Tensor]]:
+    def by_graph(self) -> list[dict[str, Tensor]]:
         """Return what fused passes give for both learners; if they share batches, a pass on the batch of each."""
-        passes, fused = self._passes, FusedPass(self._tasks, self._kernels)
+        fused = FusedPass(self.tasks, self._kernels)
         if not self._shared:
             both = Batch(*(torch.stack(each) for each in zip(*self._batches, strict=True)))
-            return passes.together(fused, both, shared=False, copies=self._kernels)
+            return self.together(fused, both, shared=False, copies=self._kernels)
         return [
-            passes.together(fused, self._batches[learner], shared=True, copies=self._kernels)[learner]
-            for learner in _LEARNERS
+            self.together(fused, batch, shared=True, copies=self._kernels)[learner]
+            for learner, batch in enumerate(self._batches)
         ]
 
     def difference(self, learner: int, found: dict[str, Tensor], same_operators: bool = False) -> Difference | None:
         """Return where values differ from the learner's own by more than rounding explains; see `furthest`."""
-        batch = self._batches[learner]
         if learner not in self._expected:
-            self._expected[learner] = self._passes.alone(learner, batch)
-
-        def control() -> dict[str, Tensor]:
-            if learner not in self._moved:
-                self._moved[learner] = self._passes.alone_with_moved_weights(learner, batch)
-            return self._moved[learner]
-
-        return furthest(found, self._expected[learner], control, self._precision.compute, same_operators)
+            self._expected[learner] = self.alone(learner, self._batches[learner])
+        compute = self.bank.precision.compute
+        return furthest(found, self._expected[learner], self._controls[learner], compute, same_operators)
 
     def one_by_one(self) -> dict[str, Tensor]:
         """Return what the first learner gives with the graph's operators run as they were exported."""
-        single = FusedPass(self._tasks, learners=range(1), fuses=False)
+        single = FusedPass(self.tasks, learners=range(1), fuses=False)
         batch = Batch(*(each[None] for each in self._batches[0]))
-        (found,) = self._passes.together(single, batch, shared=False, copies=self._kernels)
-        return found
+        return self.together(single, batch, shared=False, copies=self._kernels)[0]
 
 
 def _two_batches(feed: Feed) -> tuple[Batch, Batch]:

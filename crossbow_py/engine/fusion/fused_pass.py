@@ -64,18 +64,13 @@ class FusedPass:
         self.notes = self.graph.notes
         self._loss: LossOfAll | None = None
         if kernels and tasks.loss is nn.functional.cross_entropy and tasks.label_smoothing is None:
-            self._loss = self._loss_kernel()
+            if refusal := serves("loss", bank.device, bank.precision.compute):
+                self.notes.append(refusal)
+            else:
+                # Imported here, because this module must be importable on machines without Triton.
+                from crossbow_py.engine.kernels.cross_entropy import cross_entropy_of_learners  # noqa: PLC0415
 
-    def _loss_kernel(self) -> LossOfAll | None:
-        bank = self._tasks.bank
-        refusal = serves("loss", bank.device, bank.precision.compute)
-        if refusal is not None:
-            self.notes.append(refusal)
-            return None
-        # Imported here, because this module must be importable on machines without Triton.
-        from crossbow_py.engine.kernels.cross_entropy import cross_entropy_of_learners  # noqa: PLC0415
-
-        return cross_entropy_of_learners
+                self._loss = cross_entropy_of_learners
 
     def batch(self, plan: Round) -> Batch:
         """Return the round's batches `[K, B, ...]`, or `[B, ...]` if all learners take the same."""
@@ -96,7 +91,8 @@ class FusedPass:
         bank, graph = self._tasks.bank, self.graph
         outputs = graph.run(batch.inputs, shared)
         targets = batch.targets.expand(len(self.learners), *batch.targets.shape) if shared else batch.targets
-        if self._loss is not None and _are_classes(outputs, targets):
+        classes = is_classification(outputs, targets, lead=1) and targets.dtype == torch.int64
+        if self._loss is not None and classes and outputs.shape[2] <= _MOST_CLASSES:
             losses, num_correct, given = self._loss(outputs.detach(), targets)
             num_correct = scaled_to_batch(num_correct, targets, self._tasks.ignored, 1)
             return Learned(losses, num_correct, self._gradients(outputs, given))
@@ -107,7 +103,7 @@ class FusedPass:
 
     def _gradients(self, of: Tensor, given: Tensor | None) -> list[Tensor | None]:
         """Return gradients in the order of the layout."""
-        graph, trained = self.graph, self.graph.parameters.trained
+        graph, trained = self.graph, self.graph.trained
         asked = [name for name in trained if name not in graph.written]
         leaves = [graph.anchor, *(trained[name] for name in asked)] if graph.written else list(trained.values())
         found = torch.autograd.grad(of, leaves, given, allow_unused=True)
@@ -159,8 +155,3 @@ class PassNotes:
                 found.append(f"Operators run learner by learner, for want of a rule that fuses them: {names}.")
             self._names_loops = False
         return found
-
-
-def _are_classes(outputs: Tensor, targets: Tensor) -> bool:
-    classes = is_classification(outputs, targets, lead=1) and targets.dtype == torch.int64
-    return classes and outputs.shape[2] <= _MOST_CLASSES

@@ -21,43 +21,24 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.memory import is_out_of_memory
-from crossbow_py.engine.fusion.export import constants_of, exported, first_names, single_output, writes_of
+from crossbow_py.engine.fusion.export import exported, first_names, single_output, writes_of
 from crossbow_py.engine.fusion.regions import Modes, modes_of
 from crossbow_py.engine.fusion.rules import draws, elementwise, layers, recurrent
 from crossbow_py.engine.fusion.rules.registry import RULES, Call, NotFusedError, Rule, base_name, loop
 from crossbow_py.engine.fusion.units.shortcuts import Shortcut, find_shortcuts, run_shortcut
 from crossbow_py.engine.fusion.units.units import Unit, find_units
-from crossbow_py.engine.fusion.values import (
-    Fused,
-    Layout,
-    PerLearner,
-    channels,
-    channels_last,
-    map_values,
-    stack,
-    values_in,
-    wrap,
-)
-from crossbow_py.engine.fusion.writes import NOTHING, FusionError, Write
+from crossbow_py.engine.fusion.values import Copies, Fused, Layout, PerLearner, map_values, stack, values_in, wrap
+from crossbow_py.engine.fusion.writes import NOTHING, Write
 from crossbow_py.engine.kernels.checks import serves
-
-__all__ = ["FusedGraph", "FusionError", "Parameters", "exported"]
 
 _RULE_MODULES = (draws, elementwise, layers, recurrent)  # imported for the rules they register
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 # What rules raise for arguments that they do not cover.
 _NOT_COVERED = (NotFusedError, RuntimeError, AttributeError, TypeError, LookupError, ValueError, StopIteration)
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """The leaves of a run: trained parameters `[K, *shape]`, in the order of the layout, and everything else."""
-
-    trained: dict[str, Tensor]
-    others: dict[str, Fused | PerLearner]
 
 
 class FusedGraph:
@@ -73,6 +54,7 @@ class FusedGraph:
         fuses: whether operators are fused; else each runs as it was exported, learner by learner.
 
     Attributes:
+        trained: the trained parameters `[K, *shape]`, in the order of the layout: leaves of autograd.
         looped: operators without a rule, which run learner by learner; known after the first run.
         notes: messages for the user about slower operation.
         written: parameters whose gradients the backward pass writes to the bank's rows, without autograd.
@@ -104,7 +86,7 @@ class FusedGraph:
         self.written: frozenset[str] = frozenset()
         self.anchor = torch.zeros((), device=bank.device, requires_grad=True)
         program = exported(template, example, bank.precision, training)
-        self._bank, self._constants = bank, constants_of(program)
+        self._bank, self._constants = bank, program.constants
         names = first_names(template)
         self._sources = {
             spec.arg.name: (spec.kind, names.get(spec.target or "", spec.target or ""))
@@ -117,28 +99,27 @@ class FusedGraph:
         self._output = single_output(program)
         writes = writes_of(program)
         self._written = {node.args[0] for node, write in writes.items() if write.must_write}
-        self.parameters = self._bind()
+        self.trained, self._others = self._bind()
         self._counting = self._find_counters(writes)
         refusal = serves("layers", bank.device, bank.precision.compute) if kernels else None
         self.notes = [refusal] if refusal else []
         serve = kernels and not refusal and bank.layout.channels_last  # kernels take filters in that order
-        units = find_units(nodes, writes, self._trained_once()) if serve else []
+        once = [node for node in self._inputs if self._sources[node.name][1] in self.trained and len(node.users) == 1]
+        units = find_units(nodes, writes, once) if serve else []
         kinds = [self._sources[unit.input.name][0] for unit in units if unit.input in self._inputs]
         self.takes_channels = InputKind.USER_INPUT in kinds
         shortcuts = find_shortcuts(nodes, writes) if fuses else []
         parts: list[Unit | Shortcut] = [*units, *shortcuts]
         skipped = {node for part in parts for node in part.nodes if node is not part.last} | self._counting
-        calls = [node for node in nodes if node.op == "call_function" and not _is_assertion(node)]
-        self._steps = [self._step(node, writes.get(node, NOTHING)) for node in calls if node not in skipped]
-        self._add_shortcuts(shortcuts)
+        calls = [node for node in nodes if node.op == "call_function" and node not in skipped]
+        self._steps = [self._step(node, writes.get(node, NOTHING)) for node in calls if not _is_assertion(node)]
+        for shortcut in shortcuts:
+            step = next(step for step in self._steps if step.node is shortcut.last)
+            step.arguments, step.named, step.is_unit = (shortcut.input,), {}, True
+            step.rule = partial(run_shortcut, shortcut)
         self._add_units(units)
         free_after_use(self._steps, self._output)
         self._shared: bool | None = None
-
-    def _trained_once(self) -> list[Node]:
-        """Return the placeholders of trained parameters that only one operator reads."""
-        trained = self.parameters.trained
-        return [node for node in self._inputs if self._sources[node.name][1] in trained and len(node.users) == 1]
 
     def _find_counters(self, writes: Mapping[Node, Write]) -> set[Node]:
         """Return the operators that count batches, if nothing else uses the bank's counters."""
@@ -146,45 +127,37 @@ class FusedGraph:
         found = {node: names[own] for node in writes if (own := _counted(node)) in names}
         return set(found) if sorted(found.values()) == sorted(self._bank.counter_names) else set()
 
-    def _add_shortcuts(self, shortcuts: list[Shortcut]) -> None:
-        """Have the step of each shortcut's last node run the shortcut."""
-        of_last = {shortcut.last: shortcut for shortcut in shortcuts}
-        for step in self._steps:
-            if step.node in of_last:
-                shortcut = of_last[step.node]
-                step.arguments, step.named, step.is_unit = (shortcut.input,), {}, True
-                step.rule = partial(_run_shortcut, shortcut)
-
     def _add_units(self, units: list[Unit]) -> None:
         """Have the step of each unit's last node run the unit."""
         if not units:
             return
-        from crossbow_py.engine.fusion.units import unit_step  # noqa: PLC0415  Triton is there, as `serves` has said
+        # Triton is there, as `serves` has said.
+        from crossbow_py.engine.fusion.units.convolution import Leaf  # noqa: PLC0415
+        from crossbow_py.engine.fusion.units.unit_step import UnitRules  # noqa: PLC0415
 
-        of_last, k, learners = {unit.last: unit for unit in units}, self._num_learners, self._learners
+        of_last, learners = {unit.last: unit for unit in units}, self._learners
         steps = [(step, of_last[step.node]) for step in self._steps if step.node in of_last]
         for step, unit in steps:
             step.arguments, step.named, step.is_unit = (unit.input, unit.residual), {}, True
         reads = Counter([self._output, *(node for step in self._steps for node in step.reads)])
         name_of = {node.name: name for node in self._inputs if (name := self._sources[node.name][1])}
-        gradients = dict(zip(self.parameters.trained, self._bank.stacked_gradients(learners), strict=True))
-        trained, buffers = self.parameters.trained, self._bank.buffers.stacked(k, learners.start)
-        own = unit_step.UnitRows(
-            {node: unit_step.Leaf(trained[name], gradients[name]) for node, name in name_of.items() if name in trained},
+        gradients = dict(zip(self.trained, self._bank.stacked_gradients(learners), strict=True))
+        trained, buffers = self.trained, self._bank.buffers.stacked(self._num_learners, learners.start)
+        rules = UnitRules(
+            {node: Leaf(trained[name], gradients[name]) for node, name in name_of.items() if name in trained},
             {node: buffers[name] for node, name in name_of.items() if name in buffers},
+            self.anchor,
         )
-        maker = unit_step.LayerMaker(own, k, self._bank.device)
         for step, unit in steps:
-            step.rule = partial(_run_unit, maker.layer(unit, reads[unit.last]), self.anchor)
+            step.rule = rules.rule(unit, reads[unit.last])
         self.written = frozenset(name_of[node.name] for unit in units for node in unit.parameters)
-        self.notes = maker.notes
+        self.notes = rules.notes
 
     def _step(self, node: Node, write: Write) -> Step:
         value = node.meta.get("val")
         call = Call(
             node.target,  # type: ignore[arg-type]
             tuple(value.shape) if isinstance(value, Tensor) else None,
-            self._num_learners,
             self._bank.generators[self._learners.start : self._learners.stop],
             self._bank.dropout_rates if draws.is_of_dropout_module(node) else self._rates_of_its_own,
             self._learners,
@@ -193,8 +166,8 @@ class FusedGraph:
         )
         return Step(node, call, node.args, node.kwargs, write.others, modes=modes_of(node))
 
-    def _bind(self) -> Parameters:
-        """Return leaves that share the memory of the bank's rows, so that they see updates without a copy.
+    def _bind(self) -> tuple[dict[str, Tensor], dict[str, Fused | PerLearner]]:
+        """Return trained and other leaves that share the memory of the bank's rows, and see updates without a copy.
 
         They do not share autograd's version counter, which views of the bank have in common: otherwise, while another
         graph of the bank is between its forward and its backward pass, updates of these rows would look like writes to
@@ -219,39 +192,33 @@ class FusedGraph:
         integers = [dict(bank.module(learner).named_buffers()) for learner in self._learners]
         names = [name for name, buffer in integers[0].items() if not buffer.is_floating_point()]
         others |= {name: PerLearner([each[name] for each in integers]) for name in names}
-        return Parameters(ordered, others)
+        return ordered, others
 
     def run(self, inputs: Tensor, shared: bool) -> Tensor:
         """Return outputs `[K, B, ...]` of inputs `[K, B, ...]`, or of inputs `[B, ...]` that all learners share."""
+        if shared is not self._shared:  # the choice of rules depends on it
+            self._shared = shared
+            self.looped.clear()
+            for step in self._steps:
+                step.settled = False
         with torch.set_grad_enabled(self._training and torch.is_grad_enabled()):
-            return self._run(inputs, shared)
+            values: dict[Node, Any] = {node: self._leaf(node, inputs, shared) for node in self._inputs if node.users}
+            for step in self._steps:
+                self._run_step(step, values)
+            if self._counting:
+                self._bank.counters[self._learners.start : self._learners.stop].add_(1)
+            return stack(_resolve(self._output, values), self._num_learners)
 
-    def _run(self, inputs: Tensor, shared: bool) -> Tensor:
-        if shared is not self._shared:
-            self._forget(shared)
-        values: dict[Node, Any] = {node: self._leaf(node, inputs, shared) for node in self._inputs if node.users}
-        for step in self._steps:
-            args = [resolve(argument, values) for argument in step.arguments]
-            kwargs = {name: resolve(value, values) for name, value in step.named.items()}
-            with nullcontext() if step.modes is None else step.modes.entered():
-                known = step.settled or step.is_unit
-                result = step.rule(step.call, args, kwargs) if known else self._first(step, args, kwargs)
-            values[step.node] = result
-            for node in step.others:
-                values[node] = result
-            for node in step.finished:
-                values.pop(node, None)
-        if self._counting:
-            self._bank.counters[self._learners.start : self._learners.stop].add_(1)
-        output: Fused = resolve(self._output, values)
-        return stack(output, self._num_learners)
-
-    def _forget(self, shared: bool) -> None:
-        """Drop the choice of rules, which depends on whether learners share inputs."""
-        self._shared = shared
-        self.looped.clear()
-        for step in self._steps:
-            step.settled = False
+    def _run_step(self, step: Step, values: dict[Node, Any]) -> None:
+        args = [_resolve(argument, values) for argument in step.arguments]
+        kwargs = {name: _resolve(value, values) for name, value in step.named.items()}
+        with nullcontext() if step.modes is None else step.modes.entered():
+            known = step.settled or step.is_unit
+            result = step.rule(step.call, args, kwargs) if known else self._first(step, args, kwargs)
+        for node in (step.node, *step.others):
+            values[node] = result
+        for node in step.finished:
+            values.pop(node, None)
 
     def _leaf(self, node: Node, inputs: Tensor, shared: bool) -> Fused | PerLearner:
         kind, name = self._sources[node.name]
@@ -259,9 +226,9 @@ class FusedGraph:
             return Fused(inputs, Layout.SHARED if shared else Layout.STACK)
         if kind is InputKind.CONSTANT_TENSOR:
             return Fused(self._constants[name], Layout.SHARED)
-        if name in self.parameters.trained:
-            return Fused(self.parameters.trained[name], Layout.STACK)
-        value = self.parameters.others[name]
+        if name in self.trained:
+            return Fused(self.trained[name], Layout.STACK)
+        value = self._others[name]
         if isinstance(value, PerLearner) and node not in self._written:
             return Fused(torch.stack(value.tensors), Layout.STACK)  # a few integers, such as a mask or indices
         return value
@@ -285,22 +252,6 @@ class FusedGraph:
         return result
 
 
-def _run_unit(layer: Any, anchor: Tensor, call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Copies:
-    """Run a unit's step."""
-    from crossbow_py.engine.fusion.units.unit_step import run_unit  # noqa: PLC0415  as in `_add_units`
-
-    inputs = channels_last(channels(args[0], call.num_learners))
-    residual = None if args[1] is None else channels_last(channels(args[1], call.num_learners))
-    found = run_unit(layer, anchor, inputs, residual)
-    return Copies([Fused(tensor, Layout.CHANNELS) for tensor in found])
-
-
-def _run_shortcut(shortcut: Shortcut, call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Fused:
-    """Run a shortcut's step."""
-    images = channels_last(channels(args[0], call.num_learners))
-    return Fused(run_shortcut(images, shortcut, call.num_learners), Layout.CHANNELS)
-
-
 def _counted(node: Node) -> Node | None:
     """Return what a node adds one to, in place, if nothing else reads it."""
     own = node.args[0]
@@ -321,20 +272,17 @@ def _choose(call: Call, args: list[Any], kwargs: Mapping[str, Any], fuses: bool)
     if any(isinstance(value, PerLearner) for value in values):
         counts = call.must_write and isinstance(args[0], PerLearner) and base_name(call.target) == "add"
         return elementwise.add_to_integer_buffers if counts else loop
-    if not _draws(call) and all(value.layout is Layout.SHARED for value in values if isinstance(value, Fused)):
+    draws_numbers = torch.Tag.nondeterministic_seeded in call.target.tags
+    if not draws_numbers and all(value.layout is Layout.SHARED for value in values if isinstance(value, Fused)):
         return _shared
-    if not fuses and not _draws(call):
+    if not fuses and not draws_numbers:
         return loop
     name = base_name(call.target)
     two = name in ("max", "min") and call.target._overloadname == "other"  # element-wise, unlike `max(x, dim)`
     pointwise = torch.Tag.pointwise in call.target.tags or name in elementwise.POINTWISE or two
     if name in RULES and not two and not call.must_write:
         return RULES[name]
-    return elementwise.pointwise if pointwise and not _draws(call) else loop
-
-
-def _draws(call: Call) -> bool:
-    return torch.Tag.nondeterministic_seeded in call.target.tags
+    return elementwise.pointwise if pointwise and not draws_numbers else loop
 
 
 def _getitem(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -369,11 +317,8 @@ class Step:
     """A step of a run: one node, or a unit of several nodes by its last.
 
     Attributes:
-        node: the node whose value it computes.
-        call: its operator.
         arguments, named: its arguments, with nodes in place of values.
         others: other nodes that are the tensor it writes.
-        rule: the function that runs it.
         settled: whether the rule is known to cover it.
         is_unit: whether it runs several nodes, with a rule that needs no settling.
         modes: the modes of the blocks of the model's forward that the node is in.
@@ -394,27 +339,18 @@ class Step:
     @property
     def reads(self) -> list[Node]:
         """The nodes whose values it reads, each as often as it does."""
-        return _nodes_in([*self.arguments, *self.named.values()])
+        found: list[Node] = []
+        map_arg([self.arguments, self.named], found.append)
+        return found
 
 
-@dataclass
-class Copies:
-    """A value with a tensor for each user, all with the same memory: see `run_unit`."""
-
-    values: list[Fused]
-
-    def take(self) -> Fused:
-        """Return a tensor that no user has taken yet."""
-        return self.values.pop()
-
-
-def resolve(argument: Any, values: Mapping[Node, Any]) -> Any:
+def _resolve(argument: Any, values: Mapping[Node, Any]) -> Any:
     """Return an argument with values in place of nodes."""
     if isinstance(argument, Node):
         value = values[argument]
         return value.take() if isinstance(value, Copies) else value
     if isinstance(argument, list | tuple):
-        return [resolve(entry, values) for entry in argument]
+        return [_resolve(entry, values) for entry in argument]
     return argument
 
 
@@ -427,13 +363,3 @@ def free_after_use(steps: Sequence[Step], output: Node) -> None:
     for node, step in last.items():
         if node is not output:
             step.finished.append(node)
-
-
-def _nodes_in(arguments: Sequence[Any]) -> list[Node]:
-    found: list[Node] = []
-    for argument in arguments:
-        if isinstance(argument, Node):
-            found.append(argument)
-        elif isinstance(argument, list | tuple):
-            found += _nodes_in(argument)
-    return found

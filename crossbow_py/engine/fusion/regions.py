@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.traceback import annotate, preserve_node_meta
+from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
 
 from crossbow_py.engine.fusion.rules.registry import base_name
@@ -56,21 +56,14 @@ class Modes:
             yield
 
 
-@contextmanager
-def grad_modes_recorded() -> Iterator[None]:
-    """Have torch.export record with every operator whether the model wants its gradient.
+class GradModes(TorchFunctionMode):
+    """Has torch.export record with every operator whether the model wants its gradient.
 
-    torch 2.13 splits an autocast block where that changes inside it, and then loses the change.
+    torch 2.13 splits an autocast block where that changes inside it, and then loses the change. The modes are those
+    that the model sets: inside torch.autograd.Function grad mode is off, and gradients flow.
 
-    Raises:
-        FusionError: the model computes under torch.inference_mode.
+    Raises FusionError if the model computes under torch.inference_mode.
     """
-    with preserve_node_meta(), _GradModes():
-        yield
-
-
-class _GradModes(TorchFunctionMode):
-    """Follows the modes that the model sets: inside torch.autograd.Function grad mode is off, and gradients flow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +149,7 @@ def _kind(node: Node) -> str | None:
 
 
 def _inline(block: Node, module: GraphModule) -> None:
-    at = next(index for index, argument in enumerate(block.args) if _is_graph(argument))
+    at = next(i for i, argument in enumerate(block.args) if isinstance(argument, Node) and argument.op == "get_attr")
     inner = module.get_submodule(str(block.args[at].target))  # type: ignore[union-attr]
     assert isinstance(inner, GraphModule), "a block holds a graph"
     inline_blocks(inner)
@@ -165,10 +158,6 @@ def _inline(block: Node, module: GraphModule) -> None:
         item.replace_all_uses_with(returned[item.args[1]])  # type: ignore[index]
         block.graph.erase_node(item)
     block.graph.erase_node(block)
-
-
-def _is_graph(argument: object) -> bool:
-    return isinstance(argument, Node) and argument.op == "get_attr"
 
 
 def _copy(inner: Graph, block: Node, operands: tuple[object, ...]) -> list[Node]:
@@ -181,13 +170,9 @@ def _copy(inner: Graph, block: Node, operands: tuple[object, ...]) -> list[Node]
                 values[node] = copied = block.graph.node_copy(node, lambda each: values[each])
                 if _kind(block) == _AUTOCAST:
                     copied.meta[_BLOCK] = block.name
-                copied.meta[_MODES] = _inside(block, modes_of(node) or Modes(_recorded(node)))
+                recorded: bool | None = node.meta.get("custom", {}).get(_GRAD)
+                copied.meta[_MODES] = _inside(block, modes_of(node) or Modes(recorded))
     return [values[node] for node in inner.output_node().args[0]]  # type: ignore[union-attr]
-
-
-def _recorded(node: Node) -> bool | None:
-    grad: bool | None = node.meta.get("custom", {}).get(_GRAD)
-    return grad
 
 
 def _inside(block: Node, own: Modes) -> Modes:

@@ -41,6 +41,17 @@ class PerLearner:
     tensors: list[Tensor]
 
 
+@dataclass
+class Copies:
+    """A value with a tensor for each user, all with the same memory: see `UnitRules`."""
+
+    values: list[Fused]
+
+    def take(self) -> Fused:
+        """Return a tensor that no user has taken yet."""
+        return self.values.pop()
+
+
 def stack(value: Fused, num_learners: int) -> Tensor:
     """Return the value as a view `[K, *shape]`; all rows of a SHARED value are the same memory."""
     tensor = value.tensor
@@ -87,13 +98,13 @@ def with_rank(stacked: Tensor, rank: int) -> Tensor:
 
 def of_learner(argument: Any, learner: int, num_learners: int) -> Any:
     """Return an argument as one learner's operator would be given it."""
-    return map_values(argument, lambda value: _of_learner(value, learner, num_learners))
 
+    def of_value(value: Fused | PerLearner) -> Tensor:
+        if isinstance(value, PerLearner):
+            return value.tensors[learner]
+        return value.tensor if value.layout is Layout.SHARED else stack(value, num_learners)[learner]
 
-def _of_learner(value: Fused | PerLearner, learner: int, num_learners: int) -> Tensor:
-    if isinstance(value, PerLearner):
-        return value.tensors[learner]
-    return value.tensor if value.layout is Layout.SHARED else stack(value, num_learners)[learner]
+    return map_values(argument, of_value)
 
 
 def map_values(argument: Any, function: Callable[[Any], Any]) -> Any:

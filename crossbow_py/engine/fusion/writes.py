@@ -77,7 +77,11 @@ def find_writes(nodes: Sequence[Node], buffers: Collection[Node], fixed: Collect
         together = [other for other in nodes[:now] if memory[other] is memory[written] and last[other] > now]
         if any(_tensor(other) is not tensor for other in together):
             raise FusionError(f"it writes through a view ({base_name(target)}_)", node)
-        _check_target(node, memory[written], tensor, buffers, fixed)
+        base = memory[written]
+        if base in fixed:
+            raise FusionError(f"it writes to {base.name}, which is no buffer", node)
+        if base in buffers and tensor is not base:
+            raise FusionError(f"it writes through a view of a buffer ({node.target})", node)
         found[node] = Write(
             others=tuple(together),
             may_write=tensor in buffers or (tensor is memory[tensor] and tensor.op == "call_function"),
@@ -86,16 +90,9 @@ def find_writes(nodes: Sequence[Node], buffers: Collection[Node], fixed: Collect
     return found
 
 
-def _check_target(node: Node, base: Node, tensor: Node, buffers: Collection[Node], fixed: Collection[Node]) -> None:
-    if base in fixed:
-        raise FusionError(f"it writes to {base.name}, which is no buffer", node)
-    if base in buffers and tensor is not base:
-        raise FusionError(f"it writes through a view of a buffer ({node.target})", node)
-
-
 def _tensor(node: Node) -> Node:
     """Return the first node that is a tensor: in-place operators return what they wrote."""
-    while _is_write(node) and isinstance(node.args[0], Node):
+    while isinstance(node.target, OpOverload) and is_in_place(node.target) and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 
@@ -117,17 +114,7 @@ def _base(node: Node) -> Node | None:
         return _base(first)  # a piece of a split; results of other operators have memory of their own
     if not isinstance(target, OpOverload):
         return None
-    shares = target._schema.arguments[0].alias_info is not None or _returns_its_input(node, target)
+    name, given = base_name(target), node.args
+    drops = "dropout" in name and len(given) == 3 and given[1] != 0 and bool(given[2])
+    shares = target._schema.arguments[0].alias_info is not None or (name in _RETURNS_ITS_INPUT and not drops)
     return first if shares else None
-
-
-def _returns_its_input(node: Node, target: OpOverload) -> bool:
-    name = base_name(target)
-    if name not in _RETURNS_ITS_INPUT:
-        return False
-    drops = "dropout" in name and len(node.args) == 3 and node.args[1] != 0 and bool(node.args[2])
-    return not drops
-
-
-def _is_write(node: Node) -> bool:
-    return node.op == "call_function" and isinstance(node.target, OpOverload) and is_in_place(node.target)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Literal
 
@@ -30,29 +29,26 @@ def serves(family: Family, device: torch.device, dtype: torch.dtype) -> str | No
 @cache
 def _failure(family: Family, device: torch.device, dtype: torch.dtype) -> str | None:
     try:
-        compiles(lambda: _CHECKS[family](device, dtype))
+        compiles(lambda: _check(family, device, dtype))
     except KernelError as error:
         return str(error)
     return None
 
 
-def _check_batches(device: torch.device, dtype: torch.dtype) -> None:
+def _check(family: Family, device: torch.device, dtype: torch.dtype) -> None:
     from crossbow_py.data.resident import image_kernels  # noqa: PLC0415  needs Triton
-
-    image_kernels.check(device, dtype)
-
-
-def _check_loss(device: torch.device, dtype: torch.dtype) -> None:
     from crossbow_py.engine.kernels import cross_entropy  # noqa: PLC0415  likewise
 
-    cross_entropy.check(device, dtype)
+    if family == "layers":
+        _check_norm(device, dtype)
+        if dtype != torch.float64:
+            _check_convolution(device, dtype)
+    else:
+        {"batches": image_kernels, "loss": cross_entropy}[family].check(device, dtype)
 
 
-def _check_layers(device: torch.device, dtype: torch.dtype) -> None:
-    """Compare a norm, a sum and a ReLU, forward and backward, and a convolution with all that its launches compute.
-
-    Convolutions with a layer's own sizes are compared when their ways are measured.
-    """
+def _check_norm(device: torch.device, dtype: torch.dtype) -> None:
+    """Compare a norm, a sum and a ReLU, forward and backward."""
     from crossbow_py.engine.kernels import batch_norm as norms  # noqa: PLC0415  likewise
 
     generator = torch.Generator(device).manual_seed(0)
@@ -72,13 +68,15 @@ def _check_layers(device: torch.device, dtype: torch.dtype) -> None:
     found = norms.backward_inputs([given], x, y, mean, rstd, scale, sums[0], sums[1], True, True)
     expected = torch.autograd.grad(out, leaves, given.double())
     _compare("BatchNorm", [y, *found, *sums], [out.detach(), *expected], _TOLERANCE[dtype])
-    if dtype != torch.float64:
-        _check_convolution(device, dtype)
 
 
 def _check_convolution(device: torch.device, dtype: torch.dtype) -> None:
-    """Compare the statistics that come with outputs, and both gradients of one launch, with a split depth."""
-    from crossbow_py.engine.kernels import convolution as kernels  # noqa: PLC0415  as above
+    """Compare the statistics that come with outputs, and both gradients of one launch, with a split depth.
+
+    Convolutions with a layer's own sizes are compared when their ways are measured.
+    """
+    from crossbow_py.engine.kernels import convolution as kernels  # noqa: PLC0415  likewise
+    from crossbow_py.engine.kernels.statistics import Statistics  # noqa: PLC0415  likewise
 
     g = Geometry(8, 2, 5, 7, 13, 12, (3, 3), stride=(2, 1), padding=(1, 1))
     generator = torch.Generator(device).manual_seed(0)
@@ -89,11 +87,12 @@ def _check_convolution(device: torch.device, dtype: torch.dtype) -> None:
 
     inputs, filters = images(g.batch, 2 * 5, g.height, g.width), images(2 * 7, 5, 3, 3)
     given, columns = images(g.batch, 2 * 7, *g.out_size), 2 * 7
-    mean, rstd, running_mean, running_var = (torch.ones(columns, device=device) for _ in range(4))
-    moments = kernels.Moments(
-        mean, rstd, running_mean, running_var, 0.1, 1e-5, kernels.statistics_workspace(g, device)
-    )
-    y, d_filters = kernels.forward(inputs, filters, None, g, moments), torch.empty_like(filters, dtype=torch.float32)
+    mean, variance = (torch.ones(columns, device=device) for _ in range(2))
+    space = kernels.statistics_workspace(g, device)
+    statistics = Statistics(mean, variance, 0.1, 1e-5)
+    y, moments = kernels.forward(inputs, filters, None, g, statistics, space)
+    assert moments is not None, "they were asked for"
+    d_filters = torch.empty_like(filters, dtype=torch.float32)
     d_inputs = kernels.backward(
         given, inputs, filters, g, input_gradient=True, filter_gradient=d_filters,
         workspace=kernels.backward_workspace(g, device),
@@ -104,7 +103,7 @@ def _check_convolution(device: torch.device, dtype: torch.dtype) -> None:
     out = out.detach()
     means, variances = out.mean((0, 2, 3)), out.var((0, 2, 3))
     scale = (out.var((0, 2, 3), correction=0) + 1e-5).rsqrt()
-    found = [y, d_inputs, d_filters, mean, rstd, running_mean, running_var]
+    found = [y, d_inputs, d_filters, *moments, mean, variance]
     moved = [0.9 + 0.1 * means, 0.9 + 0.1 * variances]
     _compare("convolution", found, [out, *gradients, means, scale, *moved], _TOLERANCE[dtype])
 
@@ -115,9 +114,3 @@ def _compare(name: str, found: list[Tensor | None], expected: list[Tensor], tole
         if not bool((ours.double() - theirs).abs().max() <= tolerance * theirs.abs().max()):
             raise KernelError(f"the kernels of {name} give other numbers than torch's operators")
 
-
-_CHECKS: dict[Family, Callable[[torch.device, torch.dtype], None]] = {
-    "layers": _check_layers,
-    "loss": _check_loss,
-    "batches": _check_batches,
-}

@@ -18,8 +18,6 @@ in a fixed order, so that results repeat bit for bit.
 # Arguments of kernels become pointers and tiles when Triton compiles them, for which Python has no types.
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +25,7 @@ from torch import Tensor
 
 from crossbow_py.core.triton_launch import interprets, launch
 from crossbow_py.engine.kernels.geometry import Blocking, Geometry, blocking, split_blocking
-from crossbow_py.engine.kernels.statistics import Workspace, finish_statistics
+from crossbow_py.engine.kernels.statistics import Statistics, Workspace, finish_statistics
 
 _LANES = 2048  # divided by columns: the tiles whose statistics are read at once
 
@@ -37,23 +35,6 @@ def precision_of(dtype: torch.dtype) -> str:
     if dtype == torch.bfloat16 and interprets():
         return "widened"
     return "tf32" if dtype == torch.float32 and torch.backends.cudnn.allow_tf32 else "ieee"
-
-
-@dataclass(frozen=True)
-class Moments:
-    """The statistics that a forward convolution computes for the BatchNorm after it, `[G·O]` in float32.
-
-    `mean` and `rstd` are written; running statistics, unless None, are updated in place; `workspace` comes from
-    `statistics_workspace`.
-    """
-
-    mean: Tensor
-    rstd: Tensor
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    momentum: float
-    eps: float
-    workspace: Workspace
 
 
 def statistics_workspace(geometry: Geometry, device: torch.device) -> Workspace:
@@ -70,16 +51,23 @@ def _forward_blocking(geometry: Geometry) -> Blocking:
 
 
 def forward(
-    inputs: Tensor, filters: Tensor, bias: Tensor | None, geometry: Geometry, moments: Moments | None = None
-) -> Tensor:
-    """Return outputs `[B, G·O, OH, OW]`, channels-last, in the dtype of the inputs; their statistics go to `moments`.
+    inputs: Tensor,
+    filters: Tensor,
+    bias: Tensor | None,
+    geometry: Geometry,
+    statistics: Statistics | None = None,
+    workspace: Workspace | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Return outputs `[B, G·O, OH, OW]`, channels-last, in the dtype of the inputs; and their mean and rstd `[G·O]`.
 
     Args:
         inputs: images `[B, G·C, H, W]`, channels-last.
         filters: `[G·O, C, KH, KW]`, channels-last in memory.
         bias: `[G·O]` or None.
         geometry: the sizes.
-        moments: the statistics for a BatchNorm, computed from the sums before these are rounded; or None.
+        statistics: those of the BatchNorm after it, computed from the sums before these are rounded; without it there
+            is no mean and no rstd.
+        workspace: from `statistics_workspace`, for `statistics`.
     """
     tile = _forward_blocking(geometry)
     out = torch.empty(
@@ -88,32 +76,21 @@ def forward(
     )  # fmt: skip
     places: tuple[Tensor | None, ...] = (None,) * 6
     options: dict[str, float] = {"MOMENTUM": 0.0, "EPS": 0.0}
-    if moments is not None:
-        work = moments.workspace
+    moments = None
+    if statistics is not None:
+        assert workspace is not None, "statistics need a workspace"
+        moments = torch.empty(len(filters), device=inputs.device), torch.empty(len(filters), device=inputs.device)
         places = (
-            work.partials, work.counters, moments.mean, moments.rstd, moments.running_mean, moments.running_var,
-        )  # fmt: skip
-        options = {"MOMENTUM": moments.momentum, "EPS": moments.eps}
+            workspace.partials, workspace.counters, *moments, statistics.running_mean, statistics.running_var
+        )
+        options = {"MOMENTUM": statistics.momentum, "EPS": statistics.eps}
     launch(
         _forward, (tile.tiles(geometry.out_rows, geometry.out_channels), geometry.groups),
         inputs, filters, bias, out, *places, geometry.out_rows, **geometry.constants(), **options,
         BM=tile.rows, BN=tile.columns, BK=tile.depth, PRECISION=precision_of(inputs.dtype),
         LANES=_LANES // tile.columns, num_warps=4, num_stages=3,
     )  # fmt: skip
-    return out
-
-
-@dataclass(frozen=True)
-class BackwardWorkspace:
-    """Memory through which the programs of a backward launch exchange results; made once, outside of graphs.
-
-    Attributes:
-        partials: `[splits, G, O, KH·KW·C]`, float32.
-        counters: one for each tile of d_w, int32; zero before and after every launch.
-    """
-
-    partials: Tensor
-    counters: Tensor
+    return out, moments
 
 
 def _filter_blocking(geometry: Geometry) -> Blocking:
@@ -121,11 +98,11 @@ def _filter_blocking(geometry: Geometry) -> Blocking:
     return split_blocking(geometry.out_channels, columns, geometry.out_rows, geometry.groups)
 
 
-def backward_workspace(geometry: Geometry, device: torch.device) -> BackwardWorkspace:
+def backward_workspace(geometry: Geometry, device: torch.device) -> Workspace:
     """Return the workspace for `backward`."""
     tile, columns = _filter_blocking(geometry), geometry.taps * geometry.in_channels
     rows = tile.splits if tile.splits > 1 else 0
-    return BackwardWorkspace(
+    return Workspace(
         torch.empty(rows, geometry.groups, geometry.out_channels, columns, device=device),
         torch.zeros(
             geometry.groups * tile.tiles(geometry.out_channels, columns), dtype=torch.int32, device=device
@@ -141,7 +118,7 @@ def backward(
     *,
     input_gradient: bool,
     filter_gradient: Tensor | None,
-    workspace: BackwardWorkspace,
+    workspace: Workspace,
 ) -> Tensor | None:
     """Compute both gradients in one launch. Returns that of the inputs `[B, G·C, H, W]`, channels-last, or None.
 

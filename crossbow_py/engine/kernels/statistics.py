@@ -24,9 +24,14 @@ import triton.language as tl
 from torch import Tensor
 
 
-def partials_shape(num_tiles: int, N: int) -> tuple[int, int, int]:
-    """Return the shape of the buffer of `num_tiles` tiles' partial results: two numbers for each of N columns."""
-    return (num_tiles, 2, N)
+@dataclass(frozen=True)
+class Statistics:
+    """A norm's running mean and variance `[N]`, which are updated in place, or None; its momentum and ε."""
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    momentum: float
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -36,8 +41,9 @@ class Workspace:
     Launches that use it must follow each other on one stream. Kernels that split their work equally may share it.
 
     Attributes:
-        partials: `[tiles, 2, N]`, float32, or float64 for float64 values.
-        counters: `[column blocks]`, int32; zero before and after every launch.
+        partials: `[tiles, 2, N]`, float32, or float64 for float64 values; for gradients of filters
+            `[splits, G, O, KH·KW·C]`, float32.
+        counters: `[column blocks]` or `[tiles]`, int32; zero before and after every launch.
     """
 
     partials: Tensor
@@ -48,7 +54,7 @@ class Workspace:
         cls, num_tiles: int, column_blocks: int, N: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> Workspace:
         """Return a workspace for a launch of `num_tiles` tiles in each of `column_blocks` blocks of N columns."""
-        partials = torch.empty(partials_shape(num_tiles, N), dtype=dtype, device=device)
+        partials = torch.empty(num_tiles, 2, N, dtype=dtype, device=device)
         return cls(partials, torch.zeros(column_blocks, dtype=torch.int32, device=device))
 
 

@@ -15,6 +15,7 @@ In bytes, float32 rows with a bfloat16 shadow, SGD with momentum: (12 + 8 + 2)·
 # Arguments of kernels become pointers and tiles when Triton compiles them, for which Python has no types.
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,48 +37,32 @@ _LEARNERS_A_TURN = tl.constexpr(1024)
 SGD, ADAMW = 0, 1
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """The tiles of a bank's values.
+def make_tiles(blocks: Sequence[tuple[int, int, int, bool]], device: torch.device) -> Tensor:
+    """Return the tiles of blocks `(offset in the bank, offset in z, values of a row, whether weight decay applies)`.
 
-    Attributes:
-        table: int64 [T, 4] on the device: the offset of the parameter's block in the bank, that of its block in z, the
-            length of a row, and 4 times the tile's index in the row, plus 1 if weight decay applies, plus 2 if rows
-            begin at multiples of 4 values.
+    They are int64 [T, 4]: the offset of the parameter's block in the bank, that of its block in z, the length of a row,
+    and 4 times the tile's index in the row, plus 1 if weight decay applies, plus 2 if rows begin at multiples of 4
+    values.
     """
-
-    table: Tensor
-
-    @property
-    def count(self) -> int:
-        """T, the number of tiles."""
-        return len(self.table)
-
-
-def make_tiles(blocks: Sequence[tuple[int, int, int, bool]], device: torch.device) -> Tiles:
-    """Return the tiles of blocks `(offset in the bank, offset in z, values of a row, whether weight decay applies)`."""
     rows = [
         (bank, z, numel, 4 * place + decays + 2 * (numel % 4 == 0 and bank % 4 == 0))
         for bank, z, numel, decays in blocks
         for place in range(-(-numel // TILE.value))
     ]
-    return Tiles(torch.tensor(rows, dtype=torch.int64, device=device).view(-1, _WIDTH.value))
+    return torch.tensor(rows, dtype=torch.int64, device=device).view(-1, _WIDTH.value)
 
 
 def sgd_settings(momentum: float, weight_decay: float, nesterov: bool, clip_norm: float | None) -> list[float]:
     """Return a learner's row of settings for SGD."""
-    return [momentum, weight_decay, float(nesterov), 0.0, 0.0, 0.0, 0.0, _limit(clip_norm)]
+    limit = math.inf if clip_norm is None else clip_norm
+    return [momentum, weight_decay, float(nesterov), 0.0, 0.0, 0.0, 0.0, limit]
 
 
 def adamw_settings(
     beta1: float, beta2: float, epsilon: float, weight_decay: float, clip_norm: float | None
 ) -> list[float]:
     """Return a learner's row of settings for AdamW."""
-    return [beta1, weight_decay, beta2, epsilon, 0.0, 0.0, 0.0, _limit(clip_norm)]
-
-
-def _limit(clip_norm: float | None) -> float:
-    return float("inf") if clip_norm is None else clip_norm
+    return [beta1, weight_decay, beta2, epsilon, 0.0, 0.0, 0.0, math.inf if clip_norm is None else clip_norm]
 
 
 @dataclass(frozen=True)
@@ -96,9 +81,9 @@ class RowsToUpdate:
     total: Tensor | None
 
 
-def squares(gradients: Tensor, tiles: Tiles, num_learners: int, out: Tensor) -> None:
+def squares(gradients: Tensor, tiles: Tensor, num_learners: int, out: Tensor) -> None:
     """Write the sum of squares of each tile of each learner's gradient to `out` [T, K], in float64."""
-    launch(_squares, (tiles.count,), gradients, tiles.table, out, num_learners)
+    launch(_squares, (len(tiles),), gradients, tiles, out, num_learners)
 
 
 def prepare(
@@ -137,7 +122,7 @@ def prepare(
 
 def update(
     rows: RowsToUpdate,
-    tiles: Tiles,
+    tiles: Tensor,
     values: Tensor,
     num_learners: int,
     optimizer: int,
@@ -161,9 +146,9 @@ def update(
     averages, moves = correction is not None, correction is not None and momentum is not None
     state = rows.state or (rows.weights,)
     launch(
-        _update, (tiles.count,),
+        _update, (len(tiles),),
         rows.weights, rows.gradients, state[0], state[-1], rows.weights if rows.shadow is None else rows.shadow,
-        rows.z, rows.z_prev, rows.z if rows.total is None else rows.total, tiles.table, values, total_squares,
+        rows.z, rows.z_prev, rows.z if rows.total is None else rows.total, tiles, values, total_squares,
         num_learners, *two_floats(correction or 0.0), *two_floats(momentum or 0.0),
         ADAMW=optimizer == ADAMW, STATES=len(rows.state), SHADOW=rows.shadow is not None, AVERAGES=averages,
         MOVES=moves, KEEPS_TOTAL=averages and rows.total is not None, num_warps=8,

@@ -97,15 +97,11 @@ def digits_of(compute: torch.dtype, device: torch.device) -> torch.dtype:
 
 def _norm(values: Sequence[Tensor]) -> float:
     """Return the norm of the finite values: masks may hold infinity."""
-    return math.hypot(*(_length(value) for value in values))
+    return math.hypot(*(_norm_of(_real(value), lambda own: own.nan_to_num(0, 0, 0)) for value in values))
 
 
 def _real(value: Tensor) -> Tensor:
     return torch.view_as_real(value) if value.is_complex() else value
-
-
-def _length(value: Tensor) -> float:
-    return _norm_of(_real(value), lambda own: own.nan_to_num(0, 0, 0))
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
@@ -114,8 +110,7 @@ def _distance(found: Tensor, expected: Tensor) -> float:
     fine = torch.promote_types(expected.dtype, torch.float32)
     difference = found.to(fine) - expected.to(fine)
     return _norm_of(
-        difference,
-        lambda own: own.masked_fill((found == expected) | (found.isnan() & expected.isnan()), 0),
+        difference, lambda own: own.masked_fill((found == expected) | (found.isnan() & expected.isnan()), 0)
     )
 
 
@@ -211,15 +206,12 @@ def custom_backwards(value: Tensor) -> list[str]:
     for node in graph_nodes(value):
         own = getattr(type(node), "_forward_cls", None)
         if own is not None and not own.__module__.startswith("torch."):
-            found[f"{own.__qualname__}{_defined(own)}"] = None
+            place = ""
+            with contextlib.suppress(OSError, TypeError):  # its source may be nowhere
+                if path := inspect.getsourcefile(own):
+                    place = f" ({Path(path).name}:{inspect.getsourcelines(own)[1]})"
+            found[f"{own.__qualname__}{place}"] = None
     return list(found)
-
-
-def _defined(thing: type) -> str:
-    with contextlib.suppress(OSError, TypeError):
-        path = inspect.getsourcefile(thing)
-        return f" ({Path(path).name}:{inspect.getsourcelines(thing)[1]})" if path else ""
-    return ""
 
 
 def backward_hook(model: nn.Module) -> str | None:

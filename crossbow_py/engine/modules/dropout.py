@@ -39,6 +39,9 @@ class CounterDropout(nn.Dropout):
         return inputs.mul_(mask) if self.inplace else inputs * mask
 
 
+_LAYERS: tuple[type[Any], ...] = (CounterDropout, *_KINDS)
+
+
 @dataclass(frozen=True)
 class _Masks:
     """Masks `[N, *shape]`, one from each of N generators."""
@@ -169,24 +172,19 @@ def replace_dropout(module: nn.Module, generator: torch.Generator) -> bool:
     found = False
     for name, child in list(module.named_children()):
         if type(child) in _KINDS:
-            setattr(module, name, _replacement(child, generator))
+            layer: Any = child
+            new = CounterDropout(layer.p, _KINDS[type(child)], generator, layer.inplace)
+            new.__dict__.update({name: value for name, value in vars(child).items() if "hooks" in name})
+            setattr(module, name, new)
             found = True
         else:
             found = replace_dropout(child, generator) or found
     return found
 
 
-def _replacement(layer: Any, generator: torch.Generator) -> CounterDropout:
-    """Return the replacement of a dropout layer, with its hooks."""
-    found = CounterDropout(layer.p, _KINDS[type(layer)], generator, layer.inplace)
-    found.__dict__.update({name: value for name, value in vars(layer).items() if "hooks" in name})
-    return found
-
-
 def dropout_rates(module: nn.Module) -> tuple[float, ...]:
     """Return the p of every dropout layer below `module`, in order, before or after `replace_dropout`."""
-    kinds: tuple[type[nn.Module], ...] = (CounterDropout, *_KINDS)
-    return tuple(child.p for child in module.modules() if isinstance(child, kinds))  # type: ignore[misc]
+    return tuple(child.p for child in module.modules() if isinstance(child, _LAYERS))
 
 
 def set_dropout_rate(module: nn.Module, rate: float) -> None:
@@ -199,8 +197,7 @@ def set_dropout_rate(module: nn.Module, rate: float) -> None:
 @contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
     """Have no dropout layer below `module`, replaced or not, drop anything in the block."""
-    kinds: tuple[type[nn.Module], ...] = (CounterDropout, *_KINDS)
-    layers: list[Any] = [child for child in module.modules() if isinstance(child, kinds)]
+    layers = [child for child in module.modules() if isinstance(child, _LAYERS)]
     rates = [layer.p for layer in layers]
     for layer in layers:
         layer.p = 0.0

@@ -64,8 +64,8 @@ class KernelUpdate:
         self._optimizer, settings = _settings(optimizer, learners)
         self._settings = torch.tensor(settings, dtype=torch.float64, device=device)
         self._values = torch.zeros(k, kernels.VALUES.value, dtype=bank.precision.master, device=device)
-        self._squares = torch.zeros(self._tiles.count, k, dtype=torch.float64, device=device)
-        self._total_squares = torch.zeros(self._tiles.count, dtype=torch.float64, device=device)
+        self._squares = torch.zeros(len(self._tiles), k, dtype=torch.float64, device=device)
+        self._total_squares = torch.zeros(len(self._tiles), dtype=torch.float64, device=device)
         bank.total_squares = self._total_squares if moves else None
         # Groups other than the first have a vector of their own, for their groups' sums to be added up.
         self.total = bank.total if learners.start == 0 else bank.new_flat()

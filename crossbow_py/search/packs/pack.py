@@ -18,11 +18,10 @@ from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.modules.dropout import set_dropout_rate
-from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.rounds import Draws, Round, RoundOutcome, RoundTasks, taken
 from crossbow_py.engine.update.optimizers import side_by_side
 from crossbow_py.engine.update.update_choice import choose_update
-from crossbow_py.search.packs.trial import Checkpoint, TrialSettings, new_row, own_dropout_rate, read_row
+from crossbow_py.search.packs.trial import LOSS, Checkpoint, TrialSettings, new_row, own_dropout_rate, read_row
 from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, evaluate_bank
 from crossbow_py.train.run import smoothing_rows
 from crossbow_py.train.run_settings import Choices, RunSettings
@@ -37,14 +36,12 @@ class PackJob:
 
     Attributes:
         settings, choices: those of all trials; a trial has its own seed and batch size.
-        loss: the loss of all trials; label smoothing is a trial's own.
         planned_samples: the length of a trial that is trained to the end, for schedules.
         choose_executor: returns the name of the executor for that many trials of a signature.
     """
 
     settings: RunSettings
     choices: Choices
-    loss: Loss
     planned_samples: int
     choose_executor: Callable[[str, int], str]
 
@@ -97,8 +94,6 @@ class Pack:
     """Trials of one signature. Used from one thread at a time; close it.
 
     Args:
-        job: the settings that all packs share.
-        signature: the signature of these trials.
         template: a model of theirs, on the device.
         feed: gives training batches of their size; closed with the pack.
         members: at least one.
@@ -135,7 +130,14 @@ class Pack:
         """
         staying = {id(member): row for row, member in enumerate(self.members)}
         if self._engine is not None and len(members) == len(self.members):
-            self._replace(members, [member for member in members if id(member) not in staying])
+            kept = {id(member) for member in members}
+            free = [row for row, member in enumerate(self.members) if id(member) not in kept]
+            joining = [member for member in members if id(member) not in staying]
+            for row, member in zip(free, joining, strict=True):
+                self.members[row] = member
+                self._bank.load_row(row, self._first_row(member), 0)
+            if free:
+                self._settle_rows(free)
             return
         rows = [
             read_row(self._bank, staying[id(member)]) if id(member) in staying else self._first_row(member)
@@ -145,20 +147,17 @@ class Pack:
         self.members = list(members)
         if isinstance(self.feed, ResidentFeed):
             self.feed.serve(len(rows))
-        self._engine = self._build(len(rows))
+        job, first = self.job, members[0].settings
+        name = job.choose_executor(self.signature, len(rows))
+        bank = new_bank(self.template, len(rows), name, job.settings, job.choices, first.optimizer)
+        tasks = RoundTasks(
+            bank, update=self._update, feed=self.feed, loss=LOSS, seed=first.seed, collective=Collective()
+        )
+        self._engine = _Engine(name, bank, tasks, [0] * len(rows))
+        self._update.optimizer = side_by_side([member.settings.optimizer for member in members])
         for row, values in enumerate(rows):
             self._bank.load_row(row, values, 0)
         self._settle_rows(range(len(rows)))
-
-    def _replace(self, members: Sequence[Member], joining: Sequence[Member]) -> None:
-        """Give the rows of members that leave to those that join."""
-        kept = {id(member) for member in members}
-        free = [row for row, member in enumerate(self.members) if id(member) not in kept]
-        for row, member in zip(free, joining, strict=True):
-            self.members[row] = member
-            self._bank.load_row(row, self._first_row(member), 0)
-        if free:
-            self._settle_rows(free)
 
     def _first_row(self, member: Member) -> dict[str, object]:
         if member.begun is not None:
@@ -175,38 +174,21 @@ class Pack:
             if self._own_dropout:
                 engine.bank.dropout_rates[row] = self.members[row].dropout_rate
                 set_dropout_rate(engine.bank.module(row), self.members[row].dropout_rate)
-            engine.streams[row] = self._stream(row, settings)
-        self._smooth(engine)
-        if engine.executor is not None and self.job.choices.device.type == "cuda":
-            engine.executor.close()  # what learners differ in lies on the device, in captured graphs
-            engine.executor = None
-        if engine.executor is None:
-            engine.executor = EXECUTORS[engine.name](engine.tasks)
-
-    def _smooth(self, engine: _Engine) -> None:
+            engine.streams[row] = 0  # where its stream of samples begins, unless each row augments in its own way
+            if settings.augmentation.active and isinstance(self.feed, ResidentFeed):
+                self.feed.set_variant(row + 1, Variant(settings.seed, settings.augmentation))
+                engine.streams[row] = (row + 1) * STREAM
         shares = [member.settings.label_smoothing for member in self.members]
         if engine.tasks.label_smoothing is None:
             engine.tasks.label_smoothing = smoothing_rows(max(shares), engine.bank)
         if engine.tasks.label_smoothing is not None:
             for row, share in enumerate(shares):
                 engine.tasks.label_smoothing[row] = share
-
-    def _stream(self, row: int, settings: TrialSettings) -> int:
-        """Return where the row's stream of samples begins: at 0 for all, unless each row augments in its own way."""
-        if not (settings.augmentation.active and isinstance(self.feed, ResidentFeed)):
-            return 0
-        self.feed.set_variant(row + 1, Variant(settings.seed, settings.augmentation))
-        return (row + 1) * STREAM
-
-    def _build(self, num_rows: int) -> _Engine:
-        job, first = self.job, self.members[0].settings
-        name = job.choose_executor(self.signature, num_rows)
-        bank = new_bank(self.template, num_rows, name, job.settings, job.choices, first.optimizer)
-        tasks = RoundTasks(
-            bank, update=self._update, feed=self.feed, loss=job.loss, seed=first.seed, collective=Collective()
-        )
-        self._update.optimizer = side_by_side([member.settings.optimizer for member in self.members])
-        return _Engine(name, bank, tasks, [0] * num_rows)
+        if engine.executor is not None and self.job.choices.device.type == "cuda":
+            engine.executor.close()  # what learners differ in lies on the device, in captured graphs
+            engine.executor = None
+        if engine.executor is None:
+            engine.executor = EXECUTORS[engine.name](engine.tasks)
 
     @property
     def _bank(self) -> ReplicaBank:
@@ -235,7 +217,14 @@ class Pack:
         self._absorb(executor.collect())
         if any(member.is_over for member in self.members):
             return False
-        plan = self._plan(self._engine.streams)
+        rows = zip(self._engine.streams, self.members, strict=True)
+        plan = Round(
+            index=self._round_index,
+            starts=tuple(stream + member.samples_seen for stream, member in rows),
+            learning_rates=tuple(self._learning_rate(member) for member in self.members),
+            together=None,
+            draws=tuple(Draws(member.settings.seed, member.num_rounds) for member in self.members),
+        )
         if not self.feed.announce(plan.starts):
             executor.settle()
             self.feed.wait(plan.starts)
@@ -246,15 +235,6 @@ class Pack:
             member.num_rounds += 1
         self._round_index += 1
         return True
-
-    def _plan(self, streams: Sequence[int]) -> Round:
-        return Round(
-            index=self._round_index,
-            starts=tuple(stream + member.samples_seen for stream, member in zip(streams, self.members, strict=True)),
-            learning_rates=tuple(self._learning_rate(member) for member in self.members),
-            together=None,
-            draws=tuple(Draws(member.settings.seed, member.num_rounds) for member in self.members),
-        )
 
     def _learning_rate(self, member: Member) -> float:
         settings, rate = member.settings, member.settings.optimizer.learning_rate

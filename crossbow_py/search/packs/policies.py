@@ -11,10 +11,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
-
-from crossbow_py.core.errors import UserError
-from crossbow_py.core.settings import suggestion
+from typing import Literal
 
 Policy = Literal["signature", "batch_size", "random", "knn", "none"]
 
@@ -56,9 +53,6 @@ def admit(policy: Policy, waiting: Sequence[Waiting], running: Sequence[Waiting]
 
     Returns:
         As many as fit beside the running ones with all shares at most 1, and at least one when nothing runs.
-
-    Raises:
-        UserError: there is no such policy.
     """
     taken = math.fsum(each.share for each in running)
     admitted: list[Waiting] = []
@@ -87,7 +81,9 @@ def _in_order(policy: Policy, waiting: Sequence[Waiting], running: Sequence[Wait
         case "none":
             return [] if running else waiting[:1]
         case "signature":
-            return _by_signature(waiting, running)
+            names = dict.fromkeys(each.signature for each in (*running, *waiting))  # those that run come first
+            ranks = {name: rank for rank, name in enumerate(names)}
+            return sorted(waiting, key=lambda each: ranks[each.signature])
         case "batch_size":
             sizes = {each.batch_size for each in running or waiting[:1]}
             return [each for each in waiting if each.batch_size in sizes]
@@ -95,16 +91,6 @@ def _in_order(policy: Policy, waiting: Sequence[Waiting], running: Sequence[Wait
             # Each trial draws for itself: who else waits, and in which order they came, changes nothing.
             return sorted(waiting, key=lambda each: random.Random(f"{seed}/{each.trial}").random())
         case "knn":
-            return _by_nearness(waiting, running or waiting[:1])
-    raise UserError(f"packing has no {policy!r}{suggestion(policy, get_args(Policy))}")
-
-
-def _by_signature(waiting: Sequence[Waiting], running: Sequence[Waiting]) -> list[Waiting]:
-    """Sort by signature, the running signatures first."""
-    ranks = {name: rank for rank, name in enumerate(dict.fromkeys(each.signature for each in (*running, *waiting)))}
-    return sorted(waiting, key=lambda each: ranks[each.signature])
-
-
-def _by_nearness(waiting: Sequence[Waiting], around: Sequence[Waiting]) -> list[Waiting]:
-    mean = [math.fsum(column) / len(around) for column in zip(*(each.features for each in around), strict=True)]
-    return sorted(waiting, key=lambda each: math.dist(each.features, mean))
+            around = running or waiting[:1]
+            mean = [math.fsum(column) / len(around) for column in zip(*(each.features for each in around), strict=True)]
+            return sorted(waiting, key=lambda each: math.dist(each.features, mean))

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from crossbow_py.core.errors import CrossbowError, DataError, DeviceLostError, one_line
 from crossbow_py.engine.device.memory import (
@@ -19,13 +18,11 @@ from crossbow_py.engine.device.memory import (
     raise_if_lost,
     raising_if_lost,
 )
-from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.search.hyperband import Segment
 from crossbow_py.search.packs.pack import Member, Pack, PackJob
 from crossbow_py.search.packs.trial import Checkpoint
 from crossbow_py.search.packs.trial_registry import Described, TrialRegistry
-from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, evaluate_in_memory, evaluation_batch_size
-from crossbow_py.train.run_settings import Choices
+from crossbow_py.train.evaluation.evaluator import Evaluation, evaluate_in_memory
 
 Failures = dict[int, Exception]  # by the position of the pack
 _PAUSE_S = 1e-4  # between looks at what runs
@@ -68,16 +65,12 @@ class Packs:
     """The packs of a worker: assigns slots to them, trains and measures. Used from one thread; close it.
 
     Args:
-        job: the settings that all packs share.
-        registry: describes the trials.
-        choices, loss: those of all trials.
         message: takes sentences for the user.
     """
 
-    def __init__(
-        self, job: PackJob, registry: TrialRegistry, choices: Choices, loss: Loss, message: Callable[[str], None]
-    ) -> None:
-        self._job, self._registry, self._choices, self._loss, self._message = job, registry, choices, loss, message
+    def __init__(self, job: PackJob, registry: TrialRegistry, message: Callable[[str], None]) -> None:
+        self._job, self._registry, self._message = job, registry, message
+        self._device = job.choices.device
         self._packs: dict[str, Pack] = {}
 
     @property
@@ -101,35 +94,28 @@ class Packs:
             self.end(key)
         failures: dict[str, Exception] = {}
         for key, group in groups.items():
+            members, signature = [slot.member for slot in group], group[0].described.signature
             try:
-                self._assign(key, group)
+                if key in self._packs:
+                    self._packs[key].assign(members)
+                    continue
+                feed = self._registry.data.feed_of(members[0].settings.batch_size)
+                self._packs[key] = Pack(self._job, signature, self._registry.template(signature), feed, members)
+                if warning := self._packs[key].warning:
+                    self._message(warning)
             except (CrossbowError, RuntimeError, MemoryError) as error:
                 failures[key] = error
             if key in failures:
                 self.end(key)
-                self._let_go(failures[key])
+                if is_out_of_memory(failures[key]):
+                    forget_frames(failures[key])
+                    free_memory(self._device)
         return failures
-
-    def _let_go(self, error: Exception) -> None:
-        """Free what the failed pack held, if memory was short."""
-        if is_out_of_memory(error):
-            forget_frames(error)
-            free_memory(self._choices.device)
-
-    def _assign(self, key: str, slots: Sequence[Slot]) -> None:
-        members, signature = [slot.member for slot in slots], slots[0].described.signature
-        if key in self._packs:
-            self._packs[key].assign(members)
-            return
-        feed = self._registry.data.feed_of(members[0].settings.batch_size)
-        self._packs[key] = Pack(self._job, signature, self._registry.template(signature), feed, members)
-        if warning := self._packs[key].warning:
-            self._message(warning)
 
     def advance(self, is_enough: Callable[[], bool]) -> dict[str, Exception]:
         """Train all packs until a segment is over, or it is enough. Returns why packs failed, by key."""
         packs = list(self._packs.items())
-        failures = advance([pack for _, pack in packs], is_enough, device=self._choices.device)
+        failures = advance([pack for _, pack in packs], is_enough, device=self._device)
         for _, pack in packs:
             for note in pack.notes:
                 self._message(note)
@@ -146,8 +132,8 @@ class Packs:
             for member in pack.members:
                 member.begun = self._checkpoint(pack, member)
         self.close()
-        with raising_if_lost(self._choices.device):
-            free_memory(self._choices.device)
+        with raising_if_lost(self._device):
+            free_memory(self._device)
         return is_any
 
     def measure(self, slots: Sequence[Slot]) -> list[Evaluation | str]:
@@ -174,9 +160,10 @@ class Packs:
             return []
         members, data = [slot.member for slot in slots], self._registry.data.validation
         try:
-            return list(pack.evaluate(members, self._evaluator(pack.template), data))
+            evaluator = self._registry.evaluator(pack.template)
+            return list(pack.evaluate(members, evaluator, data))
         except Exception as error:  # of the user's model
-            raise_if_lost(error, self._choices.device)
+            raise_if_lost(error, self._device)
             if isinstance(error, DataError):
                 raise
             if len(slots) == 1:
@@ -184,23 +171,15 @@ class Packs:
         return [found for slot in slots for found in self._measured(pack, [slot])]
 
     def _measured_alone(self, slot: Slot) -> Evaluation | str:
-        """Measure the trial of a parked slot, with as many samples at once as memory holds."""
         template, data = self._registry.template(slot.described.signature), self._registry.data.validation
-        state, device = self.checkpoint(slot).state, self._choices.device
+        state, device = self.checkpoint(slot).state, self._device
         try:
             with raising_if_lost(device):
-                return evaluate_in_memory(self._evaluator(template), state, data, device)
+                return evaluate_in_memory(self._registry.evaluator(template), state, data, device)
         except (DataError, DeviceLostError):
             raise
         except Exception as error:  # of the user's model
             return _failed(error)
-
-    def _evaluator(self, template: nn.Module) -> Evaluator:
-        few = self._registry.data.validation.first_samples(1)
-        return Evaluator(
-            template, precision=self._choices.precision, loss=self._loss, metrics={},
-            batch_size=evaluation_batch_size(few.inputs.numel()), channels_last=self._job.settings.channels_last,
-        )  # fmt: skip
 
     def checkpoint(self, slot: Slot) -> Checkpoint:
         """Return where a slot's trial stands. Raises DeviceLostError if the device does not answer any more."""
@@ -210,7 +189,7 @@ class Packs:
         return slot.member.begun
 
     def _checkpoint(self, pack: Pack, member: Member) -> Checkpoint:
-        with raising_if_lost(self._choices.device):
+        with raising_if_lost(self._device):
             return pack.checkpoint(member)
 
     def end(self, key: str) -> None:

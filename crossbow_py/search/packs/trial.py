@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.dropout import dropout_rates
+from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.train.checks.seeded_model import seeded_model
 from crossbow_py.train.schedules import Schedule
 
+LOSS: Loss = nn.functional.cross_entropy  # of all trials; label smoothing is a trial's own
 Row = dict[str, Any]  # one learner as `ReplicaBank.load_row` takes it: tensors and plain types
 
 

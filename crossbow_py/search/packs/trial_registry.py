@@ -13,13 +13,13 @@ from torch import nn
 from crossbow_py.core.errors import CrossbowError, DataError, DeviceLostError, one_line, text_of
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
-from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.search.packs.policies import Waiting
-from crossbow_py.search.packs.trial import TrialSettings, own_dropout_rate, signature
+from crossbow_py.search.packs.trial import LOSS, TrialSettings, own_dropout_rate, signature
 from crossbow_py.search.packs.width import BUDGET_S, CompatibleTrials, Width, measured_width
 from crossbow_py.search.space import Space
 from crossbow_py.train.checks.probe import probe, probe_evaluation
 from crossbow_py.train.checks.seeded_model import faithful_copy
+from crossbow_py.train.evaluation.evaluator import Evaluator, evaluation_batch_size
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.calibration import Effort
 
@@ -69,36 +69,24 @@ class TrialRegistry:
 
     Args:
         make_trial: makes a trial's settings from its number and parameters.
-        space: the search space.
-        data: the data of the search.
-        settings, choices: those of all trials.
-        loss: the loss of all trials.
         most: the most trials side by side.
         announce: takes sentences for the user: before what takes long, and what was found.
         total_samples: the samples of the whole search; measuring packs may take a tenth of their time.
 
     Attributes:
+        settings, choices: those of all trials.
         stopped: returns whether the search is to end, so that nothing should be measured any more.
-        is_alone: whether no other worker on this host shares the search now: what those do while packs are measured is
         is_alone: whether no other worker on this host shares the search now, as others disturb measurements.
         has_packs: returns whether packs hold memory.
         make_room: frees memory that packs hold, until they take it again; returns whether there was any.
     """
 
     def __init__(
-        self,
-        make_trial: MakeTrial,
-        space: Space,
-        data: SearchData,
-        settings: RunSettings,
-        choices: Choices,
-        loss: Loss,
-        most: int,
-        announce: Callable[[str], None],
-        total_samples: int | None = None,
-    ) -> None:
+        self, make_trial: MakeTrial, space: Space, data: SearchData, settings: RunSettings, choices: Choices,
+        most: int, announce: Callable[[str], None], total_samples: int | None = None,
+    ) -> None:  # fmt: skip
         self._make_trial, self._space, self.data = make_trial, space, data
-        self._settings, self._choices, self._loss = settings, choices, loss
+        self.settings, self.choices = settings, choices
         self._most, self._announce, self._total_samples = most, announce, total_samples
         self.stopped: Callable[[], bool] = lambda: False
         self.is_alone = True
@@ -117,11 +105,17 @@ class TrialRegistry:
         """
         if trial not in self._described:
             try:
-                self._described[trial] = self._describe(trial, params)
+                settings = self._make_trial(trial, params)
+                model = settings.new_model()
+                key = signature(settings, model)
+                if key not in self._kinds:
+                    self._kinds[key] = self._new_kind(settings, model)
+                rate = own_dropout_rate(model) or 0.0
+                self._described[trial] = Described(settings, key, rate, features(self._space, params))
             except (DataError, DeviceLostError):
                 raise
             except Exception as error:  # of the user's model
-                raise_if_lost(error, self._choices.device)
+                raise_if_lost(error, self.choices.device)
                 is_said = isinstance(error, CrossbowError)
                 self._described[trial] = text_of(error) if is_said else one_line(error)
         return self._described[trial]
@@ -129,18 +123,10 @@ class TrialRegistry:
     def check(self, params: Mapping[str, Any]) -> None:
         """Build the model and take a small batch through it. Raises UserError, or what the user's model raises."""
         settings = self._make_trial(0, params)
-        model = settings.new_model().to(self._choices.device)
+        model = settings.new_model().to(self.choices.device)
         with closing(self.data.feed_of(settings.batch_size)) as feed:
             batch = feed.first_samples(min(2, settings.batch_size))
-            probe(model, self._choices.precision, batch, self._loss, *self.data.num_classes, settings.label_smoothing)
-
-    def _describe(self, trial: int, params: Mapping[str, Any]) -> Described:
-        settings = self._make_trial(trial, params)
-        model = settings.new_model()
-        key = signature(settings, model)
-        if key not in self._kinds:
-            self._kinds[key] = self._new_kind(settings, model)
-        return Described(settings, key, own_dropout_rate(model) or 0.0, features(self._space, params))
+            probe(model, self.choices.precision, batch, LOSS, *self.data.num_classes, settings.label_smoothing)
 
     def waiting(self, trial: int, described: Described, alone: bool, sample: int) -> Waiting:
         """Return a trial as policies see it; one that trains alone, or is at an unknown `sample` (-1), fits with none.
@@ -157,43 +143,51 @@ class TrialRegistry:
     def _new_kind(self, settings: TrialSettings, model: nn.Module) -> Kind:
         """Describe a new kind; if memory is short beside the packs, again without them."""
         try:
-            return self._found_kind(settings, model)
+            return self._measured_kind(settings, model)
         except Exception as error:
             if not (is_out_of_memory(error) and self.make_room()):
                 raise
-        free_memory(self._choices.device)
-        return self._found_kind(settings, model)
+        free_memory(self.choices.device)
+        return self._measured_kind(settings, model)
 
-    def _found_kind(self, settings: TrialSettings, model: nn.Module) -> Kind:
+    def _measured_kind(self, settings: TrialSettings, model: nn.Module) -> Kind:
         with closing(self.data.feed_of(settings.batch_size)) as feed:
-            return self._measured_kind(settings, model.to(self._choices.device), feed)
-
-    def _measured_kind(self, settings: TrialSettings, template: nn.Module, feed: Feed) -> Kind:
-        batch = feed.first_samples(min(2, settings.batch_size))
-        needs = (self._loss, *self.data.num_classes, settings.label_smoothing)
-        for note in probe(template, self._choices.precision, batch, *needs, feed=feed):
-            self._announce(note)
-        template = faithful_copy(template, self._choices.precision, batch, self._settings.channels_last)
-        validation = self.data.validation
-        few = validation.first_samples(2)
-        probe_evaluation(template, self._choices.precision, few, self._loss, "validation", feed=validation)
-        begun = time.perf_counter()
-        try:
-            width, notes = measured_width(
-                CompatibleTrials(self._settings, self._choices, settings, template, feed, self._loss),
-                self._most, self._announce, self.has_packs(), self.make_room, self._effort(),
-            )  # fmt: skip
-        finally:
-            self._measuring_s += time.perf_counter() - begun
+            template = self._template(settings, model.to(self.choices.device), feed)
+            effort = Effort(BUDGET_S, self._total_samples, self._measuring_s, self.stopped, self.is_alone)
+            if self._fastest and effort.seconds(self._fastest) <= 0:  # those before have left nothing
+                effort = replace(effort, budget_s=0.0)
+            begun = time.perf_counter()
+            try:
+                width, notes = measured_width(
+                    CompatibleTrials(self.settings, self.choices, settings, template, feed),
+                    self._most, self._announce, self.has_packs(), self.make_room, effort,
+                )  # fmt: skip
+            finally:
+                self._measuring_s += time.perf_counter() - begun
         self._fastest = max(self._fastest, *width.rates.values())
         for note in (*notes, width.sentence):
             self._announce(note)
         return Kind(template, width)
 
-    def _effort(self) -> Effort:
-        """Return the effort for measuring the next kind: what those before have left, which may be nothing."""
-        effort = Effort(BUDGET_S, self._total_samples, self._measuring_s, self.stopped, self.is_alone)
-        return replace(effort, budget_s=0.0) if self._fastest and effort.seconds(self._fastest) <= 0 else effort
+    def _template(self, settings: TrialSettings, template: nn.Module, feed: Feed) -> nn.Module:
+        """Return a model as packs copy it, once a batch went through it in training and in evaluation."""
+        batch = feed.first_samples(min(2, settings.batch_size))
+        needs = (LOSS, *self.data.num_classes, settings.label_smoothing)
+        for note in probe(template, self.choices.precision, batch, *needs, feed=feed):
+            self._announce(note)
+        template = faithful_copy(template, self.choices.precision, batch, self.settings.channels_last)
+        validation = self.data.validation
+        few = validation.first_samples(2)
+        probe_evaluation(template, self.choices.precision, few, LOSS, "validation", feed=validation)
+        return template
+
+    def evaluator(self, template: nn.Module) -> Evaluator:
+        """Return an evaluator of the trials of an architecture."""
+        inputs = self.data.validation.first_samples(1).inputs
+        return Evaluator(
+            template, precision=self.choices.precision, loss=LOSS, metrics={},
+            batch_size=evaluation_batch_size(inputs.numel()), channels_last=self.settings.channels_last,
+        )  # fmt: skip
 
     def template(self, key: str) -> nn.Module:
         """Return a model of a signature, on the device."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,10 +19,9 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import EXECUTORS, Executor, SerialExecutor, candidates
 from crossbow_py.engine.fusion.fused_agreement import Comparison
-from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.rounds import Round, RoundTasks
 from crossbow_py.engine.update.update_choice import choose_update
-from crossbow_py.search.packs.trial import TrialSettings
+from crossbow_py.search.packs.trial import LOSS, TrialSettings
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.calibration import Calibration, Candidate, Effort, calibrate
 from crossbow_py.train.tuning.executor_choice import new_bank, still_runs, why_not_fused
@@ -47,7 +47,7 @@ class CompatibleTrials:
     """Trials of one signature.
 
     Attributes:
-        settings, choices, loss: those of the search.
+        settings, choices: those of the search.
         like: the settings of one of the trials.
         template: its model, on the device.
         feed: gives training batches of its size.
@@ -58,14 +58,12 @@ class CompatibleTrials:
     like: TrialSettings
     template: nn.Module
     feed: Feed
-    loss: Loss
 
     @property
     def compared(self) -> Comparison:
         """The comparison that comes before their models are fused; in packs they take the same batches."""
-        return Comparison(
-            self.template, self.feed, self.loss, self.choices.precision, self.settings.channels_last, shared=True
-        )
+        precision, channels_last = self.choices.precision, self.settings.channels_last
+        return Comparison(self.template, self.feed, LOSS, precision, channels_last, shared=True)
 
     def __str__(self) -> str:
         return f"{self.like.name} with batches of {self.like.batch_size}"
@@ -92,15 +90,8 @@ class Width:
         alone = max((rate for (_, count), rate in self.rates.items() if count == 1), default=0.0)
         if alone:  # and a round of one takes no longer than one of more
             rounds.setdefault(1, min(1 / (_SLOW_START * alone), rounds[min(rounds)]))
-        below = max((count for count in rounds if count <= num_trials), default=None)
-        above = min((count for count in rounds if count >= num_trials), default=None)
-        if above is None or above == below:
-            nearest = num_trials if above == below else max(rounds)
-            return nearest / rounds[nearest]
-        if below is None:  # the share of them that is there
-            return num_trials / rounds[above]
-        share = (num_trials - below) / (above - below)
-        return num_trials / (rounds[below] + share * (rounds[above] - rounds[below]))
+        counts, num_trials = sorted(rounds), min(num_trials, max(rounds))
+        return num_trials / float(np.interp(num_trials, counts, [rounds[count] for count in counts]))
 
 
 def choose_width(rates: Rates, what: str, bound: int, why_alone: str = ASKED_FOR) -> Width:
@@ -138,7 +129,9 @@ def asked(names: Sequence[str], bound: int) -> list[tuple[str, int]]:
     Trials that run apart on a CPU gain nothing from there being more of them than cores.
     """
     packed = [name for name in names if name != SerialExecutor.NAME or len(names) == 1]
-    sizes = {name: _apart_sizes(bound) if _is_apart(name) else _sizes(bound) for name in packed}
+    apart = sorted({min(size, bound) for size in (torch.get_num_threads(), 4, 8)})
+    are_apart = {name: not EXECUTORS[name].FUSES and EXECUTORS[name].DEVICE != "cuda" for name in packed}
+    sizes = {name: apart if are_apart[name] else _sizes(bound) for name in packed}
     packs = [
         (name, own[index]) for index in range(max(map(len, sizes.values()))) for name, own in sizes.items()
         if index < len(own)
@@ -146,15 +139,6 @@ def asked(names: Sequence[str], bound: int) -> list[tuple[str, int]]:
     first = [(names[0], 1), *packs[: len(packed)]]
     order = [*first, *((name, 1) for name in names[1:]), *packs[len(packed) :]]
     return list(dict.fromkeys(order))
-
-
-def _is_apart(name: str) -> bool:
-    """Return whether an executor runs each trial by itself, on a core of its own."""
-    return not EXECUTORS[name].FUSES and EXECUTORS[name].DEVICE != "cuda"
-
-
-def _apart_sizes(bound: int) -> list[int]:
-    return sorted({min(size, bound) for size in (torch.get_num_threads(), 4, 8)})
 
 
 def _sizes(bound: int) -> list[int]:
@@ -198,7 +182,6 @@ class WidthMemory:
     """The memory of what was measured for such trials in earlier searches, long ones and those with little to train.
 
     Args:
-        trials: the trials.
         names: the executors that may run them.
         limit: the most trials side by side.
         is_alone: whether no other search takes part of the machine.
@@ -224,10 +207,7 @@ class WidthMemory:
     def keep(self, found: Found, *, is_short: bool) -> None:
         """Remember it for the next search."""
         rates = [[name, count, rate] for (name, count), rate in found.rates.items()]
-        plain = json.dumps(
-            {"rates": rates, "why_no_packs": found.why_no_packs, "bound": found.bound, "most": found.most}
-        )
-        self._known.remember(self._short_key if is_short else self._key, plain)
+        self._known.remember(self._short_key if is_short else self._key, json.dumps({**vars(found), "rates": rates}))
 
     def _read(self, key: str) -> Found | None:
         try:
@@ -255,13 +235,9 @@ def _fingerprint(trials: CompatibleTrials, names: Sequence[str], limit: int, is_
 
 
 def measured_width(
-    trials: CompatibleTrials,
-    limit: int,
-    announce: Callable[[str], None],
-    beside_packs: bool,
-    make_room: Callable[[], bool],
-    effort: Effort,
-) -> tuple[Width, list[str]]:
+    trials: CompatibleTrials, limit: int, announce: Callable[[str], None], beside_packs: bool,
+    make_room: Callable[[], bool], effort: Effort,
+) -> tuple[Width, list[str]]:  # fmt: skip
     """Return the width for such trials, with at most `limit` side by side, and no more than memory holds.
 
     Measured for a model, batch size and machine, which takes some seconds, and remembered; guessed when `effort` leaves
@@ -303,14 +279,17 @@ def measured_width(
     announce(f"Measuring how many trials of {what} pay side by side; it takes some seconds.")
     attempts = [_candidate(*each, trials) for each in every]
     result, is_whole = _calibrated(attempts, trials.feed.batch_size, choices.device, effort, make_room)
+    rates = result.images_per_s
     able = [each for each in every if each[0] not in {name for name, _ in result.refused}]
-    if result.is_short and not has_packs(result.images_per_s) and any(each in able for each in _late_packs(result)):
+    if result.is_short and not has_packs(rates) and any(each in able for each in _late_packs(result)):
         return _unmeasured(able, what, is_exportable, _LITTLE), notes
-    found = Found(dict(result.images_per_s), _why_no_packs(result), bound, _most(result, bound))
+    why_no_packs, said = _left_out(result, what)
+    most = max(count for _, count in rates) if _is_short_of_memory(result) else bound
+    found = Found(dict(rates), why_no_packs, bound, most)
     width = choose_width(found.rates, what, found.most, found.why_no_packs or why_alone)
     if is_whole and _is_lasting(result, width, effort):
         memory.keep(found, is_short=result.is_short)
-    return width, [*notes, *_notes(result, what)]
+    return width, [*notes, *said, *result.busy_notes]
 
 
 def _candidate(name: str, count: int, trials: CompatibleTrials) -> Candidate:
@@ -318,21 +297,20 @@ def _candidate(name: str, count: int, trials: CompatibleTrials) -> Candidate:
         choices, optimizer, feed = trials.choices, trials.like.optimizer, trials.feed
         bank = new_bank(trials.template, count, name, trials.settings, choices, optimizer)
         update, _ = choose_update(optimizer, Independent(), choices.device, choices.precision.master)
-        tasks = RoundTasks(
-            bank, update=update, feed=feed.for_measuring(), loss=trials.loss, seed=0, collective=Collective()
-        )
-        return EXECUTORS[name](tasks), lambda index: _still_round(index, count, feed.batch_size)
+        tasks = RoundTasks(bank, update=update, feed=feed.for_measuring(), loss=LOSS, seed=0, collective=Collective())
+
+        def still_round(index: int) -> Round:  # all take the same batch, at a learning rate of 0
+            return Round(index, (index * feed.batch_size,) * count, (0.0,) * count, None)
+
+        return EXECUTORS[name](tasks), still_round
 
     return Candidate(name, count, build, needs_gain=count > LARGEST_ALWAYS)
 
 
 def _calibrated(
-    candidates: Sequence[Candidate],
-    batch_size: int,
-    device: torch.device,
-    effort: Effort,
+    candidates: Sequence[Candidate], batch_size: int, device: torch.device, effort: Effort,
     make_room: Callable[[], bool],
-) -> tuple[Calibration, bool]:
+) -> tuple[Calibration, bool]:  # fmt: skip
     """Measure, and again what memory refused if room can be made. Also returns whether there was time for all."""
     begun = time.perf_counter()
     first = calibrate(candidates, batch_size, device, effort)
@@ -347,12 +325,13 @@ def _late_packs(result: Calibration) -> list[tuple[str, int]]:
     return [each for each in result.late if each[1] > 1]
 
 
-def _why_no_packs(result: Calibration) -> str:
-    """Return why no packs were measured although they were asked for; else an empty text."""
-    left_out = [f"executor {name}: {reason}" for name, reason in result.left_out(fewest=2).items()]
-    if has_packs(result.images_per_s) or not left_out:
-        return ""
-    return f"no packs of them could be measured ({'; '.join(left_out)})"
+def _left_out(result: Calibration, what: str) -> tuple[str, list[str]]:
+    """Return why there are no packs, and a sentence for each executor without packs if others have some."""
+    reasons = result.left_out(fewest=2).items()
+    if has_packs(result.images_per_s):
+        return "", [f"Executor {name} runs no packs of {what}: {reason}." for name, reason in reasons]
+    why = "; ".join(f"executor {name}: {reason}" for name, reason in reasons)
+    return f"no packs of them could be measured ({why})" if why else "", []
 
 
 def _is_short_of_memory(result: Calibration) -> bool:
@@ -371,17 +350,6 @@ def _is_lasting(result: Calibration, width: Width, effort: Effort) -> bool:
     return not (result.is_busy or may_fit or may_pay)
 
 
-def _most(result: Calibration, bound: int) -> int:
-    """Return the most trials that a pack may have: `bound`, or what was measured if memory refused more."""
-    return max(count for _, count in result.images_per_s) if _is_short_of_memory(result) else bound
-
-
-def _notes(result: Calibration, what: str) -> list[str]:
-    """Return sentences for the user; if there are no packs at all, the width's own sentence says why."""
-    left_out = result.left_out(fewest=2).items() if has_packs(result.images_per_s) else ()
-    return [*(f"Executor {name} runs no packs of {what}: {reason}." for name, reason in left_out), *result.busy_notes]
-
-
 def _unmeasured(asked: Sequence[tuple[str, int]], what: str, is_exportable: bool, why: str) -> Width:
     """Return the width that is likely to pay: a middling pack, fused if that is possible."""
     packs = [each for each in asked if each[1] > 1 and (is_exportable or not EXECUTORS[each[0]].FUSES)]
@@ -390,14 +358,9 @@ def _unmeasured(asked: Sequence[tuple[str, int]], what: str, is_exportable: bool
     return Width(size, {(name, size): 0.0}, f"Trials of {what} run {how} by executor {name}, {why}.")
 
 
-def _still_round(index: int, count: int, batch_size: int) -> Round:
-    """Return a round in which all take the same batch, at a learning rate of 0."""
-    return Round(index, (index * batch_size,) * count, (0.0,) * count, None)
-
-
 def _memory_bound(trials: CompatibleTrials, limit: int) -> tuple[int, list[str]]:
     choices, like = trials.choices, trials.like
     executor = "fused" if choices.executor == "auto" else choices.executor
     settings = replace(trials.settings, num_learners="auto", max_learners=limit, batch_size=like.batch_size)
     few, choices = trials.feed.first_samples(min(2, like.batch_size)), replace(choices, executor=executor)
-    return learner_bound(trials.template, few, settings, choices, trials.loss, like.optimizer, Independent())
+    return learner_bound(trials.template, few, settings, choices, LOSS, like.optimizer, Independent())

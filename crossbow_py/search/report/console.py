@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
@@ -74,19 +74,16 @@ class SearchConsole(ScreenConsole, SearchListener):
         self._last_line_s = 0.0
 
     def on_start(self, info: SearchInfo) -> None:
-        """The header, and the live table under it."""
         self._info = info
         if not info.num_finished_segments:
             self._said, self._begun = set(), (self._clock(), 0.0)
         self._begin(header_lines(info))
 
     def on_progress(self, progress: SearchProgress) -> None:
-        """Redraw the live table, or, without a terminal, a plain line after a while of silence."""
         if self._info is None:
             return
-        line = progress_line(progress, self._remaining_s(self._info, progress))
-        if self._screen.is_live:
-            screen = self._screen
+        line, screen = progress_line(progress, self._remaining_s(self._info, progress)), self._screen
+        if screen.is_live:
             shown = self._with_bar(line, progress.num_finished, progress.num_segments)
             screen.show(live_table(self._info, self._trials, progress, shown, (screen.width, screen.height)))
         elif self._clock() >= self._last_line_s + PLAIN_INTERVAL_S:
@@ -110,7 +107,6 @@ class SearchConsole(ScreenConsole, SearchListener):
                 self._say(value_line(self._info, by_number[number], epochs, is_best=is_best), to_live=False)
 
     def on_end(self, summary: SearchSummary) -> None:
-        """The last block."""
         self._end(final_lines(summary))
 
     def _say(self, line: str, *, to_live: bool = True) -> None:
@@ -134,10 +130,11 @@ class SearchConsole(ScreenConsole, SearchListener):
 
 def header_lines(info: SearchInfo) -> list[str]:
     """Return the lines of the header."""
-    rungs = sorted({epochs for bracket in info.brackets for epochs in bracket.epochs})
+    *rungs, last = (f"{each:.4g}" for each in sorted({each for bracket in info.brackets for each in bracket.epochs}))
+    measured_at = " and ".join(filter(None, [", ".join(rungs), last]))
     lines = [
         f"{info.experiment}: {info.num_trials} trials on {info.data}, {info.sampler} sampling, {info.method} in "
-        f"{counted(info.num_brackets, 'bracket')}, measured at {_listed(rungs)} epochs",
+        f"{counted(info.num_brackets, 'bracket')}, measured at {measured_at} epochs",
         f"{'greatest' if info.maximize else 'least'} {_metric(info)} wins · packing {info.policy} · {info.device} · "
         f"{info.precision} · seed {info.seed} · worker {info.worker}",
         f"storage {info.storage}",
@@ -154,7 +151,8 @@ def value_line(info: SearchInfo, trial: TrialRecord, epochs: float, *, is_best: 
     """Return a trial at a rung; `is_best` when no trial got further, and none that got as far has a better value."""
     best = " (best so far at this rung)" if is_best else ""
     parts = [f"trial {trial.trial} at {_epochs(epochs)}: {_metric(info)} {trial.values[epochs]:.4f}{best}"]
-    return " · ".join([*parts, *_parameters(trial.params or {})])
+    params = trial.params or {}
+    return " · ".join([*parts, *(f"{name} {as_text(params[key])}" for key, name in short_names(list(params)).items())])
 
 
 def progress_line(progress: SearchProgress, remaining_s: float | None) -> str:
@@ -174,7 +172,7 @@ def final_lines(summary: SearchSummary) -> list[str]:
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
     lines = ["", f"{info.experiment} {summary.status}: {len(summary.trials)} trials ({states})"]
     lines += _leader_lines(summary) if summary.best is None else _best_lines(info, summary.best)
-    lines += [*_time_lines(summary), fact("throughput", f"{summary.images_per_s:,.0f} images/s while training")]
+    lines += [fact("time", _times(summary)), fact("throughput", f"{summary.images_per_s:,.0f} images/s while training")]
     if info.output_dir:
         lines += folder_lines("folder", info.output_dir)
     if summary.status in StopSignal.REASONS:
@@ -186,18 +184,14 @@ def _leader_lines(summary: SearchSummary) -> list[str]:
     """Return the lines on the leading trial of a search that ended before it chose the best."""
     info = summary.info
     best = leader(info.brackets, summary.trials, maximize=info.maximize)
-    if best is None:
-        return [fact("best", f"none: {_why_none(summary)}")]
-    at = last_epochs(best)
-    return [fact("best so far", f"trial {best.trial}: {_metric(info)} {best.values[at]:.4f} after {_epochs(at)}")]
-
-
-def _why_none(summary: SearchSummary) -> str:
+    if best is not None:
+        at = last_epochs(best)
+        return [fact("best so far", f"trial {best.trial}: {_metric(info)} {best.values[at]:.4f} after {_epochs(at)}")]
     failed = sum(trial.state is TrialState.FAILED for trial in summary.trials)
     if not failed:
-        return "nothing was measured yet"
+        return [fact("best", "none: nothing was measured yet")]
     others = "" if failed == len(summary.trials) else ", and no other was measured yet"
-    return f"{failed} of {len(summary.trials)} trials failed{others}; {SEARCH_FILE} says why"
+    return [fact("best", f"none: {failed} of {len(summary.trials)} trials failed{others}; {SEARCH_FILE} says why")]
 
 
 def _best_lines(info: SearchInfo, best: BestTrial) -> list[str]:
@@ -215,7 +209,7 @@ def _best_lines(info: SearchInfo, best: BestTrial) -> list[str]:
     return lines
 
 
-def _time_lines(summary: SearchSummary) -> list[str]:
+def _times(summary: SearchSummary) -> str:
     wall_s = summary.wall_time_s
     parts = {
         "loading": summary.loading_time_s,
@@ -227,7 +221,7 @@ def _time_lines(summary: SearchSummary) -> list[str]:
     share = summary.overhead_time_s / wall_s if wall_s else 0.0
     said = [f"{seconds:.1f} s {what}" for what, seconds in parts.items() if seconds or what == "training"]
     said.append(f"{summary.overhead_time_s:.1f} s overhead ({share:.1%})")
-    return [fact("time", f"{wall_s:.1f} s: {', '.join(said)}")]
+    return f"{wall_s:.1f} s: {', '.join(said)}"
 
 
 def _epochs(number: float) -> str:
@@ -236,15 +230,6 @@ def _epochs(number: float) -> str:
 
 def _metric(info: SearchInfo) -> str:
     return info.metric.replace("_", " ")
-
-
-def _parameters(params: Mapping[str, Any]) -> list[str]:
-    return [f"{name} {as_text(params[key])}" for key, name in short_names(list(params)).items()]
-
-
-def _listed(numbers: list[float]) -> str:
-    texts = [f"{number:.4g}" for number in numbers]
-    return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
 
 
 @dataclass(frozen=True)
@@ -269,8 +254,15 @@ def live_table(
     """
     rows, hidden = choose_rows(trials, progress.running, size[1] - _LINES_AROUND, maximize=info.maximize)
     names = short_names([parameter.key for parameter in info.space.parameters])
-    shown = _fitting(names, rows, size[0] - _fixed_width(info))
-    table = _new_table(info, {names[key]: width for key, width in shown.items()})
+    columns: list[tuple[str, int, JustifyMethod]] = [("trial", _TRIAL_WIDTH, "right")]
+    columns += [("bracket", _BRACKET_WIDTH, "right")] if info.num_brackets > 1 else []
+    value = info.metric.rsplit("_", maxsplit=1)[-1]
+    columns += [("epochs", _EPOCHS_WIDTH, "right"), ("state", _STATE_WIDTH, "left"), (value, _VALUE_WIDTH, "right")]
+    shown = _fitting(names, rows, size[0] - sum(width + _PADDING for _, width, _ in columns))
+    columns += [(_two_lines(names[key]), width, "right") for key, width in shown.items()]
+    table = Table(box=None, padding=(0, _PADDING, 0, 0), pad_edge=False)
+    for head, width, justify in columns:
+        table.add_column(head, justify=justify, vertical="bottom", width=width, no_wrap=True, header_style="dim")
     for row in rows:
         is_best = row.trial == progress.best_trial
         table.add_row(*_cells(info, row, list(shown), is_best=is_best), style="bold" if is_best else None)
@@ -278,18 +270,6 @@ def live_table(
     below = counts_line(trials, progress.running, info.num_trials, hidden)
     below += f" · not shown: {', '.join(left_out)}" if left_out else ""
     return Group(table, Text(below, style="dim", no_wrap=True, overflow="ellipsis"), line)
-
-
-def _new_table(info: SearchInfo, parameters: Mapping[str, int]) -> Table:
-    table = Table(box=None, padding=(0, _PADDING, 0, 0), pad_edge=False)
-    value = info.metric.rsplit("_", maxsplit=1)[-1]
-    columns: list[tuple[str, int, JustifyMethod]] = [("trial", _TRIAL_WIDTH, "right")]
-    columns += [("bracket", _BRACKET_WIDTH, "right")] if info.num_brackets > 1 else []
-    columns += [("epochs", _EPOCHS_WIDTH, "right"), ("state", _STATE_WIDTH, "left"), (value, _VALUE_WIDTH, "right")]
-    columns += [(_two_lines(name), width, "right") for name, width in parameters.items()]
-    for head, width, justify in columns:
-        table.add_column(head, justify=justify, vertical="bottom", width=width, no_wrap=True, header_style="dim")
-    return table
 
 
 def _two_lines(name: str) -> str:
@@ -321,12 +301,6 @@ def counts_line(
     return f"{num_trials} trials: {', '.join(parts)}"
 
 
-def _fixed_width(info: SearchInfo) -> int:
-    widths = [_TRIAL_WIDTH, _EPOCHS_WIDTH, _STATE_WIDTH, _VALUE_WIDTH]
-    widths += [_BRACKET_WIDTH] if info.num_brackets > 1 else []
-    return sum(widths) + _PADDING * len(widths)
-
-
 def _fitting(names: Mapping[str, str], rows: Sequence[Row], room: int) -> dict[str, int]:
     """Return the first parameters that have room, with the widths of their columns."""
     found: dict[str, int] = {}
@@ -342,20 +316,17 @@ def _fitting(names: Mapping[str, str], rows: Sequence[Row], room: int) -> dict[s
 def _cells(info: SearchInfo, row: Row, keys: Sequence[str], *, is_best: bool) -> list[RenderableType]:
     bracket = bracket_of(info.brackets, row.trial)
     value = "" if row.record is None or row.record.value is None else f"{row.record.value:.4f}"
+    epochs = f"{0.0 if row.record is None else last_epochs(row.record):.3g}"
+    if row.running is not None:  # and those it trains to
+        epochs += f" > {bracket.epochs[row.running.rung]:.3g}"
     return [
         f"{_MARK} {row.trial}" if is_best else str(row.trial),
         *([str(bracket.index)] if info.num_brackets > 1 else []),
-        _reached(row, bracket.epochs),
+        epochs,
         _state(row),
         value,
         *(_parameter(row, key) for key in keys),
     ]
-
-
-def _reached(row: Row, rungs: Sequence[float]) -> str:
-    """Return the epochs at which it was measured last, and those it trains to."""
-    reached = 0.0 if row.record is None else last_epochs(row.record)
-    return f"{reached:.3g}" if row.running is None else f"{reached:.3g} > {rungs[row.running.rung]:.3g}"
 
 
 def _state(row: Row) -> RenderableType:

@@ -35,18 +35,12 @@ def search_listeners(folder: Path) -> list[SearchListener]:
 
 
 class SearchPictures(SearchListener):
-    """Draws the pictures where matplotlib is there and a trial has a value, and says what it did.
-
-    Args:
-        folder: the search's folder.
-        say: takes sentences for the user.
-    """
+    """Draws the pictures where matplotlib is there and a trial has a value, and says what it did."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self._folder, self._say = folder, say
 
     def on_end(self, summary: SearchSummary) -> None:
-        """Draw both pictures."""
         if not ranked(summary.trials, maximize=summary.info.maximize):
             return
         if not has_matplotlib():

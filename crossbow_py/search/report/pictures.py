@@ -30,6 +30,7 @@ _COLOURS = colormaps["viridis"]
 _BRIGHTEST = 0.92  # of the colours: more yellow is hard to see on white
 _BAR_WIDTH = 0.06  # of what is between two axes
 _BEST_WIDTH, _CASING_WIDTH, _COMPLETE_WIDTH, _PRUNED_WIDTH = 3.0, 4.8, 2.0, 1.0  # points
+_CASING: list[AbstractPathEffect] = [Stroke(linewidth=_CASING_WIDTH, foreground="black"), Normal()]
 _PRUNED_ALPHA = 0.6
 _NEUTRAL = "0.35"  # in the legend, where a kind of line has no colour of its own
 _LOG_FROM = 6.0  # ratio of the last rung to the first from which epochs are spread by their logarithm
@@ -57,10 +58,7 @@ def draw_parallel(info: SearchInfo, trials: Sequence[TrialRecord]) -> Figure:
     for position, parameter in enumerate(parameters):
         name = short_names([each.key for each in parameters])[parameter.key]
         _draw_axis(axes, position, name, parameter_ticks(parameter))
-    lowest = min(value for trial in order for value in trial.values.values())
-    greatest = max(value for trial in order for value in trial.values.values())
-    cut = lowest < low if info.maximize else greatest > high
-    ticks = value_ticks(low, high, maximize=info.maximize, cut=cut)
+    ticks = value_ticks(low, high, maximize=info.maximize, cut=_is_cut(info, order, low, high))
     _draw_axis(axes, len(parameters), info.metric, ticks, is_last=True)
     has_labels = _label_nothing(axes, parameters, trials)
     axes.set(xlim=(-0.4, len(parameters) + 0.45), ylim=(NOTHING - 0.06 if has_labels else -_JITTER, 1.13))
@@ -68,6 +66,12 @@ def draw_parallel(info: SearchInfo, trials: Sequence[TrialRecord]) -> Figure:
     axes.set_title(f"{info.experiment}: each line is a trial, from its parameters to its value", pad=12)
     figure.legend(handles=_line_legend(trials, order[0]), loc="outside lower center", ncols=2, frameon=False)
     return figure
+
+
+def _is_cut(info: SearchInfo, trials: Sequence[TrialRecord], low: float, high: float) -> bool:
+    """Return whether some values are worse than those that a picture shows."""
+    values = [value for trial in trials for value in trial.values.values()]
+    return min(values) < low if info.maximize else max(values) > high
 
 
 def value_height(value: float, low: float, high: float, *, maximize: bool) -> float:
@@ -78,8 +82,12 @@ def value_height(value: float, low: float, high: float, *, maximize: bool) -> fl
 
 def heights_of(parameters: Sequence[Parameter], trial: TrialRecord, share: float | None) -> list[float]:
     """Return the height of a trial's line on each axis, the value's last."""
-    params = trial.params or {}
-    found = [_height(parameter, params, trial.trial) for parameter in parameters]
+    found, params = [], trial.params or {}
+    jitter = _JITTER * ((trial.trial * _GOLDEN) % 1 - 0.5)
+    for parameter in parameters:
+        position = parameter.position(params[parameter.key]) if parameter.key in params else NOTHING
+        is_jittered = parameter.key in params and parameter.choices is not None
+        found.append(position + jitter if is_jittered else position)
     return [*found, NOTHING if share is None else share]
 
 
@@ -87,7 +95,11 @@ def parameter_ticks(parameter: Parameter) -> list[tuple[float, str]]:
     """Return the positions and texts of the labels on a parameter's axis."""
     if parameter.choices is not None:
         every = math.ceil(len(parameter.choices) / _MOST_CHOICES)
-        return [(parameter.position(choice), _shortened(as_text(choice))) for choice in parameter.choices[::every]]
+        texts = {choice: as_text(choice) for choice in parameter.choices[::every]}
+        return [
+            (parameter.position(choice), text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…")
+            for choice, text in texts.items()
+        ]
     low, high = (float(end) for end in (parameter.low or 0, parameter.high or 0))
     within = [float(value) for value in _round_numbers(parameter, low, high) if low < value < high]
     return _apart([(parameter.position(value), f"{value:.3g}") for value in (low, high, *within)])
@@ -121,13 +133,6 @@ def _apart(ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
     return sorted(kept)
 
 
-def _height(parameter: Parameter, params: Mapping[str, Any], trial: int) -> float:
-    if parameter.key not in params:
-        return NOTHING
-    position = parameter.position(params[parameter.key])
-    return position if parameter.choices is None else position + _JITTER * ((trial * _GOLDEN) % 1 - 0.5)
-
-
 def _draw_line(
     axes: Axes, parameters: Sequence[Parameter], trial: TrialRecord, share: float | None, *, is_best: bool
 ) -> None:
@@ -137,17 +142,13 @@ def _draw_line(
         return
     colour = _COLOURS(_BRIGHTEST * share)
     if is_best:
-        (line,) = axes.plot(heights, color=colour, linewidth=_BEST_WIDTH, zorder=4, path_effects=_casing())
+        (line,) = axes.plot(heights, color=colour, linewidth=_BEST_WIDTH, zorder=4, path_effects=_CASING)
         line.set_solid_joinstyle("round")
         line.set_solid_capstyle("round")
     elif trial.state is TrialState.COMPLETE:
         axes.plot(heights, color=colour, linewidth=_COMPLETE_WIDTH, zorder=3)
     else:
         axes.plot(heights, color=colour, linewidth=_PRUNED_WIDTH, alpha=_PRUNED_ALPHA, zorder=2)
-
-
-def _casing() -> list[AbstractPathEffect]:
-    return [Stroke(linewidth=_CASING_WIDTH, foreground="black"), Normal()]
 
 
 def _draw_axis(
@@ -179,14 +180,12 @@ def _label_nothing(axes: Axes, parameters: Sequence[Parameter], trials: Sequence
 
 
 def _is_without_value(trial: TrialRecord) -> bool:
-    """Return whether its line ends below the axis: it was sampled, and failed or was not measured yet."""
     return trial.params is not None and (trial.value is None or not trial.values)
 
 
 def _line_legend(trials: Sequence[TrialRecord], best: TrialRecord) -> list[Line2D]:
-    """Return the legend of the kinds of lines that are drawn."""
     label = f"best: trial {best.trial}, {best.value:.4g}"
-    handles = [Line2D([], [], color=_COLOURS(_BRIGHTEST), linewidth=_BEST_WIDTH, path_effects=_casing(), label=label)]
+    handles = [Line2D([], [], color=_COLOURS(_BRIGHTEST), linewidth=_BEST_WIDTH, path_effects=_CASING, label=label)]
     others = [trial for trial in trials if trial.trial != best.trial and not _is_without_value(trial)]
     states = {trial.state for trial in others if trial.values}
     if TrialState.COMPLETE in states:
@@ -200,10 +199,6 @@ def _line_legend(trials: Sequence[TrialRecord], best: TrialRecord) -> list[Line2
     return handles
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 1] + "…"
-
-
 def draw_curves(info: SearchInfo, trials: Sequence[TrialRecord]) -> Figure:
     """Return the figure; one trial at least has a value. Dotted lines are the rungs where trials are compared."""
     order = ranked(trials, maximize=info.maximize)
@@ -214,11 +209,9 @@ def draw_curves(info: SearchInfo, trials: Sequence[TrialRecord]) -> Figure:
         _draw_curve(axes, trial, bracket_colour(info, trial), is_best=trial is order[0])
     _draw_rungs(axes, rung_labels(info, order))
     margin = 0.04 * (high - low)
-    values = [value for trial in order for value in trial.values.values()]
     metric = info.metric.replace("_", " ")
-    cut = min(values) < low if info.maximize else max(values) > high
     left_out = f" (those {'below' if info.maximize else 'above'} {low if info.maximize else high:.3g} are cut off)"
-    axes.set(ylim=(low - margin, high + margin), ylabel=metric + (left_out if cut else ""))
+    axes.set(ylim=(low - margin, high + margin), ylabel=metric + (left_out if _is_cut(info, order, low, high) else ""))
     axes.set_title(f"{info.experiment}: how {len(order)} trials learned")
     figure.legend(handles=_curve_legend(info, order), loc="outside lower center", ncols=3, frameon=False)
     return figure

@@ -23,6 +23,10 @@ from crossbow_py.telemetry.records import write_json
 
 _RUNNING = "running"
 _BEST_KEYS = tuple(field.name for field in dataclasses.fields(BestTrial))
+_OF_THE_WORKER = (
+    "samples", "images_per_s", "wall_time_s", "loading_time_s", "train_time_s", "evaluation_time_s", "tuning_time_s",
+    "waiting_time_s", "overhead_time_s",
+)  # fmt: skip
 _INTERVAL_S = 3.0  # between two versions of the file while the search goes on
 
 
@@ -51,16 +55,13 @@ class SearchFile(SearchListener):
             self._write(running_plain(info, (), 0.0))
 
     def on_trials(self, trials: tuple[TrialRecord, ...]) -> None:
-        """Write the trials, but not too often."""
         self._trials, self._is_new = trials, True
         self._write_now_and_then()
 
     def on_progress(self, progress: SearchProgress) -> None:
-        """Write what came too soon after the last version of the file."""
         self._write_now_and_then()
 
     def on_end(self, summary: SearchSummary) -> None:
-        """Write how the search ended."""
         self._write(ended_plain(summary))
 
     def _write_now_and_then(self) -> None:
@@ -95,15 +96,7 @@ def ended_plain(summary: SearchSummary) -> dict[str, Any]:
         "experiment": summary.info.experiment,
         "status": summary.status,
         "best": _leader(summary.info, summary.trials) if summary.best is None else dataclasses.asdict(summary.best),
-        "samples": summary.samples,
-        "images_per_s": summary.images_per_s,
-        "wall_time_s": wall_s,
-        "loading_time_s": summary.loading_time_s,
-        "train_time_s": summary.train_time_s,
-        "evaluation_time_s": summary.evaluation_time_s,
-        "tuning_time_s": summary.tuning_time_s,
-        "waiting_time_s": summary.waiting_time_s,
-        "overhead_time_s": summary.overhead_time_s,
+        **{name: getattr(summary, name) for name in _OF_THE_WORKER},
         "overhead_share": summary.overhead_time_s / wall_s if wall_s else 0.0,
         "notes": list(summary.notes),
         "trials": [trial_plain(trial) for trial in summary.trials],
@@ -121,7 +114,10 @@ def recorded_summary(
     best, notes = plain.get("best"), plain.get("notes", [])
     if not known <= plain.keys() or not (best is None or (isinstance(best, dict) and best.keys() == set(_BEST_KEYS))):
         return None
-    if not _is_well_formed({name: plain[name] for name in known}, notes):
+    own = {name: plain[name] for name in known}  # of whatever types: anybody may have written the file
+    texts = isinstance(own["status"], str) and isinstance(own["versions"], dict) and isinstance(notes, list)
+    numbers = (value for name, value in own.items() if name not in ("status", "versions"))
+    if not (texts and all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)):
         return None
     if best is not None and best["command"] is None:
         return None  # one that was stopped from outside has a leader alone
@@ -130,15 +126,8 @@ def recorded_summary(
         trials=trials,
         best=None if best is None else BestTrial(**best),
         notes=tuple(notes),
-        **{name: plain[name] for name in known},
+        **own,
     )
-
-
-def _is_well_formed(known: Mapping[str, Any], notes: Any) -> bool:
-    """Return whether the values are of their types; anybody may have written the file."""
-    texts = isinstance(known["status"], str) and isinstance(known["versions"], dict) and isinstance(notes, list)
-    numbers = (value for name, value in known.items() if name not in ("status", "versions"))
-    return texts and all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)
 
 
 def trial_plain(trial: TrialRecord) -> dict[str, Any]:

@@ -20,8 +20,11 @@ def ranked(trials: Iterable[TrialRecord], *, maximize: bool) -> list[TrialRecord
     """
     sign = -1.0 if maximize else 1.0
     measured = [(last_epochs(each), each.values[last_epochs(each)], each) for each in trials if each.values]
-    finite = [(_failed(each), -epochs, sign * value, each) for epochs, value, each in measured if math.isfinite(value)]
-    return [each for *_, each in sorted(finite, key=lambda own: (*own[:3], own[3].trial))]
+    finite = [
+        (each.state is TrialState.FAILED, -epochs, sign * value, each.trial, each)
+        for epochs, value, each in measured if math.isfinite(value)
+    ]  # fmt: skip
+    return [each for *_, each in sorted(finite, key=lambda own: own[:-1])]
 
 
 def leader(brackets: Sequence[Bracket], trials: Iterable[TrialRecord], *, maximize: bool) -> TrialRecord | None:
@@ -30,10 +33,6 @@ def leader(brackets: Sequence[Bracket], trials: Iterable[TrialRecord], *, maximi
     standings = {number: TrialStanding(each.state, each.rung, each.value) for number, each in records.items()}
     best = best_of(brackets, standings, maximize=maximize)
     return None if best is None else records[best]
-
-
-def _failed(trial: TrialRecord) -> bool:
-    return trial.state is TrialState.FAILED
 
 
 def last_epochs(trial: TrialRecord) -> float:

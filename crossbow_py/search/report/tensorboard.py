@@ -10,9 +10,8 @@ import io
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
@@ -72,13 +71,15 @@ class SearchTensorBoard(SearchListener):
         self._write(self._folder / _file_name(0, "space"), [(0, experiment_summary(info))])
 
     def on_trials(self, trials: tuple[TrialRecord, ...]) -> None:
-        """Write what is new of every trial, and the best value."""
         if self._info is None or self._writer is None:
             return
         for trial in trials:
             if self._known.get(trial.trial) != (num_results(trial), trial.state):
                 self._known[trial.trial] = (num_results(trial), trial.state)
-                self._write_trial(self._info, trial)
+                for name, events in trial_files(self._info, trial, self._clock()).items():
+                    if (trial.trial, name) not in self._written:
+                        self._written.add((trial.trial, name))
+                        self._write(self._folder / f"trial_{trial.trial:05}" / name, events)
         self._samples = samples_of_all(self._info, trials)
         best = leader(self._info.brackets, trials, maximize=self._info.maximize)
         if best is not None and best.value is not None and self._best_point != (self._samples, best.value):
@@ -86,13 +87,11 @@ class SearchTensorBoard(SearchListener):
             self._writer.add_scalar(BEST_TAG, best.value, self._samples)
 
     def on_progress(self, progress: SearchProgress) -> None:
-        """The pace of this worker, once for each number of samples."""
         if self._writer is not None and self._samples != self._pace_samples and progress.images_per_s > 0:
             self._pace_samples = self._samples
             self._writer.add_scalar(PACE_TAG, progress.images_per_s, self._samples)
 
     def on_end(self, summary: SearchSummary) -> None:
-        """Write how all trials ended, and the outcome as text."""
         self.on_trials(summary.trials)
         if self._writer is not None and summary.best is not None:
             best = summary.best
@@ -101,22 +100,21 @@ class SearchTensorBoard(SearchListener):
             self._writer.add_text("result", text, self._samples)
 
     def close(self) -> None:
-        """Flush and end the writer's thread."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
-    def _write_trial(self, info: SearchInfo, trial: TrialRecord) -> None:
-        folder = self._folder / f"trial_{trial.trial:05}"
-        for name, events in trial_files(info, trial, self._clock()).items():
-            if (trial.trial, name) not in self._written:
-                self._written.add((trial.trial, name))
-                self._write(folder / name, events)
-
     def _write(self, path: Path, events: Iterable[tuple[int, Summary]]) -> None:
         try:
             if not path.exists():
-                _write_events(path, events, self._clock())
+                buffer, now = io.BytesIO(), self._clock()
+                records = RecordWriter(buffer)
+                records.write(Event(wall_time=now, file_version=_FILE_VERSION).SerializeToString())
+                for step, summary in events:
+                    records.write(Event(wall_time=now, step=step, summary=summary).SerializeToString())
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(path) as partial:
+                    partial.write_bytes(buffer.getvalue())
         except OSError as error:  # a full disk does not end the search
             self._say(f"{path} was not written ({error.strerror or error}).")
 
@@ -145,24 +143,19 @@ def trial_files(info: SearchInfo, trial: TrialRecord, now: float) -> dict[str, l
     """
     if trial.params is None or not num_results(trial):
         return {}
-    found = {_file_name(0, "start"): [(0, started(flat(trial.params), _group(info, trial), now))]}
+    # TensorBoard takes runs of one name for repetitions of one, also of several searches. Names sort as numbers do.
+    group = f"trial {trial.trial:0{len(str(info.num_trials - 1))}}"
+    group = group if info.output_dir is None else f"{Path(info.output_dir)} {group}"
+    found = {_file_name(0, "start"): [(0, started(flat(trial.params), group, now))]}
     for rung, epochs in enumerate(bracket_of(info.brackets, trial.trial).epochs):
         value = trial.values.get(epochs)
         if value is not None and math.isfinite(value):
             samples = epoch_samples(epochs, info.num_train_samples)
-            found[_file_name(1 + rung, f"rung_{rung}")] = [(samples, _scalar(trial_tag(info), value))]
+            point = Summary(value=[Summary.Value(tag=trial_tag(info), simple_value=value)])
+            found[_file_name(1 + rung, f"rung_{rung}")] = [(samples, point)]
     if trial.state.has_ended:
         found[_file_name(_LAST, "end")] = [(0, ended(failed=trial.state is TrialState.FAILED, now_s=now))]
     return found
-
-
-def _group(info: SearchInfo, trial: TrialRecord) -> str:
-    """A name of the trial among those of all searches: TensorBoard takes runs of one name for repetitions of one.
-
-    Names sort as their numbers do.
-    """
-    number = f"trial {trial.trial:0{len(str(info.num_trials - 1))}}"
-    return number if info.output_dir is None else f"{Path(info.output_dir)} {number}"
 
 
 def _hparam(parameter: Parameter) -> summary_v2.HParam:
@@ -172,29 +165,10 @@ def _hparam(parameter: Parameter) -> summary_v2.HParam:
     choices = list(flat({str(n): choice for n, choice in enumerate(parameter.choices)}).values())
     # TensorBoard has no column of mixed types; whole numbers and others are one.
     kinds = {float if type(choice) is int else type(choice) for choice in choices}
-    return summary_v2.HParam(parameter.key, _discrete(kinds, choices))
-
-
-def _discrete(kinds: set[type], choices: Sequence[Any]) -> summary_v2.Discrete | None:
-    if len(kinds) != 1:
-        return None
-    return summary_v2.Discrete([float(choice) for choice in choices] if kinds == {float} else choices)
-
-
-def _scalar(tag: str, value: float) -> Summary:
-    return Summary(value=[Summary.Value(tag=tag, simple_value=value)])
+    if kinds == {float}:
+        choices = [float(choice) for choice in choices]
+    return summary_v2.HParam(parameter.key, summary_v2.Discrete(choices) if len(kinds) == 1 else None)
 
 
 def _file_name(position: int, what: str) -> str:
     return f"events.out.tfevents.{position:010}.{what}"
-
-
-def _write_events(path: Path, events: Iterable[tuple[int, Summary]], now: float) -> None:
-    buffer = io.BytesIO()
-    records = RecordWriter(buffer)
-    records.write(Event(wall_time=now, file_version=_FILE_VERSION).SerializeToString())
-    for step, summary in events:
-        records.write(Event(wall_time=now, step=step, summary=summary).SerializeToString())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as partial:
-        partial.write_bytes(buffer.getvalue())

@@ -33,6 +33,7 @@ from crossbow_py.search.study.storage import BadStorageError, Patience
 
 _LATE = 0.1  # of a lease: how much later it ends for others, for clocks that differ and calls that take time
 _RENEWED_AFTER = 1 / 3  # of a lease
+_LEASE_OF = "lease of "  # a holder: the attribute of the study
 _T = TypeVar("_T")
 
 
@@ -62,17 +63,6 @@ class Lease:
         """Return a new lease for this process."""
         return cls(now + lease_s, lease_s, _host(), os.getpid(), _started(os.getpid()))
 
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Lease:
-        """Make a lease of the values of `to_plain`. Raises UserError or TypeError for anything else."""
-        lease = cls(**plain)
-        check(lease)
-        return lease
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return numbers and text by field."""
-        return asdict(self)
-
     @property
     def is_here(self) -> bool:
         """Whether its process runs on this host, in whatever container."""
@@ -80,10 +70,8 @@ class Lease:
 
     def is_over_for_others(self, now: float) -> bool:
         """Return whether others may take what its holder had."""
-        return now >= self.until + _LATE * self.lease_s or self._has_ended()
-
-    def _has_ended(self) -> bool:
-        return bool(self.host) and self.host == _host() and _started(self.process) != self.started
+        has_ended = bool(self.host) and self.host == _host() and _started(self.process) != self.started
+        return has_ended or now >= self.until + _LATE * self.lease_s
 
 
 def _host() -> str:
@@ -147,84 +135,150 @@ class _Claim:
 
 
 class SegmentClaims:
-    """The claims of one search, as one worker sees and makes them. Not for several threads at once.
+    """The claims of one search on its segments, as one worker sees and makes them.
+
+    Any thread may call it; calls wait for each other. While segments are held a thread prolongs the lease on them, so
+    that this process may be busy for as long as it takes; close it.
 
     Args:
         storage, study: Optuna's storage, and in it the number of a study that holds nothing else.
         patience: calls the storage.
-        address: the name of the storage in errors.
-        worker: the name of this process for people.
-        lease_s: how long what it claims stays its own without Prolong the lease, if that is due.
-        clock: seconds since 1970.
+        worker, lease_s, clock: those of `SharedStudy`.
     """
 
     def __init__(
-        self, storage: BaseStorage, study: int, patience: Patience, address: str, worker: str, lease_s: float,
+        self, storage: BaseStorage, study: int, patience: Patience, worker: str, lease_s: float,
         clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        self._storage, self._study, self._patience, self._address = storage, study, patience, address
+        self._storage, self._claims_study, self._patience, self._address = storage, study, patience, patience.address
         self._worker, self._lease_s, self._clock = worker, lease_s, clock
         self._held: dict[Segment, int] = {}
         self._lost: set[Segment] = set()  # since the last `renew`
         self._holder, self._lease = "", Lease.taken(0.0, 0.0)
+        self._lock = threading.RLock()
+        self._heartbeat = Heartbeat(self._prolong, lambda: bool(self._held), self._lock, lease_s / 3)
 
-    def agreed_identity(self, identity: Mapping[str, Any]) -> dict[str, Any]:
+    def close(self) -> None:
+        """End the thread that prolongs the lease. Raises nothing, and gives nothing back; all may still be read.
+
+        What is held is free for others once the lease, or this process, has ended; `release` it before.
+        """
+        self._heartbeat.close()
+
+    @property
+    def held(self) -> tuple[Segment, ...]:
+        """The segments that this worker holds, as far as it knows."""
+        with self._lock:
+            return tuple(sorted(self._held))
+
+    def claim(self, segments: Collection[Segment]) -> list[Segment]:
+        """Take those of the segments that nobody holds and that have no result yet; returned in the order given.
+
+        No segment is held by two workers that live, as long as their leases are prolonged in time; one whose holder
+        has ended may be taken.
+        """
+        with self._lock:
+            if not segments:
+                return []
+            self._prolong()
+            claimed = self._claim(segments)
+            if claimed:
+                self._heartbeat.start()
+            return claimed
+
+    def free(self, segments: Collection[Segment]) -> list[Segment]:
+        """Return the segments that `claim` would take now."""
+        with self._lock:
+            return self._free(segments, self._read()) if segments else []
+
+    def renew(self) -> list[Segment]:
+        """Prolong the lease on what is held, if that is due, and hear what became of it meanwhile; cheap.
+
+        Returns:
+            What others have taken since the last call, whatever found that out: held no longer.
+
+        Raises:
+            Exception: what the thread that prolongs the lease met when it last tried.
+        """
+        with self._lock:
+            self._heartbeat.raise_error()
+            self._prolong()
+            lost, self._lost = sorted(self._lost), set()
+            return lost
+
+    def fail(self, segment: Segment, reason: str) -> bool:
+        """Keep that a trial failed in a segment. Returns False if it is not held, or another worker took it."""
+        with self._lock:
+            return self._keep(segment, SegmentResult(None, reason))
+
+    def release(self, segment: Segment) -> None:
+        """Give a segment back, unfinished, if it is held."""
+        with self._lock:
+            if segment in self._held:
+                self._end(self._held[segment])
+                del self._held[segment]
+
+    def num_searchers(self, *, here: bool = False) -> int:
+        """Search processes that live, as their leases tell, and this one; those on this host alone where `here`."""
+        with self._lock:
+            now = self._clock()
+            living = {holder: lease for holder, lease in self._leases().items() if not lease.is_over_for_others(now)}
+            others = {holder for holder, lease in living.items() if lease.is_here or not here}
+            return len(others | {self._holder})
+
+    def leave(self) -> None:
+        """End the lease, as this process takes nothing more: the others share what is left."""
+        with self._lock:
+            if self._holder:
+                self._write_lease(Lease.taken(self._clock(), 0.0))
+                self._holder, self._lease, self._held = "", Lease.taken(0.0, 0.0), {}
+
+    def segment_results(self) -> dict[Segment, SegmentResult]:
+        """Return the results of the segments that are over, ascending."""
+        with self._lock:
+            return _results(self._read())
+
+    def results(self) -> dict[Segment, Outcome]:
+        """Return the values of the segments that are over, ascending."""
+        return {segment: result.value for segment, result in self.segment_results().items()}
+
+    # The lock is held in what follows.
+
+    def _agreed_identity(self, identity: Mapping[str, Any]) -> dict[str, Any]:
         """Return the identity of the search that is kept here: the given one (plain values) if there was none."""
         for _ in range(2):
-            trials = self._patience.call(self._storage.get_all_trials, self._study, deepcopy=False)
+            trials = self._patience.call(self._storage.get_all_trials, self._claims_study, deepcopy=False)
             with self._of_a_search("identity"):
                 kept = [trial.user_attrs["identity"] for trial in trials if "identity" in trial.user_attrs]
             if kept:
                 break
             record = create_trial(state=TrialState.FAIL, user_attrs={"identity": dict(identity)})
-            self._patience.call(self._storage.create_new_trial, self._study, record)
+            self._patience.call(self._storage.create_new_trial, self._claims_study, record)
         with self._of_a_search("identity"):
             return dict(kept[0])
-
-    @property
-    def held(self) -> tuple[Segment, ...]:
-        """The segments that this worker holds, as far as it knows."""
-        return tuple(sorted(self._held))
-
-    def results(self) -> dict[Segment, SegmentResult]:
-        """Return the results of the segments that are over, by trial and rung."""
-        return _results(self._read())
-
-    def claim(self, segments: Collection[Segment]) -> list[Segment]:
-        """Take those of the segments that nobody holds and that have no result yet.
-
-        Returns:
-            Those taken now, in the order given.
-        """
-        if not segments:
-            return []
-        self.prolong()
-        return self._claim(segments)
 
     def _claim(self, segments: Collection[Segment]) -> list[Segment]:
         free = self._free(segments, self._read())
         for segment in free:
             attributes = {"trial": segment.trial, "rung": segment.rung, "holder": self._holder}
             claim = create_trial(state=TrialState.RUNNING, user_attrs=attributes)
-            self._patience.call(self._storage.create_new_trial, self._study, claim)
+            self._patience.call(self._storage.create_new_trial, self._claims_study, claim)
         return self._settled(free) if free else []
 
-    def free(self, segments: Collection[Segment]) -> list[Segment]:
-        """Return the segments that `claim` would take now."""
-        return self._free(segments, self._read()) if segments else []
+    def _prolong(self) -> None:
+        """Prolong the lease when a third of it has passed; a lease that had ended is given up.
 
-    def prolong(self) -> None:
-        """Prolong the lease, when a third of it has passed; to be called at least that often while segments are held.
-
-        A lease that had ended is not prolonged, as others may be taking what it held: it is given up, and what nobody
-        has taken is claimed anew.
+        Others may be taking what it held: what nobody has taken is claimed anew.
         """
         now = self._clock()
         if now < self._lease.until - (1 - _RENEWED_AFTER) * self._lease.lease_s:
             return
         if now < self._lease.until:
             self._take_lease(now)
-            self._note_lost()
+            ended = {claim.id for claim in self._read() if claim.has_ended}
+            taken = {segment for segment, claim in self._held.items() if claim in ended}
+            self._lost |= taken
+            self._held = {segment: claim for segment, claim in self._held.items() if segment not in taken}
             return
         held = self.held
         self._lost.update(held)  # until they are claimed anew: the storage may fail before that
@@ -235,32 +289,7 @@ class SegmentClaims:
         if held:
             self._claim(held)
 
-    def renew(self) -> list[Segment]:
-        """Prolong the lease, if that is due.
-
-        Returns:
-            What others have taken since the last call, whatever found that out: held no longer.
-        """
-        self.prolong()
-        lost, self._lost = sorted(self._lost), set()
-        return lost
-
-    def num_searchers(self, *, here: bool = False) -> int:
-        """Search processes that live, as their leases tell, and this one; those on this host alone where `here`."""
-        now = self._clock()
-        living = {holder: lease for holder, lease in self._leases().items() if not lease.is_over_for_others(now)}
-        others = {holder for holder, lease in living.items() if lease.is_here or not here}
-        return len(others | {self._holder})
-
-    def leave(self) -> None:
-        """End the lease, as this process takes nothing more: `num_searchers` of others counts it no more."""
-        if self._holder:
-            key = _lease_key(self._holder)
-            ended = Lease.taken(self._clock(), 0.0)
-            self._patience.call(self._storage.set_study_user_attr, self._study, key, ended.to_plain())
-            self._holder, self._lease, self._held = "", Lease.taken(0.0, 0.0), {}
-
-    def finish(self, segment: Segment, result: SegmentResult) -> bool:
+    def _keep(self, segment: Segment, result: SegmentResult) -> bool:
         """Save a segment's result. Returns False if it is not held, or another worker took it, whose result counts."""
         claim = self._held.get(segment)
         if claim is None:
@@ -274,39 +303,33 @@ class SegmentClaims:
         del self._held[segment]
         return is_ours
 
-    def release(self, segment: Segment) -> None:
-        """Give a segment back, unfinished, if it is held."""
-        if segment in self._held:
-            self._end(self._held[segment])
-            del self._held[segment]
-
     def _free(self, segments: Iterable[Segment], claims: Sequence[_Claim]) -> list[Segment]:
         """Return the segments that may be taken, after ending the claims of ended leases on them."""
         leases = self._leases()
         now = self._clock()
-        results = _results(claims)
-        by_segment = _unfinished(claims)
+
+        def is_void(claim: _Claim) -> bool:
+            # Our own that is not held is left from a call that failed midway.
+            lease = leases.get(claim.holder)
+            return claim.holder == self._holder or lease is None or lease.is_over_for_others(now)
+
+        results, by_segment = _results(claims), _unfinished(claims)
         free = []
         for segment in segments:
             if segment in results or segment in self._held:
                 continue
             standing = by_segment.get(segment, [])
-            over = [each for each in standing if self._is_over(each, leases.get(each.holder), now)]
+            over = [each for each in standing if is_void(each)]
             for each in over:
                 self._end(each.id)
             if len(over) == len(standing):
                 free.append(segment)
         return free
 
-    def _is_over(self, claim: _Claim, lease: Lease | None, now: float) -> bool:
-        """Return whether a claim is void. Our own that is not held is left from a call that failed midway."""
-        return claim.holder == self._holder or lease is None or lease.is_over_for_others(now)
-
     def _settled(self, claimed: Iterable[Segment]) -> list[Segment]:
         """Return the segments on which our claim is the first, and end our other claims on them."""
         claims = self._read()
-        results = _results(claims)
-        by_segment = _unfinished(claims)
+        results, by_segment = _results(claims), _unfinished(claims)
         won = []
         for segment in claimed:
             standing = by_segment.get(segment, [])
@@ -320,32 +343,27 @@ class SegmentClaims:
                     self._end(each.id)
         return won
 
-    def _note_lost(self) -> None:
-        ended = {claim.id for claim in self._read() if claim.has_ended}
-        for segment in self.held:
-            if self._held[segment] in ended:
-                del self._held[segment]
-                self._lost.add(segment)
-
-    def _end(self, claim: int) -> None:
+    def _end(self, record: int, state: TrialState = TrialState.FAIL, values: list[float] | None = None) -> None:
         with suppress(UpdateFinishedTrialError):  # by its holder, or by another who takes it away
-            self._patience.call(self._storage.set_trial_state_values, claim, TrialState.FAIL, None)
+            self._patience.call(self._storage.set_trial_state_values, record, state, values)
 
     def _take_lease(self, now: float) -> None:
         lease = Lease.taken(now, self._lease_s)
-        key = _lease_key(self._holder)
-        self._patience.call(self._storage.set_study_user_attr, self._study, key, lease.to_plain())
+        self._write_lease(lease)
         self._lease = lease
 
+    def _write_lease(self, lease: Lease) -> None:
+        key = f"{_LEASE_OF}{self._holder}"
+        self._patience.call(self._storage.set_study_user_attr, self._claims_study, key, asdict(lease))
+
     def _leases(self) -> dict[str, Lease]:
-        kept = self._patience.call(self._storage.get_study_user_attrs, self._study)
-        prefix = _lease_key("")
-        leases = {key.removeprefix(prefix): plain for key, plain in kept.items() if key.startswith(prefix)}
+        kept = self._patience.call(self._storage.get_study_user_attrs, self._claims_study)
+        leases = {key.removeprefix(_LEASE_OF): plain for key, plain in kept.items() if key.startswith(_LEASE_OF)}
         with self._of_a_search("lease"):
-            return {holder: Lease.from_plain(plain) for holder, plain in leases.items()}
+            return {holder: _made(Lease, plain) for holder, plain in leases.items()}
 
     def _read(self) -> list[_Claim]:
-        trials = self._patience.call(self._storage.get_all_trials, self._study, deepcopy=False)
+        trials = self._patience.call(self._storage.get_all_trials, self._claims_study, deepcopy=False)
         with self._of_a_search("claim"):
             return [_Claim.read(trial) for trial in trials if "holder" in trial.user_attrs]
 
@@ -382,10 +400,6 @@ def _unfinished(claims: Iterable[_Claim]) -> dict[Segment, list[_Claim]]:
     return found
 
 
-def _lease_key(holder: str) -> str:
-    return f"lease of {holder}"
-
-
 class Heartbeat:
     """Calls `beat` every so often, from `start` until nothing is needed any more, or `close`.
 
@@ -406,12 +420,6 @@ class Heartbeat:
         self._ended = threading.Event()  # of the thread there is; each has its own
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the thread runs."""
-        with self._lock:
-            return self._thread is not None
 
     def start(self) -> None:
         """Start the thread, unless it runs."""

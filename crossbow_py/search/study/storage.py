@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import optuna
 from optuna.exceptions import OptunaError, StorageInternalError
@@ -37,6 +37,22 @@ _PASSING = (OSError, StorageInternalError, SQLAlchemyError)
 _POLL_S = 0.002
 
 
+class StorageError(SearchError):
+    """The storage of a search cannot be used, or what it holds cannot be read; what was finished stays in it."""
+
+
+class BadStorageError(StorageError, UserError):
+    """A storage holds what no worker of this search has written."""
+
+    exit_code = 2
+
+    def __init__(self, address: str, found: str) -> None:
+        super().__init__(
+            f"the search's storage {address} holds what this search cannot have written: {found}; restore it from a "
+            "copy, or give another storage."
+        )
+
+
 class Patience:
     """Calls of a storage, made again a few times for what may pass: a lock, a full disk, a lost connection.
 
@@ -48,7 +64,7 @@ class Patience:
     """
 
     def __init__(self, address: str, sleep: Callable[[float], None] = time.sleep) -> None:
-        self._address, self._sleep = address, sleep
+        self.address, self._sleep = address, sleep
 
     def call(self, do: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call `do`, and return what it returns.
@@ -61,23 +77,21 @@ class Patience:
             try:
                 return do(*args, **kwargs)
             except _PASSING as error:
-                if wait_s is None:
-                    raise self._unusable(error) from error
-                self._sleep(wait_s)
+                if wait_s is not None:
+                    self._sleep(wait_s)
+                    continue
+                if getattr(_cause(error), "sqlite_errorcode", None) in _DAMAGED:
+                    raise BadStorageError(self.address, _said(error)) from error
+                raise StorageError(
+                    f"the search's storage {self.address} cannot be used, tried {len(_WAITS_S) + 1} times: "
+                    f"{_said(error)}. What was finished stays in it: see that it is there, writable, not full and not "
+                    "locked by another program, and start the same command again, which goes on from there."
+                ) from error
             except (CrossbowError, OptunaError, ImportError, ArgumentError):
                 raise
             except Exception as error:  # a record that lacks something makes Optuna raise nearly anything
-                raise BadStorageError(self._address, f"{one_line(error)[:_LONGEST_SHOWN]} while it is read") from error
+                raise BadStorageError(self.address, f"{one_line(error)[:_LONGEST_SHOWN]} while it is read") from error
         raise AssertionError("the last try returns or raises")
-
-    def _unusable(self, error: BaseException) -> StorageError:
-        if getattr(_cause(error), "sqlite_errorcode", None) in _DAMAGED:
-            return BadStorageError(self._address, _said(error))
-        return StorageError(
-            f"the search's storage {self._address} cannot be used, tried {len(_WAITS_S) + 1} times: {_said(error)}. "
-            "What was finished stays in it: see that it is there, writable, not full and not locked by another "
-            "program, and start the same command again, which goes on from there."
-        )
 
 
 def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> BaseStorage:
@@ -190,22 +204,6 @@ def _cause(error: BaseException) -> BaseException:
     return getattr(cause, "orig", None) or cause
 
 
-class StorageError(SearchError):
-    """The storage of a search cannot be used, or what it holds cannot be read; what was finished stays in it."""
-
-
-class BadStorageError(StorageError, UserError):
-    """A storage holds what no worker of this search has written."""
-
-    exit_code = 2
-
-    def __init__(self, address: str, found: str) -> None:
-        super().__init__(
-            f"the search's storage {address} holds what this search cannot have written: {found}; restore it from a "
-            "copy, or give another storage."
-        )
-
-
 class JournalFile(BaseJournalBackend):
     """A search's journal: Optuna's records as JSON lines of the file `path`, which is created where there is none.
 
@@ -237,7 +235,15 @@ class JournalFile(BaseJournalBackend):
             self._require_what_was_read(os.fstat(file.fileno()).st_size)
             file.seek(self._starts[log_number_from])
             lines = file.read().split(b"\n")[:-1]
-        records = [self._parsed(line, log_number_from + index) for index, line in enumerate(lines)]
+        records = []
+        for index, line in enumerate(lines, start=log_number_from):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if not isinstance(record, dict) or "op_code" not in record:
+                raise self._damaged(f"line {index + 1}")
+            records.append(record)
         for index, line in enumerate(lines, start=log_number_from):
             if index + 1 == len(self._starts):
                 self._starts.append(self._starts[index] + len(line) + 1)
@@ -248,49 +254,37 @@ class JournalFile(BaseJournalBackend):
         text = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
         self._require_what_was_read(self._path.stat().st_size)  # before the lock, which would make a new file
         with self._exclusive(), self._path.open("a+b") as file:
-            self._cut_torn_line(file)
+            file.seek(self._starts[-1])
+            torn = file.read().rpartition(b"\n")[2]
+            if torn:
+                if torn[: len(_JOURNAL_BEGIN)] != _JOURNAL_BEGIN[: len(torn)]:  # somebody's text, given by mistake
+                    raise self._damaged("the last line")
+                file.truncate(file.tell() - len(torn))
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
 
-    def _cut_torn_line(self, file: IO[bytes]) -> None:
-        file.seek(self._starts[-1])
-        torn = file.read().rpartition(b"\n")[2]
-        if torn:
-            if torn[: len(_JOURNAL_BEGIN)] != _JOURNAL_BEGIN[: len(torn)]:  # somebody's text, given by mistake
-                raise self._damaged("the last line")
-            file.truncate(file.tell() - len(torn))
-
     def _require_what_was_read(self, size: int) -> None:
         if size < self._starts[-1]:
             raise OSError(f"{self._path} was cut or replaced: {self._starts[-1]} bytes had been read, it has {size}")
-
-    def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict) or "op_code" not in record:
-            raise self._damaged(f"line {number + 1}")
-        return record
 
     def _damaged(self, where: str) -> BadStorageError:
         return BadStorageError(str(self._path), f"{where} is no record of a search")
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
+        def busy() -> None:
+            raise BlockingIOError(f"another process writes to {self._path}")
+
         # Not waited for in the kernel, where a stopped process would hold up all others for good.
         until = time.monotonic() + self._lock_wait_s
         with ExitStack() as stack:
             while True:
                 try:
-                    stack.enter_context(locked(self._path, self._busy))
+                    stack.enter_context(locked(self._path, busy))
                     break
                 except BlockingIOError:
                     if time.monotonic() >= until:
                         raise
                     time.sleep(_POLL_S)
             yield
-
-    def _busy(self) -> None:
-        raise BlockingIOError(f"another process writes to {self._path}")

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
+import optuna
 from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
-from optuna.trial import FrozenTrial
+from optuna.trial import BaseTrial, FixedTrial, FrozenTrial, create_trial
 from optuna.trial import TrialState as OptunaState
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.search.hyperband import Outcome, Segment, TrialState
 from crossbow_py.search.identity import upgraded
 from crossbow_py.search.space import Space
-from crossbow_py.search.study.claims import Heartbeat, SegmentClaims, SegmentResult
-from crossbow_py.search.study.sampling import SamplerName, Sampling
+from crossbow_py.search.study.claims import SegmentClaims, SegmentResult
 from crossbow_py.search.study.storage import BadStorageError, Patience, open_storage, shown_address, silence_optuna
+
+SamplerName = Literal["random", "tpe", "grid"]
 
 _STEPS_PER_EPOCH = 1000  # Optuna's steps are integers, and rungs are measured at fractions of epochs
 _CONCLUDED = {
@@ -32,21 +35,16 @@ _CONCLUDED = {
 }
 
 
-class SharedStudy:
-    """A search in a storage, as one worker process sees it. Any thread may call it; calls wait for each other.
+class SharedStudy(SegmentClaims):
+    """A search in a storage, as one worker process sees it: the claims of its segments, and its trials.
 
     It keeps two studies of Optuna's: `name`, with the trials as Optuna and its dashboard know them, and
     `name/segments`, with the claims and the results, by which everything is decided. A trial's number is its user
     attribute `trial`; Optuna's own number of it may be another.
 
-    While segments are held a thread prolongs the lease on them, so that this process may be busy for as long as it
-    takes; close it.
-
     Args:
         storage: an address for `open_storage`, or one of Optuna's storages.
         name: the name of the search in the storage.
-        sampler: how trials are sampled.
-        space: the search space.
         seed: the seed of sampling.
         maximize: whether greater values are better.
         worker: the name of this process for people.
@@ -65,18 +63,13 @@ class SharedStudy:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:  # fmt: skip
         silence_optuna()
-        self._storage = open_storage(storage, sleep) if isinstance(storage, str) else storage
-        self._address = shown_address(storage) if isinstance(storage, str) else type(storage).__name__
-        self._patience = Patience(self._address, sleep)
-        self._name, self._maximize = name, maximize
-        self._space = space
+        patience = Patience(shown_address(storage) if isinstance(storage, str) else type(storage).__name__, sleep)
+        storage = open_storage(storage, sleep) if isinstance(storage, str) else storage
+        self._name, self._space = name, space
         self._sampling = Sampling(space, sampler, seed, maximize)
-        self._lock = threading.RLock()
         self._trials: dict[int, FrozenTrial] = {}
-        self._study = self._study_named(name)
-        claims = self._study_named(f"{name}/segments")
-        self._claims = SegmentClaims(self._storage, claims, self._patience, self._address, worker, lease_s, clock)
-        self._heartbeat = Heartbeat(self._claims.prolong, lambda: bool(self._claims.held), self._lock, lease_s / 3)
+        self._study, claims = (_study_named(each, storage, patience, maximize) for each in (name, f"{name}/segments"))
+        super().__init__(storage, claims, patience, worker, lease_s, clock)
 
     def open(self, identity: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         """Create the search, or join the one that is there.
@@ -90,21 +83,15 @@ class SharedStudy:
         """
         with self._lock:
             ours = json.loads(json.dumps(identity))
-            agreed = upgraded(self._claims.agreed_identity(ours), defaults or {})
-            difference = self._foreign() or _first_difference(agreed, ours)
+            agreed = upgraded(self._agreed_identity(ours), defaults or {})
+            foreign = [record.number for record in self._all_records() if "trial" not in record.user_attrs]
+            difference = f"its trial {foreign[0]} is of another program" if foreign else _first_difference(agreed, ours)
             if difference:
                 raise UserError(
                     f"storage: {self._address} holds another search named {self._name!r}: {difference}; go on "
                     "with its settings, or give another study or storage."
                 )
             self._records()  # refused before anything is trained
-
-    def close(self) -> None:
-        """End the thread that prolongs the lease. Raises nothing, and gives nothing back; the study may still be read.
-
-        What is held is free for others once the lease, or this process, has ended; `release` it before.
-        """
-        self._heartbeat.close()
 
     # --- trials -------------------------------------------------------------------------------------------------------
 
@@ -131,49 +118,13 @@ class SharedStudy:
             record = self._patience.call(self._storage.get_trial, self._registered(trial)._trial_id)
             if record.state.is_finished():
                 return
-            for segment, result in self._claims.results().items():
+            for segment, result in self.segment_results().items():
                 if segment.trial == trial:
                     self._report(record, result)
             values = [value] if value is not None and state is not TrialState.FAILED else None
-            self._end(record, _CONCLUDED[state], values)
+            self._end(record._trial_id, _CONCLUDED[state], values)
 
     # --- segments -----------------------------------------------------------------------------------------------------
-
-    @property
-    def held(self) -> tuple[Segment, ...]:
-        """The segments that this worker holds, as far as it knows."""
-        with self._lock:
-            return self._claims.held
-
-    def claim(self, segments: Collection[Segment]) -> list[Segment]:
-        """Take segments to train; those that are returned are this worker's, in the order given.
-
-        No segment is held by two workers that live, as long as their leases are prolonged in time; one whose holder
-        has ended may be taken.
-        """
-        with self._lock:
-            claimed = self._claims.claim(segments)
-            if claimed:
-                self._heartbeat.start()
-            return claimed
-
-    def free(self, segments: Collection[Segment]) -> list[Segment]:
-        """Return the segments that nobody holds and that have no result yet, in the order given."""
-        with self._lock:
-            return self._claims.free(segments)
-
-    def renew(self) -> list[Segment]:
-        """Prolong the lease on what is held, when that is due, and hear what became of it meanwhile; cheap.
-
-        Returns:
-            Segments that others have taken since the last call, as the lease had ended: they are held no longer.
-
-        Raises:
-            Exception: what the thread that prolongs the lease met when it last tried.
-        """
-        with self._lock:
-            self._heartbeat.raise_error()
-            return self._claims.renew()
 
     def finish(
         self, segment: Segment, value: float, *, epochs: float, seconds: float,
@@ -183,8 +134,7 @@ class SharedStudy:
 
         Args:
             segment: one that was claimed.
-            value: measured at its rung.
-            epochs: the epochs that the trial has been trained for.
+            value: measured at its rung, after so many `epochs` of the trial.
             seconds: the time that the segment took.
             attrs: plain values to keep with it.
 
@@ -195,44 +145,11 @@ class SharedStudy:
             return self.fail(segment, f"its value at {epochs:g} epochs is {value}")
         result = SegmentResult(value, None, epochs, seconds, attrs=attrs or {})
         with self._lock:
-            counts = self._claims.finish(segment, result)
+            counts = self._keep(segment, result)
             if counts:
                 with suppress(UpdateFinishedTrialError):  # concluded by another worker, which reported it
                     self._report(self._registered(segment.trial), result)
             return counts
-
-    def fail(self, segment: Segment, reason: str) -> bool:
-        """Keep that a trial failed in a segment. Returns as `finish` does."""
-        with self._lock:
-            return self._claims.finish(segment, SegmentResult(None, reason))
-
-    def release(self, segment: Segment) -> None:
-        """Give back a segment, unfinished, if it is still held."""
-        with self._lock:
-            self._claims.release(segment)
-
-    def num_searchers(self, *, here: bool = False) -> int:
-        """Return the number of processes that share the search now, this one included; those done or dead do not count.
-
-        Args:
-            here: count only those on this host.
-        """
-        with self._lock:
-            return self._claims.num_searchers(here=here)
-
-    def leave(self) -> None:
-        """Take nothing more, so that the others share what is left; what is held, `release` before."""
-        with self._lock:
-            self._claims.leave()
-
-    def segment_results(self) -> dict[Segment, SegmentResult]:
-        """Return the results of the segments that are over, ascending."""
-        with self._lock:
-            return self._claims.results()
-
-    def results(self) -> dict[Segment, Outcome]:
-        """Return the values of the segments that are over, ascending."""
-        return {segment: result.value for segment, result in self.segment_results().items()}
 
     # --- records ------------------------------------------------------------------------------------------------------
 
@@ -256,12 +173,8 @@ class SharedStudy:
             self._trials = _first_by_trial(records)
             for late in records:
                 if late.user_attrs["trial"] == trial and late.number != self._trials[trial].number:
-                    self._end(late, OptunaState.FAIL, None)
+                    self._end(late._trial_id)
         return self._trials[trial]
-
-    def _end(self, record: FrozenTrial, state: OptunaState, values: list[float] | None) -> None:
-        with suppress(UpdateFinishedTrialError):
-            self._patience.call(self._storage.set_trial_state_values, record._trial_id, state, values)
 
     def _records(self) -> list[FrozenTrial]:
         """Return all trials, each with parameters that this search may give one.
@@ -286,19 +199,16 @@ class SharedStudy:
                 raise BadStorageError(self._address, f"its trial {record.number} has attributes that are no mapping")
         return records
 
-    def _foreign(self) -> str:
-        """Return a sentence if another program's trials are there; empty if they are ours."""
-        numbers = [record.number for record in self._all_records() if "trial" not in record.user_attrs]
-        return f"its trial {numbers[0]} is of another program" if numbers else ""
 
-    def _study_named(self, name: str) -> int:
-        direction = StudyDirection.MAXIMIZE if self._maximize else StudyDirection.MINIMIZE
-        for study in self._patience.call(self._storage.get_all_studies):
-            if study.study_name == name:
-                return study._study_id
-        with suppress(DuplicatedStudyError):  # by another worker just now, or by a call of ours that seemed to fail
-            return self._patience.call(self._storage.create_new_study, [direction], name)
-        return self._patience.call(self._storage.get_study_id_from_name, name)
+def _study_named(name: str, storage: BaseStorage, patience: Patience, maximize: bool) -> int:
+    """Return the number of one of Optuna's studies, which is created if there is none of that name."""
+    for study in patience.call(storage.get_all_studies):
+        if study.study_name == name:
+            return study._study_id
+    direction = StudyDirection.MAXIMIZE if maximize else StudyDirection.MINIMIZE
+    with suppress(DuplicatedStudyError):  # by another worker just now, or by a call of ours that seemed to fail
+        return patience.call(storage.create_new_study, [direction], name)
+    return patience.call(storage.get_study_id_from_name, name)
 
 
 def _first_by_trial(records: Collection[FrozenTrial]) -> dict[int, FrozenTrial]:
@@ -317,3 +227,54 @@ def _first_difference(theirs: Any, ours: Any, key: str = "") -> str:
                 return found
         return ""
     return "" if theirs == ours else f"{key} is {json.dumps(theirs)} there and {json.dumps(ours)} here"
+
+
+class Sampling:
+    """Samples trials of a space in memory, to be kept as one record each: no crash leaves one half sampled.
+
+    `random` and `grid` follow from the seed and the trial's number alone. `tpe` (Bergstra et al., "Algorithms for
+    Hyper-Parameter Optimization", NeurIPS 2011) follows from the history too: trials that were trained to the end come
+    before those that were measured on the way, among which more epochs come first, and then the better value. Trials
+    that have no value yet count as bad ones, so that those sampled together differ.
+    """
+
+    def __init__(self, space: Space, sampler: SamplerName, seed: int, maximize: bool) -> None:
+        self._space, self._sampler, self._seed, self._maximize = space, sampler, seed, maximize
+        self._grid = space.grid() if sampler == "grid" else []
+
+    def sampled(self, trial: int, history: Sequence[FrozenTrial]) -> FrozenTrial:
+        """Return a trial as a record for a storage, with its number as the attribute `trial`.
+
+        `history`, which `tpe` alone reads, has the search's trials so far, with their values, also those that go on.
+        """
+        asked = self._asked(trial, history)
+        self._space.suggest(asked)
+        attributes, own = {"trial": trial}, asked.distributions
+        return create_trial(state=OptunaState.RUNNING, params=asked.params, distributions=own, user_attrs=attributes)
+
+    def _asked(self, trial: int, history: Sequence[FrozenTrial]) -> BaseTrial:
+        if self._sampler == "grid":
+            assert trial < len(self._grid), f"the grid has {len(self._grid)} points, and point {trial} was asked for"
+            return FixedTrial(self._grid[trial])
+        seed = int(np.random.SeedSequence([self._seed, trial]).generate_state(1)[0])
+        sampler: BaseSampler = RandomSampler(seed)
+        if self._sampler == "tpe":
+            sampler = TPESampler(seed=seed, constant_liar=True)
+        study = optuna.create_study(sampler=sampler, direction="maximize" if self._maximize else "minimize")
+        if self._sampler == "tpe":
+            study.add_trials([_as_measured(record) for record in history])
+        return study.ask()
+
+
+def _as_measured(record: FrozenTrial) -> FrozenTrial:
+    """Return a copy that is ranked by its last value, of a trial that goes on and has one.
+
+    Optuna would count it as a bad one, as it does all that run: those that lead would be bad, and those that they have
+    beaten good. A pruned one it ranks by its last step, and then by the value there.
+    """
+    if record.state is not OptunaState.RUNNING or not record.intermediate_values:
+        return record
+    return create_trial(
+        state=OptunaState.PRUNED, params=record.params, distributions=record.distributions,
+        user_attrs=record.user_attrs, intermediate_values=record.intermediate_values,
+    )  # fmt: skip

@@ -5,8 +5,7 @@
     checkpoints/samples-000000320000/manifest.json    format version, samples seen, ranks, sha256 of every file
 
 A checkpoint is complete or does not exist. This module finds, verifies and reads checkpoints; `writer` writes them.
-Files are read only after their hash was verified, and code in them is never run. What is wrong with a checkpoint is
-said in one sentence.
+Files are read only after their hash was verified, and code in them is never run.
 """
 
 from __future__ import annotations
@@ -90,11 +89,6 @@ class SavedCheckpoint:
         if not isinstance(state, dict):
             raise self._unreadable(TypeError(f"{part_name(rank)} holds a {type(state).__name__}"))
         return state
-
-    def verify(self) -> None:
-        """Verify the hashes of all files not verified yet. Raises CheckpointError for the first that differs."""
-        for rank in range(self.num_ranks):
-            self._verify(rank)
 
     def _verify(self, rank: int) -> None:
         if rank in self._verified:

@@ -1,8 +1,4 @@
-"""Manages a run's checkpoints in training: when one is due, and when all ranks conclude it or give it up.
-
-Each rank writes its part in the background and reports its status whenever ranks synchronise. Once all parts are
-written the checkpoint is concluded; if one cannot be written all ranks give the checkpoint up.
-"""
+"""Manages a run's checkpoints in training: when one is due, and when all ranks conclude it or give it up."""
 
 from __future__ import annotations
 
@@ -16,7 +12,11 @@ from crossbow_py.train.run_folder.reporter import Reporter
 
 
 class CheckpointManager:
-    """Manages checkpoints. Owned by the training loop. Does nothing for a run without a folder."""
+    """Manages checkpoints. Owned by the training loop. Does nothing for a run without a folder.
+
+    Each rank writes its part in the background and reports its status whenever ranks synchronise. Once all parts are
+    written the checkpoint is concluded; if one cannot be written all ranks give the checkpoint up.
+    """
 
     STATUSES: tuple[Status, ...] = get_args(Status)
 
@@ -64,8 +64,15 @@ class CheckpointManager:
         if all(status == "written" for status in named):
             writer.conclude()
         elif "failed" in named and "writing" not in named:
-            self._give_up(named)
-        self._tell()
+            failed = f"rank {named.index('failed')} cannot write its part"
+            reason = failed if writer.error is None else writer.error
+            writer.discard()
+            self._samples = None
+            self._reporter.message(f"No checkpoint was written ({reason}); training goes on, make room soon.")
+        newest = writer.newest
+        if newest is not None and str(newest) != self._told:
+            self._told = str(newest)
+            self._reporter.checkpoint(self._told, int(newest.name.rpartition("-")[2]))
 
     def settle(self) -> None:
         """Wait until nothing is being written. All ranks together."""
@@ -80,17 +87,3 @@ class CheckpointManager:
         """Close the writer. A part being written is given up: it is useless if other ranks do not complete theirs."""
         if self._writer is not None:
             self._writer.close()
-
-    def _give_up(self, named: Sequence[str]) -> None:
-        assert self._writer is not None, "what is given up was being written"
-        where = [f"rank {rank}" for rank, status in enumerate(named) if status == "failed"]
-        reason = self._writer.error if self._writer.error is not None else f"{where[0]} cannot write its part"
-        self._writer.discard()
-        self._samples = None
-        self._reporter.message(f"No checkpoint was written ({reason}); training goes on, make room soon.")
-
-    def _tell(self) -> None:
-        newest = self._writer.newest if self._writer else None
-        if newest is not None and str(newest) != self._told:
-            self._told = str(newest)
-            self._reporter.checkpoint(self._told, int(newest.name.rpartition("-")[2]))

@@ -64,9 +64,19 @@ def restore(run: Run, checkpoint: SavedCheckpoint) -> None:
     """
     with taking_from(checkpoint.folder):
         saved = checkpoint.part(0)
-        _check_identity(run, saved["identity"])
+        current = identity(run)
+        if changed := differences(filled(saved["identity"], formerly(current)), current):
+            shown = "; ".join(changed[:4]) + ("; ..." if len(changed) > 4 else "")
+            raise CheckpointError(
+                f"checkpoint {run.resumed_from} is of another run ({shown}); resuming may change only stops, logging "
+                "and paths: use the same settings, or start afresh without resume."
+            )
         if checkpoint.num_ranks == run.ranks.num_ranks:
-            _take_own(run, checkpoint)
+            own, nodes = checkpoint.part(run.ranks.rank), run.nodes
+            # Its node's z, if every node has one and ranks are on the same nodes as before.
+            central = own["bank"] if nodes and nodes == own.get("nodes") else _central(checkpoint)
+            run.bank.load_state_dict({**own["bank"], **{name: central[name] for name in CENTRAL if name in central}})
+            run.state = RunState.from_plain(own["state"])
         else:
             _take_share(run, checkpoint)
         if run.average_ema is not None:
@@ -74,26 +84,6 @@ def restore(run: Run, checkpoint: SavedCheckpoint) -> None:
         if run.tuning and saved.get("tuner"):
             run.tuning.restore(saved["tuner"])
             run.bank.resize(run.tuning.state.num_learners)
-
-
-def _check_identity(run: Run, saved: Mapping[str, Any]) -> None:
-    current = identity(run)
-    changed = differences(filled(saved, formerly(current)), current)
-    if changed:
-        shown = "; ".join(changed[:4]) + ("; ..." if len(changed) > 4 else "")
-        raise CheckpointError(
-            f"checkpoint {run.resumed_from} is of another run ({shown}); resuming may change only stops, logging "
-            "and paths: use the same settings, or start afresh without resume."
-        )
-
-
-def _take_own(run: Run, checkpoint: SavedCheckpoint) -> None:
-    """Load this rank's part, with its node's z if every node has one and ranks are on the same nodes as before."""
-    own = checkpoint.part(run.ranks.rank)
-    nodes = run.nodes
-    central = own["bank"] if nodes and nodes == own.get("nodes") else _central(checkpoint)
-    run.bank.load_state_dict({**own["bank"], **{name: central[name] for name in CENTRAL if name in central}})
-    run.state = RunState.from_plain(own["state"])
 
 
 def _take_share(run: Run, checkpoint: SavedCheckpoint) -> None:

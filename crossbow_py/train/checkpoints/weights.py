@@ -24,18 +24,14 @@ def save_weights(module: nn.Module, path: Path) -> str:
     Raises OSError.
     """
     with replacing(path, synced=True) as partial:
-        _write(module, partial)
+        partial.touch()
+        mode = partial.stat().st_mode  # by the umask; safetensors would write a file that only its owner can read
+        try:
+            save_model(module, str(partial))
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        partial.chmod(mode)
         return _sha256(partial)
-
-
-def _write(module: nn.Module, path: Path) -> None:
-    path.touch()
-    mode = path.stat().st_mode  # by the umask; safetensors would write a file that only its owner can read
-    try:
-        save_model(module, str(path))
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    path.chmod(mode)
 
 
 def load_weights(

@@ -47,6 +47,10 @@ class CheckpointWriter:
         rank, num_ranks: the rank that writes, and the number of ranks.
         token: equal on all ranks that were started together and different for every start, so that parts of a killed
             start are never mistaken for those of this one.
+
+    Attributes:
+        error: the reason why the status is `failed`.
+        newest: the last checkpoint that this writer concluded; None on all ranks but the first.
     """
 
     def __init__(self, run_folder: Path, keep: int, rank: int = 0, num_ranks: int = 1, token: str = "alone") -> None:
@@ -55,8 +59,8 @@ class CheckpointWriter:
         self._rank, self._num_ranks, self._token = rank, num_ranks, token
         self._samples_seen, self._number = 0, 0  # of the part that was begun last
         self._status: Status = "idle"
-        self._error: OSError | None = None
-        self._newest: Path | None = None
+        self.error: OSError | None = None
+        self.newest: Path | None = None
         self._changed = threading.Condition()
         self._given_up = threading.Event()
         self._thread: threading.Thread | None = None
@@ -66,16 +70,6 @@ class CheckpointWriter:
     def status(self) -> Status:
         """The status: `writing` while the thread is busy, `written` or `failed` after a part, else `idle`."""
         return self._status
-
-    @property
-    def error(self) -> OSError | None:
-        """The reason why the status is `failed`."""
-        return self._error
-
-    @property
-    def newest(self) -> Path | None:
-        """The last checkpoint that this writer concluded; None on all ranks but the first."""
-        return self._newest
 
     def begin(self, state: Mapping[str, Any], samples_seen: int) -> None:
         """Write this rank's part in the background. The status becomes `written` or `failed`.
@@ -130,7 +124,7 @@ class CheckpointWriter:
 
     def _do(self, task: Callable[[], None], then: Status) -> None:
         with self._changed:
-            self._status, self._error = "writing", None
+            self._status, self.error = "writing", None
             self._tasks.put((task, then))
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="checkpoint writer", daemon=True)
@@ -143,38 +137,38 @@ class CheckpointWriter:
             try:
                 task()
             except Exception as failure:  # of any kind, as the training loop must know
-                error, status = _plain(failure), "failed"
+                error, status = _without_traceback(failure), "failed"
             del asked, task  # releases the state before the status says that it is written
             with self._changed:
                 if self._tasks.empty():
-                    self._status, self._error = status, error
+                    self._status, self.error = status, error
                     self._changed.notify_all()
 
     def _write_part(self, folder: Path, state: Mapping[str, Any], given_up: threading.Event) -> None:
         if self._parent.is_symlink():
             raise OSError(f"{self._parent} is a link, not a folder")
-        if self._rank == 0:
-            self._drop_leftovers()
+        for path in self._parent.glob(".samples-*") if self._rank == 0 else ():
+            # Left behind by a crash; other ranks of this start may have begun their parts.
+            if self._num_ranks == 1 or f".{self._token}-" not in path.name:
+                shutil.rmtree(path, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         final = folder / part_name(self._rank)
         partial = final.with_suffix(".partial")
         try:
             with open(partial, "wb") as file:
-                digest = _save(state, file, given_up)
+                hashing = _HashingFile(file, given_up)
+                try:
+                    torch.save(dict(state), hashing)  # type: ignore[arg-type]
+                except RuntimeError as error:
+                    raise hashing.refusal or OSError(one_line(error)) from error
                 file.flush()
                 os.fsync(file.fileno())
             partial.rename(final)
-            final.with_suffix(_HASH).write_text(digest, encoding="utf-8")
+            final.with_suffix(_HASH).write_text(hashing.sha256.hexdigest(), encoding="utf-8")
         except Exception:
             with suppress(OSError):
                 partial.unlink()  # frees space on a full disk
             raise
-
-    def _drop_leftovers(self) -> None:
-        """Remove what a crash left behind, but not the parts that other ranks of this start may have begun."""
-        for path in self._parent.glob(".samples-*"):
-            if self._num_ranks == 1 or f".{self._token}-" not in path.name:
-                shutil.rmtree(path, ignore_errors=True)
 
     def _conclude(self, folder: Path, samples_seen: int) -> None:
         parts = [folder / part_name(rank) for rank in range(self._num_ranks)]
@@ -192,10 +186,7 @@ class CheckpointWriter:
         sync(folder)
         final = self._parent / folder_name(samples_seen)
         _put(folder, final)
-        self._newest = final
-        self._drop_replaced(final)
-
-    def _drop_replaced(self, final: Path) -> None:
+        self.newest = final
         found = checkpoints(self._run_folder)
         older = [path for path in found if path.name < final.name]
         for path in found:
@@ -266,18 +257,8 @@ class _HashingFile:
         self._file.flush()
 
 
-def _save(state: Mapping[str, Any], file: IO[bytes], given_up: threading.Event) -> str:
-    """Write a state to a file. Returns its SHA-256."""
-    hashing = _HashingFile(file, given_up)
-    try:
-        torch.save(dict(state), hashing)  # type: ignore[arg-type]
-    except RuntimeError as error:
-        raise hashing.refusal or OSError(one_line(error)) from error
-    return hashing.sha256.hexdigest()
-
-
-def _plain(error: Exception) -> OSError:
-    """Return the error without its traceback, which would keep the state in memory."""
+def _without_traceback(error: Exception) -> OSError:
+    """Return the error without what would keep the state in memory."""
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror, error.filename)
     return OSError(str(error) if isinstance(error, OSError) else one_line(error))

@@ -89,8 +89,12 @@ def probe(
             "loss of your own."
         )
     _check_backward(model, output, generator)
-    said = [*passes.check(template, precision, averages), *_wide_buffers(template, precision), *of_loss]
-    return [*said, *remarks(loss, output, batch.targets)]
+    digits = torch.finfo(precision.master).eps
+    floats = {name: own.dtype for name, own in template.named_buffers() if own.is_floating_point()}
+    wide = [_LOSES_DIGITS.format(name) for name, dtype in floats.items() if torch.finfo(dtype).eps < digits]
+    return [
+        *passes.check(template, precision, averages), *wide[:1], *of_loss, *remarks(loss, output, batch.targets)
+    ]  # fmt: skip
 
 
 class _TwoPasses:
@@ -180,13 +184,6 @@ class _TwoPasses:
         ):
             return []
         return [_DOES_NOT_REPEAT]
-
-
-def _wide_buffers(template: nn.Module, precision: Precision) -> list[str]:
-    """Return a warning about buffers that lose digits in the bank."""
-    digits = torch.finfo(precision.master).eps
-    floats = {name: own.dtype for name, own in template.named_buffers() if own.is_floating_point()}
-    return [_LOSES_DIGITS.format(name) for name, dtype in floats.items() if torch.finfo(dtype).eps < digits][:1]
 
 
 def _check_backward(model: nn.Module, output: Tensor, generator: torch.Generator) -> None:

@@ -157,7 +157,11 @@ def faithful_copy(original: nn.Module, precision: Precision, batch: Batch, chann
     Raises:
         UserError: learners would train differently from the model.
     """
-    hooked = [name for name, own in original.named_parameters() if own._backward_hooks or _after_hooks(own)]
+    hooked = [
+        name
+        for name, own in original.named_parameters()
+        if own._backward_hooks or getattr(own, "_post_accumulate_grad_hooks", None)
+    ]
     if hooked:
         raise UserError(
             f"the model's {hooked[0]} has a hook on its gradient, which learners, copies of the model, would lose; "
@@ -190,10 +194,6 @@ def faithful_copy(original: nn.Module, precision: Precision, batch: Batch, chann
             "the model may hold the model itself or memory of its weights; take them from self when forward runs."
         )
     return copied
-
-
-def _after_hooks(parameter: nn.Parameter) -> object:
-    return getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
 def _difference(

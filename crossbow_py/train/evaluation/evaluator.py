@@ -1,7 +1,4 @@
-"""Evaluates copies of models: loss, accuracy and metrics over a data set, of one model or of a whole bank.
-
-Also recalibrates BatchNorm's statistics.
-"""
+"""Evaluates copies of models, one or a whole bank, over a data set, and recalibrates BatchNorm's statistics."""
 
 from __future__ import annotations
 
@@ -125,13 +122,6 @@ def evaluation_from_sums(
     )
 
 
-def _count_targets(targets: Tensor, ignored: int | None) -> Tensor:
-    """Return the weight of a batch's mean loss: its targets that count, or its samples if the loss ignores none."""
-    if ignored is None or targets.is_floating_point():
-        return torch.tensor(float(len(targets)))
-    return counted(targets, ignored).sum()
-
-
 class Evaluator:
     """Evaluates states of one architecture over a feed, in evaluation mode, with all of torch's threads.
 
@@ -196,11 +186,13 @@ class Evaluator:
         module = self._runnable(state)
         count, sums = 0, [0.0] * (4 + len(self.metrics))
         share = feed.evaluation_batches(self.batch_size, ranks.rank, ranks.num_ranks)
-        numbers = self._batch_numbers(feed, ranks)
+        num_batches = -(-feed.num_samples // self.batch_size)
+        most = num_batches if self.max_batches is None else min(num_batches, self.max_batches)
+        numbers = range(ranks.rank, most, ranks.num_ranks)
         collector = _Collector(sum(min(self.batch_size, feed.num_samples - n * self.batch_size) for n in numbers))
         for batch in itertools.islice(share, len(numbers)):
             output = module(batch.inputs).to(self.precision.master)
-            if collects and _are_classified_images(*batch, output):
+            if collects:
                 collector.take(*batch, output)
             (own,) = self.batch_sums(output[None], batch.targets).tolist()  # host–device synchronisation on CUDA
             sums = [total + value for total, value in zip(sums, own, strict=True)]
@@ -214,7 +206,8 @@ class Evaluator:
             outputs: outputs [K, B, ...] of K models.
             targets: targets [B, ...].
         """
-        size, weight = len(targets), _scalar(_count_targets(targets, self.ignored), outputs.device)
+        size, ignored = len(targets), None if targets.is_floating_point() else self.ignored
+        weight = _scalar(size if ignored is None else counted(targets, ignored).sum(), outputs.device)
         correct = correct_predictions(outputs, targets.expand(len(outputs), *targets.shape), 1, self.ignored)
         if correct is None:
             correct = torch.full((len(outputs),), torch.nan, device=outputs.device)
@@ -224,12 +217,6 @@ class Evaluator:
         found = torch.stack([torch.stack(each) for each in means])
         loss = torch.where(weight > 0, found[:, 0] * weight, 0.0)  # the mean of no targets is NaN
         return torch.column_stack([*columns, loss, found[:, 1:] * size])
-
-    def _batch_numbers(self, feed: Feed, ranks: Ranks) -> range:
-        """Return the numbers of the batches that the rank takes."""
-        num_batches = -(-feed.num_samples // self.batch_size)
-        most = num_batches if self.max_batches is None else min(num_batches, self.max_batches)
-        return range(ranks.rank, most, ranks.num_ranks)
 
     def _runnable(self, state: State) -> nn.Module:
         module = cast_module(self.module(state), self.precision)
@@ -270,12 +257,6 @@ class Evaluator:
         return {**state, **{name: value.to(self.precision.master) for name, value in measured.items()}}
 
 
-def _are_classified_images(inputs: Tensor, targets: Tensor, outputs: Tensor) -> bool:
-    """Return whether a batch is images [B, C, H, W] or clips [B, C, T, H, W] of one class each."""
-    is_classification = outputs.ndim == 2 and targets.ndim == 1 and not targets.is_floating_point()
-    return inputs.ndim in (4, 5) and is_classification and len(inputs) == len(targets) == len(outputs)
-
-
 class _Collector:
     """Collects evenly spaced samples out of `total` that come in batches."""
 
@@ -285,13 +266,16 @@ class _Collector:
         self._seen = 0
         self._taken: list[tuple[Tensor, ...]] = []
 
-    def take(self, *batch: Tensor) -> None:
-        """Take samples of a batch of inputs, targets and outputs."""
-        size = len(batch[1])
+    def take(self, inputs: Tensor, targets: Tensor, outputs: Tensor) -> None:
+        """Take samples of a batch, if it is images [B, C, H, W] or clips [B, C, T, H, W] of one class each."""
+        is_classification = outputs.ndim == 2 and targets.ndim == 1 and not targets.is_floating_point()
+        size = len(targets)
+        if inputs.ndim not in (4, 5) or not is_classification or not len(inputs) == size == len(outputs):
+            return
         rows = [number - self._seen for number in self._wanted if self._seen <= number < self._seen + size]
         self._seen += size
         if rows:
-            self._taken.append(tuple(values[rows].detach().cpu() for values in batch))
+            self._taken.append(tuple(values[rows].detach().cpu() for values in (inputs, targets, outputs)))
 
     def examples(self, ignored: int | None) -> Examples | None:
         """Return the samples taken, without those of no class."""
@@ -366,7 +350,10 @@ def evaluate_bank(
     if fused is None:
         fused = bank.device.type != "cpu"
     if len(learners) > 1 and not fused:
-        return _evaluate_side_by_side(bank, evaluator, feed, learners)
+        states = [bank.learner_state(learner) for learner in learners]
+        num_threads = min(torch.get_num_threads(), len(states))
+        with ThreadPoolExecutor(num_threads, "crossbow evaluation", lambda: torch.set_num_threads(1)) as pool:
+            return list(pool.map(lambda state: evaluator.evaluate(state, feed), states))
     if len(learners) > 1:
         try:
             return _evaluate_together(prediction_bank(bank, learners), evaluator, feed)
@@ -376,16 +363,6 @@ def evaluate_bank(
             if not is_out_of_memory(error):
                 raise
     return [evaluator.evaluate(bank.learner_state(learner), feed) for learner in learners]
-
-
-def _evaluate_side_by_side(
-    bank: ReplicaBank, evaluator: Evaluator, feed: Feed, learners: Sequence[int]
-) -> list[Evaluation]:
-    """Evaluate on one thread per core, with one intra-op thread each."""
-    states = [bank.learner_state(learner) for learner in learners]
-    num_threads = min(torch.get_num_threads(), len(states))
-    with ThreadPoolExecutor(num_threads, "crossbow evaluation", lambda: torch.set_num_threads(1)) as pool:
-        return list(pool.map(lambda state: evaluator.evaluate(state, feed), states))
 
 
 def prediction_bank(bank: ReplicaBank, learners: Sequence[int]) -> ReplicaBank:

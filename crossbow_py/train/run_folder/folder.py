@@ -53,7 +53,6 @@ MAY_CHANGE = frozenset(
     | {"distributed.timeout_s", "distributed.check_every_rounds", "learning_statistics"}
 )
 
-
 _NOTHING_TO_RESUME = (
     "There is no checkpoint of an unfinished run configured like this to resume from: starting afresh."
 )
@@ -107,7 +106,9 @@ def _opened(config: TrainConfig, launch: Launch | None) -> Iterator[RunFolder]:
     made = chosen is None or not chosen.exists()
     path = new_folder(config.experiment) if chosen is None else make_folder(chosen)
     _check_own(path)
-    _check_no_search(path)
+    # A search could not resume without its own configuration.
+    if (path / CONFIG_FILE).is_file() and "space" in read_yaml(path / CONFIG_FILE):
+        raise UserError(f"output_dir {path} holds a search, not a run; choose another folder.")
     with _locked(path):
         continues = config.resume == "auto" or (source is not None and path.resolve() == source.resolve())
         if holds_run(path) and not continues:
@@ -117,7 +118,12 @@ def _opened(config: TrainConfig, launch: Launch | None) -> Iterator[RunFolder]:
         if resume is None:  # a run killed before its first checkpoint starts afresh
             for name in (METRICS_FILE, SUMMARY_FILE):
                 (path / name).unlink(missing_ok=True)
-        _write_config(path, text, launch)
+        try:
+            write_atomically(path / CONFIG_FILE, text)
+            if launch is not None:
+                write_launch(path, launch)
+        except OSError as error:
+            raise unwritable(path, error) from error
         try:
             yield RunFolder(path, resume, _NOTHING_TO_RESUME if config.resume and resume is None else None)
         except (UserError, RankError) as error:
@@ -132,12 +138,6 @@ def _check_own(run: Path) -> None:
         check_own(run, _FILES, (CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER))
     except OSError as error:
         raise unwritable(run, error) from error
-
-
-def _check_no_search(path: Path) -> None:
-    """Raise UserError for a search's folder: the search could not resume without its own configuration."""
-    if (path / CONFIG_FILE).is_file() and "space" in read_yaml(path / CONFIG_FILE):
-        raise UserError(f"output_dir {path} holds a search, not a run; choose another folder.")
 
 
 def _relaunched(config: TrainConfig, launch: Launch | None) -> TrainConfig:
@@ -187,7 +187,13 @@ def _resume_from(config: TrainConfig, plain: Mapping[str, Any]) -> tuple[Path | 
         asked = given_path("resume", config.resume)
         run = run_of(asked)
     _check_own(run)
-    _check_unchanged(run, plain)
+    if not (run / CONFIG_FILE).is_file():
+        raise UserError(f"cannot resume {run}: it has no {CONFIG_FILE}; restore it or start in another output_dir.")
+    if changed := changes(read_yaml(run / CONFIG_FILE), plain):
+        raise UserError(
+            f"resuming {run} may change only stops, logging and paths, got {', '.join(changed)}; "
+            "put these back, or start a new run with another output_dir."
+        )
     return asked, run
 
 
@@ -200,26 +206,6 @@ def _newest_unfinished(experiment: str, plain: Mapping[str, Any]) -> Path | None
         if not changes(read_yaml(run / CONFIG_FILE), plain):
             return run
     return None
-
-
-def _check_unchanged(source: Path, plain: Mapping[str, Any]) -> None:
-    if not (source / CONFIG_FILE).is_file():
-        raise UserError(f"cannot resume {source}: it has no {CONFIG_FILE}; restore it or start in another output_dir.")
-    changed = changes(read_yaml(source / CONFIG_FILE), plain)
-    if changed:
-        raise UserError(
-            f"resuming {source} may change only stops, logging and paths, got {', '.join(changed)}; "
-            "put these back, or start a new run with another output_dir."
-        )
-
-
-def _write_config(path: Path, text: str, launch: Launch | None) -> None:
-    try:
-        write_atomically(path / CONFIG_FILE, text)
-        if launch is not None:
-            write_launch(path, launch)
-    except OSError as error:
-        raise unwritable(path, error) from error
 
 
 @contextmanager

@@ -40,8 +40,10 @@ class BusyCores:
         seconds = training_s - self._begun[0]
         if seconds < WINDOW_S:
             return ""
-        load = self._load()
-        window = Window(self._images / seconds, num_learners, _others(self._begun[1], load))
+        before, load = self._begun[1], self._load()
+        share = None if before is None or load is None else foreign_share(before, load)
+        others = None if share is None or load is None else share * load.cores  # cores that other programs used
+        window = Window(self._images / seconds, num_learners, others)
         slept = self.state.sleeps
         self.state, said = observe(self.state, window, int(seconds / WINDOW_S))
         self._begun, self._images = (training_s, load), 0
@@ -61,12 +63,6 @@ class BusyCores:
 
     def _load(self) -> LoadSnapshot | None:
         return None if self._take_load is None else self._take_load()
-
-
-def _others(before: LoadSnapshot | None, after: LoadSnapshot | None) -> float | None:
-    """Return the number of cores that other programs used."""
-    share = None if before is None or after is None else foreign_share(before, after)
-    return None if share is None or after is None else share * after.cores
 
 
 def busy_cores(executor: str, device_type: str, is_alone: bool = True) -> BusyCores | None:

@@ -211,9 +211,12 @@ def calibrate(
             key = candidate.executor, candidate.num_learners
             if key in rates or _is_refused(key, refused) or _is_skipped(candidate, rates, cores):
                 continue
-            if rates and _predicted_s(candidate, rates, batch_size) > _left_s(effort, rates, begun):
-                late.append(key)
-                continue
+            if rates:
+                fastest = max(rates.values())
+                predicted_s = 2 * batch_size * candidate.num_learners / fastest  # a warm-up round and a measured one
+                if predicted_s > effort.seconds(fastest) - (time.perf_counter() - begun):
+                    late.append(key)
+                    continue
             try:
                 rates[key] = _images_per_s(candidate, batch_size, device)
             except (CrossbowError, RuntimeError, MemoryError) as error:
@@ -242,31 +245,16 @@ def _is_refused(key: Key, refused: Mapping[Key, Refusal]) -> bool:
 
 
 def _is_skipped(candidate: Candidate, rates: Mapping[Key, float], cores: int) -> bool:
-    """Return whether measurements of its executor already say enough."""
-    if candidate.needs_gain and not _gains(candidate.executor, rates):
+    """Return whether measurements of its executor already say enough.
+
+    They do if more learners gained less than `_GAIN`, or if it is far behind with at least one learner per core; with
+    fewer, cores are idle.
+    """
+    own = sorted((count, rate) for (name, count), rate in rates.items() if name == candidate.executor)
+    if candidate.needs_gain and (len(own) < 2 or own[-1][1] < _GAIN * max(rate for _, rate in own[:-1])):
         return True
-    return _is_far_behind(candidate.executor, rates, cores)
-
-
-def _gains(executor: str, rates: Mapping[Key, float]) -> bool:
-    """Return whether the most learners measured are faster than fewer, by at least `_GAIN`."""
-    own = [rate for _, rate in sorted((count, rate) for (name, count), rate in rates.items() if name == executor)]
-    return len(own) > 1 and own[-1] >= _GAIN * max(own[:-1])
-
-
-def _left_s(effort: Effort, rates: Mapping[Key, float], begun: float) -> float:
-    return effort.seconds(max(rates.values())) - (time.perf_counter() - begun)
-
-
-def _predicted_s(candidate: Candidate, rates: Mapping[Key, float], batch_size: int) -> float:
-    """Return the seconds for a warm-up round and a measured one, at the best throughput so far."""
-    return 2 * batch_size * candidate.num_learners / max(rates.values())
-
-
-def _is_far_behind(executor: str, rates: Mapping[Key, float], cores: int) -> bool:
-    """Return whether it is far behind with at least one learner per core; with fewer, cores are idle."""
-    own = [rate for (name, count), rate in rates.items() if name == executor and count >= cores]
-    return bool(own) and max(own) < _FAR_BEHIND * max(rates.values())
+    busy = [rate for count, rate in own if count >= cores]
+    return bool(busy) and max(busy) < _FAR_BEHIND * max(rates.values())
 
 
 def _images_per_s(candidate: Candidate, batch_size: int, device: torch.device) -> float:

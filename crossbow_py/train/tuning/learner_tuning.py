@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -71,11 +71,6 @@ class LearnerTuning:
         """Restore the values of `to_plain()`, whose limit may have been another."""
         former_limit = values.get("max_learners", self.tuner.max_learners)
         self.state = self.tuner.resumed(AutoTunerState.from_plain(dict(values)), former_limit)
-
-
-def learner_tuning(asked: int | Literal["auto"], most_learners: int) -> LearnerTuning | None:
-    """Return the tuning of a run; None if the number of learners is fixed."""
-    return LearnerTuning(AutoTuner(max_learners=most_learners)) if asked == "auto" else None
 
 
 def learner_bound(

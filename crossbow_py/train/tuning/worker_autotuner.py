@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -31,17 +30,6 @@ def first_workers(
     return min(_FIRST_ON_CUDA, max(1, cores - 1)) if device.type == "cuda" else _FIRST_ON_CPU
 
 
-@dataclass(frozen=True)
-class _Mark:
-    """Counters at the start of a window: training and waiting time, batches trained on and loaded, loading time."""
-
-    elapsed_s: float
-    waited_s: float
-    num_batches: int
-    num_loaded: int
-    loading_s: float
-
-
 class WorkerAutotuner:
     """Cuts training time into windows and applies the tuning rule to each. Owned by the training loop.
 
@@ -55,7 +43,7 @@ class WorkerAutotuner:
         limit = recommend(feed.batch_size, loading, host).num_workers
         self.tuning, self.state = WorkerTuning(limit), WorkerState(min(feed.num_workers, limit))
         self._feed = feed
-        self._begun: _Mark | None = None
+        self._begun: tuple[float, ...] | None = None  # the counters at the start of a window
         self._at_limit = False
         feed.use_workers(self.state.num_workers)
 
@@ -73,16 +61,14 @@ class WorkerAutotuner:
 
         Returns a message for the user, empty if there is none.
         """
-        now = _Mark(elapsed_s, waited_s, num_batches, *self._feed.loading_times)
-        begun = self._begun = self._begun or now
-        seconds, batches = now.elapsed_s - begun.elapsed_s, now.num_batches - begun.num_batches
-        loaded = now.num_loaded - begun.num_loaded
+        now = (elapsed_s, waited_s, num_batches, *self._feed.loading_times)
+        self._begun = self._begun or now
+        seconds, waited, batches, loaded, loading_s = (b - a for a, b in zip(self._begun, now, strict=True))
         if seconds < _WINDOW_S or batches < 1 or loaded < 1:
             return ""
         self._begun = now
-        waited = now.waited_s - begun.waited_s
-        fetch_s, step_s = (now.loading_s - begun.loading_s) / loaded, (seconds - waited) / batches
-        self.state, wanted = self.tuning.observe(self.state, waited / seconds, fetch_s, step_s)
+        step_s = (seconds - waited) / batches
+        self.state, wanted = self.tuning.observe(self.state, waited / seconds, loading_s / loaded, step_s)
         if wanted is not None:
             self._feed.use_workers(wanted)
             return self.state.reason

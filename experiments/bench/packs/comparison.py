@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import argparse
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,19 +14,17 @@ from crossbow_py.core.errors import CrossbowError
 from experiments.bench.gate import Gate, Ready, Visit, Window
 from experiments.bench.packs.inference import predict
 from experiments.bench.packs.layers import run_layers
-from experiments.bench.packs.mixed import train_mixed
-from experiments.bench.packs.side import BASES, CAPTURED, DEFAULT, TUNED, PackSide
-from experiments.bench.packs.training import train_captured, train_pack
-from experiments.bench.packs.workloads import PackWorkload
+from experiments.bench.packs.side import BASES, CAPTURED, DEFAULT, SERIAL, TUNED, PackSide, PackWorkload
+from experiments.bench.packs.training import train_captured, train_mixed, train_pack
+from experiments.bench.results import count, measuring_parser, positive
 from experiments.bench.sides.side import Side
 from experiments.bench.sides.tuned import default_loop, tuned_single
-from experiments.bench.windows import MAX_FOREIGN_SHARE, clean_window, spread, wait_for_others
+from experiments.bench.windows import MAX_FOREIGN_SHARE, Windows, by_turns, spread
 from experiments.bench.workers import SideError, SideProcess
 from experiments.bench.workloads import Effort, Workload
 
 EFFORT = Effort(trial_s=0.2, trials=2)
 WARM_UP_S = 0.3
-_ORDER_SEED = 0
 MIXED_WINDOWS = 5
 
 
@@ -45,26 +43,20 @@ class Method:
 
 @dataclass
 class PackCell:
-    """A side on a workload, and its windows by repetition: None where every attempt had to be dropped."""
+    """A side on a workload, and its windows."""
 
     side: PackSide
     workload: PackWorkload
-    windows: list[Window | None] = field(default_factory=list)
-    dropped: int = 0
+    windows: Windows[Window] = field(default_factory=Windows)
     ready: Ready | None = None
     failure: str = ""
-    load_known: bool = True
 
-    def rates(self, member: int | None = None) -> list[float | None]:
-        """Images/s by repetition; of one member of a mixed side where one is named, if it ended two rounds or more."""
-        return [None if window is None else _rate(window, member) for window in self.windows]
+    def rates(self, member: int) -> list[float | None]:
+        """Images/s of a member of a mixed side by repetition, if it ended two rounds or more."""
+        return [None if window is None else window.members.get(member) for window in self.windows.taken]
 
     def add(self, take: Callable[[], Window], method: Method) -> None:
-        """Add a window. One during which others were busy is taken again, some times."""
-        window, dropped = clean_window(take, wait_for_others, method.max_foreign_share)
-        self.dropped += dropped
-        self.load_known = self.load_known and (window is None or window.foreign_share is not None)
-        self.windows.append(window)
+        self.windows.add(take, max_foreign_share=method.max_foreign_share)
 
 
 def measure_panel(cells: Sequence[PackCell], method: Method) -> None:
@@ -72,7 +64,6 @@ def measure_panel(cells: Sequence[PackCell], method: Method) -> None:
 
     A cell that cannot be had says so in `failure`, and the others go on.
     """
-    order, draw = list[int](), random.Random(_ORDER_SEED)
     with ExitStack() as stack:
         processes: dict[int, SideProcess] = {}
         for number, cell in enumerate(cells):
@@ -85,16 +76,12 @@ def measure_panel(cells: Sequence[PackCell], method: Method) -> None:
                 print(f"left out: {error}", flush=True)
                 continue
             processes[number] = process
-            order.append(number)
             print(f"{name_of(cell)}: about {warm.images_per_s:,.0f} images/s", flush=True)
-        for _ in range(method.repetitions):
-            draw.shuffle(order)
-            for number in order:
-                cells[number].add(partial(processes[number].window, method.visit(cells[number].side)), method)
+        for number in by_turns(list(processes), method.repetitions):
+            cells[number].add(partial(processes[number].window, method.visit(cells[number].side)), method)
 
 
 def name_of(cell: PackCell) -> str:
-    """Return the cell's name on the terminal."""
     beside = f" and {cell.workload.partner.model}" if cell.workload.partner else ""
     return f"{cell.workload.model}{beside} b={cell.workload.batch_size} {cell.side.label}"
 
@@ -105,7 +92,6 @@ def rows_of(cells: Sequence[PackCell]) -> list[dict[str, Any]]:
 
 
 def _row(cell: PackCell, cells: Sequence[PackCell]) -> dict[str, Any]:
-    rates = [rate for rate in cell.rates() if rate is not None]
     side = cell.side
     return {
         "model": cell.workload.model,
@@ -114,14 +100,11 @@ def _row(cell: PackCell, cells: Sequence[PackCell]) -> dict[str, Any]:
         "num_models": side.num_learners,
         "precision": side.precision,
         "work": side.work,
-        "images_per_s": round(median(rates), 1) if rates else None,
-        "n": len(rates),
-        "dropped": cell.dropped,
+        **cell.windows.figures(),
         "threads": cell.ready.threads if cell.ready else None,
         "detail": cell.ready.detail if cell.ready else "",
         "failure": cell.failure,
         "over": {base: ratio_to(cell, find(cells, base, cell.workload.model)) for base in BASES},
-        "images_per_s_windows": [None if rate is None else round(rate, 1) for rate in cell.rates()],
     }
 
 
@@ -136,10 +119,7 @@ def find(cells: Sequence[PackCell], side: str, model: str, num_models: int | Non
 
 def ratio_to(cell: PackCell, base: PackCell | None) -> dict[str, float] | None:
     """Return the ratio of images/s within repetitions in which both have a clean window: median, smallest, largest."""
-    if base is None or base is cell:
-        return None
-    pairs = zip(cell.rates(), base.rates(), strict=False)
-    return spread([own / other for own, other in pairs if own is not None and other is not None])
+    return None if base is None or base is cell else cell.windows.ratio(base.windows)
 
 
 def mixed_rows(cells: Sequence[PackCell]) -> list[dict[str, Any]]:
@@ -168,7 +148,7 @@ def _mixed_row(cell: PackCell, cells: Sequence[PackCell]) -> dict[str, Any]:
         "num_models": cell.side.num_learners,
         "images_per_s": [round(median(rates), 1) if rates else None for rates in members],
         "n": len(members[0]),
-        "dropped": cell.dropped,
+        "dropped": cell.windows.dropped,
         "failure": cell.failure,
         "gain": {name: _gain(cell, alone) for name, alone in bases.items()},
     }
@@ -179,17 +159,12 @@ def _gain(cell: PackCell, alone: Sequence[PackCell | None]) -> dict[str, float] 
     if len(found) < len(alone):
         return None
     gains = []
-    for repetition in range(len(cell.windows)):
-        together = [cell.rates(member)[repetition] for member in range(len(found))]
-        apart = [base.rates()[repetition] if repetition < len(base.windows) else None for base in found]
-        pairs = [(own, base) for own, base in zip(together, apart, strict=True) if own is not None and base is not None]
-        if len(pairs) == len(found):
-            gains.append(sum(own / base for own, base in pairs))
+    for repetition, window in enumerate(cell.windows.taken):
+        bases = [base.windows.rates()[repetition : repetition + 1] for base in found]
+        apart = [rate for rates in bases for rate in rates if rate is not None]
+        if window is not None and len(apart) == len(window.members) == len(found):
+            gains.append(sum(window.members[member] / rate for member, rate in enumerate(apart)))
     return spread(gains)
-
-
-def _rate(window: Window, member: int | None) -> float | None:
-    return window.images_per_s if member is None else window.members.get(member)
 
 
 def run_pack_side(side: Side, workload: Workload, gate: Gate, effort: Effort) -> None:
@@ -218,3 +193,46 @@ def _train(side: PackSide, workload: PackWorkload, gate: Gate, effort: Effort) -
         train_mixed(side, workload, gate)
     else:
         train_pack(side, workload, gate)
+
+
+def pack_parser(description: str | None, *, repetitions: int, seconds: float) -> argparse.ArgumentParser:
+    """Make a parser with the options that say how, where and how long is measured."""
+    parser = measuring_parser(description, "--device", "--max-foreign-share")
+    add = parser.add_argument
+    add("--repetitions", type=count, default=repetitions, help="windows a side (default %(default)s)")
+    add("--seconds", type=positive, default=seconds, help="length of a window (default %(default)s)")
+    add("--quick", action="store_true", help="a small part of it, in seconds: to see that it runs")
+    return parser
+
+
+def one_at_a_time(device: str) -> tuple[str, ...]:
+    return (DEFAULT, TUNED, CAPTURED) if device == "cuda" else (DEFAULT, TUNED, SERIAL)
+
+
+def executors_on(device: str) -> tuple[str, ...]:
+    return ("streams", "fused") if device == "cuda" else ("threads", "fused", "fused_threads")
+
+
+def predictors_on(device: str) -> tuple[str, ...]:
+    """The executors of ensembles that a device has, but `serial`."""
+    return ("fused",) if device == "cuda" else ("threads", "fused", "fused_threads")
+
+
+def measure_panels(panels: Sequence[Sequence[PackCell]], options: argparse.Namespace, device: str) -> dict[str, Any]:
+    """Measure one panel after another: the method, rows and mixed rows."""
+    method = Method(options.seconds, options.repetitions, options.max_foreign_share)
+    for panel in panels:
+        measure_panel(panel, method)
+    cells = [cell for panel in panels for cell in panel]
+    return {
+        "device": device,
+        "data": sorted({cell.workload.data for cell in cells}),
+        "method": {
+            "seconds": method.seconds,
+            "repetitions": method.repetitions,
+            "max_foreign_share": method.max_foreign_share,
+            "foreign_load_known": all(cell.windows.load_known for cell in cells),
+        },
+        "rows": [row for panel in panels for row in rows_of(panel)],
+        "mixed": [row for panel in panels for row in mixed_rows(panel)],
+    }

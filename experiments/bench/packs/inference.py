@@ -13,10 +13,9 @@ from crossbow_py.predict.ensemble import Ensemble
 from crossbow_py.predict.predictors import PredictorName
 from experiments.bench.gate import Gate, Ready
 from experiments.bench.machine import usable_cores
-from experiments.bench.packs.side import DEFAULT, DEFAULT_ENSEMBLE, ONE_THREAD, TUNED, PackSide
-from experiments.bench.packs.workloads import PackWorkload
-from experiments.bench.sides.captured import Step, captured, train_for_ever
-from experiments.bench.sides.tuned import Form, fastest, thread_counts
+from experiments.bench.packs.layers import tuned_step
+from experiments.bench.packs.side import DEFAULT, DEFAULT_ENSEMBLE, ONE_THREAD, TUNED, PackSide, PackWorkload
+from experiments.bench.sides.captured import Step, train_for_ever
 from experiments.bench.workloads import Effort
 
 # Batches that are gone through over and over, so that images do not all come from the cache.
@@ -30,7 +29,7 @@ def predict(side: PackSide, workload: PackWorkload, gate: Gate, effort: Effort) 
         if side.side in (DEFAULT, DEFAULT_ENSEMBLE):
             step, detail = default_step(side.num_learners, workload), ""
         elif side.side == TUNED:
-            step, detail = _tuned(workload, effort)
+            step, detail = tuned_step(_resident_step(workload), workload.device, effort, " a batch")
         else:
             step, detail = ensemble_step(side, workload, stack), ""
         gate.ready(Ready(1 if side.side in ONE_THREAD else torch.get_num_threads(), detail))
@@ -52,16 +51,6 @@ def default_step(num_models: int, workload: PackWorkload) -> Step:
             answer.argmax(1).cpu()
 
     return step
-
-
-def _tuned(workload: PackWorkload, effort: Effort) -> tuple[Step, str]:
-    """Channels last in inference mode, with as many threads as suit it best; on CUDA a graph."""
-    step = _resident_step(workload)
-    if workload.device == "cuda":
-        return captured(step, workload.device), "one CUDA graph a batch"
-    _, threads = fastest({Form("fp32", "none"): step}, thread_counts(usable_cores()), effort)
-    torch.set_num_threads(threads)
-    return step, ""
 
 
 def _resident_step(workload: PackWorkload) -> Step:

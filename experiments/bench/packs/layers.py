@@ -14,9 +14,8 @@ from crossbow_py.engine.fusion.fused_pass import FusedPass
 from crossbow_py.engine.rounds import RoundTasks
 from experiments.bench.gate import Gate, Ready
 from experiments.bench.machine import usable_cores
-from experiments.bench.packs.side import DEFAULT, TUNED, PackSide
+from experiments.bench.packs.side import DEFAULT, TUNED, PackSide, PackWorkload
 from experiments.bench.packs.training import new_pack
-from experiments.bench.packs.workloads import PackWorkload
 from experiments.bench.sides.captured import Step, captured, train_for_ever
 from experiments.bench.sides.tuned import Form, fastest, thread_counts
 from experiments.bench.workloads import Effort
@@ -30,7 +29,7 @@ def run_layers(side: PackSide, workload: PackWorkload, gate: Gate, effort: Effor
     if side.side == DEFAULT:
         step, detail = one_by_one(side.num_learners, workload), ""
     elif side.side == TUNED:
-        step, detail = _tuned(side.num_learners, workload, effort)
+        step, detail = tuned_step(resident_one_by_one(side.num_learners, workload), workload.device, effort, "")
     else:
         step, detail = fused(side, workload), ""
     gate.ready(Ready(torch.get_num_threads(), detail))
@@ -55,11 +54,10 @@ def one_by_one(num_models: int, workload: PackWorkload) -> Step:
     return step
 
 
-def _tuned(num_models: int, workload: PackWorkload, effort: Effort) -> tuple[Step, str]:
-    """The same with as many threads as suit it best; on CUDA as one graph for all of the models."""
-    step = resident_one_by_one(num_models, workload)
-    if workload.device == "cuda":
-        return captured(step, workload.device), "one CUDA graph"
+def tuned_step(step: Step, device: str, effort: Effort, of: str) -> tuple[Step, str]:
+    """The step with as many threads as suit it best; on CUDA a graph. And what to say of that."""
+    if device == "cuda":
+        return captured(step, device), f"one CUDA graph{of}"
     _, threads = fastest({Form("fp32", "none"): step}, thread_counts(usable_cores()), effort)
     torch.set_num_threads(threads)
     return step, ""

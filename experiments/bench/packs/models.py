@@ -60,16 +60,11 @@ def _pooled() -> list[nn.Module]:
 
 
 def _layer(image: ImageShape, num_classes: int) -> nn.Module:
-    """One fully connected layer on the pixels."""
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(image), num_classes))
 
 
 def _five_layers_of(width: int) -> Build:
     return lambda image, num_classes: five_layers(width, image, num_classes)
-
-
-def _mlp_of(units: int) -> Build:
-    return MLP(hidden=(units, units)).build
 
 
 def _rows_by(cells: type[nn.LSTM | nn.GRU]) -> Build:
@@ -84,7 +79,7 @@ BUILDS: dict[str, Build] = {
     "lstm": _rows_by(nn.LSTM),
     "gru": _rows_by(nn.GRU),
     **{f"five_layers_{width}": _five_layers_of(width) for width in FIVE_LAYERS_WIDTHS},
-    **{f"mlp_{units}": _mlp_of(units) for units in MLP_UNITS},
+    **{f"mlp_{units}": MLP(hidden=(units, units)).build for units in MLP_UNITS},
 }
 
 
@@ -94,5 +89,4 @@ def classes_of(model: str, num_classes: int) -> int:
 
 
 def data_of(model: str) -> str:
-    """Return the data set that a model is trained on: mnist or cifar10."""
     return "mnist" if model in _ON_MNIST else "cifar10"

@@ -33,12 +33,10 @@ def grouped(rows: Sequence[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]
 
 
 def bases_of(rows: Sequence[Row]) -> list[str]:
-    """The sides that others are compared with."""
     return [base for base in BASES if base in (DEFAULT, TUNED) or row_of(rows, base) is not None]
 
 
 def summary_header(rows: Sequence[Row]) -> list[str]:
-    """The header over the cells of `summary_row`."""
     bases = bases_of(rows)
     return [*bases, "best pack", "images/s", *(f"÷ {base}" for base in bases), "n"]
 

@@ -8,11 +8,19 @@ models trained one after another. The others are packs: models that share one fe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
-from experiments.bench.sides.side import Side
+from torch import nn
 
+from experiments.bench.packs.models import BUILDS, classes_of, data_of
+from experiments.bench.sides.side import Side
+from experiments.bench.workloads import Workload, prepare_all
+
+# Whose images these are, among the models that experiments/throughput knows.
+_STANDS_FOR = {"cifar10": "resnet20", "mnist": "lenet"}
 DEFAULT, TUNED, CAPTURED, SERIAL = "default_loop", "tuned_single", "captured", "serial"
 # Every batch through one model after another, as it has to be when the answers are wanted together.
 DEFAULT_ENSEMBLE = "default_ensemble"
@@ -22,7 +30,6 @@ ONE_AT_A_TIME = (DEFAULT, TUNED, CAPTURED, SERIAL, DEFAULT_ENSEMBLE)
 BASES = (DEFAULT, TUNED, CAPTURED, DEFAULT_ENSEMBLE)
 # Executors of packs with one intra-op thread a model, or a group of them.
 ONE_THREAD = ("threads", "fused_threads")
-
 Work = Literal["training", "inference", "layers"]
 
 
@@ -41,16 +48,41 @@ class PackSide(Side):
 
     @property
     def label(self) -> str:
-        """The side's name on the terminal."""
         models = "" if self.num_learners == 1 and self.side in ONE_AT_A_TIME else f" K={self.num_learners}"
         return f"{'mixed ' if self.mixed else ''}{self.side}{models} {self.precision} {self.work}"
 
 
 def single(side: str, work: Work = "training") -> PackSide:
-    """One model at a time."""
     return PackSide(side, 1, work=work)
 
 
 def packed(executor: str, num_models: int, work: Work = "training", *, mixed: bool = False) -> PackSide:
-    """A pack of so many models."""
     return PackSide(executor, num_models, work=work, mixed=mixed)
+
+
+@dataclass(frozen=True)
+class PackWorkload(Workload):
+    """A workload of one of the models that packs are made of.
+
+    `partner` trains beside it in a mixed pack, and is None in all others.
+    """
+
+    partner: PackWorkload | None = None
+
+    def make_model(self) -> nn.Module:
+        return BUILDS[self.model](self.image_shape, self.num_classes)
+
+    def at(self, batch_size: int) -> PackWorkload:
+        return replace(self, batch_size=batch_size)
+
+
+def prepare_packs(models: Sequence[str], device: str, folder: Path) -> dict[str, PackWorkload]:
+    """Load the images (once, for all) and leave them under `folder`; batches are of one image until told otherwise."""
+    wanted = dict.fromkeys(_STANDS_FOR[data_of(model)] for model in models)
+    found = prepare_all(list(wanted), 1, device, folder)
+    return {model: _of(model, found[_STANDS_FOR[data_of(model)]]) for model in models}
+
+
+def _of(model: str, workload: Workload) -> PackWorkload:
+    changed = {"model": model, "num_classes": classes_of(model, workload.num_classes)}
+    return PackWorkload(**{**vars(workload), **changed})

@@ -1,4 +1,4 @@
-"""Training steps of one or several models that a CUDA graph can hold whole: feed, forward, backward and update.
+"""Training steps that a CUDA graph can hold whole: feed, forward, backward and update.
 
 The data are resident and augmented as for every other side. The place in the stream of samples is a tensor on the
 device, so a step asks nothing of the host; and as the tables of a few epochs lie there too and are used over and over,
@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import cycle
-from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from crossbow_py.data.augmentation import PaddedImages
-from crossbow_py.data.normalisation import Normalisation, PixelNormaliser
+from crossbow_py.data.normalisation import BatchFormat, Normalisation, PixelNormaliser
 from crossbow_py.data.sampler import epoch_order
 from experiments.bench.gate import Gate
-from experiments.bench.sides.updates import bf16_update, plain_update
+from experiments.bench.sides.tuned import bf16_update, plain_update
 from experiments.bench.workloads import Workload
 
 SEED = 0
@@ -30,42 +29,28 @@ _WARM_STEPS = 3
 _IN_FLIGHT = 4
 
 Step = Callable[[], None]
-LossOf = Callable[[Tensor], Tensor]
 
 
 class DeviceFeed:
-    """Batches whose place in the stream moves on the device. Its methods enqueue on the current stream alone.
+    """Channels-last batches whose place in the stream moves on the device; enqueues on the current stream alone."""
 
-    Args:
-        workload: the images and what is done to them.
-        batch_size: images a call of `next_picks`.
-        dtype: of the images that `take` gives.
-        channels_last: their memory format.
-    """
-
-    def __init__(self, workload: Workload, batch_size: int, dtype: torch.dtype, channels_last: bool) -> None:
+    def __init__(self, workload: Workload, dtype: torch.dtype) -> None:
         device = torch.device(workload.device)
         images, labels = workload.tensors()
         self._images = PaddedImages(images, workload.augmentation.crop_padding, device)
-        self._normalise = PixelNormaliser(
-            (images.shape[1], images.shape[2], images.shape[3]), Normalisation(workload.mean, workload.std), dtype,
-            device, channels_last,
-        )  # fmt: skip
+        form = BatchFormat(device, dtype, True, Normalisation(workload.mean, workload.std))
+        self._normalise = PixelNormaliser((images.shape[1], images.shape[2], images.shape[3]), form)
         self._picks = torch.from_numpy(self._tables(workload, len(images))).to(device)
         self._labels = labels.to(device)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
-        self._offsets = torch.arange(batch_size, device=device)
+        self._offsets = torch.arange(workload.batch_size, device=device)
 
-    def next_picks(self) -> Tensor:
-        """Int64 [3, batch_size] of the next batch: sample id, first pixel of its crop, mirrored or not."""
+    def next(self) -> tuple[Tensor, Tensor]:
+        """Images [B, C, H, W], augmented and normalised, and labels [B]."""
         places = (self._place + self._offsets).remainder_(self._picks.shape[1])
         self._place.add_(len(self._offsets)).remainder_(self._picks.shape[1])
-        return self._picks.index_select(1, places)
-
-    def take(self, picks: Tensor) -> tuple[Tensor, Tensor]:
-        """Images [B, C, H, W], augmented and normalised, and labels [B]. A compiler may look inside."""
-        images = self._normalise(self._images.crops(picks[1], picks[2]))
-        return images, self._labels.index_select(0, picks[0])
+        samples, first_pixels, mirrored = self._picks.index_select(1, places)
+        return self._normalise(self._images.crops(first_pixels, mirrored)), self._labels.index_select(0, samples)
 
     def _tables(self, workload: Workload, num_samples: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
         tables = []
@@ -81,8 +66,11 @@ def captured(step: Step, device: str) -> Step:
 
     Raises RuntimeError when the step cannot be run or captured.
     """
-    if device != "cuda":
-        return step
+    return few_ahead(graph_of(step)) if device == "cuda" else step
+
+
+def graph_of(step: Step) -> Step:
+    """The replay of a CUDA graph of a step, which runs before, as libraries and kernels are loaded at first calls."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -92,7 +80,7 @@ def captured(step: Step, device: str) -> Step:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):  # waits for the device first
         step()
-    return few_ahead(graph.replay)
+    return graph.replay
 
 
 def few_ahead(step: Step) -> Step:
@@ -109,40 +97,21 @@ def few_ahead(step: Step) -> Step:
 
 
 def train_for_ever(step: Step, images: int, gate: Gate) -> None:
-    """Until the gate raises FinishedError."""
     while True:
         step()
         gate.tick(images)
 
 
-def how(device: str) -> str:
-    """Say in a side's detail whether its step became a graph."""
-    return "one CUDA graph a step" if device == "cuda" else "no CUDA graph"
-
-
-def model_step(precision: str, images: int, workload: Workload, compiler: str | None) -> Step:
-    """A training step of a fresh model on so many images; `compiler` is a backend of torch.compile."""
+def model_step(precision: str, workload: Workload) -> Step:
     torch.backends.cudnn.benchmark = True
     bf16 = precision == "bf16"
     model = workload.make_model().to(workload.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     update = bf16_update(model, _SGD) if bf16 else plain_update(list(model.parameters()), _SGD)
-    feed = DeviceFeed(workload, images, torch.bfloat16 if bf16 else torch.float32, channels_last=True)
-
-    def loss_of(picks: Tensor) -> Tensor:
-        inputs, labels = feed.take(picks)
-        return nn.functional.cross_entropy(model(inputs).float(), labels)
-
-    loss = _through(compiler, loss_of)
+    feed = DeviceFeed(workload, torch.bfloat16 if bf16 else torch.float32)
 
     def step() -> None:
-        loss(feed.next_picks()).backward()  # type: ignore[no-untyped-call]
+        inputs, labels = feed.next()
+        nn.functional.cross_entropy(model(inputs).float(), labels).backward()  # type: ignore[no-untyped-call]
         update()
 
     return step
-
-
-def _through(compiler: str | None, function: LossOf) -> LossOf:
-    if compiler is None:
-        return function
-    options: dict[str, Any] = {"backend": compiler, "dynamic": False, "fullgraph": True}
-    return cast(LossOf, torch.compile(function, **options))

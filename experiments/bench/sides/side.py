@@ -12,9 +12,6 @@ from experiments.bench.gate import Ready
 SINGLE_SIDES = ("default_loop", "tuned_single")
 EXECUTOR_SIDES = tuple(EXECUTORS)
 AUTO = "auto"
-# Other people's ways to many models on a device, or to one large batch.
-COMPILED, VMAP = "compiled", "vmap"
-PEER_SIDES = (COMPILED, VMAP)
 OPEN = 0
 AVERAGING_WORDS = {"sma": "with SMA", "none": "without averaging"}
 
@@ -27,8 +24,7 @@ class Side:
 
     Attributes:
         side: its name.
-        num_learners: K; OPEN where every window says how many it wants, and for `auto` until it has settled. Of
-            `compiled` it says on how many learners' images the one model trains in a step.
+        num_learners: K; OPEN where every window says how many it wants, and for `auto` until it has settled.
         averaging: sma, or none: learners that never meet, or a side of one plain model.
         precision: fp32 or bf16.
     """
@@ -45,12 +41,9 @@ class Side:
 
     @property
     def label(self) -> str:
-        """The side's name on the terminal."""
         if self.side in SINGLE_SIDES:
             return f"{self.side} {self.precision}"
         learners = "" if self.num_learners == OPEN else f" K={self.num_learners}"
-        if self.side in PEER_SIDES:
-            return f"{self.side}{learners} {self.precision}"
         return f"{self.side}{learners} {AVERAGING_WORDS[self.averaging]} {self.precision}"
 
     def chosen(self, ready: Ready) -> Side:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,15 +23,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.device.host import keep_freed_memory
+from crossbow_py.engine.modules.precision import cast_module, choose_precision
 from experiments.bench.gate import Gate, Ready
 from experiments.bench.machine import usable_cores
-from experiments.bench.sides.updates import bf16_update, plain_update
 from experiments.bench.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Effort, Workload
 
+Update = Callable[[], None]
 _WARM_STEPS = 3
 _ALL_COUNTS_UP_TO = 8
 _SEED = 0
-
 Step = Callable[[], None]
 
 
@@ -43,13 +43,11 @@ class Form(NamedTuple):
 
 
 def forms(precision: str) -> list[Form]:
-    """All that are tried for fp32 or bf16."""
     arithmetics = ("fp32",) if precision == "fp32" else ("autocast", "bf16 weights")
     return [Form(*parts) for parts in itertools.product(arithmetics, ("foreach", "fused"))]
 
 
 def default_loop(workload: Workload, gate: Gate) -> None:
-    """PyTorch's training loop as the tutorials have it."""
     device = torch.device(workload.device)
     torch.set_num_threads(usable_cores())
     loader = DataLoader(TensorDataset(*workload.tensors()), workload.batch_size, shuffle=True, drop_last=True)
@@ -123,7 +121,6 @@ def _steps_per_s(step: Step, seconds: float) -> float:
 
 
 def make_step(form: Form, workload: Workload) -> Step:
-    """One training step of a fresh model."""
     device = torch.device(workload.device)
     model = workload.make_model().to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     feed = make_feed(
@@ -159,3 +156,51 @@ class _Batches:
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def plain_update(parameters: Sequence[Tensor], sgd: str) -> Update:
+    """Steps the parameters by their `.grad`, and forgets it."""
+    optimizer = _optimizer(parameters, sgd)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return update
+
+
+def bf16_update(model: nn.Module, sgd: str) -> Update:
+    """Casts the model to bfloat16 (BatchNorm stays), and steps float32 masters of it, which are then copied back."""
+    parameters: list[Tensor] = list(model.parameters())
+    masters = [parameter.detach().clone() for parameter in parameters]
+    cast_module(model, choose_precision("bf16", masters[0].device))
+    gradients = [torch.zeros_like(master) for master in masters]
+    for master, gradient in zip(masters, gradients, strict=True):
+        master.grad = gradient
+    optimizer = _optimizer(masters, sgd)
+
+    @torch.no_grad()
+    def update() -> None:
+        torch._foreach_copy_(gradients, [_gradient(parameter) for parameter in parameters])
+        optimizer.step()
+        torch._foreach_copy_(parameters, masters)
+        for parameter in parameters:
+            parameter.grad = None
+
+    return update
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "every parameter takes part in the loss"
+    return parameter.grad
+
+
+def _optimizer(parameters: Sequence[Tensor], sgd: str) -> torch.optim.SGD:
+    return torch.optim.SGD(
+        list(parameters),
+        LEARNING_RATE,
+        momentum=MOMENTUM,
+        weight_decay=WEIGHT_DECAY,
+        foreach=sgd == "foreach",
+        fused=sgd == "fused",
+    )

@@ -18,7 +18,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.triton_launch import recorded
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.build import make_feed
-from crossbow_py.data.feed import Batch, EpochCache, Feed, MemoryOrder, PickedFeed
+from crossbow_py.data.feed import Batch, EpochCache, Feed, MemoryOrder
 from crossbow_py.data.resident.resident_feed import STREAM, ResidentFeed, Variant
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
@@ -94,9 +94,11 @@ def test_batch_in_the_next_epoch_augments_differently() -> None:
     assert not torch.equal(first.inputs[first.targets.argsort()], second.inputs[second.targets.argsort()])
 
 
-def test_batch_asked_for_by_many_threads_equals_one_threads() -> None:
-    starts = [start % (4 * N) for start in range(0, 40 * N, 3)]
-    alone, shared = (make_feed(images(), 4, SEED, augmentation=BOTH) for _ in range(2))
+@pytest.mark.parametrize("streamed", [False, True])
+def test_batch_asked_for_by_many_threads_equals_one_threads(streamed: bool) -> None:
+    starts = [start % (4 * N) for start in range(0, (8 if streamed else 40) * N, 3)]
+    data, augmentation = (Counted(images()[0]), Augmentation(flip=True)) if streamed else (images(), BOTH)
+    alone, shared = (make_feed(data, 4, SEED, augmentation=augmentation) for _ in range(2))
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(shared.batch, starts))
     for start, batch in zip(starts, together, strict=True):
@@ -161,19 +163,6 @@ def test_map_style_batch_fetches_its_items_in_order_and_forgets_them_two_batches
     assert data.fetched == Counter([*ids_at(N - 2, 4) * 2, *ids_at(0, 8)])
 
 
-def test_map_style_evaluation_gives_every_item_in_order() -> None:
-    batches = list(make_feed(Counted(torch.randn(N, 2)), 4).evaluation_batches(10))
-    assert [len(batch.targets) for batch in batches] == [10, 10, 3]
-    assert torch.cat([batch.targets for batch in batches]).tolist() == list(range(N))
-
-
-def test_map_style_batch_asked_for_by_many_threads_equals_one_threads() -> None:
-    feed = make_feed(Counted(torch.randn(N, 2)), 4, SEED)
-    with ThreadPoolExecutor(8) as pool:
-        together: list[Batch] = list(pool.map(feed.batch, range(100)))
-    assert [batch.targets.tolist() for batch in together] == [ids_at(start, 4) for start in range(100)]
-
-
 def test_epoch_cache_of_returning_epochs_builds_each_once_and_forgets_the_stalest() -> None:
     built: list[int] = []
 
@@ -217,7 +206,7 @@ def test_batches_loaded_in_two_steps_equal_those_of_one(
     labels = torch.randn(N, 2) if kind == "rows" else torch.arange(N)
     settings = {"augmentation": augmentation, "channels_last": channels_last, "dtype": torch.bfloat16}
     feed = make_feed((KINDS[kind](), labels), 4, SEED, **settings)
-    assert isinstance(feed, PickedFeed)
+    assert isinstance(feed, ResidentFeed)
     for starts in STARTS:
         expected, got = feed.batches(starts), loaded_in_two_steps(feed, starts)
         assert torch.equal(got.inputs, expected.inputs) and torch.equal(got.targets, expected.targets)
@@ -284,7 +273,7 @@ def test_written_picks_build_the_tables_of_an_epoch_once() -> None:
     assert isinstance(feed, ResidentFeed)
     built: list[int] = []
     build = feed._tables._build
-    feed._tables._build = lambda key: built.append(key.epoch) or build(key)
+    feed._tables._build = lambda key: built.append(key[1]) or build(key)
     picks = feed.new_picks(2)
     for start in range(0, 3 * N, 8):
         feed.write_picks((start, start + 4), picks)
@@ -322,10 +311,6 @@ def test_stream_of_its_own_augmentation_is_as_alone_or_refused_where_images_are_
     alone = make_feed(images(), 4, 9, augmentation=wanted, order_seed=SEED)
     for start in (0, N - 2, 3 * N):
         assert torch.equal(feed.batch(STREAM + start).inputs, alone.batch(start).inputs)
-
-
-def test_map_style_feed_has_no_picks() -> None:
-    assert not isinstance(make_feed(Counted(torch.randn(N, 2)), 4), PickedFeed)
 
 
 class Endless(IterableDataset[int]):
@@ -372,26 +357,24 @@ def test_make_feed_with_a_batch_larger_than_the_data_is_a_user_error(data: Any) 
         make_feed(data, 24)
 
 
-@pytest.mark.parametrize("data", [(torch.randn(4, 3, 6, 6), torch.zeros(4)), Counted(images()[0])])
-def test_make_feed_augmenting_no_uint8_tensor_is_a_user_error(data: Any) -> None:
-    with pytest.raises(UserError, match=r"need uint8 image tensors \[N, C, H, W\]; set data\.crop_padding=0"):
-        make_feed(data, 1, augmentation=BOTH)
+@pytest.mark.parametrize(
+    ("data", "augmentation", "remedy"),
+    [
+        ((torch.randn(4, 3, 6, 6), torch.zeros(4)), BOTH, r"set data\.crop_padding=0 data\.flip=false"),
+        ((torch.randn(4, 3, 6, 6), torch.zeros(4)), ERASING, r"set .*data\.random_erasing=0\."),
+        (Counted(images()[0]), BOTH, r"set data\.crop_padding=0 and crop inside the data set"),
+        (Counted(torch.randn(4, 3, 6, 6)), ERASING, r"set .*data\.random_erasing=0 and augment inside the data set"),
+    ],
+)
+def test_make_feed_augmenting_no_uint8_tensor_is_a_user_error(data, augmentation: Augmentation, remedy: str) -> None:
+    with pytest.raises(UserError, match=rf"need uint8 image tensors \[N, C, H, W\]; {remedy}"):
+        make_feed(data, 1, augmentation=augmentation)
 
 
-@pytest.mark.parametrize("make", [lambda rows: (rows, torch.zeros(4)), Counted])
-def test_make_feed_erasing_no_images_is_a_user_error(make: Any) -> None:
-    with pytest.raises(UserError, match=r"random_erasing=0\.7 need uint8 image tensors .*data\.random_erasing=0[ .]"):
-        make_feed(make(torch.randn(4, 3, 6, 6)), 1, augmentation=ERASING)
-
-
-def test_map_style_batch_of_ragged_items_is_a_user_error() -> None:
-    feed = make_feed(Ragged(torch.zeros(4, 2)), 3)
-    with pytest.raises(UserError, match="cannot be stacked"):
-        feed.batch(0)
-    with pytest.raises(
-        UserError, match=r"\(input \[1\], target \[\] and input \[2\], target \[\]\); return tensors of"
-    ):
-        feed.first_samples(2)
+def test_first_samples_of_ragged_items_are_a_user_error() -> None:
+    said = r"\(input \[1\], target \[\] and input \[2\], target \[\]\); return tensors of"
+    with pytest.raises(UserError, match=said):
+        make_feed(Ragged(torch.zeros(4, 2)), 3).first_samples(2)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.build import make_feed
-from crossbow_py.data.feed import Batch, PickedFeed
+from crossbow_py.data.feed import Batch
 from crossbow_py.data.resident.resident_feed import STREAM, ResidentFeed, Variant
 from tests.triton_version import has_interpreter
 
@@ -63,7 +63,7 @@ def test_masks_are_flipped_with_their_images(kind: str, streamed: bool, flip: An
 def test_masks_of_batches_loaded_in_two_steps_are_flipped(kernels: bool) -> None:
     masks = MASKS["[N, H, W]"]
     feed = make_feed((IMAGES, masks), 4, SEED, augmentation=FLIP, channels_last=True, kernels=kernels)
-    assert isinstance(feed, PickedFeed)
+    assert isinstance(feed, ResidentFeed)
     picks, out = feed.new_picks(2), feed.new_batches(2)
     feed.write_picks((20, 24), picks)
     feed.take(picks, out)

@@ -34,12 +34,6 @@ def test_segments_of_ten_samples_cross_epochs_where_they_end(
     assert segments(start, count, 10) == expected
 
 
-def test_segments_over_an_epochs_end_join_its_tail_and_the_next_head() -> None:
-    orders = {0: [2, 0, 1], 1: [1, 2, 0]}
-    runs = segments(2, 3, 3)
-    assert [sample for epoch, first, last in runs for sample in orders[epoch][first:last]] == [1, 1, 2]
-
-
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**40))
 def test_segments_of_any_batch_size_visit_every_sample_once_an_epoch(n: int, batch: int, seed: int) -> None:
     batches = [

@@ -15,54 +15,26 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.sampler import RankPositions, epoch_order
-from crossbow_py.data.streaming.streamed_data import BadSample, Fetched, Key, StreamedData
+from crossbow_py.data.streaming.streamed_data import Key, Loaded
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
 from crossbow_py.engine.sizing.memory import staged_batches
-from tests.unit.data.streams import closed, counted_out, same
+from tests.unit.data.streams import Images, N, closed, counted_out, same, until
 
-N, SEED, B = 23, 5, 2
+SEED, B = 5, 2
 EPOCHS = 30
 
 
-class Noted(StreamedData):
-    """Image i is filled with i; how often a sample was made in an epoch is noted where all processes see it."""
-
-    image_shape = (3, 2, 4)
-    max_bad = N
+class Noted(Images):
+    """How often a sample was made in an epoch is noted where all processes see it."""
 
     def __init__(self, bad: Sequence[int] = ()) -> None:
-        self.bad = bad
+        super().__init__(bad, max_bad=N)
         self.made = torch.zeros(EPOCHS, N, dtype=torch.int64).share_memory_()
 
-    def __len__(self) -> int:
-        return N
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.full((3, 2, 4), index, dtype=torch.uint8) + torch.arange(4, dtype=torch.uint8), index
-
-    def fetch(
-        self,
-        keys: Sequence[Key],
-        *,
-        seed: int,
-        training: bool,
-        on_sample: Callable[[int], None],
-        out: torch.Tensor | None = None,
-    ) -> Fetched:
+    def fetch(self, keys: Sequence[Key], **options: Any) -> Loaded:
         for key in keys:
             self.made[key.epoch, key.sample] += 1
-        good = [key.sample for key in keys if key.sample not in self.bad]
-        bad = tuple(BadSample(key.sample, f"image {key.sample}", "torn") for key in keys if key.sample in self.bad)
-        inputs = torch.stack([self[i][0] for i in good]) if good else torch.empty(0, 3, 2, 4, dtype=torch.uint8)
-        if out is not None:
-            inputs = out[: len(good)].copy_(inputs)
-        return Fetched(inputs, torch.tensor(good, dtype=torch.int64), bad)
-
-    def name_of(self, sample: int) -> str:
-        return f"image {sample}"
-
-    def subset(self, ids: Any) -> Noted:
-        raise NotImplementedError
+        return super().fetch(keys, **options)
 
     def made_in_training(self) -> list[int]:
         """Stream positions that were made, one as often as it was."""
@@ -98,9 +70,7 @@ def trained(feed: Feed, rounds: Sequence[Sequence[int]]) -> list[Batch]:
 
 def settled(feed: StreamingFeed, num_batches: int) -> int:
     """How many batches were loaded once that many, or more, were and no more come."""
-    deadline = time.monotonic() + 20
-    while feed.loading_times.num_batches < num_batches and time.monotonic() < deadline:
-        time.sleep(0.005)
+    until(lambda: feed.loading_times.num_batches >= num_batches)
     time.sleep(0.05)
     return feed.loading_times.num_batches
 
@@ -155,16 +125,14 @@ def test_shelf_of_a_rank_holds_what_an_estimate_counts_also_after_its_learners_c
     assert settled(feed, 10) == 10
     assert sorted(feed._buffer.starts()) == [16, 18, 24, 26, 32, 34]  # round 2, round 3 and, ahead, round 4
     trained(feed, [[32], [36], [40]])
-    while feed._buffer.get(48) is None:
-        time.sleep(0.005)
+    assert until(lambda: feed._buffer.get(48) is not None)
     assert sorted(feed._buffer.starts()) == [36, 40, 44, 48] and staged_batches(1) == 4
 
 
 def test_producer_on_another_path_is_replaced_though_it_put_the_batch_that_was_missing(feed_of: Any) -> None:
     feed = feed_of(Noted(), workers=1, num_ranks=2)
     trained(feed, [[0], [4]])
-    while feed._buffer.get(8) is None:
-        time.sleep(0.005)
+    assert until(lambda: feed._buffer.get(8) is not None)
     # As if the loop had looked for 8 and 10 just before 8 was put: on its path, 8 12 16, there is no 10.
     feed._produce(RankPositions((8, 10), B, 2), 0)
     deadline = time.monotonic() + 20

@@ -40,13 +40,9 @@ BEGUN = Launch("job", ["a:1:boot:10", "b:1:boot:20"])
         ([], False),
     ],
 )
-@pytest.mark.parametrize("name", ["job", "none"])
-def test_launch_is_the_same_while_one_of_its_launchers_is(name, launchers, same):
-    assert Launch(name, BEGUN.launchers).is_same(Launch(name, launchers)) is same
-
-
-def test_launches_of_one_process_by_two_names_are_two():
-    assert not BEGUN.is_same(Launch("other", BEGUN.launchers))
+def test_launch_is_the_same_while_its_name_and_one_of_its_launchers_are(launchers, same):
+    assert BEGUN.is_same(Launch("job", launchers)) is same
+    assert not BEGUN.is_same(Launch("none", launchers))
 
 
 def test_process_that_torchrun_did_not_start_has_no_launch(monkeypatch):
@@ -164,13 +160,10 @@ def test_folder_is_of_the_launch_that_was_written_and_of_no_other(tmp_path):
     assert not is_of_launch(tmp_path, Launch("job", ["b:1:boot:21"]))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '{"run_id": "job"}', '{"run_id": "job", "launchers": 3}'])
-def test_folder_with_a_spoiled_launch_file_is_of_none(tmp_path, text):
-    (tmp_path / ".launch").write_text(text)
-    assert not is_of_launch(tmp_path, BEGUN)
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe", None])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"3", b"null", b'{"run_id": "job"}', b'{"run_id": "job", "launchers": 3}', b"\xff\xfe", None],
+)
 def test_folder_without_a_readable_launch_file_is_of_none(tmp_path, content):
     if content is not None:
         (tmp_path / ".launch").write_bytes(content)

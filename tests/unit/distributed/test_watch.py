@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -43,10 +44,11 @@ class DictStore:
 class Ranks:
     """`num_ranks` watches that listen and speak when `exchange` is called; timeout 50 s, so silent is 4 s."""
 
-    def __init__(self, num_ranks):
+    def __init__(self, num_ranks, doing="starting"):
         self.store, self.clock = DictStore(), Clock()
         self.watches = [RankWatch(self.store, rank, num_ranks, 50.0, clock=self.clock) for rank in range(num_ranks)]
         for watch in self.watches:  # as when they join; in torch's store, whoever asks blocks until all are there
+            watch.doing = doing
             watch.say()
 
     def exchange(self, ranks, seconds=0.0, every_s=1.0):
@@ -96,54 +98,30 @@ def test_find_names_the_silent_rank_its_host_process_and_last_task():
     assert found.endswith("resume=auto.")
 
 
-def test_find_names_a_rank_that_hangs_since_it_joined():
-    ranks = Ranks(2)
-    ranks.exchange([0])
-    with ranks.watches[0].waiting():
-        ranks.exchange([0], 60)
-        found = ranks.watches[0].find()
-    assert "which hangs: its last task is starting, last heard of 60 s ago." in found
-
-
-def test_find_names_the_rank_that_works_while_all_others_wait():
-    ranks = Ranks(3)
-    ranks.watches[2].doing = "the evaluation after round 9"
-    with ranks.watches[0].waiting(), ranks.watches[1].waiting():
-        ranks.exchange([0, 1, 2], 60)
-        found = ranks.watches[1].find()
-    assert found is not None
-    assert "for rank 2 (" in found
-    assert "the evaluation after round 9" in found
-    assert "rank 0" not in found
-
-
-def test_find_blames_the_silent_rank_rather_than_one_that_works():
-    ranks = Ranks(3)
-    ranks.exchange([0, 1, 2])
-    with ranks.watches[0].waiting():
-        ranks.exchange([0, 2], 60)
-        found = ranks.watches[0].find()
-    assert "rank 1 (" in found
-    assert "rank 2" not in found
-
-
-def test_find_names_every_rank_that_is_silent():
-    ranks = Ranks(3)
-    ranks.exchange([0, 1, 2])
-    with ranks.watches[0].waiting():
-        ranks.exchange([0], 60)
-        found = ranks.watches[0].find()
-    assert "for rank 1 (" in found
-    assert "; rank 2 (" in found
-
-
-def test_find_blames_the_network_when_all_wait_for_each_other():
-    ranks = Ranks(2)
-    with ranks.watches[0].waiting(), ranks.watches[1].waiting():
-        ranks.exchange([0, 1], 60)
+@pytest.mark.parametrize(
+    ("num_ranks", "waiting", "answering", "said", "unsaid"),
+    [
+        # One has hung since it joined.
+        (2, [0], [0], ["which hangs: its last task is the evaluation after round 9, last heard of 60 s ago."], ";"),
+        # The last one works while all others wait.
+        (3, [0, 1], [0, 1, 2], ["for rank 2 (", "the evaluation after round 9"], "rank 1"),
+        # One is silent, and another works.
+        (3, [0], [0, 2], ["for rank 1 ("], "rank 2"),
+        (3, [0], [0], ["for rank 1 (", "; rank 2 ("], "network"),
+        # All wait for each other.
+        (2, [0, 1], [0, 1], ["so have all others: the network between their hosts is lost"], "hangs"),
+    ],
+)
+def test_find_blames_silent_ranks_then_those_that_work_then_the_network(num_ranks, waiting, answering, said, unsaid):
+    ranks = Ranks(num_ranks, "the evaluation after round 9")
+    ranks.exchange([0])  # hears what the others said when they joined
+    with contextlib.ExitStack() as stack:
+        for rank in waiting:
+            stack.enter_context(ranks.watches[rank].waiting())
+        ranks.exchange(answering, 60)
         found = ranks.watches[0].find()
     assert found.startswith("rank 0 has waited for 60 s")
-    assert "so have all others: the network between their hosts is lost" in found
+    assert all(each in found for each in said) and unsaid not in found
 
 
 def test_find_blames_the_way_to_the_store_when_it_does_not_answer():

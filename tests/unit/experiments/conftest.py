@@ -12,7 +12,7 @@ from crossbow_py.core import host
 from experiments.bench import workloads
 from experiments.bench.sides import tuned
 from experiments.bench.workloads import Workload
-from experiments.throughput import compiled, sides, vmapped
+from experiments.throughput import sides
 from tests.unit.data.images.pictures import write_part
 from tests.unit.experiments.samples import BATCH
 
@@ -36,7 +36,7 @@ def workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worklo
     """LeNet on a few synthetic images; torch's global settings, which sides change in their own process, are kept."""
     monkeypatch.setenv("CROSSBOW_DATA_DIR", str(tmp_path))
     monkeypatch.setattr(workloads, "NUM_IMAGES", 64)
-    for module in (compiled, sides, tuned, vmapped):
+    for module in (sides, tuned):
         monkeypatch.setattr(module, "usable_cores", lambda: 1)
     monkeypatch.setattr(tuned, "keep_freed_memory", lambda: None)
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark

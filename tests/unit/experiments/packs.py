@@ -6,8 +6,8 @@ from typing import Any
 
 from experiments.bench.gate import Ready, Visit, Window
 from experiments.bench.packs.comparison import PackCell
-from experiments.bench.packs.side import PackSide
-from experiments.bench.packs.workloads import PackWorkload
+from experiments.bench.packs.side import PackSide, PackWorkload
+from experiments.bench.windows import Windows
 from experiments.bench.workers import SideError
 from experiments.bench.workloads import Effort
 
@@ -45,10 +45,10 @@ class PretendedProcess:
 def cell(side: PackSide, workload: PackWorkload, *rates: float | None, **more: Any) -> PackCell:
     """With windows of a second at these images/s."""
     windows = [None if rate is None else Window(round(rate), 1.0, 0.0) for rate in rates]
-    return PackCell(side, workload, windows, ready=Ready(2, ""), **more)
+    return PackCell(side, workload, Windows(windows, **more), Ready(2, ""))
 
 
 def mixed_cell(side: PackSide, workload: PackWorkload, *rates: dict[int, float]) -> PackCell:
     """With windows in which the members had these images/s."""
     windows: list[Window | None] = [Window(round(sum(own.values())), 1.0, 0.0, own) for own in rates]
-    return PackCell(side, workload, windows, ready=Ready(1, ""))
+    return PackCell(side, workload, Windows(windows), Ready(1, ""))

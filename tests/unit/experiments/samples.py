@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.bench.gate import Choice, FinishedError, Ready
+from experiments.bench.gate import Choice, FinishedError, Ready, Window
 from experiments.bench.machine import machine
 from experiments.bench.sides.side import SINGLE_SIDES, Side
+from experiments.bench.windows import Windows
 from experiments.throughput import suite_report
 from experiments.throughput.comparison import Measurement, ratios, to_row
 from experiments.throughput.planning import Cell, LeftOut
@@ -17,7 +18,9 @@ WITH, WITHOUT = Side("threads", 2, "sma", "fp32"), Side("threads", 2, "none", "f
 
 
 def measurement(side: Side, *windows: float | None) -> Measurement:
-    return Measurement(side, Ready(1, ""), list(windows))
+    """With windows of ten seconds at these images/s."""
+    taken = [None if rate is None else Window(round(10 * rate), 10.0, 0.0) for rate in windows]
+    return Measurement(side, Ready(1, ""), Windows(taken))
 
 
 def throughput_result() -> dict[str, Any]:

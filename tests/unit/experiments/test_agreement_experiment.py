@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.agreement import nets, report, run, throughput
+from experiments.agreement import nets, run, throughput
 from experiments.bench.machine import ROOT
 
 
@@ -25,7 +25,7 @@ def test_network_of_the_experiment_that_no_graph_can_hold_is_refused(name: str) 
 
 def test_table_of_networks_says_where_weights_differ() -> None:
     found = {"auto": {"executor": "threads", "distance": 0.5}, "fused": {"refused": "why."}}
-    text = report.result_text({"nets": {"a net": found}})
+    text = run.result_text({"nets": {"a net": found}})
     assert "| a net | 5e-01 (threads) DIFFERENT | refused |" in text
     assert text.endswith("- why.")
 

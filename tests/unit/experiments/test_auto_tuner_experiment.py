@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from experiments.auto_tuner import plot, report, throttled
+from experiments.auto_tuner import report, throttled
 
 
 def course() -> dict[str, Any]:
@@ -31,13 +31,6 @@ def test_phases_give_the_learners_and_the_throughput_at_the_end_of_each() -> Non
         ["after the neighbour", "10", "1", "2", "400"],
     ]
     assert report.decisions_list(course()) == "- 12.0 s: 2 → 1.\n- 23.0 s: 1 → 2."
-
-
-def test_picture_has_the_throughput_the_learners_and_the_neighbours_time() -> None:
-    above, below = plot.draw(course()).axes
-    assert list(below.lines[0].get_ydata()) == [2] * 10 + [1] * 10 + [2] * 10
-    assert above.patches[0].get_x() == 10.0
-    assert (above.get_ylabel(), below.get_ylabel()) == ("images/s", "learners")
 
 
 @pytest.mark.slow

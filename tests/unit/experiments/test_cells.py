@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from experiments.grids import plot, report, summary
+from experiments.grids import plot, report
 from experiments.grids.grid import Cell, Grid, cells, chosen, in_turns, merged, said_of, settings_of
 from experiments.grids.parts import stops
 from tests.unit.experiments.pretended_run import epochs_of, summary_of
@@ -103,46 +103,46 @@ def test_parts_end_at_fractions_of_an_epoch_and_at_the_end() -> None:
 
 
 def test_confidence_interval_is_that_of_students_t() -> None:
-    found = summary.estimate([1.0, 2.0, 3.0])
+    found = report.estimate([1.0, 2.0, 3.0])
     assert found is not None and found.half_width is not None
     # 4.303 · 1 / √3
     assert (found.mean, found.n, found.half_width) == (2.0, 3, pytest.approx(2.4843, abs=1e-4))
-    assert summary.estimate([2.0]) == summary.Estimate(2.0, 1, None)
-    assert summary.estimate([]) is None
+    assert report.estimate([2.0]) == report.Estimate(2.0, 1, None)
+    assert report.estimate([]) is None
 
 
 @pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.706), (4, 2.776), (30, 2.042), (40, 2.021), (120, 1.980)])
 def test_quantiles_of_students_t_are_those_of_the_tables(degrees: int, quantile: float) -> None:
-    assert summary.student_t(degrees) == pytest.approx(quantile, abs=2e-3)
+    assert report.student_t(degrees) == pytest.approx(quantile, abs=2e-3)
 
 
 def test_summary_leaves_out_what_diverged_and_counts_it() -> None:
-    one, sma, wild = summary.summaries(made_up_result())
+    one, sma, wild = report.summaries(made_up_result())
     assert one.final is not None and one.final.mean == pytest.approx(0.91)
     assert (sma.n, sma.diverged, wild.n, wild.diverged) == (2, 0, 2, 1)
-    assert wild.final == summary.Estimate(0.8, 1, None)
+    assert wild.final == report.Estimate(0.8, 1, None)
 
 
 def test_target_is_reached_at_the_first_evaluation_that_has_it_and_seconds_are_of_runs_alone() -> None:
     runs = [made_up("x", 0, 0.92), made_up("x", 1, 0.94, alone=False), made_up("x", 2, 0.8)]
-    assert summary.reached(runs, 0.91) == summary.Reached(n=2, epochs=2, samples=200, seconds=3.0)
-    assert summary.reached(runs, 0.99) == summary.Reached(0, None, None, None)
+    assert report.reached(runs, 0.91) == report.Reached(n=2, epochs=2, samples=200, seconds=3.0)
+    assert report.reached(runs, 0.99) == report.Reached(0, None, None, None)
 
 
 def test_difference_is_taken_seed_by_seed_where_both_finished() -> None:
-    runs = summary.by_cell(made_up_result())
-    found = summary.difference(runs["sma"], runs["one"])
+    runs = report.by_cell(made_up_result())
+    found = report.difference(runs["sma"], runs["one"])
     # +0.04 and 0: sd 0.0283, 12.706 · 0.0283 / √2
     assert found is not None and found.mean == pytest.approx(0.02)
     assert found.half_width == pytest.approx(0.25412)
-    alone = summary.difference(runs["wild"], runs["one"])
+    alone = report.difference(runs["wild"], runs["one"])
     assert alone is not None and (alone.mean, alone.n) == (pytest.approx(-0.1), 1)
 
 
 def test_curve_is_the_mean_over_seeds_as_far_as_all_go() -> None:
     runs = [made_up("x", 0, 0.8), made_up("x", 1, 0.9), made_up("x", 2, None)]
     runs[1]["epochs"] = runs[1]["epochs"][:1]
-    samples, accuracy = summary.mean_curve(runs)
+    samples, accuracy = report.mean_curve(runs)
     assert (samples, accuracy) == ([100], [pytest.approx(0.425)])
 
 
@@ -155,23 +155,6 @@ def test_table_has_a_row_a_cell_and_says_what_diverged() -> None:
         "one", "4", "16", "0.9100 ± 0.1271", "0.9100 ± 0.1271", "", "2.00 (1 of 2)", "3.0 (1 of 2)", "2", "",
     ]  # fmt: skip
     assert table_cells(table, 4) == ["wild", "4", "16", "0.8000", "0.8000", "-0.1000", "–", "–", "2", "1"]
-
-
-def test_table_of_runs_with_others_beside_them_says_no_times() -> None:
-    result = made_up_result(alone=False)
-    assert "seconds to 0.91" not in report.cells_table(result)
-    assert "6 runs had others beside them, on one thread each: their times are not used." in report.notes(result)
-
-
-def test_notes_say_what_is_missing_and_what_others_took() -> None:
-    said = report.notes(made_up_result())
-    assert said.startswith("6 runs of 3 cells in fp32, at commit abc;")
-    assert "1 cells of the grid have not been run." in said
-    assert said.endswith("Other programs took up to 4% of the cores meanwhile.")
-
-
-def test_text_of_a_result_has_its_picture() -> None:
-    assert report.result_text(made_up_result()).startswith("![MLP](results/digits.png)\n\n|")
 
 
 def test_picture_has_a_row_a_cell_and_a_curve_each() -> None:

@@ -18,9 +18,8 @@ from crossbow_py.telemetry.records import read_metrics
 from crossbow_py.train.__main__ import main as train
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
 from experiments.grids import parts, running
-from experiments.grids.command import run_grid
 from experiments.grids.grid import Cell, Grid
-from experiments.grids.running import recorded
+from experiments.grids.running import recorded, run_grid
 
 PRETENDED = "tests.unit.experiments.pretended_run"
 DIGITS = ["+experiment=digits", "model.hidden=[16]", "num_learners=2", "executor=serial", "device=cpu"]

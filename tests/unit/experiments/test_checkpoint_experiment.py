@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from experiments.checkpoint import measure, plot, report, run
-from experiments.checkpoint.training import Training
+from experiments.checkpoint import run
+from experiments.checkpoint.run import Training
 
 
 def repetitions() -> list[dict[str, float]]:
     """Of 20 rounds a second: 100, 60 and 90 trained in 6 s of writing, in place of 120."""
     return [
-        measure.figures(rate=20.0, snapshot_s=0.5, write_s=6.0, rounds=rounds, still_s=still_s)
+        run.figures(rate=20.0, snapshot_s=0.5, write_s=6.0, rounds=rounds, still_s=still_s)
         for rounds, still_s in ((100, 4.0), (60, 7.0), (90, 5.0))
     ]
 
@@ -23,7 +23,7 @@ def repetitions() -> list[dict[str, float]]:
 def result(found: list[dict[str, float]]) -> dict[str, Any]:
     return {
         "model": "resnet50", "num_learners": 10, "beside": "resnet32", "batch_size": 16, "threads": 2, "gb": 2.25,
-        "dropped": 4, **measure.summary(found),
+        "dropped": 4, **run.summary(found),
     }  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def test_seconds_lost_are_those_of_the_copy_and_of_the_rounds_that_are_missing()
 
 
 def test_summary_takes_medians_and_ratios_within_repetitions() -> None:
-    found = measure.summary(repetitions())
+    found = run.summary(repetitions())
     assert found["n"] == 3
     assert found["figures"]["slowed_s"] == [1.5, 1.0, 3.0]
     assert found["figures"]["beside_s"] == [2.0, 1.5, 3.5]
@@ -43,29 +43,10 @@ def test_summary_takes_medians_and_ratios_within_repetitions() -> None:
     assert found["period_s"] == {"beside": 100.0, "still": 250.0}  # for 2 s and 5 s of 2 %
 
 
-def test_table_has_the_parts_their_sum_and_the_write_that_training_waits_for() -> None:
-    table = report.cost_table(result(repetitions())).splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[2:]]
-    assert [row[1] for row in cells] == ["0.50 (0.50–0.50)", "1.50 (1.00–3.00)", "2.00 (1.50–3.50)", "5.00 (4.00–7.00)"]
-    assert cells[2][2:] == ["3.2%", "0.7%", "0.3%", "100 s"]  # 2 of 62, 302 and 602 s
-
-
-def test_headline_says_how_much_slower_training_is_and_what_is_saved() -> None:
-    text = report.headline(result(repetitions()))
-    assert "2.25 GB" in text
-    assert "6.0 s, in which that is 25% slower" in text  # 15 rounds a second in place of 20
-    assert "0.40 (0.38–0.50) of the time" in text
-
-
 def test_result_without_a_clean_repetition_has_no_figures() -> None:
-    text = report.result_text(result([]))
+    text = run.result_text(result([]))
     assert "n = 0, 4 dropped" in text
     assert text.count("–") == 4 * 5
-
-
-def test_picture_has_bars_up_to_the_medians() -> None:
-    (axes,) = plot.draw({"resnet50_k10": result(repetitions())}).axes
-    assert [bar.get_width() for bar in axes.patches] == [0.5, 1.5, 5.0]
 
 
 def test_training_stands_still_when_it_is_paused_and_ends_with_its_block() -> None:
@@ -83,10 +64,10 @@ def test_training_stands_still_when_it_is_paused_and_ends_with_its_block() -> No
 
 
 def test_measurement_from_the_command_line_writes_its_result(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(measure, "keep_freed_memory", lambda: None)
-    monkeypatch.setattr(measure, "MAX_FOREIGN_SHARE", 2.0)
+    monkeypatch.setattr(run, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(run, "MAX_FOREIGN_SHARE", 2.0)
     for name in ("_WINDOW_S", "_QUIET_S"):
-        monkeypatch.setattr(measure, name, 0.2)
+        monkeypatch.setattr(run, name, 0.2)
     path = tmp_path / "small.json"
     arguments = ["--model", "resnet32", "--num-learners", "2", "--beside", "resnet20", "--threads", "1"]
     assert run.main([*arguments, "--seconds", "0.1", "--folder", str(tmp_path), "--json", str(path)]) == 0

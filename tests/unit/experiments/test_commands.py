@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from experiments.bench.results import EXPERIMENTS
-from experiments.bench.sides.side import PEER_SIDES
 from experiments.grids.grid import Grid
 from experiments.tables import pages, pictures
 from experiments.throughput.sides import sides_on
@@ -134,8 +133,8 @@ def _marks(program: str) -> list[pytest.MarkDecorator]:
 @pytest.mark.usefixtures("tiny_data")
 def test_command_of_a_page_runs(words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, *given = words
-    sides = [*sides_on("cpu"), *PEER_SIDES]
-    arguments = [each for word in given for each in (sides if word == "{sides}" else [word.format(folder=tmp_path)])]
+    cut = [sides_on("cpu") if word == "{sides}" else [word.format(folder=tmp_path)] for word in given]
+    arguments = [word for words in cut for word in words]
     if program == "tables":
         monkeypatch.setattr(pictures, "_save", lambda figure, path: None)
         assert pages.main(arguments or ["--check"]) == 0

@@ -2,48 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
-from experiments.bench.gate import Window
 from experiments.bench.sides.side import OPEN, Side
-from experiments.bench.windows import ATTEMPTS, clean_window
 from experiments.throughput import report
-from experiments.throughput.comparison import measure, paired_ratios, plan_sides, ratios, to_row
+from experiments.throughput.comparison import plan_sides, ratios, to_row
 from experiments.throughput.sides import sides_on
 from tests.unit.experiments.samples import DEFAULT, TUNED, WITH, WITHOUT, measurement, throughput_result
-
-
-def test_measure_gives_every_side_one_window_a_repetition_in_changing_order() -> None:
-    asked: list[Side] = []
-
-    def take(side: Side) -> Window:
-        asked.append(side)
-        return Window(10, 2.0, 0.0)
-
-    measurements = [measurement(side) for side in (DEFAULT, TUNED, WITH, WITHOUT)]
-    measure(measurements, take, 6, 0.15, may_retry=pytest.fail)
-    rounds = [asked[start : start + 4] for start in range(0, 24, 4)]
-    assert all(set(turn) == {DEFAULT, TUNED, WITH, WITHOUT} for turn in rounds)
-    assert len({tuple(turn) for turn in rounds}) > 1
-    assert [entry.windows for entry in measurements] == [[5.0] * 6] * 4
-
-
-def test_measure_drops_windows_under_foreign_load_and_tries_again() -> None:
-    shares = iter([0.2, 0.1, None, *[0.5] * ATTEMPTS, 0.15])
-    waits: list[bool] = []
-
-    def may_retry() -> bool:
-        waits.append(True)
-        return True
-
-    entry = measurement(WITH)
-    measure([entry], lambda _: Window(10, 1.0, next(shares)), 4, 0.15, may_retry)
-    assert entry.windows == [10.0, 10.0, None, 10.0]
-    assert (entry.dropped, len(entry.kept), len(waits)) == (1 + ATTEMPTS, 3, 1 + ATTEMPTS - 1)
-
-
-def test_clean_window_without_time_for_another_is_none() -> None:
-    assert clean_window(lambda: Window(10, 1.0, 0.5), lambda: False, 0.15) == (None, 1)
 
 
 def test_row_has_the_median_of_clean_windows_and_the_fields_of_the_file() -> None:
@@ -52,15 +15,6 @@ def test_row_has_the_median_of_clean_windows_and_the_fields_of_the_file() -> Non
     assert row["n"] == 3
     assert row["images_per_s_windows"] == [100.0, None, 300.0, 110.0]
     assert {"model", "batch_size", "side", "num_learners", "averaging", "precision", "images_per_s", "n"} <= set(row)
-
-
-def test_row_without_a_clean_window_has_no_number() -> None:
-    row = to_row(measurement(WITH, None, None), "lenet", 16)
-    assert (row["images_per_s"], row["n"]) == (None, 0)
-
-
-def test_paired_ratios_leave_out_repetitions_in_which_one_side_has_none() -> None:
-    assert paired_ratios([2.0, None, 9.0, 8.0], [1.0, 5.0, None, 2.0]) == [2.0, 4.0]
 
 
 def test_ratios_are_medians_within_repetitions() -> None:

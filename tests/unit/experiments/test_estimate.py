@@ -4,107 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from experiments.bench.machine import machine
-from experiments.estimate import plot, report, run, time_search
-from experiments.estimate.recommended import SECONDS, WorkerLoad, best_pair, compare
+from experiments.estimate import run, time_search
+from experiments.estimate.run import SECONDS, WorkerLoad, best_pair, compare
 from experiments.estimate.truth import SUBJECTS
 
 GIB = 2**30
-
-
-def cell(model: str, num_learners: int, limit_gib: int, true: int, estimated: int) -> dict[str, Any]:
-    return {
-        "model": model, "num_learners": num_learners, "at_once": num_learners, "limit_gib": limit_gib, "true": true,
-        "estimated": estimated, "true_bytes": 1000 * true or None, "predicted_bytes": 1001 * true or None,
-    }  # fmt: skip
-
-
-def supply_row(host_gib: int, recommended: list[int], best: list[int]) -> dict[str, Any]:
-    return {"model": "alexnet", "num_learners": 1, "host_gib": host_gib, "largest_batch": 300,
-            "recommended": recommended, "best": best, "limits": ["device memory"]}  # fmt: skip
-
-
-def estimate_result() -> dict[str, Any]:
-    return {
-        "machine": machine(), "precision": "fp32", "optimizer": "sgd with momentum", "search_gib": 16,
-        "models": [
-            {"model": "alexnet", "input_shape": [3, 224, 224], "num_values": 61_100_840,
-             "activation_bytes_per_sample": 3 * 2**20},
-            {"model": "vgg16", "input_shape": [3, 32, 32], "num_values": 14_986_698,
-             "activation_bytes_per_sample": 2**21},
-        ],
-        "cells": [
-            cell("alexnet", 1, 8, 0, 0), cell("alexnet", 1, 16, 400, 398), cell("alexnet", 2, 16, 200, 201),
-            cell("vgg16", 1, 8, 50, 49), cell("vgg16", 1, 16, 100, 100),
-        ],
-        "supply": [supply_row(1, [100, 14], [100, 14]), supply_row(2, [200, 14], [201, 14])],
-        "searches": [
-            {"model": "alexnet", "way": "estimate", "seconds": [2.0, 1.0, 9.0], "batch_size": 398, "tries": 2,
-             "processor_seconds": [1.0]},
-            {"model": "alexnet", "way": "doubling", "seconds": [5.0, 4.0, 9.0], "batch_size": 400, "tries": 17,
-             "processor_seconds": [4.0]},
-        ],
-        "command": {"arguments": ["-m", "crossbow_py.estimate"], "seconds": [7.0, 6.0, 6.5],
-                    "processor_seconds": [5.0, 5.5, 6.0]},
-    }  # fmt: skip
-
-
-def cells(table: str) -> list[list[str]]:
-    return [[value.strip() for value in line.strip("|").split("|")] for line in table.splitlines()]
-
-
-def test_errors_are_counted_above_and_below_and_the_largest_is_told_in_images_and_in_percent() -> None:
-    assert cells(report.errors_table(estimate_result()))[2:] == [
-        ["alexnet", "61,100,840", "3.00", "3", "1", "1", "1", "2", "0.50", "0.2 to 0.4"],
-        ["vgg16", "14,986,698", "2.00", "2", "1", "0", "0", "1", "2.00", "0.0 to 0.1"],
-    ]
-
-
-def test_batch_sizes_are_the_true_ones_with_what_the_estimates_differ_by() -> None:
-    assert cells(report.batch_sizes_table(estimate_result()))[2:] == [
-        ["alexnet", "1", "1", "0", "400 (-2)"],
-        ["alexnet", "2", "2", "–", "200 (+1)"],
-        ["vgg16", "1", "1", "50 (-1)", "100"],
-    ]
-
-
-def test_searches_are_compared_by_their_medians() -> None:
-    assert cells(report.searches_table(estimate_result()))[2:] == [
-        ["alexnet", "2.0", "5.0", "3", "2.5", "4.0", "17", "398", "400"]
-    ]
-
-
-def test_supply_has_pairs_and_how_many_of_them_are_not_the_best() -> None:
-    assert cells(report.supply_table(estimate_result()))[2:] == [["alexnet", "1", "300", "100 × 14", "200 × 14", "1"]]
-
-
-def test_notes_say_what_it_comes_to() -> None:
-    assert report.notes(estimate_result()).splitlines() == [
-        "- 5 largest batch sizes: 2 estimates are exact, 1 are above the truth; the furthest below is 2.00 %. "
-        "In 1 cases nothing fits.",
-        "- `python -m crossbow_py.estimate` takes 6.5 s (n = 3; 6.0 to 7.0 s), the start of Python included, "
-        "and 5.5 s of processor time.",
-    ]
-
-
-def test_text_without_what_was_not_timed_has_the_other_tables() -> None:
-    result = estimate_result() | {"searches": [], "command": None, "supply": []}
-    assert report.result_text(result) == "\n\n".join(
-        [report.errors_table(result), report.batch_sizes_table(result), report.notes(result)]
-    )
-
-
-def test_picture_has_points_that_were_held_and_lines_that_were_predicted() -> None:
-    pytest.importorskip("matplotlib")
-    alexnet, vgg16 = plot.draw(estimate_result()).axes
-    lines = {line.get_label(): line.get_ydata().tolist() for line in vgg16.lines}  # type: ignore[union-attr]
-    assert lines["K=1, held"] == [50_000 / GIB, 100_000 / GIB]
-    assert lines["K=1, predicted"] == [50_050 / GIB, 100_100 / GIB]
-    assert [line.get_label() for line in alexnet.lines][-1] == "K=2, held"
 
 
 def test_best_pair_has_as_many_workers_as_keep_up_and_the_largest_batch_they_can_hold() -> None:

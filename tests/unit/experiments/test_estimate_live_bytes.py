@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from experiments.estimate.live_bytes import Ledger, LiveBytes, OverLimitError
+from experiments.estimate.truth import Ledger, LiveBytes, OverLimitError
 from experiments.memory.measure import peak_on_host
 
 GIB = 2**30

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.data.streaming.streamed_data import Fetched, StreamedData
-from crossbow_py.data.streaming.streaming_feed import Preparation, StreamingFeed
+from crossbow_py.data.normalisation import BatchFormat
+from crossbow_py.data.streaming.streamed_data import Loaded, StreamedData
+from crossbow_py.data.streaming.streaming_feed import StreamingFeed
 from experiments.bench.rounds import Rounds, Setup
 from experiments.estimate.truth import (
-    SUBJECTS,
     Subject,
     TrainingRun,
     doubling_search,
@@ -127,12 +127,6 @@ def test_round_holds_what_a_real_one_takes_of_the_allocator(
     assert run.peak_bytes(64) - run.held_bytes - staged == pytest.approx(real, rel=0.01)
 
 
-def test_subjects_are_those_of_the_question() -> None:
-    names = {"resnet34", "resnet50", "resnet152", "densenet121", "alexnet", "resnet3d18", "vgg16"}
-    assert set(SUBJECTS) == names
-    assert SUBJECTS["resnet50"].sample_bytes == 3 * 224 * 224
-
-
 class Blank(StreamedData):
     remedy = "repair them"
 
@@ -147,8 +141,8 @@ class Blank(StreamedData):
         training: bool,
         on_sample: Callable[[int], None],
         out: torch.Tensor | None = None,
-    ) -> Fetched:
-        return Fetched(torch.zeros(len(keys), 3, 8, 8, dtype=torch.uint8), torch.zeros(len(keys), dtype=torch.int64))
+    ) -> Loaded:
+        return Loaded(torch.zeros(len(keys), 3, 8, 8, dtype=torch.uint8), torch.zeros(len(keys), dtype=torch.int64))
 
     def name_of(self, sample: int) -> str:
         return str(sample)
@@ -160,7 +154,7 @@ class Blank(StreamedData):
 @pytest.mark.parametrize("num_learners", [1, 2, 4])
 def test_staged_batches_are_as_many_as_a_streaming_feed_may_hold(num_learners: int) -> None:
     device = torch.device("cpu")
-    feed = StreamingFeed(Blank(), 1, 0, device, Augmentation(), Preparation(None, device, True, torch.float32), 1)
+    feed = StreamingFeed(Blank(), 1, 0, BatchFormat(device, channels_last=True), Augmentation(), 1)
     try:
         for index in range(3):
             starts = [index * num_learners + learner for learner in range(num_learners)]

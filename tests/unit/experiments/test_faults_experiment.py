@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ import pytest
 import torch
 
 from crossbow_py.train.checkpoints.writer import save
-from experiments.faults import folder, kill9, plot, recording, report
-from experiments.faults.campaign import figures
-from experiments.faults.folder import PHASES, hidden, phase
+from experiments.faults import campaign, kill9, recording
+from experiments.faults.campaign import figures, hidden, phase
 from experiments.faults.recording import Recording, counted_stream, lost_and_repeated, read_recordings, starts_of
 
 PARTIAL = "checkpoints/.samples-000000000300.token-1.partial"
@@ -29,14 +27,14 @@ def make(run: Path, *names: str) -> None:
 @pytest.mark.parametrize(
     ("names", "found"),
     [
-        ((f"{PARTIAL}/rank-0.partial",), folder.WRITING),
-        ((f"{PARTIAL}/rank-0.pt", f"{PARTIAL}/rank-1.partial"), folder.WRITING),
-        ((f"{PARTIAL}/rank-0.pt", f"{PARTIAL}/rank-1.pt", f"{PARTIAL}/rank-1.sha256"), folder.PARTS),
-        ((f"{PARTIAL}/rank-0.pt", f"{PARTIAL}/rank-1.pt", f"{PARTIAL}/manifest.json"), folder.MANIFEST_THERE),
-        (("checkpoints/samples-1/rank-0.pt", "checkpoints/samples-2/rank-0.pt"), folder.BETWEEN),
-        (tuple(f"checkpoints/samples-{number}/rank-0.pt" for number in (1, 2, 3)), folder.RENAMED),
-        (("checkpoints/.samples-1.token-1.dropped/rank-0.pt",), folder.DROPPING),
-        ((), folder.BETWEEN),
+        ((f"{PARTIAL}/rank-0.partial",), campaign.WRITING),
+        ((f"{PARTIAL}/rank-0.pt", f"{PARTIAL}/rank-1.partial"), campaign.WRITING),
+        ((f"{PARTIAL}/rank-0.pt", f"{PARTIAL}/rank-1.pt", f"{PARTIAL}/rank-1.sha256"), campaign.PARTS),
+        ((f"{PARTIAL}/rank-0.pt", f"{PARTIAL}/rank-1.pt", f"{PARTIAL}/manifest.json"), campaign.MANIFEST_THERE),
+        (("checkpoints/samples-1/rank-0.pt", "checkpoints/samples-2/rank-0.pt"), campaign.BETWEEN),
+        (tuple(f"checkpoints/samples-{number}/rank-0.pt" for number in (1, 2, 3)), campaign.RENAMED),
+        (("checkpoints/.samples-1.token-1.dropped/rank-0.pt",), campaign.DROPPING),
+        ((), campaign.BETWEEN),
     ],
 )
 def test_phase_is_told_by_what_lies_in_the_folder(tmp_path, names, found):
@@ -48,19 +46,19 @@ def test_what_an_earlier_kill_has_left_is_no_phase_of_this_one(tmp_path):
     make(tmp_path, f"{PARTIAL}/rank-0.partial")
     before = hidden(tmp_path)
     assert [name for name, _ in before] == [Path(PARTIAL).name]
-    assert phase(tmp_path, before, num_ranks=1, keep=2) == folder.BETWEEN
+    assert phase(tmp_path, before, num_ranks=1, keep=2) == campaign.BETWEEN
     make(tmp_path, "checkpoints/.samples-000000000400.token-1.partial/rank-0.pt")
-    assert phase(tmp_path, before, num_ranks=1, keep=2) == folder.PARTS
+    assert phase(tmp_path, before, num_ranks=1, keep=2) == campaign.PARTS
 
 
 def test_newest_whole_checkpoint_is_found_and_what_is_wrong_with_others(tmp_path):
-    assert folder.look_at(tmp_path) == (None, [])
+    assert campaign.look_at(tmp_path) == (None, [])
     for samples_seen in (100, 200):
         save(tmp_path, {"tensor": torch.ones(3)}, samples_seen, keep=2)
-    assert folder.look_at(tmp_path) == (200, [])
+    assert campaign.look_at(tmp_path) == (200, [])
     part = tmp_path / "checkpoints" / "samples-000000000200" / "rank-0.pt"
     part.write_bytes(part.read_bytes()[:-1])
-    newest, (problem,) = folder.look_at(tmp_path)
+    newest, (problem,) = campaign.look_at(tmp_path)
     assert newest == 100
     assert "corrupted" in problem
 
@@ -70,7 +68,7 @@ def test_starts_say_what_they_went_on_from():
         "digits: mlp\nwriting to /a/run\nThere is no checkpoint\nepoch 1/2\n"
         "digits: mlp\nwriting to /a/run\nresuming from /a/run/checkpoints/samples-000000000320 at 320 samples\n"
     )
-    assert folder.resumed_from(log) == [None, 320]
+    assert campaign.resumed_from(log) == [None, 320]
 
 
 def of(rank: int, pid: int, *batches: tuple[int, ...], begin_s: float = 0.0) -> Recording:
@@ -121,7 +119,7 @@ def test_recording_torn_by_a_kill_is_read_up_to_its_last_whole_line(tmp_path):
 
 
 def kill(**changed: Any) -> dict[str, Any]:
-    usual = {"aimed": True, "ranks": [0], "phase": folder.WRITING, "after_s": 0.2, "whole": 320, "problems": [],
+    usual = {"aimed": True, "ranks": [0], "phase": campaign.WRITING, "after_s": 0.2, "whole": 320, "problems": [],
              "others": [], "resumed": 320}  # fmt: skip
     return {**usual, **changed}
 
@@ -132,7 +130,7 @@ def kills() -> dict[str, Any]:
         "kind": "kill9", "epochs": 10.0, "seed": 0, "minutes": 3.0,
         "runs": [
             {**run, "num_ranks": 1, "kills": [
-                kill(), kill(phase=folder.BETWEEN, after_s=0.4), kill(whole=None, resumed=None), kill(resumed=160),
+                kill(), kill(phase=campaign.BETWEEN, after_s=0.4), kill(whole=None, resumed=None), kill(resumed=160),
             ]},
             {**run, "num_ranks": 1, "kills": [kill(problems=["bad"])], "exit_codes": [1], "model_is_equal": False},
             {**run, "num_ranks": 2, "kills": [kill(others=[1]), kill(ranks=[0, 1])], "exit_codes": [0, 0]},
@@ -140,49 +138,11 @@ def kills() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def rows_of(table: str) -> Mapping[str, list[str]]:
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
-    return {row[0]: row[1:] for row in cells}
-
-
 def test_figures_count_what_went_wrong_too():
     assert figures(kills()["runs"]) == {
         "runs": 3, "kills": 6, "in_write": 5, "resumed": 5, "before_first": 1, "afresh": 1, "corrupt": 1, "ended": 2,
         "equal_models": 2, "equal_lines": 3,
     }  # fmt: skip
-
-
-def test_tables_have_a_column_a_number_of_ranks():
-    text = report.result_text(kills())
-    rows = rows_of(report.kill9_table(kills()))
-    assert rows[folder.WRITING] == ["3", "2"]
-    assert rows["**kills**"] == ["4", "2"]
-    assert rows["resumed from the newest whole checkpoint"] == ["3", "2"]
-    assert rows["**runs** / ended with exit code 0"] == ["2 / 1", "1 / 1"]
-    assert "In 1 of the kills of two ranks one alone was killed" in text
-    assert "the other ended by itself with exit code 1 in 1, and with 0 in 0" in text
-    assert "0.20 s after the first sign" in text
-
-
-def test_restarts_are_summed_up():
-    run = {
-        "names_folder": True, "rank": 1, "batches": 46, "load": 2.0, "exit_code": 0, "starts": 2, "resumed_at": [1088],
-        "restart_s": 6.25, "epochs_checked": 30, "lost": 0, "repeated": 0, "samples_again": 384, "test_accuracy": 0.98,
-    }  # fmt: skip
-    alone = [{"wall_s": wall_s, "processor_s": 3.0, "load": 1.0} for wall_s in (4.0, 5.0, 9.0)]
-    bad = {**run, "lost": 3, "exit_code": 1, "restart_s": 8.25}
-    text = report.result_text({"kind": "restarts", "epochs": 30.0, "runs": [run, bad], "alone": alone})
-    assert "1 of 2 runs of 30 epochs ended with exit code 0; 3 samples lost and 0 repeated in 60 epochs" in text
-    assert "both ranks: 7.2 (6.2–8.2) s (n = 2)" in text
-    assert "of its first round: 5.0 (4.0–9.0) s" in text
-    assert rows_of(text.partition("\n\n")[2])["0"][:4] == ["set", "1, 46 batches", "0", "1,088"]
-
-
-def test_picture_has_a_bar_a_phase_and_number_of_ranks():
-    left, right = plot.draw(kills()).axes
-    assert [bar.get_width() for bar in left.patches] == [3, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 0]
-    assert len(PHASES) == 6
-    assert sum(bar.get_height() for bar in right.patches) == 6
 
 
 def test_killing_from_the_command_line_writes_its_result(tmp_path, capsys):

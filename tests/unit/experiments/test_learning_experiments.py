@@ -12,22 +12,20 @@ import pytest
 from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import UserError
 from crossbow_py.train.config import TrainConfig
-from experiments.averaging_rules import report as rules_report
+from experiments.averaging_rules import run as averaging_rules
 from experiments.batch_norm import plot as batch_norm_plot
-from experiments.batch_norm import report as batch_norm_report
+from experiments.batch_norm import run as batch_norm
 from experiments.batch_norm.variants import VARIANTS
 from experiments.batch_size import plot as batch_plot
-from experiments.batch_size import report as batch_report
+from experiments.batch_size import run as batch_size
 from experiments.batch_size.run import LEARNERS, ONE
 from experiments.gradient_noise import plot as noise_plot
-from experiments.gradient_noise import report as noise_report
+from experiments.gradient_noise import run as gradient_noise
 from experiments.grids.grid import Cell, Grid
 from experiments.grids.running import recorded
-from experiments.num_learners_accuracy import plot as learners_plot
-from experiments.tables import pages
 from experiments.time_to_accuracy import default_loop
 from experiments.time_to_accuracy import plot as time_plot
-from experiments.time_to_accuracy import report as time_report
+from experiments.time_to_accuracy import run as time_to_accuracy
 from experiments.time_to_accuracy.run import DEFAULT, TUNED
 from tests.unit.experiments.pretended_run import epochs_of
 from tests.unit.experiments.samples import cells as table_cells
@@ -86,16 +84,10 @@ def batches() -> dict[str, Any]:
     return result_of(runs, [0.98])
 
 
-def test_batches_are_shown_at_their_best_rate() -> None:
-    table = batch_report.batches_table(batches())
-    assert table_cells(table, 2) == ["32", "0.2", "1.00", "1.5", "2", "", "", "", ""]
-    assert table_cells(table, 3) == ["64", "0.4", "2.00 (1 of 2)", "3.0 (1 of 2)", "2", "0.2", "2.00", "3.0", "2"]
-
-
 def test_batches_that_never_reach_the_target_are_shown_as_that() -> None:
     result = batches()
     result["targets"] = [0.999]
-    assert table_cells(batch_report.batches_table(result), 2)[:5] == ["32", "–", "–", "–", "2"]
+    assert table_cells(batch_size.batches_table(result), 2)[:5] == ["32", "–", "–", "–", "2"]
     assert batch_plot.draw(result).axes
 
 
@@ -125,8 +117,8 @@ def noise() -> dict[str, Any]:
 
 
 def test_gradient_noise_scale_is_of_means_over_seeds_and_none_where_noise_hides_the_gradient() -> None:
-    assert noise_report.noise_scale_samples([]) is None
-    table = noise_report.statistics_table(noise())
+    assert gradient_noise.noise_scale_samples([]) is None
+    table = gradient_noise.statistics_table(noise())
     assert table_cells(table, 2)[:8] == ["one", "4", "8", "–", "9", "–", "–", "20"]
     assert table_cells(table, 3)[:8] == ["sma", "4", "4", "–", "–", "–", "–", "20"]
 
@@ -136,20 +128,13 @@ def test_rules_are_compared_over_data_sets_in_points_and_those_that_broke_are_co
                   "elastic, linear": (None, None)}  # fmt: skip
     runs = [made_up(name, seed, own) for name, each in accuracies.items() for seed, own in enumerate(each)]
     four = [{**run, "cell": run["cell"].replace("linear", "linear, K=4")} for run in runs if run["seed"] == 0]
-    table = rules_report.differences_table({"digits": result_of(runs, []), "resnet32": result_of(four[:2], [])})
+    table = averaging_rules.differences_table({"digits": result_of(runs, []), "resnet32": result_of(four[:2], [])})
     assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == [
         "sma, linear", "elastic, linear", "papa, linear",
     ]  # fmt: skip
     assert table_cells(table, 2) == ["sma, linear", "+0.50 ± 6.35", "+1.00"]
     assert table_cells(table, 3) == ["elastic, linear", "2 of 2 broke", "–"]
     assert table_cells(table, 4) == ["papa, linear", "1 of 2 broke", "–"]
-
-
-def test_learners_are_told_apart_in_the_middle_third_of_a_run() -> None:
-    found = noise()
-    for run in found["runs"]:
-        run["epochs"] = [{**run["epochs"][0], "spread": spread} for spread in (0.5, 0.25, 0.125)]
-    assert table_cells(noise_report.statistics_table(found), 3)[5] == "0.25"
 
 
 def test_picture_of_gradient_noise_leaves_out_what_is_not_known() -> None:
@@ -173,21 +158,10 @@ def sides() -> dict[str, Any]:
     )
 
 
-def test_ratios_of_times_are_to_the_fastest_of_a_side_seed_by_seed() -> None:
-    table = time_report.sides_table(sides(), 0.98)
-    assert table_cells(table, 2) == [
-        "learners, K=2", "4", "16", "fp32", "serial", "0.9900 ± 0.0000", "3.0 (2.0–4.0)", "2.00 (2.00–2.00)",
-        "1.25 (1.00–1.50)", "5.00 (5.00–5.00)", "4% (≤ 4%)", "2",
-    ]  # fmt: skip
-    assert table_cells(table, 5)[6:10] == [
-        "10.0 (10.0–10.0), 1 of 2", "2.00 (2.00–2.00), 1 of 2", "0.30 (0.30–0.30)", "1.00 (1.00–1.00)",
-    ]  # fmt: skip
-
-
 def test_target_that_nobody_reached_has_no_times() -> None:
-    table = time_report.sides_table(sides(), 0.999)
+    table = time_to_accuracy.sides_table(sides(), 0.999)
     assert table_cells(table, 2)[6:10] == ["–"] * 4
-    assert time_report.result_text(sides()).count("| learners, K=2") == 2
+    assert time_to_accuracy.result_text(sides()).count("| learners, K=2") == 2
 
 
 def test_picture_of_times_has_bars_for_every_target_and_says_what_was_not_reached() -> None:
@@ -195,13 +169,6 @@ def test_picture_of_times_has_bars_for_every_target_and_says_what_was_not_reache
     assert [bar.get_width() for bar in first.patches] == [10.0, 3.5, 6.0, 3.0]
     assert [text.get_text().strip() for text in second.texts] == ["not reached"] * 4
     assert curves.get_xlabel() == "seconds of training"
-
-
-def test_picture_of_numbers_of_learners_has_a_row_a_side() -> None:
-    runs = [labelled(f"{side}, K={k}", 0, 0.9, side=side, num_learners=k) for side in ("recipe", "sma") for k in (1, 2)]
-    axes = learners_plot.draw(result_of(runs, [0.9])).axes
-    assert len(axes) == 4
-    assert [label.get_text() for label in axes[1].get_legend().get_texts()] == ["recipe, K=1", "recipe, K=2"]
 
 
 def measured(name: str, seed: int, mean: float, gains: tuple[float, ...], alone: bool = True) -> dict[str, Any]:
@@ -231,44 +198,18 @@ def statistics() -> dict[str, Any]:
     return result_of([*runs, made_up("wild", 0, None)], [])
 
 
-def test_statistics_are_compared_with_the_same_weights_at_every_evaluation() -> None:
-    table = batch_norm_report.accuracies_table(statistics())
-    assert len(table.splitlines()) == 4
-    # Of 0.8 and 0.7, and of differences of 0.01 and 0.03: 12.706 · 0.05 and 12.706 · 0.01.
-    assert table_cells(table, 3) == [
-        "sma", "4", "1.00", "0.7500 ± 0.6353", "+0.0200 ± 0.1271", "+0.0200 ± 0.0000", "+0.0200 ± 0.1271", "2",
-    ]  # fmt: skip
-
-
 def test_seconds_of_statistics_are_of_runs_that_were_alone() -> None:
     costs = statistics()
-    assert table_cells(batch_norm_report.costs_table(costs), 4)[1:] == ["2.000", "0.750"]  # of 2 and of 1 in 2 seconds
+    assert table_cells(batch_norm.costs_table(costs), 4)[1:] == ["2.000", "0.750"]  # of 2 and of 1 in 2 seconds
     costs["runs"] = costs["runs"][1:]
-    assert table_cells(batch_norm_report.costs_table(costs), 4)[1:] == ["–", "0.500"]
-
-
-def test_picture_of_statistics_has_a_panel_a_cell_and_a_line_a_kind() -> None:
-    (panel,) = batch_norm_plot.draw(statistics()).axes
-    assert panel.get_title() == "sma"
-    assert [text.get_text() for text in panel.get_legend().get_texts()] == list(VARIANTS)
-    mean = next(line for line in panel.lines if line.get_label() == "mean")
-    assert list(mean.get_xdata()) == [0, 100] and list(mean.get_ydata()) == pytest.approx([0, 0.75])
+    assert table_cells(batch_norm.costs_table(costs), 4)[1:] == ["–", "0.500"]
 
 
 def test_statistics_of_which_all_runs_diverged_have_no_tables() -> None:
     result = statistics()
     result["runs"] = result["runs"][2:]
-    assert batch_norm_report.result_text(result).startswith("All runs diverged.")
+    assert batch_norm.result_text(result).startswith("All runs diverged.")
     assert batch_norm_plot.draw(result).axes
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_tables_of_a_folder_are_built_of_its_results(folder: str) -> None:
-    made_up_of = {"batch_norm": statistics, "time_to_accuracy": sides}
-    result = made_up_of.get(folder, batches)()
-    result["machine"] = {**MACHINE, "flags": [], "python": "3", "os": "Linux", "command": "python run.py"}
-    text = pages.build(folder, {"lenet": result})
-    assert text.startswith("### lenet\n\n    python run.py\n\n![LeNet](results/lenet.png)")
 
 
 def test_default_loop_learns_the_digits_and_writes_the_records_of_a_run(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from experiments.loader import measure, plot, report, run, sides
-from experiments.loader.sides import CACHED, DECODED, PILLOW, SHRUNK, Side
+from experiments.loader import run
+from experiments.loader.run import CACHED, DECODED, PILLOW, SHRUNK, Side
 
 
 def measured_sides() -> list[Side]:
@@ -26,11 +26,11 @@ def measured_sides() -> list[Side]:
 
 def result() -> dict[str, Any]:
     facts = {"folder": "photos", "images": 9, "size": 16, "resize": 20, "method": {"foreign_share": 0.25}}
-    return {**facts, **measure.summary(measured_sides())}
+    return {**facts, **run.summary(measured_sides())}
 
 
 def test_summary_compares_within_repetitions() -> None:
-    summed = measure.summary(measured_sides())
+    summed = run.summary(measured_sides())
     assert summed["decoded_to_pillow"] == {"median": 1.25, "minimum": 1.2, "maximum": 1.25}
     assert summed["cached_to_decoded"] == {"median": 10.0, "minimum": 9.0, "maximum": 12.0}
     assert [summed["rows"][3][key] for key in ("images_per_s", "n")] == [5400.0, 3]
@@ -44,8 +44,8 @@ def test_rate_is_that_of_all_images_of_a_repetition() -> None:
 
 
 def test_batches_of_an_epoch_hold_every_sample_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sides, "BATCH", 4)
-    batches = list(sides.batches_of(3, 2, 10))
+    monkeypatch.setattr(run, "BATCH", 4)
+    batches = list(run.batches_of(3, 2, 10))
     assert [len(batch) for batch in batches] == [4, 4, 2] * 2
     assert [key for batch in batches for key in batch] == [(epoch, sample) for epoch in (6, 7) for sample in range(10)]
 
@@ -53,7 +53,7 @@ def test_batches_of_an_epoch_hold_every_sample_once(monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="processes cannot be kept on a core here")
 def test_on_cores_comes_back_to_all_of_them() -> None:
     before = os.sched_getaffinity(0)
-    with sides.on_cores([min(before)]):
+    with run.on_cores([min(before)]):
         assert os.sched_getaffinity(0) == {min(before)}
     assert os.sched_getaffinity(0) == before
 
@@ -72,21 +72,6 @@ def test_measurement_from_the_command_line_writes_its_result(
     assert "9 training images of photos, crops of 16 x 16" in capsys.readouterr().out
 
 
-def test_table_has_every_side() -> None:
-    table = report.sides_table(result()).splitlines()
-    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[2:]] == [
-        ["Pillow", "400", "1", "0.80 (0.80–0.83)", "3"],
-        ["decoded", "500", "1.25 (1.20–1.25)", "1", "3"],
-        ["decoded, shrunk", "450", "1.12 (0.90–1.12)", "0.90 (0.75–0.90)", "3"],
-        ["cached", "5,400", "12.50 (10.80–15.00)", "10.00 (9.00–12.00)", "3"],
-    ]
-
-
 def test_headline_says_how_busy_the_machine_was() -> None:
-    assert report.headline(result()).endswith("short side of 20. Other programs had 25% of the core meanwhile.")
-    assert report.headline({**result(), "method": {"foreign_share": None}}).endswith("short side of 20.")
-
-
-def test_picture_has_a_bar_for_every_side() -> None:
-    (axes,) = plot.draw({"photos_16": result()}).axes
-    assert [bar.get_width() for bar in axes.patches] == [400.0, 500.0, 450.0, 5400.0]
+    assert run.headline(result()).endswith("short side of 20. Other programs had 25% of the core meanwhile.")
+    assert run.headline({**result(), "method": {"foreign_share": None}}).endswith("short side of 20.")

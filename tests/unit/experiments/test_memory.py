@@ -3,68 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from crossbow_py.engine.sizing.memory import LearnerBytes, learner_bytes, predicted_bytes
-from experiments.bench.machine import machine
+from crossbow_py.engine.sizing.memory import learner_bytes, predicted_bytes
 from experiments.bench.rounds import Rounds, Setup
-from experiments.memory import measure, plot, report, run
+from experiments.memory import measure, run
 
 MIB = 2**20
 FLOATS = {"master_bytes": 4, "compute_bytes": 4}
-OWN = LearnerBytes(MIB, MIB, MIB, MIB, 0, 0, 6 * MIB)  # 10 MiB a learner
-
-
-def row(executor: str, num_learners: int, measured: int | None) -> dict[str, Any]:
-    predicted = predicted_bytes(OWN, num_learners, at_once=1 if executor == "serial" else num_learners)
-    failed = {"failure": "it ran out of memory"} if measured is None else {}
-    return {"model": "lenet", "executor": executor, "num_learners": num_learners, "predicted_bytes": predicted,
-            "measured_bytes": measured} | failed  # fmt: skip
-
-
-def memory_result() -> dict[str, Any]:
-    return {
-        "machine": machine(), "device": "cpu", "precision": "fp32", "batch_size": 16,
-        "models": [{"model": "lenet", "num_values": MIB // 4, "learner": asdict(OWN)}],
-        "rows": [row("fused", 1, 13 * MIB), row("fused", 2, 24 * MIB), row("fused", 8, 87 * MIB),
-                 row("fused", 16, None), row("serial", 1, 13 * MIB), row("serial", 2, 17 * MIB)],
-    }  # fmt: skip
-
-
-def cells(table: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-
-
-def test_table_has_what_an_extra_learner_costs_and_its_ratio_to_its_own_parts() -> None:
-    assert cells(report.peaks_table(memory_result()))[2:] == [
-        ["lenet", "fused", "1", "13.0", "13.0", "1.000", "–", "–"],
-        ["lenet", "fused", "2", "24.0", "23.0", "1.043", "11.0", "1.100"],
-        ["lenet", "fused", "8", "87.0", "83.0", "1.048", "10.5", "1.050"],
-        ["lenet", "fused", "16", "–", "163.0", "–", "–", "–"],
-        ["lenet", "serial", "1", "13.0", "13.0", "1.000", "–", "–"],
-        ["lenet", "serial", "2", "17.0", "17.0", "1.000", "4.0", "0.400"],
-    ]
-
-
-def test_text_has_the_parts_of_a_learner_and_what_failed() -> None:
-    text = report.result_text(memory_result())
-    assert cells(text)[2] == ["lenet", "262,144", "1.00", "1.00", "1.00", "1.00", "0.00", "0.00", "6.00", "10.00"]
-    assert text.endswith("lenet fused K=16 failed: it ran out of memory")
-
-
-def test_picture_has_points_that_were_measured_and_lines_that_were_predicted() -> None:
-    pytest.importorskip("matplotlib")
-    (axes,) = plot.draw(memory_result()).axes
-    lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
-    assert lines["fused, measured"] == [13, 24, 87]
-    assert lines["serial, predicted"] == [13, 17]
-
-
 def test_peak_is_the_highest_running_sum() -> None:
     assert measure.peak([5, 3, -4, 2, -6, 7]) == 8
     assert measure.peak([]) == 0
@@ -133,6 +83,7 @@ def test_measurement_that_fails_is_a_row_with_its_reason(monkeypatch: pytest.Mon
     assert [(entry["measured_bytes"], entry["predicted_bytes"], entry.get("failure")) for entry in result["rows"]] == [
         (380, 3 * 40 + 160 + 100, None), (None, None, "it ended with code -9"),
     ]  # fmt: skip
+    assert run.result_text(result).endswith("lenet serial K=1 failed: it ended with code -9")
 
 
 def test_command_line_refuses_what_it_cannot_measure(capsys: pytest.CaptureFixture[str]) -> None:

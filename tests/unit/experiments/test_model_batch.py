@@ -12,8 +12,8 @@ import pytest
 
 from experiments.bench.packs import comparison
 from experiments.bench.results import EXPERIMENTS
-from experiments.model_batch import plot, report, run
-from experiments.model_batch.figures import FIGURES, sides_of
+from experiments.model_batch import plot, run
+from experiments.model_batch.run import FIGURES, sides_of
 from tests.unit.experiments.packs import PretendedProcess
 
 
@@ -61,7 +61,7 @@ def test_result_has_a_panel_a_batch_size_and_a_headline(tmp_path: Path, capsys: 
     said = capsys.readouterr().out
     assert "The largest gain over default_loop is 5.00 (5.00–5.00), with batches of 8 by fused (n=5)." in said
     assert "gain over tuned_single is 2.50 (2.50–2.50)" in said
-    summary = report.summary_table(result).splitlines()[2:]
+    summary = run.summary_table(result).splitlines()[2:]
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in summary] == [
         [size, "100", "200", "fused K=3", "500", "5.00 (5.00–5.00)", "2.50 (2.50–2.50)", "5"] for size in ("8", "2")
     ]
@@ -70,7 +70,7 @@ def test_result_has_a_panel_a_batch_size_and_a_headline(tmp_path: Path, capsys: 
 @pytest.mark.usefixtures("pretended")
 def test_picture_shows_rates_of_all_sides_and_ratios_to_those_of_one_model(tmp_path: Path) -> None:
     result = measured(tmp_path, "inference", "--batch-sizes", "1", "4")
-    summary = report.summary_table(result).splitlines()[-1]
+    summary = run.summary_table(result).splitlines()[-1]
     assert [cell.strip() for cell in summary.split("|")[1:6]] == ["4", "100", "200", "125", "fused K=16"]
     assert summary.split("|")[9].strip() == "4.00 (4.00–4.00)"  # over 125 images/s
     rates, *over = plot.draw(result).axes
@@ -83,24 +83,13 @@ def test_picture_shows_rates_of_all_sides_and_ratios_to_those_of_one_model(tmp_p
         assert drawn == {side: [rate / pretended[base]] * 2 for side, rate in pretended.items() if side != base}
 
 
-def test_result_of_before_an_executor_was_there_is_drawn_and_told_without_it(
-    pretended: type[PretendedProcess], tmp_path: Path
-) -> None:
-    result = measured(tmp_path, "inference", "--quick")
-    older = {**result, "rows": [row for row in result["rows"] if row["side"] != "fused_threads"]}
-    for found, names in ((result, {"fused_threads", "fused"}), (older, {"fused"})):
-        drawn = {line.get_label() for line in plot.draw(found).axes[0].lines}
-        assert {name for name in drawn if name.startswith("fused")} == names
-        assert ("fused_threads" in report.result_text(found)) == ("fused_threads" in names)
-
-
 def test_result_without_packs_is_told_without_gains(
     pretended: type[PretendedProcess], tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(pretended, "absent", ("threads", "fused", "fused_threads"))
     result = measured(tmp_path, "inference", "--quick")
-    assert report.headline(result) == "figure 4: inference by five-layer networks: 2 models (five_layers)."
-    assert "Left out: side fused K=2 fp32 inference: not here" in report.result_text(result)
+    assert run.headline(result) == "figure 4: inference by five-layer networks: 2 models (five_layers)."
+    assert "Left out: side fused K=2 fp32 inference: not here" in run.result_text(result)
     assert (result["method"]["repetitions"], result["rows"][0]["batch_size"]) == (1, 4)
 
 

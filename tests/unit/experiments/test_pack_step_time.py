@@ -12,11 +12,10 @@ import pytest
 
 from experiments.bench import workloads
 from experiments.bench.packs import comparison
-from experiments.bench.packs.side import DEFAULT, TUNED
-from experiments.bench.packs.workloads import prepare_packs
+from experiments.bench.packs.side import DEFAULT, TUNED, prepare_packs
 from experiments.bench.results import EXPERIMENTS
-from experiments.pack_step_time import plot, report, run
-from experiments.pack_step_time.parts import LARGER_BATCHES, LARGER_MODELS, PARTS, Plan, models_of
+from experiments.pack_step_time import plot, run
+from experiments.pack_step_time.run import LARGER_BATCHES, PARTS, Plan, models_of
 from tests.unit.experiments.packs import RATES, PretendedProcess
 
 SMALL = ["--families", "mlp", "lenet", "gru", "--num-models", "2", "8", "--device", "cpu"]
@@ -67,7 +66,7 @@ def test_mixed_panel_has_both_families_alone_with_half_of_the_models(tmp_path: P
 
 def test_families_have_a_row_for_every_size_of_a_pack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = measured(tmp_path, "families", *SMALL)
-    assert [row[:4] for row in cells(report.families_table(result["rows"]))] == [
+    assert [row[:4] for row in cells(run.families_table(result["rows"]))] == [
         [model, "100", "200", f"fused K={count}"] for model in ("mlp", "lenet", "gru") for count in (2, 8)
     ]
     assert "over one tuned model at a time is 2.50 (2.50–2.50), of 2 mlp with batches of 16 by fused (n=5). Every" in (
@@ -94,41 +93,14 @@ def test_packs_that_lose_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(RATES, "threads", 100.0)
     monkeypatch.setitem(RATES, "fused_threads", 120.0)
     result = measured(tmp_path, "families", "--quick", "--device", "cpu")
-    assert report.headline(result).endswith(
+    assert run.headline(result).endswith(
         "Packing does not pay over one tuned model at a time for 2 mlp with batches of 4."
     )
 
 
-def test_mixed_rows_are_compared_with_either_family_alone(tmp_path: Path) -> None:
-    result = measured(tmp_path, "mixed", *SMALL)
-    # Side by side 150 and 50 images/s; alone 100 by the default loop, 200 tuned, 300 and 500 as packs.
-    assert cells(report.mixed_table(result["mixed"]))[:3] == [
-        ["mlp and lenet", side, "2", "150 and 50", "2.00 (2.00–2.00)", "1.00 (1.00–1.00)", gain, "5", "0"]
-        for side, gain in (
-            ("threads", "0.67 (0.67–0.67)"),
-            ("fused", "0.40 (0.40–0.40)"),
-            ("fused_threads", "0.50 (0.50–0.50)"),
-        )
-    ]
-    assert "in 0 of 6 cases, at best 0.67 (0.67–0.67) times (mlp and lenet by threads, n=5)" in report.headline(result)
-    (axes,) = plot.draw(result).axes
-    assert [round(bar.get_height(), 2) for bar in axes.patches] == [0.67, 0.4, 0.5] * 2
-    assert "÷ two packs in turn" in report.result_text(result)
-
-
-def test_limits_are_drawn_by_batch_size_and_width(tmp_path: Path) -> None:
-    result = measured(tmp_path, "limits", *SMALL)
-    figure = plot.draw(result)
-    drawn = [list(axes.containers[0].lines[0].get_xdata()) for axes in figure.axes]
-    assert drawn == [list(LARGER_BATCHES), [8, 32, 128], list(LARGER_BATCHES), [64, 256, 2048]]
-    rows = cells(report.limits_table(result["rows"]))
-    assert [row[:2] for row in rows[:5]] == [*(["five_layers", str(size)] for size in LARGER_BATCHES), ["mlp", "4"]]
-    assert len(rows) == 2 * len(LARGER_BATCHES) + sum(map(len, LARGER_MODELS.values()))
-
-
 def test_result_without_clean_windows_has_no_headline() -> None:
-    assert report.headline({"part": "families", "rows": []}) == ""
-    assert report.headline({"part": "mixed", "mixed": []}) == ""
+    assert run.headline({"part": "families", "rows": []}) == ""
+    assert run.headline({"part": "mixed", "mixed": []}) == ""
 
 
 @pytest.mark.slow

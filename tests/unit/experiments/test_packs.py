@@ -14,18 +14,24 @@ import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import CrossbowError
-from experiments.bench import windows, workloads
-from experiments.bench.gate import FinishedError, Gate, Ready, Visit, Window
-from experiments.bench.packs import comparison, inference, layers, mixed, training
-from experiments.bench.packs.comparison import Method, measure_panel, mixed_rows, rows_of, run_pack_side
-from experiments.bench.packs.mixed import SharedGate, train_mixed
+from experiments.bench import workloads
+from experiments.bench.gate import FinishedError, Gate, Ready, Visit
+from experiments.bench.packs import comparison, inference, layers, training
+from experiments.bench.packs.comparison import (
+    Method,
+    executors_on,
+    measure_panel,
+    mixed_rows,
+    one_at_a_time,
+    predictors_on,
+    rows_of,
+    run_pack_side,
+)
 from experiments.bench.packs.models import BUILDS, RowReader, data_of
 from experiments.bench.packs.plot import COLORS
 from experiments.bench.packs.report import best_pack, cells_table, left_out, summary_header, summary_row
-from experiments.bench.packs.running import executors_on, one_at_a_time, predictors_on
-from experiments.bench.packs.side import PackSide, packed, single
-from experiments.bench.packs.training import new_pack
-from experiments.bench.packs.workloads import PackWorkload, prepare_packs
+from experiments.bench.packs.side import PackSide, PackWorkload, packed, prepare_packs, single
+from experiments.bench.packs.training import SharedGate, new_pack, train_mixed
 from experiments.bench.sides import tuned
 from experiments.bench.workloads import Effort
 from tests.unit.experiments.packs import PretendedProcess, cell, mixed_cell
@@ -41,7 +47,7 @@ def mlp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PackWorkloa
     """Narrow MLPs on a few synthetic images; torch's global settings, which sides change, are kept."""
     monkeypatch.setenv("CROSSBOW_DATA_DIR", str(tmp_path))
     monkeypatch.setattr(workloads, "NUM_IMAGES", 64)
-    for module in (training, layers, inference, mixed, tuned):
+    for module in (training, layers, inference, tuned):
         monkeypatch.setattr(module, "usable_cores", lambda: 1)
     monkeypatch.setattr(tuned, "keep_freed_memory", lambda: None)
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
@@ -223,20 +229,6 @@ def test_executor_with_a_thread_a_group_says_so_and_has_all_cores_to_share_out(
     assert (cores, gate.prepared.threads) == ([3 if executor == "fused_threads" else 1], 1)
 
 
-def test_rows_of_cuda_are_compared_with_one_captured_model_too(mlp: PackWorkload) -> None:
-    rows = rows_of([
-        cell(single("default_loop"), mlp, 100), cell(single("tuned_single"), mlp, 200),
-        cell(single("captured"), mlp, 250), cell(packed("fused", 4), mlp, 1000),
-    ])  # fmt: skip
-    assert summary_header(rows) == [
-        "default_loop", "tuned_single", "captured", "best pack", "images/s", "÷ default_loop", "÷ tuned_single",
-        "÷ captured", "n",
-    ]  # fmt: skip
-    assert summary_row(rows)[:4] == ["100", "200", "250", "fused K=4"]
-    assert summary_row(rows)[5:8] == [f"{ratio:.2f} ({ratio:.2f}–{ratio:.2f})" for ratio in (10, 5, 4)]
-    assert "captured" not in summary_header(rows[:2])
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_side_of_a_device_has_a_colour_of_its_own(device: str) -> None:
     names = {*one_at_a_time(device), *executors_on(device), *predictors_on(device), "default_ensemble"}
@@ -259,16 +251,6 @@ def test_mixed_row_adds_up_what_either_family_gains(mlp: PackWorkload) -> None:
     assert row["gain"]["in_turn"]["median"] == 0.75 + 0.5
     assert row["gain"]["tuned_single"] is None
     assert len(rows_of(cells)) == 5
-
-
-def test_window_with_foreign_load_is_dropped_and_taken_again(mlp: PackWorkload, monkeypatch: Any) -> None:
-    monkeypatch.setattr(windows, "RETRY_AFTER_S", 0.0)
-    shares = iter([0.5, 0.1, 0.5, 0.5, 0.5, None])
-    own = cell(packed("fused", 2), mlp)
-    for _ in range(3):
-        own.add(lambda: Window(10, 1.0, next(shares)), Method(1.0, 3))
-    assert [window is not None for window in own.windows] == [True, False, True]
-    assert (own.dropped, own.load_known) == (4, False)
 
 
 def test_panel_takes_turns_and_goes_on_without_a_side_that_cannot_be_had(
@@ -305,3 +287,17 @@ def test_summary_shows_the_fastest_pack_beside_one_model_at_a_time(mlp: PackWork
     assert summary_row(rows[:2]) == ["100", "200", *["–"] * 5]
     last = cells_table(rows).splitlines()[-1]
     assert [part.strip() for part in last.split("|")[1:7]] == ["mlp_64", "4", "fused", "4", "2", "5,000"]
+
+
+def test_rows_of_cuda_are_compared_with_one_captured_model_too(mlp: PackWorkload) -> None:
+    rows = rows_of([
+        cell(single("default_loop"), mlp, 100), cell(single("tuned_single"), mlp, 200),
+        cell(single("captured"), mlp, 250), cell(packed("fused", 4), mlp, 1000),
+    ])  # fmt: skip
+    assert summary_header(rows) == [
+        "default_loop", "tuned_single", "captured", "best pack", "images/s", "÷ default_loop", "÷ tuned_single",
+        "÷ captured", "n",
+    ]  # fmt: skip
+    assert summary_row(rows)[:4] == ["100", "200", "250", "fused K=4"]
+    assert summary_row(rows)[5:8] == [f"{ratio:.2f} ({ratio:.2f}–{ratio:.2f})" for ratio in (10, 5, 4)]
+    assert "captured" not in summary_header(rows[:2])

@@ -10,8 +10,8 @@ import pytest
 
 from experiments.bench import windows
 from experiments.bench.windows import Window, Windows
-from experiments.preprocessing import measure, plot, report, run
-from experiments.preprocessing.measure import LOOP, OWN, WORKER, Side
+from experiments.preprocessing import plot, run
+from experiments.preprocessing.run import LOOP, OWN, WORKER, Side
 
 
 def windows_of(*pairs: tuple[float, float]) -> Windows:
@@ -26,26 +26,17 @@ def result() -> dict[str, Any]:
     ]
     return {
         "folder": "photos", "images": 9, "size": 64, "batch_size": 16, "parameters": 1000, "method": {"rounds": 4},
-        **measure.summary(sides),
+        **run.summary(sides),
     }  # fmt: skip
 
 
 def test_sides_are_one_model_alone_and_two_ways_for_every_number() -> None:
-    assert [(side.name, side.num_models, side.num_workers) for side in measure.sides_of([4, 1, 4])] == [
+    assert [(side.name, side.num_models, side.num_workers) for side in run.sides_of([4, 1, 4])] == [
         (OWN, 1, 0),
         (LOOP, 1, 0),
         (WORKER, 1, 1),
         (LOOP, 4, 0),
         (WORKER, 4, 1),
-    ]
-
-
-def test_table_compares_with_a_model_alone_within_repetitions() -> None:
-    table = report.shares_table(result()).splitlines()
-    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[2:]] == [
-        [OWN, "any", "80.0 % (70.0 %–80.0 %)", "400", "1", "3", "0"],
-        [LOOP, "16", "25.0 % (20.0 %–30.0 %)", "2,000", "5.00 (4.00–6.00)", "3", "0"],
-        [WORKER, "16", "1.0 % (0.0 %–2.0 %)", "4,000", "10.00 (10.00–10.00)", "2", "3"],
     ]
 
 
@@ -56,12 +47,12 @@ def test_table_compares_with_a_model_alone_within_repetitions() -> None:
 def test_headline_judges_sixteen_models_with_a_worker(share: float, num_models: int, verdict: str) -> None:
     made = result()
     made["rows"][2] |= {"wait_share": {"median": share}, "num_models": num_models}
-    assert f"to reach: 5% with 16; {verdict}" in report.headline(made)
+    assert f"to reach: 5% with 16; {verdict}" in run.headline(made)
 
 
 def test_text_without_clean_windows_has_no_figures() -> None:
-    made = result() | measure.summary([Side(name, 1, Windows([None])) for name in (OWN, LOOP, WORKER)])
-    text = report.result_text(made)
+    made = result() | run.summary([Side(name, 1, Windows([None])) for name in (OWN, LOOP, WORKER)])
+    text = run.result_text(made)
     assert "reach" not in text
     assert text.count("–") == 8
 
@@ -83,7 +74,7 @@ def test_measurement_from_the_command_line_writes_its_result(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(windows, "MAX_FOREIGN_SHARE", 2.0)
-    monkeypatch.setattr(measure, "WIDTH", 2)
+    monkeypatch.setattr(run, "WIDTH", 2)
     path = tmp_path / "photos.json"
     arguments = ["--folder", str(photos), "--models", "1", "2", "--rounds", "2", "--repetitions", "1"]
     assert run.main([*arguments, "--json", str(path)]) == 0

@@ -9,18 +9,26 @@ from torch import nn
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import BF16, FP32
 from experiments.bench.rounds import Setup
-from experiments.throughput import roofline, roofline_counts, roofline_device
-from experiments.throughput.roofline import Work, limits, roofline_of, roofline_text
-from experiments.throughput.roofline_counts import (
+from experiments.throughput import roofline
+from experiments.throughput.roofline import (
     OperatorCounter,
+    Peaks,
     StepCounts,
+    Trace,
+    Work,
     batch_bytes,
     count_step,
     count_step_of,
     fused_kernels,
+    idle_share,
+    kernel_intervals,
+    known_peaks,
+    limits,
+    peaks,
+    roofline_of,
+    roofline_text,
     update_bytes,
 )
-from experiments.throughput.roofline_device import Peaks, Trace, idle_share, kernel_intervals, known_peaks, peaks
 
 CPU = torch.device("cpu")
 
@@ -98,7 +106,7 @@ def test_fused_kernels_of_many_learners_follow_the_third_ones_share(monkeypatch:
         seen.append(setup)
         return 100 + 7 * setup.num_learners
 
-    monkeypatch.setattr(roofline_counts, "_kernels_of_round", round_of)
+    monkeypatch.setattr(roofline, "_kernels_of_round", round_of)
     assert fused_kernels(Setup("vgg16", 64, 16, "threads", "cpu", "fp32")) == 100 + 7 * 16
     assert [(setup.num_learners, setup.batch_size, setup.executor) for setup in seen] == [
         (2, 2, "fused"), (3, 2, "fused"),
@@ -147,9 +155,9 @@ def test_kernel_intervals_of_a_trace_are_of_kernels_alone() -> None:
 def test_peaks_of_known_devices_are_from_the_table_and_others_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known_peaks("NVIDIA H200")["bytes_per_s"] == 4.3e12
     assert known_peaks("some other device") == {}
-    monkeypatch.setattr(roofline_device, "_MEASURE_S", 0.01)
-    monkeypatch.setattr(roofline_device, "_COPY_BYTES", {"cpu": 2**22})
-    monkeypatch.setattr(roofline_device, "_MATRIX_ROWS", {"cpu": 64})
+    monkeypatch.setattr(roofline, "_MEASURE_S", 0.01)
+    monkeypatch.setattr(roofline, "_COPY_BYTES", {"cpu": 2**22})
+    monkeypatch.setattr(roofline, "_MATRIX_ROWS", {"cpu": 64})
     measured = peaks.__wrapped__(CPU, "fp32")
     assert measured.known == ()
     assert 1e8 < measured.bytes_per_s < 1e13

@@ -6,7 +6,6 @@ import json
 import math
 import os
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,13 @@ from hypothesis import strategies as st
 
 from crossbow_py.models import MODELS
 from experiments.bench.rounds import input_shape, num_classes
-from experiments.scaling import calibrate, plot, ranks, report, run, study, validate
+from experiments.scaling import calibrate, plot, ranks, report, run, validate
 from experiments.scaling.calibrate import Line, between, fit_line, variation
-from experiments.scaling.inputs import PARAMETERS, WORKLOADS, Workload, last_bucket_bytes
+from experiments.scaling.inputs import PARAMETERS, WORKLOADS, last_bucket_bytes
 from experiments.scaling.network import NETWORKS, Link, Network, ring_s, tree_s
 from experiments.scaling.ranks import Case, Measured
+from experiments.scaling.run import SYNCHRONOUS_MODE, Mode, Scene
 from experiments.scaling.simulator import Averaging, Contention, Tasks, log_sigma, sma_round_s, synchronous_round_s
-from experiments.scaling.study import SYNCHRONOUS_MODE, Mode, Scene
 
 LINK = Link(alpha_s=1.0, bytes_per_s=100.0)
 SLOW = Link(alpha_s=10.0, bytes_per_s=10.0)
@@ -176,15 +175,13 @@ def test_parameters_of_models_are_those_that_are_built(model) -> None:
 
 
 def test_round_of_a_workload_alone_is_what_its_images_per_second_say() -> None:
-    for values in WORKLOADS:
-        workload = Workload.from_values(values)
+    for workload in WORKLOADS:
         tasks = workload.tasks()
         assert tasks.learning_s + tasks.correction_s == pytest.approx(workload.images_a_round / workload.images_per_s)
 
 
 def scene(num_learners: int = 2, rounds: int = 32) -> Scene:
-    values = {**WORKLOADS[3], "num_learners": num_learners}
-    return Scene(Workload.from_values(values), Network.from_values(NETWORKS[0]), rounds=rounds)
+    return Scene(replace(WORKLOADS[3], num_learners=num_learners), Network.from_values(NETWORKS[0]), rounds)
 
 
 def test_one_gpu_with_one_learner_averages_nothing() -> None:
@@ -283,17 +280,10 @@ def test_compared_takes_the_windows_beside_one_that_averages() -> None:
     plot.draw_validation({"rows": rows})
 
 
-def test_calibrated_text_shows_sizes_and_ratios() -> None:
-    text = report.result_text(calibration())
-    assert "| 64 MiB |     1.00 |     2.00 |   2.0 |   9 |" in text
-    assert "1.00 times what it takes on idle cores" in text
-
-
 def test_run_writes_what_its_pages_and_pictures_show(tmp_path, monkeypatch, capsys) -> None:
-    for module in (run, study):
-        monkeypatch.setattr(module, "GPU_COUNTS", (1, 8, 16, 64, 256, 1024))
-    monkeypatch.setattr(study, "PERIODS", (1, 4))
-    monkeypatch.setattr(study.scene_values, "__defaults__", ((1, 8, 16, 64, 256, 1024),))
+    monkeypatch.setattr(run, "GPU_COUNTS", (1, 8, 16, 64, 256, 1024))
+    monkeypatch.setattr(run, "PERIODS", (1, 4))
+    monkeypatch.setattr(run.scene_values, "__defaults__", ((1, 8, 16, 64, 256, 1024),))
     path = tmp_path / "gpus.json"
     assert run.main(["--rounds", "2", "--json", str(path)]) == 0
     result = json.loads(path.read_text())
@@ -339,12 +329,6 @@ def test_validation_before_calibration_says_what_to_run(monkeypatch, capsys) -> 
     with pytest.raises(SystemExit):
         validate.main([])
     assert "calibrate.py" in capsys.readouterr().err
-
-
-def test_curves_have_a_point_for_every_number_of_gpus() -> None:
-    values = study.scene_values(scene(rounds=4), counts=(1, 8, 16))
-    assert {len(column) for curve in values["curves"].values() for column in curve.values()} == {3}
-    assert all(a <= b for a, b in pairwise(values["all_reduce_us"]))
 
 
 def test_core_share_is_lost_learning_by_what_an_all_reduce_takes_on_idle_cores(monkeypatch) -> None:

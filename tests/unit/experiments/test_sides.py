@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -11,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from crossbow_py.core.errors import CrossbowError
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.telemetry.events import RoundEnd
 from crossbow_py.train.trainer import Trainer
 from experiments.bench import workloads
-from experiments.bench.gate import FinishedError
+from experiments.bench.gate import FinishedError, Paced, Settling
 from experiments.bench.results import EXPERIMENTS
 from experiments.bench.sides import tuned
-from experiments.bench.sides.paced import Paced, Settling
+from experiments.bench.sides.captured import SEED, DeviceFeed, captured, few_ahead, model_step
 from experiments.bench.sides.side import Side
 from experiments.bench.sides.tuned import Form
 from experiments.bench.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Effort, Workload
@@ -76,20 +77,75 @@ def test_tuned_step_moves_weights_as_a_plain_sgd_loop_does(
     monkeypatch.setattr(Workload, "make_model", lambda _: trained)
     step = tuned.make_step(Form(arithmetic, sgd), workload)
     feed = tuned.make_feed(workload.tensors(), BATCH, 0, "cpu", Augmentation(), workload.mean, workload.std)
+    batches = [feed.batch(number * BATCH) for number in range(5)]
+    assert_moves_as_a_plain_loop(
+        step, trained, reference, start, [(each.inputs, each.targets) for each in batches], tolerance
+    )
+
+
+def assert_moves_as_a_plain_loop(
+    step: Any, trained: nn.Module, reference: nn.Module, start: nn.Module, batches: list[tuple[Tensor, Tensor]],
+    tolerance: float,
+) -> None:  # fmt: skip
     optimizer = torch.optim.SGD(reference.parameters(), LEARNING_RATE, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
-    for number in range(5):
+    for inputs, labels in batches:
         step()
         optimizer.zero_grad()
-        batch = feed.batch(number * BATCH)
-        nn.functional.cross_entropy(reference(batch.inputs), batch.targets).backward()
+        nn.functional.cross_entropy(reference(inputs), labels).backward()
         optimizer.step()
-    expected, got = (_moved(model, start) for model in (reference, trained))
-    assert torch.linalg.vector_norm(got - expected) < tolerance * torch.linalg.vector_norm(expected)
+    weights = (torch.cat([each.detach().double().flatten() for each in model.parameters()])
+               for model in (trained, reference, start))  # fmt: skip
+    got, expected, before = weights
+    assert (got - expected).norm() < tolerance * (expected - before).norm()
 
 
-def _moved(model: nn.Module, start: nn.Module) -> torch.Tensor:
-    pairs = zip(model.parameters(), start.parameters(), strict=True)
-    return torch.cat([(after.float() - before).flatten() for after, before in pairs]).detach()
+def test_device_feed_gives_the_batches_of_the_feed_and_goes_round_its_epochs(workload: Workload) -> None:
+    ours = DeviceFeed(replace(workload, augmentation=Augmentation(2, True), batch_size=24), torch.float32)
+    theirs = tuned.make_feed(
+        workload.tensors(), 24, SEED, "cpu", Augmentation(2, True), workload.mean, workload.std, channels_last=True
+    )  # fmt: skip
+    first = ours.next()
+    for number in range(1, 22):  # 64 images of 8 epochs are 512: the last batch is the first 8 of them again
+        images, labels = ours.next()
+        if number < 21:
+            expected = theirs.batch(24 * number)
+            assert torch.equal(images, expected.inputs)
+            assert torch.equal(labels, expected.targets)
+    assert torch.equal(images[8:], first[0][:16])
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.3)])
+def test_captured_step_moves_weights_as_a_plain_loop_does(
+    precision: str, tolerance: float, workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = workload.make_model()
+    trained, reference = copy.deepcopy(start), copy.deepcopy(start)
+    monkeypatch.setattr(Workload, "make_model", lambda _: trained)
+    step, feed = model_step(precision, workload), DeviceFeed(workload, torch.float32)
+    assert_moves_as_a_plain_loop(step, trained, reference, start, [feed.next() for _ in range(6)], tolerance)
+
+
+def test_step_on_a_cpu_is_not_captured() -> None:
+    assert captured(print, "cpu") is print
+
+
+def test_step_a_few_ahead_waits_for_the_one_four_calls_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Event:
+        number = ""
+
+        def synchronize(self) -> None:
+            done.append(f"wait{self.number}")
+
+        def record(self) -> None:
+            self.number = str(done.count("step"))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    step = few_ahead(lambda: done.append("step"))
+    for _ in range(6):
+        step()
+    assert done == [*["wait", "step"] * 4, "wait1", "step", "wait2", "step"]
 
 
 @pytest.mark.parametrize(

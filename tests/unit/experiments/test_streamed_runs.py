@@ -12,7 +12,7 @@ import torch
 from crossbow_py.core.errors import UserError
 from experiments.bench import windows
 from experiments.bench.streamed_runs import Setup, StreamedRun, five_layers, photographs
-from experiments.bench.windows import Mark, Window, Windows, window_of
+from experiments.bench.windows import Mark, Window, Windows, by_turns, wait_until, waiting, window_of
 from experiments.loader import run as loader
 from experiments.preprocessing import run as preprocessing
 from experiments.workers import run as workers
@@ -27,37 +27,44 @@ def test_window_is_from_the_end_of_one_round_to_the_end_of_the_last() -> None:
     assert window_of(marks, 1, 8) == Window(images_per_s=8.0, wait_share=0.25, round_s=1.0, rounds=2)
 
 
-def test_window_in_which_others_were_busy_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("shares", "kept", "dropped"), [
+    ([0.5, 0.1, 0.5, 0.5, 0.5, 0.15], [True, False, True], 4), ([None, 0.2, 0.0, 0.3, 0.0], [True] * 3, 2),
+])  # fmt: skip
+def test_window_in_which_others_were_busy_is_taken_again(
+    shares: list[float | None], kept: list[bool], dropped: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(windows, "RETRY_AFTER_S", 0.0)
-    shares, side = iter([0.5, 0.1, 0.5, 0.5, 0.5]), Windows()
-    for _ in range(2):
-        side.add(lambda: window(10.0, foreign=next(shares)))
-    assert (side.taken, side.dropped) == ([window(10.0, foreign=0.1), None], 4)
-    assert side.load_known
+    taken, side = iter(shares), Windows[Window]()
+    for _ in kept:
+        side.add(lambda: window(10.0, foreign=next(taken)))
+    assert ([each is not None for each in side.taken], side.dropped) == (kept, dropped)
+    assert side.load_known == (None not in shares)
+    assert next(taken, "all") == "all"
 
 
 def test_window_is_not_taken_again_when_the_time_is_over() -> None:
-    side = Windows()
-    side.add(lambda: window(10.0, foreign=0.5), until_s=0.0)
+    side = Windows[Window]()
+    side.add(lambda: window(10.0, foreign=0.5), wait_until(0.0))
     assert (side.taken, side.dropped) == ([None], 1)
+    assert side.figures()["images_per_s"] is None
 
 
-def test_window_counts_where_the_load_of_others_is_unknown() -> None:
-    side = Windows()
-    side.add(lambda: window(10.0, foreign=None))
-    assert side.summary()["n"] == 1
-    assert not side.load_known
+def test_sides_take_turns_in_a_new_order_every_time() -> None:
+    turns = list(by_turns("abcd", 6))
+    rounds = [turns[first : first + 4] for first in range(0, 24, 4)]
+    assert all(sorted(turn) == ["a", "b", "c", "d"] for turn in rounds)
+    assert len({tuple(turn) for turn in rounds}) > 1
 
 
 def test_ratio_is_of_repetitions_in_which_both_have_a_window() -> None:
     own = Windows([window(20.0), None, window(30.0), window(90.0)])
     base = Windows([window(10.0), window(10.0), window(10.0), None])
     assert own.ratio(base) == {"median": 2.5, "minimum": 2.0, "maximum": 3.0}
-    assert own.ratio(Windows([None])) is None
+    assert own.ratio(Windows[Window]([None])) is None
 
 
 def test_summary_has_medians_and_every_window() -> None:
-    assert Windows([window(20.0, 0.25), None, window(40.0, 0.75)], dropped=3).summary() == {
+    assert waiting(Windows([window(20.0, 0.25), None, window(40.0, 0.75)], dropped=3)) == {
         "images_per_s": 30.0,
         "wait_share": {"median": 0.5, "minimum": 0.25, "maximum": 0.75},
         "n": 2,

@@ -14,7 +14,7 @@ import pytest
 from crossbow_py.data.augmentation import Augmentation
 from experiments.bench import workloads
 from experiments.bench.gate import Choice, Ready, Visit, Window
-from experiments.bench.sides.side import AUTO, EXECUTOR_SIDES, OPEN, Side
+from experiments.bench.sides.side import AUTO, OPEN, Side
 from experiments.bench.workers import SideError
 from experiments.bench.workloads import Effort, Workload
 from experiments.tables import pages
@@ -115,6 +115,14 @@ def test_cell_whose_process_takes_long_to_start_is_left_out() -> None:
     assert planning.left_out(cell("fused"), 1600.0, 0.0, 1.0, LIMITS) is None
 
 
+def test_suite_has_resnet50_and_captured_rounds_where_there_is_a_gpu() -> None:
+    assert suite.default_models("cpu") == ("mlp", "lenet", "resnet32", "vgg16")
+    assert suite.default_models("cuda") == ("mlp", "lenet", "resnet32", "vgg16", "resnet50")
+    on_cpu, on_cuda = (suite.make_plan(suite._parser().parse_args([]), device, "fp32") for device in ("cpu", "cuda"))
+    assert (on_cpu.limits.captures, on_cuda.limits.captures) == (False, True)
+    assert {entry.side.side for entry in on_cuda.cells.main} >= {"serial", "fused", "streams"}
+
+
 def test_share_of_the_time_grows_with_the_model_and_the_last_one_gets_the_rest() -> None:
     assert planning.share_s(65.0, ["mlp", "lenet", "resnet32", "vgg16"], "cpu") == pytest.approx(10.0)
     assert planning.share_s(50.0, ["vgg16"], "cpu") == 50.0
@@ -181,7 +189,7 @@ def test_campaign_with_time_measures_every_cell_in_every_pass_and_ends_the_proce
     assert names(found.measurements) == [
         (16, "default_loop", 1), (16, "tuned_single", 1), (16, "fused", 1), (16, "fused", 2), (16, "auto", 6),
     ]  # fmt: skip
-    assert all(entry.windows == [1600.0] * 3 for entry in found.measurements.values())
+    assert all(entry.windows.rates() == [1600.0] * 3 for entry in found.measurements.values())
     assert found.left_out == {}
     assert device.started == [(16, "default_loop"), (16, "tuned_single"), (16, "fused"), (16, "auto")]
     assert device.ended == 4
@@ -196,7 +204,7 @@ def test_campaign_of_captured_rounds_has_a_process_for_each_number_of_learners()
     assert device.started == [
         (16, "default_loop"), (16, "tuned_single"), (16, "fused"), (16, "fused"), (16, "auto"),
     ]  # fmt: skip
-    assert all(entry.windows == [1600.0] * 3 for entry in found.measurements.values())
+    assert all(entry.windows.rates() == [1600.0] * 3 for entry in found.measurements.values())
     assert device.now == pytest.approx(5 * 1.0 + 5 * 3 * 0.3)  # captures take no time here
 
 
@@ -205,7 +213,7 @@ def test_campaign_leaves_out_what_its_time_does_not_allow() -> None:
     found = campaign(Device(), 8.4)
     assert names(found.measurements)[2:] == [(16, "auto", 6), (16, "fused", 1)]
     assert [(entry.side.num_learners, why.cause) for entry, why in found.left_out.items()] == [(2, "time")]
-    assert [len(entry.kept) for entry in found.measurements.values()] == [3] * 4
+    assert [len(entry.windows.kept()) for entry in found.measurements.values()] == [3] * 4
 
 
 def test_campaign_notes_what_fails_and_goes_on() -> None:
@@ -216,7 +224,8 @@ def test_campaign_notes_what_fails_and_goes_on() -> None:
         (ProcessKey(16, "fused"), "failure", "memory does not hold it"),
         (ProcessKey(8, "fused"), "failure", "no such thing"),
     }  # fmt: skip
-    assert found.measurements[cell("fused")].windows == [1600.0, None, None]  # its process ended in the first pass
+    # Its process ended in the first pass.
+    assert found.measurements[cell("fused")].windows.rates() == [1600.0, None, None]
     assert (8, "default_loop", 1) in names(found.measurements)
 
 
@@ -225,7 +234,7 @@ def test_campaign_drops_windows_under_foreign_load_and_tries_again_while_there_i
     device.foreign = [0.5, 0.5]
     found = campaign(device, 100.0)
     first = next(iter(found.measurements.values()))
-    assert (first.dropped, first.windows) == (2, [1600.0] * 3)
+    assert (first.windows.dropped, first.windows.rates()) == (2, [1600.0] * 3)
 
 
 def test_auto_is_compared_with_the_fastest_cell_within_passes() -> None:
@@ -285,13 +294,6 @@ def test_pictures_have_a_panel_a_model_and_lines_for_what_was_measured() -> None
     assert labels[0] == {"default_loop", "tuned_single", "threads", "fused", "auto"}
     assert labels[1] == labels[0] - {"fused"}
     assert [text.get_text() for text in by_batch_size.axes[0].texts] == ["threads K=2", "threads K=2", "fused K=4"]
-
-
-def test_every_executor_has_a_colour_and_a_marker_of_its_own() -> None:
-    plot = pytest.importorskip("experiments.throughput.plot")
-    for looks in (plot._COLOURS, plot._MARKERS):
-        assert set(looks) == set(EXECUTOR_SIDES)
-        assert len(set(looks.values())) == len(looks)
 
 
 def test_suite_from_the_command_line_writes_results_and_pictures(

@@ -17,8 +17,8 @@ from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import BF16, FP32
 from crossbow_py.engine.update.row_update import TorchUpdate
 from experiments.bench import windows
-from experiments.update_bandwidth import copies, measure, plot, report, run, updates
-from experiments.update_bandwidth.measure import COPY, UPDATE, WHOLE, Side
+from experiments.update_bandwidth import copies, run, updates
+from experiments.update_bandwidth.run import COPY, UPDATE, WHOLE, Side
 from experiments.update_bandwidth.updates import Part
 
 CPU = torch.device("cpu")
@@ -29,9 +29,9 @@ def small(monkeypatch) -> None:
     """Buffers and windows for tests, and others may be as busy as they like."""
     monkeypatch.setattr(copies, "_SMALLEST_BYTES", {"cpu": 2**16})
     monkeypatch.setattr(copies, "_CACHES", 0)
-    monkeypatch.setattr(measure, "_WINDOW_S", 0.002)
-    monkeypatch.setattr(measure, "MAX_FOREIGN_SHARE", 2.0)
-    monkeypatch.setattr(measure, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(run, "_WINDOW_S", 0.002)
+    monkeypatch.setattr(run, "MAX_FOREIGN_SHARE", 2.0)
+    monkeypatch.setattr(run, "keep_freed_memory", lambda: None)
 
 
 def small_bank(precision=FP32) -> ReplicaBank:
@@ -52,7 +52,7 @@ def sides() -> list[Side]:
 def result() -> dict[str, Any]:
     return {
         "model": "vgg16", "num_learners": 4, "device": "cpu", "precision": "fp32", "threads": 2, "num_values": 1000,
-        "bytes_a_value": {"gate": 16, "update": 100}, **measure.summary(sides()),
+        "bytes_a_value": {"gate": 16, "update": 100}, **run.summary(sides()),
     }  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def test_bytes_a_value_of_four_learners_are_those_counted_by_hand(averages, has_
 
 
 def test_summary_compares_with_the_fastest_copy_within_repetitions() -> None:
-    summed = measure.summary(sides())
+    summed = run.summary(sides())
     figures = [summed[key] for key in ("copy", "copy_gb_per_s", "update_gb_per_s", "ratio", "n")]
     assert figures == ["streaming", 10.0, 7.0, 0.7, 2]
     rows = {(row["name"], row["part"]): row for row in summed["rows"]}
@@ -79,23 +79,23 @@ def test_summary_without_clean_windows_has_no_figures() -> None:
     measured = sides()
     for side in measured:
         side.windows = [None]
-    summed = measure.summary(measured)
+    summed = run.summary(measured)
     assert [summed[key] for key in ("copy", "copy_gb_per_s", "update_gb_per_s", "ratio", "n")] == [None] * 4 + [0]
-    assert "fastest copy" in report.bandwidth_table({**result(), **summed})
+    assert "fastest copy" in run.bandwidth_table({**result(), **summed})
 
 
 def test_window_in_which_others_were_busy_is_dropped_and_tried_again(monkeypatch) -> None:
     shares = iter([0.5, 0.0, 0.5, 0.5, 0.5])
-    monkeypatch.setattr(measure, "foreign_share", lambda before, after: next(shares))
+    monkeypatch.setattr(run, "foreign_share", lambda before, after: next(shares))
     monkeypatch.setattr(windows, "RETRY_AFTER_S", 0.0)
     side, seconds = Side(COPY, "torch", (Part(COPY, lambda: None, 2 * 10**9),)), itertools.count()
 
-    class Clock(measure.HostClock):
+    class Clock(run.HostClock):
         def mark(self) -> float:
             return float(next(seconds))
 
     for _ in range(2):
-        assert measure._repetition(side, Clock(), end_s=float("inf"))
+        assert run._repetition(side, Clock(), end_s=float("inf"))
     assert side.windows == [{WHOLE: 2.0, COPY: 2.0}, None]
     assert side.dropped == 4
 
@@ -104,11 +104,11 @@ def test_parts_of_a_window_are_timed_apart() -> None:
     marks = iter([0.0, 1.0, 3.0, 6.0, 10.0])
     side = Side(UPDATE, UPDATE, (Part("a", lambda: None, 1), Part("b", lambda: None, 1)), calls=2)
 
-    class Clock(measure.HostClock):
+    class Clock(run.HostClock):
         def mark(self) -> float:
             return next(marks)
 
-    assert measure._window(side, Clock())[0] == [2.0, 3.0]
+    assert run._window(side, Clock())[0] == [2.0, 3.0]
 
 
 @pytest.mark.parametrize("function", [copies._memcpy(), copies._streaming()], ids=["memcpy", "streaming"])
@@ -179,22 +179,6 @@ def test_measurement_from_the_command_line_writes_its_result(small, tmp_path, ca
     assert measured["update_gb_per_s"] > 0
     assert measured["ratio"] > 0
     assert "gate and update" in capsys.readouterr().out
-
-
-def test_table_has_the_update_its_parts_and_every_copy() -> None:
-    table = report.bandwidth_table(result()).splitlines()
-    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[2:]] == [
-        ["gate and update", "3", "7.0", "0.70 (0.60–0.80)", "2", "0"],
-        ["of this, the gate", "1", "3.5", "0.35 (0.30–0.40)", "2", "0"],
-        ["of this, the update", "2", "12.5", "1.25 (0.90–1.60)", "2", "0"],
-        ["torch copy", "1", "5.0", "0.50 (0.50–0.50)", "2", "3"],
-        ["streaming copy", "1", "10.0", "1", "3", "0"],
-    ]
-
-
-def test_picture_has_a_bar_for_every_row() -> None:
-    (axes,) = plot.draw({"vgg16_k4": result()}).axes
-    assert [bar.get_width() for bar in axes.patches] == [7.0, 3.5, 12.5, 5.0, 10.0]
 
 
 def test_memcpy_is_declared_for_addresses_beyond_32_bits() -> None:

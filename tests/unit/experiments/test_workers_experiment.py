@@ -11,8 +11,8 @@ import pytest
 from crossbow_py.core.host import Host
 from experiments.bench import windows
 from experiments.bench.windows import Window, Windows
-from experiments.workers import measure, plot, report, run
-from experiments.workers.measure import Cell, Pace
+from experiments.workers import plot, run
+from experiments.workers.run import Cell, Pace
 
 HOST = Host(cores=4, memory_bytes=2**33, shared_bytes=None)
 
@@ -35,7 +35,7 @@ def heavy() -> Cell:
 
 
 def summaries(*cells: Cell, host: Host = HOST) -> list[dict[str, Any]]:
-    return [measure.summary(cell, 3 * 64 * 64, host) for cell in cells]
+    return [run.summary(cell, 3 * 64 * 64, host) for cell in cells]
 
 
 def result() -> dict[str, Any]:
@@ -60,7 +60,7 @@ def test_rule_recommends_no_more_workers_than_cores() -> None:
     (starved,) = summaries(light(), host=Host(2, 2**33, None))
     assert (starved["needed"], starved["recommended"]) == (3, 2)
     assert starved["at_recommended"] == {"median": 0.8882, "minimum": 0.5263, "maximum": 1.25}
-    assert not report.is_near(starved)
+    assert not run.is_near(starved)
 
 
 def test_recommended_number_that_was_not_measured_is_not_judged() -> None:
@@ -74,7 +74,7 @@ def test_cell_without_clean_windows_has_no_figures() -> None:
     keys = ("fetch_ms", "step_ms", "needed", "recommended", "best", "at_recommended")
     assert [empty[key] for key in keys] == [None] * 6
     made = result() | {"cells": [empty], "num_workers": [0, 1]}
-    assert "in 0 of 0 cases" in report.result_text(made)
+    assert "in 0 of 0 cases" in run.result_text(made)
 
 
 def test_warm_up_makes_all_that_is_made_ahead_and_windows_hold_several_batches_of_each_worker() -> None:
@@ -82,20 +82,6 @@ def test_warm_up_makes_all_that_is_made_ahead_and_windows_hold_several_batches_o
     assert pace.warm_up_s(batch_size=10, num_workers=3) == pytest.approx(0.3 + (2 * 3 + 2) * 0.1)
     assert pace.window_s(batch_size=10, num_workers=1) == 1.0
     assert pace.window_s(batch_size=10, num_workers=3) == pytest.approx(1.8)
-
-
-def test_table_has_every_number_of_workers() -> None:
-    table = report.workers_table(result()).splitlines()
-    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[2:]] == [
-        ["light", "10", "7.50", "2.50", "100", "130", "225", "290", "3", "3", "3", "1.00 (1.00–1.00)", "yes"],
-        ["heavy", "10", "2.00", "8.00", "100", "125", "126", "–", "2", "1", "1", "0.99 (0.99–0.99)", "yes"],
-    ]
-
-
-def test_text_counts_how_often_the_rule_is_right_and_the_windows() -> None:
-    text = report.result_text(result())
-    assert "within 5% of the best number in 2 of 2 cases" in text
-    assert text.endswith("n = 0 to 2 windows a point; 3 were dropped.")
 
 
 def test_picture_has_a_line_a_batch_size_and_a_ring_at_the_recommended_number() -> None:
@@ -114,7 +100,7 @@ def test_measurement_from_the_command_line_writes_its_result(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(windows, "MAX_FOREIGN_SHARE", 2.0)
-    monkeypatch.setattr(measure, "NETWORKS", {"light": 2, "heavy": 4})
+    monkeypatch.setattr(run, "NETWORKS", {"light": 2, "heavy": 4})
     path = tmp_path / "photos.json"
     arguments = ["--folder", str(photos), "--batch-sizes", "2", "3", "--workers", "1"]
     assert run.main([*arguments, "--seconds", "2", "--repetitions", "1", "--json", str(path)]) == 0

@@ -1,19 +1,11 @@
-"""The multi-layer perceptron: sizes by hand, any input shape, dropout."""
+"""The multi-layer perceptron: a forward by hand, logistic regression, dropout. The rest: test_registry."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
-from crossbow_py.core.errors import UserError
 from crossbow_py.models import MLP
-
-
-def test_parameters_of_the_default_on_mnist_match_the_hand_count() -> None:
-    model = MLP().build((1, 28, 28), 10)
-    expected = (784 * 256 + 256) + (256 * 256 + 256) + (256 * 10 + 10)
-    assert sum(parameter.numel() for parameter in model.parameters()) == expected == 269_322
 
 
 def test_forward_of_chosen_weights_equals_numbers_worked_out_by_hand() -> None:
@@ -37,8 +29,3 @@ def test_no_hidden_layers_is_logistic_regression() -> None:
 def test_dropout_when_set_follows_every_hidden_layer() -> None:
     model = MLP(hidden=(4, 4), dropout=0.5).build((8,), 2)
     assert [module.p for module in model if isinstance(module, nn.Dropout)] == [0.5, 0.5]
-
-
-def test_a_layer_without_units_is_refused() -> None:
-    with pytest.raises(UserError, match=r"model\.hidden must be at least 1, got 0"):
-        MLP(hidden=(16, 0))

@@ -115,10 +115,16 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=["journal:{}/a", "sqlite:///{}/a.db"])
-def address(request: pytest.FixtureRequest, database: Path, tmp_path: Path) -> str:
+def new_address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of a storage of either kind, which is not there yet."""
+    return str(request.param).format(tmp_path)
+
+
+@pytest.fixture
+def address(new_address: str, database: Path, tmp_path: Path) -> str:
     """Of a storage of either kind, empty."""
     shutil.copy(database, tmp_path / "a.db")
-    return str(request.param).format(tmp_path)
+    return new_address
 
 
 @pytest.fixture

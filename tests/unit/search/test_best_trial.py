@@ -21,12 +21,13 @@ from crossbow_py.search import outcome
 from crossbow_py.search.events import BestTrial
 from crossbow_py.search.hyperband import Segment
 from crossbow_py.search.outcome import Leader, LeaderRun, find_leader, kept_best, lock_of
+from crossbow_py.search.packs import trial_registry
 from crossbow_py.search.packs.slots import Slot
 from crossbow_py.search.study.states import TrialStates
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.train.checkpoints.weights import load_weights
 from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator
-from tests.unit.search.tiny_search import CHOICES, LOSS, Setting, lost, never
+from tests.unit.search.tiny_search import Setting, lost, never
 
 
 def test_best_trial_is_measured_on_the_test_data_and_written(setting: Setting, tmp_path: Path) -> None:
@@ -39,7 +40,7 @@ def test_best_trial_is_measured_on_the_test_data_and_written(setting: Setting, t
         return LeaderRun(setting.trial(leader.trial, leader.params), "train it", "seed: 1\n")
 
     find = partial(find_leader, setting.rules(), setting.study())
-    found, _ = kept_best(find, run_of, search.registry.data, search.states, CHOICES, LOSS, best_folder)
+    found, _ = kept_best(find, run_of, search.registry, search.states, best_folder)
     assert found is not None
     assert (found.trial, found.epochs, found.seed) == (setting.best(), 9, setting.best())
     assert found.command == "train it" and found.params.keys() == {"batch_size", "optimizer.learning_rate"}
@@ -56,8 +57,7 @@ def test_best_trial_of_a_search_without_any_value_is_nobody(setting: Setting, tm
         raise AssertionError("there is nothing to train")
 
     search = setting.search()
-    data = search.registry.data
-    assert kept_best(lambda: None, run_of, data, search.states, CHOICES, LOSS, tmp_path / "best") == (None, 0.0)
+    assert kept_best(lambda: None, run_of, search.registry, search.states, tmp_path / "best") == (None, 0.0)
     assert not (tmp_path / "best").exists()
     search.close()
 
@@ -83,7 +83,7 @@ def kept(setting: Setting, tmp_path: Path) -> Keep:
         def run_of(leader: Leader) -> LeaderRun:
             return LeaderRun(setting.trial(leader.trial, leader.params), "train it", config.format(leader.value))
 
-        found, seconds = kept_best(find, run_of, search.registry.data, states, CHOICES, LOSS, tmp_path / "best")
+        found, seconds = kept_best(find, run_of, search.registry, states, tmp_path / "best")
         assert found is not None
         return found, seconds
 
@@ -155,7 +155,7 @@ def test_best_trial_is_tested_with_as_many_samples_as_memory_holds(kept: Keep, m
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(outcome, "_evaluator"), (Evaluator, "module"), (Evaluator, "evaluate"), (outcome, "save_weights")],
+    [(trial_registry, "Evaluator"), (Evaluator, "module"), (Evaluator, "evaluate"), (outcome, "save_weights")],
 )
 @pytest.mark.usefixtures("as_on_cuda")
 def test_device_that_is_lost_while_the_best_trial_is_tested_says_so(

@@ -84,9 +84,11 @@ def test_folder_that_cannot_be_locked_is_refused() -> None:
         open_search_folder(config())
 
 
-@pytest.mark.parametrize("status", [None, "running", "stopped", "terminated", "interrupted"])
-def test_folder_of_auto_is_one_that_was_begun_however_it_was_left(status: str | None) -> None:
-    path = begun(status=status)
+@pytest.mark.parametrize("report", ['{"status": "stopped"}', '{"status": "fini', None])
+def test_folder_of_auto_is_one_that_was_begun_however_it_was_left(report: str | None) -> None:
+    path = begun()
+    if report is not None:
+        (path / "search.json").write_text(report)
     assert open_search_folder(config()) == SearchFolder(path, is_known=True)
 
 
@@ -106,12 +108,6 @@ def test_finished_search_in_a_storage_of_its_own_is_gone_back_to(changes: dict[s
     path = begun(status="finished", **kept)
     found = open_search_folder(config(**{**kept, **changes}))
     assert (found.is_known, found.path == path) == (is_known, is_known)
-
-
-def test_folder_of_auto_passes_over_one_whose_report_is_torn() -> None:
-    path = begun()
-    (path / "search.json").write_text('{"status": "fini')
-    assert open_search_folder(config()).path == path
 
 
 def test_folder_without_resume_is_always_new() -> None:
@@ -242,22 +238,16 @@ def test_search_that_is_taken_back_while_another_would_join_begins_anew(
     assert not found[0].is_known and (found[0].path / "config.yaml").exists()
 
 
-def test_search_that_begins_where_one_was_joined_is_taken_back_alone() -> None:
+def test_refused_search_leaves_what_was_in_a_folder_before_but_not_that_another_joined() -> None:
     open_search_folder(config(output_dir="mine"))
     joined = open_search_folder(config(output_dir="mine"))
     (joined.path / "config.yaml").unlink()
+    (joined.path / "notes.txt").write_text("mine")
     refuse(open_search_folder(config(output_dir="mine")), UserError("a mistake"))
-    assert list(joined.path.iterdir()) == []
+    assert [path.name for path in joined.path.iterdir()] == ["notes.txt"]
 
 
-def test_refused_search_leaves_what_was_in_a_folder_before() -> None:
-    Path("mine").mkdir()
-    Path("mine/notes.txt").write_text("mine")
-    refuse(open_search_folder(config(output_dir="mine")), UserError("a mistake"))
-    assert [path.name for path in Path("mine").iterdir()] == ["notes.txt"]
-
-
-def test_search_that_others_began_or_that_has_measured_trials_is_kept_when_refused() -> None:
+def test_search_of_others_or_with_measured_trials_or_without_a_mistake_is_kept() -> None:
     begun_by_others = begun()
     refuse(SearchFolder(begun_by_others, is_known=True), UserError("a mistake"))
     assert (begun_by_others / "config.yaml").exists()
@@ -265,9 +255,6 @@ def test_search_that_others_began_or_that_has_measured_trials_is_kept_when_refus
     (measured.path / TRIALS_FOLDER).mkdir()
     refuse(measured, UserError("the disk is full"))
     assert (measured.path / "config.yaml").exists()
-
-
-def test_search_that_ends_with_what_is_no_mistake_is_kept() -> None:
-    folder = open_search_folder(config(output_dir="new"))
-    refuse(folder, SearchError("the storage is gone"))
-    assert (folder.path / "config.yaml").exists()
+    ended = open_search_folder(config(output_dir="new"))
+    refuse(ended, SearchError("the storage is gone"))  # no mistake
+    assert (ended.path / "config.yaml").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,22 +22,30 @@ from crossbow_py.search.packs import slots, trial_registry
 from crossbow_py.search.packs.pack import Pack
 from crossbow_py.search.packs.policies import Policy
 from tests.unit.search.study.shared_studies import why_failed
-from tests.unit.search.tiny_search import ONE_SIZE, Setting, let_leases_end, never, one_round
+from tests.unit.search.tiny_search import ONE_SIZE, Setting, finished, let_leases_end, never, one_round, watch
 
 
-class Breaking(nn.Module):
-    """A linear model that raises once its weights have moved."""
+class Breaking(nn.Linear):
+    """A model that raises once its weights have moved."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
+        super().__init__(4, 3)
         self.register_buffer("rounds", torch.zeros((), dtype=torch.int64))
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.rounds += 1
         if self.training and self.rounds > 3:
             raise ArithmeticError("three rounds are enough")
-        return self.linear(inputs)  # type: ignore[no-any-return]
+        return super().forward(inputs)
+
+
+class Unmeasurable(nn.Linear):
+    """Which raises in evaluation, but for the two samples it is tried on."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.training and len(inputs) > 2:
+            raise ArithmeticError("no evaluation")
+        return super().forward(inputs)
 
 
 def test_search_keeps_the_top_third_of_every_rung_and_runs_no_segment_twice(setting: Setting) -> None:
@@ -53,10 +62,7 @@ def test_search_keeps_the_top_third_of_every_rung_and_runs_no_segment_twice(sett
 def test_every_policy_finds_the_same_values(setting: Setting, policy: Policy, tmp_path: Path) -> None:
     setting.policy = policy
     assert setting.search().run(never)
-    other = Setting(tmp_path / "others" / "trials", width=1)
-    assert other.search().run(never)
-    ours, theirs = setting.study().results(), other.study().results()
-    assert ours.keys() == theirs.keys() and all(ours[each] == pytest.approx(theirs[each]) for each in ours)
+    assert setting.study().results() == pytest.approx(finished(tmp_path / "others", width=1).study().results())
 
 
 def test_trials_of_two_batch_sizes_run_side_by_side_each_with_batches_of_its_size(
@@ -64,15 +70,13 @@ def test_trials_of_two_batch_sizes_run_side_by_side_each_with_batches_of_its_siz
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # of packs there are no more than cores
     seen: list[set[int]] = []
-    advance = slots.advance
 
-    def spied(packs: Any, *args: Any, **kwargs: Any) -> Any:
+    def look(packs: Sequence[Pack], *_: Any) -> None:
         sizes = [{member.settings.batch_size for member in pack.members} for pack in packs]
         assert all(size == {pack.feed.batch_size} for size, pack in zip(sizes, packs, strict=True))
         seen.append(set().union(*sizes))
-        return advance(packs, *args, **kwargs)
 
-    monkeypatch.setattr(slots, "advance", spied)
+    watch(monkeypatch, slots, "advance", look)
     assert setting.search().run(never)
     assert {4, 8} in seen
 
@@ -82,25 +86,16 @@ def test_hyperband_interleaves_brackets_so_that_packs_stay_full(
 ) -> None:
     setting.method, setting.space, setting.num_trials = "hyperband", ONE_SIZE, 17
     rows: list[int] = []
-    advance = slots.advance
-
-    def spied(packs: Any, *args: Any, **kwargs: Any) -> Any:
-        rows.append(sum(len(pack.members) for pack in packs))
-        return advance(packs, *args, **kwargs)
-
-    monkeypatch.setattr(slots, "advance", spied)
+    watch(monkeypatch, slots, "advance", lambda packs, *_: rows.append(sum(len(pack.members) for pack in packs)))
     assert setting.search().run(never)
-    states = {
-        where.state for where in standing(setting.rules().brackets, setting.study().results(), maximize=True).values()
-    }
-    assert states == {TrialState.PRUNED, TrialState.COMPLETE}
+    found = standing(setting.rules().brackets, setting.study().results(), maximize=True).values()
+    assert {where.state for where in found} == {TrialState.PRUNED, TrialState.COMPLETE}
     first_narrow = next(number for number, count in enumerate(rows) if count < 4)
     assert first_narrow > len(rows) // 2  # only when little is left
 
 
 def test_killed_search_repeats_no_finished_rung_and_finds_the_same_best(setting: Setting, tmp_path: Path) -> None:
-    whole = Setting(tmp_path / "whole" / "trials")
-    assert whole.search().run(never)
+    whole = finished(tmp_path / "whole")
     for after in (1, 3, 4):  # the process ends without a word: no release, no close
         stopped_at = len(setting.finished) + after
         search = setting.search(setting.study(f"worker {after}"))
@@ -110,9 +105,8 @@ def test_killed_search_repeats_no_finished_rung_and_finds_the_same_best(setting:
         let_leases_end(search)
     assert setting.search(setting.study("last")).run(never)
     assert len(setting.finished) == len(set(setting.finished)) == 13
-    ours, theirs = setting.study().results(), whole.study().results()
-    assert setting.best() == whole.best() and ours.keys() == theirs.keys()
-    assert all(ours[each] == pytest.approx(theirs[each]) for each in ours)
+    assert setting.best() == whole.best()
+    assert setting.study().results() == pytest.approx(whole.study().results())
 
 
 def test_stopped_search_gives_back_what_it_held(setting: Setting) -> None:
@@ -126,8 +120,7 @@ def test_stopped_search_gives_back_what_it_held(setting: Setting) -> None:
 def test_stopped_search_goes_on_in_the_middle_of_its_segments(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    whole = Setting(tmp_path / "whole" / "trials", space=ONE_SIZE)
-    assert whole.search().run(never)
+    whole = finished(tmp_path / "whole", space=ONE_SIZE)
     setting.space = ONE_SIZE
     monkeypatch.setattr(slots, "advance", one_round)
     samples, turns = 0, iter(range(10_000))
@@ -163,9 +156,7 @@ def test_search_killed_within_long_segments_goes_on_where_they_were_kept(
 def test_workers_that_live_take_their_share_of_a_rung_each(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     setting.space, setting.width = ONE_SIZE, 9
     alone: list[bool] = []
-    measured = trial_registry.measured_width
-    noted = lambda *args: alone.append(args[-1].is_alone) or measured(*args)  # noqa: E731
-    monkeypatch.setattr(trial_registry, "measured_width", noted)
+    watch(monkeypatch, trial_registry, "measured_width", lambda *args: alone.append(args[-1].is_alone))
     other = setting.study("other")
     other.renew()  # it lives
     search = setting.search(setting.study("first"))
@@ -196,13 +187,11 @@ def test_workers_on_other_hosts_share_the_trials_and_are_no_company_while_packs_
 def test_promoted_trials_whose_files_are_elsewhere_are_left_to_others_while_there_is_something_else(
     setting: Setting, tmp_path: Path
 ) -> None:
-    setting.method, setting.space, setting.width = "hyperband", ONE_SIZE, 5
-    setting.num_trials = 9 + 5
+    setting.method, setting.space, setting.width, setting.num_trials = "hyperband", ONE_SIZE, 5, 9 + 5
     assert not setting.search().run(lambda: len(setting.finished) >= 9)  # the first rung of the first bracket
     promoted = {each.trial for each in ready(setting.rules().brackets, setting.study().results(), maximize=True)[:3]}
-    here, there = setting.search(setting.study("here")), Setting(tmp_path / "there")
-    there.method, there.space, there.width, there.num_trials = "hyperband", ONE_SIZE, 5, 14
-    elsewhere = there.search(setting.study("there"))
+    here = setting.search(setting.study("here"))
+    elsewhere = replace(setting, folder=tmp_path / "there").search(setting.study("there"))
     for search in (elsewhere, here):
         search.results = search.study.results()
     assert {segment.trial for segment, _ in here._waiting(waiting_segments(here))[:3]} == promoted
@@ -214,15 +203,13 @@ def test_signal_while_packs_are_measured_ends_the_search_before_it_trains(
 ) -> None:
     setting.width = 9
     signals: list[str] = []
-    measured = trial_registry.measured_width
     asked: list[bool] = []
 
-    def signalled(*args: Any) -> Any:
+    def signal(*args: Any) -> None:
         signals.append("SIGTERM")
         asked.append(args[-1].stopped())
-        return measured(*args)
 
-    monkeypatch.setattr(trial_registry, "measured_width", signalled)
+    watch(monkeypatch, trial_registry, "measured_width", signal)
     search = setting.search()
     assert not search.run(lambda: bool(signals))
     assert asked[0] and search.study.held == () and search.spent.samples == 0
@@ -247,13 +234,11 @@ def test_streamed_samples_are_shared_by_trials_that_are_at_the_same_ones(
 ) -> None:
     setting.space, setting.method, setting.num_trials, setting.streams = ONE_SIZE, "hyperband", 22, True
     starts: list[set[int]] = []
-    step = Pack.step
 
-    def counted(pack: Pack) -> bool:
+    def look(pack: Pack) -> None:
         starts.append({member.samples_seen for member in pack.members if not member.is_over})
-        return step(pack)
 
-    monkeypatch.setattr(Pack, "step", counted)
+    watch(monkeypatch, Pack, "step", look)
     assert setting.search().run(never)
     assert max(map(len, starts)) == 1
     assert len(setting.finished) == len(set(setting.finished))
@@ -280,27 +265,34 @@ def test_two_workers_share_the_trials_and_train_none_twice(setting: Setting) -> 
     assert len(workers) == 2
 
 
-def test_trial_that_raises_fails_with_its_reason_and_the_others_go_on(setting: Setting) -> None:
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Breaking, "ArithmeticError: three rounds are enough"),
+        (partial(Unmeasurable, 4, 3), "its evaluation failed: ArithmeticError: no evaluation"),
+    ],
+)
+def test_trial_that_raises_fails_with_its_reason_and_the_others_go_on(
+    setting: Setting, make: Callable[[], nn.Module], reason: str
+) -> None:
     setting.space = ONE_SIZE
-    setting.make = lambda trial: Breaking if trial == 2 else partial(nn.Linear, 4, 3)
+    setting.make = lambda trial: make if trial in (1, 2) else partial(nn.Linear, 4, 3)
     assert setting.search().run(never)
-    assert why_failed(setting.study()) == {2: "ArithmeticError: three rounds are enough"}
+    assert why_failed(setting.study()) == {1: reason, 2: reason}
     states = [record.state for record in trial_records(setting.rules(), setting.study())]
-    assert states.count(TrialState.FAILED) == 1 and states.count(TrialState.COMPLETE) == 1
+    assert states.count(TrialState.FAILED) == 2 and states.count(TrialState.COMPLETE) == 1
 
 
 def test_trial_that_raises_in_a_pack_is_found_by_training_each_alone(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting.space = ONE_SIZE
-    step = Pack.step
 
-    def failing(pack: Pack) -> bool:
+    def fail(pack: Pack) -> None:
         if any(member.trial == 1 for member in pack.members):
             raise LearnerError("learning(1)", 0, "learner 1", ArithmeticError("odd")) from ArithmeticError("odd")
-        return step(pack)
 
-    monkeypatch.setattr(Pack, "step", failing)
+    watch(monkeypatch, Pack, "step", fail)
     assert setting.search().run(never)
     assert why_failed(setting.study()) == {1: "ArithmeticError: odd"}
     assert any("one at a time" in message for message in setting.messages)
@@ -315,15 +307,13 @@ def test_trial_whose_settings_are_refused_fails_and_the_others_go_on(setting: Se
 
 
 def test_state_that_is_lost_is_trained_again_from_the_beginning(setting: Setting, tmp_path: Path) -> None:
-    whole = Setting(tmp_path / "whole" / "trials")
-    assert whole.search().run(never)
+    whole = finished(tmp_path / "whole")
     search = setting.search()
     assert not search.run(lambda: len(setting.finished) >= 9)
     for state in setting.folder.glob("*/*.pt"):
         state.write_bytes(b"torn")
     assert setting.search().run(never)
-    ours, theirs = setting.study().results(), whole.study().results()
-    assert all(ours[each] == pytest.approx(theirs[each]) for each in theirs)
+    assert setting.study().results() == pytest.approx(whole.study().results())
     assert any("trained from its beginning" in message for message in setting.messages)
 
 
@@ -349,23 +339,6 @@ def test_segments_that_others_took_leave_their_rows_and_the_search_goes_on(
     assert search.run(never) and len(lost) == 2
     assert len(setting.finished) == len(set(setting.finished)) == 13
     assert any("taken over" in message for message in setting.messages)
-
-
-class Unmeasurable(nn.Linear):
-    """Which raises in evaluation, but for the two samples it is tried on."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if not self.training and len(inputs) > 2:
-            raise ArithmeticError("no evaluation")
-        return super().forward(inputs)
-
-
-def test_trial_that_raises_in_evaluation_fails_and_the_others_go_on(setting: Setting) -> None:
-    setting.space = ONE_SIZE
-    setting.make = lambda trial: partial(Unmeasurable, 4, 3) if trial in (1, 3) else partial(nn.Linear, 4, 3)
-    assert setting.search().run(never)
-    reason = "its evaluation failed: ArithmeticError: no evaluation"
-    assert why_failed(setting.study()) == {1: reason, 3: reason}
 
 
 def test_model_whose_validation_loss_is_not_finite_fails_though_it_has_an_accuracy(
@@ -396,12 +369,6 @@ def test_packs_on_a_cpu_are_no_more_than_its_cores(setting: Setting, monkeypatch
     setting.make = lambda trial: partial(nn.Linear, 4, 3, bias=trial % 2 == 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     counts: list[int] = []
-    advance = slots.advance
-
-    def spied(packs: Any, *args: Any, **kwargs: Any) -> Any:
-        counts.append(len(packs))
-        return advance(packs, *args, **kwargs)
-
-    monkeypatch.setattr(slots, "advance", spied)
+    watch(monkeypatch, slots, "advance", lambda packs, *_: counts.append(len(packs)))
     assert setting.search().run(never)
     assert 1 < max(counts) <= 3

@@ -14,11 +14,15 @@ from crossbow_py.search.packs.pack import Pack
 from crossbow_py.train.evaluation import evaluator
 from crossbow_py.train.evaluation.evaluator import Evaluator
 from tests.unit.search.study.shared_studies import why_failed
-from tests.unit.search.tiny_search import LOST, ONE_SIZE, Setting, lost, never, one_round
+from tests.unit.search.tiny_search import LOST, ONE_SIZE, Setting, lost, never, one_round, watch
 
 
 def lost_in_a_loss(*_: Any, **__: Any) -> Any:
     raise UserError("the model cannot take the training data") from RuntimeError(LOST)
+
+
+def short(*_: Any) -> Any:
+    raise MemoryError
 
 
 def lost_samples(*_: Any, **__: Any) -> Any:
@@ -37,7 +41,7 @@ def lost_samples(*_: Any, **__: Any) -> Any:
         (Pack, "evaluate", lost),
         (Pack, "checkpoint", lost),
         (Pack, "evaluate", lost_samples),
-        (slots, "Evaluator", lost),
+        (trial_registry, "Evaluator", lost),
     ],
 )
 @pytest.mark.usefixtures("as_on_cuda")
@@ -70,9 +74,6 @@ def test_device_that_is_lost_when_a_stop_keeps_segments_says_so(
 def test_device_that_is_lost_while_packs_make_room_for_evaluation_ends_the_search(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
-    def short(*_: Any) -> Any:
-        raise MemoryError
-
     with monkeypatch.context() as patched:
         patched.setattr(Evaluator, "evaluate", short)
         patched.setattr(owner, name, lost)
@@ -85,9 +86,6 @@ def test_device_that_is_lost_while_packs_make_room_for_evaluation_ends_the_searc
 def test_device_that_is_lost_as_a_pack_has_failed_ends_the_search(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def short(_: Pack) -> bool:
-        raise MemoryError
-
     monkeypatch.setattr(Pack, "step", short)
     monkeypatch.setattr(search_module, "free_memory", lost)
     with pytest.raises(DeviceLostError, match="device-side assert"):
@@ -97,13 +95,12 @@ def test_device_that_is_lost_as_a_pack_has_failed_ends_the_search(
 def test_trial_on_a_cpu_whose_model_says_what_cuda_says_fails_alone(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setting.space, step = ONE_SIZE, Pack.step
+    setting.space = ONE_SIZE
 
-    def failing(pack: Pack) -> bool:
+    def fail(pack: Pack) -> None:
         if any(member.trial == 1 for member in pack.members):
             raise RuntimeError("misaligned address")
-        return step(pack)
 
-    monkeypatch.setattr(Pack, "step", failing)
+    watch(monkeypatch, Pack, "step", fail)
     assert setting.search().run(never)
     assert why_failed(setting.study()) == {1: "RuntimeError: misaligned address"}

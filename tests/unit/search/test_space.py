@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.trial import FixedTrial
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.search.space import Space, Value, contains, parse_parameter
+from crossbow_py.search.space import Space, Value, parse_parameter
 
 # Momentum only with sgd, Nesterov's only with some momentum; conditions are written before what they name.
 NESTED: Mapping[str, Any] = {
@@ -36,18 +35,6 @@ def test_space_puts_parameters_after_those_their_conditions_name_and_keeps_the_r
     assert keys(Space.from_mapping({key: [1, 2] for key in "dacb"})) == list("dacb")
 
 
-def test_conditional_parameter_is_asked_for_only_where_it_exists() -> None:
-    space = Space.from_mapping(NESTED)
-    for fixed, asked in (
-        ({"optimizer": "adam", "batch_size": 16}, {"optimizer", "batch_size"}),
-        ({"optimizer": "sgd", "momentum": 0, "batch_size": 32}, {"optimizer", "momentum", "batch_size"}),
-        ({"optimizer": "sgd", "momentum": 0.9, "batch_size": 32, "nesterov": True}, set(NESTED)),
-    ):
-        trial = FixedTrial(fixed)
-        assert space.suggest(trial) == fixed
-        assert set(trial.params) == asked
-
-
 def test_optuna_study_draws_from_a_nested_space_what_its_conditions_allow() -> None:
     space = Space.from_mapping(NESTED)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
@@ -63,18 +50,6 @@ def test_optuna_study_draws_from_a_nested_space_what_its_conditions_allow() -> N
 def test_grid_has_every_combination_once_and_the_last_parameter_changes_fastest() -> None:
     space = Space.from_mapping({"a": [1, 2], "b": {"low": 0.1, "high": 0.3, "num": 3}})
     assert space.grid() == [{"a": a, "b": b} for a in (1, 2) for b in (0.1, 0.2, 0.3)]
-
-
-def test_grid_of_a_nested_space_has_conditional_parameters_only_where_they_exist() -> None:
-    grid = Space.from_mapping(NESTED).grid()
-    # adam: 2 batch sizes. sgd: momentum 0 with 2; momentum 0.5 and 0.9 with 2 batch sizes and 2 of nesterov each.
-    expected = [{"optimizer": "adam", "batch_size": size} for size in (16, 32)]
-    expected += [{"optimizer": "sgd", "momentum": 0, "batch_size": size} for size in (16, 32)]
-    expected += [
-        {"optimizer": "sgd", "momentum": momentum, "batch_size": size, "nesterov": nesterov}
-        for momentum, size, nesterov in itertools.product((0.5, 0.9), (16, 32), (False, True))
-    ]
-    assert len(grid) == 12 and sorted(map(json.dumps, grid)) == sorted(map(json.dumps, expected))
 
 
 def test_grid_leaves_out_what_waits_for_a_value_that_is_no_point_of_it() -> None:
@@ -93,12 +68,6 @@ def test_grid_of_ten_thousand_points_is_the_largest() -> None:
         Space.from_mapping({"a": {"low": 1, "high": 2**50}}).grid()
 
 
-def test_grid_over_a_range_without_points_is_refused_by_name() -> None:
-    space = Space.from_mapping({"a": [1, 2], "optimizer.learning_rate": {"low": 0.1, "high": 1.0}})
-    with pytest.raises(UserError, match="optimizer.learning_rate must have num, step or choices for a grid"):
-        space.grid()
-
-
 # --- corners ----------------------------------------------------------------------------------------------------------
 
 
@@ -109,20 +78,6 @@ def test_corners_set_every_end_and_choice_in_as_many_assignments_as_the_longest_
         {"lr": 0.5, "size": 32, "n": 2},
         {"lr": 0.001, "size": 64, "n": 1},
     ]
-
-
-def test_corners_of_a_nested_space_reach_what_exists_only_under_conditions() -> None:
-    corners = Space.from_mapping(NESTED).corners()
-    grid = Space.from_mapping(NESTED).grid()
-    assert all(corner in grid for corner in corners)
-    for key, values in (
-        ("optimizer", {"sgd", "adam"}),
-        ("momentum", {0, 0.5, 0.9}),
-        ("batch_size", {16, 32}),
-        ("nesterov", {False, True}),
-    ):
-        assert {corner[key] for corner in corners if key in corner} == values
-    assert len(corners) <= 5
 
 
 def test_corners_reach_what_waits_for_a_number_inside_a_range() -> None:
@@ -247,27 +202,6 @@ def test_space_as_plain_values_survives_json_and_tells_other_spaces_apart() -> N
     assert Space.from_mapping(moved).to_plain() != plain
 
 
-class Asked:
-    """Notes what it is asked for, and answers with the upper end or the last choice."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def suggest_float(
-        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
-    ) -> float:
-        self.calls.append(("float", name, low, high, step, log))
-        return high
-
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        self.calls.append(("int", name, low, high, step, log))
-        return high
-
-    def suggest_categorical(self, name: str, choices: Sequence[Value]) -> Value:
-        self.calls.append(("categorical", name, tuple(choices)))
-        return choices[-1]
-
-
 def shown(values: Sequence[Any]) -> list[str]:
     """With their types, as 1 == 1.0 == True."""
     return [repr(value) for value in values]
@@ -277,48 +211,26 @@ def shown(values: Sequence[Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("plain", "call"),
+    ("plain", "distribution"),
     [
-        ({"low": 0.1, "high": 0.5}, ("float", "x", 0.1, 0.5, None, False)),
-        ({"low": 0, "high": 0.5}, ("float", "x", 0.0, 0.5, None, False)),
-        ({"low": 1e-3, "high": 1.0, "log": True}, ("float", "x", 1e-3, 1.0, None, True)),
-        ({"low": 0, "high": 1, "step": 0.25}, ("float", "x", 0.0, 1.0, 0.25, False)),
-        ({"low": 1, "high": 64}, ("int", "x", 1, 64, 1, False)),
-        ({"low": 1, "high": 64, "log": True, "num": 7}, ("int", "x", 1, 64, 1, True)),
-        ({"low": 16, "high": 64, "step": 16}, ("int", "x", 16, 64, 16, False)),
-        ({"low": -3, "high": 0}, ("int", "x", -3, 0, 1, False)),
-        ({"choices": ["a", None, True, 2, 0.5]}, ("categorical", "x", ("a", None, True, 2, 0.5))),
-        (["sgd", "adam"], ("categorical", "x", ("sgd", "adam"))),
+        ({"low": 0.1, "high": 0.5}, FloatDistribution(0.1, 0.5)),
+        ({"low": 0, "high": 0.5}, FloatDistribution(0.0, 0.5)),
+        ({"low": 1e-3, "high": 1.0, "log": True}, FloatDistribution(1e-3, 1.0, log=True)),
+        ({"low": 0, "high": 1, "step": 0.25}, FloatDistribution(0.0, 1.0, step=0.25)),
+        ({"low": 1, "high": 64}, IntDistribution(1, 64)),
+        ({"low": 1, "high": 64, "log": True, "num": 7}, IntDistribution(1, 64, log=True)),
+        ({"low": 16, "high": 64, "step": 16}, IntDistribution(16, 64, step=16)),
+        ({"low": -3, "high": 0}, IntDistribution(-3, 0)),
+        ({"choices": ["a", None, True, 2, 0.5]}, CategoricalDistribution(["a", None, True, 2, 0.5])),
+        (["sgd", "adam"], CategoricalDistribution(["sgd", "adam"])),
     ],
 )
-def test_parameter_asks_for_its_kind_of_value_under_its_key(plain: Any, call: tuple[Any, ...]) -> None:
-    asked = Asked()
-    value = parse_parameter("x", plain).suggest(asked)
-    assert shown(asked.calls[0]) == shown(call) and len(asked.calls) == 1
-    assert value == (call[2][-1] if call[0] == "categorical" else call[3])
-
-
-def test_optuna_takes_every_kind_of_parameter_and_draws_within_it() -> None:
-    kinds = {
-        "float": ({"low": 0.1, "high": 0.5, "log": True}, FloatDistribution(0.1, 0.5, log=True)),
-        "stepped": ({"low": 0.1, "high": 0.7, "step": 0.2}, FloatDistribution(0.1, 0.7, step=0.2)),
-        "int": ({"low": 2, "high": 8, "step": 3}, IntDistribution(2, 8, step=3)),
-        "choice": ([None, "a", 3, False], CategoricalDistribution([None, "a", 3, False])),
-    }
+def test_parameter_asks_optuna_for_its_kind_of_value_under_its_key(plain: Any, distribution: Any) -> None:
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
-    for _ in range(10):
+    for _ in range(5):
         trial = study.ask()
-        values = {key: parse_parameter(key, plain).suggest(trial) for key, (plain, _) in kinds.items()}
-        assert trial.params == values
-        assert trial.distributions == {key: distribution for key, (_, distribution) in kinds.items()}
-        assert values["int"] in (2, 5, 8)
-
-
-def test_optuna_fixed_trial_accepts_every_point_of_a_grid() -> None:
-    for plain in ({"low": 0.1, "high": 0.7, "step": 0.2}, {"low": 1e-4, "high": 1.0, "log": True, "num": 5}, [1, "b"]):
-        parameter = parse_parameter("x", plain)
-        for point in parameter.points():
-            assert parameter.suggest(FixedTrial({"x": point})) == point
+        value = parse_parameter("x", plain).suggest(trial)
+        assert (trial.params, trial.distributions) == ({"x": value}, {"x": distribution})
 
 
 # --- points of a grid -------------------------------------------------------------------------------------------------
@@ -344,9 +256,9 @@ def test_points_are_spread_as_the_range_says_with_both_ends_exact(plain: Any, po
 
 
 @pytest.mark.parametrize("plain", [{"low": 0.1, "high": 0.5}, {"low": 1, "high": 8, "log": True}])
-def test_points_of_a_range_that_says_no_distance_are_refused(plain: Any) -> None:
+def test_grid_over_a_range_that_says_no_distance_is_refused_by_name(plain: Any) -> None:
     with pytest.raises(UserError, match="space: x must have num, step or choices for a grid, got none of them; say"):
-        parse_parameter("x", plain).points()
+        Space.from_mapping({"a": [1, 2], "x": plain}).grid()
 
 
 @given(
@@ -390,11 +302,6 @@ def test_parameter_with_conditions_exists_where_all_of_them_hold() -> None:
     assert parameter.exists({"a": "q", "b": True, "c": 0})
     for values in ({"a": "q"}, {"a": "r", "b": True}, {"a": "p", "b": 1}, {"a": "p", "b": False}, {}):
         assert not parameter.exists(values)
-
-
-def test_true_is_not_one_among_values() -> None:
-    assert contains((1, "a"), 1) and contains((1, "a"), 1.0) and contains((None,), None)
-    assert not contains((1, 0), True) and not contains((True,), 1) and not contains((), None)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

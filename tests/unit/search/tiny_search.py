@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -30,7 +31,6 @@ from tests.trainers import blobs
 SPACE = Space.from_mapping({"optimizer.learning_rate": {"low": 1e-4, "high": 1.0, "log": True}, "batch_size": [4, 8]})
 ONE_SIZE = Space.from_mapping({"optimizer.learning_rate": {"low": 1e-4, "high": 1.0, "log": True}})
 CHOICES = Choices(torch.device("cpu"), FP32, "serial")
-LOSS = nn.functional.cross_entropy
 
 
 @dataclass
@@ -57,15 +57,9 @@ class Setting:
     def study(self, worker: str = "worker") -> SharedStudy:
         self.folder.parent.mkdir(exist_ok=True)
         study = SharedStudy(
-            f"journal:{self.folder.parent / 'search.journal'}",
-            "tiny",
-            sampler="random",
-            space=self.space,
-            seed=1,
-            maximize=True,
-            worker=worker,
-            lease_s=30,
-        )
+            f"journal:{self.folder.parent / 'search.journal'}", "tiny", sampler="random", space=self.space, seed=1,
+            maximize=True, worker=worker, lease_s=30,
+        )  # fmt: skip
         study.open({"tiny": 1})
         return study
 
@@ -74,7 +68,7 @@ class Setting:
         assert isinstance(feed, ResidentFeed)
         validation, test = make_feed(blobs(30), 1), make_feed(blobs(21), 1)
         data = SearchData(feed.with_batch_size, 40, validation, test, (3, True), self.streams)
-        return TrialRegistry(self.trial, self.space, data, RunSettings(device="cpu"), CHOICES, LOSS, self.width, told)
+        return TrialRegistry(self.trial, self.space, data, RunSettings(device="cpu"), CHOICES, self.width, told)
 
     def trial(self, trial: int, params: Mapping[str, Any]) -> TrialSettings:
         rate = self.rates.get(trial, params["optimizer.learning_rate"])
@@ -85,16 +79,10 @@ class Setting:
         return TrialSettings(trial, model, repr(model), batch, SGD(learning_rate=rate, momentum=0.5), Constant())
 
     def search(self, study: SharedStudy | None = None) -> Search:
-        hooks = SearchHooks(
-            message=self.messages.append,
-            finished=lambda _, segment: self.finished.append(segment),
-            sleep=lambda _: None,
-        )
-        states = TrialStates(self.folder)
-        return Search(
-            self.rules(), study or self.study(), self.registry(self.messages.append), states, RunSettings(device="cpu"),
-            CHOICES, LOSS, hooks,
-        )  # fmt: skip
+        noted = lambda _, segment: self.finished.append(segment)  # noqa: E731
+        hooks = SearchHooks(message=self.messages.append, finished=noted, sleep=lambda _: None)
+        registry = self.registry(self.messages.append)
+        return Search(self.rules(), study or self.study(), registry, TrialStates(self.folder), hooks)
 
     def best(self) -> int | None:
         return best(self.rules().brackets, self.study().results(), maximize=True)
@@ -102,6 +90,24 @@ class Setting:
 
 def never() -> bool:
     return False
+
+
+def watch(patch: pytest.MonkeyPatch, owner: Any, name: str, look: Callable[..., Any]) -> None:
+    """Have `look` see the arguments of every call before it is made; what it raises is raised instead."""
+    inner = getattr(owner, name)
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        look(*args)
+        return inner(*args, **kwargs)
+
+    patch.setattr(owner, name, seen)
+
+
+def finished(folder: Path, **own: Any) -> Setting:
+    """A search that was run to its end by one worker."""
+    setting = Setting(folder / "trials", **own)
+    assert setting.search().run(never)
+    return setting
 
 
 def let_leases_end(search: Search) -> None:
@@ -128,7 +134,3 @@ def lost(*_: Any, **__: Any) -> Any:
 
 def values_of(setting: Setting) -> dict[Segment, Any]:
     return {each: (result.value, result.attrs) for each, result in setting.study().segment_results().items()}
-
-
-def two_architectures(trial: int) -> Callable[[], nn.Module]:
-    return partial(nn.Linear, 4, 3, bias=trial < 3)

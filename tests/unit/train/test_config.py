@@ -86,22 +86,11 @@ def test_experiment_with_another_group_option_leaks_nothing_into_it(experiment: 
 
 
 def test_compose_with_values_sets_them_in_their_own_type() -> None:
-    config = compose(
-        [
-            "batch_size=8",
-            "optimizer.learning_rate=1e-2",
-            "max_epochs=3",
-            "resume=auto",
-            "model=mlp",
-            "model.hidden=[64]",
-        ]
-    , TrainConfig)
+    words = ["batch_size=8", "max_epochs=3", "optimizer.learning_rate=1e-2", "resume=auto", "model=mlp"]
+    config = compose([*words, "model.hidden=[64]"], TrainConfig)
     assert (config.batch_size, config.max_epochs, config.resume) == (8, 3.0, "auto")
     assert config.optimizer.learning_rate == 0.01
     assert config.model == MLP(hidden=(64,))
-
-
-def test_compose_with_a_list_of_rates_gives_each_learner_its_own() -> None:
     assert compose(["optimizer.learning_rate=[0.1,0.2]"], TrainConfig).optimizer.learning_rate == (0.1, 0.2)
 
 
@@ -209,9 +198,8 @@ def quoted(text: str) -> str:
 
 
 def test_config_through_yaml_and_back_is_the_same(tmp_path: Path) -> None:
-    config = compose(
-        ["+experiment=lenet", "optimizer.learning_rate=[0.1,1e-5]", "data.root='/a b/$c'", "max_time_s=60"]
-    , TrainConfig)
+    words = ["+experiment=lenet", "optimizer.learning_rate=[0.1,1e-5]", "data.root='/a b/$c'", "max_time_s=60"]
+    config = compose(words, TrainConfig)
     plain = config_to_mapping(config)
     (tmp_path / "config.yaml").write_text(write_yaml(plain))
     assert read_yaml(tmp_path / "config.yaml") == plain
@@ -225,16 +213,11 @@ def test_read_yaml_of_a_broken_file_is_a_user_error(tmp_path: Path) -> None:
 
 
 def test_expand_sweeps_over_lists_and_ranges_is_their_product() -> None:
-    jobs = expand_sweeps(["+experiment=digits,lenet", "batch_size=8", "seed=range(1,3)"])
-    assert jobs == [
-        (["+experiment=digits", "batch_size=8", "seed=1"], "experiment=digits,seed=1"),
-        (["+experiment=digits", "batch_size=8", "seed=2"], "experiment=digits,seed=2"),
-        (["+experiment=lenet", "batch_size=8", "seed=1"], "experiment=lenet,seed=1"),
-        (["+experiment=lenet", "batch_size=8", "seed=2"], "experiment=lenet,seed=2"),
+    assert expand_sweeps(["+experiment=digits,lenet", "batch_size=8", "seed=range(1,3)"]) == [
+        ([f"+experiment={name}", "batch_size=8", f"seed={seed}"], f"experiment={name},seed={seed}")
+        for name in ("digits", "lenet")
+        for seed in (1, 2)
     ]
-
-
-def test_expand_sweeps_without_one_is_a_single_job() -> None:
     assert expand_sweeps(["seed=3"]) == [(["seed=3"], "")]
 
 

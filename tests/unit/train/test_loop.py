@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from crossbow_py import SGD, SMA, CheckpointSettings, Independent, MultiStep, NonFiniteError
-from crossbow_py.core.errors import LearnerError
+from crossbow_py.core.errors import LearnerError, UserError
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.telemetry.throughput import ThroughputMeter
@@ -130,19 +130,20 @@ def test_max_time_s_counts_training_and_leaves_evaluation_out(monkeypatch):
     assert result.images_per_s == pytest.approx(8.0)
 
 
-def test_target_accuracy_stops_at_the_evaluation_that_reaches_it_and_notes_the_time():
-    result, recorder, _ = run({"target_accuracy": 0.9, "max_epochs": 50}, test_data=blobs(30), optimizer=SLOW)
-    accuracies = [record.test_accuracy for record in recorder.of("epoch")]
-    assert (result.status, result.stop_reason) == ("target_reached", "target_accuracy")
-    assert accuracies[-1] >= 0.9
-    assert all(accuracy < 0.9 for accuracy in accuracies[:-1])
-    assert result.summary.time_to_accuracy_s == pytest.approx(recorder.of("epoch")[-1].elapsed_s)
-
-
-def test_target_loss_stops_at_the_evaluation_that_reaches_it():
-    result, recorder, _ = run({"target_loss": 0.1, "max_epochs": 50}, test_data=blobs(30), optimizer=SLOW)
-    assert (result.status, result.stop_reason) == ("target_reached", "target_loss")
-    assert recorder.of("epoch")[-1].test_loss <= 0.1 < recorder.of("epoch")[-2].test_loss
+@pytest.mark.parametrize(
+    ("target", "reaches"),
+    [
+        ({"target_accuracy": 0.9}, lambda record: record.test_accuracy >= 0.9),
+        ({"target_loss": 0.1}, lambda record: record.test_loss <= 0.1),
+    ],
+)
+def test_target_stops_at_the_evaluation_that_reaches_it_and_its_time_is_noted(target, reaches):
+    result, recorder, _ = run({**target, "max_epochs": 50}, test_data=blobs(30), optimizer=SLOW)
+    records = recorder.of("epoch")
+    assert (result.status, result.stop_reason) == ("target_reached", *target)
+    assert len(records) > 1 and [reaches(record) for record in records] == [False] * (len(records) - 1) + [True]
+    time_s = records[-1].elapsed_s if "target_accuracy" in target else None
+    assert result.summary.time_to_accuracy_s == time_s
 
 
 def test_validation_data_feeds_targets_and_best_and_test_is_measured_once_at_the_end(monkeypatch):
@@ -364,14 +365,6 @@ def test_reseed_clones_the_non_finite_learner_from_z_and_leaves_the_others_bit_u
     assert all(value.isfinite().all() for value in result.model.state_dict().values())
 
 
-def test_reseed_acts_at_the_same_round_whatever_the_executor():
-    options = {"train_data": with_a_nan_at(22), "num_learners": 3, "on_nonfinite": "reseed"}
-    serial, threads = (make_trainer(executor=name, **options).fit(max_epochs=2) for name in EXECUTORS)
-    assert serial.summary.num_reseeded == threads.summary.num_reseeded == 2
-    for ours, reference in zip(threads.model.parameters(), serial.model.parameters(), strict=True):
-        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
-
-
 def test_reseed_with_every_learner_non_finite_stops():
     with pytest.raises(NonFiniteError, match="learner 0 went non-finite in round 0"):
         make_trainer(train_data=with_a_nan_at(slice(None)), on_nonfinite="reseed").fit(max_epochs=1)
@@ -382,10 +375,14 @@ def test_reseed_of_a_learner_that_stays_healthy_changes_nothing():
     assert equal_states(stop.model, reseed.model)
 
 
-def test_reseed_acts_at_the_same_round_wherever_checkpoints_lie(tmp_path):
+def test_reseed_acts_at_the_same_round_wherever_checkpoints_lie_and_whatever_the_executor(tmp_path):
     options = {"train_data": with_a_nan_at(22), "num_learners": 3, "on_nonfinite": "reseed"}
+    serial, threads = (make_trainer(executor=name, **options).fit(max_epochs=2) for name in EXECUTORS)
+    assert serial.summary.num_reseeded == threads.summary.num_reseeded == 2
+    for ours, reference in zip(threads.model.parameters(), serial.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
     often = make_trainer(output_dir=tmp_path, checkpoint=CheckpointSettings(every_s=1e-9), **options)
-    assert equal_states(often.fit(max_epochs=2).model, make_trainer(**options).fit(max_epochs=2).model)
+    assert equal_states(often.fit(max_epochs=2).model, serial.model)
 
 
 def test_target_already_reached_is_not_trained_past():
@@ -405,3 +402,40 @@ def test_listener_whose_file_fails_is_dropped_with_a_message_and_training_goes_o
     assert make_trainer(callbacks=[full, other]).fit(max_epochs=2).status == "finished"
     assert other.of("message") == ["Full stops recording ([Errno 28] No space left on device); training goes on."]
     assert (len(other.of("epoch")), full.calls[-1][0]) == (2, "close")
+
+
+# What is called after every round
+
+
+def test_after_round_is_called_every_round_and_none_changes_nothing():
+    ends = []
+    result = make_trainer().fit(max_rounds=5, after_round=ends.append)
+    assert [(end.images, end.num_learners, end.is_settled) for end in ends] == [(8, 2, True)] * 5
+    assert [end.elapsed_s for end in ends] == sorted(end.elapsed_s for end in ends)
+    assert equal_states(result.model, make_trainer().fit(max_rounds=5).model)
+
+
+def test_after_round_sets_the_number_of_learners_of_auto_and_the_auto_tuner_does_not():
+    trainer, told, wanted = make_trainer(num_learners="auto"), [], iter([None, 3, *[1] * 30])
+
+    def after_round(end):
+        told.append((end.num_learners, end.images, end.is_settled))
+        return next(wanted)
+
+    trainer.fit(max_rounds=30, after_round=after_round)
+    assert told == [(1, 4, False), (1, 4, False), (3, 12, False), *[(1, 4, False)] * 27]
+    assert (trainer.run.bank.num_learners, trainer.run.tuning.state.num_learners) == (1, 1)
+
+
+@pytest.mark.parametrize("num_learners", [2, "auto"])
+@pytest.mark.parametrize("wanted", [0, -1, True, 2.0, "2"])
+def test_after_round_that_returns_no_number_of_learners_is_refused(num_learners, wanted):
+    said = f"after_round must return None or a whole number of learners, at least 1, got {wanted!r}; return None to"
+    with pytest.raises(UserError, match=said):
+        make_trainer(num_learners=num_learners).fit(max_rounds=2, after_round=lambda end: wanted)
+
+
+def test_after_round_may_return_a_fixed_number_but_not_another():
+    assert make_trainer().fit(max_rounds=2, after_round=lambda end: 2).status == "finished"
+    with pytest.raises(UserError, match="only with num_learners=auto, got 3 with num_learners=2; set num_learners=au"):
+        make_trainer().fit(max_rounds=2, after_round=lambda end: 3)

@@ -18,15 +18,13 @@ def outcome(losses, correct, finite):
 
 def test_absorb_averages_losses_over_learners_and_rounds_and_leaves_gated_ones_out():
     state = RunState()
+    assert math.isnan(state.train_loss) and state.train_accuracy(4) is None
     state.absorb(outcome([1.0, 3.0], [2, 4], [True, True]))
     state.absorb(outcome([math.nan, 5.0], [0, 3], [False, True]))
     assert state.train_loss == pytest.approx(3.0)
     assert state.train_accuracy(batch_size=4) == pytest.approx(9 / 12)
-
-
-def test_epoch_without_a_loss_has_no_mean():
-    assert math.isnan(RunState().train_loss)
-    assert RunState().train_accuracy(4) is None
+    state.absorb(outcome([3.0, 3.0], [None, None], [True, True]))  # of a task without classes
+    assert (state.train_loss, state.train_accuracy(4)) == (pytest.approx(3.0), None)
 
 
 def test_note_evaluation_keeps_the_last_the_best_and_the_first_time_at_the_target():
@@ -36,18 +34,9 @@ def test_note_evaluation_keeps_the_last_the_best_and_the_first_time_at_the_targe
         state.note_evaluation(accuracy, 2 * elapsed_s, 0.9)
     assert (state.best_accuracy, state.time_to_accuracy_s) == (0.95, 2.0)
     assert (state.last_accuracy, state.last_loss) == (0.8, 8.0)
-
-
-def test_note_evaluation_without_a_target_takes_no_time():
-    state = RunState()
-    state.note_evaluation(1.0, 0.1, None)
-    assert (state.best_accuracy, state.time_to_accuracy_s) == (1.0, None)
-
-
-def test_absorb_of_a_task_without_classes_has_no_accuracy():
-    state = RunState()
-    state.absorb(outcome([1.0, 3.0], [None, None], [True, True]))
-    assert (state.train_loss, state.train_accuracy(4)) == (2.0, None)
+    untargeted = RunState()
+    untargeted.note_evaluation(1.0, 0.1, None)
+    assert (untargeted.best_accuracy, untargeted.time_to_accuracy_s) == (1.0, None)
 
 
 def test_absorb_notes_gated_learners_once_until_they_are_reseeded():
@@ -62,16 +51,6 @@ def test_close_epoch_counts_every_epoch_passed_and_empties_the_sums(samples_seen
     state = RunState(samples_seen=samples_seen, loss_sum=4.0, num_losses=2, num_correct=3.0)
     state.close_epoch(samples_per_epoch=10)
     assert (state.closed_epochs, state.loss_sum, state.num_losses, state.num_correct) == (closed, 0.0, 0, 0.0)
-
-
-def test_reopened_epoch_goes_on_with_its_sums_and_keeps_what_was_noted_since():
-    state = RunState(samples_seen=14, closed_epochs=1, loss_sum=4.0, num_losses=2, num_correct=3.0)
-    kept = state.open_epoch
-    state.last_accuracy = 0.5
-    state.close_epoch(samples_per_epoch=10)
-    state.reopen_epoch(kept)
-    assert (state.closed_epochs, state.loss_sum, state.num_losses, state.num_correct) == (1, 4.0, 2, 3.0)
-    assert (state.samples_seen, state.last_accuracy) == (14, 0.5)
 
 
 def test_plain_values_come_back_whatever_a_newer_or_older_version_had():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -32,48 +33,49 @@ def test_impossible_condition_is_refused_in_one_sentence(field: str, value: floa
         StopConditions(**{field: value})
 
 
-def test_max_epochs_ends_with_the_first_round_at_or_past_its_sample() -> None:
-    stop = StopConditions(max_epochs=1.5)
-    assert [stop.after_round(seen, 100, 0.0) for seen in (149, 150, 163)] == [None, "max_epochs", "max_epochs"]
+@pytest.mark.parametrize(
+    ("stops", "samples", "seconds", "reason"),
+    [
+        ({"max_epochs": 1.5}, 149, 0.0, None),
+        ({"max_epochs": 1.5}, 150, 0.0, "max_epochs"),
+        ({"max_epochs": 1.5}, 163, 0.0, "max_epochs"),
+        ({"max_epochs": 0.07}, 7, 0.0, "max_epochs"),  # 7.000000000000001 samples in floating point
+        ({"max_samples": 50, "max_time_s": 2.0}, 49, 1.99, None),
+        ({"max_samples": 50, "max_time_s": 2.0}, 50, 0.0, "max_samples"),
+        ({"max_samples": 50, "max_time_s": 2.0}, 1, 2.0, "max_time_s"),
+        ({"target_accuracy": 0.9}, 10**9, 1e9, None),
+    ],
+)
+def test_round_that_reaches_a_limit_ends_the_run(stops: Any, samples: int, seconds: float, reason: str | None) -> None:
+    assert StopConditions(**stops).after_round(samples, 100, seconds) == reason
 
 
-def test_max_epochs_that_is_not_exact_in_binary_ends_on_the_whole_sample() -> None:
-    assert StopConditions(max_epochs=0.7).after_round(7, 10, 0.0) == "max_epochs"
+@pytest.mark.parametrize(
+    ("accuracy", "loss", "reason"),
+    [
+        (0.899, 0.301, None),
+        (0.9, 0.5, "target_accuracy"),
+        (0.1, 0.3, "target_loss"),
+        (None, None, None),
+        (math.nan, math.nan, None),
+    ],
+)
+def test_targets_are_reached_at_equality(accuracy: float | None, loss: float | None, reason: str | None) -> None:
+    assert StopConditions(target_accuracy=0.9, target_loss=0.3).after_evaluation(accuracy, loss) == reason
+    assert StopConditions(max_epochs=1).after_evaluation(accuracy, loss) is None
 
 
-def test_max_epochs_smaller_than_a_sample_still_trains_one_round() -> None:
-    assert StopConditions(max_epochs=0.001).planned_samples(100) == 1
-
-
-def test_max_samples_and_time_end_the_run_by_their_names() -> None:
-    stop = StopConditions(max_samples=50, max_time_s=2.0)
-    assert stop.after_round(49, 100, 1.99) is None
-    assert stop.after_round(50, 100, 0.0) == "max_samples"
-    assert stop.after_round(1, 100, 2.0) == "max_time_s"
-
-
-def test_targets_are_reached_at_equality() -> None:
-    stop = StopConditions(target_accuracy=0.9, target_loss=0.3)
-    assert stop.after_evaluation(0.899, 0.301) is None
-    assert stop.after_evaluation(0.9, 0.5) == "target_accuracy"
-    assert stop.after_evaluation(0.1, 0.3) == "target_loss"
-
-
-def test_targets_without_a_measurement_go_on() -> None:
-    stop = StopConditions(target_accuracy=0.9, target_loss=0.3)
-    assert stop.after_evaluation(None, None) is None
-    assert stop.after_evaluation(math.nan, math.nan) is None
-
-
-def test_conditions_not_set_never_stop() -> None:
-    assert StopConditions(target_accuracy=0.9).after_round(10**9, 100, 1e9) is None
-    assert StopConditions(max_epochs=1).after_evaluation(1.0, 0.0) is None
-
-
-def test_planned_samples_is_the_nearer_limit_and_none_without_one() -> None:
-    assert StopConditions(max_epochs=3, max_samples=1000).planned_samples(100) == 300
-    assert StopConditions(max_epochs=30, max_samples=1000).planned_samples(100) == 1000
-    assert StopConditions(target_accuracy=0.9, max_time_s=5).planned_samples(100) is None
+@pytest.mark.parametrize(
+    ("stops", "planned"),
+    [
+        ({"max_epochs": 3, "max_samples": 1000}, 300),
+        ({"max_epochs": 30, "max_samples": 1000}, 1000),
+        ({"max_epochs": 0.001}, 1),  # less than a sample still trains one round
+        ({"target_accuracy": 0.9, "max_time_s": 5}, None),
+    ],
+)
+def test_planned_samples_is_the_nearer_limit_and_none_without_one(stops: Any, planned: int | None) -> None:
+    assert StopConditions(**stops).planned_samples(100) == planned
 
 
 def test_targets_that_nothing_measures_are_refused() -> None:

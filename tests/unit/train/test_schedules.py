@@ -18,10 +18,6 @@ CONF = Path(__file__).parents[3] / "conf" / "schedule"
 EPOCH = 100
 
 
-def factors(schedule: Schedule, *samples: int, total: int | None = None) -> list[float]:
-    return [schedule.factor(seen, EPOCH, total) for seen in samples]
-
-
 @pytest.mark.parametrize("name", sorted({path.stem for path in CONF.glob("*.yaml")} - SCHEDULES.keys()))
 def test_recipe_in_conf_names_a_schedule_and_settings_it_takes(name: str) -> None:
     values = yaml.safe_load((CONF / f"{name}.yaml").read_text())
@@ -37,55 +33,33 @@ def test_defaults_in_conf_equal_those_of_the_settings(name: str) -> None:
     assert from_mapping(SCHEDULES[name], values, "schedule") == SCHEDULES[name]()
 
 
-def test_constant_is_one_throughout() -> None:
-    assert factors(Constant(), 0, 1, 10**9) == [1, 1, 1]
-
-
-def test_multistep_drops_on_the_sample_that_ends_its_epoch() -> None:
-    schedule = MultiStep(milestones=(1, 2.5), gamma=0.1)
-    assert factors(schedule, 0, 99, 100, 249, 250, 10**6) == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
-
-
-def test_step_drops_every_so_many_epochs() -> None:
-    assert factors(Step(every_epochs=2, gamma=0.5), 199, 200, 399, 400, 1000) == [1, 0.5, 0.5, 0.25, 0.5**5]
-
-
-def test_step_of_a_fraction_that_is_not_exact_in_binary_drops_on_the_whole_sample() -> None:
-    # 0.7 * 10 is 7.000000000000001 in floating point
-    assert [Step(every_epochs=0.7, gamma=0.5).factor(seen, 10, None) for seen in (6, 7, 13, 14)] == [1, 0.5, 0.5, 0.25]
-
-
-def test_cosine_falls_to_its_final_factor_and_stays_there() -> None:
-    schedule = Cosine(final_factor=0.2)
-    expected = [1, 0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2, 0.6, 0.2, 0.2]
-    assert factors(schedule, 0, 100, 200, 400, 900, total=400) == pytest.approx(expected)
-
-
-def test_cosine_with_epochs_of_its_own_ignores_the_length_of_the_run() -> None:
-    assert factors(Cosine(epochs=2), 100, 200, total=1000) == pytest.approx([0.5, 0])
-    assert factors(Cosine(epochs=2), 100) == pytest.approx([0.5])
+@pytest.mark.parametrize(
+    ("schedule", "total", "expected"),
+    [
+        (Constant(), None, {0: 1, 1: 1, 10**9: 1}),
+        (MultiStep(milestones=(1, 2.5), gamma=0.1), None, {0: 1, 99: 1, 100: 0.1, 249: 0.1, 250: 0.01, 10**6: 0.01}),
+        (Step(every_epochs=2, gamma=0.5), None, {199: 1, 200: 0.5, 399: 0.5, 400: 0.25, 1000: 0.5**5}),
+        # 0.07 * 100 is 7.000000000000001 in floating point
+        (Step(every_epochs=0.07, gamma=0.5), None, {6: 1, 7: 0.5, 13: 0.5, 14: 0.25}),
+        (
+            Cosine(final_factor=0.2), 400,
+            {0: 1, 100: 0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2, 200: 0.6, 400: 0.2, 900: 0.2},
+        ),
+        (Cosine(epochs=2), 1000, {100: 0.5, 200: 0}),
+        (Cosine(epochs=2), None, {100: 0.5}),
+        (Inverse(gamma=0.5, power=2), None, {0: 1, 200: 1 / 4, 600: 1 / 16}),
+        (Exponential(gamma=0.25), None, {0: 1, 50: 0.5, 100: 0.25, 200: 0.0625}),
+        (Constant(warmup_epochs=0.5), None, {0: 1 / 50, 24: 0.5, 49: 1, 50: 1, 1000: 1}),
+        (Exponential(gamma=0.25, warmup_epochs=2), None, {50: 0.5 * 51 / 200}),
+    ],
+)  # fmt: skip
+def test_factor_is_as_worked_out_by_hand(schedule: Schedule, total: int | None, expected: dict[int, float]) -> None:
+    assert [schedule.factor(seen, EPOCH, total) for seen in expected] == pytest.approx(list(expected.values()))
 
 
 def test_cosine_without_any_length_is_refused_with_the_remedy() -> None:
     with pytest.raises(UserError, match=r"^schedule=cosine needs the length .*max_samples.*schedule\.epochs; set one"):
         Cosine().factor(0, EPOCH, None)
-
-
-def test_inverse_follows_caffes_inv_in_epochs() -> None:
-    assert factors(Inverse(gamma=0.5, power=2), 0, 200, 600) == pytest.approx([1, 1 / 4, 1 / 16])
-
-
-def test_exponential_multiplies_by_gamma_an_epoch() -> None:
-    assert factors(Exponential(gamma=0.25), 0, 50, 100, 200) == pytest.approx([1, 0.5, 0.25, 0.0625])
-
-
-def test_warmup_rises_linearly_and_never_starts_at_zero() -> None:
-    schedule = Constant(warmup_epochs=0.5)
-    assert factors(schedule, 0, 24, 49, 50, 1000) == pytest.approx([1 / 50, 0.5, 1, 1, 1])
-
-
-def test_warmup_multiplies_what_it_runs_into() -> None:
-    assert factors(Exponential(gamma=0.25, warmup_epochs=2), 50) == pytest.approx([0.5 * 51 / 200])
 
 
 @pytest.mark.parametrize(

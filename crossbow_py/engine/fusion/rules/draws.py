@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 from crossbow_py.engine.fusion.rules.registry import Call, NotFusedError, base_name, rule
-from crossbow_py.engine.fusion.values import Fused, Layout, channels, of_learner, stack
+from crossbow_py.engine.fusion.values import Fused, Layout, of_learner
 from crossbow_py.engine.modules.dropout import take_masks
 
 _MODULES = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")
@@ -45,10 +45,10 @@ def dropout(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     shape = (*call.shape[:2], *(1,) * (len(call.shape) - 2)) if whole_channels else call.shape
     rates = (call.dropout_rates[learner] for learner in call.learners)
     own_p = [p if rate is None else rate for rate in rates]
-    mask = take_masks(shape, own_p, call.generators[: call.num_learners], own.tensor)
+    mask = take_masks(shape, own_p, call.generators, own.tensor)
     if own.layout is Layout.CHANNELS:
-        return Fused(own.tensor * channels(Fused(mask, Layout.STACK), call.num_learners), Layout.CHANNELS)
-    return Fused(stack(own, call.num_learners) * mask, Layout.STACK)
+        return Fused(own.tensor * call.channels(Fused(mask, Layout.STACK)), Layout.CHANNELS)
+    return Fused(call.stack(own) * mask, Layout.STACK)
 
 
 @rule("bernoulli")
@@ -58,7 +58,7 @@ def bernoulli(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     if not isinstance(chance, float | int) or kwargs.get("generator") is not None:
         raise NotFusedError
     assert call.shape is not None, "the result is a tensor"
-    masks = take_masks(call.shape, [1 - chance] * call.num_learners, call.generators[: call.num_learners], own.tensor)
+    masks = take_masks(call.shape, [1 - chance] * call.num_learners, call.generators, own.tensor)
     return Fused((masks != 0).to(masks.dtype), Layout.STACK)
 
 

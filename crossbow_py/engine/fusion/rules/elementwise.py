@@ -21,11 +21,9 @@ from crossbow_py.engine.fusion.values import (
     Fused,
     Layout,
     PerLearner,
-    channels,
     map_values,
     rank_of,
     split_learners,
-    stack,
     values_in,
     with_rank,
     wrap,
@@ -53,15 +51,16 @@ def pointwise(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     def tensor(value: Fused) -> Tensor:
         if keep or value.layout is Layout.SHARED:
             return value.tensor
-        return with_rank(stack(value, call.num_learners), rank)
+        return with_rank(call.stack(value), rank)
 
-    in_place = call.may_write and _writable(args[0], keep)
+    layout = Layout.CHANNELS if keep else Layout.STACK
+    in_place = call.may_write and isinstance(args[0], Fused) and args[0].layout is layout
     plain = [map_values(argument, tensor) for argument in args]
     named = {name: map_values(value, tensor) for name, value in kwargs.items()}
     result = call.target(*plain, **named) if in_place else call.functional(*plain, **named)
     if is_in_place(call.target):
         result = result.to(plain[0].dtype)  # which writing in place would keep
-    return wrap(result, Layout.CHANNELS if keep else Layout.STACK)
+    return wrap(result, layout)
 
 
 def _all_channels(values: list[Fused]) -> bool:
@@ -71,13 +70,6 @@ def _all_channels(values: list[Fused]) -> bool:
         return False
     first = tensors[0].tensor
     return all(t.tensor.ndim == first.ndim and t.tensor.shape[1] == first.shape[1] for t in tensors)
-
-
-def _writable(value: Any, keep: bool) -> bool:
-    """Return whether the first argument is a tensor with memory of its own for every learner."""
-    if not isinstance(value, Fused):
-        return False
-    return value.layout is Layout.CHANNELS if keep else value.layout is Layout.STACK
 
 
 @rule(
@@ -101,7 +93,7 @@ def dimensional(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         raise NotFusedError  # a scalar accepts dimension -1, although it has none
     for key in dimensions:
         named[key] = _shifted(name, named[key], rank)
-    plain = {key: map_values(value, lambda own: stack(own, call.num_learners)) for key, value in named.items()}
+    plain = {key: map_values(value, call.stack) for key, value in named.items()}
     return wrap(run(call.functional, plain), Layout.STACK)
 
 
@@ -121,7 +113,7 @@ def _over_everything(call: Call, name: str, named: dict[str, Any]) -> Fused:
     """Reduce over everything but K, with each learner's values as one row."""
     if name not in {"mean", "sum", "prod", "max", "min", "any", "all"}:
         raise NotFusedError
-    own = stack(named["self"], call.num_learners).reshape(call.num_learners, -1)
+    own = call.stack(named["self"]).reshape(call.num_learners, -1)
     name = {"max": "amax", "min": "amin"}.get(name, name)
     keywords = {"dtype": named["dtype"]} if named.get("dtype") is not None else {}
     return Fused(getattr(torch, name)(own, dim=1, **keywords), Layout.STACK)
@@ -152,7 +144,7 @@ def _in_channels(call: Call, named: dict[str, Any]) -> Fused:
 @rule("t", "mT")
 def transposed(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Transpose matrices, and leave vectors."""
-    own = stack(args[0], call.num_learners)
+    own = call.stack(args[0])
     return Fused(own.transpose(-2, -1) if own.ndim > 2 else own, Layout.STACK)
 
 
@@ -162,13 +154,13 @@ def index_select(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     own, dim, index = args
     if index.layout is not Layout.SHARED:
         raise NotFusedError
-    return Fused(stack(own, call.num_learners).index_select(dim + 1 if dim >= 0 else dim, index.tensor), Layout.STACK)
+    return Fused(call.stack(own).index_select(dim + 1 if dim >= 0 else dim, index.tensor), Layout.STACK)
 
 
 @rule("index")
 def index(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Index with the indexed dimensions first; if learners have different indices, K is indexed too."""
-    own, given = stack(args[0], call.num_learners), args[1]
+    own, given = call.stack(args[0]), args[1]
     dims = [dim for dim, each in enumerate(given) if each is not None]
     indices = [given[dim] for dim in dims]
     if any(each.tensor.dtype in (torch.bool, torch.uint8) for each in indices):
@@ -178,7 +170,7 @@ def index(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     if any(each.layout is not Layout.SHARED for each in indices):
         learners = torch.arange(call.num_learners, device=own.device)
         first = [learners.view(-1, *(1,) * rank)]
-        tensors = [with_rank(stack(each, call.num_learners), rank) for each in indices]
+        tensors = [with_rank(call.stack(each), rank) for each in indices]
     else:
         tensors = [each.tensor for each in indices]
     moved = own.movedim([dim + 1 for dim in dims], list(range(1, len(dims) + 1)))
@@ -200,7 +192,7 @@ def unchanged(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 def reshape(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Change the shape to the exported one, after K."""
     assert call.shape is not None, "a change of shape gives a tensor"
-    own = stack(args[0], call.num_learners)
+    own = call.stack(args[0])
     return Fused(own.reshape(call.num_learners, *call.shape), Layout.STACK)
 
 
@@ -208,7 +200,7 @@ def reshape(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 def expand(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Expand to the exported shape, after K, without a copy."""
     assert call.shape is not None, "an expansion gives a tensor"
-    own = with_rank(stack(args[0], call.num_learners), len(call.shape))
+    own = with_rank(call.stack(args[0]), len(call.shape))
     return Fused(own.expand(call.num_learners, *call.shape), Layout.STACK)
 
 
@@ -216,7 +208,7 @@ def expand(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 def repeat(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Repeat every dimension but K."""
     own, sizes = args
-    return Fused(with_rank(stack(own, call.num_learners), len(sizes)).repeat(1, *sizes), Layout.STACK)
+    return Fused(with_rank(call.stack(own), len(sizes)).repeat(1, *sizes), Layout.STACK)
 
 
 @rule("pad", "constant_pad_nd")
@@ -230,7 +222,7 @@ def pad(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         if len(widths) // 2 != rank_of(own) - 2:
             raise NotFusedError  # without a batch
         layout = Layout.CHANNELS
-    named["self"] = channels(own, call.num_learners) if layout is Layout.CHANNELS else stack(own, call.num_learners)
+    named["self"] = call.channels(own) if layout is Layout.CHANNELS else call.stack(own)
     return Fused(run(call.functional, named), layout)
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.engine.fusion.rules.registry import Call, NotFusedError, arguments_by_name, base_name, rule, run
-from crossbow_py.engine.fusion.values import Fused, Layout, channels, rank_of, split_learners, stack, with_rank
+from crossbow_py.engine.fusion.values import Fused, Layout, rank_of, split_learners, with_rank
 from crossbow_py.engine.modules.dropout import take_masks
 
 
-def _flat(value: Fused | None, num_learners: int) -> Tensor | None:
+def _flat(call: Call, value: Fused | None) -> Tensor | None:
     """Return parameters or statistics `[K, C, ...]` as `[K·C, ...]`, a view in a bank of blocks."""
-    return None if value is None else stack(value, num_learners).flatten(0, 1)
+    return None if value is None else call.stack(value).flatten(0, 1)
 
 
 @rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -26,12 +26,12 @@ def convolution(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     weight, own = named["weight"], named["input"]
     if weight.layout is not Layout.STACK or rank_of(own) != weight.tensor.ndim - 1:
         raise NotFusedError  # filters are no parameters, or images have no batch
-    named["weight"], named["bias"] = _flat(weight, call.num_learners), _flat(named["bias"], call.num_learners)
+    named["weight"], named["bias"] = _flat(call, weight), _flat(call, named["bias"])
     transposed = "output_padding" in named
     if own.layout is Layout.SHARED and named["groups"] == 1 and not transposed and not _is_thin(own.tensor):
         named["input"] = own.tensor
     else:
-        named["input"] = channels(own, call.num_learners)
+        named["input"] = call.channels(own)
         named["groups"] *= call.num_learners
     return Fused(run(call.target, named), Layout.CHANNELS)
 
@@ -51,9 +51,9 @@ def _is_thin(images: Tensor) -> bool:
 def batch_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Normalise K·C channels, and update the bank's statistics in place."""
     named = arguments_by_name(call, args, kwargs)
-    named["input"] = channels(named["input"], call.num_learners)
+    named["input"] = call.channels(named["input"])
     for name in ("weight", "bias", "running_mean", "running_var"):
-        named[name] = _flat(named[name], call.num_learners)
+        named[name] = _flat(call, named[name])
     return Fused(run(call.target, named), Layout.CHANNELS)
 
 
@@ -61,12 +61,12 @@ def batch_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 def group_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Normalise K times as many groups."""
     named = arguments_by_name(call, args, kwargs)
-    own = channels(named["input"], call.num_learners)
+    own = call.channels(named["input"])
     # torch 2.13 crashes in the backward pass of a channels-last input that does not require a gradient.
     named["input"] = own if own.requires_grad else own.contiguous()
     named["num_groups"] *= call.num_learners
     for name in ("weight", "bias"):
-        named[name] = _flat(named[name], call.num_learners)
+        named[name] = _flat(call, named[name])
     return Fused(run(call.target, named), Layout.CHANNELS)
 
 
@@ -74,14 +74,14 @@ def group_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 def layer_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Normalise all rows without parameters, and then apply each learner's scale and shift."""
     named = arguments_by_name(call, args, kwargs)
-    own, weight, bias = stack(named["input"], call.num_learners), named["weight"], named.get("bias")
+    own, weight, bias = call.stack(named["input"]), named["weight"], named.get("bias")
     rank = own.ndim - 1
     plain = {**named, "input": own, "weight": None} | ({"bias": None} if "bias" in named else {})
     result = run(call.target, plain)
     if weight is not None:
-        result = result * with_rank(stack(weight, call.num_learners), rank)
+        result = result * with_rank(call.stack(weight), rank)
     if bias is not None:
-        result = result + with_rank(stack(bias, call.num_learners), rank)
+        result = result + with_rank(call.stack(bias), rank)
     return Fused(result, Layout.STACK)
 
 
@@ -92,13 +92,13 @@ def linear(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     own, weight, bias = named["input"], named["weight"], named["bias"]
     if weight.layout is Layout.SHARED:
         raise NotFusedError
-    weights = stack(weight, call.num_learners)
+    weights = call.stack(weight)
     if own.layout is Layout.SHARED:
-        wide = nn.functional.linear(own.tensor, weights.flatten(0, 1), _flat(bias, call.num_learners))
+        wide = nn.functional.linear(own.tensor, weights.flatten(0, 1), _flat(call, bias))
         return Fused(split_learners(wide, -1, call.num_learners).movedim(-2, 0), Layout.STACK)
-    rows = stack(own, call.num_learners)
+    rows = call.stack(own)
     flat = rows.reshape(call.num_learners, -1, rows.shape[-1])
-    shift = None if bias is None else stack(bias, call.num_learners)
+    shift = None if bias is None else call.stack(bias)
     result: Tensor = _BatchedLinear.apply(flat, weights, shift)  # type: ignore[no-untyped-call]
     return Fused(result.reshape(*rows.shape[:-1], -1), Layout.STACK)
 
@@ -130,7 +130,7 @@ class _BatchedLinear(torch.autograd.Function):
 def product_and_sum(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Compute a batched product and sum for all learners."""
     assert call.shape is not None, "a product is a tensor"
-    shift, left, right = (with_rank(stack(value, call.num_learners), len(call.shape)) for value in args)
+    shift, left, right = (with_rank(call.stack(value), len(call.shape)) for value in args)
     whole = shift.expand(call.num_learners, *call.shape)
     found = torch.baddbmm(*(value.flatten(0, -3) for value in (whole, left, right)), **kwargs)
     return Fused(found.view(call.num_learners, *call.shape), Layout.STACK)
@@ -142,7 +142,7 @@ def matmul(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     rank = max(rank_of(value) for value in args)
     if min(rank_of(value) for value in args) < 2:
         raise NotFusedError
-    left, right = (with_rank(stack(value, call.num_learners), rank) for value in args)
+    left, right = (with_rank(call.stack(value), rank) for value in args)
     return Fused(torch.matmul(left, right), Layout.STACK)
 
 
@@ -157,7 +157,7 @@ def einsum(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     shared = [value.layout is Layout.SHARED for value in args[1]]
     terms = [term if same else learner + term for term, same in zip(terms, shared, strict=True)]
     tensors = [
-        value.tensor if same else stack(value, call.num_learners) for value, same in zip(args[1], shared, strict=True)
+        value.tensor if same else call.stack(value) for value, same in zip(args[1], shared, strict=True)
     ]
     return Fused(call.target(f"{','.join(terms)}->{learner}{output}", tensors, **kwargs), Layout.STACK)
 
@@ -168,7 +168,7 @@ def embedding(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     named = arguments_by_name(call, args, kwargs)
     if named["weight"].layout is Layout.SHARED:
         raise NotFusedError
-    table, indices = stack(named["weight"], call.num_learners), stack(named["indices"], call.num_learners)
+    table, indices = call.stack(named["weight"]), call.stack(named["indices"])
     # An index beyond a learner's table would read its neighbour's. On CUDA the device checks, without a wait.
     within = (indices >= 0) & (indices < table.shape[1])
     torch._assert_async(within.all(), f"an index is not in the {table.shape[1]} rows of an embedding")
@@ -191,17 +191,17 @@ def attention(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     if rank_of(named["query"]) < 3 or p == 1 or (named["scale"] or 1) < 0:
         raise NotFusedError
     if mask is not None and (mask.layout is not Layout.SHARED or mask.tensor.ndim > 2):
-        batched = with_rank(stack(mask, call.num_learners), rank_of(named["query"]))
-        sizes = (call.num_learners, _batch(named["query"], call.num_learners), *batched.shape[2:])
+        batched = with_rank(call.stack(mask), rank_of(named["query"]))
+        sizes = (call.num_learners, call.stack(named["query"]).shape[1], *batched.shape[2:])
         named["attn_mask"] = batched.expand(sizes).flatten(0, 1)
     elif mask is not None:
         named["attn_mask"] = mask.tensor
     for name in ("query", "key", "value"):
-        named[name] = stack(named[name], call.num_learners).flatten(0, 1)
+        named[name] = call.stack(named[name]).flatten(0, 1)
     if p == 0:
         return Fused(split_learners(run(call.target, named), 0, call.num_learners), Layout.STACK)
     query = split_learners(named["query"], 0, call.num_learners)
-    shape, generators = (*query.shape[1:-1], named["key"].shape[-2]), call.generators[: call.num_learners]
+    shape, generators = (*query.shape[1:-1], named["key"].shape[-2]), call.generators
     kept = take_masks(shape, [p] * call.num_learners, generators, query)
     return Fused(split_learners(_attention_with_dropout(named, kept.flatten(0, 1)), 0, call.num_learners), Layout.STACK)
 
@@ -220,10 +220,6 @@ def _attention_with_dropout(named: Mapping[str, Any], kept: Tensor) -> Tensor:
     weights = torch.ops.aten._safe_softmax(scores, -1)  # zeros for rows that are masked completely
     result: Tensor = (weights * kept) @ value
     return result
-
-
-def _batch(value: Fused, num_learners: int) -> int:
-    return stack(value, num_learners).shape[1]
 
 
 _POOLING = [
@@ -247,7 +243,7 @@ def channelwise(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     name = base_name(call.target)
     if rank_of(args[0]) != 2 + next((int(letter) for letter in name if letter.isdigit()), 2):
         raise NotFusedError  # an image without a batch
-    own = channels(args[0], call.num_learners)
+    own = call.channels(args[0])
     result = call.target(own, *args[1:], **kwargs)
     if isinstance(result, Tensor):
         return Fused(result, Layout.CHANNELS)
@@ -260,6 +256,6 @@ def prelu(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     own, slopes = args
     if rank_of(own) < 2:
         raise NotFusedError  # a vector without a batch
-    values = channels(own, call.num_learners)
-    each = stack(slopes, call.num_learners).expand(-1, values.shape[1] // call.num_learners)
+    values = call.channels(own)
+    each = call.stack(slopes).expand(-1, values.shape[1] // call.num_learners)
     return Fused(call.target(values, each.flatten(0, 1)), Layout.CHANNELS)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
-from crossbow_py.engine.fusion.values import of_learner, stacked_results
+from crossbow_py.engine.fusion.values import Fused, channels, of_learner, stack, stacked_results
 from crossbow_py.engine.modules.dropout import OwnDraws
 
 
@@ -25,7 +26,6 @@ class Call:
     Attributes:
         target: the ATen operator as it was exported.
         shape: the shape of one learner's result; None if that is no tensor.
-        num_learners: K.
         generators: each learner's generator of random numbers.
         dropout_rates: each learner's own dropout rate, or None for that of the operator; read in every run.
         learners: the K learners, which index these rates.
@@ -35,12 +35,24 @@ class Call:
 
     target: OpOverload
     shape: tuple[int, ...] | None
-    num_learners: int
     generators: list[torch.Generator]
     dropout_rates: Sequence[float | None]
     learners: range
     may_write: bool = False
     must_write: bool = False
+
+    @property
+    def num_learners(self) -> int:
+        """K."""
+        return len(self.learners)
+
+    def stack(self, value: Fused) -> Tensor:
+        """Return a value `[K, *shape]`, a view."""
+        return stack(value, len(self.learners))
+
+    def channels(self, value: Fused) -> Tensor:
+        """Return a value `[B, C, ...]` as `[B, K·C, ...]`."""
+        return channels(value, len(self.learners))
 
     @property
     def draws(self) -> bool:
@@ -50,8 +62,11 @@ class Call:
 
     @property
     def functional(self) -> OpOverload:
-        """The operator that does the same without writing its argument."""
-        return functional(self.target)
+        """The operator that writes nothing, such as `aten.relu.default` for `aten.relu_.default`."""
+        if not is_in_place(self.target):
+            return self.target
+        overload: OpOverload = getattr(getattr(torch.ops.aten, base_name(self.target)), self.target._overloadname)
+        return overload
 
     def perform(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the operator's result; an in-place operator that may not overwrite works on a copy."""
@@ -88,31 +103,12 @@ def is_in_place(target: OpOverload) -> bool:
     return info is not None and info.is_write and name.endswith("_") and not name.endswith("__")
 
 
-def is_view(target: OpOverload) -> bool:
-    """Return whether the result is a view of the first argument."""
-    arguments = target._schema.arguments
-    info = arguments[0].alias_info if arguments else None
-    return info is not None and not info.is_write
-
-
-def functional(target: OpOverload) -> OpOverload:
-    """Return the operator that writes nothing, such as `aten.relu.default` for `aten.relu_.default`."""
-    if not is_in_place(target):
-        return target
-    packet = getattr(torch.ops.aten, base_name(target))
-    overload: OpOverload = getattr(packet, target._overloadname)
-    return overload
-
-
 def arguments_by_name(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return every argument of the operator by its name in the schema, with defaults."""
-    named = {}
-    for index, argument in enumerate(call.target._schema.arguments):
-        if index < len(args):
-            named[argument.name] = args[index]
-        else:
-            named[argument.name] = kwargs.get(argument.name, argument.default_value)
-    return named
+    return {
+        argument.name: args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
+        for index, argument in enumerate(call.target._schema.arguments)
+    }
 
 
 def run(target: OpOverload, named: Mapping[str, Any]) -> Any:
@@ -126,11 +122,12 @@ def loop(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run the operator once for every learner, as it was exported: always right, and slow."""
     # Only buffers are written in place: a learner's part is a view, which shares its version with the others'.
     call = replace(call, may_write=call.must_write)
-    results = []
+    results, arguments = [], call.target._schema.arguments
+    info = arguments[0].alias_info if arguments else None
     for learner in range(call.num_learners):
         own = [of_learner(argument, learner, call.num_learners) for argument in args]
         named = {name: of_learner(value, learner, call.num_learners) for name, value in kwargs.items()}
-        if is_view(call.target):  # a learner's part of a stack may not have the strides that a view needs
+        if info is not None and not info.is_write:  # the strides that a view needs are not those of a part of a stack
             own[0] = own[0].contiguous()
         with OwnDraws(call.generators[learner]) if call.draws else nullcontext():
             results.append(call.perform(own, named))

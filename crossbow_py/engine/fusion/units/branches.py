@@ -37,16 +37,6 @@ class Branches:
         return results
 
 
-def _replay_milliseconds(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record(stream)
-    with torch.cuda.stream(stream):
-        graph.replay()
-    end.record(stream)
-    end.synchronize()  # host–device synchronisation
-    return float(begin.elapsed_time(end))
-
-
 def graph_milliseconds(device: torch.device) -> Callable[[Callable[[], Tensor]], float]:
     """Return a function that times work as in a CUDA graph: the best of a few replays of a graph of a few calls.
 
@@ -67,7 +57,16 @@ def graph_milliseconds(device: torch.device) -> Callable[[Callable[[], Tensor]],
             ):
                 for _ in range(_CALLS):
                     run()
-            return min(_replay_milliseconds(graph, stream) for _ in range(_REPLAYS)) / _CALLS
+            times = []
+            for _ in range(_REPLAYS):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                begin.record(stream)
+                with torch.cuda.stream(stream):
+                    graph.replay()
+                end.record(stream)
+                end.synchronize()  # host–device synchronisation
+                times.append(float(begin.elapsed_time(end)))
+            return min(times) / _CALLS
         finally:
             graph.reset()
 

@@ -1,4 +1,4 @@
-"""The ways to convolve for all learners, and the choice of the fastest for a layer on a device.
+"""A layer's convolution of all learners, forward and backward, by the way that is fastest on its device.
 
 A convolution of K learners can be one grouped operator (channels-last or not), an operator for each group on streams
 that fork and join, one dense operator whose filters are zero between learners, or the implicit-GEMM kernel. Which is
@@ -11,20 +11,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from importlib import metadata
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import triton
 from torch import Tensor, nn
 
 from crossbow_py.core.measured import Remembered, digest
 from crossbow_py.core.triton_launch import unavailable
 from crossbow_py.core.version import __version__
 from crossbow_py.engine.device.memory import is_out_of_memory
-from crossbow_py.engine.fusion.units.branches import Branches
+from crossbow_py.engine.fusion.units.branches import Branches, graph_milliseconds
 from crossbow_py.engine.fusion.values import channels_last
+from crossbow_py.engine.kernels import convolution as implicit
 from crossbow_py.engine.kernels.geometry import Geometry
+from crossbow_py.engine.kernels.statistics import Statistics
 
 Direction = Literal["forward", "inputs", "filters"]
 IMPLICIT, GROUPED, GROUPED_NCHW = "implicit_gemm", "grouped_nhwc", "grouped_nchw"
@@ -50,7 +53,8 @@ class Operators:
         if way == DENSE:
             return self._conv(inputs, self._dense(filters), bias, 1)
         if way == BRANCHES:
-            groups = self._split(inputs, filters, bias)
+            biases: Sequence[Tensor | None] = [None] * s.groups if bias is None else torch.split(bias, s.out_channels)
+            groups = zip(*self._split(inputs, filters), biases, strict=True)
             each = self._branches.run([partial(self._conv, *group, 1) for group in groups])
             return channels_last(torch.cat(each, 1))
         return self._conv(inputs, filters, bias, s.groups)
@@ -64,13 +68,15 @@ class Operators:
             return channels_last(found) if of_inputs else found
         if way == DENSE:
             found = self._backward(outputs, inputs, self._dense(filters), 1, of_inputs)
-            return found if of_inputs else self._diagonal(found)
+            if of_inputs:
+                return found
+            whole = found.permute(0, 2, 3, 1).reshape(s.groups, s.out_channels, *s.kernel, s.groups, s.in_channels)
+            diagonal = whole.diagonal(0, 0, 4).movedim(-1, 0)
+            return diagonal.reshape(s.groups * s.out_channels, *s.kernel, s.in_channels).permute(0, 3, 1, 2)
         if way == BRANCHES:
-            groups = zip(torch.split(outputs, s.out_channels, 1), self._split(inputs, filters, None), strict=True)
-            bodies = [
-                partial(self._backward, channels_last(out), group[0], group[1], 1, of_inputs) for out, group in groups
-            ]
-            each = self._branches.run(bodies)
+            own = [channels_last(each) for each in torch.split(outputs, s.out_channels, 1)]
+            groups = zip(own, *self._split(inputs, filters), strict=True)
+            each = self._branches.run([partial(self._backward, *group, 1, of_inputs) for group in groups])
             return channels_last(torch.cat(each, 1)) if of_inputs else torch.cat(each, 0)
         return self._backward(outputs, inputs, filters, s.groups, of_inputs)
 
@@ -87,15 +93,10 @@ class Operators:
         gradient: Tensor = found[0] if of_inputs else found[1]
         return gradient
 
-    def _split(
-        self, inputs: Tensor, filters: Tensor, bias: Tensor | None
-    ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    def _split(self, inputs: Tensor, filters: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         s = self._sizes
-        biases: Sequence[Tensor | None] = [None] * s.groups if bias is None else torch.split(bias, s.out_channels)
-        own = zip(
-            torch.split(inputs, s.in_channels, 1), torch.split(filters, s.out_channels), biases, strict=True
-        )
-        return [(channels_last(images), weights, shift) for images, weights, shift in own]
+        images = [channels_last(each) for each in torch.split(inputs, s.in_channels, 1)]
+        return images, torch.split(filters, s.out_channels)
 
     def _dense(self, filters: Tensor) -> Tensor:
         """Return filters `[G·O, G·C, KH, KW]` with zeros between groups, channels-last."""
@@ -104,13 +105,6 @@ class Operators:
         own = filters.permute(0, 2, 3, 1).reshape(s.groups, s.out_channels, *s.kernel, s.in_channels)
         whole.diagonal(0, 0, 4).copy_(own.movedim(0, -1))
         return whole.view(s.groups * s.out_channels, *s.kernel, -1).permute(0, 3, 1, 2)
-
-    def _diagonal(self, dense: Tensor) -> Tensor:
-        """Return the gradient of filters `[G·O, C, KH, KW]` from that of dense filters."""
-        s = self._sizes
-        whole = dense.permute(0, 2, 3, 1).reshape(s.groups, s.out_channels, *s.kernel, s.groups, s.in_channels)
-        own = whole.diagonal(0, 0, 4).movedim(-1, 0)
-        return own.reshape(s.groups * s.out_channels, *s.kernel, s.in_channels).permute(0, 3, 1, 2)
 
 
 def ways(sizes: Geometry, dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -149,7 +143,9 @@ class ConvolutionChoices:
         return self._known[key]
 
     def _settle(self, key: str, candidates: Mapping[str, Callable[[], Tensor]]) -> str:
-        first, recalled = next(iter(candidates)), self._recall(key)
+        first, recalled = next(iter(candidates)), ""
+        with contextlib.suppress(OSError):
+            recalled = self._remembered.recall(key) or ""
         if recalled == first:
             return first
         expected = candidates[first]()
@@ -165,14 +161,11 @@ class ConvolutionChoices:
             self._remembered.remember(key, found)
         return found
 
-    def _recall(self, key: str) -> str:
-        with contextlib.suppress(OSError):
-            return self._remembered.recall(key) or ""
-        return ""
-
     def _is_right(self, name: str, run: Callable[[], Tensor], expected: Tensor) -> bool:
         try:
-            if _agree(run(), expected):
+            distance = (run().double() - expected.double()).abs().amax()
+            # False for NaN; a host–device synchronisation.
+            if distance <= _TOLERANCE[expected.dtype] * expected.abs().amax().double():
                 return True
         except Exception as error:  # compilers and libraries raise anything
             self._failed(name, error)
@@ -198,24 +191,29 @@ class ConvolutionChoices:
             self.notes.append(sentence)
 
 
-def _agree(found: Tensor, expected: Tensor) -> bool:
-    scale = expected.abs().amax().double()
-    distance = (found.double() - expected.double()).abs().amax()
-    return bool(distance <= _TOLERANCE[expected.dtype] * scale)  # false for NaN; a host–device synchronisation
+class Unmeasured(ConvolutionChoices):
+    """The choice of the kernel if it can be used, else of the first way."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: 0.0, Remembered("convolutions.json"))
+
+    def choose(self, key: str, candidates: Mapping[str, Callable[[], Tensor]]) -> str:
+        return IMPLICIT if IMPLICIT in candidates else next(iter(candidates))
+
+
+def choices_on(device: torch.device) -> ConvolutionChoices:
+    """Return choices that measure ways as a CUDA graph runs them; on other devices nothing is measured."""
+    if device.type != "cuda":
+        return Unmeasured()
+    return ConvolutionChoices(graph_milliseconds(device), Remembered("convolutions.json"))
 
 
 def key_of(sizes: Geometry, direction: Direction, dtype: torch.dtype, device: torch.device) -> str:
     """Return the key of a choice: a hash of all it depends on."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    versions = [torch.__version__, _triton_version(), __version__]
+    versions = [torch.__version__, triton.__version__, __version__]
     facts = [repr(sizes), direction, str(dtype), where, *versions, torch.backends.cudnn.allow_tf32]
     return f"{direction} {digest(facts)}"
-
-
-def _triton_version() -> str:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version("triton")
-    return ""
 
 
 @contextlib.contextmanager
@@ -226,3 +224,132 @@ def searching_libraries() -> Iterator[None]:
         enabled=cudnn.enabled, benchmark=True, deterministic=cudnn.deterministic, allow_tf32=cudnn.allow_tf32
     ):
         yield
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A parameter of a unit: its rows `[K, *shape]`, and those of its gradients, with the same shape and strides."""
+
+    rows: Tensor
+    gradient: Tensor
+
+
+class Convolution:
+    """One layer's convolution of all learners, with a way for each direction.
+
+    Args:
+        node_args: the arguments of `conv2d` after filters and shift: stride, padding, dilation, groups.
+        filters, shift: the layer's parameters; shift may be None.
+        choices: chooses the ways.
+        branches: the streams of ways that fork.
+    """
+
+    def __init__(
+        self,
+        node_args: tuple[Any, ...],
+        filters: Leaf,
+        shift: Leaf | None,
+        choices: ConvolutionChoices,
+        branches: Branches,
+    ) -> None:
+        defaults: tuple[Any, ...] = (1, 0, 1, 1)
+        stride, padding, dilation, groups = node_args + defaults[len(node_args) :]
+        self._options = _pair(stride), _pair(padding), _pair(dilation)
+        self._groups, self._choices, self._branches = groups * len(filters.rows), choices, branches
+        self._filters, self._shift = filters, shift
+        self._weights = filters.rows.detach().flatten(0, 1)
+        self._bias = None if shift is None else shift.rows.detach().flatten(0, 1)
+        self._geometry: Geometry | None = None
+        self._ways: dict[Direction, str] = {}
+
+    def _prepare(self, inputs: Tensor) -> Geometry:
+        """Return the sizes. At the first call, which is never captured, make the kernels' workspaces."""
+        if self._geometry is None:
+            out, own, high, wide = self._weights.shape
+            self._geometry = Geometry(
+                inputs.shape[0], self._groups, own, out // self._groups, inputs.shape[2], inputs.shape[3], (high, wide),
+                *self._options,
+            )  # fmt: skip
+            self._operators = Operators(self._geometry, self._branches)
+            self._workspace = implicit.backward_workspace(self._geometry, inputs.device)
+            self._moments_workspace = implicit.statistics_workspace(self._geometry, inputs.device)
+        return self._geometry
+
+    def _way(self, direction: Direction, inputs: Tensor, statistics: Statistics | None = None) -> str:
+        """Return the way, chosen at the first call on random values: a round's may be zero or not finite."""
+        if direction not in self._ways:
+            geometry = self._prepare(inputs)
+            generator = torch.Generator(inputs.device).manual_seed(0)
+            outputs = inputs.new_empty(geometry.batch, len(self._weights), *geometry.out_size)
+            images, given, filters = (
+                channels_last(torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype))
+                for like in (inputs, outputs, self._weights)
+            )
+
+            def tried(way: str) -> Tensor:
+                if direction == "forward":
+                    return self._outputs(images, filters, way, statistics)[0]
+                return self._gradient(given, images, filters, way, of_inputs=direction == "inputs")
+
+            runs = {way: partial(tried, way) for way in ways(geometry, inputs.dtype, inputs.device)}
+            key = key_of(geometry, direction, inputs.dtype, inputs.device)
+            self._ways[direction] = self._choices.choose(key, runs)
+        return self._ways[direction]
+
+    def forward(self, inputs: Tensor, statistics: Statistics | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Return the outputs, and their mean and rstd `[K·C]` if the kernel computes them in the same pass."""
+        # Ways are tried with statistics, as they will run, but without running ones: each try would move those.
+        own = None if statistics is None else replace(statistics, running_mean=None, running_var=None)
+        return self._outputs(inputs, self._weights, self._way("forward", inputs, own), statistics)
+
+    def _outputs(
+        self, inputs: Tensor, filters: Tensor, way: str, statistics: Statistics | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        geometry = self._prepare(inputs)
+        if way != IMPLICIT:
+            with searching_libraries():
+                return self._operators.forward(way, inputs, filters, self._bias), None
+        return implicit.forward(inputs, filters, self._bias, geometry, statistics, self._moments_workspace)
+
+    def backward(self, outputs: Tensor, inputs: Tensor, input_gradient: bool) -> Tensor | None:
+        """Write the parameters' gradients, and return that of the inputs if `input_gradient`."""
+        of_filters = self._way("filters", inputs)
+        of_inputs = self._way("inputs", inputs) if input_gradient else IMPLICIT
+        if self._shift is not None:
+            summed = outputs.sum((0, 2, 3), dtype=self._shift.gradient.dtype)
+            self._shift.gradient.flatten(0, 1).copy_(summed)
+        if of_filters != IMPLICIT:
+            found = self._gradient(outputs, inputs, self._weights, of_filters, of_inputs=False)
+            self._filters.gradient.flatten(0, 1).copy_(found)
+        else:
+            both = input_gradient and of_inputs == IMPLICIT
+            found_too = self._implicit(outputs, inputs, self._weights, both, self._filters.gradient)
+            if both:
+                return found_too
+        if not input_gradient:
+            return None
+        return self._gradient(outputs, inputs, self._weights, of_inputs, of_inputs=True)
+
+    def _implicit(
+        self, outputs: Tensor, inputs: Tensor, filters: Tensor, of_inputs: bool, gradient: Tensor | None
+    ) -> Tensor | None:
+        return implicit.backward(
+            outputs, inputs, filters, self._prepare(inputs), input_gradient=of_inputs, filter_gradient=gradient,
+            workspace=self._workspace,
+        )  # fmt: skip
+
+    def _gradient(self, outputs: Tensor, inputs: Tensor, filters: Tensor, way: str, *, of_inputs: bool) -> Tensor:
+        """Return the gradient of the inputs or of the filters, in a new tensor."""
+        if way != IMPLICIT:
+            with searching_libraries():
+                return self._operators.gradient(way, outputs, inputs, filters, of_inputs)
+        own = None if of_inputs else torch.empty_like(filters)
+        found = self._implicit(outputs, inputs, filters, of_inputs, own)
+        gradient = found if of_inputs else own
+        assert gradient is not None, "one of the two was asked for"
+        return gradient
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    both = list(value) if isinstance(value, list | tuple) else [value]
+    return (both[0], both[-1])

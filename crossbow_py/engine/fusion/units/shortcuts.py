@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from crossbow_py.engine.fusion.rules.registry import Call
 from crossbow_py.engine.fusion.units.units import calls, only_user
-from crossbow_py.engine.fusion.values import split_learners
+from crossbow_py.engine.fusion.values import Fused, Layout, channels_last, split_learners
 from crossbow_py.engine.fusion.writes import Write
 
 _TO_THE_END = 2**31  # the least end of a slice without one
@@ -80,10 +81,10 @@ def _padded(node: Node | None) -> tuple[int, int] | None:
     return before, behind
 
 
-def run_shortcut(images: Tensor, shortcut: Shortcut, num_learners: int) -> Tensor:
+def run_shortcut(shortcut: Shortcut, call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Fused:
     """Return `[B, K·(before + C + after), ⌈H/s⌉, ⌈W/s⌉]` for images `[B, K·C, H, W]`, all channels-last."""
-    result: Tensor = _Run.apply(images, shortcut, num_learners)  # type: ignore[no-untyped-call]
-    return result
+    images = channels_last(call.channels(args[0]))
+    return Fused(_Run.apply(images, shortcut, call.num_learners), Layout.CHANNELS)  # type: ignore[no-untyped-call]
 
 
 class _Run(torch.autograd.Function):
@@ -101,8 +102,8 @@ class _Run(torch.autograd.Function):
         shortcut: Shortcut = ctx.shortcut
         own = ctx.shape[1] // ctx.num_learners
         parts = split_learners(given[0].permute(0, 2, 3, 1), 3, ctx.num_learners).narrow(-1, shortcut.padding[0], own)
-        batch, channels, high, wide = ctx.shape
-        result = given[0].new_zeros(batch, high, wide, channels).permute(0, 3, 1, 2)
+        batch, wide_channels, *size = ctx.shape
+        result = given[0].new_zeros(batch, *size, wide_channels).permute(0, 3, 1, 2)
         split_learners(_taken(result, shortcut).permute(0, 2, 3, 1), 3, ctx.num_learners).copy_(parts)
         return result, None, None
 

@@ -10,24 +10,19 @@ statistics take one more. Gradients of parameters are written to the bank's rows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
-from crossbow_py.core.measured import Remembered
-from crossbow_py.engine.fusion.units.branches import Branches, graph_milliseconds
-from crossbow_py.engine.fusion.units.convolution import IMPLICIT, ConvolutionChoices
-from crossbow_py.engine.fusion.units.convolution_layer import Convolution, Leaf, Statistics
+from crossbow_py.engine.fusion.rules.registry import Call, Rule
+from crossbow_py.engine.fusion.units.branches import Branches
+from crossbow_py.engine.fusion.units.convolution import Convolution, Leaf, choices_on
 from crossbow_py.engine.fusion.units.units import Unit
-from crossbow_py.engine.fusion.values import channels_last
+from crossbow_py.engine.fusion.values import Copies, Fused, Layout, channels_last
 from crossbow_py.engine.kernels import batch_norm as norms
-from crossbow_py.engine.kernels.statistics import Workspace
-
-__all__ = ["LayerMaker", "Leaf", "UnitRows", "run_unit"]
+from crossbow_py.engine.kernels.statistics import Statistics, Workspace
 
 
 class Norm:
@@ -80,123 +75,86 @@ def _images(matrix: Tensor, like: Tensor) -> Tensor:
     return matrix.view(batch, high, wide, -1).permute(0, 3, 1, 2)
 
 
-@dataclass(frozen=True)
-class Layer:
-    """The parts of a unit for K learners, of which one may be None, and the number of users of its value."""
-
-    convolution: Convolution | None
-    norm: Norm | None
-    users: int
-
-
-def run_unit(layer: Layer, anchor: Tensor, inputs: Tensor, residual: Tensor | None) -> list[Tensor]:
-    """Return the unit's value, once for every user: their gradients then come separately, without a launch to add them.
-
-    Args:
-        layer: the unit to run.
-        anchor: a scalar that requires a gradient, so that the unit always has a backward pass.
-        inputs: images `[B, K·C, H, W]`, channels-last.
-        residual: images likewise, or None.
-    """
-    found: tuple[Tensor, ...] = _Run.apply(anchor, inputs, residual, layer)  # type: ignore[no-untyped-call]
-    return list(found)
-
-
 class _Run(torch.autograd.Function):
+    """A unit for K learners: a convolution, a norm, or both, and its value once for every user."""
+
     @staticmethod
-    def forward(ctx: Any, _: Tensor, inputs: Tensor, residual: Tensor | None, layer: Layer) -> tuple[Tensor, ...]:
-        ctx.layer, ctx.has_residual = layer, residual is not None
-        raw, moments, norm = inputs, None, layer.norm
-        if layer.convolution is not None:
-            raw, moments = layer.convolution.forward(inputs, None if norm is None else norm.statistics)
+    def forward(
+        ctx: Any,
+        _: Tensor,
+        inputs: Tensor,
+        residual: Tensor | None,
+        convolution: Convolution | None,
+        norm: Norm | None,
+        users: int,
+    ) -> tuple[Tensor, ...]:
+        ctx.convolution, ctx.norm, ctx.has_residual = convolution, norm, residual is not None
+        raw, moments = inputs, None
+        if convolution is not None:
+            raw, moments = convolution.forward(inputs, None if norm is None else norm.statistics)
         if norm is None:
             ctx.save_for_backward(inputs)
             y = raw
         else:
             y, mean, rstd = norm.forward(raw, moments, residual)
             ctx.save_for_backward(inputs, raw, y, mean, rstd)
-        return y, *(y.view_as(y) for _ in range(layer.users - 1))
+        return y, *(y.view_as(y) for _ in range(users - 1))
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
-        layer: Layer = ctx.layer
         gradients = list(given)
         if len(gradients) > 2:
             gradients = [gradients[0], torch.stack(gradients[1:]).sum(0)]
-        if layer.norm is None:
+        if ctx.norm is None:
             inputs = ctx.saved_tensors[0]
             outputs, d_residual = gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1], None
             outputs = channels_last(outputs)
         else:
             inputs, raw, y, mean, rstd = ctx.saved_tensors
-            outputs, d_residual = layer.norm.backward(gradients, raw, y, mean, rstd, ctx.has_residual)
+            outputs, d_residual = ctx.norm.backward(gradients, raw, y, mean, rstd, ctx.has_residual)
         wanted: bool = ctx.needs_input_grad[1]
-        if layer.convolution is not None:
-            return None, layer.convolution.backward(outputs, inputs, wanted), d_residual, None
-        return None, outputs if wanted else None, d_residual, None
+        if ctx.convolution is not None:
+            return None, ctx.convolution.backward(outputs, inputs, wanted), d_residual, None, None, None
+        return None, outputs if wanted else None, d_residual, None, None, None
 
 
-@dataclass(frozen=True)
-class UnitRows:
-    """The bank's rows by the name of their placeholder in the graph: trained parameters, and buffers `[K, C]`."""
+class UnitRules:
+    """Makes the rules that run one graph's units.
 
-    leaves: dict[str, Leaf]
-    buffers: dict[str, Tensor]
-
-
-class LayerMaker:
-    """Makes the layers of one graph's units.
+    Args:
+        leaves, buffers: the bank's rows by the name of their placeholder in the graph; buffers are `[K, C]`.
+        anchor: a scalar that requires a gradient, so that every unit has a backward pass.
 
     Attributes:
         notes: messages for the user about convolutions; grows while ways are measured.
     """
 
-    def __init__(self, rows: UnitRows, num_learners: int, device: torch.device) -> None:
-        self._rows, self._num_learners = rows, num_learners
-        self._branches, self._choices = Branches(device), choices_on(device)
+    def __init__(self, leaves: dict[str, Leaf], buffers: dict[str, Tensor], anchor: Tensor) -> None:
+        self._leaves, self._buffers, self._anchor = leaves, buffers, anchor
+        self._branches, self._choices = Branches(anchor.device), choices_on(anchor.device)
         self.notes = self._choices.notes
 
-    def layer(self, unit: Unit, users: int) -> Layer:
-        """Return the layer of a unit whose value has `users`."""
-        convolution, norm = unit.convolution, unit.norm
-        return Layer(
-            None if convolution is None else self._convolution(convolution),
-            None if norm is None else self._norm(norm, unit.relu),
-            users,
-        )
+    def rule(self, unit: Unit, users: int) -> Rule:
+        """Return the rule of a unit, which takes the images and those that are added, or None.
 
-    def _leaf(self, node: Any) -> Leaf | None:
-        return None if node is None else self._rows.leaves[node.name]
+        It gives the value once for each of `users`: their gradients then come separately, without a launch to add them.
+        """
+        convolution = None if unit.convolution is None else self._convolution(*unit.convolution.args)
+        norm = None if unit.norm is None else self._norm(unit.norm, unit.relu)
 
-    def _running(self, node: Any) -> Tensor | None:
-        return None if node is None else self._rows.buffers[node.name].flatten()
+        def run(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Copies:
+            images = (None if each is None else channels_last(call.channels(each)) for each in args)
+            found = _Run.apply(self._anchor, *images, convolution, norm, users)  # type: ignore[no-untyped-call]
+            return Copies([Fused(tensor, Layout.CHANNELS) for tensor in found])
 
-    def _convolution(self, node: Node) -> Convolution:
-        own, shift = self._leaf(node.args[1]), self._leaf(node.args[2] if len(node.args) > 2 else None)
-        assert own is not None, "a convolution has filters"
-        return Convolution(node.args[3:], own, shift, self._num_learners, self._choices, self._branches)
+        return run
 
-    def _norm(self, node: Node, relu: bool) -> Norm:
-        scale, offset, mean, variance, _, momentum, eps = list(node.args[1:8])
-        own = self._leaf(scale), self._leaf(offset)
-        assert own[0] is not None and own[1] is not None, "units have norms with scale and offset"  # noqa: PT018
-        statistics = Statistics(self._running(mean), self._running(variance), float(momentum), float(eps))  # type: ignore[arg-type]
-        return Norm(own[0], own[1], statistics, relu)
+    def _convolution(self, _: Any, filters: Any, shift: Any = None, *options: Any) -> Convolution:
+        own = None if shift is None else self._leaves[shift.name]
+        return Convolution(options, self._leaves[filters.name], own, self._choices, self._branches)
 
-
-def choices_on(device: torch.device) -> ConvolutionChoices:
-    """Return choices that measure ways as a CUDA graph runs them; on other devices nothing is measured."""
-    if device.type != "cuda":
-        return Unmeasured()
-    return ConvolutionChoices(graph_milliseconds(device), Remembered("convolutions.json"))
-
-
-class Unmeasured(ConvolutionChoices):
-    """The choice of the kernel if it can be used, else of the first way."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda _: 0.0, Remembered("convolutions.json"))
-
-    def choose(self, key: str, candidates: Mapping[str, Callable[[], Tensor]]) -> str:
-        """See ConvolutionChoices."""
-        return IMPLICIT if IMPLICIT in candidates else next(iter(candidates))
+    def _norm(self, node: Any, relu: bool) -> Norm:
+        scale, offset, mean, variance, _, momentum, eps = node.args[1:8]
+        mean, variance = (None if each is None else self._buffers[each.name].flatten() for each in (mean, variance))
+        statistics = Statistics(mean, variance, float(momentum), float(eps))
+        return Norm(self._leaves[scale.name], self._leaves[offset.name], statistics, relu)

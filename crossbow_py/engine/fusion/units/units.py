@@ -24,8 +24,7 @@ class Unit:
     """Nodes that run as one step, in place of the last.
 
     Attributes:
-        convolution: the node of `conv2d`, or None.
-        norm: the node of `batch_norm` with statistics of the batch, or None.
+        convolution, norm: the nodes of `conv2d` and of `batch_norm` with statistics of the batch, or None.
         residual: the node that is added after the norm, or None.
         relu: whether the unit ends with a ReLU.
         last: the node whose value is the unit's.
@@ -114,13 +113,10 @@ def _is_whole(
     given = {unit.input, unit.residual}
     between = nodes[position[unit.nodes[0]] : position[unit.last]]
     written = [node.args[0] for node in between if node in writes and node not in unit.nodes]
+    written += [other for node in between if node in writes for other in writes[node].others]
     names = [other for node in unit.nodes if node in writes for other in writes[node].others]
     later = [node for node, write in writes.items() if node.args[0] is unit.last or unit.last in write.others]
-    return not given.intersection(written) and not names and not later and not _are_written(given, writes, between)
-
-
-def _are_written(given: set[Node | None], writes: Mapping[Node, Write], between: Sequence[Node]) -> bool:
-    return any(given.intersection(writes[node].others) for node in between if node in writes)
+    return not given.intersection(written) and not names and not later
 
 
 def _normalises(node: Node) -> bool:

@@ -92,17 +92,13 @@ def test_batches_with_and_without_a_cache_are_the_same(files: ImageFiles, tmp_pa
     assert cached.bad == without.bad == ()
 
 
-def test_cache_is_filled_alike_by_worker_processes(
-    files: ImageFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_is_filled_alike_by_worker_processes(files, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(cache_module, "read_host", lambda: Host(2, 0, None))
     monkeypatch.setattr(cache_module, "_CHUNK", 2)
     assert same_pixels(filled(files, tmp_path / "caches"), files)
 
 
-def test_worker_that_dies_is_no_reason_to_stop(
-    files: ImageFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_that_dies_is_no_reason_to_stop(files, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(cache_module, "read_host", lambda: Host(2, 0, None))
     monkeypatch.setattr(cache_module, "_CHUNK", 2)
     monkeypatch.setattr(cache_module, "decode", lambda path: os._exit(1))
@@ -208,9 +204,7 @@ def test_process_that_is_killed_while_writing_leaves_no_cache_and_no_lock(files:
     assert left_in(tmp_path / "caches") == ["", ".lock"]
 
 
-def test_exception_while_writing_leaves_nothing(
-    files: ImageFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exception_while_writing_leaves_nothing(files, tmp_path, monkeypatch) -> None:
     def interrupted(out: IO[bytes], pixels: Any) -> None:
         raise KeyboardInterrupt
 
@@ -220,9 +214,7 @@ def test_exception_while_writing_leaves_nothing(
     assert left_in(tmp_path / "caches") == [".lock"]
 
 
-def test_disk_that_is_full_while_writing_is_no_reason_to_stop(
-    files: ImageFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_that_is_full_while_writing_is_no_reason_to_stop(files, tmp_path, monkeypatch) -> None:
     plainly, count = cache_module.append, iter(range(100))
 
     def append(out: IO[bytes], pixels: Any) -> None:
@@ -238,9 +230,7 @@ def test_disk_that_is_full_while_writing_is_no_reason_to_stop(
     assert left_in(tmp_path / "caches") == [".lock"]
 
 
-def test_disk_without_room_is_found_before_anything_is_written(
-    files: ImageFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_without_room_is_found_before_anything_is_written(files, tmp_path, monkeypatch) -> None:
     usage = namedtuple("usage", "total used free")
     needed = 3 * 3 * (40 * 32 + 36 * 36 + 36 * 43)
     monkeypatch.setattr(cache_module, "_decoded", None)
@@ -270,9 +260,7 @@ def test_user_without_a_home_is_no_reason_to_stop(files: ImageFiles, monkeypatch
     assert "There is no image cache in the home folder: OSError: there is no home folder." in opened.notes[0]
 
 
-def test_second_process_waits_and_takes_what_the_first_made(
-    files: ImageFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_process_waits_and_takes_what_the_first_made(files, tmp_path, monkeypatch) -> None:
     made = filled(files, tmp_path / "made").folder
     place = tmp_path / "caches" / made.name
     place.parent.mkdir()
@@ -299,9 +287,7 @@ def test_second_process_waits_and_takes_what_the_first_made(
     assert opened[0].notes == ("Another run filled the image cache while this one waited.",)
 
 
-def test_progress_is_shown_on_stderr_when_asked_for(
-    files: ImageFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_is_shown_on_stderr_when_asked_for(files, tmp_path, capsys) -> None:
     open_or_fill(files, SHORT, tmp_path / "caches", timeout_s=60, progress=True)
     printed = capsys.readouterr()
     assert "filling the image cache" in printed.err

@@ -66,31 +66,27 @@ def test_decode_of_grey_gives_three_equal_channels(tmp_path: Path, name: str) ->
         assert largest_difference(decode(path), np.stack([np.asarray(image)] * 3, axis=-1)) == 0
 
 
-def test_decode_of_black_and_white_gives_0_and_255(tmp_path: Path) -> None:
-    bits = SCENE[:, :, 0] > 127
-    path = save(tmp_path / "a.png", Image.fromarray(bits))
-    assert largest_difference(decode(path), np.stack([bits * np.uint8(255)] * 3, axis=-1)) == 0
-
-
-def test_decode_of_16_bit_grey_scales_to_8_bits_and_clips_nothing(tmp_path: Path) -> None:
-    values = np.array([[0, 127, 128, 129, 257, 32768, 65407, 65535]], dtype=np.uint16)
-    path = save(tmp_path / "a.png", Image.fromarray(values))
+BITS = SCENE[:, :, 0] > 127
+PALETTE = Image.fromarray(SCENE).quantize(16)
+WITH_ALPHA = Image.new("P", (2, 1))
+WITH_ALPHA.putpalette([200, 0, 0, 0, 100, 0])
+WITH_ALPHA.putpixel((1, 0), 1)
+WIDE = np.array([[0, 127, 128, 129, 257, 32768, 65407, 65535]], dtype=np.uint16)
+PICTURES = {
+    "black and white": (Image.fromarray(BITS), np.stack([BITS * np.uint8(255)] * 3, axis=-1)),
     # round(v · 255 / 65535): 128 / 257 = 0.498, 129 / 257 = 0.502, 32768 / 257 = 127.5, 65407 / 257 = 254.502
-    assert decode(path)[0, :, 0].tolist() == [0, 0, 0, 1, 1, 128, 255, 255]
+    "16 bits": (Image.fromarray(WIDE), np.array([[[value] * 3 for value in (0, 0, 0, 1, 1, 128, 255, 255)]])),
+    "palette": (PALETTE, np.asarray(PALETTE.convert("RGB"))),
+    "palette with a transparent entry": (WITH_ALPHA, np.array([[[255, 255, 255], [0, 100, 0]]])),
+    "grey with transparency": (np.array([[[10, 255], [10, 0]]], dtype=np.uint8), np.array([[[10] * 3, [255] * 3]])),
+}
 
 
-def test_decode_of_a_palette_gives_its_colours(tmp_path: Path) -> None:
-    image = Image.fromarray(SCENE).quantize(16)
-    path = save(tmp_path / "a.png", image)
-    assert largest_difference(decode(path), np.asarray(image.convert("RGB"))) == 0
-
-
-def test_decode_of_a_palette_with_a_transparent_entry_shows_white_there(tmp_path: Path) -> None:
-    image = Image.new("P", (2, 1))
-    image.putpalette([200, 0, 0, 0, 100, 0])
-    image.putpixel((1, 0), 1)
-    path = save(tmp_path / "a.png", image, transparency=0)
-    assert decode(path).tolist() == [[[255, 255, 255], [0, 100, 0]]]
+@pytest.mark.parametrize("kind", PICTURES)
+def test_decode_gives_the_colours_of_every_kind_of_png_over_white(tmp_path: Path, kind: str) -> None:
+    picture, expected = PICTURES[kind]
+    options = {"transparency": 0} if picture is WITH_ALPHA else {}
+    assert largest_difference(decode(save(tmp_path / "a.png", picture, **options)), expected) == 0
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.webp"])
@@ -99,11 +95,6 @@ def test_decode_of_transparent_pixels_lays_them_over_white(tmp_path: Path, name:
     path = save(tmp_path / name, np.repeat(colours, 4, axis=0), **({} if name == "a.png" else {"lossless": True}))
     # 51 / 255 = 0.2 of the colour and 0.8 of 255
     assert largest_difference(decode(path)[0], np.array([[200, 100, 0], [255] * 3, [244, 224, 204]])) <= 1
-
-
-def test_decode_of_grey_with_transparency_lays_it_over_white(tmp_path: Path) -> None:
-    path = save(tmp_path / "a.png", np.array([[[10, 255], [10, 0]]], dtype=np.uint8))
-    assert decode(path).tolist() == [[[10] * 3, [255] * 3]]
 
 
 def test_decode_of_cmyk_gives_the_colours_it_was_made_from(tmp_path: Path) -> None:
@@ -226,18 +217,13 @@ def test_unreadable_image_survives_pickling() -> None:
 @pytest.mark.parametrize(
     "box", [Box(0, 0, 300, 200), Box(13, 7, 200, 150), Box(5, 5, 64, 64), Box(100, 50, 20, 31), Box(299, 199, 1, 1)]
 )
-def test_crop_resized_is_pillows_bilinear_filter(box: Box) -> None:
-    picture, out = scene(300, 200), slot(64, 64)
+@pytest.mark.parametrize("noisy", [False, True])
+def test_crop_resized_is_pillows_bilinear_filter(noisy: bool, box: Box) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (200, 300, 3), np.uint8)
+    picture, out = noise if noisy else scene(300, 200), slot(64, 64)
     crop_resized(torch.from_numpy(picture), box, out)
     corners = (box.left, box.top, box.left + box.width, box.top + box.height)
     expected = Image.fromarray(picture).crop(corners).resize((64, 64), Image.Resampling.BILINEAR)
-    assert largest_difference(pixels_of(out), np.asarray(expected)) <= 2
-
-
-def test_crop_resized_of_noise_is_pillows_bilinear_filter() -> None:
-    noise, out = np.random.default_rng(0).integers(0, 256, (90, 131, 3), dtype=np.uint8), slot(32, 32)
-    crop_resized(torch.from_numpy(noise), Box(0, 0, 131, 90), out)
-    expected = Image.fromarray(noise).resize((32, 32), Image.Resampling.BILINEAR)
     assert largest_difference(pixels_of(out), np.asarray(expected)) <= 2
 
 

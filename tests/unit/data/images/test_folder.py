@@ -63,44 +63,27 @@ def test_files_of_many_images_are_a_few_flat_arrays(tmp_path: Path) -> None:
         ("train/readme.txt", "train must hold one folder a class and no files, got {root}/train/readme.txt; remove"),
         ("train/a/notes.txt", r"a must hold JPEG, PNG or WebP images .*, got {root}/train/a/notes.txt; convert or"),
         ("val/b/deep/1.jpg", "b must hold images and no folders, got {root}/val/b/deep; remove"),
+        ("val/c/.hidden", "class folder {root}/val/c must hold JPEG"),
     ],
 )
-def test_scan_of_a_stray_file_is_refused_with_its_path(tmp_path: Path, stray: str, message: str) -> None:
+def test_scan_of_a_stray_file_or_an_empty_class_is_refused_with_its_path(tmp_path, stray: str, message: str) -> None:
     make_set(tmp_path)
     touch(tmp_path / stray)
     with pytest.raises(UserError, match=message.replace("{root}", re.escape(str(tmp_path)))):
         scan(tmp_path, "train", "val")
 
 
-def test_scan_of_an_empty_class_is_refused_with_its_path(tmp_path: Path) -> None:
-    make_set(tmp_path)
-    touch(tmp_path / "val" / "a" / ".hidden")
-    (tmp_path / "val" / "a" / "1.jpg").unlink()
-    with pytest.raises(UserError, match=re.escape(f"class folder {tmp_path}/val/a must hold JPEG")):
-        scan(tmp_path, "train", "val")
-
-
-def test_scan_of_a_part_without_classes_is_refused(tmp_path: Path) -> None:
-    make_set(tmp_path, val="")
-    (tmp_path / "val").mkdir()
-    with pytest.raises(UserError, match=re.escape(f"{tmp_path}/val must hold one folder a class, with images")):
-        scan(tmp_path, "train", "val")
-
-
-def test_scan_of_a_part_that_is_missing_is_refused(tmp_path: Path) -> None:
-    make_set(tmp_path)
-    with pytest.raises(UserError, match=re.escape(f"{tmp_path}/test cannot be read (No such file or directory)")):
-        scan(tmp_path, "train", "test")
-
-
-def test_scan_of_classes_that_differ_names_them(tmp_path: Path) -> None:
-    make_set(tmp_path, train="abc", val="abde")
-    message = f"only {tmp_path}/train has c and only {tmp_path}/val has d, e; add or remove"
-    with pytest.raises(UserError, match=re.escape(message)):
-        scan(tmp_path, "train", "val")
-
-
-def test_scan_of_many_classes_that_differ_names_some(tmp_path: Path) -> None:
-    make_set(tmp_path, train="abcdefghi", val="a")
-    with pytest.raises(UserError, match=r"only \S+/train has b, c, d, e, f and 3 more; add"):
-        scan(tmp_path, "train", "val")
+@pytest.mark.parametrize(
+    ("train", "val", "part", "message"),
+    [
+        ("ab", "", "val", r"{root}/val must hold one folder a class, with images"),
+        ("ab", "ab", "test", r"{root}/test cannot be read \(No such file or directory\)"),
+        ("abc", "abde", "val", r"only {root}/train has c and only {root}/val has d, e; add or remove"),
+        ("abcdefghi", "a", "val", r"only \S+/train has b, c, d, e, f and 3 more; add"),
+    ],
+)
+def test_scan_of_parts_that_do_not_match_is_refused(tmp_path, train: str, val: str, part: str, message: str) -> None:
+    make_set(tmp_path, train, val)
+    (tmp_path / "val").mkdir(exist_ok=True)
+    with pytest.raises(UserError, match=message.replace("{root}", re.escape(str(tmp_path)))):
+        scan(tmp_path, "train", part)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.datasets import is_clip_batch, is_image_batch, rounded_integer
-from crossbow_py.data.normalisation import IDENTITY, Normalisation
+from crossbow_py.data.datasets import is_clip_batch, is_image_batch
+from crossbow_py.data.normalisation import IDENTITY, BatchFormat, Normalisation, rounded_integer
 from crossbow_py.data.resident.inputs import ClipInputs
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ def clips(count: int = 9) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("normalisation", [MOMENTS, IDENTITY, Normalisation((0.25,), (0.5,))])
 def test_clips_taken_are_normalised_to_the_bit(normalisation: Normalisation, dtype: torch.dtype) -> None:
-    inputs = ClipInputs(clips(), normalisation, CPU, dtype)
+    inputs = ClipInputs(clips(), BatchFormat(CPU, dtype, normalisation=normalisation))
     picks = torch.tensor([[7, 0, 7, 3]])
     taken = inputs.take(picks)
     assert (taken.dtype, taken.shape[1:]) == (dtype, inputs.shape) == (inputs.dtype, (2, 3, 4, 5))
@@ -31,13 +31,13 @@ def test_clips_taken_are_normalised_to_the_bit(normalisation: Normalisation, dty
 
 
 def test_clips_are_a_channel_s_own_mean_and_deviation_off_their_bytes() -> None:
-    taken = ClipInputs(clips(), MOMENTS, CPU, torch.float64).take(torch.tensor([[2]]))
+    taken = ClipInputs(clips(), BatchFormat(CPU, torch.float64, normalisation=MOMENTS)).take(torch.tensor([[2]]))
     by_hand = torch.stack([(clips()[2, 0] / 255.0 - 0.1) / 0.3, (clips()[2, 1] / 255.0 - 0.5) / 0.2]).double()
     torch.testing.assert_close(taken[0], by_hand, rtol=1e-5, atol=1e-5)
 
 
 def test_clips_filled_into_memory_that_stays_equal_those_taken() -> None:
-    inputs, targets = ClipInputs(clips(), MOMENTS, CPU, torch.float32), torch.arange(9)
+    inputs, targets = ClipInputs(clips(), BatchFormat(CPU, normalisation=MOMENTS)), torch.arange(9)
     picks, batches = torch.tensor([[1, 8, 4, 4, 0, 2]]), inputs.new(2, 3, "stacked")
     found = torch.zeros(2, 3, dtype=torch.int64)
     inputs.fill(picks, batches, targets, found)
@@ -47,7 +47,7 @@ def test_clips_filled_into_memory_that_stays_equal_those_taken() -> None:
 
 def test_clips_with_moments_of_other_channels_are_a_user_error() -> None:
     with pytest.raises(UserError, match="one value a channel, got 3 for 2 channels; give as many"):
-        ClipInputs(clips(), Normalisation((0.0,) * 3, (1.0,) * 3), CPU, torch.float32)
+        ClipInputs(clips(), BatchFormat(CPU, normalisation=Normalisation((0.0,) * 3, (1.0,) * 3)))
 
 
 def test_bytes_of_five_axes_alone_count_as_clips() -> None:

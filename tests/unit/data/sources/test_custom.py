@@ -40,7 +40,6 @@ def one(): return pair()[0]
 def unequal(): return pair(), (torch.zeros(3, 5), torch.zeros(2))
 def arrays(): return (numpy.zeros((3, 5)), numpy.zeros(3)), pair()
 def missing(): return pair(), None
-constant = 3
 """
 
 
@@ -83,11 +82,7 @@ def test_load_with_arguments_and_classes_given_uses_them() -> None:
     ("settings", "message"),
     [
         ({}, r"data\.target must be a dotted path such as package\.module\.function, got ''"),
-        ({"target": "function"}, "must be a dotted path .* got 'function'"),
-        ({"target": "users_nowhere.f"}, r"cannot be imported \(ModuleNotFoundError: .*\); check the spelling"),
         ({"target": "users_broken.f"}, r"cannot be imported \(ZeroDivisionError"),
-        ({"target": "users_data.absent"}, r"cannot be imported \(AttributeError: .*'absent'"),
-        ({"target": "users_data.constant"}, "must be callable, got"),
         ({"target": "users_data.raises"}, r"failed with ValueError: no such file; correct data\.args or the target"),
         ({"target": "users_data.tensors", "args": {"length": 3}}, "failed with TypeError: .*unexpected keyword"),
         ({"target": "users_data.one"}, r"must return \(train, test\), got Tensor; end it with"),

@@ -50,9 +50,7 @@ def test_declared_of_a_folder_counts_its_classes_and_images(tmp_path: Path) -> N
     assert ImageFolder(folder=str(tmp_path), size=64).declared() == Declared((3, 64, 64), 3, 3, None, resident=False)
 
 
-def test_declared_of_a_folder_with_many_images_does_not_count_them_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_declared_of_a_folder_with_many_images_does_not_count_them_all(tmp_path, monkeypatch) -> None:
     for image in range(4):
         (tmp_path / "train" / f"{image}").mkdir(parents=True)
         (tmp_path / "train" / f"{image}" / "1.jpg").touch()

@@ -59,6 +59,10 @@ def server() -> Iterator[Server]:
     server.http.server_close()
 
 
+def fetch(*urls: str, into: tuple[Path, ...], allowed: bool = True) -> Path:
+    return download(PublishedFile("file", MD5, urls), into, allowed=allowed, progress=False)
+
+
 @pytest.fixture
 def closed_url() -> str:
     """An address nobody listens at."""
@@ -77,9 +81,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("progress", [True, False])
-def test_download_of_the_published_file_lands_in_the_first_folder(
-    tmp_path: Path, server: Server, progress: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_download_of_the_published_file_lands_in_the_first_folder(tmp_path, server, progress: bool, capsys) -> None:
     wanted = PublishedFile("set/file.gz", MD5, (server.url,))
     path = download(wanted, (tmp_path / "root", tmp_path / "cache"), allowed=True, progress=progress)
     assert path == tmp_path / "root" / "set" / "file.gz"
@@ -91,20 +93,19 @@ def test_download_of_the_published_file_lands_in_the_first_folder(
 
 def test_download_answered_by_errors_and_damage_is_tried_again(tmp_path: Path, server: Server) -> None:
     server.answers = [None, CONTENT[:-1], CONTENT]
-    path = download(PublishedFile("file", MD5, (server.url,)), (tmp_path,), allowed=True, progress=False)
+    path = fetch(server.url, into=(tmp_path,))
     assert path.read_bytes() == CONTENT
     assert server.requests == 3
 
 
 def test_download_from_a_dead_mirror_goes_on_to_the_next(tmp_path: Path, server: Server, closed_url: str) -> None:
-    wanted = PublishedFile("file", MD5, (closed_url, server.url))
-    assert download(wanted, (tmp_path,), allowed=True, progress=False).read_bytes() == CONTENT
+    assert fetch(closed_url, server.url, into=(tmp_path,)).read_bytes() == CONTENT
 
 
 def test_download_of_another_content_is_refused_and_leaves_nothing(tmp_path: Path, server: Server) -> None:
     server.answers = [b"captive portal"]
     with pytest.raises(UserError, match=r"could not be downloaded from http://127\.0\.0\.1:\d+/file \(ValueError\)"):
-        download(PublishedFile("file", MD5, (server.url,)), (tmp_path,), allowed=True, progress=False)
+        fetch(server.url, into=(tmp_path,))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -120,30 +121,21 @@ def test_download_without_a_network_says_what_where_and_what_to_do(tmp_path: Pat
     )
 
 
-def test_download_into_an_unwritable_root_lands_in_the_cache(tmp_path: Path, server: Server) -> None:
+def test_download_into_an_unwritable_root_lands_in_the_cache_or_is_a_user_error(tmp_path: Path, server: Server) -> None:
     (tmp_path / "occupied").write_text("a file, where a folder is wanted")
-    folders = (tmp_path / "occupied" / "root", tmp_path / "cache")
-    path = download(PublishedFile("file", MD5, (server.url,)), folders, allowed=True, progress=False)
-    assert path == tmp_path / "cache" / "file"
-
-
-def test_download_with_nowhere_to_write_is_a_user_error(tmp_path: Path, server: Server) -> None:
-    (tmp_path / "occupied").write_text("")
+    root = tmp_path / "occupied" / "root"
+    assert fetch(server.url, into=(root, tmp_path / "cache")) == tmp_path / "cache" / "file"
     with pytest.raises(UserError, match=r"neither can be written to"):
-        download(
-            PublishedFile("file", MD5, (server.url,)), (tmp_path / "occupied" / "a",), allowed=True, progress=False
-        )
+        fetch(server.url, into=(root,))
 
 
 def test_download_forbidden_is_a_user_error_without_a_request(tmp_path: Path, server: Server) -> None:
     with pytest.raises(UserError, match=r"is not in .* and data\.download is false; set it to true, or put file into"):
-        download(PublishedFile("file", MD5, (server.url,)), (tmp_path,), allowed=False, progress=False)
+        fetch(server.url, into=(tmp_path,), allowed=False)
     assert server.requests == 0
 
 
-def test_load_of_cifar10_not_found_downloads_its_archive_once(
-    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_of_cifar10_not_found_downloads_its_archive_once(tmp_path, server, monkeypatch) -> None:
     content = cifar_archive("cifar-10-batches-py", cifar10_batches())
     server.answers = [content]
     archive = replace(Cifar10.ARCHIVE, md5=hashlib.md5(content).hexdigest(), urls=(server.url,))
@@ -154,17 +146,13 @@ def test_load_of_cifar10_not_found_downloads_its_archive_once(
     assert (tmp_path / "root" / "cifar-10-python.tar.gz").read_bytes() == content
 
 
-def test_load_of_mnist_without_a_network_names_the_first_file(
-    tmp_path: Path, closed_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_of_mnist_without_a_network_names_the_first_file(tmp_path, closed_url, monkeypatch) -> None:
     monkeypatch.setattr(Mnist, "MIRRORS", (closed_url + "/a/", closed_url + "/b/"))
     with pytest.raises(UserError, match=r"^mnist/train-images-idx3-ubyte\.gz is not in .*/a/.* or .*/b/"):
         Mnist(root=str(tmp_path)).load(progress=False)
 
 
-def test_data_folders_prefer_root_over_the_variable_over_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_folders_prefer_root_over_the_variable_over_the_cache(tmp_path, monkeypatch) -> None:
     cache = tmp_path / "home" / ".cache" / "crossbow_py"
     assert data_folders(None) == (cache,)
     monkeypatch.setenv("CROSSBOW_DATA_DIR", str(tmp_path / "variable"))

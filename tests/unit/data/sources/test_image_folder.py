@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,10 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.data.sources.image_folder import ImageFolder
 from tests.unit.data.images.pictures import truncate, write_part
+
+
+def photos(root: Path, **settings: Any) -> ImageFolder:
+    return ImageFolder(**{"folder": "photos", "root": str(root), "size": 16, "resize": 20, **settings})
 
 
 @pytest.fixture
@@ -30,26 +35,24 @@ def test_source_gives_images_classes_and_moments(root: Path) -> None:
 
 
 def test_source_looks_in_the_folder_of_data_sets(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ImageFolder(folder="photos", root=str(root), size=16, resize=20).load(False).num_classes == 3
+    assert photos(root).load(False).num_classes == 3
     monkeypatch.setenv("CROSSBOW_DATA_DIR", str(root))
     assert ImageFolder(folder="photos", size=16, resize=20).load(False).num_classes == 3
 
 
 def test_source_takes_parts_of_other_names(root: Path) -> None:
     (root / "photos" / "val").rename(root / "photos" / "held out")
-    assert len(ImageFolder(folder="photos", root=str(root), val="held out", size=16, resize=20).load(False).test) == 3
+    assert len(photos(root, val="held out").load(False).test) == 3
 
 
 def test_source_holds_out_a_validation_part(root: Path) -> None:
-    source = ImageFolder(folder="photos", root=str(root), size=16, resize=20, validation_fraction=0.3).load(False)
+    source = photos(root, validation_fraction=0.3).load(False)
     assert isinstance(source.validation, ImageFolderData)
     assert (len(source.train), len(source.validation)) == (6, 3)
 
 
 def test_source_with_a_cache_fills_it_for_both_parts_and_says_so(root: Path) -> None:
-    settings = ImageFolder(
-        folder="photos", root=str(root), size=16, resize=20, cache=True, cache_dir=str(root / "caches")
-    )
+    settings = photos(root, cache=True, cache_dir=str(root / "caches"))
     source = settings.load(progress=False)
     assert [note.split(" was filled")[0].rpartition("/")[2] for note in source.notes] == ["train", "val"]
     assert settings.load(progress=False).notes == ()
@@ -57,9 +60,7 @@ def test_source_with_a_cache_fills_it_for_both_parts_and_says_so(root: Path) -> 
 
 def test_source_without_room_for_a_cache_says_so_once(root: Path) -> None:
     (root / "file").touch()
-    source = ImageFolder(
-        folder="photos", root=str(root), size=16, resize=20, cache=True, cache_dir=str(root / "file" / "x")
-    ).load(progress=False)
+    source = photos(root, cache=True, cache_dir=str(root / "file" / "x")).load(progress=False)
     assert len(source.notes) == 1
     assert source.notes[0].startswith("There is no image cache in")
 
@@ -67,8 +68,8 @@ def test_source_without_room_for_a_cache_says_so_once(root: Path) -> None:
 def test_source_whose_first_image_cannot_be_read_stops_unless_that_is_allowed(root: Path) -> None:
     truncate(root / "photos" / "train" / "ant" / "ant_0.png")
     with pytest.raises(UserError, match=r"ant_0\.png cannot be read \(.*max_bad_images=0; replace the file"):
-        ImageFolder(folder="photos", root=str(root), size=16, resize=20).load(False)
-    source = ImageFolder(folder="photos", root=str(root), size=16, resize=20, max_bad_images=1).load(False)
+        photos(root).load(False)
+    source = photos(root, max_bad_images=1).load(False)
     assert source.input_shape == (3, 16, 16)
 
 

@@ -23,64 +23,12 @@ from crossbow_py.data.augmentation import Augmentation, Flip
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.sampler import epoch_order
-from crossbow_py.data.streaming.loader import Loaded, fetched_or_raise
-from crossbow_py.data.streaming.streamed_data import BadSample, Fetched, Key, StreamedData
+from crossbow_py.data.streaming.streamed_data import BadSample, Key, Loaded
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
 from crossbow_py.engine.sizing.memory import staged_batches
-from tests.unit.data.streams import closed, same
+from tests.unit.data.streams import Images, N, closed, same, until
 
-N, SEED = 23, 7
-
-
-class Images(StreamedData):
-    """Image i is filled with i and the epoch, but for its left column, which holds 100 and the epoch."""
-
-    image_shape = (3, 2, 4)
-
-    def __init__(self, bad: Sequence[int] = (), max_bad: int = 0, slow: dict[int, float] | None = None) -> None:
-        self.bad, self.max_bad, self.slow = set(bad), max_bad, slow or {}
-        self.remedy = "remove it"
-
-    def __len__(self) -> int:
-        return N
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        image = torch.full((3, 2, 4), index, dtype=torch.uint8)
-        image[..., 0] = 100
-        return image, index
-
-    def fetch(
-        self,
-        keys: Sequence[Key],
-        *,
-        seed: int,
-        training: bool,
-        on_sample: Callable[[int], None],
-        out: torch.Tensor | None = None,
-    ) -> Fetched:
-        images, targets, bad = [], [], []
-        for key in keys:
-            on_sample(key.sample)
-            time.sleep(self.slow.get(key.sample, 0))
-            sample = key.sample
-            if sample in self.bad:
-                bad.append(BadSample(sample, self.name_of(sample), "torn"))
-                if not training:
-                    continue
-                sample = (sample + 1) % N
-            image, target = self[sample]
-            images.append(image + (key.epoch if training else 0))
-            targets.append(target)
-        inputs = torch.stack(images) if images else torch.empty(0, 3, 2, 4, dtype=torch.uint8)
-        if out is not None:
-            inputs = out[: len(images)].copy_(inputs)
-        return Fetched(inputs, torch.tensor(targets), tuple(bad))
-
-    def name_of(self, sample: int) -> str:
-        return f"image {sample}"
-
-    def subset(self, ids: Any) -> Images:
-        raise NotImplementedError
+SEED = 7
 
 
 class Items:
@@ -169,7 +117,7 @@ class StillImages(Images):
         generator = torch.Generator().manual_seed(index)
         return torch.randint(0, 256, (3, 9, 7), dtype=torch.uint8, generator=generator), index
 
-    def fetch(self, keys: Sequence[Key], **options: Any) -> Fetched:
+    def fetch(self, keys: Sequence[Key], **options: Any) -> Loaded:
         return super().fetch([Key(0, key.sample) for key in keys], **options)
 
 
@@ -266,9 +214,7 @@ def test_shared_batch_is_made_once_for_all_learners(made: Any) -> None:
 def test_shelf_holds_two_rounds_and_what_is_made_ahead(made: Any) -> None:
     feed = made(Images(), 1)
     rounds(feed, [(p, p + 4) for p in range(0, 80, 8)])
-    deadline = time.monotonic() + 10
-    while len(feed._buffer.starts()) < 6 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: len(feed._buffer.starts()) >= 6)
     time.sleep(0.1)
     assert sorted(feed._buffer.starts()) == [64, 68, 72, 76, 80, 84]
     assert staged_batches(2) == 6  # what an estimate counts
@@ -312,9 +258,7 @@ def test_failure_ahead_of_a_slow_consumer_is_kept_for_its_round(made: Any) -> No
     order = ids_at(0, N)
     feed = made(Images(bad=[order[9]]), 1)
     rounds(feed, [(0,)])
-    deadline = time.monotonic() + 10
-    while feed._buffer._failure is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert until(lambda: feed._buffer._failure is not None)
     rounds(feed, [(4,)])
     for _ in range(2):
         assert not feed.announce((8,))
@@ -366,7 +310,7 @@ class NoSharedMemory(Images):
 
     image_shape = None
 
-    def fetch(self, *args: Any, **kwargs: Any) -> Fetched:
+    def fetch(self, *args: Any, **kwargs: Any) -> Loaded:
         forbid_files()
         return super().fetch(*args, **kwargs)
 
@@ -399,7 +343,7 @@ class Unpicklable(Images):
 
     timeout_s = 0.5
 
-    def fetch(self, *args: Any, **kwargs: Any) -> Fetched:
+    def fetch(self, *args: Any, **kwargs: Any) -> Loaded:
         return super().fetch(*args, **kwargs)._replace(bad=(BadSample(0, "image 0", threading.Lock()),))
 
 
@@ -437,15 +381,14 @@ def test_feed_for_measuring_gives_batches_alike_and_starts_nothing(made: Any) ->
     assert still.batches((0, 5)).inputs.shape == (2, 5, 3, 2, 4)
 
 
-def test_augmentation_that_needs_images_is_refused_for_others() -> None:
-    with pytest.raises(UserError, match="need uint8 image tensors"):
-        make_feed(Items(), 4, augmentation=Augmentation(flip=True))
-    with pytest.raises(UserError, match="crop inside the data set"):
-        make_feed(Images(), 4, augmentation=Augmentation(crop_padding=2))
+class OutOfMemory(Images):
+    def fetch(self, *args: Any, **kwargs: Any) -> Loaded:
+        raise MemoryError("no.")
 
 
-def test_batch_that_fails_for_another_reason_says_the_last_line_and_what_to_look_at() -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batch_that_fails_for_another_reason_says_the_last_line_and_what_to_look_at(made: Any, workers: int) -> None:
     said = r"^a batch could not be made \(MemoryError: no\); lower num_workers or batch_size"
     with pytest.raises(DataError, match=said) as caught:
-        fetched_or_raise(Loaded(None, 0.0, failure="Traceback:\n  somewhere\nMemoryError: no.\n"))
-    assert "somewhere" in str(caught.value.__cause__)
+        made(OutOfMemory(), workers).batch(0)
+    assert "in fetch" in str(caught.value.__cause__)

@@ -11,13 +11,13 @@ from torch import nn
 from crossbow_py.engine.bank.layout import Rows
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.fusion.export import exported
-from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.modules.precision import BF16, FP32, FP64, cast_module
 from crossbow_py.models import MODELS
 from tests import networks
 from tests.support import CPU, norm_model
+from tests.unit.engine.fusion.trio import K, Trio
 
-K, BATCH = 3, 2
+BATCH = 2
 SHAPES = {
     "mlp": (1, 28, 28), "lenet": (1, 28, 28), "resnet20": (3, 32, 32), "vgg16": (3, 32, 32), "alexnet": (3, 64, 64),
     "densenet121": (3, 64, 64), "resnet18": (3, 64, 64), "resnet50": (3, 64, 64), "resnet3d10": (3, 8, 16, 16),
@@ -39,23 +39,18 @@ def own_statistics(model):
     return model
 
 
-def models_and_bank(make, precision=FP64, order="blocks", **options):
-    """K models with weights and statistics of their own, in evaluation mode, and a bank that holds the same."""
+def trio_of(make, precision=FP64, **options):
+    """Models with weights and statistics of their own, in evaluation mode, and a bank that holds the same."""
     models = []
     for seed in range(K):
         torch.manual_seed(seed)
         models.append(own_statistics(make().to(precision.master)).eval())
-    bank = ReplicaBank(
-        copy.deepcopy(models[0]), K, device=CPU, precision=precision, state_names=(), order=order, **options
-    )
-    for learner, model in enumerate(models):
-        bank.load_learner(learner, model)
-    return models, bank
+    return Trio(models, precision, **options)
 
 
-def check(models, bank, inputs, tolerance=1e-10):
+def check(trio, inputs, tolerance=1e-10):
     """Outputs for one batch of all and for a batch each, and a bank that stays as it was; the operators looped."""
-    graph = FusedGraph(bank.template, inputs[0], bank, training=False)
+    models, bank, graph = trio.models, trio.bank, trio.graph(inputs[0])
     before = copy.deepcopy([bank.learner_state(learner) for learner in range(K)])
     with torch.no_grad():
         shared = torch.stack([model(inputs[0]) for model in models])
@@ -75,9 +70,9 @@ def check(models, bank, inputs, tolerance=1e-10):
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
 )
 def test_zoo_model_in_evaluation_mode_equals_each_module_alone_and_loops_over_nothing(name):
-    models, bank = models_and_bank(lambda: MODELS[name]().build(SHAPES[name], 10), training=False)
+    trio = trio_of(lambda: MODELS[name]().build(SHAPES[name], 10), training=False)
     torch.manual_seed(9)
-    assert check(models, bank, torch.randn(K, BATCH, *SHAPES[name], dtype=torch.float64)) == []
+    assert check(trio, torch.randn(K, BATCH, *SHAPES[name], dtype=torch.float64)) == []
 
 
 def test_every_zoo_model_is_tried():
@@ -87,29 +82,29 @@ def test_every_zoo_model_is_tried():
 @pytest.mark.parametrize("network", networks.NETWORKS)
 @pytest.mark.parametrize("order", ["blocks", "rows"])
 def test_network_in_evaluation_mode_equals_each_module_alone(network, order):
-    models, bank = models_and_bank(network, order=order)
+    trio = trio_of(network, order=order)
     inputs = networks.inputs_for(network, K * BATCH)[0]
     inputs = inputs.double() if inputs.is_floating_point() else inputs
-    check(models, bank, inputs.unflatten(0, (K, BATCH)))
+    check(trio, inputs.unflatten(0, (K, BATCH)))
 
 
 def test_dropout_drops_nothing_and_single_samples_serve():
-    models, bank = models_and_bank(lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.9), nn.Linear(8, 3)))
-    check(models, bank, torch.randn(K, 1, 4, dtype=torch.float64))
+    trio = trio_of(lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.9), nn.Linear(8, 3)))
+    check(trio, torch.randn(K, 1, 4, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [(FP32, 1e-5), (BF16, 1e-2)])
 def test_evaluation_mode_in_other_precisions_follows_the_cast_modules(precision, tolerance):
-    models, bank = models_and_bank(norm_model, precision, training=False)
-    cast = [cast_module(model, precision) for model in models]
-    check(cast, bank, torch.randn(K, BATCH, 3, 6, 6, dtype=precision.compute), tolerance)
+    trio = trio_of(norm_model, precision, training=False)
+    trio.models = [cast_module(model, precision) for model in trio.models]
+    check(trio, torch.randn(K, BATCH, 3, 6, 6, dtype=precision.compute), tolerance)
 
 
 def test_batch_norm_without_running_statistics_normalises_by_the_batch_as_the_module_does():
-    models, bank = models_and_bank(
+    trio = trio_of(
         lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, track_running_stats=False))
     )
-    check(models, bank, torch.randn(K, 5, 3, 4, 4, dtype=torch.float64))
+    check(trio, torch.randn(K, 5, 3, 4, 4, dtype=torch.float64))
 
 
 def test_graphs_of_training_and_of_evaluation_are_kept_apart():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
-from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.modules.precision import BF16, FP32, FP64
-from tests.support import assert_learners_equal, features, make_tasks, plan
+from tests.support import assert_learners_equal, features, make_tasks, run_rounds
 
 
 class Layer(nn.Module):
@@ -75,159 +76,146 @@ def low(enabled=True, dtype=torch.bfloat16):
 
 
 class Layers(nn.Module):
-    """Two layers and a head."""
+    """Two layers and a head, taken by a function of the module and its inputs."""
 
-    def __init__(self):
+    def __init__(self, take):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.take = take
 
-
-class OneAfterTheOther(Layers):
     def forward(self, x):
-        with low():
-            y = self.first(x)
-        with low():
-            y = self.second(y)
-        with low():
-            return self.head(y).float()
+        return self.take(self, x)
 
 
-class OfTwoFormats(Layers):
-    def forward(self, x):
-        with low():
-            y = self.first(x)
-        with low(dtype=torch.float16):
-            y = self.second(y)
-        return self.head(y.float())
+def one_after_the_other(m, x):
+    with low():
+        y = m.first(x)
+    with low():
+        y = m.second(y)
+    with low():
+        return m.head(y).float()
 
 
-class OffTwice(Layers):
-    def forward(self, x):
-        with low():
-            y = self.first(x)
-            with low(enabled=False):
-                y = y.float().tanh()
-            with low(enabled=False):
-                y = y.exp()
-            return self.head(y).float()
+def of_two_formats(m, x):
+    with low():
+        y = m.first(x)
+    with low(dtype=torch.float16):
+        y = m.second(y)
+    return m.head(y.float())
 
 
-class OffOnAnotherDevice(Layers):
+def off_twice(m, x):
+    with low():
+        y = m.first(x)
+        with low(enabled=False):
+            y = y.float().tanh()
+        with low(enabled=False):
+            y = y.exp()
+        return m.head(y).float()
+
+
+def off_on_another_device(m, x):
     """As code that was written for a GPU does."""
-
-    def forward(self, x):
-        with low():
-            y = self.first(x)
-            with torch.autocast("cuda", enabled=False):
-                y = self.second(y)
-            return self.head(y).float()
+    with low():
+        y = m.first(x)
+        with torch.autocast("cuda", enabled=False):
+            y = m.second(y)
+        return m.head(y).float()
 
 
-class Decorated(Layers):
-    @low()
-    def features(self, x):
-        return self.second(self.first(x))
-
-    @low()
-    def forward(self, x):
-        return self.head(self.features(x)).float()
+@low()
+def decorated_features(m, x):
+    return m.second(m.first(x))
 
 
-class FixedInside(Layers):
+@low()
+def decorated(m, x):
+    return m.head(decorated_features(m, x)).float()
+
+
+def fixed_inside(m, x):
     """Stops gradients in a block, and goes on."""
-
-    def forward(self, x):
-        with low():
-            y = self.first(x)
-            with torch.no_grad():
-                fixed = self.second(x) + y
-            return self.head(y * fixed).float()
-
-
-class FixedAtTheEnd(Layers):
-    def forward(self, x):
-        with low():
-            y = self.first(x)
-            with torch.no_grad():
-                fixed = self.second(x)
-        return self.head((y * fixed).to(x.dtype))
-
-
-class LearnedInsideFixed(Layers):
-    def forward(self, x):
-        with low():
-            y = self.first(x)
-            with torch.no_grad():
-                fixed = self.second(x)
-                with torch.enable_grad():
-                    y = self.second(y)
-                fixed = fixed + self.second(x)
-            return self.head(y * fixed).float()
-
-
-class FixedInsideOff(Layers):
-    def forward(self, x):
-        with low():
-            y = self.first(x)
-            with low(enabled=False):
-                y = y.to(x.dtype)
-                with torch.no_grad():
-                    fixed = self.second(x).exp()
-                y = self.second(y)
-            return self.head(y * fixed).float()
-
-
-class OneAfterTheOtherFixed(Layers):
-    def forward(self, x):
+    with low():
+        y = m.first(x)
         with torch.no_grad():
-            with low():
-                fixed = self.first(x)
-            with low():
-                fixed = self.second(fixed)
+            fixed = m.second(x) + y
+        return m.head(y * fixed).float()
+
+
+def fixed_at_the_end(m, x):
+    with low():
+        y = m.first(x)
+        with torch.no_grad():
+            fixed = m.second(x)
+    return m.head((y * fixed).to(x.dtype))
+
+
+def learned_inside_fixed(m, x):
+    with low():
+        y = m.first(x)
+        with torch.no_grad():
+            fixed = m.second(x)
+            with torch.enable_grad():
+                y = m.second(y)
+            fixed = fixed + m.second(x)
+        return m.head(y * fixed).float()
+
+
+def fixed_inside_off(m, x):
+    with low():
+        y = m.first(x)
+        with low(enabled=False):
+            y = y.to(x.dtype)
+            with torch.no_grad():
+                fixed = m.second(x).exp()
+            y = m.second(y)
+        return m.head(y * fixed).float()
+
+
+def one_after_the_other_fixed(m, x):
+    with torch.no_grad():
         with low():
-            return self.head(x * fixed).float()
+            fixed = m.first(x)
+        with low():
+            fixed = m.second(fixed)
+    with low():
+        return m.head(x * fixed).float()
 
 
-class SharedLayer(Layers):
+def shared_layer(m, x):
     """A layer taken three times, of which autocast keeps one cast, and a weight that is read past autocast."""
-
-    def forward(self, x):
+    with low():
+        y = m.first(m.first(x))
         with low():
-            y = self.first(self.first(x))
-            with low():
-                y = self.first(y)
-            with low(enabled=False):
-                y = y.float() @ self.first.weight
-            y = y * self.first.weight.to(torch.bfloat16).sum() + self.first.weight.sum()
-        return self.head(y)
+            y = m.first(y)
+        with low(enabled=False):
+            y = y.float() @ m.first.weight
+        y = y * m.first.weight.to(torch.bfloat16).sum() + m.first.weight.sum()
+    return m.head(y)
 
 
-class RotaryLayers(Layers):
+def angles(x):
+    with torch.autocast(device_type="cpu", enabled=False):
+        found = torch.arange(4.0) * x.float()
+        return found.cos().to(x.dtype), found.sin().to(x.dtype)
+
+
+def rotary_layers(m, x, angles=angles):
     """As every layer of Llama makes its angles."""
-
-    def angles(self, x):
-        with torch.autocast(device_type="cpu", enabled=False):
-            angles = torch.arange(4.0) * x.float()
-            return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-
-    def forward(self, x):
-        for layer in (self.first, self.second):
-            (cos, sin), (again, _) = self.angles(x), self.angles(x)
-            x = layer(x) * cos + x.flip(-1) * sin * again
-        return self.head(x)
+    for layer in (m.first, m.second):
+        (cos, sin), (again, _) = angles(x), angles(x)
+        x = layer(x) * cos + x.flip(-1) * sin * again
+    return m.head(x)
 
 
-class RotaryLayersFixed(RotaryLayers):
-    @torch.no_grad()
-    def angles(self, x):
-        return super().angles(x)
+def rotary_layers_fixed(m, x):
+    return rotary_layers(m, x, torch.no_grad()(angles))
 
 
-class RotaryLayersLow(RotaryLayersFixed):
-    def forward(self, x):
-        with low():
-            return super().forward(x).float()
+def rotary_layers_low(m, x):
+    with low():
+        return rotary_layers_fixed(m, x).float()
 
 
 class ParametrizedSpectralNorm(nn.Module):
@@ -240,13 +228,9 @@ class ParametrizedSpectralNorm(nn.Module):
         return self.linear(x)
 
 
-def after_rounds(network, executor, precision):
-    tasks = make_tasks(network, data=features(32), order="blocks", precision=precision)
-    runner = EXECUTORS[executor](tasks)
-    for index in range(4):
-        runner.submit(plan(tasks, index, 0.3))
-    runner.drain()
-    runner.close()
+def after_rounds(make_model, executor, precision):
+    tasks = make_tasks(make_model, data=features(32), order="blocks", precision=precision)
+    run_rounds(tasks, executor, 4, 0.3)
     return tasks.bank
 
 
@@ -264,34 +248,34 @@ def test_autocast_in_forward_casts_as_in_serial_rounds():
 
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=lambda precision: precision.name)
 @pytest.mark.parametrize(
-    "network",
+    "take",
     [
-        OneAfterTheOther, OffOnAnotherDevice, Decorated, FixedInside, LearnedInsideFixed, OneAfterTheOtherFixed,
-        RotaryLayers, RotaryLayersFixed, RotaryLayersLow,
+        one_after_the_other, off_on_another_device, decorated, fixed_inside, learned_inside_fixed,
+        one_after_the_other_fixed, rotary_layers, rotary_layers_fixed, rotary_layers_low,
     ],
 )  # fmt: skip
-def test_autocast_blocks_beside_and_in_others_learn_as_in_serial_rounds(network, precision):
-    serial, fused = (after_rounds(network, executor, precision) for executor in ("serial", "fused"))
+def test_autocast_blocks_beside_and_in_others_learn_as_in_serial_rounds(take, precision):
+    serial, fused = (after_rounds(partial(Layers, take), executor, precision) for executor in ("serial", "fused"))
     assert_learners_equal(fused, serial, 1e-6)
 
 
-@pytest.mark.parametrize("network", [OfTwoFormats, OffTwice, FixedAtTheEnd, FixedInsideOff, SharedLayer])
-def test_autocast_blocks_that_return_their_format_learn_as_in_serial_rounds(network):
-    serial, fused = (after_rounds(network, executor, FP32) for executor in ("serial", "fused"))
+@pytest.mark.parametrize("take", [of_two_formats, off_twice, fixed_at_the_end, fixed_inside_off, shared_layer])
+def test_autocast_blocks_that_return_their_format_learn_as_in_serial_rounds(take):
+    serial, fused = (after_rounds(partial(Layers, take), executor, FP32) for executor in ("serial", "fused"))
     assert_learners_equal(fused, serial, 1e-6)
 
 
 def test_gradient_stopped_in_autocast_is_that_of_plain_pytorch():
-    tasks = make_tasks(FixedInside, num_learners=1, order="blocks", precision=FP32)
+    tasks = make_tasks(partial(Layers, fixed_inside), num_learners=1, order="blocks", precision=FP32)
     inputs, template = tasks.feed.batch(0).inputs, tasks.bank.template
     graph = FusedGraph(template, inputs, tasks.bank)
     graph.run(inputs.unsqueeze(0), shared=False).square().sum().backward()
-    plain = FixedInside()
+    plain = Layers(fixed_inside)
     plain(inputs).square().sum().backward()
     assert plain.second.weight.grad is None
-    assert graph.parameters.trained["second.weight"].grad is None
+    assert graph.trained["second.weight"].grad is None
     for name in ("first.weight", "head.weight"):
-        torch.testing.assert_close(graph.parameters.trained[name].grad[0], plain.get_parameter(name).grad)
+        torch.testing.assert_close(graph.trained[name].grad[0], plain.get_parameter(name).grad)
 
 
 def test_parameter_that_is_only_read_without_a_gradient_gets_none():

@@ -9,6 +9,7 @@ from torch import nn
 from crossbow_py.core.triton_launch import recorded
 from crossbow_py.engine.kernels import convolution as kernels
 from crossbow_py.engine.kernels.geometry import Geometry, blocking, split_blocking
+from crossbow_py.engine.kernels.statistics import Statistics
 
 CPU = torch.device("cpu")
 GEOMETRIES = {
@@ -56,7 +57,7 @@ def assert_close(found, expected, dtype):
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_convolution_and_its_gradients_equal_float64(geometry, dtype):
     inputs, filters, shift, given, out, gradients = case(geometry, dtype, bias=True)
-    found = kernels.forward(inputs, filters, shift, geometry)
+    found, _ = kernels.forward(inputs, filters, shift, geometry)
     assert found.is_contiguous(memory_format=torch.channels_last)
     assert_close(found, out, dtype)
     d_filters = torch.full_like(filters, torch.nan, dtype=torch.float32)
@@ -102,20 +103,14 @@ def test_statistics_of_the_outputs_come_with_them(name):
     geometry = GEOMETRIES[name]
     inputs, filters, _, _, out, _ = case(geometry, torch.float32)
     columns = geometry.groups * geometry.out_channels
-    mean, rstd = torch.empty(columns), torch.empty(columns)
-    running_mean, running_var = torch.rand(columns), torch.rand(columns) + 1
-    expected_mean, expected_var = running_mean.double(), running_var.double()
-    nn.functional.batch_norm(out, expected_mean, expected_var, training=True, momentum=0.1)
-    moments = kernels.Moments(
-        mean, rstd, running_mean, running_var, 0.1, 1e-5, kernels.statistics_workspace(geometry, CPU)
-    )
-    kernels.forward(inputs, filters, None, geometry, moments)
-    torch.testing.assert_close(mean.double(), out.mean((0, 2, 3)), rtol=1e-5, atol=1e-5)
-    variance = out.var((0, 2, 3), correction=0)
-    torch.testing.assert_close(rstd.double(), (variance + 1e-5).rsqrt(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(running_mean.double(), expected_mean, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(running_var.double(), expected_var, rtol=1e-5, atol=1e-5)
-    assert not moments.workspace.counters.any()
+    running = [torch.rand(columns), torch.rand(columns) + 1]
+    expected, workspace = [each.double() for each in running], kernels.statistics_workspace(geometry, CPU)
+    nn.functional.batch_norm(out, *expected, training=True, momentum=0.1)
+    _, moments = kernels.forward(inputs, filters, None, geometry, Statistics(*running, 0.1, 1e-5), workspace)
+    expected = [out.mean((0, 2, 3)), (out.var((0, 2, 3), correction=0) + 1e-5).rsqrt(), *expected]
+    for found, wanted in zip([*moments, *running], expected, strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert not workspace.counters.any()
 
 
 def test_forward_is_one_launch_and_so_are_both_gradients():

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.modules.dropout import CounterDropout, MaskTape, counter_seed, replace_dropout, take_masks
 from crossbow_py.engine.modules.precision import FP32
-from tests.support import features, make_tasks, plan
+from tests.support import features, make_tasks, run_rounds
 
 
 class Noted(nn.Module):
@@ -32,11 +31,7 @@ def masks(executor, rounds=3, num_learners=2, seed=0):
     """Whether each input value was kept: [learner][round] of bool [B, 64]."""
     data = (torch.ones(64, 64), features(64)[1])
     tasks = make_tasks(model_with_noted_mask, num_learners=num_learners, data=data, precision=FP32, seed=seed)
-    runner = EXECUTORS[executor](tasks)
-    for n in range(rounds):
-        runner.submit(plan(tasks, n))
-    runner.drain()
-    runner.close()
+    run_rounds(tasks, executor, rounds)
     return [[seen != 0 for seen in tasks.bank.module(learner)[1].seen] for learner in range(num_learners)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -72,7 +73,6 @@ def job_of(executor: str, epochs: float) -> PackJob:
     return PackJob(
         RunSettings(device="cpu", order_seed=ORDER_SEED),
         Choices(torch.device("cpu"), FP64, executor),
-        nn.functional.cross_entropy,
         round(epochs * NUM_SAMPLES),
         lambda _, rows: executor,
     )
@@ -133,13 +133,10 @@ def assert_as_alone(pack: Pack, row: int, expected: dict[str, torch.Tensor], tol
 def test_pack_of_different_trials_is_what_each_is_alone(
     alone: Callable[..., Any], executor: str, trials: tuple[TrialSettings, ...]
 ) -> None:
-    pack = pack_of(trials, executor)
-    try:
+    with closing(pack_of(trials, executor)) as pack:
         run(pack)
         for row, own in enumerate(trials):
             assert_as_alone(pack, row, alone(own))
-    finally:
-        pack.close()
 
 
 @pytest.mark.parametrize("executor", ["serial", "fused"])
@@ -148,8 +145,7 @@ def test_trial_that_takes_a_row_later_is_what_it_is_alone_and_so_is_its_neighbou
 ) -> None:
     first = members_of(TRIALS[:2], 2.0)
     first[1].end_samples = NUM_SAMPLES
-    pack = pack_of(TRIALS[:2], executor, members=first)
-    try:
+    with closing(pack_of(TRIALS[:2], executor, members=first)) as pack:
         run(pack)
         assert first[1].is_over and not first[0].is_over
         assert_as_alone(pack, 1, planned(alone, TRIALS[1], 1.0))
@@ -167,8 +163,6 @@ def test_trial_that_takes_a_row_later_is_what_it_is_alone_and_so_is_its_neighbou
         pack.assign([resumed, *rest])  # more rows; the first is over and stays as it is
         assert not pack.step()
         assert_as_alone(pack, 0, alone(TRIALS[1]))
-    finally:
-        pack.close()
 
 
 def planned(alone: Callable[..., Any], own: TrialSettings, epochs: float) -> dict[str, torch.Tensor]:
@@ -200,17 +194,14 @@ def replace_member(member: Member, begun: Any) -> Member:
 @pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
 def test_trial_that_diverges_harms_no_other(alone: Callable[..., Any], executor: str) -> None:
     wild = trial(5, optimizer=SGD(learning_rate=1e30, momentum=0.0))
-    pack = pack_of([TRIALS[0], wild], executor)
-    good, bad = pack.members
-    try:
+    with closing(pack_of([TRIALS[0], wild], executor)) as pack:
+        good, bad = pack.members
         run(pack)
         assert bad.failure == NON_FINITE and good.failure is None and not good.is_over
         pack.assign([good])
         run(pack)
         assert_as_alone(pack, 0, alone(TRIALS[0]))
         assert good.num_losses == 20 and math.isfinite(good.loss_sum)
-    finally:
-        pack.close()
 
 
 def test_packs_over_one_data_set_augment_each_in_its_own_way(alone: Callable[..., Any]) -> None:
@@ -240,8 +231,7 @@ def test_packs_over_one_data_set_augment_each_in_its_own_way(alone: Callable[...
 
 def test_member_that_leaves_unfinished_gives_its_row_to_another(alone: Callable[..., Any]) -> None:
     staying, leaving = members_of(TRIALS[:2], 2.0)
-    pack = pack_of(TRIALS[:2], "serial", members=[leaving, staying])
-    try:
+    with closing(pack_of(TRIALS[:2], "serial", members=[leaving, staying])) as pack:
         assert pack.step() and pack.step()
         pack.drain()
         joining = members_of(TRIALS[2:3], 2.0, first=2)[0]
@@ -249,8 +239,6 @@ def test_member_that_leaves_unfinished_gives_its_row_to_another(alone: Callable[
         run(pack)
         assert [member.trial for member in pack.members] == [2, 0]
         assert_as_alone(pack, 1, alone(TRIALS[0]))
-    finally:
-        pack.close()
 
 
 def test_evaluation_of_members_is_that_of_each_model() -> None:

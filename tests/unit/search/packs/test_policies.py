@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossbow_py.core.errors import UserError
 from crossbow_py.search.packs.policies import Policy, Waiting, admit, fair_share, few_kinds
 
 
@@ -93,11 +92,6 @@ def test_knn_admits_the_nearest_to_the_mean_of_those_that_run() -> None:
 def test_knn_with_nothing_running_gathers_around_the_first_waiting() -> None:
     waiting = [trial(number, features=(at,), share=1 / 3) for number, at in enumerate((0.5, 0.0, 0.8, 0.55))]
     assert admitted("knn", waiting) == [0, 3, 2]
-
-
-def test_unknown_policy_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(UserError, match=r"packing has no 'signatures'; did you mean 'signature'\?"):
-        admit("signatures", [], [], seed=0)
 
 
 # --- room -------------------------------------------------------------------------------------------------------------

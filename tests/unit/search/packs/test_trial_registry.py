@@ -47,7 +47,7 @@ def efforts(monkeypatch: pytest.MonkeyPatch) -> list[Effort]:
     return asked
 
 
-def new_roster(total_samples: int | None) -> TrialRegistry:
+def new_registry(total_samples: int | None) -> TrialRegistry:
     feed = make_feed(blobs(40), 1, 0)
     assert isinstance(feed, ResidentFeed)
     data = SearchData(feed.with_batch_size, 40, make_feed(blobs(30), 1), None, (3, True))
@@ -61,8 +61,7 @@ def new_roster(total_samples: int | None) -> TrialRegistry:
         return TrialSettings(number, model, f"{width}", 4, SGD(), Constant())
 
     choices = Choices(torch.device("cpu"), FP32, "auto")
-    loss, settings = nn.functional.cross_entropy, RunSettings(device="cpu")
-    return TrialRegistry(trial, SPACE, data, settings, choices, loss, 8, lambda _: None, total_samples)
+    return TrialRegistry(trial, SPACE, data, RunSettings(device="cpu"), choices, 8, lambda _: None, total_samples)
 
 
 def describe_all(registry: TrialRegistry) -> None:
@@ -71,7 +70,7 @@ def describe_all(registry: TrialRegistry) -> None:
 
 
 def test_kinds_share_a_tenth_of_the_time_of_the_search(efforts: list[Effort]) -> None:
-    describe_all(new_roster(1000))  # a second
+    describe_all(new_registry(1000))  # a second
     assert [(each.budget_s, each.spent_s) for each in efforts] == [(BUDGET_S, 0.0), (BUDGET_S, 0.75), (0.0, 1.5)]
     assert {each.total_samples for each in efforts} == {1000}
 
@@ -88,14 +87,14 @@ def test_time_of_measuring_that_ran_out_of_memory_counts(
         return found
 
     monkeypatch.setattr(module, "measured_width", short)
-    registry = new_roster(10_000_000)
+    registry = new_registry(10_000_000)
     registry.make_room = lambda: True
     assert not isinstance(registry.of(0, {"model.width": 1}), str)
     assert [each.spent_s for each in efforts] == [0.0, 0.75]
 
 
 def test_packs_are_measured_beside_other_workers_of_the_search_as_a_part_of_it(efforts: list[Effort]) -> None:
-    registry = new_roster(10_000_000)
+    registry = new_registry(10_000_000)
     registry.of(0, {"model.width": 1})
     registry.is_alone = False
     registry.of(1, {"model.width": 2})
@@ -103,5 +102,5 @@ def test_packs_are_measured_beside_other_workers_of_the_search_as_a_part_of_it(e
 
 
 def test_kinds_of_a_long_search_are_all_measured(efforts: list[Effort]) -> None:
-    describe_all(new_roster(10_000_000))
+    describe_all(new_registry(10_000_000))
     assert [each.budget_s for each in efforts] == [BUDGET_S] * 3

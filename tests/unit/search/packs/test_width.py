@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.calibration import Calibration, Candidate, Effort, Refusal
 from tests.caches import use_cache
 from tests.trainers import blobs
+from tests.unit.search.tiny_search import watch
 
 RATES = {
     ("serial", 1): 100.0,
@@ -32,37 +34,31 @@ RATES = {
 }
 
 
-def test_width_is_the_smallest_pack_close_to_the_best() -> None:
-    width = choose_width(RATES, "mlp", 32)
-    assert width.size == 8  # 300 is within 5 % of 310, 240 is not
-    assert width.sentence == (
-        "Trials of mlp run in packs of 8 by executor fused: 300 images/s, and 100 one at a time (3.0 times)."
-    )
-
-
-def test_width_is_one_where_packs_do_not_pay() -> None:
-    width = choose_width({("serial", 1): 100.0, ("fused", 2): 104.0, ("fused", 4): 90.0}, "vgg16", 32)
-    assert width.size == 1
-    assert width.sentence == (
-        "Trials of vgg16 run one at a time, as packing does not pay: 104 images/s at best, and 100 one at a time."
-    )
-
-
-def test_width_says_nothing_about_one_at_a_time_where_that_was_not_measured() -> None:
-    width = choose_width({("fused", 4): 90.0, ("threads", 2): 80.0}, "mlp", 32)
-    assert width.size == 4 and width.sentence == "Trials of mlp run in packs of 4 by executor fused: 90 images/s."
-
-
-def test_width_of_one_at_a_time_takes_the_fastest_executor_for_that() -> None:
-    width = choose_width({("serial", 1): 90.0, ("threads", 1): 100.0, ("fused", 1): 95.0}, "mlp", 32)
-    assert width.size == 1 and width.executor(1) == "threads"
-    assert width.sentence == "Trials of mlp run one at a time, as was asked for, by executor threads: 100 images/s."
-
-
-def test_width_names_the_fastest_executor_of_the_size_it_takes() -> None:
-    rates = {("serial", 1): 10.0, ("fused", 8): 96.0, ("threads", 8): 97.0, ("fused", 16): 100.0}
+@pytest.mark.parametrize(
+    ("rates", "size", "executor", "said"),
+    [
+        # 300 is within 5 % of 310, 240 is not
+        (RATES, 8, "fused", "in packs of 8 by executor fused: 300 images/s, and 100 one at a time (3.0 times)"),
+        (
+            {("serial", 1): 100.0, ("fused", 2): 104.0, ("fused", 4): 90.0}, 1, "serial",
+            "one at a time, as packing does not pay: 104 images/s at best, and 100 one at a time",
+        ),
+        ({("fused", 4): 90.0, ("threads", 2): 80.0}, 4, "fused", "in packs of 4 by executor fused: 90 images/s"),
+        (
+            {("serial", 1): 90.0, ("threads", 1): 100.0, ("fused", 1): 95.0}, 1, "threads",
+            "one at a time, as was asked for, by executor threads: 100 images/s",
+        ),
+        (
+            {("serial", 1): 10.0, ("fused", 8): 96.0, ("threads", 8): 97.0, ("fused", 16): 100.0}, 8, "threads",
+            "in packs of 8 by executor threads: 97 images/s, and 10 one at a time (9.7 times)",
+        ),
+    ],
+)  # fmt: skip
+def test_width_is_the_smallest_pack_close_to_the_best_by_its_fastest_executor(
+    rates: dict[tuple[str, int], float], size: int, executor: str, said: str
+) -> None:
     width = choose_width(rates, "mlp", 32)
-    assert width.size == 8 and "executor threads: 97 images/s" in width.sentence and width.executor(8) == "threads"
+    assert (width.size, width.executor(size), width.sentence) == (size, executor, f"Trials of mlp run {said}.")
 
 
 @pytest.mark.parametrize(
@@ -95,23 +91,40 @@ def test_round_of_a_pack_between_two_that_were_measured_takes_a_time_between_the
     assert choose_width({("fused", 8): 240.0, ("threads", 2): 100.0}, "mlp", 32).executor(3) == "threads"  # 240 · 3/8
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[tuple[str, int]]]:
-    """What is measured, which says 10 images/s a trial and twice that fused."""
-    calls: list[list[tuple[str, int]]] = []
-    use_cache(tmp_path, monkeypatch)
+class Asked(list[list[tuple[str, int]]]):
+    """What was measured, each time; `found`, or 10 images/s a trial and twice that fused."""
 
-    def calibrate(candidates: list[Candidate], batch_size: int, device: Any, effort: Effort) -> Calibration:
-        calls.append([(each.executor, each.num_learners) for each in candidates])
+    found: Calibration | None = None
+    bounds: Iterator[int] | None = None  # how many trials memory holds, each time it is asked
+
+    def calibrate(self, candidates: list[Candidate], *_: Any) -> Calibration:
+        self.append([(each.executor, each.num_learners) for each in candidates])
+        if self.found is not None:
+            return self.found
         for each in candidates:
             executor, plan = each.build()  # the very parts
             executor.submit(plan(0))
             executor.drain()
             executor.close()
-        rates = {key: 10.0 * key[1] * (1 + (key[0] == "fused")) for key in calls[-1]}
-        return Calibration("fused", rates)
+        return Calibration("fused", {key: 10.0 * key[1] * (1 + (key[0] == "fused")) for key in self[-1]})
 
-    monkeypatch.setattr(module, "calibrate", calibrate)
+    def memory_bound(self, *args: Any) -> tuple[int, list[str]]:
+        if self.bounds is None:
+            return memory_bound(*args)
+        bound = next(self.bounds)
+        return bound, [f"Memory holds {bound}."]
+
+
+memory_bound = module._memory_bound
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Asked:
+    use_cache(tmp_path, monkeypatch)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    calls = Asked()
+    monkeypatch.setattr(module, "calibrate", calls.calibrate)
+    monkeypatch.setattr(module, "_memory_bound", calls.memory_bound)
     return calls
 
 
@@ -128,9 +141,7 @@ def measure(
     feed = make_feed(blobs(40), 4)
     said = [] if told is None else told
     return measured_width(
-        CompatibleTrials(
-            RunSettings(device="cpu"), choices, trial, trial.new_model(), feed, nn.functional.cross_entropy
-        ),
+        CompatibleTrials(RunSettings(device="cpu"), choices, trial, trial.new_model(), feed),
         limit,
         said.append,
         make_room is not None,
@@ -139,10 +150,7 @@ def measure(
     )
 
 
-def test_measuring_tries_every_executor_alone_and_in_packs_up_to_the_limit(
-    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+def test_measuring_tries_every_executor_alone_and_in_packs_up_to_the_limit(asked: Asked) -> None:
     width, notes = measure(6)
     first = [("serial", 1), ("threads", 2), ("fused", 6), ("fused_threads", 6)]
     alone = [("threads", 1), ("fused", 1), ("fused_threads", 1)]
@@ -151,7 +159,7 @@ def test_measuring_tries_every_executor_alone_and_in_packs_up_to_the_limit(
     assert width.size == 6 and notes == []
 
 
-def test_measured_width_is_remembered_for_the_same_trials(asked: list[list[tuple[str, int]]]) -> None:
+def test_measured_width_is_remembered_for_the_same_trials(asked: Asked) -> None:
     told: list[str] = []
     first, _ = measure(4, told=told)
     again, _ = measure(4, told=told)
@@ -160,7 +168,7 @@ def test_measured_width_is_remembered_for_the_same_trials(asked: list[list[tuple
     assert len(asked) == 2
 
 
-def test_rate_of_dropout_is_nothing_that_packs_are_measured_anew_for(asked: list[list[tuple[str, int]]]) -> None:
+def test_rate_of_dropout_is_nothing_that_packs_are_measured_anew_for(asked: Asked) -> None:
     for model in (
         lambda: nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.25)),
         lambda: nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)),
@@ -171,7 +179,7 @@ def test_rate_of_dropout_is_nothing_that_packs_are_measured_anew_for(asked: list
     assert len(asked) == 2
 
 
-def test_packs_are_guessed_where_no_time_is_left_or_nothing_is_to_compare(asked: list[list[tuple[str, int]]]) -> None:
+def test_packs_are_guessed_where_no_time_is_left_or_nothing_is_to_compare(asked: Asked) -> None:
     class Branches(nn.Linear):
         def forward(self, inputs: Tensor) -> Tensor:
             return super().forward(inputs if inputs.sum() > 0 else -inputs)
@@ -181,24 +189,20 @@ def test_packs_are_guessed_where_no_time_is_left_or_nothing_is_to_compare(asked:
     assert (width.size, width.executor(16)) == (16, "fused")
     assert width.sentence.endswith("by executor fused, which is not measured, as there is little to train.")
     width, _ = measure(32, effort=none, model=lambda: Branches(4, 3))
-    assert (width.size, width.executor(2)) == (torch.get_num_threads() if torch.get_num_threads() > 1 else 4, "threads")
+    assert (width.size, width.executor(2)) == (2, "threads")
     width, _ = measure(1, "serial")
     assert width.size == 1 and width.sentence.endswith("one at a time by executor serial, as was asked for.")
     assert asked == []
 
 
-def test_pack_is_guessed_where_there_was_time_for_one_trial_alone(
-    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pack_is_guessed_where_there_was_time_for_one_trial_alone(asked: Asked) -> None:
     late = (("threads", 2), ("threads", 4), ("fused", 16), ("fused_threads", 16))
     alone = Calibration("serial", {("serial", 1): 10.0}, late=late, is_short=True)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(module, "calibrate", lambda *_: alone)
+    asked.found = alone
     width, _ = measure(32, effort=Effort(20.0, total_samples=100))
     assert width.size == 16 and "not measured" in width.sentence
     refused = {(name, 16): Refusal("no such graph") for name in ("fused", "fused_threads")}
-    one_late = dataclasses.replace(alone, refused=refused, late=late[:2])
-    monkeypatch.setattr(module, "calibrate", lambda *_: one_late)
+    asked.found = dataclasses.replace(alone, refused=refused, late=late[:2])
     width, _ = measure(32, effort=Effort(20.0, total_samples=100))
     assert (width.size, width.executor(2)) == (2, "threads")  # not one that cannot run
 
@@ -234,14 +238,9 @@ MEMORY = Refusal("CUDA out of memory.", is_passing=True)
     ],
 )
 def test_trials_run_one_at_a_time_for_the_reason_that_is_said(
-    asked: list[list[tuple[str, int]]],
-    monkeypatch: pytest.MonkeyPatch,
-    found: dict[str, Any],
-    why: str,
-    num_measured: int,
+    asked: Asked, found: dict[str, Any], why: str, num_measured: int
 ) -> None:
-    calibration = Calibration("serial", {("serial", 1): 10.0, ("fused", 1): 9.0}, **found)
-    monkeypatch.setattr(module, "calibrate", lambda *_: asked.append([]) or calibration)
+    asked.found = Calibration("serial", {("serial", 1): 10.0, ("fused", 1): 9.0}, **found)
     for _ in range(2):
         width, notes = measure(32)
         assert width.size == 1 and notes == []
@@ -251,23 +250,18 @@ def test_trials_run_one_at_a_time_for_the_reason_that_is_said(
     assert len(asked) == num_measured
 
 
-def test_width_without_packs_says_that_they_were_not_asked_for_or_that_memory_holds_none(
-    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_width_without_packs_says_that_they_were_not_asked_for_or_that_memory_holds_none(asked: Asked) -> None:
     assert "one at a time, as was asked for, by executor fused" in measure(1)[0].sentence
-    monkeypatch.setattr(module, "_memory_bound", lambda *_: (1, ["Memory holds one."]))
+    asked.bounds = itertools.repeat(1)
     width, notes = measure(2)
     assert "one at a time, as memory holds no more, by executor fused" in width.sentence
-    assert notes == ["Memory holds one."]
+    assert notes == ["Memory holds 1."]
     assert measure(2, "serial")[0].sentence.endswith("one at a time by executor serial, as memory holds no more.")
 
 
-def test_executor_that_runs_no_packs_is_named_with_the_reason(
-    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_executor_that_runs_no_packs_is_named_with_the_reason(asked: Asked) -> None:
     rates = {("serial", 1): 10.0, ("fused", 1): 10.0, ("threads", 2): 20.0}
-    found = Calibration("threads", rates, {("fused", 16): MEMORY}, late=(("fused_threads", 16),))
-    monkeypatch.setattr(module, "calibrate", lambda *_: asked.append([]) or found)
+    asked.found = Calibration("threads", rates, {("fused", 16): MEMORY}, late=(("fused_threads", 16),))
     width, notes = measure(32)
     assert (width.size, width.executor(2)) == (2, "threads")
     assert notes == [
@@ -279,31 +273,22 @@ def test_executor_that_runs_no_packs_is_named_with_the_reason(
     assert len(asked) == 2  # memory may be there the next time
 
 
-def test_choice_against_packs_is_not_remembered_where_some_were_not_measured(
-    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = Calibration("serial", {("serial", 1): 10.0, ("fused", 2): 10.0}, late=(("fused", 16),))
-    monkeypatch.setattr(module, "calibrate", lambda *_: asked.append([]) or found)
+def test_choice_against_packs_is_not_remembered_where_some_were_not_measured(asked: Asked) -> None:
+    asked.found = Calibration("serial", {("serial", 1): 10.0, ("fused", 2): 10.0}, late=(("fused", 16),))
     for _ in range(2):
         width, _ = measure(32)
         assert width.size == 1 and "packing does not pay" in width.sentence
     assert len(asked) == 2
 
 
-def test_what_an_older_version_kept_is_measured_anew(
-    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_older_version_kept_is_measured_anew(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.Remembered, "recall", lambda *_: '[["serial", 1, 10.0]]')
     measure(4)
     assert len(asked) == 1
 
 
-def test_what_was_measured_beside_other_programs_is_not_remembered(
-    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rates = {("serial", 1): 10.0, ("fused", 4): 80.0}
-    busy = Calibration("fused", rates, others=0.5)
-    monkeypatch.setattr(module, "calibrate", lambda *_: asked.append([]) or busy)
+def test_what_was_measured_beside_other_programs_is_not_remembered(asked: Asked) -> None:
+    asked.found = Calibration("fused", {("serial", 1): 10.0, ("fused", 4): 80.0}, others=0.5)
     width, notes = measure(4)
     assert width.size == 4
     assert notes == ["Other programs took 50% of the cores meanwhile: it is measured again the next time."]
@@ -311,11 +296,9 @@ def test_what_was_measured_beside_other_programs_is_not_remembered(
     assert len(asked) == 2
 
 
-def test_what_a_short_search_measured_is_remembered_for_short_ones(
-    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    short = Calibration("fused", {("serial", 1): 10.0, ("fused", 4): 80.0}, late=(("fused", 16),), is_short=True)
-    monkeypatch.setattr(module, "calibrate", lambda *_: asked.append([]) or short)
+def test_what_a_short_search_measured_is_remembered_for_short_ones(asked: Asked) -> None:
+    rates = {("serial", 1): 10.0, ("fused", 4): 80.0}
+    asked.found = Calibration("fused", rates, late=(("fused", 16),), is_short=True)
     first, _ = measure(4, effort=Effort(20.0, total_samples=800))  # a second
     again, _ = measure(4, effort=Effort(20.0, total_samples=400))
     assert first == again and len(asked) == 1
@@ -323,9 +306,7 @@ def test_what_a_short_search_measured_is_remembered_for_short_ones(
     assert len(asked) == 2
 
 
-def test_what_was_measured_beside_other_workers_of_the_search_is_remembered_for_that(
-    asked: list[list[tuple[str, int]]],
-) -> None:
+def test_what_was_measured_beside_other_workers_of_the_search_is_remembered_for_that(asked: Asked) -> None:
     beside = Effort(is_alone=False)
     measure(4, effort=beside)
     measure(4, effort=beside)
@@ -334,39 +315,26 @@ def test_what_was_measured_beside_other_workers_of_the_search_is_remembered_for_
     assert len(asked) == 2
 
 
-def test_width_that_memory_bounds_is_bounded_anew_where_there_is_room_to_be_made(
-    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_width_that_memory_bounds_is_bounded_anew_where_there_is_room_to_be_made(asked: Asked) -> None:
     room: list[str] = []
-    monkeypatch.setattr(module, "_memory_bound", lambda *_: (8, []) if room else (2, ["Memory holds 2."]))
+    asked.bounds = (8 if room else 2 for _ in itertools.count())
     width, notes = measure(8, effort=Effort(is_alone=False))
     assert (width.size, notes) == (2, ["Memory holds 2."])  # nothing is given back
     width, notes = measure(8, make_room=lambda: room.append("made") or True)
-    assert (width.size, notes, room) == (8, [], ["made"])
+    assert (width.size, notes, room) == (8, ["Memory holds 8."], ["made"])
     measure(8, make_room=lambda: pytest.fail("memory is not short"))
 
 
-def bounded_by(monkeypatch: pytest.MonkeyPatch, *bounds: int) -> None:
-    """Memory holds so many trials, each time it is asked."""
-    later = iter(bounds)
-    said = "Memory holds {}."
-    monkeypatch.setattr(module, "_memory_bound", lambda *_: (bound := next(later), [said.format(bound)]))
-
-
-def test_width_that_is_remembered_parks_no_packs(
-    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bounded_by(monkeypatch, 8, 2)
+def test_width_that_is_remembered_parks_no_packs(asked: Asked) -> None:
+    asked.bounds = iter((8, 2))
     first, _ = measure(16)
     again, notes = measure(16, make_room=lambda: pytest.fail("nothing is measured"))
     assert first == again and first.size == 8 and notes == []  # what memory holds without the packs
     assert len(asked) == 1
 
 
-def test_width_is_remembered_whatever_memory_is_free_as_long_as_it_is_no_more(
-    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bounded_by(monkeypatch, 27, 25, 31, 5, 33)
+def test_width_is_remembered_whatever_memory_is_free_as_long_as_it_is_no_more(asked: Asked) -> None:
+    asked.bounds = iter((27, 25, 31, 5, 33))
     widths = [measure(64)[0] for _ in range(4)]
     assert [width.size for width in widths] == [24, 24, 24, 4] and len(asked) == 1
     assert max(count for _, count in widths[-1].rates) == 4
@@ -380,12 +348,9 @@ def test_bound_by_memory_is_rounded_down_to_sizes_far_apart(bound: int, steady: 
     assert module.steady(bound) == steady
 
 
-def test_packs_below_the_size_that_memory_refuses_are_remembered(
-    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packs_below_the_size_that_memory_refuses_are_remembered(asked: Asked) -> None:
     rates = {("serial", 1): 10.0, ("fused", 16): 160.0, ("fused", 32): 320.0}
-    short = Calibration("fused", rates, {("fused", 40): MEMORY})
-    monkeypatch.setattr(module, "calibrate", lambda *_: asked.append([]) or short)
+    asked.found = Calibration("fused", rates, {("fused", 40): MEMORY})
     for _ in range(2):
         assert measure(40)[0].size == 32  # not nearly all, which memory refused
     assert len(asked) == 1
@@ -394,23 +359,10 @@ def test_packs_below_the_size_that_memory_refuses_are_remembered(
     assert len(asked) == 3
 
 
-def test_packs_that_memory_refuses_are_measured_again_where_there_is_room_to_be_made(
-    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    room: list[str] = []
-    short = Calibration("serial", {("serial", 1): 10.0}, {("fused", 8): MEMORY})
-    ample = Calibration("fused", {("serial", 1): 10.0, ("fused", 8): 80.0})
-    monkeypatch.setattr(module, "calibrate", lambda *_: ample if room else short)
-    assert measure(8)[0].size == 1
-    assert measure(8, make_room=lambda: room.append("made") or True)[0].size == 8
-
-
+@pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize(("late", "num_measured"), [((), 2), ((("fused", 4),), 3)])
-def test_packs_are_measured_again_in_the_time_that_is_left_and_without_what_is_known(
-    asked: list[list[tuple[str, int]]],
-    monkeypatch: pytest.MonkeyPatch,
-    late: tuple[tuple[str, int], ...],
-    num_measured: int,
+def test_packs_that_memory_refused_are_measured_again_in_the_time_that_is_left(
+    monkeypatch: pytest.MonkeyPatch, late: tuple[tuple[str, int], ...], num_measured: int
 ) -> None:
     clock, calls = Clock(), []
     monkeypatch.setattr(module, "time", clock)
@@ -440,24 +392,21 @@ def test_large_packs_are_doubled_up_to_nearly_all_that_there_can_be() -> None:
 
 
 def test_packs_of_more_than_32_are_measured_where_those_of_32_gained(
-    monkeypatch: pytest.MonkeyPatch, asked: list[list[tuple[str, int]]]
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[str, int, bool]] = []
-
-    def calibrate(candidates: list[Candidate], *_: Any) -> Calibration:
-        seen.extend((each.executor, each.num_learners, each.needs_gain) for each in candidates)
-        return Calibration("fused", {("serial", 1): 10.0, ("fused", 64): 640.0})
-
-    monkeypatch.setattr(module, "calibrate", calibrate)
+    asked.found = Calibration("fused", {("serial", 1): 10.0, ("fused", 64): 640.0})
+    gains: list[int] = []
+    watch(monkeypatch, asked, "calibrate", lambda each, *_: gains.extend(e.num_learners for e in each if e.needs_gain))
+    monkeypatch.setattr(module, "calibrate", asked.calibrate)
     width, _ = measure(128)
     assert width.size == 64
-    fused = [(count, gain) for name, count, gain in seen if name == "fused"]
-    assert fused == [(16, False), (1, False), (8, False), (32, False), (64, True), (128, True), (4, False), (2, False)]
+    assert [count for name, count in asked[0] if name == "fused"] == [16, 1, 8, 32, 64, 128, 4, 2]
+    assert set(gains) == {64, 128}
     assert module.asked(["streams"], 64) == [("streams", size) for size in (1, 16, 8, 32, 64, 4, 2)]
     assert max(count for name, count in module.asked(["threads"], 64) if name == "threads") == 8
 
 
-def test_executor_that_was_asked_for_is_the_only_one(asked: list[list[tuple[str, int]]]) -> None:
+def test_executor_that_was_asked_for_is_the_only_one(asked: Asked) -> None:
     measure(2, "threads")
     measure(2, "serial")
     measure(2, "fused")

@@ -187,27 +187,17 @@ def test_final_lines_name_the_best_its_command_and_where_the_time_went(searched:
         ((0, 1), "best so far    trial 1: validation accuracy 0.8750 after 4 epochs"),
         ((), "best           none: nothing was measured yet"),
         ((3,), "best           none: 1 of 1 trials failed; search.json says why"),
+        ((4, 4), "best           none: nothing was measured yet"),
+        ((4, 3), "best           none: 1 of 2 trials failed, and no other was measured yet; search.json says why"),
     ],
 )
 def test_final_lines_of_a_search_that_was_stopped_say_who_leads_and_how_to_go_on(
     searched: Any, numbers: tuple[int, ...], said: str
 ) -> None:
-    trials = tuple(searched.trial(number) for number in numbers)
+    trials = tuple(searched.waiting(0) if number == 4 else searched.trial(number) for number in numbers)
     text = "\n".join(final_lines(searched.summary(best=None, status="interrupted", trials=trials)))
     assert said in text
     assert "to go on       the same command" in text
-
-
-def test_final_lines_without_a_value_count_those_that_failed_among_those_that_wait(searched: Any) -> None:
-    waiting = (searched.waiting(0), searched.waiting(1))
-    said = [
-        final_lines(searched.summary(best=None, status="interrupted", trials=trials))[2]
-        for trials in (waiting, (*waiting, searched.trial(3)))
-    ]
-    assert said == [
-        "  best           none: nothing was measured yet",
-        "  best           none: 1 of 3 trials failed, and no other was measured yet; search.json says why",
-    ]
 
 
 def test_plain_search_marks_the_best_at_its_last_rung_only(searched: Any) -> None:

@@ -11,9 +11,8 @@ from optuna.storages import BaseStorage, InMemoryStorage
 
 from crossbow_py.search.hyperband import Segment
 from crossbow_py.search.space import Space
-from crossbow_py.search.study.sampling import SamplerName
 from crossbow_py.search.study.storage import open_storage
-from crossbow_py.search.study.study import SharedStudy
+from crossbow_py.search.study.study import SamplerName, SharedStudy
 
 SPACE = Space.from_mapping({"rate": {"low": 0.001, "high": 0.5, "log": True, "num": 4}, "rule": ["sgd", "adam"]})
 SEGMENTS = [Segment(trial, 0) for trial in range(6)]

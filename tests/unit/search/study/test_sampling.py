@@ -6,8 +6,8 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from crossbow_py.search.space import Space
-from crossbow_py.search.study.sampling import SamplerName, Sampling
 from crossbow_py.search.study.storage import silence_optuna
+from crossbow_py.search.study.study import SamplerName, Sampling
 
 SPACE = Space.from_mapping(
     {

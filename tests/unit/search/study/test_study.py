@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -20,9 +21,8 @@ from optuna.trial import create_trial
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.file_locks import locked
 from crossbow_py.search.hyperband import Segment, TrialState
-from crossbow_py.search.study.sampling import SamplerName
 from crossbow_py.search.study.storage import StorageError, open_storage
-from crossbow_py.search.study.study import SharedStudy
+from crossbow_py.search.study.study import SamplerName, SharedStudy
 from tests.unit.search.study.shared_studies import SEGMENTS, SPACE, Failing, done, optuna_trials, worker
 
 # --- trials -----------------------------------------------------------------------------------------------------------
@@ -91,10 +91,10 @@ def killed(journal: str, sampler: SamplerName) -> Iterator[tuple[list[dict[str, 
         with locked(path, lambda: None), path.open("ab") as file:
             file.write(b'{"op_code":8,"worker_id":"x","trial_id":3,"user_at')
             file.flush()
-            os.write(write, repr(asked).encode())
+            os.write(write, json.dumps(asked).encode())
             signal.pause()
         os._exit(0)
-    asked = eval(os.read(read, 10_000))
+    asked = json.loads(os.read(read, 10_000))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     os.close(read), os.close(write)

@@ -16,23 +16,15 @@ from crossbow_py.engine.device.host import intra_op_threads
 from crossbow_py.engine.modules.precision import BF16, FP32
 from crossbow_py.models import MODELS
 from crossbow_py.train.checks.seeded_model import faithful_copy
+from tests.networks import Net, net
 from tests.support import features
 from tests.trainers import blobs, image_model, images, make_trainer
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.second(self.first(x).tanh())
-
-
-class HookedWeight(Net):
-    def __init__(self):
-        super().__init__()
-        self.first.weight.register_hook(lambda gradient: gradient * 0)
+def hooked_weight():
+    model = Net()
+    model.first.weight.register_hook(lambda gradient: gradient * 0)
+    return model
 
 
 class HoldsItself(Net):
@@ -72,7 +64,7 @@ class SharesMemory(Net):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (HookedWeight, r"the model's first\.weight has a hook on its gradient"),
+        (hooked_weight, r"the model's first\.weight has a hook on its gradient"),
         (HoldsItself, r"would not train as it does \(the gradient of first\.\w+ is off by 100%\)"),
         (StoresInItself, "would not train as it does"),
         (SharesMemory, "would not train as it does"),
@@ -150,14 +142,10 @@ class Rotates(Net):
         return self.second(torch.view_as_real(hidden).flatten(1))
 
 
-class Half(Net):
-    """A model that takes only bfloat16 weights."""
-
-    def forward(self, x):
-        return self.second(self.first(x.to(torch.bfloat16)).tanh())
+TAKES_BF16_ALONE = net(lambda self, x: self.second(self.first(x.to(torch.bfloat16)).tanh()))
 
 
-@pytest.mark.parametrize(("model", "precision"), [(Rotates, "fp32"), (Half, "bf16")])
+@pytest.mark.parametrize(("model", "precision"), [(Rotates, "fp32"), (TAKES_BF16_ALONE, "bf16")])
 @pytest.mark.parametrize("executor", ["serial", "fused"])
 def test_honest_model_of_an_odd_format_trains(model, precision, executor):
     trainer = make_trainer(model=model, precision=precision, executor=executor)
@@ -165,20 +153,12 @@ def test_honest_model_of_an_odd_format_trains(model, precision, executor):
     assert trainer.state.samples_seen == 40
 
 
-class Complex(Net):
-    def __init__(self):
-        super().__init__()
-        self.turns = nn.Parameter(torch.ones(6, dtype=torch.complex64))
-
-
-class ReturnsComplex(Net):
-    def forward(self, x):
-        return torch.complex(super().forward(x), super().forward(x))
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
-    [(Complex, "the model's turns is complex, and learners' weights are real"), (ReturnsComplex, "complex numbers")],
+    [
+        (net(turns=lambda: nn.Parameter(torch.ones(6, dtype=torch.complex64))), "model's turns is complex, and"),
+        (net(lambda self, x: torch.complex(*[Net.forward(self, x)] * 2)), "complex numbers"),
+    ],
 )
 def test_complex_weights_and_outputs_are_refused_in_one_line(model, message):
     with pytest.raises(UserError, match=message):

@@ -142,11 +142,9 @@ def test_class_that_bytes_cannot_tell_from_an_ignored_one_counts():
     inputs = torch.eye(200)[150:170]
     targets = torch.arange(150, 170, dtype=torch.uint8)  # 156 is -100 among bytes
     for executor in ("serial", "fused"):
-        recorder = Recorder()
-        trainer = make_trainer(
-            model=lambda: torch.nn.Linear(200, 200), train_data=(inputs, targets), test_data=(inputs, targets),
-            executor=executor, num_classes=200, batch_size=1, callbacks=[recorder],
-        )  # fmt: skip
-        result = trainer.fit(max_epochs=1)
+        result = make_trainer(
+            model=lambda: nn.Linear(200, 200), train_data=(inputs, targets), test_data=(inputs, targets),
+            executor=executor, num_classes=200, batch_size=1, callbacks=[recorder := Recorder()],
+        ).fit(max_epochs=1)  # fmt: skip
         assert 0 <= result.test_accuracy <= 1
         assert all(record.train_accuracy <= 1 for record in recorder.of("epoch"))

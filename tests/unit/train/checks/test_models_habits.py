@@ -19,18 +19,10 @@ from torch.nn.utils import parametrizations
 
 from crossbow_py import SGD, SMA, Independent
 from crossbow_py.core.errors import UserError
+from tests.networks import Net, net
 from tests.trainers import Recorder, equal_states, images, make_trainer
 
 _F = nn.functional
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.second(self.first(x).tanh())
 
 
 class Later(Net):
@@ -146,37 +138,12 @@ class DrawsLater(Later):
         return _F.dropout(super().forward(x), 0.5, self.training and passes > 4)
 
 
-class HalfUsed(Net):
-    def __init__(self):
-        super().__init__()
-        self.unused = nn.Linear(4, 4)
-
-
 class DropsLayer(Later):
     def forward(self, x):
         hidden = self.first(x).tanh()
         if self.count() > 4:
             hidden = hidden.detach()
         return self.second(hidden)
-
-
-class PythonDraws(Net):
-    def forward(self, x):
-        return super().forward(x) * random.random()
-
-
-class NumpyDraws(Net):
-    def forward(self, x):
-        return super().forward(x) * np.random.rand()
-
-
-class OwnGenerator(Net):
-    def __init__(self):
-        super().__init__()
-        self.own = torch.Generator().manual_seed(1)
-
-    def forward(self, x):
-        return super().forward(x) + torch.rand(3, generator=self.own)
 
 
 class TensorKept(Net):
@@ -198,12 +165,6 @@ class CountsInClass(Net):
         return super().forward(x)
 
 
-class WideCounter(Net):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("count", torch.tensor(0.0, dtype=torch.float64))
-
-
 class MakesAMask(Net):
     """A model that makes a mask in its first pass, which is not state."""
 
@@ -217,16 +178,6 @@ class MakesAMask(Net):
         if self.mask is None:
             self.mask = torch.ones(3)
         return super().forward(x) * self.mask * self.scale
-
-
-class Logs(Net):
-    def __init__(self):
-        super().__init__()
-        self.logger = logging.getLogger("tests.habits")
-
-    def forward(self, x):
-        self.logger.debug("forward")
-        return super().forward(x)
 
 
 class Columns(nn.Module):
@@ -249,15 +200,6 @@ class SeedsDropout(Net):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(7)
             return self.drop(super().forward(x))
-
-
-class SparseBuffer(Net):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("edges", torch.eye(4).to_sparse())
-
-    def forward(self, x):
-        return super().forward(torch.sparse.mm(self.edges, x.t()).t())
 
 
 class ClipsNorm(nn.Sequential):
@@ -283,6 +225,19 @@ class WritesLater(MomentumEncoder, Later):
         return super().forward(x) if self.count() > 3 else Net.forward(self, x)
 
 
+SPARSE_BUFFER = net(
+    lambda self, x: Net.forward(self, torch.sparse.mm(self.edges, x.t()).t()),
+    edges=lambda: nn.Buffer(torch.eye(4).to_sparse()),
+)
+REPLACES_BUFFER = net(
+    lambda self, x: setattr(self, "seen", self.seen + 1) or Net.forward(self, x), seen=lambda: nn.Buffer(torch.zeros(1))
+)
+OWN_GENERATOR = net(
+    lambda self, x: Net.forward(self, x) + torch.rand(3, generator=self.own),
+    own=lambda: torch.Generator().manual_seed(1),
+)
+
+
 class Strides(nn.Module):
     def __init__(self):
         super().__init__()
@@ -304,7 +259,8 @@ class Strides(nn.Module):
         (SharesMemory, {}, "first.weight and third.weight share memory"),
         (ViewsWeight, {}, "the model's first.weight and part share memory"),
         (SeedsDropout, {}, r"sets torch's generator at test_models_habits.py:\d+ and draws"),
-        (SparseBuffer, {}, "buffer edges is sparse, and learners' buffers are dense; register buffer.to_dense"),
+        (SPARSE_BUFFER, {}, "buffer edges is sparse, and learners' buffers are dense; register buffer.to_dense"),
+        (REPLACES_BUFFER, {}, r"forward replaces its buffer seen.*copy_\(\)"),
         (Strides, {"train_data": images(40)}, "learners, copies of the model, would not train as it does"),
     ],
 )
@@ -333,17 +289,17 @@ def test_model_that_strays_from_its_row_later_ends_the_run(model, message, execu
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (PythonDraws, "draws random numbers from Python's or NumPy's generator"),
-        (NumpyDraws, "draws random numbers from Python's or NumPy's generator"),
-        (OwnGenerator, "changes its attribute own"),
+        (net(lambda self, x: Net.forward(self, x) * random.random()), "from Python's or NumPy's generator"),
+        (net(lambda self, x: Net.forward(self, x) * np.random.rand()), "from Python's or NumPy's generator"),
+        (OWN_GENERATOR, "changes its attribute own"),
         (TensorKept, "A second pass of the model over the same batch gives another output"),
         (CountsInClass, "changes its attribute CountsInClass.calls"),
-        (HalfUsed, "The model's unused.bias and 1 more got no gradient in a round. It counts as zero"),
+        (net(unused=lambda: nn.Linear(4, 4)), "unused.bias and 1 more got no gradient in a round. It counts as zero"),
         (Clips, "forward writes its parameter second.weight: every learner writes its own"),
-        (WideCounter, "buffer count is float64, but float32 in learners"),
+        (net(count=lambda: nn.Buffer(torch.zeros((), dtype=torch.float64))), "buffer count is float64, but float32 in"),
         (Net, None),
         (MakesAMask, None),
-        (Logs, None),
+        (net(lambda self, x: self.log.debug("forward") or Net.forward(self, x), log=logging.getLogger), None),
         (lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3)), None),
         (lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 3))), None),
         (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 3))), None),
@@ -425,8 +381,7 @@ def test_model_that_begins_to_draw_is_said_once_and_then_draws_its_learners_numb
 def test_gradient_that_stops_later_is_said_in_the_round():
     recorder = Recorder()
     make_trainer(model=DropsLayer, callbacks=[recorder]).fit(max_rounds=8)
-    said = [line for line in recorder.of("message") if "The model's first.bias and 1 more got no gradient" in line]
-    assert len(said) == 1
+    assert sum("The model's first.bias and 1 more got no gradient" in line for line in recorder.of("message")) == 1
 
 
 class Margin(nn.Module):
@@ -504,19 +459,14 @@ def test_loss_that_does_more_than_compute_is_said(loss, message):
 
 
 def test_constants_in_buffers_are_the_same_in_the_average_of_any_number_of_learners():
-    class Masked(Net):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("least", torch.full((3,), torch.finfo(torch.float32).min))
-            self.register_buffer("tenth", torch.full((16,), 0.1))
-
-        def forward(self, x):
-            return torch.maximum(super().forward(x), self.least)
-
+    least, tenth = torch.full((3,), torch.finfo(torch.float32).min), torch.full((16,), 0.1)
+    masked = net(
+        lambda self, x: torch.maximum(Net.forward(self, x), self.least),
+        least=lambda: nn.Buffer(least.clone()), tenth=lambda: nn.Buffer(tenth.clone()),
+    )  # fmt: skip
     for learners in (2, 7):
-        result = make_trainer(model=Masked, num_learners=learners, averaging=SMA()).fit(max_rounds=2)
-        assert torch.equal(result.model.least, Masked().least)
-        assert torch.equal(result.model.tenth, Masked().tenth)
+        result = make_trainer(model=masked, num_learners=learners, averaging=SMA()).fit(max_rounds=2)
+        assert torch.equal(result.model.least, least) and torch.equal(result.model.tenth, tenth)
 
 
 def test_layer_that_train_freezes_is_frozen_from_the_start():
@@ -570,11 +520,9 @@ def test_modes_that_the_caller_has_entered_change_nothing(mode, executor):
 
 
 def test_callback_that_leaves_gradients_off_ends_no_run():
-    class Careless(Recorder):
-        def on_epoch(self, record):
-            torch.set_grad_enabled(False)
-
-    assert make_trainer(model=Net, callbacks=[Careless()]).fit(max_epochs=2).summary.epochs == 2
+    careless = Recorder()
+    careless.on_epoch = lambda record: torch.set_grad_enabled(False)
+    assert make_trainer(model=Net, callbacks=[careless]).fit(max_epochs=2).summary.epochs == 2
 
 
 def test_trainers_that_threads_build_at_once_begin_with_their_seeds_weights():

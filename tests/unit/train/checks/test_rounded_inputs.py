@@ -38,35 +38,34 @@ def data_of(ids, streamed):
 
 def run(train_data, **options):
     recorder = Recorder()
-    given = {"precision": "auto", "num_workers": 0, "callbacks": [recorder], **options}
-    result = make_trainer(model=Lookup, train_data=train_data, **given).fit(max_epochs=1)
+    given = {"model": Lookup, "precision": "auto", "num_workers": 0, "callbacks": [recorder], **options}
+    result = make_trainer(train_data=train_data, **given).fit(max_epochs=1)
     return result.summary.precision, [said for said in recorder.of("message") if "whole numbers" in said]
 
 
+@pytest.mark.parametrize(
+    ("ids", "precision", "chosen", "said"),
+    [
+        (IDS, "auto", "bf16", []),
+        (
+            IDS + 200, "auto", "fp32",
+            [r"precision is fp32, because in bf16 the inputs have whole numbers .* bfloat16 rounds: 3.. becomes 300\."],
+        ),
+        (
+            IDS + 200, "bf16", "bf16",
+            [
+                r"The inputs have whole numbers that bfloat16 rounds: \d+ becomes \d+; if they are ids, years or "
+                "counts, set precision=fp32, or give them as a tensor of integers."
+            ],
+        ),
+    ],
+    ids=["small ids", "rounded by auto", "rounded as asked for"],
+)  # fmt: skip
 @pytest.mark.parametrize("streamed", [False, True])
-def test_auto_precision_of_ids_that_bf16_rounds_is_fp32_and_says_so(streamed):
-    chosen, said = run(data_of(IDS + 200, streamed))
-    assert chosen == "fp32"
-    (line,) = said
-    assert line.startswith("precision is fp32, because in bf16 the inputs have whole numbers that bfloat16 rounds: 3")
-    assert line.endswith(" becomes 300.")
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_auto_precision_of_small_ids_stays_bf16_without_a_word(streamed):
-    assert run(data_of(IDS, streamed)) == ("bf16", [])
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_bf16_that_was_asked_for_says_that_it_rounds_ids(streamed):
-    chosen, said = run(data_of(IDS + 200, streamed), precision="bf16")
-    assert chosen == "bf16"
-    (line,) = said
-    assert re.fullmatch(
-        r"The inputs have whole numbers that bfloat16 rounds: \d+ becomes \d+; if they are ids, years or counts, set "
-        "precision=fp32, or give them as a tensor of integers.",
-        line,
-    )
+def test_ids_that_bf16_rounds_are_said_and_auto_takes_fp32_for_them(ids, precision, chosen, said, streamed):
+    taken, messages = run(data_of(ids, streamed), precision=precision)
+    assert taken == chosen and len(messages) == len(said)
+    assert all(re.fullmatch(*each) for each in zip(said, messages, strict=True))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -87,26 +86,15 @@ def test_ids_of_the_test_data_alone_are_told_too():
 
 def test_normalised_inputs_and_images_stay_bf16_without_a_word():
     inputs, targets = data_of(IDS + 200, streamed=False)
-    recorder = Recorder()
-    make_trainer(
-        model=lambda: nn.Linear(2, 3), train_data=(inputs, targets), mean=[300, 0.5], std=[50, 0.3], precision="auto",
-        callbacks=[recorder],
-    ).fit(max_rounds=1)  # fmt: skip
-    assert recorder.of("start")[0].precision == "bf16"
     images = torch.randint(0, 256, (N, 3, 4, 4), dtype=torch.uint8)
-    make_trainer(
-        model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(48, 3)), train_data=(images, targets), precision="auto",
-        callbacks=[recorder],
-    ).fit(max_rounds=1)  # fmt: skip
-    assert recorder.of("start")[1].precision == "bf16"
-    assert not [said for said in recorder.of("message") if "whole numbers" in said]
+    normalised = {"model": lambda: nn.Linear(2, 3), "mean": [300, 0.5], "std": [50, 0.3]}
+    assert run((inputs, targets), **normalised) == ("bf16", [])
+    assert run((images, targets), model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(48, 3))) == ("bf16", [])
 
 
 def test_fp32_of_timestamps_in_float64_says_that_it_rounds_them():
     inputs, targets = data_of(IDS, streamed=False)
-    recorder = Recorder()
     stamped = inputs.double() + 1_700_000_000
-    make_trainer(model=lambda: nn.Linear(2, 3), train_data=(stamped, targets), callbacks=[recorder]).fit(max_rounds=1)
-    (said,) = [said for said in recorder.of("message") if "whole numbers" in said]
+    _, (said,) = run((stamped, targets), model=lambda: nn.Linear(2, 3), precision="fp32")
     assert said.startswith("The inputs have whole numbers that float32 rounds: 1700000101 becomes 1700000128;")
     assert "precision=fp32" not in said

@@ -154,10 +154,10 @@ def test_fit_on_items_of_different_shapes_names_one():
 
 
 def test_trainer_with_a_metric_that_would_repeat_values_refuses_it():
-    inputs, targets = torch.randn(8, 4), torch.randn(8)
+    data = torch.randn(8, 4), torch.randn(8)
     with pytest.raises(UserError, match=r"^metrics\['error'\]: .* would broadcast them; give targets of the output's"):
         make_trainer(
-            model=lambda: nn.Linear(4, 1), train_data=(inputs, targets), test_data=(inputs, targets),
+            model=lambda: nn.Linear(4, 1), train_data=data, test_data=data,
             loss=lambda outputs, right: (outputs[:, 0] - right).square().mean(), metrics={"error": nn.L1Loss()},
         )  # fmt: skip
 

@@ -35,12 +35,21 @@ def make_evaluator(model, precision=FP64, **options):
     return Evaluator(model, precision=precision, **settings)
 
 
+def evaluated(model, inputs, targets, precision=FP64, **options):
+    """Evaluate a model's own state."""
+    return make_evaluator(model, precision, **options).evaluate(model.state_dict(), feed_of(inputs, targets, precision))
+
+
+def recalibrated(model, *batches):
+    """Return the state after recalibration on batches of single values, [B, 1] or [B, 1, T]."""
+    model = model.double()
+    return make_evaluator(model).recalibrate(model.state_dict(), [torch.tensor(batch).double() for batch in batches])
+
+
 def test_evaluate_with_a_partial_last_batch_equals_the_means_over_all_samples():
     model = linear_model().double()
     output = model(INPUTS.double()).detach()
-    ours = make_evaluator(linear_model(), metrics={"square": mean_square}).evaluate(
-        model.state_dict(), feed_of(INPUTS, TARGETS)
-    )
+    ours = evaluated(model, INPUTS, TARGETS, metrics={"square": mean_square})
     # Batches of 4, 4 and 2: weighted by size, the means of batch means are the means over all ten.
     assert ours.loss == pytest.approx(nn.functional.cross_entropy(output, TARGETS).item(), rel=1e-12)
     assert ours.metrics == {"square": pytest.approx(mean_square(output, TARGETS).item(), rel=1e-12)}
@@ -66,31 +75,22 @@ def test_evaluate_equals_a_plain_loop_in_evaluation_mode_with_batch_norm_and_dro
 
 
 def test_evaluate_with_max_batches_looks_at_the_first_ones_only():
-    evaluator = make_evaluator(linear_model(), max_batches=2)
-    state = linear_model().double().state_dict()
-    assert evaluator.evaluate(state, feed_of(INPUTS, TARGETS)) == make_evaluator(linear_model()).evaluate(
-        state, feed_of(INPUTS[:8], TARGETS[:8])
-    )
+    model = linear_model().double()
+    assert evaluated(model, INPUTS, TARGETS, max_batches=2) == evaluated(model, INPUTS[:8], TARGETS[:8])
 
 
 def test_evaluate_of_a_regression_has_a_loss_and_no_accuracy():
     model = nn.Linear(4, 1).double()
     targets = torch.randn(10, 1).double()
-    ours = make_evaluator(nn.Linear(4, 1), loss=nn.functional.mse_loss).evaluate(
-        model.state_dict(), feed_of(INPUTS, targets)
-    )
+    ours = evaluated(model, INPUTS, targets, loss=nn.functional.mse_loss)
     assert ours.accuracy is None
     assert ours.loss == pytest.approx((model(INPUTS.double()) - targets).square().mean().item(), rel=1e-12)
 
 
 def test_evaluate_in_bf16_is_close_to_float32_and_sums_losses_in_float32():
     images, targets = features(10, (3, 6, 6))
-    state = norm_model().state_dict()
-    losses = {
-        kind.name: make_evaluator(norm_model(), kind).evaluate(state, feed_of(images, targets, kind)).loss
-        for kind in (FP32, BF16)
-    }
-    assert 0 < abs(losses["bf16"] - losses["fp32"]) < 0.01
+    fp32, bf16 = (evaluated(norm_model(), images, targets, kind).loss for kind in (FP32, BF16))
+    assert 0 < abs(bf16 - fp32) < 0.01
 
 
 def test_module_is_in_master_precision_and_evaluation_mode_with_the_state_copied():
@@ -103,11 +103,10 @@ def test_module_is_in_master_precision_and_evaluation_mode_with_the_state_copied
 
 
 def test_recalibrate_gives_the_plain_means_of_batch_statistics():
-    model = nn.Sequential(nn.BatchNorm1d(1), nn.Dropout(0.9)).double()
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.Dropout(0.9))
     model[0].running_mean.fill_(7.0)
     model[0].weight.data.fill_(2.0)
-    batches = [torch.tensor([[1.0], [3.0]]).double(), torch.tensor([[4.0], [10.0]]).double()]
-    state = make_evaluator(model).recalibrate(model.state_dict(), batches)
+    state = recalibrated(model, [[1.0], [3.0]], [[4.0], [10.0]])
     # Means 2 and 7; unbiased variances 2 and 18.
     assert state["0.running_mean"].tolist() == [4.5]
     assert state["0.running_var"].tolist() == [10.0]
@@ -116,9 +115,8 @@ def test_recalibrate_gives_the_plain_means_of_batch_statistics():
 
 
 def test_recalibrate_gives_plain_means_to_instance_norm_too():
-    model = nn.Sequential(nn.InstanceNorm1d(1, track_running_stats=True)).double()
-    batches = [torch.tensor([[[1.0, 3.0]]]).double(), torch.tensor([[[4.0, 10.0]]]).double()]
-    state = make_evaluator(model).recalibrate(model.state_dict(), batches)
+    model = nn.Sequential(nn.InstanceNorm1d(1, track_running_stats=True))
+    state = recalibrated(model, [[[1.0, 3.0]]], [[[4.0, 10.0]]])
     assert (state["0.running_mean"].tolist(), state["0.running_var"].tolist()) == ([4.5], [10.0])
 
 
@@ -135,9 +133,7 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.InstanceNorm1d])
 def test_recalibrate_counts_every_call_of_a_norm_alike(kind):
-    model = Twice(kind(1, track_running_stats=True)).double()
-    batches = [torch.tensor([[[1.0, 3.0]]]).double(), torch.tensor([[[4.0, 10.0]]]).double()]
-    state = make_evaluator(model).recalibrate(model.state_dict(), batches)
+    state = recalibrated(Twice(kind(1, track_running_stats=True)), [[[1.0, 3.0]]], [[[4.0, 10.0]]])
     assert state["norm.running_mean"].item() == pytest.approx((2 + 1 + 7 + 3.5) / 4)
 
 
@@ -151,19 +147,18 @@ class WithOneFrozen(nn.Sequential):
 
 
 def test_recalibrate_leaves_statistics_that_the_model_does_not_train():
-    model = WithOneFrozen(nn.BatchNorm1d(1), nn.BatchNorm1d(1)).double()
+    model = WithOneFrozen(nn.BatchNorm1d(1), nn.BatchNorm1d(1))
     model[0].running_mean.fill_(7.0)
-    state = make_evaluator(model).recalibrate(model.state_dict(), [torch.tensor([[1.0], [3.0]]).double()])
+    state = recalibrated(model, [[1.0], [3.0]])
     assert (state["0.running_mean"].tolist(), state["0.running_var"].tolist()) == ([7.0], [1.0])
     assert state["1.running_mean"].item() == pytest.approx(-5.0, rel=1e-4)
 
 
 def test_recalibrate_passes_over_batches_that_are_not_finite():
-    model = nn.Sequential(nn.BatchNorm1d(1)).double()
+    model, bad = nn.Sequential(nn.BatchNorm1d(1)), [[1.0], [float("nan")]]
     model[0].running_mean.fill_(7.0)
-    good, bad = torch.tensor([[1.0], [3.0]]).double(), torch.tensor([[1.0], [float("nan")]]).double()
-    assert make_evaluator(model).recalibrate(model.state_dict(), [bad, good])["0.running_mean"].tolist() == [2.0]
-    state = make_evaluator(model).recalibrate(model.state_dict(), [bad])
+    assert recalibrated(model, bad, [[1.0], [3.0]])["0.running_mean"].tolist() == [2.0]
+    state = recalibrated(model, bad)
     assert (state["0.running_mean"].tolist(), state["0.running_var"].tolist()) == ([7.0], [1.0])
 
 
@@ -217,7 +212,7 @@ class TimeFirst(nn.Linear):
     ("model", "shape"), [(TimeFirst(4, 3), (10, 6, 4)), (nn.Linear(4, 3), (10, 6, 4)), (nn.Linear(4, 3), (10, 4))]
 )
 def test_what_is_not_images_of_one_class_each_leaves_no_examples(model, shape):
-    evaluator = make_evaluator(model, loss=lambda outputs, targets: outputs.square().mean())
+    evaluator = make_evaluator(model, loss=mean_square)
     inputs, targets = torch.zeros(shape), torch.zeros(shape[0], dtype=torch.int64)
     assert evaluator.evaluate(model.state_dict(), feed_of(inputs, targets), examples=True).examples is None
 
@@ -250,45 +245,41 @@ def test_evaluation_in_little_memory_halves_its_batches_and_finds_the_same():
     assert found.loss == pytest.approx(make_evaluator(model).evaluate(model.state_dict(), feed).loss, rel=1e-12)
 
 
-@pytest.mark.parametrize(("error", "sizes"), [(MemoryError(), [4, 2, 1]), (ArithmeticError("no"), [4])])
-def test_evaluation_raises_what_fewer_samples_do_not_change(error, sizes):
+@pytest.mark.parametrize(
+    ("error", "raised", "device", "sizes"),
+    [
+        (MemoryError(), MemoryError, "cpu", [4, 2, 1]),
+        (ArithmeticError("no"), ArithmeticError, "cpu", [4]),
+        (RuntimeError("CUDA error: device-side assert triggered"), DeviceLostError, "cuda", [4]),
+    ],
+)
+def test_evaluation_raises_what_fewer_samples_do_not_change(error, raised, device, sizes):
     model, loss = linear_model(), Short(0, error)
-    with pytest.raises(type(error)):
-        evaluate_in_memory(
-            make_evaluator(model, loss=loss), model.state_dict(), feed_of(INPUTS, TARGETS), torch.device("cpu")
-        )
+    evaluator, feed = make_evaluator(model, loss=loss), feed_of(INPUTS, TARGETS)
+    with pytest.raises(raised):
+        evaluate_in_memory(evaluator, model.state_dict(), feed, torch.device(device))
     assert loss.sizes == sizes
-
-
-def test_evaluation_on_a_device_that_is_lost_says_so():
-    model, loss = linear_model(), Short(0, RuntimeError("CUDA error: device-side assert triggered"))
-    with pytest.raises(DeviceLostError):
-        evaluate_in_memory(
-            make_evaluator(model, loss=loss), model.state_dict(), feed_of(INPUTS, TARGETS), torch.device("cuda")
-        )
 
 
 def test_evaluate_counts_outputs_that_are_not_finite_as_wrong():
     # Rows whose largest score is NaN, infinity or minus infinity answer nothing; a class ruled out is no fault.
     inputs = torch.tensor([[2.0, 0.0], [torch.nan, 0.0], [torch.inf, 0.0], [-torch.inf] * 2, [1.0, -torch.inf]])
-    found = make_evaluator(nn.Sequential(nn.Identity()), FP32, batch_size=2, loss=mean_square).evaluate(
-        {}, feed_of(inputs, torch.zeros(5, dtype=torch.int64))
-    )
-    assert found.accuracy == 2 / 5
-    assert found.num_non_finite == 3
+    targets = torch.zeros(5, dtype=torch.int64)
+    found = evaluated(nn.Identity(), inputs, targets, FP32, batch_size=2, loss=mean_square)
+    assert (found.accuracy, found.num_non_finite) == (2 / 5, 3)
 
 
 def test_evaluate_of_a_regression_counts_outputs_that_are_not_finite():
     inputs = torch.tensor([[1.0], [torch.nan], [-torch.inf]])
-    found = make_evaluator(nn.Sequential(nn.Identity()), FP32, loss=mean_square).evaluate({}, feed_of(inputs, inputs))
+    found = evaluated(nn.Identity(), inputs, inputs, FP32, loss=mean_square)
     assert (found.accuracy, found.num_non_finite) == (None, 2)
 
 
 def test_evaluate_keeps_a_metric_named_loss_apart_from_the_loss():
-    found = make_evaluator(linear_model(), metrics={"loss": mean_square, "correct": mean_square})
-    alone = make_evaluator(linear_model(), metrics={"square": mean_square})
-    state, feed = linear_model().double().state_dict(), feed_of(INPUTS, TARGETS)
-    measured, expected = found.evaluate(state, feed), alone.evaluate(state, feed)
+    names = [("loss", "correct"), ("square",)]
+    measured, expected = (
+        evaluated(linear_model(), INPUTS, TARGETS, FP32, metrics=dict.fromkeys(each, mean_square)) for each in names
+    )
     assert (measured.loss, measured.accuracy) == (expected.loss, expected.accuracy)
     assert measured.metrics == {"loss": expected.metrics["square"], "correct": expected.metrics["square"]}
 
@@ -369,12 +360,8 @@ def test_regression_has_a_loss_and_no_accuracy():
 
 def test_loss_of_one_value_in_a_vector_serves():
     bank = make_bank(linear_model)
-    assert_as_alone(
-        bank,
-        evaluator_of(bank, loss=lambda output, target: nn.functional.cross_entropy(output, target).reshape(1)),
-        feed_of(*features(9)),
-        range(K),
-    )
+    evaluator = evaluator_of(bank, loss=lambda *batch: nn.functional.cross_entropy(*batch).reshape(1))
+    assert_as_alone(bank, evaluator, feed_of(*features(9)), range(K))
 
 
 @pytest.mark.parametrize("network", [networks.Tied, networks.LstmClassifier, networks.HandAttention])
@@ -388,17 +375,14 @@ def test_rows_in_bf16_are_evaluated_on_their_bf16_copies():
     assert_as_alone(bank, evaluator_of(bank), feed_of(*features(8, (3, 6, 6)), BF16), range(K), tolerance=0.02)
 
 
-def test_model_that_cannot_be_fused_is_evaluated_one_by_one():
-    bank = make_bank(lambda: Branching(4, 3))
-    assert_as_alone(bank, evaluator_of(bank), feed_of(*features(10)), range(K))
-
-
-def test_rows_that_memory_does_not_hold_together_are_evaluated_one_by_one(monkeypatch):
+@pytest.mark.parametrize("reason", ["cannot be fused", "memory"])
+def test_rows_that_cannot_run_together_are_evaluated_one_by_one(reason, monkeypatch):
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr("crossbow_py.train.evaluation.evaluator.prediction_bank", fail)
-    bank = make_bank(linear_model)
+    if reason == "memory":
+        monkeypatch.setattr("crossbow_py.train.evaluation.evaluator.prediction_bank", fail)
+    bank = make_bank(linear_model if reason == "memory" else lambda: Branching(4, 3))
     assert_as_alone(bank, evaluator_of(bank), feed_of(*features(10)), range(K))
 
 

@@ -201,12 +201,6 @@ def test_regression_has_no_agreement_and_the_rest():
     assert learning.gradient_variance > 0
 
 
-def test_one_learner_has_no_agreement_and_the_rest_of_its_own_weights():
-    learning = measured(num_learners=1)[0][-1].learning
-    assert learning.agreement is None
-    assert learning.sharpness > 0
-
-
 def test_independent_learners_agree_or_not_and_the_rest_is_the_first_ones():
     records, trainer, _ = measured(
         averaging=Independent(), num_learners=2, optimizer=SGD(learning_rate=(0.01, 1e-9)), train_data=features(40)
@@ -220,10 +214,17 @@ def test_independent_learners_agree_or_not_and_the_rest_is_the_first_ones():
     assert 0 < learning.agreement < 1
 
 
-def test_epoch_of_a_single_batch_has_no_noise_scale():
-    learning = measured(train_data=blobs(5), num_learners=2)[0][-1].learning
-    assert (learning.gradient_noise_scale_samples, learning.gradient_variance) == (None, None)
-    assert learning.sharpness is not None
+@pytest.mark.parametrize(
+    ("options", "missing"),
+    [
+        ({"num_learners": 1}, {"agreement"}),
+        ({"train_data": blobs(5)}, {"gradient_noise_scale_samples", "gradient_variance", "squared_gradient_norm"}),
+    ],
+    ids=["one learner", "one batch an epoch"],
+)
+def test_what_there_is_too_little_of_to_measure_is_none_and_the_rest_is_there(options, missing):
+    learning = values_of(measured(**options)[0][-1].learning)
+    assert {name for name, value in learning.items() if value is None} == missing
 
 
 def test_model_without_second_derivatives_has_no_sharpness_and_the_user_is_told_once():
@@ -307,12 +308,15 @@ def test_run_of_data_that_streams_is_the_one_without_statistics_in_every_bit():
     assert equal_states(off.model, on.model)
 
 
-def test_time_of_measuring_is_no_time_of_training(monkeypatch):
+def test_time_of_measuring_is_no_time_of_training_and_the_watch_says_so(monkeypatch):
     clock = {"now": 0.0}
     monkeypatch.setattr(loop_module, "ThroughputMeter", lambda: ThroughputMeter(lambda: clock["now"]))
     measure = LearningMeasurement.measure
 
+    said = []
+
     def slow(self, which):
+        said.append(self._run.ranks.watch.doing)
         clock["now"] += 1000.0
         return measure(self, which)
 
@@ -320,6 +324,7 @@ def test_time_of_measuring_is_no_time_of_training(monkeypatch):
     records, trainer, _ = measured()
     assert (records[-1].elapsed_s, trainer.state.elapsed_s) == (0.0, 0.0)
     assert 0 < records[-1].learning.measuring_s < 60
+    assert said == ["the statistics of learning after round 4", "the statistics of learning after round 9"]
 
 
 def test_resumed_run_measures_what_the_uninterrupted_one_does_and_may_switch_it_on(tmp_path):
@@ -368,16 +373,3 @@ def test_data_that_fails_while_the_first_rank_measures_ends_all_ranks():
     found = on_ranks(measure_with_a_failure, 2, 0, "_noise", DataError("sample 3 is torn"), {"num_learners": 1})
     assert [(each.kind, each.exit_code) for each in found] == [("DataError", 1), ("RankError", 1)]
     assert "sample 3 is torn" in found[1].text
-
-
-def test_watch_says_that_statistics_are_measured(monkeypatch):
-    said = []
-    measure = LearningMeasurement.measure
-
-    def listen(self, which):
-        said.append(self._run.ranks.watch.doing)
-        return measure(self, which)
-
-    monkeypatch.setattr(LearningMeasurement, "measure", listen)
-    measured()
-    assert said == ["the statistics of learning after round 4", "the statistics of learning after round 9"]

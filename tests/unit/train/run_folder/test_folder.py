@@ -19,7 +19,7 @@ from crossbow_py.distributed import launch as launching
 from crossbow_py.distributed.launch import Launch, write_launch
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.train.config import TrainConfig
-from crossbow_py.train.run_folder.folder import RunFolder, open_run
+from crossbow_py.train.run_folder.folder import DONE, RunFolder, open_run
 from tests.thread_ranks import on_threads
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -47,6 +47,16 @@ def past_run(samples: int | None = 1000, status: str | None = None, age_s: int =
     return folder.path
 
 
+def opened(**changes: Any) -> RunFolder:
+    with open_run(config(**changes)) as folder:
+        return folder
+
+
+def refused(message: str, **changes: Any) -> None:
+    with pytest.raises(UserError, match=message), open_run(config(**changes)):
+        pass
+
+
 def test_new_run_without_output_dir_is_named_after_experiment_and_time() -> None:
     with open_run(config()) as first, open_run(config()) as second:
         assert first.path.parent == second.path.parent == Path("runs/digits")
@@ -65,11 +75,7 @@ def test_new_run_with_output_dir_makes_it_and_writes_the_configuration() -> None
 def test_new_run_in_the_folder_of_a_run_is_refused(trace: str) -> None:
     (Path("a") / trace).parent.mkdir(parents=True)
     (Path("a") / trace).write_text("{}")
-    with (
-        pytest.raises(UserError, match="already holds a run; continue it with resume=auto"),
-        open_run(config(output_dir="a")),
-    ):
-        pass
+    refused("already holds a run; continue it with resume=auto", output_dir="a")
     assert not Path("a/config.yaml").exists()
 
 
@@ -77,11 +83,7 @@ def test_new_run_in_the_folder_of_a_search_is_refused_and_leaves_it_as_it_was() 
     Path("a").mkdir()
     Path("a/config.yaml").write_text("space: {batch_size: [8, 16]}\n")
     for resume in (None, "auto"):
-        with (
-            pytest.raises(UserError, match="output_dir a holds a search, not a run; choose another folder"),
-            open_run(config(output_dir="a", resume=resume)),
-        ):
-            pass
+        refused("output_dir a holds a search, not a run; choose another folder", output_dir="a", resume=resume)
     assert [path.name for path in Path("a").iterdir()] == ["config.yaml"]
     assert read_yaml(Path("a/config.yaml")) == {"space": {"batch_size": [8, 16]}}
 
@@ -94,8 +96,7 @@ def test_folder_made_for_a_run_that_never_began_is_removed_again() -> None:
 
 @pytest.mark.parametrize("output_dir", ["${a", "runs/${a"])
 def test_configuration_that_cannot_be_written_leaves_no_folder_behind(output_dir: str) -> None:
-    with pytest.raises(UserError, match="cannot be written"), open_run(config(output_dir=output_dir)):
-        pass
+    refused("cannot be written", output_dir=output_dir)
     assert list(Path().iterdir()) == []
 
 
@@ -116,18 +117,13 @@ def test_folder_that_was_there_before_is_kept_after_a_mistake() -> None:
     with pytest.raises(UserError, match="no data"), open_run(config(output_dir="a")):
         raise UserError("no data")
     assert Path("a").exists()
-    with open_run(config(output_dir="a")) as folder:
-        assert folder.resume is None
+    assert opened(output_dir="a").resume is None
 
 
 @pytest.mark.parametrize("output_dir", ["file/run", "file", "/proc/no/such"])
 def test_output_dir_that_cannot_be_made_is_a_user_error(output_dir: str) -> None:
     Path("file").write_text("")
-    with (
-        pytest.raises(UserError, match=f"output_dir {output_dir} cannot be written"),
-        open_run(config(output_dir=output_dir)),
-    ):
-        pass
+    refused(f"output_dir {output_dir} cannot be written", output_dir=output_dir)
 
 
 def test_output_dir_that_another_run_writes_is_refused() -> None:
@@ -149,8 +145,8 @@ def test_resume_auto_with_output_dir_continues_there() -> None:
 def test_resume_auto_without_a_checkpoint_starts_afresh_in_the_same_folder() -> None:
     past_run(samples=None, output_dir="a")
     Path("a/metrics.jsonl").write_text("{}\n")
-    with open_run(config(output_dir="a", resume="auto", batch_size=8)) as folder:
-        assert (folder.path, folder.resume) == (Path("a"), None)
+    folder = opened(output_dir="a", resume="auto", batch_size=8)
+    assert (folder.path, folder.resume) == (Path("a"), None)
 
 
 def test_resume_auto_takes_the_newest_unfinished_run_of_equal_configuration() -> None:
@@ -160,8 +156,8 @@ def test_resume_auto_takes_the_newest_unfinished_run_of_equal_configuration() ->
     past_run(age_s=20, status="finished")
     past_run(age_s=10, status="target_reached")
     past_run(age_s=0, samples=None)
-    with open_run(config(resume="auto")) as folder:
-        assert folder.path == folder.resume == newest
+    folder = opened(resume="auto")
+    assert folder.path == folder.resume == newest
 
 
 def test_resume_auto_leaves_a_run_that_is_being_written_alone() -> None:
@@ -173,8 +169,7 @@ def test_resume_auto_leaves_a_run_that_is_being_written_alone() -> None:
 
 
 def test_resume_auto_without_any_run_starts_afresh() -> None:
-    with open_run(config(resume="auto")) as folder:
-        assert folder.resume is None
+    assert opened(resume="auto").resume is None
 
 
 @pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/samples-000000001000"])
@@ -187,28 +182,19 @@ def test_resume_path_of_a_run_or_a_checkpoint_continues_in_the_runs_folder(insid
 
 def test_resume_path_with_another_output_dir_writes_there() -> None:
     run = past_run()
-    with open_run(config(resume=str(run), output_dir="b")) as folder:
-        assert (folder.path, folder.resume) == (Path("b"), run)
+    assert opened(resume=str(run), output_dir="b") == RunFolder(Path("b"), run, None)
 
 
 def test_resume_path_into_the_folder_of_another_run_is_refused() -> None:
     run, other = past_run(), past_run(output_dir="b")
-    with (
-        pytest.raises(UserError, match="already holds a run"),
-        open_run(config(resume=str(run), output_dir=str(other))),
-    ):
-        pass
+    refused("already holds a run", resume=str(run), output_dir=str(other))
 
 
 @pytest.mark.parametrize("inside", ["nowhere", "tensorboard", "checkpoints/samples-000000009999"])
 def test_resume_path_that_is_no_run_is_a_user_error(inside: str) -> None:
     run = past_run()
     (run / "tensorboard").mkdir()
-    with (
-        pytest.raises(UserError, match="is not a run folder with checkpoints"),
-        open_run(config(resume=str(run / inside))),
-    ):
-        pass
+    refused("is not a run folder with checkpoints", resume=str(run / inside))
 
 
 def test_resume_with_more_changed_than_stops_names_the_keys_with_both_values() -> None:
@@ -225,8 +211,7 @@ def test_resume_with_more_changed_than_stops_names_the_keys_with_both_values() -
 
 def test_resume_with_a_trace_or_without_is_allowed() -> None:
     past_run(output_dir="a")
-    with open_run(config(output_dir="a", resume="auto", trace=True)) as folder:
-        assert folder.resume == Path("a")
+    assert opened(output_dir="a", resume="auto", trace=True).resume == Path("a")
 
 
 def test_resume_with_another_data_root_is_allowed() -> None:
@@ -274,8 +259,7 @@ def test_ranks_started_anew_without_the_first_host_go_on_with_the_run_they_began
 
     begun, _ = on_threads(begin, 2)
     host.name = "b"
-    with open_run(config()) as folder:
-        assert folder.resume == begun
+    assert opened().resume == begun
 
 
 def test_ranks_started_anew_before_the_first_checkpoint_start_afresh_in_the_same_folder(launched_by) -> None:
@@ -295,68 +279,47 @@ def test_ranks_started_anew_take_the_newest_of_the_runs_of_their_launch(launched
     for run in runs[:2]:
         write_launch(run, Launch("none", ["a:7"]))
     launched_by("none", "a:7")
-    with open_run(config()) as folder:
-        assert folder.resume == runs[1]
+    assert opened().resume == runs[1]
 
 
 @pytest.mark.parametrize("run_id", ["none", "job"])
 def test_another_launch_of_the_same_command_begins_a_run_of_its_own(launched_by, run_id) -> None:
     launched_by(run_id, "a:7")
-    begun = past_run()
+    begun, past_b = past_run(), past_run(output_dir="b")
     launched_by(run_id, "a:8")
-    with open_run(config()) as folder:
-        assert folder.path != begun
-        assert folder.resume is None
-
-
-@pytest.mark.parametrize("run_id", ["none", "job"])
-def test_another_launch_into_a_folder_that_holds_a_run_is_refused(launched_by, run_id) -> None:
-    launched_by(run_id, "a:7")
-    past_run(output_dir="a")
-    launched_by(run_id, "a:8")
-    with pytest.raises(UserError, match="already holds a run"), open_run(config(output_dir="a")):
-        pass
+    folder = opened()
+    assert folder.path != begun and folder.resume is None
+    refused("already holds a run", output_dir=str(past_b))
 
 
 def test_ranks_started_anew_in_a_sweep_have_nothing_left_of_a_run_that_is_done(launched_by) -> None:
     launched_by("none", "a:7")
     begun = past_run(output_dir="sweep/seed=1", status="finished")
-    with open_run(config(output_dir="sweep/seed=1")) as folder:
-        assert folder.path == folder.resume == begun
+    folder = opened(output_dir="sweep/seed=1")
+    assert folder.path == folder.resume == begun
 
 
-@pytest.mark.parametrize("status", ["finished", "target_reached"])
-def test_ranks_started_anew_leave_a_run_that_is_done_alone(launched_by, status) -> None:
-    launched_by("none", "a:7")
-    done = past_run(status=status)
-    with open_run(config()) as folder:
-        assert folder.path != done
-
-
-@pytest.mark.parametrize("status", [None, "failed", "terminated"])
-def test_ranks_started_anew_go_on_with_a_run_that_failed(launched_by, status) -> None:
+@pytest.mark.parametrize("status", [None, "failed", "terminated", "finished", "target_reached"])
+def test_ranks_started_anew_go_on_with_a_run_that_failed_and_leave_one_that_is_done(launched_by, status) -> None:
     launched_by("none", "a:7")
     begun = past_run(status=status)
-    with open_run(config()) as folder:
-        assert folder.resume == begun
+    folder = opened()
+    assert (folder.path, folder.resume) == (begun, begun) if status not in DONE else folder.path != begun
 
 
 def test_ranks_started_anew_do_as_resume_says_when_it_is_set(launched_by) -> None:
     other = past_run(output_dir="a")
     launched_by("none", "a:7")
     past_run()
-    with open_run(config(resume="a")) as folder:
-        assert folder.path == other
+    assert opened(resume="a").path == other
 
 
 def test_launch_that_takes_up_a_run_of_another_one_is_its_launch_from_then_on(launched_by) -> None:
     launched_by("none", "a:7")
     begun = past_run(output_dir="a")
     launched_by("none", "a:8")
-    with open_run(config(output_dir="a", resume="auto")) as folder:
-        assert folder.resume == begun
-    with open_run(config(output_dir="a")) as folder:
-        assert folder.resume == begun
+    assert opened(output_dir="a", resume="auto").resume == begun
+    assert opened(output_dir="a").resume == begun
 
 
 def test_process_that_no_launcher_started_writes_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,18 +331,18 @@ def test_process_that_no_launcher_started_writes_no_launch(monkeypatch: pytest.M
 # Several ranks
 
 
-def opened(ranks: Ranks, path: str) -> tuple[RunFolder, bool]:
+def opened_on(ranks: Ranks, path: str) -> tuple[RunFolder, bool]:
     with open_run(config(output_dir=path if ranks.is_first else "nowhere"), ranks) as folder:
         return folder, Path("nowhere").exists()
 
 
 def test_folder_is_the_first_ranks_on_all() -> None:
-    assert on_threads(opened, 3, "a") == [(RunFolder(Path("a"), None, None), False)] * 3
+    assert on_threads(opened_on, 3, "a") == [(RunFolder(Path("a"), None, None), False)] * 3
 
 
 def test_folder_that_is_refused_to_the_first_rank_is_refused_on_all() -> None:
     past_run(output_dir="a")
-    first, second = on_threads(opened, 2, "a")
+    first, second = on_threads(opened_on, 2, "a")
     assert isinstance(first, UserError)
     assert isinstance(second, RankError)
     assert second.exit_code == 2

@@ -41,6 +41,13 @@ def run(folder: Path, *overrides: str, without: tuple[str, str] | None = None) -
     return folder
 
 
+def digits_with(folder: Path, **changes: Any) -> str:
+    """Write the configuration of a run with changes. Returns the word that names it."""
+    plain = {**config_to_mapping(compose(["+experiment=digits"], TrainConfig)), **changes}
+    (folder / "config.yaml").write_text(json.dumps(plain))
+    return f"config={folder}"
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -73,18 +80,13 @@ def test_folder_with_brackets_in_its_name_is_found_where_it_is_quoted(
 
 @pytest.mark.parametrize("text", ["${oc.env:HOME}", r"\${oc.env:HOME}", r"a\\${b}", "a ${x} 'b' ${y}"])
 def test_text_that_looks_like_an_interpolation_stays_text(tmp_path: Path, text: str) -> None:
-    plain = config_to_mapping(compose(["+experiment=digits"], TrainConfig))
-    (tmp_path / "config.yaml").write_text(json.dumps({**plain, "init_from": text}))
-    assert composed([f"config={tmp_path}"], TrainConfig).init_from == text
+    assert composed([digits_with(tmp_path, init_from=text)], TrainConfig).init_from == text
 
 
 @pytest.mark.parametrize("text", ["a\\\\\n", "a\n", "null\n", 'a"\n', "${oc.env:HOME}\n"])
 def test_text_that_ends_a_line_stays_as_it_is(tmp_path: Path, text: str) -> None:
-    plain = config_to_mapping(compose(["+experiment=digits"], TrainConfig))
-    plain["model"] = {"name": "custom", "target": "mine.net", "args": {"text": text}}
-    (tmp_path / "config.yaml").write_text(json.dumps(plain))
-    found = composed([f"config={tmp_path}", "model.target=mine.net"], TrainConfig)
-    assert found.model.args["text"] == text
+    word = digits_with(tmp_path, model={"name": "custom", "target": "mine.net", "args": {"text": text}})
+    assert composed([word, "model.target=mine.net"], TrainConfig).model.args["text"] == text
 
 
 @pytest.mark.parametrize(
@@ -107,11 +109,9 @@ def test_key_of_a_recorded_run_that_is_more_than_a_name_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: dict[str, Any], given: list[str]
 ) -> None:
     monkeypatch.setenv("SECRET", "hush")
-    plain = config_to_mapping(compose(["+experiment=digits"], TrainConfig))
-    plain["model"] = {"name": "custom", "target": "mine.net", "args": args}
-    (tmp_path / "config.yaml").write_text(json.dumps(plain))
+    word = digits_with(tmp_path, model={"name": "custom", "target": "mine.net", "args": args})
     with pytest.raises(UserError, match=r"keys of letters, digits, _, / and -, got ") as refused:
-        composed([f"config={tmp_path}", *given], TrainConfig)
+        composed([word, *given], TrainConfig)
     assert "hush" not in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -208,8 +208,3 @@ def test_mistake_in_a_recorded_configuration_names_its_file(tmp_path: Path, more
     for read in (lambda: composed([f"config={tmp_path}"], TrainConfig), lambda: find_models([str(tmp_path)])):
         with pytest.raises(UserError, match=f"^{tmp_path}/config.yaml: {message}"):
             read()
-
-
-def test_overrides_without_config_are_composed_as_ever() -> None:
-    words = ["+experiment=digits", "seed=3"]
-    assert composed(words, TrainConfig) == compose(words, TrainConfig)

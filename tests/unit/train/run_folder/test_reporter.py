@@ -129,12 +129,9 @@ def test_squared_distances_are_over_the_squared_norm_of_the_center():
     assert bank.squared_distances() == []
 
 
-def test_correction_norm_is_the_length_of_the_sum():
-    assert two_learners().correction_norm() == pytest.approx(1.0)
-
-
-def test_one_learner_has_no_correction():
+def test_correction_norm_is_the_length_of_the_sum_and_one_learner_has_none():
     bank = two_learners()
+    assert bank.correction_norm() == pytest.approx(1.0)
     bank.resize(1)
     assert bank.correction_norm() is None
 

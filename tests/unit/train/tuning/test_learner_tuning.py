@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from crossbow_py import SGD, Independent, Listener, Trainer
+from crossbow_py import SGD, Trainer
 from crossbow_py.core.errors import LearnerError, UserError
 from crossbow_py.core.measured import Remembered
 from crossbow_py.engine.auto_tuner import AutoTuner, AutoTunerState, Decision
@@ -42,15 +42,13 @@ class Scripted(LearnerTuning):
         return Decision("shrink", self.state.num_learners, "memory does not hold it")
 
 
-class Seen(Listener):
-    def __init__(self):
-        self.changes, self.records = [], []
-
+class Seen(Recorder):
     def on_learner_count(self, change):
-        self.changes.append(change)
+        self.calls.append(("change", change))
 
-    def on_epoch(self, record):
-        self.records.append(record)
+    @property
+    def counts(self):
+        return [change.num_learners for change in self.of("change")]
 
 
 def auto_trainer(counts, **options):
@@ -120,10 +118,10 @@ def test_run_whose_learners_come_and_go_sees_every_sample_and_learns(executor):
     counts = [2, 3, 1, 4, 2]
     trainer = auto_trainer(counts, executor=executor, train_data=blobs(120), test_data=blobs(30), callbacks=[seen])
     result = trainer.fit(max_epochs=4)
-    assert [change.num_learners for change in seen.changes] == counts
+    assert seen.counts == counts
     # Rounds of 1, 2, 3, 1, 4 learners with batches of 4, then 2: samples seen when each decision was taken.
-    assert [change.samples_seen for change in seen.changes] == [4, 12, 24, 28, 44]
-    assert seen.records[-1].num_learners == result.summary.num_learners == 2
+    assert [change.samples_seen for change in seen.of("change")] == [4, 12, 24, 28, 44]
+    assert seen.of("epoch")[-1].num_learners == result.summary.num_learners == 2
     assert result.test_accuracy >= 0.9
 
 
@@ -176,7 +174,7 @@ def test_learner_that_memory_does_not_hold_is_not_added_and_nothing_is_lost(monk
     seen = Seen()
     trainer.callbacks = [seen]
     result = trainer.fit(max_epochs=3)
-    assert [change.num_learners for change in seen.changes] == [2, 3, 2]
+    assert seen.counts == [2, 3, 2]
     assert bank.num_learners == 2
     assert result.test_accuracy >= 0.9
 
@@ -197,7 +195,7 @@ def test_round_that_dies_for_want_of_memory_takes_learners_away_and_training_goe
     seen = Seen()
     trainer.callbacks = [seen]
     result = trainer.fit(max_epochs=3)
-    assert [change.num_learners for change in seen.changes] == [2, 3, 2]
+    assert seen.counts == [2, 3, 2]
     assert result.summary.num_learners == 2
     assert result.test_accuracy >= 0.9
 
@@ -218,8 +216,8 @@ def test_learner_that_is_non_finite_when_the_number_changes_is_reseeded_first():
     trainer.fit(max_rounds=8)
     assert trainer.state.num_reseeded == 1
     bank = trainer.run.bank
-    for learner in range(bank.num_learners):
-        assert all(bool(value.isfinite().all()) for value in bank.learner_state(learner).values())
+    states = [bank.learner_state(learner) for learner in range(bank.num_learners)]
+    assert all(bool(value.isfinite().all()) for each in states for value in each.values())
 
 
 def test_number_found_when_memory_runs_out_in_the_last_round_is_not_overruled_by_the_decision_before():
@@ -253,44 +251,20 @@ def test_auto_finds_a_number_of_learners_by_itself():
     seen = Seen()
     trainer.callbacks = [seen]
     trainer.fit(max_time_s=2.0)
-    assert seen.changes[0].num_learners == 2
-    assert any(change.reason.startswith(("Settled on", "3 → ", "2 → ")) for change in seen.changes)
+    assert seen.of("change")[0].num_learners == 2
+    assert any(change.reason.startswith(("Settled on", "3 → ", "2 → ")) for change in seen.of("change"))
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"averaging": Independent()}, "set how many: num_learners=4"),
         ({"optimizer": SGD(learning_rate=(0.1, 0.2))}, "num_learners is auto; give one value for all"),
         ({"max_learners": 0}, "max_learners must be at least 1, got 0"),
-        ({"num_learners": "foo"}, "num_learners must be a whole number or auto, got 'foo'"),
     ],
 )
 def test_settings_that_auto_cannot_serve_are_refused_in_one_sentence(options, words):
     with pytest.raises(UserError, match=words):
         make_trainer(**{"num_learners": "auto", **options})
-
-
-def test_after_round_is_told_of_every_round_and_sets_the_number_of_learners():
-    trainer, told, counts = make_trainer(num_learners=2), [], iter([None, 3, 3, 1])
-
-    def after_round(end):
-        told.append(end)
-        return next(counts)
-
-    trainer.fit(max_rounds=4, after_round=after_round)
-    assert [(end.num_learners, end.images) for end in told] == [(2, 8), (2, 8), (3, 12), (3, 12)]
-    assert trainer.run.bank.num_learners == 1
-    assert [end.elapsed_s for end in told] == sorted(end.elapsed_s for end in told)
-    assert all(end.is_settled for end in told)
-
-
-def test_after_round_keeps_the_auto_tuner_from_what_it_decides():
-    trainer = make_trainer(num_learners="auto")
-    settled = []
-    trainer.fit(max_rounds=30, after_round=lambda end: settled.append(end.is_settled) or end.num_learners)
-    assert settled == [False] * 30
-    assert (trainer.run.bank.num_learners, trainer.run.tuning.state.num_learners) == (1, 1)
 
 
 def wide_model() -> nn.Module:
@@ -331,11 +305,8 @@ def test_scarce_memory_lowers_it_and_says_so(bounded):
     assert "Memory holds about 3 of at most 8 learners; no more are tried." in recorder.of("message")
 
 
-def test_one_learner_is_always_allowed(bounded):
+def test_one_learner_is_always_allowed_and_a_fixed_number_not_touched(bounded):
     assert most_of(bounded(1e6)) == 1
-
-
-def test_fixed_number_of_learners_is_not_touched(bounded):
     assert bounded(1e6, num_learners=4).run.bank.num_learners == 4
 
 

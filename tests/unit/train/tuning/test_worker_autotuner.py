@@ -19,7 +19,7 @@ def feed(num_workers: int = 1, through_shared: bool = True) -> Any:
     """A stand-in for a streaming feed; the test sets what was loaded."""
     made = SimpleNamespace(
         batch_size=10, num_workers=num_workers, sample_bytes=1000, through_shared=through_shared,
-        loading_times=LoadingTimes(0, 0.0),
+        loading_times=LoadingTimes(0, 0.0), clock=0.0, waited=0.0, batches=0,
     )  # fmt: skip
     made.use_workers = lambda number: setattr(made, "num_workers", number)
     return made
@@ -39,9 +39,7 @@ def train(supply: WorkerAutotuner, feed: Any, windows: int, waited: float, fetch
 
 @pytest.fixture
 def fed() -> Any:
-    made = feed()
-    made.clock, made.waited, made.batches = 0.0, 0.0, 0
-    return made
+    return feed()
 
 
 def begun(fed: Any, host: Host = HOST) -> WorkerAutotuner:
@@ -70,12 +68,9 @@ def test_run_that_waits_gets_the_workers_its_times_ask_for(fed):
 
 def test_window_after_a_change_is_not_looked_at(fed):
     supply = begun(fed)
-    train(supply, fed, windows=1, waited=1.0, fetch_s=0.1)
-    assert fed.num_workers == 2
-    train(supply, fed, windows=1, waited=1.0, fetch_s=0.1)
-    assert fed.num_workers == 2
-    train(supply, fed, windows=1, waited=1.0, fetch_s=0.1)
-    assert fed.num_workers == 3
+    for num_workers in (2, 2, 3):
+        train(supply, fed, windows=1, waited=1.0, fetch_s=0.1)
+        assert fed.num_workers == num_workers
 
 
 def test_starved_run_at_the_limit_says_so_once(fed):
@@ -91,12 +86,12 @@ def test_part_of_a_window_is_not_looked_at(fed):
     assert supply.after_round(1.9, 1.8, 9) == "" and fed.num_workers == 1
 
 
-def test_limit_follows_from_cores_and_memory():
-    assert begun(feed(num_workers=8)).state.num_workers == 4
-    small = Host(cores=16, memory_bytes=2**34, shared_bytes=100_000)
-    assert begun(feed(num_workers=8), small).state.num_workers == 3  # 0.9 · 100,000 / (3 · 10 · 1000)
+SMALL = Host(cores=16, memory_bytes=2**34, shared_bytes=100_000)
 
 
-def test_shared_memory_is_no_limit_for_samples_that_do_not_go_through_it():
-    small = Host(cores=16, memory_bytes=2**34, shared_bytes=100_000)
-    assert begun(feed(num_workers=8, through_shared=False), small).state.num_workers == 8
+@pytest.mark.parametrize(
+    ("host", "through_shared", "limit"),
+    [(HOST, True, 4), (SMALL, True, 3), (SMALL, False, 8)],  # 3: 0.9 · 100,000 / (3 · 10 · 1000)
+)
+def test_limit_follows_from_cores_and_memory_that_samples_go_through(host, through_shared, limit):
+    assert begun(feed(num_workers=8, through_shared=through_shared), host).state.num_workers == limit

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.modules.dropout import OwnDraws
-from tests.support import assert_learners_equal, features, make_tasks, plan
+from tests.support import assert_learners_equal, features, make_tasks, plan, run_rounds
 
 HIDDEN = torch.ones(25, 25, dtype=torch.bool).tril()
 HIDDEN[3] = False  # a place that sees nothing
@@ -77,11 +77,7 @@ DRAWS: dict[str, Callable[[Tensor, Drawing], Tensor]] = {
 def after_rounds(name, executor, seed=0):
     order = "rows" if executor in ("serial", "threads") else "blocks"
     tasks = make_tasks(lambda: Drawing(DRAWS[name]), data=features(32, (3, 5, 5)), order=order, seed=seed)
-    runner = EXECUTORS[executor](tasks)
-    for index in range(3):
-        runner.submit(plan(tasks, index, 0.3))
-    runner.drain()
-    runner.close()
+    run_rounds(tasks, executor, 3, 0.3)
     return tasks.bank
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,12 +10,12 @@ from torch import Tensor, nn
 
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.modules.precision import BF16, FP32, FP64
-from tests.support import features, make_tasks, plan
+from tests.support import features
+from tests.unit.engine.fusion.test_fusion import assert_equal, maker, run
+from tests.unit.engine.fusion.trio import K, Trio, three_of
 
-K = 3
 NUM_STEPS, BATCH, WIDTH, HIDDEN = 5, 4, 6, 7
 
 
@@ -112,43 +110,20 @@ LEFT_TO_THE_LOOP: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def build(model: nn.Module, training: bool = True) -> tuple[list[nn.Module], FusedGraph, Tensor]:
-    """K ordinary models with weights of their own, the graph of a bank with the same, and a batch for each."""
-    template = model.double().train(training)
-    models = [copy.deepcopy(template) for _ in range(K)]
-    for own in models:
-        for parameter in own.parameters():
-            parameter.data.uniform_(-0.6, 0.6)
-    bank = ReplicaBank(
-        template, K, device=torch.device("cpu"), precision=FP64, state_names=("momentum",), order="blocks"
-    )
-    for learner, own in enumerate(models):
-        bank.load_learner(learner, own)
+def build(model: nn.Module, training: bool = True) -> tuple[Trio, FusedGraph, Tensor]:
+    """Models with weights of their own and the same in a bank, its graph, and a batch for each."""
+    trio = Trio(three_of(model.double().train(training), -0.6, 0.6))
     inputs = torch.randn(K, BATCH, NUM_STEPS, WIDTH, dtype=torch.float64)
-    return models, FusedGraph(template, inputs[0], bank, training=training), inputs
+    return trio, trio.graph(inputs[0]), inputs
 
 
-def gradients_of(output: Tensor, cotangent: Tensor, parameters: list[Tensor]) -> list[Tensor]:
-    asked = [parameter for parameter in parameters if parameter.requires_grad]
-    found = iter(torch.autograd.grad((output * cotangent).sum(), asked, allow_unused=True))
-    each = [next(found) if parameter.requires_grad else None for parameter in parameters]
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, each, strict=True)]
-
-
-def check(models: list[nn.Module], graph: FusedGraph, inputs: Tensor) -> None:
-    """Outputs and gradients on a batch each `[K, B, ...]`, or on one for all `[B, ...]`."""
-    shared = inputs.ndim == 3
-    batches = [inputs] * K if shared else list(inputs)
-    ours = graph.run(inputs.clone(), shared)
-    theirs = torch.stack([model(batch.clone()) for model, batch in zip(models, batches, strict=True)])
-    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10, check_layout=False)
-    cotangent, trained = torch.randn_like(ours), graph.parameters.trained
-    found = dict(zip(trained, gradients_of(ours, cotangent, list(trained.values())), strict=True))
-    for learner, model in enumerate(models):
-        parameters = {name: own for name, own in model.named_parameters() if own.requires_grad}
-        expected = gradients_of(theirs[learner], cotangent[learner], list(parameters.values()))
-        for name, gradient in zip(parameters, expected, strict=True):
-            torch.testing.assert_close(found[name][learner], gradient, rtol=1e-10, atol=1e-10)
+def check(model: nn.Module, training: bool = True, looped: Sequence[str] | None = ()) -> FusedGraph:
+    """On a batch each, on others, and on one for all; with looped=None operators may be looped over."""
+    trio, graph, inputs = build(model, training)
+    for batches in (inputs, inputs + 0.1, inputs[0]):
+        trio.check(graph, batches, shared=batches.ndim == 3, tolerance=1e-10)
+        assert looped is None or graph.looped == list(looped)
+    return graph
 
 
 ARRIVALS = [*((name, "scaled") for name in LAYERS), *((name, how) for name in STATES for how in ("raw", "mixed"))]
@@ -156,30 +131,17 @@ ARRIVALS = [*((name, "scaled") for name in LAYERS), *((name, how) for name in ST
 
 @pytest.mark.parametrize(("name", "arrives"), ARRIVALS)
 def test_recurrent_layer_of_three_learners_equals_three_modules(name, arrives):
-    models, graph, inputs = build(Layer(LAYERS[name](), arrives))
-    check(models, graph, inputs)
-    check(models, graph, inputs + 0.1)
-    check(models, graph, inputs[0])
-    assert graph.looped == []
+    check(Layer(LAYERS[name](), arrives))
 
 
 @pytest.mark.parametrize("name", STATES)
 def test_recurrent_layer_with_learned_initial_states_equals_three_modules(name):
-    models, graph, inputs = build(Layer(LAYERS[name](), "scaled", STATES[name]))
-    check(models, graph, inputs)
-    check(models, graph, inputs[0])
-    assert graph.looped == []
+    check(Layer(LAYERS[name](), "scaled", STATES[name]))
 
 
 @pytest.mark.parametrize("name", STATES)
 def test_recurrent_layer_in_evaluation_mode_equals_three_modules(name):
-    models, graph, inputs = build(Layer(LAYERS[name](), "scaled"), training=False)
-    for batches in (inputs, inputs[0].expand_as(inputs)):
-        shared = batches is not inputs
-        expected = torch.stack([model(batch).detach() for model, batch in zip(models, batches, strict=True)])
-        ours = graph.run(inputs[0] if shared else inputs, shared)
-        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
-        assert graph.looped == []
+    check(Layer(LAYERS[name](), "scaled"), training=False)
 
 
 @pytest.mark.parametrize("frozen", ["weight_ih_l0", "weight_hh_l0", "bias_hh_l0"])
@@ -187,9 +149,8 @@ def test_recurrent_layer_in_evaluation_mode_equals_three_modules(name):
 def test_recurrent_layer_with_a_frozen_parameter_equals_three_modules(make, frozen):
     layer = make()
     getattr(layer, frozen).requires_grad_(False)
-    models, graph, inputs = build(Layer(layer, "raw"))
-    check(models, graph, inputs)
-    assert f"layer.{frozen}" not in graph.parameters.trained
+    graph = check(Layer(layer, "raw"))
+    assert f"layer.{frozen}" not in graph.trained
 
 
 class Used(nn.Module):
@@ -217,10 +178,7 @@ class Used(nn.Module):
     ids=["last output", "last state", "outputs overwritten", "last state overwritten", "some outputs"],
 )
 def test_results_of_a_recurrent_layer_used_in_part_or_overwritten_equal_three_modules(make, use):
-    models, graph, inputs = build(Used(make(), use))
-    check(models, graph, inputs)
-    check(models, graph, inputs + 0.1)
-    check(models, graph, inputs[0])
+    check(Used(make(), use), looped=None)
 
 
 class Twice(nn.Module):
@@ -236,27 +194,20 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layer_that_runs_twice_equals_three_modules(kind):
-    models, graph, inputs = build(Twice(kind))
-    check(models, graph, inputs)
-    assert graph.looped == []
+    check(Twice(kind))
 
 
 @pytest.mark.parametrize("name", LEFT_TO_THE_LOOP)
 def test_recurrent_layer_that_no_rule_covers_runs_in_the_loop_and_equals_three_modules(name):
-    models, graph, inputs = build(Layer(LEFT_TO_THE_LOOP[name](), "scaled"))
-    check(models, graph, inputs)
-    assert graph.looped == ["lstm"]
+    check(Layer(LEFT_TO_THE_LOOP[name](), "scaled"), looped=["lstm"])
 
 
 @pytest.mark.parametrize(("make", "name"), [(lstm, "lstm"), (gru, "gru"), (elman, "rnn_tanh")])
 def test_dropout_inside_a_recurrent_layer_is_left_to_the_loop_and_fused_in_evaluation_mode(make, name):
-    for training, looped in ((True, [name]), (False, [])):
-        models, graph, inputs = build(Layer(make(num_layers=2, dropout=0.5), "raw"), training)
-        graph.run(inputs, False)
-        assert graph.looped == looped
-        if not training:
-            expected = torch.stack([model(batch).detach() for model, batch in zip(models, inputs, strict=True)])
-            torch.testing.assert_close(graph.run(inputs, False), expected, rtol=1e-10, atol=1e-10)
+    _, graph, inputs = build(Layer(make(num_layers=2, dropout=0.5), "raw"))
+    graph.run(inputs, False)
+    assert graph.looped == [name]
+    check(Layer(make(num_layers=2, dropout=0.5), "raw"), training=False)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN, which runs wide layers")
@@ -283,39 +234,23 @@ class Classifier(nn.Module):
         return self.head(self.second(self.dropout(self.first(x)[0]))[0][:, -1])
 
 
-def run(executor, kind, shared, *, num_rounds=12, precision=FP64, rule=None):
-    """Losses of some rounds, and what they leave in the bank; learners of an ensemble have weights of their own."""
-
-    def make(seed=1):
-        torch.manual_seed(seed)
-        return Classifier(kind)
-
-    rule = rule or (Independent() if shared else SMA())
+def run_both(kind, **options):
+    """Fused and serial."""
     data = features(48, (NUM_STEPS, WIDTH))
-    tasks = make_tasks(make, num_learners=K, data=data, rule=rule, order="blocks", precision=precision)
-    for learner in range(K) if shared else ():
-        tasks.bank.load_learner(learner, make(5 + learner))
-    runner, outcomes = EXECUTORS[executor](tasks), []
-    for n in range(num_rounds):
-        whole = plan(tasks, n, 0.3)
-        outcomes += runner.submit(dataclasses.replace(whole, starts=whole.starts[:1] * K) if shared else whole)
-    outcomes += runner.drain()
-    runner.close()
-    assert not getattr(runner, "looped", [])
-    losses = torch.tensor([outcome.losses for outcome in outcomes])
-    return losses, [tasks.bank.learner_state(learner) for learner in range(K)]
+    both = [run(executor, maker(lambda: Classifier(kind)), data, **options) for executor in ("fused", "serial")]
+    assert both[0].looped == []
+    return both
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("shared", [False, True], ids=["sma", "ensemble"])
-def test_fused_recurrent_network_after_some_rounds_in_float64_equals_serial(kind, shared):
-    (losses, states), (expected_losses, expected) = (run(each, kind, shared) for each in ("fused", "serial"))
-    torch.testing.assert_close(losses, expected_losses, rtol=1e-10, atol=1e-10)
-    for ours, theirs in zip(states, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+@pytest.mark.parametrize("rule", [SMA(), Independent()], ids=["sma", "ensemble"])
+def test_fused_recurrent_network_after_some_rounds_in_float64_equals_serial(kind, rule):
+    fused, serial = run_both(kind, rule=rule, shared=not rule.has_central_model, num_rounds=12)
+    torch.testing.assert_close(torch.tensor(fused.losses), torch.tensor(serial.losses), rtol=1e-10, atol=1e-10)
+    assert_equal(fused, serial, 1e-10)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_fused_recurrent_network_in_bf16_follows_serial_in_bf16(kind):
-    (losses, _), (expected, _) = (run(each, kind, False, num_rounds=3, precision=BF16) for each in ("fused", "serial"))
-    torch.testing.assert_close(losses, expected, rtol=0.05, atol=0.0)
+    fused, serial = run_both(kind, num_rounds=3, precision=BF16)
+    torch.testing.assert_close(torch.tensor(fused.losses), torch.tensor(serial.losses), rtol=0.05, atol=0.0)

@@ -6,22 +6,20 @@ Each case meets its operator in all three layouts: on the raw input (shared by a
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention as attention
 
-from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.fusion.values import Fused, Layout, channels
-from crossbow_py.engine.modules.precision import FP64
+from tests.unit.engine.fusion.trio import K, Trio, three_of
 
 # As many learners as samples, and images as wide as they are high: values mixed up must not be found by their shape.
-K = B = 3
+B = K
 IMAGE, SEQUENCE, ROWS, VOLUME = (B, 8, 6, 6), (B, 8, 6), (B, 6), (B, 4, 4, 4, 4)
 
 
@@ -33,6 +31,11 @@ class Case(NamedTuple):
     w: tuple[int, ...] = (1,)
     looped: bool = False  # a rule does not cover it, in one of the layouts at least
     parts: Callable[[], dict[str, nn.Module | Tensor]] = dict
+
+
+def part(make: Callable[[], nn.Module], **options: Any) -> Case:
+    """A module in place of an operator."""
+    return Case(lambda x, w, m: m.part(x), parts=lambda: {"part": make()}, **options)
 
 
 class Model(nn.Module):
@@ -244,19 +247,12 @@ CASES: dict[str, Case] = {
     "write after a view was read": Case(lambda x, w, m: [y := x * 1, y.flatten(1).sum() + y.add_(1).sum()][1]),
     "write through the only view": Case(lambda x, w, m: (x * 1).flatten(1).add_(w), w=(288,)),
     # Layers
-    "convolution in groups": Case(lambda x, w, m: m.conv(x), parts=lambda: {"conv": nn.Conv2d(8, 4, 3, groups=2)}),
-    "convolution dilated": Case(lambda x, w, m: m.conv(x), parts=lambda: {"conv": nn.Conv2d(8, 4, 3, dilation=2)}),
-    "convolution same": Case(
-        lambda x, w, m: m.conv(x), parts=lambda: {"conv": nn.Conv2d(8, 4, (3, 2), padding="same")}
-    ),
-    "convolution valid": Case(lambda x, w, m: m.conv(x), parts=lambda: {"conv": nn.Conv2d(8, 4, 3, padding="valid")}),
-    "convolution with padding of a kind": Case(
-        lambda x, w, m: m.conv(x), parts=lambda: {"conv": nn.Conv2d(8, 4, 3, padding=1, padding_mode="circular")}
-    ),
-    "convolution transposed in groups": Case(
-        lambda x, w, m: m.conv(x),
-        parts=lambda: {"conv": nn.ConvTranspose2d(8, 4, 3, stride=2, groups=2, output_padding=1)},
-    ),
+    "convolution in groups": part(lambda: nn.Conv2d(8, 4, 3, groups=2)),
+    "convolution dilated": part(lambda: nn.Conv2d(8, 4, 3, dilation=2)),
+    "convolution same": part(lambda: nn.Conv2d(8, 4, (3, 2), padding="same")),
+    "convolution valid": part(lambda: nn.Conv2d(8, 4, 3, padding="valid")),
+    "convolution with padding of a kind": part(lambda: nn.Conv2d(8, 4, 3, padding=1, padding_mode="circular")),
+    "convolution transposed in groups": part(lambda: nn.ConvTranspose2d(8, 4, 3, stride=2, groups=2, output_padding=1)),
     "convolution of a single image": Case(
         lambda x, w, m: m.conv(x[0]), looped=True, parts=lambda: {"conv": nn.Conv2d(8, 4, 3)}
     ),
@@ -273,29 +269,21 @@ CASES: dict[str, Case] = {
     "convolution used twice": Case(
         lambda x, w, m: m.conv(m.conv(x).relu()), parts=lambda: {"conv": nn.Conv2d(8, 8, 3, padding=1)}
     ),
-    "convolution in three dimensions": Case(
-        lambda x, w, m: m.conv(x), x=VOLUME, parts=lambda: {"conv": nn.Conv3d(4, 2, 3)}
-    ),
-    "batch_norm of images": Case(lambda x, w, m: m.norm(x), parts=lambda: {"norm": nn.BatchNorm2d(8)}),
-    "batch_norm of rows": Case(lambda x, w, m: m.norm(x), x=ROWS, parts=lambda: {"norm": nn.BatchNorm1d(6)}),
-    "batch_norm without statistics": Case(
-        lambda x, w, m: m.norm(x), parts=lambda: {"norm": nn.BatchNorm2d(8, affine=False, track_running_stats=False)}
-    ),
-    "instance_norm with statistics": Case(
-        lambda x, w, m: m.norm(x), parts=lambda: {"norm": nn.InstanceNorm2d(8, affine=True, track_running_stats=True)}
-    ),
-    "instance_norm of sequences": Case(
-        lambda x, w, m: m.norm(x), x=SEQUENCE, parts=lambda: {"norm": nn.InstanceNorm1d(8)}
-    ),
-    "group_norm": Case(lambda x, w, m: m.norm(x), parts=lambda: {"norm": nn.GroupNorm(2, 8)}),
-    "group_norm of rows": Case(lambda x, w, m: m.norm(x), x=ROWS, parts=lambda: {"norm": nn.GroupNorm(3, 6)}),
-    "layer_norm": Case(lambda x, w, m: m.norm(x), parts=lambda: {"norm": nn.LayerNorm((6, 6))}),
-    "layer_norm without bias": Case(lambda x, w, m: m.norm(x), parts=lambda: {"norm": nn.LayerNorm(6, bias=False)}),
-    "rms_norm": Case(lambda x, w, m: m.norm(x), parts=lambda: {"norm": nn.RMSNorm(6)}),
+    "convolution in three dimensions": part(lambda: nn.Conv3d(4, 2, 3), x=VOLUME),
+    "batch_norm of images": part(lambda: nn.BatchNorm2d(8)),
+    "batch_norm of rows": part(lambda: nn.BatchNorm1d(6), x=ROWS),
+    "batch_norm without statistics": part(lambda: nn.BatchNorm2d(8, affine=False, track_running_stats=False)),
+    "instance_norm with statistics": part(lambda: nn.InstanceNorm2d(8, affine=True, track_running_stats=True)),
+    "instance_norm of sequences": part(lambda: nn.InstanceNorm1d(8), x=SEQUENCE),
+    "group_norm": part(lambda: nn.GroupNorm(2, 8)),
+    "group_norm of rows": part(lambda: nn.GroupNorm(3, 6), x=ROWS),
+    "layer_norm": part(lambda: nn.LayerNorm((6, 6))),
+    "layer_norm without bias": part(lambda: nn.LayerNorm(6, bias=False)),
+    "rms_norm": part(lambda: nn.RMSNorm(6)),
     "local_response_norm": Case(lambda x, w, m: functional.local_response_norm(x, 3)),
-    "linear": Case(lambda x, w, m: m.fc(x), parts=lambda: {"fc": nn.Linear(6, 4)}),
+    "linear": part(lambda: nn.Linear(6, 4)),
     "linear of a vector": Case(lambda x, w, m: m.fc(x[0, 0, 0]), parts=lambda: {"fc": nn.Linear(6, 4)}),
-    "linear without bias": Case(lambda x, w, m: m.fc(x), x=ROWS, parts=lambda: {"fc": nn.Linear(6, 4, bias=False)}),
+    "linear without bias": part(lambda: nn.Linear(6, 4, bias=False), x=ROWS),
     "linear of a constant": Case(lambda x, w, m: functional.linear(x, torch.ones(2, 6, dtype=x.dtype)), looped=True),
     "linear used twice": Case(lambda x, w, m: m.fc(m.fc(x).tanh()), x=ROWS, parts=lambda: {"fc": nn.Linear(6, 6)}),
     "bilinear": Case(lambda x, w, m: m.fc(x, x), x=ROWS, looped=True, parts=lambda: {"fc": nn.Bilinear(6, 6, 2)}),
@@ -335,30 +323,16 @@ CASES: dict[str, Case] = {
     "cosine_similarity": Case(lambda x, w, m: functional.cosine_similarity(x, w, dim=-1), w=(6,), looped=True),
     "normalize": Case(lambda x, w, m: functional.normalize(x, dim=1) * w, w=(8, 1, 1)),
     # Attention
-    "attention": Case(lambda x, w, m: functional.scaled_dot_product_attention(x, x * w, x)),
-    "attention of rank 3": Case(lambda x, w, m: functional.scaled_dot_product_attention(x, x * w, x), x=SEQUENCE),
-    "attention of rank 2": Case(
-        lambda x, w, m: functional.scaled_dot_product_attention(x, x * w, x), x=ROWS, looped=True
-    ),
-    "attention, causal and scaled": Case(
-        lambda x, w, m: functional.scaled_dot_product_attention(x, x * w, x, is_causal=True, scale=0.3)
-    ),
-    "attention with a mask": Case(lambda x, w, m: functional.scaled_dot_product_attention(x, x * w, x, TRIANGLE)),
-    "attention with a mask for samples and heads": Case(
-        lambda x, w, m: functional.scaled_dot_product_attention(x, x * w, x, (x @ x.mT).abs() < 9)
-    ),
-    "attention with a mask for samples": Case(
-        lambda x, w, m: functional.scaled_dot_product_attention(x, x * w, x, TRIANGLE.expand(B, 1, 6, 6))
-    ),
-    "attention with a bias for heads": Case(
-        lambda x, w, m: functional.scaled_dot_product_attention(x, x, x, w), w=(8, 6, 6)
-    ),
-    "attention with a bias for all": Case(
-        lambda x, w, m: functional.scaled_dot_product_attention(x, x, x, w), w=(6, 6)
-    ),
-    "attention of groups": Case(
-        lambda x, w, m: functional.scaled_dot_product_attention(x, x[:, :2] * w, x[:, 2:4], enable_gqa=True)
-    ),
+    "attention": Case(lambda x, w, m: attention(x, x * w, x)),
+    "attention of rank 3": Case(lambda x, w, m: attention(x, x * w, x), x=SEQUENCE),
+    "attention of rank 2": Case(lambda x, w, m: attention(x, x * w, x), x=ROWS, looped=True),
+    "attention, causal and scaled": Case(lambda x, w, m: attention(x, x * w, x, is_causal=True, scale=0.3)),
+    "attention with a mask": Case(lambda x, w, m: attention(x, x * w, x, TRIANGLE)),
+    "attention with a mask for samples and heads": Case(lambda x, w, m: attention(x, x * w, x, (x @ x.mT).abs() < 9)),
+    "attention with a mask for samples": Case(lambda x, w, m: attention(x, x * w, x, TRIANGLE.expand(B, 1, 6, 6))),
+    "attention with a bias for heads": Case(lambda x, w, m: attention(x, x, x, w), w=(8, 6, 6)),
+    "attention with a bias for all": Case(lambda x, w, m: attention(x, x, x, w), w=(6, 6)),
+    "attention of groups": Case(lambda x, w, m: attention(x, x[:, :2] * w, x[:, 2:4], enable_gqa=True)),
     # Pooling and resizing
     "max_pool": Case(lambda x, w, m: functional.max_pool2d(x, 3, 2, 1)),
     "max_pool with indices": Case(lambda x, w, m: pairwise(*functional.max_pool2d(x, 3, 2, 1, return_indices=True))),
@@ -383,9 +357,7 @@ CASES: dict[str, Case] = {
     "upsample nearest": Case(lambda x, w, m: functional.interpolate(x, scale_factor=2) * w, w=(8, 1, 1)),
     "upsample of sequences": Case(lambda x, w, m: functional.interpolate(x, size=9, mode="linear"), x=SEQUENCE),
     "upsample of volumes": Case(lambda x, w, m: functional.interpolate(x, size=5, mode="trilinear"), x=VOLUME),
-    "resize antialiased": Case(
-        lambda x, w, m: functional.interpolate(x, size=4, mode="bilinear", antialias=True)
-    ),
+    "resize antialiased": Case(lambda x, w, m: functional.interpolate(x, size=4, mode="bilinear", antialias=True)),
     "grid_sample": Case(
         lambda x, w, m: functional.grid_sample(
             x, functional.affine_grid(w.expand(B, 2, 3), [B, 8, 4, 4], False), align_corners=False
@@ -409,65 +381,17 @@ CASES: dict[str, Case] = {
 }
 
 
-def build(case: Case) -> tuple[list[nn.Module], ReplicaBank]:
-    """K ordinary models with weights of their own, and a bank that holds the same."""
-    torch.manual_seed(4)
-    template = Model(case).double()
-    models = []
-    for _ in range(K):
-        model = copy.deepcopy(template)
-        for parameter in model.parameters():
-            parameter.data.copy_(torch.rand_like(parameter) - 0.3)
-        models.append(model.train())
-    bank = ReplicaBank(
-        template, K, device=torch.device("cpu"), precision=FP64, state_names=("momentum",), order="blocks"
-    )
-    for learner, model in enumerate(models):
-        bank.load_learner(learner, model)
-    return models, bank
-
-
-def gradients_of(outputs: Tensor, cotangent: Tensor, parameters: list[Tensor]) -> list[Tensor]:
-    if not outputs.requires_grad:
-        return [torch.zeros_like(parameter) for parameter in parameters]
-    found = torch.autograd.grad((outputs * cotangent).sum(), parameters, allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
-
-
-def check_run(graph: FusedGraph, bank: ReplicaBank, models: list[nn.Module], inputs: Tensor, shared: bool) -> None:
-    """Values, gradients and buffers of one run against those of the models.
-
-    Args:
-        inputs: a batch for all `[B, ...]` when shared, else one each `[K, B, ...]`.
-    """
-    batches = [inputs if shared else inputs[learner] for learner in range(K)]
-    ours = graph.run(inputs.clone(), shared)
-    theirs = [model(batch.clone()) for model, batch in zip(models, batches, strict=True)]
-    torch.testing.assert_close(ours.detach(), torch.stack(theirs).detach(), rtol=1e-9, atol=1e-9)
-    cotangent = torch.randn_like(ours)
-    trained = graph.parameters.trained
-    found = dict(zip(trained, gradients_of(ours, cotangent, list(trained.values())), strict=True))
-    for learner, (model, output) in enumerate(zip(models, theirs, strict=True)):
-        parameters = dict(model.named_parameters())
-        expected = gradients_of(output, cotangent[learner], list(parameters.values()))
-        for name, gradient in zip(parameters, expected, strict=True):
-            torch.testing.assert_close(found[name][learner], gradient.to_dense(), rtol=1e-9, atol=1e-9)
-        state = bank.learner_state(learner)
-        for name, buffer in model.named_buffers():
-            torch.testing.assert_close(state[name], buffer, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_operator_for_three_learners_equals_three_modules(name):
     case = CASES[name]
-    models, bank = build(case)
+    torch.manual_seed(4)
+    trio = Trio(three_of(Model(case).double(), -0.3, 0.7))
     inputs = torch.randn(K, *case.x, dtype=torch.float64)
-    graph = FusedGraph(bank.template, inputs[0], bank)
-    check_run(graph, bank, models, inputs, shared=False)
-    check_run(graph, bank, models, inputs + 0.1, shared=False)  # rules that did not fit are settled now
+    graph = trio.graph(inputs[0])
+    trio.check(graph, inputs)
+    trio.check(graph, inputs + 0.1)  # rules that did not fit are settled now
     assert bool(graph.looped) == case.looped, graph.looped
-    graph = FusedGraph(bank.template, inputs[0], bank)
-    check_run(graph, bank, models, inputs[0], shared=True)
+    trio.check(trio.graph(inputs[0]), inputs[0], shared=True)
 
 
 @pytest.mark.parametrize("num_channels", [1, 3])
