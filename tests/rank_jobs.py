@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from crossbow_py import SGD, Augmentation, MultiStep, Trainer
+from crossbow_py import Trainer
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.auto_tuner import AutoTuner
@@ -25,6 +25,8 @@ from crossbow_py.train import run_settings
 from crossbow_py.train.checkpoints.resume import choose_together
 from crossbow_py.train.evaluation.learning_measurement import LearningMeasurement
 from crossbow_py.train.tuning.learner_tuning import LearnerTuning
+from tests import trainers
+from tests.ranks import Raised, on_ranks
 from tests.trainers import Recorder, image_model, images, make_trainer
 
 Values = npt.NDArray[np.float64]
@@ -89,17 +91,8 @@ def ended(trainer: Trainer, result: Any = None, recorder: Recorder | None = None
 
 
 def image_trainer(ranks: Ranks, **options: Any) -> Trainer:
-    """BatchNorm, dropout, augmentation, momentum, weight decay and a rate that drops; two learners a rank."""
-    defaults: dict[str, Any] = {
-        "model": image_model,
-        "train_data": images(50),
-        "test_data": images(20),
-        "augmentation": Augmentation(crop_padding=2, flip=True),
-        "optimizer": SGD(learning_rate=0.05, momentum=0.9, weight_decay=1e-2),
-        "schedule": MultiStep(milestones=(2.0, 4.0), gamma=0.5),
-        "ranks": ranks,
-    }
-    return make_trainer(**{**defaults, **options})
+    """Two learners a rank."""
+    return trainers.image_trainer(**{"ranks": ranks, **options})
 
 
 def train(ranks: Ranks, options: dict[str, Any], stops: dict[str, Any], fp64: bool = False) -> Ended:
@@ -318,24 +311,18 @@ def spoil_z(ranks: Ranks, options: dict[str, Any], stops: dict[str, Any], at: in
     return train_watched(ranks, flip, options, stops)
 
 
-def evaluate_with_a_bad_sample(ranks: Ranks, options: dict[str, Any]) -> Ended:
-    """An epoch whose test data has a bad sample in the share of rank 1."""
-    trainer = image_trainer(ranks, test_data=Pictures(20, bad=6), num_workers=0, **options)
+def evaluate_in_fours(ranks: Ranks, options: dict[str, Any]) -> Ended:
+    """An epoch, evaluated in batches of four: those of rank 1 are the second and the fourth."""
+    trainer = image_trainer(ranks, **options)
     trainer.run.evaluator.batch_size = 4
     return ended(trainer, trainer.fit(max_epochs=1))
 
 
-def evaluate_with_a_broken_metric(ranks: Ranks, options: dict[str, Any]) -> Ended:
-    """A metric of the user's that fails on rank 1 alone, and not when it is tried on two samples first."""
-
-    def metric(outputs: Tensor, targets: Tensor) -> Tensor:
-        if ranks.rank == 1 and len(targets) > 2:
-            raise ValueError("no such class")
-        return outputs.mean()
-
-    trainer = image_trainer(ranks, metrics={"broken": metric}, **options)
-    trainer.run.evaluator.batch_size = 4
-    return ended(trainer, trainer.fit(max_epochs=1))
+def broken_on_rank_1(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A metric of the user's, which does not fail when it is tried on two samples first."""
+    if os.environ["RANK"] == "1" and len(targets) > 2:
+        raise ValueError("no such class")
+    return outputs.mean()
 
 
 def check_agreement(ranks: Ranks, configs: list[dict[str, Any]], codes: list[str]) -> str:
@@ -375,14 +362,8 @@ def sums_of_collective(ranks: Ranks, apart: bool) -> tuple[int, bool, bool, list
         collective.mean_over_nodes(mean)
     with collective.awaiting():
         pass
-    return (
-        collective.num_devices,
-        collective.apart,
-        collective.is_alone,
-        total.tolist(),
-        mean.tolist(),
-        collective.num_sums,
-    )
+    found = collective.num_devices, collective.apart, collective.is_alone
+    return *found, total.tolist(), mean.tolist(), collective.num_sums
 
 
 def model_of_this_process() -> torch.nn.Module:
@@ -398,3 +379,28 @@ def choose_apart(ranks: Ranks) -> None:
     """Ranks whose processors make another of precision=auto."""
     settings = run_settings.RunSettings(device="cpu", precision=("fp32", "bf16")[ranks.rank])
     choose_together(settings, None, ranks)
+
+
+def results(function: Any, num_ranks: int, *arguments: Any, **options: Any) -> list[Any]:
+    """What all ranks return, none of which raises."""
+    found = on_ranks(function, num_ranks, *arguments, **options)
+    failed = [each for each in found if isinstance(each, Raised | int | type(None))]
+    assert not failed, failed
+    return found
+
+
+def distance(one: Values, other: Values) -> float:
+    """Relative norm; of zeros the norm."""
+    return float(np.linalg.norm(one - other) / (np.linalg.norm(other) or 1.0))
+
+
+def assert_alike(found: list[Ended]) -> None:
+    """z to the bit, and all that is said about the run."""
+    same = (
+        "checksum", "samples_seen", "rounds", "num_learners", "status", "reason", "num_reseeded", "test_accuracy",
+        "test_loss", "epochs",
+    )  # fmt: skip
+    first = found[0]
+    for each in found[1:]:
+        assert (each.z.tobytes(), each.z_prev.tobytes()) == (first.z.tobytes(), first.z_prev.tobytes())
+        assert {name: getattr(each, name) for name in same} == {name: getattr(first, name) for name in same}

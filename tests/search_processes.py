@@ -6,8 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from unittest import mock
@@ -18,9 +17,8 @@ from crossbow_py.search import __main__ as search
 from crossbow_py.search.packs import trial_registry
 from crossbow_py.search.packs.width import Width
 from tests.searches import merged
+from tests.training_processes import PATIENCE_S
 
-PATIENCE_S = 90.0
-POLL_S = 0.005
 # 13 segments in three rungs; of all executors this one leaves a trial the same whoever is beside it.
 NINE_TRIALS = [
     "+experiment=search_digits", "model.hidden=[16]", "device=cpu", "precision=fp32", "executor=serial",
@@ -54,15 +52,6 @@ def ended(process: ForkServerProcess) -> int | None:
     """Its exit code, when it ends."""
     process.join(PATIENCE_S)
     return process.exitcode
-
-
-def await_true(what: Callable[[], object], process: ForkServerProcess) -> None:
-    """Block until it is; not longer than the process runs that is to make it so."""
-    end_s = time.monotonic() + PATIENCE_S
-    while not what():
-        runs = process.is_alive()
-        assert (runs or what()) and time.monotonic() < end_s, "what was waited for did not come"
-        time.sleep(POLL_S)
 
 
 def _search_here(arguments: Sequence[str], where: str, log: str) -> None:

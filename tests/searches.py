@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,15 @@ def values(folder: Path | str = "search") -> dict[int, dict[str, float]]:
 def segments(folder: Path | str = "search") -> list[tuple[int, int]]:
     """Trial and rung of every segment that was finished or failed, by the journal, in their order."""
     return [segment for event, segment, _ in events(folder) if event == "finished"]
+
+
+def assert_rungs_keep_the_best(rungs: Sequence[tuple[str, str, int]], folder: Path | str = "search") -> None:
+    """Of each (epochs, epochs of the next rung, how many are kept); and no segment was trained twice."""
+    for epochs, after, kept in rungs:
+        reached = {trial: own[epochs] for trial, own in values(folder).items() if epochs in own}
+        ranked = sorted(reached, key=lambda trial: (-reached[trial], trial))
+        assert {trial for trial, own in values(folder).items() if after in own} == set(ranked[:kept])
+    assert len(segments(folder)) == len(set(segments(folder)))
 
 
 def events(folder: Path | str = "search") -> list[tuple[str, tuple[int, int], str]]:

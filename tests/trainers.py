@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from crossbow_py import Listener, Trainer
+from crossbow_py import SGD, Augmentation, Listener, MultiStep, Trainer
+from crossbow_py.telemetry.records import read_metrics
 from tests.support import linear_model
+
+# Of a line of metrics.jsonl, what does not depend on the clock.
+MEASURED = (
+    "epoch", "samples_seen", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "learning_rate", "spread",
+)  # fmt: skip
 
 
 def blobs(num_samples: int) -> tuple[Tensor, Tensor]:
@@ -53,6 +60,29 @@ def make_trainer(**options: Any) -> Trainer:
         "precision": "fp32",
     }
     return Trainer(**{**defaults, **options})
+
+
+def image_trainer(**options: Any) -> Trainer:
+    """BatchNorm, dropout, augmentation, momentum, weight decay and a rate that drops: all that a resume must carry."""
+    defaults: dict[str, Any] = {
+        "model": image_model,
+        "train_data": images(50),
+        "test_data": images(20),
+        "augmentation": Augmentation(crop_padding=2, flip=True),
+        "optimizer": SGD(learning_rate=0.05, momentum=0.9, weight_decay=1e-2),
+        "schedule": MultiStep(milestones=(2.0, 4.0), gamma=0.5),
+    }
+    return make_trainer(**{**defaults, **options})
+
+
+def weights(folder: Path, name: str = "model.safetensors") -> bytes:
+    """The model that a run has left."""
+    return (folder / name).read_bytes()
+
+
+def measured(folder: Path) -> list[tuple[Any, ...]]:
+    """A run's metrics, line by line, for comparison with another's."""
+    return [tuple(line[name] for name in MEASURED) for line in read_metrics(folder / "metrics.jsonl")]
 
 
 def equal_states(one: nn.Module, other: nn.Module) -> bool:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.telemetry.records import read_metrics
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
 from experiments.bench.machine import ROOT, free_port
 from experiments.faults import processes
 from experiments.faults.processes import Start
+from tests.trainers import measured, weights
 
 PATIENCE_S = 90.0
 POLL_S = 0.002
@@ -27,8 +27,6 @@ DIGITS = [
     "schedule=constant", "checkpoint_every_epochs=null", "checkpoint_every_s=0.05", "resume=auto",
     "distributed.timeout_s=30",
 ]  # fmt: skip
-# Of a line of metrics.jsonl, what does not depend on the clock.
-MEASURED = ("epoch", "samples_seen", "train_loss", "test_loss", "test_accuracy", "learning_rate", "spread")
 _CLONE_NEWNS = 0x00020000
 
 
@@ -62,13 +60,21 @@ def train(folder: Path, *options: str, num_ranks: int = 2, **kwargs: Any) -> lis
         return begun.wait(PATIENCE_S)
 
 
-def await_true(what: Callable[[], Any], begun: Start | subprocess.Popen[Any] | None = None) -> None:
+def await_true(
+    what: Callable[[], Any], begun: Start | subprocess.Popen[Any] | multiprocessing.process.BaseProcess | None = None
+) -> None:
     """Block until it is; not longer than those who are to make it so run."""
     end_s = time.monotonic() + PATIENCE_S
     while not what():
-        runs = begun is None or (begun.runs if isinstance(begun, Start) else begun.poll() is None)
-        assert runs and time.monotonic() < end_s, "what was waited for did not come"
+        runs = begun is None or _runs(begun)
+        assert (runs or what()) and time.monotonic() < end_s, "what was waited for did not come"
         time.sleep(POLL_S)
+
+
+def _runs(begun: Start | subprocess.Popen[Any] | multiprocessing.process.BaseProcess) -> bool:
+    if isinstance(begun, subprocess.Popen):
+        return begun.poll() is None
+    return begun.runs if isinstance(begun, Start) else begun.is_alive()
 
 
 def await_checkpoints(folder: Path, number: int, begun: Start | subprocess.Popen[Any]) -> None:
@@ -90,8 +96,7 @@ def said(folder: Path) -> str:
 
 def outcome(folder: Path) -> tuple[bytes, list[tuple[Any, ...]]]:
     """Model and metrics of a run that has ended, for comparison with another's."""
-    lines = read_metrics(folder / "metrics.jsonl")
-    return (folder / "model.safetensors").read_bytes(), [tuple(line[name] for name in MEASURED) for line in lines]
+    return weights(folder), measured(folder)
 
 
 def start_with_own_mounts(arguments: Sequence[str], log: Path, rank: int, num_ranks: int, shared: Path) -> Start:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from torch import nn
 
@@ -11,29 +14,32 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.graphs import CudaStreams
+from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.engine.update.row_update import TorchUpdate
-from tests.support import features, norm_model, plan
+from tests.support import assert_learners_equal, features, norm_model, plan
 
 IMAGES = features(512, (3, 6, 6))
 
 
 def tasks_on_cuda(
     make_model=norm_model, optimizer=SGD(), rule=SMA(), precision=FP64, num_learners=3, order=None, data=IMAGES,
-    batch_size=4,
+    batch_size=4, device="cuda",
 ):  # fmt: skip
-    """An engine on the GPU; weights, batches and order follow from seeds."""
-    place = torch.device("cuda", torch.cuda.current_device())
+    """An engine on the GPU, or the same one on another device; weights, batches and order follow from seeds."""
+    place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     bank = ReplicaBank(
         make_model().to(place), num_learners, device=place, precision=precision, state_names=optimizer.STATE,
         order=order,
     )  # fmt: skip
     return RoundTasks(
         bank,
-        update=TorchUpdate(optimizer, rule),
-        feed=make_feed(data, batch_size, 0, place, channels_last=True, dtype=precision.compute, kernels=True),
+        update=TorchUpdate(optimizer, rule),  # on CPU too: it is the reference
+        feed=make_feed(
+            data, batch_size, 0, place, channels_last=True, dtype=precision.compute, kernels=device == "cuda"
+        ),
         loss=nn.functional.cross_entropy,
         seed=0,
         collective=Collective(),
@@ -51,18 +57,28 @@ def run(executor, tasks, num_rounds, rate=lambda n: 0.05):
     return [pair for o in outcomes for pair in zip(o.losses, o.num_correct, strict=True)]
 
 
-class Batches(Feed):
-    """Another feed's batches, in one step alone."""
+def assert_as_serial(executor, num_rounds, rate=lambda n: 0.05, tolerance=1e-8, kind=None, **options):
+    """Rounds by an executor, on a device of a kind, are those of `serial`. Returns that device and the tasks."""
+    ours, reference = (tasks_on_cuda(**options) for _ in range(2))
+    device = (kind or Counting)(ours.bank.device)
+    found = run(lambda tasks: executor(tasks, device), ours, num_rounds, rate)
+    expected = run(SerialExecutor, reference, num_rounds, rate)
+    assert_learners_equal(ours.bank, reference.bank, tolerance)
+    if ours.bank.precision is FP64:
+        assert found == [(pytest.approx(loss, rel=tolerance), right) for loss, right in expected]
+    return device, ours
 
-    def __init__(self, feed):
+
+class Poisoned(Feed):
+    """Another feed's batches, the one at a position NaN: by no way but these."""
+
+    def __init__(self, feed, position):
         super().__init__(feed.num_samples, feed.batch_size)
-        self._feed = feed
+        self._feed, self._position = feed, position
 
     def batch(self, start):
-        return self._feed.batch(start)
-
-    def batches(self, starts):
-        return self._feed.batches(starts)
+        found = self._feed.batch(start)
+        return found._replace(inputs=found.inputs * math.nan) if start == self._position else found
 
     def evaluation_batches(self, batch_size, first=0, step=1):
         return self._feed.evaluation_batches(batch_size)

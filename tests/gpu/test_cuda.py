@@ -6,47 +6,21 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import nn
 
 from crossbow_py import SGD, Augmentation, CheckpointSettings
-from crossbow_py.averaging import SMA
-from crossbow_py.data.build import make_feed
-from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.modules.precision import BF16, FP32, FP64
-from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.engine.update.optimizers import AdamW
-from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.telemetry.timeline import Timeline
-from tests.support import features, norm_model, plan, run_rounds
+from tests.event_files import read_events
+from tests.gpu.support import tasks_on_cuda
+from tests.support import plan, run_rounds
 from tests.trainers import equal_states, image_model, images, make_trainer
 
 pytestmark = pytest.mark.gpu
 
-IMAGES = features(48, (3, 6, 6))
-
-
-def tasks_on(device, optimizer, precision, num_learners=3):
-    """The same engine on a device; weights, batches and order follow from seeds."""
-    place = torch.device(device)
-    bank = ReplicaBank(
-        norm_model().to(place), num_learners, device=place, precision=precision, state_names=optimizer.STATE
-    )
-    feed = make_feed(IMAGES, 4, 0, place, channels_last=True, dtype=precision.compute)
-    return RoundTasks(
-        bank,
-        update=TorchUpdate(optimizer, SMA()),  # on CPU too: it is the reference
-        feed=feed,
-        loss=nn.functional.cross_entropy,
-        seed=0,
-        collective=Collective(),
-    )
-
-
 def state_after(device, optimizer, precision, rounds):
-    tasks = tasks_on(device, optimizer, precision)
+    tasks = tasks_on_cuda(optimizer=optimizer, precision=precision, device=device)
     run_rounds(tasks, "serial", rounds, learning_rate=0.05)
     return torch.cat([value.double().flatten().cpu() for value in tasks.bank.z.shaped().values()])
 
@@ -68,7 +42,7 @@ def test_bf16_on_cuda_follows_float32():
 
 
 def test_serial_on_cuda_traced_has_spans_of_its_stream_one_after_another():
-    tasks, timeline = tasks_on("cuda", SGD(), FP32), Timeline()
+    tasks, timeline = tasks_on_cuda(precision=FP32), Timeline()
     begin_ns = timeline.clock()
     runner = EXECUTORS["serial"](tasks)
     runner.trace(timeline)
@@ -87,13 +61,12 @@ def test_serial_on_cuda_traced_has_spans_of_its_stream_one_after_another():
 
 def test_run_on_cuda_is_watched_by_nvml_and_its_scalars_are_recorded(tmp_path):
     make_trainer(device="cuda", output_dir=tmp_path).fit(max_epochs=2)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert {"system/process_memory_gib", "gpu/0/memory_gib"} <= set(events.Tags()["scalars"])
+    tags = read_events(tmp_path / "tensorboard").Tags()["scalars"]
+    assert {"system/process_memory_gib", "gpu/0/memory_gib"} <= set(tags)
 
 
 def test_bank_on_cuda_is_in_blocks_and_its_prefix_is_a_grouped_weight_without_a_copy():
-    bank = tasks_on("cuda", SGD(), FP32).bank
+    bank = tasks_on_cuda(precision=FP32).bank
     grouped = bank.stacked()["0.weight"].flatten(0, 1)
     assert (bank.order, grouped.data_ptr()) == ("blocks", bank.weights.storage.data_ptr())
     assert grouped.is_contiguous(memory_format=torch.channels_last)

@@ -9,7 +9,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from crossbow_py.averaging import SMA
 from crossbow_py.averaging.rule import LinearRound
-from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.executors.streams import FourSubArrays, TwoSubArrays
@@ -21,8 +20,8 @@ from crossbow_py.engine.modules.precision import BF16, FP32
 from crossbow_py.engine.update.kernel_update import choose_kernel_update
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.models import MODELS
-from tests.gpu.support import Counting, run, tasks_on_cuda
-from tests.support import assert_learners_equal, features, norm_model, plan
+from tests.gpu.support import Counting, assert_as_serial, run, tasks_on_cuda
+from tests.support import features, norm_model, plan
 
 pytestmark = pytest.mark.gpu
 
@@ -90,21 +89,13 @@ def test_update_kernels_are_chosen(optimizer):
 @pytest.mark.parametrize("executor", [FusedExecutor, TwoSubArrays, FourSubArrays])
 @pytest.mark.parametrize("num_learners", [1, 3, 8])
 def test_rounds_by_kernels_in_float64_equal_serial(executor, num_learners):
-    ours, reference = (tasks_on_cuda(num_learners=num_learners, order="blocks") for _ in range(2))
-    run(executor, ours, 12)
-    run(SerialExecutor, reference, 12)
-    assert_learners_equal(ours.bank, reference.bank)
+    assert_as_serial(executor, 12, num_learners=num_learners)
 
 
 @pytest.mark.parametrize("executor", [FusedExecutor, TwoSubArrays])
 def test_round_of_resnet20_in_float32_equals_serial(executor):
-    ours, reference = (
-        tasks_on_cuda(model("resnet20"), precision=FP32, order="blocks", data=features(64, (3, 32, 32), 10))
-        for _ in range(2)
-    )
-    run(executor, ours, 1)
-    run(SerialExecutor, reference, 1)
-    assert_learners_equal(ours.bank, reference.bank, tolerance=1e-4)
+    own = {"make_model": model("resnet20"), "precision": FP32, "data": features(64, (3, 32, 32), 10)}
+    assert_as_serial(executor, 1, tolerance=1e-4, **own)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +25,7 @@ from crossbow_py.search.packs.slots import advance
 from crossbow_py.search.packs.trial import TrialSettings
 from crossbow_py.search.packs.width import Width
 from crossbow_py.train import run_settings
-from tests.searches import report, search_digits, segments, values
+from tests.searches import assert_rungs_keep_the_best, report, search_digits, segments
 from tests.trainers import images
 from tests.unit.search.packs.test_pack import (
     ADAM,
@@ -91,35 +92,28 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Alone:
 def test_pack_of_different_trials_in_float64_is_what_each_is_alone(
     alone: Alone, executor: str, trials: tuple[TrialSettings, ...]
 ) -> None:
-    pack = pack_of(trials, executor)
-    try:
+    with closing(pack_of(trials, executor)) as pack:
         run(pack)
         assert not [note for note in pack.notes if "without CUDA graphs" in note]
         for row, own in enumerate(trials):
             assert_as_alone(pack, row, alone(own))
-    finally:
-        pack.close()
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_pack_in_float32_is_after_a_round_what_each_trial_is_alone(alone: Alone, executor: str) -> None:
     one_round = BATCH / NUM_SAMPLES
-    pack = pack_of(TRIALS, executor, one_round, precision=FP32)
-    try:
+    with closing(pack_of(TRIALS, executor, one_round, precision=FP32)) as pack:
         run(pack)
         for row, own in enumerate(TRIALS):
             assert pack.members[row].num_rounds == 1
             assert_as_alone(pack, row, alone(own, one_round, FP32), tolerance=1e-5)
-    finally:
-        pack.close()
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_trial_that_takes_a_row_later_is_what_it_is_alone_and_so_is_its_neighbour(alone: Alone, executor: str) -> None:
     first = members_of(TRIALS[:2], 2.0)
     first[1].end_samples = NUM_SAMPLES
-    pack = pack_of(TRIALS[:2], executor, members=first)
-    try:
+    with closing(pack_of(TRIALS[:2], executor, members=first)) as pack:
         run(pack)
         assert first[1].is_over and not first[0].is_over
         assert_as_alone(pack, 1, planned(alone, TRIALS[1], 1.0))
@@ -136,8 +130,6 @@ def test_trial_that_takes_a_row_later_is_what_it_is_alone_and_so_is_its_neighbou
         pack.assign([resumed, *members_of(TRIALS[3:], 2.0, first=3)])  # more rows; the first is over and stays as it is
         assert not pack.step()
         assert_as_alone(pack, 0, alone(TRIALS[1]))
-    finally:
-        pack.close()
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -145,8 +137,7 @@ def test_trial_that_joins_a_pack_in_graphs_takes_the_row_of_one_that_leaves_unfi
     alone: Alone, executor: str
 ) -> None:
     staying, leaving = members_of(TRIALS[:2], 2.0)
-    pack = pack_of(TRIALS[:2], executor, members=[leaving, staying])
-    try:
+    with closing(pack_of(TRIALS[:2], executor, members=[leaving, staying])) as pack:
         for _ in range(WARM_UP_ROUNDS + 2):
             assert pack.step()
         pack.drain()
@@ -155,24 +146,19 @@ def test_trial_that_joins_a_pack_in_graphs_takes_the_row_of_one_that_leaves_unfi
         run(pack)
         assert [member.trial for member in pack.members] == [2, 0]
         assert_as_alone(pack, 1, alone(TRIALS[0]))
-    finally:
-        pack.close()
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_trial_that_diverges_harms_no_other(alone: Alone, executor: str) -> None:
     wild = trial(5, optimizer=SGD(learning_rate=1e30, momentum=0.0))
-    pack = pack_of([TRIALS[0], wild], executor)
-    good, bad = pack.members
-    try:
+    with closing(pack_of([TRIALS[0], wild], executor)) as pack:
+        good, bad = pack.members
         run(pack)
         assert bad.failure == NON_FINITE and good.failure is None and not good.is_over
         pack.assign([good])
         run(pack)
         assert_as_alone(pack, 0, alone(TRIALS[0]))
         assert good.num_losses == 2 * NUM_SAMPLES // BATCH
-    finally:
-        pack.close()
 
 
 def dense() -> nn.Module:
@@ -224,12 +210,8 @@ def packs_of(size: int, executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def assert_every_rung_keeps_the_top_third(folder: str = "search") -> None:
     """Of nine trials; none has failed, and no segment was trained twice."""
     assert sorted(trial["state"] for trial in report(folder)["trials"]) == ["complete", *["pruned"] * 8]
-    found = values(folder)
-    for epochs, after, kept in (("1", "3", 3), ("3", "9", 1)):
-        reached = {number: own[epochs] for number, own in found.items() if epochs in own}
-        ranked = sorted(reached, key=lambda number: (-reached[number], number))
-        assert {number for number, own in found.items() if after in own} == set(ranked[:kept])
-    assert len(segments(folder)) == len(set(segments(folder))) == 9 + 3 + 1
+    assert_rungs_keep_the_best([("1", "3", 3), ("3", "9", 1)], folder)
+    assert len(segments(folder)) == 9 + 3 + 1
 
 
 def assert_first_rung_is_as_on_a_cpu(folder: str = "search") -> None:

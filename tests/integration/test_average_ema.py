@@ -86,27 +86,27 @@ def fp64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fp64")
-@pytest.mark.parametrize("num_learners", [1, 2, 3])
-def test_model_after_fifty_rounds_is_the_ema_worked_out_in_numpy(num_learners: int) -> None:
-    trainer = trainer_of(num_learners=num_learners)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_learners": 1},
+        {"num_learners": 2},
+        {"num_learners": 3},
+        {
+            "averaging": LocalSGD(averaging_period=4, average_ema=5.0, batch_norm="mean"),
+            "schedule": MultiStep(milestones=(3.0, 6.0)),
+        },
+    ],
+    ids=["one learner", "two", "three", "outer steps and restarts"],
+)
+def test_model_after_fifty_rounds_is_the_ema_worked_out_in_numpy(options: dict[str, Any]) -> None:
+    trainer = trainer_of(**options)
     seen = watched(trainer)
     result = trainer.fit(max_rounds=ROUNDS)
     seen.append(look(trainer))
     assert len(seen) == ROUNDS + 1
     assert_is(result, reference(seen, 200))
     assert np.abs(result.model.state_dict()["0.weight"].numpy() - seen[-1].values["0.weight"]).max() > 1e-4
-
-
-@pytest.mark.usefixtures("fp64")
-def test_rule_with_outer_steps_and_restarts_has_an_ema_that_these_leave_alone() -> None:
-    trainer = trainer_of(
-        averaging=LocalSGD(averaging_period=4, average_ema=5.0, batch_norm="mean"),
-        schedule=MultiStep(milestones=(3.0, 6.0)),
-    )
-    seen = watched(trainer)
-    result = trainer.fit(max_rounds=ROUNDS)
-    seen.append(look(trainer))
-    assert_is(result, reference(seen, 200))
 
 
 @pytest.mark.usefixtures("fp64")

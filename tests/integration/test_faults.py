@@ -36,6 +36,7 @@ from tests.training_processes import (
 pytestmark = pytest.mark.timeout(300)
 slow = pytest.mark.slow
 ENDLESS = "max_epochs=10000"
+OTHER_HASH = "is corrupted: the hash of rank-1.pt differs"
 needs_root = pytest.mark.skipif(not is_root(), reason="mounts need root")
 Outcome = tuple[bytes, list[tuple[Any, ...]]]
 
@@ -74,9 +75,11 @@ def last_resumed_from(folder: Path) -> int | None:
     return resumed_from((folder / "console.log").read_text())[-1]
 
 
-@pytest.mark.parametrize("num_kills", [2, pytest.param(5, marks=slow)])
-def test_kills_of_one_run_leave_the_bits_of_an_undisturbed_one(tmp_path, num_kills):
-    run = Campaign(tmp_path, epochs=4, seed=1).run(1, "threads", num_kills, "run").to_plain()
+@pytest.mark.parametrize(
+    ("executor", "num_kills"), [("threads", 2), *(pytest.param(each, 5, marks=slow) for each in ("serial", "threads"))]
+)
+def test_kills_of_one_run_leave_the_bits_of_an_undisturbed_one(tmp_path, executor, num_kills):
+    run = Campaign(tmp_path, epochs=4, seed=1).run(1, executor, num_kills, "run").to_plain()
     found = figures([run])
     assert found["kills"] + found["before_first"] >= 1
     assert found["resumed"] == found["kills"]
@@ -115,11 +118,6 @@ def test_sigterm_to_one_rank_ends_both_with_143_and_a_checkpoint_to_go_on_from(t
     assert outcome(folder) == undisturbed(stop)
 
 
-def cut(checkpoint: Path) -> None:
-    part = checkpoint / part_name(1)
-    part.write_bytes(part.read_bytes()[:1000])
-
-
 def flip(checkpoint: Path) -> None:
     part = checkpoint / part_name(1)
     content = bytearray(part.read_bytes())
@@ -127,27 +125,16 @@ def flip(checkpoint: Path) -> None:
     part.write_bytes(content)
 
 
-def delete_part(checkpoint: Path) -> None:
-    (checkpoint / part_name(1)).unlink()
-
-
-def delete_manifest(checkpoint: Path) -> None:
-    (checkpoint / MANIFEST).unlink()
-
-
-def delete(checkpoint: Path) -> None:
-    shutil.rmtree(checkpoint)
-
-
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        pytest.param(cut, "is corrupted: the hash of rank-1.pt differs", marks=slow),
-        (flip, "is corrupted: the hash of rank-1.pt differs"),
-        pytest.param(delete_part, "cannot be read (FileNotFoundError", marks=slow),
-        pytest.param(delete_manifest, "has no readable manifest.json", marks=slow),
-        pytest.param(delete, None, marks=slow),
+        (flip, OTHER_HASH),
+        pytest.param(lambda found: os.truncate(found / part_name(1), 1000), OTHER_HASH, marks=slow),
+        pytest.param(lambda found: (found / part_name(1)).unlink(), "cannot be read (FileNotFoundError", marks=slow),
+        pytest.param(lambda found: (found / MANIFEST).unlink(), "has no readable manifest.json", marks=slow),
+        pytest.param(shutil.rmtree, None, marks=slow),
     ],
+    ids=["flip", "cut", "no part", "no manifest", "nothing"],
 )
 def test_spoiled_checkpoint_is_passed_over_with_a_word_and_the_bits_stay(tmp_path, spoil, why, undisturbed):
     folder = tmp_path / "run"

@@ -6,13 +6,11 @@ elsewhere.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,22 +19,22 @@ from crossbow_py.predict import __main__ as predict
 from crossbow_py.report import __main__ as report
 from crossbow_py.search import __main__ as search
 from crossbow_py.train import __main__ as train
-from tests.caches import link_native
+from tests.caches import use_cache
+from tests.said import called
 from tests.searches import DIGITS
 
 TRAIN = [
     "+debug=fast", "device=cpu", "precision=fp32", "executor=serial", "num_learners=2", "model.hidden=[8]",
 ]  # fmt: skip
 SEARCH = [*DIGITS[:-1], "model.hidden=[8]", "num_trials=1", "method=none", "max_epochs=0.1"]
-Command = Callable[[], int]
-COMMANDS: dict[str, tuple[str, Command]] = {
-    "resume": ("run", lambda: train.main([*TRAIN, "output_dir=run", "resume=auto", "max_rounds=4"])),
-    "config": ("run", lambda: train.main(["config=run", "output_dir=other"])),
-    "predict": ("run", lambda: predict.main(["run", "device=cpu", "latency_s=0", "output_dir=other"])),
-    "report": ("run", lambda: report.main(["run", "output_dir=other"])),
-    "search": ("search", lambda: search.main([*SEARCH, "output_dir=search", "resume=auto"])),
-    "predict best": ("search", lambda: predict.main(["search", "device=cpu", "latency_s=0", "output_dir=other"])),
-}
+COMMANDS = [
+    ("run", train, [*TRAIN, "output_dir=run", "resume=auto", "max_rounds=4"]),
+    ("run", train, ["config=run", "output_dir=other"]),
+    ("run", predict, ["run", "device=cpu", "latency_s=0", "output_dir=other"]),
+    ("run", report, ["run", "output_dir=other"]),
+    ("search", search, [*SEARCH, "output_dir=search", "resume=auto"]),
+    ("search", predict, ["search", "device=cpu", "latency_s=0", "output_dir=other"]),
+]
 
 
 def cut(path: Path, elsewhere: Path, chance: random.Random) -> None:
@@ -81,7 +79,7 @@ def empty_file(path: Path, elsewhere: Path, chance: random.Random) -> None:
 
 OF_FILES = (cut, flip, link, pipe, folder, missing, empty_file)
 OF_FOLDERS = (link, pipe, folder, missing, empty_file)
-Case = tuple[str, Path, Callable[[Path, Path, random.Random], None]]
+Case = tuple[Callable[[Sequence[str]], int], list[str], Path, Callable[[Path, Path, random.Random], None]]
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +94,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cases(whole: Path) -> list[Case]:
-    found = []
-    for command, (name, _) in COMMANDS.items():
-        for path in sorted((whole / name).rglob("*")):
-            for harm in OF_FOLDERS if path.is_dir() else OF_FILES:
-                found.append((command, path.relative_to(whole), harm))
-    return found
+    return [
+        (command.main, arguments, path.relative_to(whole), harm)
+        for name, command, arguments in COMMANDS
+        for path in sorted((whole / name).rglob("*"))
+        for harm in (OF_FOLDERS if path.is_dir() else OF_FILES)
+    ]
 
 
 def contents(place: Path) -> dict[str, bytes]:
@@ -110,21 +108,19 @@ def contents(place: Path) -> dict[str, bytes]:
 
 def outcome(case: Case, whole: Path, work: Path, seed: int) -> str:
     """`worked` or `refused`; fails for anything else."""
-    command, path, harm = case
+    main, arguments, path, harm = case
     shutil.copytree(whole, work / "here")
     elsewhere = work / "elsewhere"
     elsewhere.mkdir()
     harm(work / "here" / path, elsewhere, random.Random(seed))
     before = contents(elsewhere)
-    said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+    with pytest.MonkeyPatch.context() as patch:
         patch.chdir(work / "here")
-        with contextlib.redirect_stderr(said):
-            code = COMMANDS[command][1]()
-    what = f"{command}, {path}: {harm.__name__}, seed {seed}: exit code {code}, {said.getvalue()}"
+        code, said = called(main, arguments)
+    what = f"{main.__module__} {arguments}, {path}: {harm.__name__}, seed {seed}: exit code {code}, {said}"
     assert contents(elsewhere) == before, what
     assert code in (0, 2), what
-    lines = said.getvalue().splitlines()
+    lines = said.splitlines()
     assert code == 0 or (len(lines) == 1 and lines[0].startswith("error: ")), what
     shutil.rmtree(work / "here")
     shutil.rmtree(elsewhere)
@@ -141,8 +137,7 @@ def outcome(case: Case, whole: Path, work: Path, seed: int) -> str:
 def test_harmed_file_of_a_run_or_a_search_is_refused_in_a_line_or_does_not_matter(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int | None
 ) -> None:
-    link_native(tmp_path / "cache")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    use_cache(tmp_path / "cache", monkeypatch)
     every = cases(whole)
     tried = every if most is None else random.Random(0).sample(every, most)
     counts: Counter[str] = Counter()

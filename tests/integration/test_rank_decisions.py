@@ -26,22 +26,13 @@ from crossbow_py.telemetry.records import read_metrics, read_summary
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
 from crossbow_py.train.config import TrainConfig, config_to_mapping
 from tests import rank_jobs
-from tests.rank_results import assert_alike, results
+from tests.rank_jobs import assert_alike, results
 from tests.ranks import Raised, on_ranks
 from tests.support import linear_model
-from tests.trainers import blobs, images
+from tests.trainers import blobs, images, measured, weights
 
 PER_ROUND = 16  # two ranks, two learners each, batches of 4
 LINEAR = {"model": linear_model, "test_data": None, "augmentation": None}
-
-
-def weights(folder: Path) -> bytes:
-    return (folder / "model.safetensors").read_bytes()
-
-
-def measured(folder: Path) -> list[tuple[Any, ...]]:
-    names = ("epoch", "samples_seen", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "spread")
-    return [tuple(line[name] for name in names) for line in read_metrics(folder / "metrics.jsonl")]
 
 
 def names_of(folder: Path) -> list[str]:
@@ -120,6 +111,7 @@ def test_epoch_taken_up_by_more_ranks_counts_every_loss_once(tmp_path):
     results(rank_jobs.train, 2, options, {"max_samples": 48})
     found = results(rank_jobs.train, 3, {**options, "resume": tmp_path}, {"max_epochs": 1})
     assert_alike(found)
+    assert any("is of another number of ranks (2, now 3)" in message for message in found[0].messages)
     line = read_metrics(tmp_path / "metrics.jsonl")[-1]
     assert (line["epoch"], line["samples_seen"]) == (1, 96)
     assert line["train_loss"] == pytest.approx(line["test_loss"], rel=1e-5)
@@ -270,7 +262,8 @@ def test_bad_sample_on_one_rank_stops_all_with_a_checkpoint_and_a_resume_finishe
 
 
 def test_bad_test_sample_in_one_ranks_share_is_raised_on_all_with_a_checkpoint(tmp_path):
-    found = on_ranks(rank_jobs.evaluate_with_a_bad_sample, 2, {"output_dir": tmp_path})
+    options = {"test_data": rank_jobs.Pictures(20, bad=6), "num_workers": 0, "output_dir": tmp_path}
+    found = on_ranks(rank_jobs.evaluate_in_fours, 2, options)
     for each in all_raised(found, "RankError", "RankError"):
         assert "rank 1: item 6 of the data set cannot be read" in each.text
         assert each.exit_code == 2

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,7 @@ import pytest
 from crossbow_py import PAPA, SGD, SMA, DiLoCo, Elastic, GroupedSMA, LocalSGD, SlowMo, SynchronousSGD
 from crossbow_py.data.build import make_feed
 from tests import rank_jobs
-from tests.rank_jobs import Ended, Values
-from tests.rank_results import assert_alike, distance, results
+from tests.rank_jobs import Ended, Values, assert_alike, distance, results
 from tests.support import linear_model
 from tests.trainers import blobs
 
@@ -45,34 +46,20 @@ def assert_same_run(found: list[Ended], reference: Ended, tolerance: float) -> N
 
 
 @pytest.fixture(scope="module")
-def four_learners() -> Ended:
-    """20 rounds of one rank, in float64."""
-    return train(1, 4)[0]
+def alone() -> Callable[[int], Ended]:
+    """20 rounds of one rank, in float64, by its number of learners."""
+    return functools.cache(lambda num_learners: train(1, num_learners)[0])
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_two_ranks_of_two_learners_follow_one_rank_of_four(executor, four_learners):
-    found = train(2, 2, executor)
-    assert_same_run(found, four_learners, 1e-8)
+@pytest.mark.parametrize(
+    ("num_ranks", "num_learners", "executor"),
+    [*((2, each, executor) for each in (1, 2) for executor in EXECUTORS), (3, 1, "serial"), (4, 1, "threads")],
+)
+def test_ranks_follow_one_rank_of_as_many_learners(num_ranks, num_learners, executor, alone):
+    found = train(num_ranks, num_learners, executor)
+    assert_same_run(found, alone(num_ranks * num_learners), 1e-8)
     assert_alike(found)
-
-
-def test_four_ranks_of_one_learner_follow_one_rank_of_four(four_learners):
-    found = train(4, 1, "threads")
-    assert_same_run(found, four_learners, 1e-8)
-    assert_alike(found)
-
-
-def test_three_ranks_follow_one_rank_of_as_many_learners():
-    assert_same_run(train(3, 1), train(1, 3)[0], 1e-8)
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_two_ranks_of_one_learner_are_sma_of_two(executor):
-    found = train(2, 1, executor)
-    assert_same_run(found, train(1, 2)[0], 1e-8)
-    assert_alike(found)
-    assert distance(found[0].learners[0], found[1].learners[0]) > 1e-6
+    assert distance(found[0].learners[-1], found[1].learners[-1]) > 1e-6
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

@@ -10,11 +10,9 @@ import pytest
 from crossbow_py.report import __main__ as report
 from crossbow_py.train import __main__ as train
 from tests.run_folders import write_run, write_unfinished
+from tests.said import error_line
 
-
-@pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 def test_report_of_a_traced_run_is_a_page_with_pictures_in_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,10 +65,7 @@ def test_mistakes_end_with_one_line_and_2(arguments: list[str], words: str, caps
     Path("empty").mkdir()
     write_run(Path("a"), epochs=1)
     assert report.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert words in error
+    assert words in error_line(capsys)
     assert not (Path("a") / "report").exists()
 
 
@@ -80,7 +75,7 @@ def test_without_matplotlib_the_remedy_is_said(
     write_run(Path("a"), epochs=1)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert report.main(["a"]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
+    assert "pip install matplotlib" in error_line(capsys)
 
 
 def test_help_is_shown_and_nothing_is_written(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,45 +22,37 @@ from crossbow_py import (
     Independent,
     LocalSGD,
     MultiStep,
+    Result,
     SlowMo,
     SynchronousSGD,
     Trainer,
 )
 from crossbow_py.core.errors import CheckpointError
-from crossbow_py.data.sources.digits import Digits
 from crossbow_py.engine.modules import precision
-from crossbow_py.telemetry.records import read_metrics, read_summary
+from crossbow_py.telemetry.records import read_summary
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
-from tests.trainers import Recorder, image_model, images, make_trainer
-from tests.training_processes import await_checkpoints, started, train
+from tests.trainers import Recorder, image_model, image_trainer, images, measured, weights
 
 EXECUTORS = ["serial", "threads"]
-# What a line of metrics.jsonl says besides the time it took.
-MEASURED = (
-    "epoch", "samples_seen", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "learning_rate", "spread",
-)  # fmt: skip
 
 
 def trainer_of(folder: Path, **options: Any) -> Trainer:
-    """BatchNorm, dropout, AdamW, augmented images and a rate that drops: everything a checkpoint must carry."""
-    defaults: dict[str, Any] = {
-        "model": image_model,
-        "train_data": images(50),
-        "test_data": images(20),
-        "augmentation": Augmentation(crop_padding=2, flip=True),
-        "optimizer": AdamW(learning_rate=0.01),
-        "schedule": MultiStep(milestones=(1.0, 2.0), gamma=0.5),
-        "output_dir": folder,
+    """With AdamW, which has two moments."""
+    schedule = MultiStep(milestones=(1.0, 2.0), gamma=0.5)
+    defaults = {"optimizer": AdamW(learning_rate=0.01), "schedule": schedule, "output_dir": folder}
+    return image_trainer(**{**defaults, **options})
+
+
+def assert_resumed_as_whole(tmp_path: Path, stop: dict[str, int], max_epochs: int, **options: Any) -> Result:
+    """In the folders `parts`, which was stopped there and resumed, and `whole`. Returns the result of `parts`."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    trainer_of(whole, **options).fit(max_epochs=max_epochs)
+    trainer_of(parts, **options).fit(**stop)
+    result = trainer_of(parts, **options, resume=parts).fit(max_epochs=max_epochs)
+    assert {path.name: path.read_bytes() for path in parts.glob("*.safetensors")} == {
+        path.name: path.read_bytes() for path in whole.glob("*.safetensors")
     }
-    return make_trainer(**{**defaults, **options})
-
-
-def measured(folder: Path) -> list[tuple[Any, ...]]:
-    return [tuple(line[name] for name in MEASURED) for line in read_metrics(folder / "metrics.jsonl")]
-
-
-def weights(folder: Path, name: str = "model.safetensors") -> bytes:
-    return (folder / name).read_bytes()
+    return result
 
 
 def terminate_at(trainer: Trainer, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,11 +95,8 @@ def terminate_at(trainer: Trainer, position: int, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_run_stopped_in_mid_epoch_and_resumed_equals_the_uninterrupted_one_in_every_bit(tmp_path, options):
+    result = assert_resumed_as_whole(tmp_path, {"max_samples": 70}, 3, **options)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    trainer_of(whole, **options).fit(max_epochs=3)
-    trainer_of(parts, **options).fit(max_samples=70)
-    result = trainer_of(parts, **options, resume=parts).fit(max_epochs=3)
-    assert weights(parts) == weights(whole)
     lines = measured(parts)
     assert len({line[1] for line in lines}) == len(lines)
     assert [line for line in lines if line[0] in (1, 2, 3)] == measured(whole)
@@ -139,12 +128,10 @@ def test_keyboard_interrupt_in_a_round_is_summed_up_as_interrupted(tmp_path, mon
 
 
 def test_run_stopped_right_before_a_restart_restarts_when_resumed(tmp_path):
-    whole, parts, recorder = tmp_path / "whole", tmp_path / "parts", Recorder()
-    trainer_of(whole).fit(max_epochs=2)
-    trainer_of(parts).fit(max_samples=56)  # the rate drops at 50, which the round that starts at 56 is the first to see
-    trainer_of(parts, resume=parts, callbacks=[recorder]).fit(max_epochs=2)
-    assert recorder.of("message") == ["The learning rate dropped: learners restart from the average model."]
-    assert weights(parts) == weights(whole)
+    recorder = Recorder()  # the rate drops at 50, which the round that starts at 56 is the first to see
+    assert_resumed_as_whole(tmp_path, {"max_samples": 56}, 2, callbacks=[recorder])
+    dropped = "The learning rate dropped: learners restart from the average model."
+    assert recorder.of("message").count(dropped) == 2  # in the whole run, and in the resumed part
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -165,13 +152,9 @@ def test_run_stopped_by_sigterm_in_mid_epoch_and_resumed_equals_the_uninterrupte
 
 
 def test_independent_learners_resumed_equal_the_uninterrupted_ones(tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
     options = {"averaging": Independent(), "optimizer": SGD(learning_rate=(0.01, 0.1))}
-    trainer_of(whole, **options).fit(max_epochs=2)
-    trainer_of(parts, **options).fit(max_rounds=17)
-    trainer_of(parts, **options, resume=parts / "checkpoints").fit(max_epochs=2)
-    for name in ("model_0.safetensors", "model_1.safetensors"):
-        assert weights(parts, name) == weights(whole, name)
+    assert_resumed_as_whole(tmp_path, {"max_rounds": 17}, 2, **options)
+    assert len(list((tmp_path / "parts").glob("model_*.safetensors"))) == 2
 
 
 def test_corrupted_checkpoint_is_passed_over_with_a_message_and_the_bits_stay_the_same(tmp_path):
@@ -259,24 +242,3 @@ def test_resume_after_a_fall_back_goes_on_from_the_newest_of_its_own_checkpoints
     older = checkpoints(tmp_path)[-1]
     trainer_of(tmp_path, resume=older, **keep).fit(max_rounds=1)
     assert trainer_of(tmp_path, resume=tmp_path).state.samples_seen == int(older.name.split("-")[1]) + 8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_process_killed_in_mid_epoch_and_resumed_equals_the_uninterrupted_run(tmp_path, executor):
-    """Killed once it has a checkpoint; how far it is to go on follows from where that was."""
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    alone = {"num_ranks": 1, "executor": executor}
-    with started(killed, "model.dropout=0.2", "max_epochs=10000", **alone) as begun:
-        await_checkpoints(killed, 1, begun)
-        begun.kill([0])
-        assert begun.wait() == [-signal.SIGKILL]
-    assert not (killed / "summary.json").exists()
-    samples = int(checkpoints(killed)[0].name.split("-")[1])
-    assert samples % (2 * 16) == 0
-    stop = f"max_epochs={samples // Digits.NUM_TRAIN + 2}"
-    for folder in (whole, killed):
-        assert train(folder, "model.dropout=0.2", stop, **alone) == [0]
-    assert weights(killed) == weights(whole)
-    assert measured(killed) == measured(whole)
-    assert read_summary(killed)["resumed_from"].endswith(f"samples-{samples:012d}")

@@ -8,7 +8,7 @@ import pytest
 
 from crossbow_py.search import __main__ as search
 from tests.caches import use_cache
-from tests.searches import report, segments, values
+from tests.searches import assert_rungs_keep_the_best, report, segments, values
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("in_an_empty_folder")]
 
@@ -30,16 +30,10 @@ def test_shipped_search_keeps_the_top_third_of_every_rung_and_finds_a_good_model
     failed = [trial["trial"] for trial in found["trials"] if trial["state"] == "failed"]
     assert len(measured) == 27 and len(failed) <= 2
     assert {trial for trial, own in measured.items() if "1" not in own} == set(failed)
-    for epochs, after, kept in (("1", "3", 9), ("3", "9", 3), ("9", "27", 1)):
-        reached = {trial: own[epochs] for trial, own in measured.items() if epochs in own}
-        ranked = sorted(reached, key=lambda trial: (-reached[trial], trial))
-        assert {trial for trial, own in measured.items() if after in own} == set(ranked[:kept])
-    assert len(segments()) == len(set(segments())) == 27 + 9 + 3 + 1
-    assert sorted(trial["state"] for trial in found["trials"]) == [
-        "complete",
-        *["failed"] * len(failed),
-        *["pruned"] * (26 - len(failed)),
-    ]
+    assert_rungs_keep_the_best([("1", "3", 9), ("3", "9", 3), ("9", "27", 1)])
+    assert len(segments()) == 27 + 9 + 3 + 1
+    ended = ["complete", *["failed"] * len(failed), *["pruned"] * (26 - len(failed))]
+    assert sorted(trial["state"] for trial in found["trials"]) == ended
     best = found["best"]
     assert best["value"] == measured[best["trial"]]["27"] >= 0.98
     assert 0.95 <= best["test_accuracy"] <= 1  # measured once, on other images

@@ -17,8 +17,9 @@ import optuna
 import pytest
 
 from crossbow_py.core.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
-from tests.search_processes import await_true, ended, search_in, started
+from tests.search_processes import ended, search_in, started
 from tests.searches import events, report, segments, values
+from tests.training_processes import await_true
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 NUM_SEGMENTS = 9 + 3 + 1
@@ -54,6 +55,11 @@ def assert_no_finished_segment_was_claimed_again(folder: Path) -> None:
     assert len(finished) == NUM_SEGMENTS
 
 
+def assert_as_undisturbed(folder: Path, undisturbed: Outcome) -> None:
+    assert_no_finished_segment_was_claimed_again(folder)
+    assert outcome(folder) == undisturbed
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_search_killed_at_random_moments_goes_on_and_ends_as_if_undisturbed(
     seed: int, undisturbed: Outcome, tmp_path: Path
@@ -72,8 +78,7 @@ def test_search_killed_at_random_moments_goes_on_and_ends_as_if_undisturbed(
             kills += 1
     assert kills >= 2
     assert search_in(folder) == 0
-    assert_no_finished_segment_was_claimed_again(folder)
-    assert outcome(folder) == undisturbed
+    assert_as_undisturbed(folder, undisturbed)
 
 
 def test_two_workers_with_one_folder_share_the_trials_and_end_alike(undisturbed: Outcome, tmp_path: Path) -> None:
@@ -92,8 +97,7 @@ def test_two_workers_started_at_once_share_the_trials(undisturbed: Outcome, tmp_
     folder = tmp_path / "search"
     with started(folder) as first, started(folder) as second:
         assert [ended(first), ended(second)] == [0, 0]
-    assert_no_finished_segment_was_claimed_again(folder)
-    assert outcome(folder) == undisturbed
+    assert_as_undisturbed(folder, undisturbed)
 
 
 def test_two_workers_with_folders_of_their_own_share_a_database(undisturbed: Outcome, tmp_path: Path) -> None:
@@ -117,8 +121,7 @@ def test_worker_that_is_killed_beside_another_is_replaced_by_it(undisturbed: Out
             await_true(lambda: len({worker for _, _, worker in events(folder)}) == 2, second)
             first.kill()
             assert ended(second) == 0
-    assert_no_finished_segment_was_claimed_again(folder)
-    assert outcome(folder) == undisturbed
+    assert_as_undisturbed(folder, undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +139,7 @@ def test_signal_ends_a_search_in_order_and_the_next_goes_on(
         assert ended(process) == code
     assert report(folder)["status"] == status
     assert search_in(folder) == 0
-    assert_no_finished_segment_was_claimed_again(folder)
-    assert outcome(folder) == undisturbed
+    assert_as_undisturbed(folder, undisturbed)
 
 
 @pytest.mark.long

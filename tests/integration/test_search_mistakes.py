@@ -23,6 +23,7 @@ CUSTOM = [
     "data=digits", "model=custom", "device=cpu", "precision=fp32", "executor=serial", "packing=none", "method=none",
     "max_epochs=1", "sampler=grid", "output_dir=search",
 ]  # fmt: skip
+OF_ONE_TRIAL = ["num_trials=1", "method=none", "sampler=random", "space={batch_size:[8]}", "max_epochs=1"]
 
 
 def narrow(width: int = 8) -> nn.Module:
@@ -87,24 +88,6 @@ def test_mistake_is_one_error_line_and_leaves_nothing_behind(
     assert files() == []
 
 
-def test_search_without_a_space_is_one_error_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data=digits"]) == 2
-    assert "space must be a mapping with at least one key to search" in error_line(capsys)
-    assert files() == []
-
-
-def test_grid_with_fewer_points_than_trials_is_one_error_line(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["model.target=package.model", "space.seed=[1,2]", "num_trials=3"]
-    assert main([*CUSTOM, *options]) == 2
-    assert "num_trials=3 is more than the 2 points of the grid; set num_trials=null" in error_line(capsys)
-
-
-def test_model_that_cannot_be_imported_is_one_error_line_before_any_trial(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*CUSTOM, "model.target=no_such_package.model", "space.seed=[1,2]"]) == 2
-    assert "model.target=no_such_package.model cannot be imported" in error_line(capsys)
-    assert files() == []
-
-
 def test_mistake_leaves_no_trace_in_a_storage_so_that_the_corrected_command_may_use_it() -> None:
     assert search_digits("storage=journal:kept.log", "data.validation_fraction=0") == 2
     assert files() == []
@@ -154,40 +137,43 @@ def test_storage_that_is_no_journal_is_one_error_line_and_keeps_the_file(capsys:
     assert Path("notes.log").read_text() == "my notes\n"
 
 
-def test_trial_that_raises_is_recorded_with_its_reason_and_the_others_go_on() -> None:
-    assert main([*CUSTOM, f"model.target={MODULE}.narrow", "space.model.args.width=[4,16,8]"]) == 0
-    found = {trial["params"]["model.args.width"]: trial for trial in report()["trials"]}
-    assert found[16]["state"] == "failed"
-    assert "ValueError: 16 is too wide" in found[16]["reason"]
-    assert (found[4]["state"], found[8]["state"]) == ("complete", "complete")
-    assert found[4]["reason"] is None
-    assert report()["best"]["params"]["model.args.width"] in (4, 8)
-
-
-def test_trial_that_raises_in_its_rounds_is_recorded_with_its_reason() -> None:
-    assert main([*CUSTOM, f"model.target={MODULE}.Tiring", "space.model.args.rounds=[20,100000]"]) == 0
-    tired, fresh = sorted(report()["trials"], key=lambda trial: trial["params"]["model.args.rounds"])
-    assert tired["state"] == "failed"
-    assert "ArithmeticError: that was enough" in tired["reason"]
-    assert fresh["state"] == "complete"
-
-
-def test_trial_that_diverges_is_recorded_and_the_others_go_on() -> None:
-    rates = "space.optimizer.learning_rate=[1.0e+20,0.1]"
-    assert main([*merged(CUSTOM, ("model=mlp",)), "optimizer=sgd", "model.hidden=[16]", rates]) == 0
-    wild, tame = sorted(report()["trials"], key=lambda trial: -trial["params"]["optimizer.learning_rate"])
-    assert (wild["state"], tame["state"]) == ("failed", "complete")
-    assert "not finite" in wild["reason"]
+@pytest.mark.parametrize(
+    ("options", "key", "failing", "reason"),
+    [
+        ([f"model.target={MODULE}.narrow"], "model.args.width=[4,16,8]", 16, "ValueError: 16 is too wide"),
+        ([f"model.target={MODULE}.Tiring"], "model.args.rounds=[20,100000]", 20, "ArithmeticError: that was enough"),
+        (["optimizer=sgd", "model=mlp", "model.hidden=[16]"], "optimizer.learning_rate=[1e20,0.1]", 1e20, "not finite"),
+    ],
+    ids=["when it is made", "in its rounds", "by diverging"],
+)
+def test_trial_that_fails_is_recorded_with_its_reason_and_the_others_go_on(
+    options: list[str], key: str, failing: float, reason: str
+) -> None:
+    assert main([*merged(CUSTOM, tuple(options)), f"space.{key}"]) == 0
+    for trial in report()["trials"]:
+        failed = trial["params"][key.partition("=")[0]] == failing
+        assert trial["state"] == ("failed" if failed else "complete")
+        assert reason in trial["reason"] if failed else trial["reason"] is None
+    assert report()["best"]["params"][key.partition("=")[0]] != failing
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (["data=digits"], "space must be a mapping with at least one key to search"),
+        (
+            [*CUSTOM, "model.target=package.model", "space.seed=[1,2]", "num_trials=3"],
+            "num_trials=3 is more than the 2 points of the grid; set num_trials=null",
+        ),
+        (
+            [*CUSTOM, "model.target=no_such_package.model", "space.seed=[1,2]"],
+            "model.target=no_such_package.model cannot be imported",
+        ),
         (["+experiment=search_digits", "model=lenet", "device=cpu", "output_dir=search"], "model=lenet needs images"),
         ([*CUSTOM, f"model.target={MODULE}.narrow", "space.model.args.width=[16,32]"], "ValueError: 16 is too wide"),
     ],
 )
-def test_model_that_fails_at_every_end_of_the_space_is_refused_before_any_trial(
+def test_search_that_no_trial_could_be_of_is_refused_before_any(
     options: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(options) == 2
@@ -233,8 +219,7 @@ def rewrite_journal(change: Callable[[str], str]) -> None:
 
 
 def test_search_does_not_call_what_its_storage_names(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["num_trials=1", "method=none", "sampler=random", "space={batch_size:[8]}", "max_epochs=1"]
-    assert search_digits(*asked) == 0
+    assert search_digits(*OF_ONE_TRIAL) == 0
     mkdir = {"model": "custom", "model.target": "os.mkdir", "model.args": "sprung"}
 
     def with_targets(line: str) -> str:
@@ -248,15 +233,14 @@ def test_search_does_not_call_what_its_storage_names(capsys: pytest.CaptureFixtu
 
     rewrite_journal(with_targets)
     capsys.readouterr()
-    code = search_digits(*asked, "resume=auto")
+    code = search_digits(*OF_ONE_TRIAL, "resume=auto")
     assert (code, Path("sprung").exists()) == (2, False)
     assert "trial 0 has model='custom', which is not searched there" in error_line(capsys)
 
 
 def test_result_of_a_rung_that_the_search_does_not_have_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["num_trials=1", "method=none", "sampler=random", "space={batch_size:[8]}", "max_epochs=1"]
-    assert search_digits(*asked) == 0
+    assert search_digits(*OF_ONE_TRIAL) == 0
     rewrite_journal(lambda line: line.replace('"rung":0', '"rung":7'))
     capsys.readouterr()
-    assert search_digits(*asked, "resume=auto") == 2
+    assert search_digits(*OF_ONE_TRIAL, "resume=auto") == 2
     assert "trial 0 has a result at rung 7" in error_line(capsys)

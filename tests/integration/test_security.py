@@ -15,10 +15,8 @@ import socket
 import struct
 import sys
 import tarfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from crossbow_py.core.measured import Remembered
-from crossbow_py.data.sources.mnist import Mnist
 from crossbow_py.telemetry.console import ConsoleListener
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.train.__main__ import main
@@ -84,20 +81,20 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(DIGITS, tmp_path_factory.mktemp("digits"))
 
 
-@pytest.fixture(scope="module")
-def whole_own_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of `OWN_MODEL`, trained once."""
-    return trained(OWN_MODEL, tmp_path_factory.mktemp("own"))
-
-
 @pytest.fixture
 def run(whole_run: Path) -> None:
     """A copy of that run in the current folder, to be harmed."""
     shutil.copytree(whole_run, "run")
 
 
+@pytest.fixture(scope="module")
+def whole_own_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(OWN_MODEL, tmp_path_factory.mktemp("own"))
+
+
 @pytest.fixture
 def own_run(whole_own_run: Path) -> None:
+    """As `run`, of `OWN_MODEL`."""
     shutil.copytree(whole_own_run, "run")
 
 
@@ -268,14 +265,10 @@ def test_target_on_the_command_line_is_imported(capsys: pytest.CaptureFixture[st
 def test_target_that_a_run_folder_names_is_a_difference_and_not_imported(
     key: str, resume: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = Path("run/config.yaml")
-    name, target = ("custom", f"{__name__}.small_model") if key == "model" else ("digits", None)
-    text = config.read_text()
-    if target is None:
-        text = text.replace(f"name: {name}", f"name: custom\n  target: {plant_target()}")
-    else:
-        text = text.replace(target, plant_target())
-    config.write_text(text)
+    config, target = Path("run/config.yaml"), plant_target()
+    named = f"{__name__}.small_model" if key == "model" else "name: digits"
+    instead = target if key == "model" else f"name: custom\n  target: {target}"
+    config.write_text(config.read_text().replace(named, instead))
     said = refusal([*OWN_MODEL, f"resume={resume}"], capsys)
     assert "planted.make" in said or f"{key}.name: custom → digits" in said
     assert "planted" not in sys.modules
@@ -330,46 +323,6 @@ def test_exports_are_safetensors_and_nothing_else(averaging: str, whole_run: Pat
         assert header.keys() - {"__metadata__"} == tensors.keys()
         # Text in JSON, numbers to the last byte: there is no room for a pickle.
         assert len(content) == 8 + length + sum(tensor.nbytes for tensor in tensors.values())
-
-
-@pytest.fixture
-def wrong_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """MNIST's only mirror, which serves something else; gives what was asked for."""
-    asked: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            content = pickle.dumps(Trap())
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = False
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    monkeypatch.setattr("pooch.core.time.sleep", lambda seconds: None)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(Mnist, "MIRRORS", (f"http://127.0.0.1:{server.server_port}/",))
-    yield asked
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_download_of_another_file_is_refused_and_not_taken_next_time(
-    wrong_server: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [*FAST, "data=mnist", "data.root=data"]
-    assert "mnist/train-images-idx3-ubyte.gz" in refusal(arguments, capsys)
-    assert wrong_server
-    assert not [path for path in Path().rglob("*") if "ubyte" in path.name or path.parent.name == "mnist"]
-    assert "data.download is false" in refusal([*arguments, "data.download=false"], capsys)
 
 
 def listeners(process_ids: list[int]) -> list[str]:
@@ -443,26 +396,28 @@ def test_no_page_or_makefile_tells_anyone_to_listen_on_all_addresses() -> None:
         assert not re.search(r"bind_all|0\.0\.0\.0|--host[ =]\*", page.read_text()), page
 
 
-LINKED = ["checkpoints", "tensorboard", "console.log", ".lock", "metrics.jsonl", "summary.json", "config.yaml"]
+RECORDS = ["console.log", ".lock", "metrics.jsonl", "summary.json", "config.yaml"]
 
 
 @pytest.mark.usefixtures("run")
-@pytest.mark.parametrize("name", LINKED)
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard", *RECORDS])
 def test_link_in_a_folder_that_is_resumed_is_refused_and_not_followed(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("run", name).rename("theirs")
     Path("run", name).symlink_to(Path("theirs").resolve())
-    theirs = [Path("theirs"), *Path("theirs").rglob("*")]
-    before = [(path, path.read_bytes() if path.is_file() else b"") for path in theirs]
-    said = refusal([*DIGITS, "resume=auto", "max_rounds=4"], capsys)
-    assert f"run/{name} is a link" in said
-    assert [(path, path.read_bytes() if path.is_file() else b"") for path in theirs] == before
-    assert [Path("theirs"), *Path("theirs").rglob("*")] == theirs
+
+    def theirs() -> list[tuple[Path, bytes]]:
+        paths = [Path("theirs"), *Path("theirs").rglob("*")]
+        return [(path, path.read_bytes() if path.is_file() else b"") for path in paths]
+
+    before = theirs()
+    assert f"run/{name} is a link" in refusal([*DIGITS, "resume=auto", "max_rounds=4"], capsys)
+    assert theirs() == before
 
 
 @pytest.mark.usefixtures("run")
-@pytest.mark.parametrize("name", ["console.log", ".lock", "metrics.jsonl", "summary.json", "config.yaml"])
+@pytest.mark.parametrize("name", RECORDS)
 def test_pipe_in_a_folder_that_is_resumed_is_refused_at_once(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("run", name).unlink(missing_ok=True)
     os.mkfifo(Path("run", name))

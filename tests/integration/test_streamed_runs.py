@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from crossbow_py import SGD, SMA, Augmentation, Independent, Listener, Trainer
+from crossbow_py import SMA, Augmentation, Constant, Independent, Listener, Trainer
 from crossbow_py.core.errors import BadSampleError, DataError
 from crossbow_py.telemetry.records import read_metrics, read_summary
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
-from tests.trainers import Recorder, image_model, images, make_trainer
+from tests.trainers import Recorder, image_trainer, images, weights
 
 
 class Pictures:
@@ -47,18 +47,13 @@ def nothing_is_left_behind():
 
 def trainer_of(folder: Path | None, **options: Any) -> Trainer:
     defaults: dict[str, Any] = {
-        "model": image_model,
         "train_data": Pictures(50),
         "test_data": Pictures(20),
         "augmentation": Augmentation(flip="alternating", random_erasing=0.5),
-        "optimizer": SGD(learning_rate=0.05, momentum=0.9),
+        "schedule": Constant(),
         "output_dir": folder,
     }
-    return make_trainer(**{**defaults, **options})
-
-
-def weights(folder: Path) -> bytes:
-    return (folder / "model.safetensors").read_bytes()
+    return image_trainer(**{**defaults, **options})
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])

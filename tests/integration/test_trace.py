@@ -6,10 +6,11 @@ import json
 import math
 import signal
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
@@ -19,6 +20,7 @@ from crossbow_py.train import trainer as trainer_module
 from crossbow_py.train.__main__ import main
 from tests.trainers import Recorder, blobs, image_model, images, make_trainer
 
+K = TypeVar("K")
 NANOSECOND = 1e-3  # in the trace's microseconds
 
 
@@ -45,19 +47,16 @@ def overlap(one: Span, other: Span) -> bool:
     return min(one.end, other.end) > max(one.start, other.start)
 
 
+def by(key: Callable[[Span], K], spans: list[Span]) -> dict[K, list[Span]]:
+    found = defaultdict(list)
+    for span in spans:
+        found[key(span)].append(span)
+    return found
+
+
 def by_task(spans: list[Span]) -> dict[tuple[str, int], list[Span]]:
     """The spans of each (task, round)."""
-    found = defaultdict(list)
-    for span in spans:
-        found[span.name, span.round_index].append(span)
-    return found
-
-
-def by_row(spans: list[Span]) -> dict[str, list[Span]]:
-    found = defaultdict(list)
-    for span in spans:
-        found[span.row].append(span)
-    return found
+    return by(lambda span: (span.name, span.round_index), spans)
 
 
 def traced(folder: Path, **options: Any) -> list[Span]:
@@ -67,29 +66,23 @@ def traced(folder: Path, **options: Any) -> list[Span]:
     return read_trace(folder)
 
 
-def test_averaging_of_a_round_overlaps_learning_of_the_next_and_corrections_wait_for_it(tmp_path: Path) -> None:
+def test_threads_overlap_averaging_with_the_next_round_and_streams_run_one_task_at_a_time(tmp_path: Path) -> None:
     spans = traced(tmp_path, executor="threads")
+    rows = by(lambda span: span.row, spans)
+    assert set(rows) == {"learner 0", "learner 1", "learner 2", "learner 3", "averaging"}
+    for own in rows.values():
+        assert all(before.end <= after.start + NANOSECOND for before, after in pairwise(own))
     found = by_task(spans)
     assert {name: len([span for span in spans if span.name == name]) for name, _ in found} == {
         "learning": 4 * 64, "correction": 4 * 64, "averaging": 64,
     }  # fmt: skip
-    overlapping = [
-        n
-        for n in range(63)
-        if any(overlap(found["averaging", n][0], learning) for learning in found["learning", n + 1])
-    ]
-    assert overlapping, "averaging never overlapped the next round's learning"
+    assert any(
+        overlap(found["averaging", n][0], learning) for n in range(63) for learning in found["learning", n + 1]
+    ), "averaging never overlapped the next round's learning"
     for n in range(64):
         (averaging,) = found["averaging", n]
         assert all(correction.end <= averaging.start + NANOSECOND for correction in found["correction", n])
         assert all(averaging.end <= correction.start + NANOSECOND for correction in found["correction", n + 1])
-
-
-def test_rows_of_a_threads_trace_are_the_streams_and_run_one_task_at_a_time(tmp_path: Path) -> None:
-    rows = by_row(traced(tmp_path, executor="threads"))
-    assert set(rows) == {"learner 0", "learner 1", "learner 2", "learner 3", "averaging"}
-    for spans in rows.values():
-        assert all(before.end <= after.start + NANOSECOND for before, after in pairwise(spans))
 
 
 def test_trace_of_the_serial_executor_shows_tasks_one_after_another_in_issue_order(tmp_path: Path) -> None:
@@ -120,14 +113,11 @@ def test_trace_of_a_second_fit_has_both(tmp_path: Path) -> None:
     assert {span.round_index for span in read_trace(tmp_path)} == set(range(6))
 
 
-def test_run_without_trace_writes_none(tmp_path: Path) -> None:
+def test_run_without_trace_writes_none_and_a_trace_without_a_folder_is_refused(tmp_path: Path) -> None:
     recorder = Recorder()
     make_trainer(output_dir=tmp_path, callbacks=[recorder]).fit(max_rounds=2)
     assert not (tmp_path / "trace.json").exists()
     assert recorder.of("start")[0].trace_path is None
-
-
-def test_trace_without_output_dir_is_refused_with_the_remedy() -> None:
     with pytest.raises(UserError, match=r"trace writes into .* got no output_dir; set one, or trace=false"):
         make_trainer(trace=True)
 

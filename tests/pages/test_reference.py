@@ -8,11 +8,11 @@ import re
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import crossbow_py
 from crossbow_py.telemetry.events import EpochRecord, LearnerCount, LearningStatistics, Summary
 from crossbow_py.train.__main__ import main
+from tests.event_files import read_events
 from tests.pages.snippets import ROOT
 
 REFERENCE = ROOT / "docs" / "reference"
@@ -56,7 +56,7 @@ def test_page_of_a_runs_folder_has_every_file(averaging: str, tmp_path: Path) ->
         if averaging == "sma"
         else {"model.safetensors", ".launch"}
     )
-    tags = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]
+    tags = read_events(tmp_path / "tensorboard").Tags()["scalars"]
     page = (REFERENCE / "run_folder.md").read_text(encoding="utf-8")
     assert [tag for tag in tags if f"`{re.sub('_[1-9]$', '_0', tag)}`" not in page] == []
 

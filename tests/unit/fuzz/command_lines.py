@@ -20,8 +20,10 @@ Words = list[str]
 Mutation = Callable[[random.Random, Words], Words]
 COMMANDS = ("train", "search", "predict", "estimate", "report")
 # What a folder for mutated commands has, by `outcomes.Watched`, and what it does not have.
-FOLDERS = ["runs/digits/a", "runs/digits/b", "runs/lenet/a", "runs/search_digits/s", "runs/search_digits/s/best",
-           "runs", "runs/nowhere", "runs/digits/a/config.yaml", "runs/digits/a/checkpoints", "."]  # fmt: skip
+FOLDERS = [
+    "runs/digits/a", "runs/digits/b", "runs/lenet/a", "runs/search_digits/s", "runs/search_digits/s/best", "runs",
+    "runs/nowhere", "runs/digits/a/config.yaml", "runs/digits/a/checkpoints", ".",
+]  # fmt: skip
 
 KEYS = list(dict.fromkeys([*keys_of(EstimateConfig), *keys_of(SearchConfig), *keys_of(PredictConfig)]))
 _ODD_KEYS = [
@@ -35,42 +37,40 @@ _VALUES = [
     "${model.hidden}", "${space}", "${now:%Y}", "${seed:${seed}}", "{a:1,a:2}", "{1:2}", "{null:1}", "{a:{b:[{c:d}]}}",
     "[null]", "[1,[2,[3]]]", "[,]", "{,}", "{a}", "[a:b]", "()", "\t", "\r\n", "\x00", "\x07\x1b]0;x\x07", "'\x1b[31m'",
     "'\n'", "\udc80", "'\udcff\udcfe'", "'" + "\u202eabc'", "\u2028", "🦉" * 80, "a" * 100_000,
-    "[" + "1," * 20_000 + "1]",
-    "'", '"', "'a", '"a', "'a\"", "\\'", "a\\", "a b", " a", "a#b", "a: b", "%s %d {0}", "../../x", "runs/digits/a",
-    "$HOME", "-1", "--help", "=", "==", "1=2", "*", "?", "`id`", "$(id)", ";", "|", "&", "!", "@", "::", "auto auto",
+    "[" + "1," * 20_000 + "1]", "'", '"', "'a", '"a', "'a\"", "\\'", "a\\", "a b", " a", "a#b", "a: b", "%s %d {0}",
+    "../../x", "runs/digits/a", "$HOME", "-1", "--help", "=", "==", "1=2", "*", "?", "`id`", "$(id)", ";", "|", "&",
+    "!", "@", "::", "auto auto",
 ]  # fmt: skip
 _SWEEPS = [
     "1,2", "0,x", "a,b,c", "range(1,4)", "range(3,1)", "range(0,1,0)", "range(1,1e12)", "choice(1,2)", "choice()",
     "interval(0,1)", "glob(*)", "glob(x*)", "sort(3,1,2)", "shuffle(1,2)", "tag(x,1,2)", "1,,2", ",", "[1],[2]",
-    "null,1",
-    "{a:1},{b:2}", "'a,b'", "'a/b','c'", "../x,../y", "é,漢", "\udc80,1", "'x\x1b[2J',2", "..,.", "'',1", "1,1",
-    ",".join(["x" * 90] * 3), ",".join(map(str, range(10_001))),
+    "null,1", "{a:1},{b:2}", "'a,b'", "'a/b','c'", "../x,../y", "é,漢", "\udc80,1", "'x\x1b[2J',2", "..,.", "'',1",
+    "1,1", ",".join(["x" * 90] * 3), ",".join(map(str, range(10_001))),
 ]  # fmt: skip
 _SPACES = [
     "{low:0,high:1}", "{low:1,high:0}", "{low:nan,high:1}", "{low:0.001,high:0.1,log:true}", "{low:0,high:1,log:true}",
     "{low:1,high:10,step:0.3}", "{low:1,high:10,num:3}", "{low:1,high:10,num:1}", "{low:-1e308,high:1e308}",
     "{low:5e-324,high:1,log:true}", f"{{low:0,high:{2**53 + 1}}}", "{choices:[1,2]}", "{choices:[]}", "{choices:{a:1}}",
     "{low:0,high:1,when:{optimizer:sgd}}", "{low:0,high:1,when:{seed:1}}", "{low:0,high:1,when:[]}", "[1,1.0]",
-    "[true,1]",
-    "[[8],[16]]", "[[[1]]]", "[{a:1}]", "[null]", "{lo:0,high:1}", "{low:a,high:b}", "[sgd,adamw]", "[mlp,lenet]",
-    "[nan]",
-    "{low:0,high:1,step:1e-300}", "{}", "[]", "x", "{low:{low:1,high:2},high:3}", "['\x1b']", "['\udc80']", "[1e400]",
+    "[true,1]", "[[8],[16]]", "[[[1]]]", "[{a:1}]", "[null]", "{lo:0,high:1}", "{low:a,high:b}", "[sgd,adamw]",
+    "[mlp,lenet]", "[nan]", "{low:0,high:1,step:1e-300}", "{}", "[]", "x", "{low:{low:1,high:2},high:3}", "['\x1b']",
+    "['\udc80']", "[1e400]",
 ]  # fmt: skip
 _FLAGS = [
     "-m", "--multirun", "--cfg", "--cfg=job", "--cfg job", "-c", "job", "all", "--info", "--info=all", "--config-name",
     "--config-name=x", "-cn", "--config-dir=.", "-cd", "--package", "-p", "--run", "--resolve", "--version",
     "--hydra-help", "--shell-completion", "--experimental-rerun", "--", "-", "---", "--help", "-h", "--list",
     "--completion", "bash", "pwsh", "--completion=bash", "--batch_size=3", "-m=1", "-mm", "--multi", "\u2014help",
-    "-\x1b[2J",
-    "hydra/launcher=joblib", "hydra/launcher=basic", "+hydra/launcher=joblib", "hydra/sweeper=optuna", "hydra/help=x",
-    "hydra/job_logging=disabled", "hydra.run.dir=x", "hydra.job.chdir=true", "hydra.searchpath=[x]", "~hydra",
-    "hydra.sweeper.params.x=1", "++hydra.verbose=true", "hydra={}", "hydra/launcher@x=joblib", "~hydra/launcher",
+    "-\x1b[2J", "hydra/launcher=joblib", "hydra/launcher=basic", "+hydra/launcher=joblib", "hydra/sweeper=optuna",
+    "hydra/help=x", "hydra/job_logging=disabled", "hydra.run.dir=x", "hydra.job.chdir=true", "hydra.searchpath=[x]",
+    "~hydra", "hydra.sweeper.params.x=1", "++hydra.verbose=true", "hydra={}", "hydra/launcher@x=joblib",
+    "~hydra/launcher",
 ]  # fmt: skip
-_STRAY = ["", " ", "\t", "\n", "\x00", "\x1b[2J", "\udc80", "\u202e", "é", "漢", "🦉", "'", '"', "\\", "=", "==", ",",
-":",
-          "[", "]", "{", "}", "(", ")", "$", "${", "}", "@", "~", "+", "++", "#", "%", "&", "*", "!", "?", "/", ".",
-          "..",
-          "-", "--", "|", "<", ">", "`", ";", "^"]  # fmt: skip
+_STRAY = [
+    "", " ", "\t", "\n", "\x00", "\x1b[2J", "\udc80", "\u202e", "é", "漢", "🦉", "'", '"', "\\", "=", "==", ",", ":",
+    "[", "]", "{", "}", "(", ")", "$", "${", "}", "@", "~", "+", "++", "#", "%", "&", "*", "!", "?", "/", ".", "..",
+    "-", "--", "|", "<", ">", "`", ";", "^",
+]  # fmt: skip
 # Only what a line names in the folder of the tests is to be written: nothing that begins at the root of this machine.
 _ROOTED = re.compile(r"(?<![A-Za-z0-9_.:])[/~](?=[^/=]*)")
 _HARMLESS = ("/dev/null/x", "/dev/zero", "/proc/x", "~nobody_at_all/x")

@@ -37,26 +37,18 @@ class Hang(BaseException):
 
 @dataclass
 class Outcomes:
-    """How many commands ran, which were refused, and what must not be, each with how it was called."""
+    """How many commands ran and how many were refused; what must not be, each with how it was called."""
 
     kind: str
     ran: int = 0
-    refused: list[str] = field(default_factory=list)
-    tracebacks: list[str] = field(default_factory=list)
-    hangs: list[str] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
+    refused: int = 0
+    failures: list[str] = field(default_factory=list)
     slowest_s: float = 0.0
 
     def __str__(self) -> str:
-        total = self.ran + len(self.refused) + len(self.failures)
-        failed = f"{len(self.tracebacks)} tracebacks, {len(self.hangs)} hangs, {len(self.others)} other failures"
-        done = f"{self.ran:,} ran, {len(self.refused):,} refused"
-        return f"{total:,} {self.kind}: {done}, {failed}; the slowest took {self.slowest_s:.1f} s"
-
-    @property
-    def failures(self) -> list[str]:
-        """What must not be."""
-        return self.tracebacks + self.hangs + self.others
+        total = self.ran + self.refused + len(self.failures)
+        done = f"{self.ran:,} ran, {self.refused:,} refused, {len(self.failures)} failed"
+        return f"{total:,} {self.kind}: {done}; the slowest took {self.slowest_s:.1f} s"
 
 
 class Watched:
@@ -87,27 +79,21 @@ class Watched:
         try:
             with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr), _at_most(SECONDS):
                 code = importlib.import_module(f"crossbow_py.{name}.__main__").main(list(argv))
-        except Hang:
-            outcomes.hangs.append(called + "\n" + traceback.format_exc()[-2000:])
-            return
-        except BaseException:  # SystemExit too, which is no way to refuse anything
-            outcomes.tracebacks.append(f"{called}\n{traceback.format_exc()}")
+        except BaseException:  # Hang, and SystemExit too, which is no way to refuse anything
+            outcomes.failures.append(f"{called}\n{traceback.format_exc()[-4000:]}")
             return
         finally:
             outcomes.slowest_s = max(outcomes.slowest_s, time.process_time() - began)
             strange = self._put_back(before)
         stderr.seek(0)
         said = stderr.read()
-        if "Traceback" in said or code not in (0, 2):
-            outcomes.tracebacks.append(f"{called}\nexit code {code}: {said}")
-        elif problem := _problem(code, said, is_swept="-m" in argv or "--multirun" in argv):
-            outcomes.others.append(f"{called}\n{problem}: {said}")
-        elif strange:
-            outcomes.others.append(f"{called}\nwrote {strange}: {said}")
+        problem = _problem(code, said, is_swept="-m" in argv or "--multirun" in argv)
+        if problem or strange:
+            outcomes.failures.append(f"{called}\nexit code {code}, {problem}, wrote {strange}: {said}")
         elif code == 0:
             outcomes.ran += 1
         else:
-            outcomes.refused.append(f"{called}\n    {said.rstrip()}")
+            outcomes.refused += 1
 
     def _files(self) -> dict[Path, int]:
         """All files with when they were changed, and all folders."""
@@ -138,6 +124,8 @@ class Watched:
 
 def _problem(code: int, said: str, is_swept: bool) -> str | None:
     """What is wrong with what was said, if anything."""
+    if "Traceback" in said or code not in (0, 2):
+        return "a fault of ours"
     lines = said.removesuffix("\n").split("\n") if said else []
     if code == 0:
         return "something is said of a success" if lines else None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
-import io
 import json
 import shutil
 from collections.abc import Iterator
@@ -18,8 +16,10 @@ from hypothesis import strategies as st
 
 from crossbow_py.train.__main__ import main
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
+from tests.said import called
 from tests.unit.fuzz.examining import depths, examine
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 ARGUMENTS = ["+debug=fast", "device=cpu", "precision=fp32", "executor=serial", "num_learners=2", "model.hidden=[8]",
              "max_evaluation_batches=1", "output_dir=run"]  # fmt: skip
 RESUMED = [*ARGUMENTS, "max_rounds=3", "resume=auto"]
@@ -35,11 +35,6 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         assert main(ARGUMENTS) == 0
     return folder / "run"
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def part_of(run: Path) -> Path:
@@ -78,8 +73,7 @@ def resume(whole_run: Path, part: Any) -> tuple[int, str]:
     manifest = json.loads((path.parent / "manifest.json").read_text())
     manifest["sha256"][path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
     (path.parent / "manifest.json").write_text(json.dumps(manifest))
-    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()):
-        return main(RESUMED), said.getvalue()
+    return called(main, RESUMED)
 
 
 @depths(15, 150)

@@ -19,8 +19,7 @@ from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.train import loop as loop_module
 from crossbow_py.train.evaluation.learning_measurement import LearningMeasurement, gradient_norms, hessian_eigenvalue
 from crossbow_py.train.evaluation.learning_statistics import gradient_noise
-from tests.rank_jobs import measure_with_a_failure, train_measured
-from tests.rank_results import assert_alike, results
+from tests.rank_jobs import assert_alike, measure_with_a_failure, results, train_measured
 from tests.ranks import on_ranks
 from tests.support import features, linear_model, norm_model
 from tests.trainers import Recorder, blobs, equal_states, image_model, images, make_trainer
