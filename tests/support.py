@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +17,7 @@ from crossbow_py.engine.bank.layout import Order
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.modules.precision import FP64, Precision
-from crossbow_py.engine.rounds import Round, RoundTasks
+from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.update.optimizers import SGD, Optimizer
 from crossbow_py.engine.update.outer_step import take_outer_step
 from crossbow_py.engine.update.update_choice import choose_update
@@ -60,6 +62,9 @@ def features(num_samples: int, shape: tuple[int, ...] = (4,), num_classes: int =
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn((num_samples, *shape), generator=generator)
     return inputs, torch.randint(0, num_classes, (num_samples,), generator=generator)
+
+
+IMAGES = features(48, (3, 6, 6))
 
 
 def feed_of(inputs: Tensor, targets: Tensor, precision: Precision = FP64) -> Feed:
@@ -133,6 +138,26 @@ def run_rounds(
     return [loss for outcome in outcomes for loss in outcome.losses]
 
 
+def run(
+    runner: Executor,
+    tasks: RoundTasks,
+    num_rounds: int,
+    rate: Callable[[int], float] = lambda _: 0.05,
+    shared: bool = False,
+) -> list[RoundOutcome]:
+    """Run rounds, of the first learner's batch for all if `shared`. Returns the outcomes; closes the executor."""
+    outcomes = []
+    try:
+        for n in range(num_rounds):
+            whole = plan(tasks, n, rate(n))
+            if shared:
+                whole = dataclasses.replace(whole, starts=whole.starts[:1] * len(whole.starts))
+            outcomes += runner.submit(whole)
+        return outcomes + runner.drain()
+    finally:
+        runner.close()
+
+
 def bank_reseeded_in_the_middle(make_runner: Callable[[RoundTasks], Executor], tasks: RoundTasks) -> ReplicaBank:
     """After five rounds, learner 1 reseeded beside 0 and 2, and five more."""
     runner = make_runner(tasks)
@@ -157,3 +182,18 @@ def assert_learners_equal(ours: ReplicaBank, reference: ReplicaBank, tolerance: 
                 assert (mine[name] - expected).norm() <= tolerance * (expected.norm() + 1e-3), name
             else:
                 assert torch.equal(mine[name], expected), name
+
+
+def assert_equal(
+    ours: ReplicaBank,
+    reference: ReplicaBank,
+    found: Sequence[RoundOutcome],
+    expected: Sequence[RoundOutcome],
+    tolerance: float = 1e-8,
+) -> None:
+    """Equal banks of two orders, and outcomes, of equal runs."""
+    assert [o.plan.index for o in found] == [o.plan.index for o in expected]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.losses == pytest.approx(theirs.losses, rel=tolerance)
+        assert (mine.num_correct, mine.finite) == (theirs.num_correct, theirs.finite)
+    assert_learners_equal(ours, reference, tolerance)

@@ -21,8 +21,16 @@ from crossbow_py.engine.modules.precision import BF16, FP32, FP64
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.models import MODELS
 from tests.recording_streams import RecordingStreams, ShuffledStreams
-from tests.support import assert_learners_equal, features, make_tasks, norm_model, norm_with_dropout, plan
-from tests.unit.engine.executors.test_fused_device import assert_equal, run
+from tests.support import (
+    assert_equal,
+    assert_learners_equal,
+    features,
+    make_tasks,
+    norm_model,
+    norm_with_dropout,
+    plan,
+    run,
+)
 from tests.unit.engine.kernels.launches import counted_launches, kernels_that_do_nothing
 
 pytestmark = pytest.mark.slow

@@ -19,8 +19,7 @@ from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, GradientMean
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.engine.update.row_update import NativeUpdate
 from tests.recording_streams import RecordingStreams, ShuffledStreams
-from tests.support import features, linear_model, make_tasks, norm_model, plan
-from tests.unit.engine.executors.test_fused_device import assert_equal, run
+from tests.support import assert_equal, features, linear_model, make_tasks, norm_model, plan, run
 
 IMAGES = features(48, (3, 6, 6))
 RULES = [SynchronousSGD(), GroupedSMA(group_size=2)]

@@ -13,8 +13,7 @@ from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.modules.precision import FP32, FP64
 from crossbow_py.telemetry.timeline import Timeline
-from tests.support import assert_learners_equal, make_tasks, plan, run_rounds
-from tests.unit.engine.executors.test_fused_device import run
+from tests.support import assert_learners_equal, make_tasks, plan, run, run_rounds
 
 # In float32 native code does all corrections in one pass.
 PRECISIONS = pytest.mark.parametrize(("precision", "tolerance"), [(FP64, 1e-8), (FP32, 1e-5)], ids=["fp64", "fp32"])

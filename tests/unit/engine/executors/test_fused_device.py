@@ -18,9 +18,16 @@ from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.telemetry.timeline import Timeline
 from tests import networks
 from tests.recording_streams import RecordingStreams, ShuffledStreams
-from tests.support import assert_learners_equal, features, make_tasks, norm_model, norm_with_dropout, plan
+from tests.support import (
+    IMAGES,
+    assert_equal,
+    make_tasks,
+    norm_model,
+    norm_with_dropout,
+    plan,
+    run,
+)
 
-IMAGES = features(48, (3, 6, 6))
 OPTIMIZERS = [
     SGD(weight_decay=1e-3), SGD(nesterov=True, clip_norm=0.5), SGD(momentum=(0.5, 0.9, 0.0)), AdamW(weight_decay=0.1),
 ]  # fmt: skip
@@ -39,30 +46,6 @@ def tasks_for(network, num_learners=3, **options):
         return network()
 
     return make_tasks(make, num_learners=num_learners, data=networks.inputs_for(network), order="blocks", **options)
-
-
-def run(runner, tasks, num_rounds, rate=lambda n: 0.05, shared=False):
-    """Run rounds; returns the outcomes. Closes the executor."""
-    outcomes = []
-    try:
-        for n in range(num_rounds):
-            whole = plan(tasks, n, rate(n))
-            if shared:
-                whole = dataclasses.replace(whole, starts=whole.starts[:1] * len(whole.starts))
-            outcomes += runner.submit(whole)
-        outcomes += runner.drain()
-    finally:
-        runner.close()
-    return outcomes
-
-
-def assert_equal(ours, reference, found, expected, tolerance=1e-8):
-    """Banks of two orders of equal runs."""
-    assert [o.plan.index for o in found] == [o.plan.index for o in expected]
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.losses == pytest.approx(theirs.losses, rel=tolerance)
-        assert (mine.num_correct, mine.finite) == (theirs.num_correct, theirs.finite)
-    assert_learners_equal(ours, reference, tolerance)
 
 
 @pytest.mark.parametrize("make_device", [RecordingStreams, Refuses], ids=["graphs", "eager"])

@@ -22,16 +22,18 @@ from crossbow_py.engine.update.optimizers import AdamW
 from crossbow_py.telemetry.timeline import Timeline
 from tests.recording_streams import RecordingStreams, ShuffledStreams
 from tests.support import (
+    IMAGES,
+    assert_equal,
     assert_learners_equal,
     bank_reseeded_in_the_middle,
     make_tasks,
     norm_model,
     norm_with_dropout,
     plan,
+    run,
     run_rounds,
 )
 from tests.unit.engine.executors.test_executors import poison
-from tests.unit.engine.executors.test_fused_device import IMAGES, assert_equal, run
 
 EXECUTORS = pytest.mark.parametrize("executor", [FusedExecutor, StreamsExecutor])
 

@@ -11,8 +11,7 @@ import torch
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.executors.spans import HostSpans, StreamSpans, spans_on
 from crossbow_py.telemetry.timeline import Timeline
-from tests.support import CPU, make_tasks, plan
-from tests.unit.engine.executors.test_fused_device import run
+from tests.support import CPU, make_tasks, plan, run
 
 US, MS, SECOND = 1_000, 1_000_000, 1_000_000_000
 

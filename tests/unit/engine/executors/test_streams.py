@@ -18,8 +18,17 @@ from crossbow_py.engine.scheduler import learner_stream
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.telemetry.timeline import Timeline
 from tests.recording_streams import RecordingStreams, ShuffledStreams
-from tests.support import assert_learners_equal, linear_model, make_tasks, norm_model, norm_with_dropout, plan
-from tests.unit.engine.executors.test_fused_device import IMAGES, assert_equal, run
+from tests.support import (
+    IMAGES,
+    assert_equal,
+    assert_learners_equal,
+    linear_model,
+    make_tasks,
+    norm_model,
+    norm_with_dropout,
+    plan,
+    run,
+)
 
 # Round 0 and 1 warm up: every task runs eagerly. Streams: s0 and s1 are the learners', high is averaging.
 ROUND_0 = [

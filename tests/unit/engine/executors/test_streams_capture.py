@@ -20,8 +20,7 @@ from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.rounds import RoundOutcome
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from tests.recording_streams import OnlyLaunches, RecordingStreams
-from tests.support import features, make_tasks, norm_model, norm_with_dropout, plan
-from tests.unit.engine.executors.test_fused_device import IMAGES, run
+from tests.support import IMAGES, features, make_tasks, norm_model, norm_with_dropout, plan, run
 
 
 def test_bodies_that_are_captured_ask_the_host_for_no_value():

@@ -10,9 +10,8 @@ from crossbow_py.engine.executors import SerialExecutor, ThreadsExecutor
 from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.modules.compiled import CompiledModels
 from tests.recording_streams import RecordingStreams
-from tests.support import assert_learners_equal, features, make_tasks, norm_model
+from tests.support import assert_learners_equal, features, make_tasks, norm_model, run
 from tests.trainers import make_trainer
-from tests.unit.engine.executors.test_fused_device import run
 
 DATA = features(48, (3, 6, 6))
 

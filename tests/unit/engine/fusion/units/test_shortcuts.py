@@ -9,8 +9,7 @@ from torch.nn import functional
 
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
-from tests.support import assert_learners_equal, features, make_tasks
-from tests.unit.engine.executors.test_fused_device import run
+from tests.support import assert_learners_equal, features, make_tasks, run
 
 
 class Shortcut(nn.Module):
