@@ -12,11 +12,9 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from crossbow_py.cli.completion import FLAG as COMPLETION
 from crossbow_py.cli.completion import FLAGS, asked_shell, completion_script
@@ -41,7 +39,7 @@ from crossbow_py.core.settings import suggestion
 from crossbow_py.core.signals import EXIT_INTERRUPTED, StopSignal
 from crossbow_py.engine.device.host import flushed_denormals
 from crossbow_py.engine.device.memory import is_out_of_memory
-from crossbow_py.telemetry.figures import MOST_RUNS, figures
+from crossbow_py.telemetry.figures import MOST_RUNS, RecordedRun, figures
 from crossbow_py.telemetry.records import read_summary
 
 _MULTIRUN = ("-m", "--multirun")
@@ -211,21 +209,12 @@ def say(text: str) -> int:
     return 1
 
 
-@dataclass(frozen=True)
-class _EndedRun:
-    folder: Path
-    status: str
-    summary: Mapping[str, Any]
-    config: Mapping[str, Any] = field(default_factory=dict)
-    epochs: Sequence[Mapping[str, Any]] = ()
-
-
 def sweep_lines(folders: Sequence[Path]) -> list[str]:
     """Return a table of the runs among `folders` that have ended; no lines for fewer than two."""
     ended = [(folder, summary) for folder in folders if (summary := read_summary(folder))]
     if len(ended) < 2:
         return []
-    runs = [_EndedRun(folder, str(summary.get("status")), summary) for folder, summary in ended]
+    runs = [RecordedRun(folder=each, status=str(summary.get("status")), summary=summary) for each, summary in ended]
     shown = [(name, values) for name, values in figures(runs) if name in _SWEEP_FIGURES]
     rows = [[run.folder.name, *(values[index] for _, values in shown)] for index, run in enumerate(runs)]
     parents = {run.folder.parent for run in runs}

@@ -70,7 +70,6 @@ class SerialPredictor(Predictor):
         self._modules = _modules(banks)
 
     def probabilities(self, inputs: Tensor) -> Tensor:
-        """See Predictor."""
         outputs = [self._run(module, inputs) for module in self._modules]
         return _softmax(torch.stack(outputs), self.banks[0])
 
@@ -83,12 +82,10 @@ class ThreadsPredictor(SerialPredictor):
         self._threads = _CoreThreads(len(self._modules))
 
     def probabilities(self, inputs: Tensor) -> Tensor:
-        """See Predictor."""
         outputs = self._threads.run([partial(self._run, module, inputs) for module in self._modules])
         return _softmax(torch.stack(outputs), self.banks[0])
 
     def close(self) -> None:
-        """Join the threads."""
         self._threads.close()
 
 
@@ -120,7 +117,6 @@ class ProgramsPredictor(Predictor):
             self._captures.release(run)
 
     def close(self) -> None:
-        """Forget all programs."""
         self._programs.clear()
 
 
@@ -170,7 +166,6 @@ class FusedThreadsPredictor(FusedPredictor):
         return torch.cat(self._threads.run([partial(_without_gradients, run, inputs) for run in runs]))
 
     def close(self) -> None:
-        """Forget all programs, and join the threads."""
         super().close()
         self._threads.close()
 

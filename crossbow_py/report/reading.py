@@ -13,7 +13,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.file_locks import is_held
 from crossbow_py.core.files import check_own
 from crossbow_py.search.events import SEARCH_FILE
-from crossbow_py.telemetry.figures import MOST_RUNS, number
+from crossbow_py.telemetry.figures import MOST_RUNS, RecordedRun, number
 from crossbow_py.telemetry.records import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -42,29 +42,20 @@ class Span:
     round_index: int | None
 
 
-@dataclass(frozen=True)
-class RunRecord:
+@dataclass(frozen=True, kw_only=True)
+class RunRecord(RecordedRun):
     """The records of a run, as its folder has them.
 
     Attributes:
         name: short, and different for each run of a report.
-        status: that of summary.json, or `running` or `unfinished` where there is none.
-        config: the configuration, by dotted keys.
-        epochs: lines of metrics.jsonl, in the order of samples seen.
         decisions: those of the auto-tuner.
-        summary: summary.json; empty without one.
         curves: scalars by tag, as (samples seen, value).
         spans: of the timeline, in the order they began.
         notes: what is missing or cannot be read.
     """
 
     name: str
-    folder: Path
-    status: str
-    config: Mapping[str, Any] = field(default_factory=dict)
-    epochs: Sequence[Mapping[str, Any]] = ()
     decisions: Sequence[Mapping[str, Any]] = ()
-    summary: Mapping[str, Any] = field(default_factory=dict)
     curves: Mapping[str, Sequence[Point]] = field(default_factory=dict)
     spans: Sequence[Span] = ()
     notes: Sequence[str] = ()

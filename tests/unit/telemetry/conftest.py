@@ -37,7 +37,7 @@ class Events:
             "test_accuracy": 0.75, "images_per_s": 250.0, "num_learners": 2, "learning_rate": 0.1,
             "elapsed_s": epoch * 4.0, "spread": 0.125, "correction_norm": 2.0,
         }  # fmt: skip
-        return EpochRecord(epoch, **{**values, **changes})
+        return EpochRecord(epoch=epoch, **{**values, **changes})
 
     @staticmethod
     def summary(**changes: Any) -> Summary:

@@ -14,8 +14,8 @@ EPOCH = {"epoch": 2, "samples_seen": 2000, "test_accuracy": 0.5, "elapsed_s": 8.
 
 
 def test_figures_of_a_run_that_ended_are_those_of_its_summary_and_of_another_those_of_its_newest_epoch() -> None:
-    ended = RunRecord("a", Path("a"), "target_reached", summary=SUMMARY, epochs=[EPOCH])
-    killed = RunRecord("b", Path("b"), "unfinished", config={"model": "lenet", "seed": 3}, epochs=[EPOCH])
+    ended = RunRecord(name="a", folder=Path("a"), status="target_reached", summary=SUMMARY, epochs=[EPOCH])
+    killed = RunRecord(name="b", folder=Path("b"), status="unfinished", config={"model": "lenet", "seed": 3}, epochs=[EPOCH])
     assert dict(figures([ended, killed])) == {
         "status": ["target reached", "unfinished"],
         "test accuracy": ["0.9877", "0.5000"],
@@ -33,7 +33,7 @@ def test_figures_of_a_run_that_ended_are_those_of_its_summary_and_of_another_tho
 
 def test_settings_that_are_alike_stand_apart_from_the_table() -> None:
     runs = [
-        RunRecord(name, Path(name), "finished", summary={"model": "mlp", "seed": seed, "precision": "fp32"})
+        RunRecord(name=name, folder=Path(name), status="finished", summary={"model": "mlp", "seed": seed, "precision": "fp32"})
         for seed, name in enumerate("ab")
     ]
     assert dict(figures(runs)) == {"status": ["finished"] * 2, "seed": ["0", "1"]}
@@ -42,5 +42,5 @@ def test_settings_that_are_alike_stand_apart_from_the_table() -> None:
 
 
 def test_figures_of_a_damaged_summary_are_left_out() -> None:
-    run = RunRecord("a", Path("a"), "finished", summary={"test_accuracy": "high", "train_time_s": None})
+    run = RunRecord(name="a", folder=Path("a"), status="finished", summary={"test_accuracy": "high", "train_time_s": None})
     assert dict(figures([run])) == {"status": ["finished"]}
