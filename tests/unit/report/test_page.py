@@ -89,7 +89,8 @@ def test_what_a_folder_says_is_shown_as_text(where: str) -> None:
 
 
 def test_half_a_surrogate_pair_does_not_keep_the_page_from_being_written() -> None:
-    run = RunRecord(name="a", folder=Path("a"), status="finished", decisions=[{"reason": "\ud800", "samples_seen": 1, "elapsed_s": 1}])
+    decision = {"reason": "\ud800", "samples_seen": 1, "elapsed_s": 1}
+    run = RunRecord(name="a", folder=Path("a"), status="finished", decisions=[decision])
     as_html([run], [], NOW).encode("utf-8")
 
 
