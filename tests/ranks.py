@@ -110,9 +110,6 @@ def _run(
     arguments: tuple[Any, ...],
 ) -> None:
     os.environ.update(environment)
-    node, num_nodes = int(environment["GROUP_RANK"]), int(environment["GROUP_WORLD_SIZE"])
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, cores[node::num_nodes] or cores)  # nodes have cores of their own
     torch.set_num_threads(1)
     try:
         with joined(DistributedSettings(timeout_s=timeout_s), "cpu") as ranks:
