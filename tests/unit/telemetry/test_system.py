@@ -11,6 +11,7 @@ import pytest
 
 from crossbow_py.core.host import HostPaths
 from crossbow_py.telemetry.system import SystemMonitor
+from tests.unit.telemetry.conftest import FakeClock
 
 GIB = 2**30
 MEMINFO = f"MemTotal:       {64 * 2**20} kB\nMemFree:        1024 kB\nMemAvailable:   {48 * 2**20} kB\n"
@@ -64,16 +65,6 @@ class FakeNvml:
         self._called("temperature")
         assert sensor == self.NVML_TEMPERATURE_GPU
         return 61
-
-
-class FakeClock:
-    """A clock that stands still until it is set."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 Machine = Callable[..., HostPaths]
@@ -137,10 +128,10 @@ def test_host_memory_is_what_the_process_may_still_have(
 
 
 def test_sample_has_all_quantities_by_tags_with_units_and_memory_is_the_resident_set(machine: Machine) -> None:
-    clock, cpu_clock = FakeClock(), FakeClock()
+    clock, cpu_clock = FakeClock(100), FakeClock(100)
     paths = machine(**{"proc/meminfo": MEMINFO, "proc/self/status": STATUS})
     monitor = SystemMonitor((UUID,), paths, clock, cpu_clock, FakeNvml())
-    clock.now_s, cpu_clock.now_s = 102.0, 103.0
+    clock.now, cpu_clock.now = 102.0, 103.0
     assert monitor.sample() == {
         "system/process_memory_gib": 3.0, "system/host_memory_available_gib": 48.0, "system/process_cpu_cores": 1.5,
         **GPU,
@@ -148,11 +139,11 @@ def test_sample_has_all_quantities_by_tags_with_units_and_memory_is_the_resident
 
 
 def test_cpu_cores_of_a_sample_count_from_the_one_before_and_need_no_proc() -> None:
-    clock, cpu_clock = FakeClock(), FakeClock()
+    clock, cpu_clock = FakeClock(100), FakeClock(100)
     monitor = SystemMonitor(paths=NOWHERE, clock=clock, cpu_clock=cpu_clock)
     samples = []
     for now_s, cpu_s in ((104.0, 101.0), (106.0, 105.0), (106.0, 105.0)):
-        clock.now_s, cpu_clock.now_s = now_s, cpu_s
+        clock.now, cpu_clock.now = now_s, cpu_s
         samples.append(monitor.sample())
     assert samples == [{"system/process_cpu_cores": 0.25}, {"system/process_cpu_cores": 2.0}, {}]
     assert monitor.warning is None
