@@ -114,7 +114,6 @@ def words(kind: type[CommandConfig]) -> dict[str, str]:
 
 
 def _values(key: Key) -> Sequence[str]:
-    """Return the values that a key may have; a single empty one if there are too many to list."""
     if key.name == "executor" and not key.values.startswith("one of "):
         return ["auto", *EXECUTORS]
     if key.values.startswith("one of "):

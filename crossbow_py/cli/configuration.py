@@ -200,7 +200,6 @@ def _check_override(override: Override, kind: type[CommandConfig]) -> None:
 
 
 def _check_experiment(name: str, known: Sequence[str]) -> None:
-    """Refuse an experiment of another command."""
     for key in read_option("experiment", name):
         if key not in (*known, "defaults"):
             raise UserError(

@@ -170,7 +170,6 @@ class Ensemble:
             )
 
     def _settle(self, inputs: Tensor) -> str:
-        """Return the executor for batches like these."""
         if self._executor != "auto":
             refusal = self._not_fused(self._executor, inputs) if EXECUTORS[self._executor].FUSES else None
             if refusal is not None:

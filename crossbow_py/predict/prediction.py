@@ -173,7 +173,6 @@ def measure_latencies(ensemble: Ensemble, feed: Feed, seconds: float, clock: Clo
 
 
 def _latency(ensemble: Ensemble, inputs: Tensor, seconds: float, clock: Clock) -> Latency:
-    """Measure how long a caller waits for answers on the host."""
     ensemble.predict(inputs)
     times: list[float] = []
     _wait(ensemble.device)

@@ -108,7 +108,6 @@ def _is_search(folder: Path) -> bool:
 
 
 def _beneath(path: Path, depth: int) -> Iterator[Path]:
-    """Folders below, by name."""
     try:
         folders = sorted(each for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
     except OSError:  # nobody may look into it
@@ -136,11 +135,16 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def _read_run(folder: Path, name: str) -> RunRecord:
     notes: list[str] = []
     epochs, decisions = _read_metrics(folder, notes)
-    summary = _read_summary(folder, notes)
+    summary = read_json(folder / SUMMARY_FILE)
+    if not (folder / SUMMARY_FILE).is_file():
+        notes.append(f"no {SUMMARY_FILE}: the run goes on, or was killed; resume=auto goes on with it")
+    elif not summary:
+        notes.append(f"{SUMMARY_FILE} cannot be read")
+    without_summary = "running" if is_held(folder / LOCK_FILE) else "unfinished"
     return RunRecord(
         name=name,
         folder=folder,
-        status=_status(folder, summary),
+        status=str(summary.get("status", "unknown")) if summary else without_summary,
         config=_flat(_read_config(folder, notes)),
         epochs=epochs,
         decisions=decisions,
@@ -149,12 +153,6 @@ def _read_run(folder: Path, name: str) -> RunRecord:
         spans=_read_spans(folder / TRACE_FILE, notes),
         notes=notes,
     )
-
-
-def _status(folder: Path, summary: Mapping[str, Any]) -> str:
-    if summary:
-        return str(summary.get("status", "unknown"))
-    return "running" if is_held(folder / LOCK_FILE) else "unfinished"
 
 
 def _read_metrics(folder: Path, notes: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -173,16 +171,6 @@ def _read_metrics(folder: Path, notes: list[str]) -> tuple[list[dict[str, Any]],
     return [line for line in lines if "event" not in line], [
         line for line in lines if line.get("event") == "auto_tuner"
     ]
-
-
-def _read_summary(folder: Path, notes: list[str]) -> dict[str, Any]:
-    path = folder / SUMMARY_FILE
-    summary = read_json(path)
-    if not path.is_file():
-        notes.append(f"no {SUMMARY_FILE}: the run goes on, or was killed; resume=auto goes on with it")
-    elif not summary:
-        notes.append(f"{SUMMARY_FILE} cannot be read")
-    return summary
 
 
 def _read_config(folder: Path, notes: list[str]) -> dict[str, Any]:

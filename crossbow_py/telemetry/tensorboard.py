@@ -129,7 +129,6 @@ class TensorBoardScalars(Listener):
             self._writer = None
 
     def _compare(self, summary: Any) -> None:
-        """Add a summary to the table of hyper-parameters."""
         if self._writer is not None:
             self._writer._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
 
