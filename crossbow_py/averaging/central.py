@@ -45,11 +45,9 @@ class CentralRule(AveragingRule):
         check(self)
 
     def rate_scale(self, num_learners: int) -> float:
-        """See AveragingRule."""
         return float(num_learners ** _POWERS[self.rate_scaling])
 
     def round(self, stage: Stage) -> RoundAveraging | None:
-        """See AveragingRule."""
         return self._round(stage) if stage.num_learners > 1 and self._averages(stage) else None
 
     def _averages(self, stage: Stage) -> bool:

@@ -46,12 +46,10 @@ class GroupedSMA(SMA):
 
     @property
     def gradient_mean(self) -> GradientMean:
-        """See AveragingRule."""
         return GradientMean(self.group_size)
 
     @property
     def scales_sum(self) -> bool:
-        """See AveragingRule."""
         return True
 
     def restarts(self, num_learners: int, num_devices: int) -> bool:

@@ -71,11 +71,9 @@ class SMA(PeriodicRule):
 
     @property
     def scales_sum(self) -> bool:
-        """See AveragingRule."""
         return self.final_correction_rate is not None
 
     def joins_nodes(self, round_index: int) -> bool:
-        """See AveragingRule."""
         return self.node_period > 1 and (round_index + 1) // self.averaging_period % self.node_period == 0
 
     def _round(self, stage: Stage) -> LinearRound | None:

@@ -49,5 +49,4 @@ class SynchronousSGD(CentralRule):
 
     @property
     def gradient_mean(self) -> GradientMean:
-        """See AveragingRule."""
         return GradientMean()

@@ -12,21 +12,18 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from crossbow_py.cli.completion import FLAG as COMPLETION
-from crossbow_py.cli.completion import FLAGS, asked_shell, completion_script
-from crossbow_py.cli.configuration import C, CommandConfig, compose
+from crossbow_py.cli.completion import FLAGS, completion_script
+from crossbow_py.cli.configuration import C, compose
 from crossbow_py.cli.help_text import help_text, list_text
 from crossbow_py.cli.output_folder import RUNS, time_name
 from crossbow_py.cli.overrides import expand_sweeps
 from crossbow_py.core.errors import (
     CentralModelError,
-    CrossbowError,
     DataError,
     NonFiniteError,
     RankError,
@@ -41,7 +38,7 @@ from crossbow_py.core.settings import suggestion
 from crossbow_py.core.signals import EXIT_INTERRUPTED, StopSignal
 from crossbow_py.engine.device.host import flushed_denormals
 from crossbow_py.engine.device.memory import is_out_of_memory
-from crossbow_py.telemetry.figures import MOST_RUNS, figures
+from crossbow_py.telemetry.figures import MOST_RUNS, RecordedRun, figures
 from crossbow_py.telemetry.records import read_summary
 
 _MULTIRUN = ("-m", "--multirun")
@@ -59,6 +56,10 @@ _REFUSALS = {
     errno.EIO: "look at that disk",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
+_SMALLER = (
+    "lower batch_size or num_learners, or end what else uses the device. python -m crossbow_py.estimate with the same "
+    "keys says what fits."
+)
 _LONGEST_LINE = 800
 _FLAGS = (*FLAGS, "-h", *_MULTIRUN)
 # The columns of the table at the end of a sweep.
@@ -105,33 +106,28 @@ def _dispatch(arguments: list[str], kind: type[C], job: Callable[[C], int], comp
     if "--list" in arguments:
         return say(list_text(kind))
     if COMPLETION in arguments:
-        return say(completion_script(asked_shell(arguments)))
+        return say(completion_script(next(iter(arguments[arguments.index(COMPLETION) + 1 :]), "")))
     for argument in arguments:
         if argument.startswith("-") and argument not in _FLAGS:
-            raise UserError(f"unknown option {argument}{_instead(argument, kind)}")
+            key, _, value = argument.lstrip("-").replace("-", "_").partition("=")
+            is_key = key.split(".")[0] in (field.name for field in dataclasses.fields(kind))
+            instead = f"; keys have no dashes: write {key}={value or 'VALUE'}."
+            raise UserError(f"unknown option {argument}{instead if is_key else suggestion(argument, _FLAGS)}")
     overrides = [argument for argument in arguments if argument not in _MULTIRUN]
     if len(overrides) == len(arguments):
         return job(composed(overrides, kind))
     return _multirun([(composed(words, kind), swept) for words, swept in expand_sweeps(overrides)], job)
 
 
-def _instead(option: str, kind: type[CommandConfig]) -> str:
-    """Return what to write instead of an option that does not exist: a key has no dashes."""
-    key, _, value = option.lstrip("-").replace("-", "_").partition("=")
-    keys = [field.name for field in dataclasses.fields(kind)]
-    if key.split(".")[0] in keys:
-        return f"; keys have no dashes: write {key}={value or 'VALUE'}."
-    return suggestion(option, _FLAGS)
-
-
 def _multirun(jobs: Sequence[tuple[C, str]], job: Callable[[C], int]) -> int:
     """Run jobs one after another. All have been composed, so that a mistake in the last one has been found before."""
     now = time_name()
     configs = [_in_own_folder(config, swept, now) for config, swept in jobs]
-    worst, speaks = 0, os.environ.get("RANK", "0") == "0"  # one rank prints
+    worst, speaks = 0, _is_first("RANK")
     for number, config in enumerate(configs, start=1):
         if speaks:
-            print_line(f"run {number} of {len(configs)}{_swept(config)}", sys.stdout)
+            swept = f": {Path(config.output_dir).name}" if config.output_dir else ""  # the values name the folder
+            print_line(f"run {number} of {len(configs)}{swept}", sys.stdout)
         code = _guarded(partial(job, config))
         worst = max(worst, code)
         if code in StopSignal.EXIT_CODES.values():
@@ -140,11 +136,6 @@ def _multirun(jobs: Sequence[tuple[C, str]], job: Callable[[C], int]) -> int:
     for line in sweep_lines(folders) if speaks else ():
         print_line(line, sys.stdout)
     return worst
-
-
-def _swept(config: CommandConfig) -> str:
-    """Return the values that the sweep gave this job, which name its folder."""
-    return f": {Path(config.output_dir).name}" if config.output_dir else ""
 
 
 def _in_own_folder(config: C, swept: str, now: str) -> C:
@@ -160,7 +151,9 @@ def _guarded(action: Callable[[], int]) -> int:
     try:
         return action()
     except _SAID_IN_A_LINE as error:
-        if _is_to_say(error):
+        # One rank prints it.
+        is_said = error.is_said if isinstance(error, RankError) else error.after_joining or _is_first("LOCAL_RANK")
+        if is_said:
             print_line(f"error: {_on_one_line(str(error))}", sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as interrupt:
@@ -168,12 +161,18 @@ def _guarded(action: Callable[[], int]) -> int:
         return EXIT_INTERRUPTED
     except Exception as error:
         if is_out_of_memory(error):
-            print_line(f"error: {_too_large(error)}", sys.stderr)
+            cause = one_line(error.__cause__ or error)[:_LONGEST_SHOWN].rstrip(".")
+            print_line(f"error: memory does not hold this ({cause}); {_SMALLER}", sys.stderr)
         elif isinstance(error, OSError) and error.errno in _REFUSALS:
             print_line(f"error: the system refuses this ({one_line(error)}); {_REFUSALS[error.errno]}.", sys.stderr)
         else:
             print_line(traceback.format_exc().rstrip(), sys.stderr)
         return 1
+
+
+def _is_first(rank: str) -> bool:
+    """Return whether this process is rank 0, by a variable that torchrun sets, or the only one."""
+    return os.environ.get(rank, "0") == "0"
 
 
 def _on_one_line(text: str) -> str:
@@ -186,22 +185,6 @@ def _on_one_line(text: str) -> str:
     return shown if len(shown) <= _LONGEST_LINE else f"{shown[:half]} ... {shown[-half:]}"
 
 
-def _too_large(error: BaseException) -> str:
-    """Return a sentence for running out of memory, which is no bug of ours."""
-    cause = one_line(error.__cause__ or error)[:_LONGEST_SHOWN].rstrip(".")
-    return (
-        f"memory does not hold this ({cause}); lower batch_size or num_learners, or end what else uses the device. "
-        "python -m crossbow_py.estimate with the same keys says what fits."
-    )
-
-
-def _is_to_say(error: CrossbowError) -> bool:
-    """Return whether this rank prints the error, so that one does."""
-    if isinstance(error, RankError):
-        return error.is_said
-    return error.after_joining or os.environ.get("LOCAL_RANK", "0") == "0"
-
-
 def say(text: str) -> int:
     """Print text that was asked for, even if nobody reads it to the end. Return the exit code."""
     refusal = print_line(text, sys.stdout)
@@ -211,21 +194,12 @@ def say(text: str) -> int:
     return 1
 
 
-@dataclass(frozen=True)
-class _EndedRun:
-    folder: Path
-    status: str
-    summary: Mapping[str, Any]
-    config: Mapping[str, Any] = field(default_factory=dict)
-    epochs: Sequence[Mapping[str, Any]] = ()
-
-
 def sweep_lines(folders: Sequence[Path]) -> list[str]:
     """Return a table of the runs among `folders` that have ended; no lines for fewer than two."""
     ended = [(folder, summary) for folder in folders if (summary := read_summary(folder))]
     if len(ended) < 2:
         return []
-    runs = [_EndedRun(folder, str(summary.get("status")), summary) for folder, summary in ended]
+    runs = [RecordedRun(folder=each, status=str(summary.get("status")), summary=summary) for each, summary in ended]
     shown = [(name, values) for name, values in figures(runs) if name in _SWEEP_FIGURES]
     rows = [[run.folder.name, *(values[index] for _, values in shown)] for index, run in enumerate(runs)]
     parents = {run.folder.parent for run in runs}

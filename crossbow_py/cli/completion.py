@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 
 from crossbow_py.cli.configuration import APPENDED_GROUPS, CommandConfig, compose
 from crossbow_py.cli.help_text import Key, command_keys, group_keys, option_meanings
+from crossbow_py.cli.overrides import quoted
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import suggestion
 from crossbow_py.engine.executors import EXECUTORS
@@ -93,19 +95,15 @@ def completion_script(shell: str) -> str:
     return scripts[shell]()
 
 
-def asked_shell(arguments: Sequence[str]) -> str:
-    """Return the word after --completion, empty without one."""
-    index = arguments.index(FLAG) + 1
-    return arguments[index] if index < len(arguments) else ""
-
-
 def words(kind: type[CommandConfig]) -> dict[str, str]:
     """Return every word that may follow a command, with its meaning. A key that takes any value ends in `=`."""
     found = dict(FLAGS)
     if kind.TAKES_RECIPES:
         options = ((group, *option) for group in APPENDED_GROUPS for option in option_meanings(group, kind).items())
-        appended = {f"+{group}={name}": text for group, name, text in options}
-        found |= {word: text for word, text in appended.items() if _is_taken(word, kind)}
+        for group, name, text in options:
+            with suppress(UserError):  # which a recipe for another command raises
+                compose([f"+{group}={name}"], kind)
+                found[f"+{group}={name}"] = text
         found |= {"--multirun": "run every combination of values that are separated by commas"}
         found |= _CONFIG if "config=RUN" in kind.USAGE else {}
     for group in kind.GROUPS:
@@ -115,17 +113,7 @@ def words(kind: type[CommandConfig]) -> dict[str, str]:
     return found
 
 
-def _is_taken(word: str, kind: type[CommandConfig]) -> bool:
-    """Return whether the recipe is for this command."""
-    try:
-        compose([word], kind)
-    except UserError:
-        return False
-    return True
-
-
 def _values(key: Key) -> Sequence[str]:
-    """Return the values that a key may have; a single empty one if there are too many to list."""
     if key.name == "executor" and not key.values.startswith("one of "):
         return ["auto", *EXECUTORS]
     if key.values.startswith("one of "):
@@ -147,12 +135,6 @@ def _for_bash(options: str = "") -> str:
 
 def _for_fish() -> str:
     lines = ["# Completion of crossbow_py's commands in fish."]
-    for name, kind in configurations().items():
-        lines += [f"complete -c {name} -f -a {_fish(word)} -d {_fish(text)}" for word, text in words(kind).items()]
+    for name, kind in configurations().items():  # fish knows the same two escapes within single quotes
+        lines += [f"complete -c {name} -f -a {quoted(word)} -d {quoted(text)}" for word, text in words(kind).items()]
     return "\n".join([*lines, f"complete -c {_REPORT} -a 'output_dir='", ""])
-
-
-def _fish(text: str) -> str:
-    """Return text in single quotes, within which fish knows two escapes."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"

@@ -106,7 +106,8 @@ def compose(overrides: Sequence[str], kind: type[C]) -> C:
     chosen = [override.key_or_group for override in parsed if _is_group(override.key_or_group, kind)]
     _check_chosen(chosen, known)
     for override in parsed:
-        _check_experiment(override, known)
+        if override.key_or_group == "experiment" and not override.is_delete():
+            _check_experiment(str(override.value()), known)
     _check_command([override.key_or_group for override in parsed], known)  # Hydra cannot compose what is no group here
     parsed.sort(key=lambda override: override.key_or_group == "debug")  # stable: +debug= comes last and wins
     laid = [each for each in parsed if _owner_of(each, kind) and not each.is_delete()]
@@ -130,18 +131,16 @@ def from_plain(plain: Mapping[str, Any], kind: type[C]) -> C:
     nested: dict[str, Any] = {}
     for name, field in fields.items():
         if dataclasses.is_dataclass(field.default):
-            nested[name] = _nested(name, plain.get(name, {}), type(field.default))
+            owner: type[Any] = type(field.default)
+            values = plain.get(name, {})
+            if not isinstance(values, Mapping):
+                example = next(f"{name}.{each.name}={written(each.default)}" for each in dataclasses.fields(owner))
+                raise UserError(f"{name} must be a mapping, got {shown(values)}; set {example}, say.")
+            nested[name] = from_mapping(owner, values, name)
     for name, registry in kind.GROUPS.items():
         if plain.get(name) is not None or fields[name].default is not None:
             nested[name] = _choose(name, plain.get(name), registry)
     return from_mapping(kind, {**plain, **nested})
-
-
-def _nested(name: str, values: Any, owner: type[Any]) -> Any:
-    if not isinstance(values, Mapping):
-        example = next(f"{field.name}={written(field.default)}" for field in dataclasses.fields(owner))
-        raise UserError(f"{name} must be a mapping, got {shown(values)}; set {name}.{example}, say.")
-    return from_mapping(owner, values, name)
 
 
 def _choose(group: str, values: Any, registry: Registry) -> Any:
@@ -172,15 +171,11 @@ def _check_chosen(chosen: Sequence[str], known: Sequence[str]) -> None:
     twice = next((group for group in chosen if chosen.count(group) > 1), None)
     if twice:
         raise UserError(f"{twice} is chosen {chosen.count(twice)} times; choose it once.")
-    stray = next((group for group in chosen if _key_of(group) not in known), None)
+    keys = {group: "experiment" if group in APPENDED_GROUPS else group for group in chosen}
+    stray = next((group for group, key in keys.items() if key not in known), None)
     if stray:
         _check_command([stray], known)
         raise UserError(f"unknown key {stray}{suggestion(stray, known)}")
-
-
-def _key_of(group: str) -> str:
-    """Return the key that a group sets."""
-    return "experiment" if group in APPENDED_GROUPS else group
 
 
 def _is_group(key: str, kind: type[CommandConfig]) -> bool:
@@ -204,16 +199,13 @@ def _check_override(override: Override, kind: type[CommandConfig]) -> None:
         raise UserError(f"{key} is chosen without a plus: write {key}={value}.")
 
 
-def _check_experiment(override: Override, known: Sequence[str]) -> None:
-    """Refuse an experiment of another command."""
-    if override.key_or_group == "experiment" and not override.is_delete():
-        name = str(override.value())
-        for key in read_option("experiment", name):
-            if key not in (*known, "defaults"):
-                raise UserError(
-                    f"experiment {name} is for {_commands_with(key)}: it sets {key}, which means nothing here; choose "
-                    "another experiment, --list shows them."
-                )
+def _check_experiment(name: str, known: Sequence[str]) -> None:
+    for key in read_option("experiment", name):
+        if key not in (*known, "defaults"):
+            raise UserError(
+                f"experiment {name} is for {_commands_with(key)}: it sets {key}, which means nothing here; choose "
+                "another experiment, --list shows them."
+            )
 
 
 def _check_command(keys: Iterable[str], known: Sequence[str]) -> None:

@@ -55,8 +55,12 @@ def list_text(kind: type[CommandConfig]) -> str:
 
 
 def option_meanings(group: str, kind: type[CommandConfig]) -> dict[str, str]:
-    """Return the options of a group, each with one line of description."""
-    return {name: comment or _meaning(group, name, kind) for name, comment in group_options(group, kind).items()}
+    """Return the options of a group, each with its file's first comment, or the first docstring line of its class."""
+    found = group_options(group, kind)
+    for name in [name for name, comment in found.items() if not comment]:
+        registered = kind.GROUPS.get(group, {}).get(read_option(group, name).get("name", ""))
+        found[name] = (registered.__doc__ or "").strip().split("\n")[0].rstrip(":") if registered else ""
+    return found
 
 
 def command_keys(kind: type[CommandConfig]) -> list[Key]:
@@ -97,9 +101,3 @@ def _key(owner: type[Any], field: dataclasses.Field[Any], prefix: str = "") -> K
 def _key_line(key: Key) -> str:
     options = f" ({', '.join(key.options)})" if key.options else ""
     return f"  {key.name + '=' + key.default:<35} {key.meaning}{options}"
-
-
-def _meaning(group: str, option: str, kind: type[CommandConfig]) -> str:
-    """Return the first docstring line of the class that an option file names."""
-    registered = kind.GROUPS.get(group, {}).get(read_option(group, option).get("name", ""))
-    return (registered.__doc__ or "").strip().split("\n")[0].rstrip(":") if registered else ""

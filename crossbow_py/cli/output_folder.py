@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from datetime import datetime
 from pathlib import Path
 
@@ -14,16 +13,16 @@ RUNS = Path("runs")
 def new_folder(experiment: str) -> Path:
     """Make runs/<experiment>/<time>; two runs started in one second get two folders."""
     parent, now = make_folder(RUNS / experiment), time_name()
-    for number in itertools.count(1):
-        path = parent / (now if number == 1 else f"{now}_{number}")
+    path, number = parent / now, 1
+    while True:
         try:
             path.mkdir()
             return path
         except FileExistsError:
-            continue
+            number += 1
+            path = parent / f"{now}_{number}"
         except OSError as error:
             raise unwritable(path, error) from error
-    raise AssertionError("an endless count ended")
 
 
 def time_name() -> str:

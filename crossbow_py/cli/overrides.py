@@ -35,7 +35,10 @@ def parse(text: str) -> Override:
     try:
         override = OverridesParser.create().parse_override(f"{home[1]}'{home[2]}'" if home else text)
     except PARSING_ERRORS as error:
-        raise UserError(f"cannot read {shown(text)}; {_remedy(text)}") from error
+        remedy = "write key=value, and put special characters in quotes: key='\"a=b\"'."
+        if _QUOTED_KEY.search(text):
+            remedy = "keys in a mapping have no quotes: write {a b: 1}, and a backslash before a special character."
+        raise UserError(f"cannot read {shown(text)}; {remedy}") from error
     _check_key(override)
     if not override.is_sweep_override():
         _check_names(text, override.value())
@@ -79,12 +82,6 @@ def read_text(key: str, text: str) -> str:
         return text
     override = parse(f"{key}={text}")
     return text if override.is_sweep_override() else str(override.value())
-
-
-def _remedy(text: str) -> str:
-    if _QUOTED_KEY.search(text):
-        return "keys in a mapping have no quotes: write {a b: 1}, and a backslash before a special character."
-    return "write key=value, and put special characters in quotes: key='\"a=b\"'."
 
 
 def _check_size(text: str) -> None:

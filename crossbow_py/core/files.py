@@ -50,8 +50,9 @@ def check_own(folder: Path, files: Collection[str], folders: Collection[str]) ->
         _check(folder / name, "a file")
     for name in folders:
         _check(folder / name, "a folder")
-        for path in _beneath(folder / name):
-            _check(path, "a file", "a folder")
+        for root, inner, leaves in os.walk(folder / name):
+            for leaf in (*inner, *leaves):
+                _check(Path(root, leaf), "a file", "a folder")
 
 
 def _check(path: Path, *kinds: str) -> None:
@@ -61,12 +62,6 @@ def _check(path: Path, *kinds: str) -> None:
         return
     if found not in kinds:
         raise OSError(errno.EINVAL, f"{path} is {found}, not {kinds[0]}", str(path))
-
-
-def _beneath(folder: Path) -> Iterator[Path]:
-    for root, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            yield Path(root, name)
 
 
 def _kind(mode: int) -> str:

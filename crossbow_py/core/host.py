@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -55,10 +56,14 @@ class HostPaths:
 
 def read_host(paths: HostPaths = HostPaths(), affinity: int | None = None) -> Host:
     """Return what this process may use. `affinity` is the number of cores it may run on; None asks the kernel."""
-    cores = _affinity() if affinity is None else affinity
+    cores = len(usable_core_ids()) if affinity is None else affinity
     quota = min(_cpu_quotas(paths), default=float(cores))
     memory = min([_available(paths), *_memory_left(paths)])
-    return Host(max(1, min(cores, int(quota))), max(0, memory), _free_bytes(paths.shared))
+    shared = None
+    with suppress(OSError):
+        found = os.statvfs(paths.shared)
+        shared = found.f_bavail * found.f_frsize
+    return Host(max(1, min(cores, int(quota))), max(0, memory), shared)
 
 
 def usable_core_ids() -> set[int]:
@@ -66,10 +71,6 @@ def usable_core_ids() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
     return set(range(os.cpu_count() or 1))
-
-
-def _affinity() -> int:
-    return len(usable_core_ids())
 
 
 def _available(paths: HostPaths) -> int:
@@ -82,16 +83,13 @@ def _available(paths: HostPaths) -> int:
 
 def _cpu_quotas(paths: HostPaths) -> Iterator[float]:
     """Yield the CPU quota in cores of every control group above the process that has one and can be read."""
-    for folder in _groups(paths, None):
-        words = _read(folder / "cpu.max").split()
-        yield from _quota(*map(_whole, words)) if len(words) == 2 else ()
-    for folder in _groups(paths, "cpu"):
-        yield from _quota(*(_number(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")))
-
-
-def _quota(time: int | None, period: int | None) -> Iterator[float]:
-    if time is not None and period is not None and 0 < time < _UNLIMITED and period > 0:
-        yield time / period
+    said = [_read(folder / "cpu.max").split() for folder in _groups(paths, None)]
+    names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    said += [[_read(folder / name).strip() for name in names] for folder in _groups(paths, "cpu")]
+    for words in said:
+        time, period = map(_whole, words) if len(words) == 2 else (None, None)
+        if time is not None and period is not None and 0 < time < _UNLIMITED and period > 0:
+            yield time / period
 
 
 def _memory_left(paths: HostPaths) -> Iterator[int]:
@@ -100,9 +98,10 @@ def _memory_left(paths: HostPaths) -> Iterator[int]:
              "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")}  # fmt: skip
     for controller, (limit_name, usage_name, inactive_name) in names.items():
         for folder in _groups(paths, controller):
-            limit, usage = _number(folder / limit_name), _number(folder / usage_name)
+            limit, usage = (_whole(_read(folder / name)) for name in (limit_name, usage_name))
             if limit is not None and usage is not None and limit < _UNLIMITED:
-                yield limit - usage + _of_stat(folder / "memory.stat", inactive_name)
+                stat = re.search(rf"^{inactive_name} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
+                yield limit - usage + (int(stat[1]) if stat else 0)
 
 
 def _groups(paths: HostPaths, controller: str | None) -> Iterator[Path]:
@@ -119,18 +118,6 @@ def _groups(paths: HostPaths, controller: str | None) -> Iterator[Path]:
             yield from (folder for folder in (own, *own.parents) if folder == root or root in folder.parents)
 
 
-def _of_stat(path: Path, name: str) -> int:
-    for line in _read(path).splitlines():
-        words = line.split()
-        if len(words) == 2 and words[0] == name and words[1].isdigit():
-            return int(words[1])
-    return 0
-
-
-def _number(path: Path) -> int | None:
-    return _whole(_read(path).strip())
-
-
 def _whole(text: str) -> int | None:
     with suppress(ValueError):
         return int(text)
@@ -141,14 +128,6 @@ def _read(path: Path) -> str:
     with suppress(OSError, UnicodeDecodeError):
         return path.read_text()
     return ""
-
-
-def _free_bytes(folder: Path) -> int | None:
-    try:
-        found = os.statvfs(folder)
-    except OSError:
-        return None
-    return found.f_bavail * found.f_frsize
 
 
 def prepare_environment() -> None:

@@ -31,12 +31,8 @@ def filled(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """
     if old.get("name") != new.get("name"):
         return dict(old)
-    nested = {key: filled(old[key], value) for key, value in new.items() if _are_mappings(value, old.get(key))}
-    return {**new, **old, **nested}
-
-
-def _are_mappings(*values: Any) -> bool:
-    return all(isinstance(value, Mapping) for value in values)
+    shared = [key for key, value in new.items() if isinstance(value, Mapping) and isinstance(old.get(key), Mapping)]
+    return {**new, **old, **{key: filled(old[key], new[key]) for key in shared}}
 
 
 def without(plain: Mapping[str, Any], keys: Collection[str], prefix: str = "") -> dict[str, Any]:

@@ -13,7 +13,10 @@ from typing import TextIO
 @contextlib.contextmanager
 def standard_streams() -> Iterator[None]:
     """Keep a command running whatever its streams do: closed ones are replaced by the null device, then flushed."""
-    _fill_gaps()
+    # Otherwise a file would get the descriptor of a closed stream, and what C prints with it.
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
     with contextlib.ExitStack() as stack:
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:
@@ -46,13 +49,6 @@ def _flush(stream: TextIO) -> OSError | None:
         _send_nowhere(stream)
         return error
     return None
-
-
-def _fill_gaps() -> None:
-    """Open the null device as each closed standard stream: a file would get its descriptor, and C's prints with it."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(descriptor)
 
 
 def _send_nowhere(stream: TextIO) -> None:

@@ -68,24 +68,15 @@ def check(settings: Any) -> None:
         value = _convert(given, hint)
         object.__setattr__(settings, field.name, value)
         if not fits(value, hint):
-            quotes = f"; text is written in quotes: {path}='\"...\"'" if _is_text_without_quotes(value, hint) else ""
+            unquoted = str in _options(hint) and isinstance(value, int | float)  # as in output_dir=2024
+            quotes = f"; text is written in quotes: {path}='\"...\"'" if unquoted else ""
             raise UserError(f"{path} must be {_describe(hint)}, got {shown(given)}{quotes}.")
-        if isinstance(value, Mapping):
-            _check_names(path, value)
+        other = [key for key in value if not isinstance(key, str)] if isinstance(value, Mapping) else []
+        if other:
+            raise UserError(f"{path} must have names as its keys, got {shown(other[0])}; write {{name: value}}.")
         _check_texts(path, value)
         for number in value if isinstance(value, tuple) else (value,):
             _check_limits(path, number, field.metadata)
-
-
-def _is_text_without_quotes(value: Any, hint: Any) -> bool:
-    """Return whether it is a number that may have been meant as text, as in output_dir=2024."""
-    return str in _options(hint) and isinstance(value, int | float)
-
-
-def _check_names(path: str, value: Mapping[Any, Any]) -> None:
-    others = [key for key in value if not isinstance(key, str)]
-    if others:
-        raise UserError(f"{path} must have names as its keys, got {shown(others[0])}; write {{name: value}}.")
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "", peers: Collection[type] = ()) -> T:
@@ -132,8 +123,13 @@ def _names(cls: type) -> set[str]:
 
 def to_mapping(settings: Any) -> dict[str, Any]:
     """Return a settings object as plain values (dict, list, str, int, float, bool, None), nested ones included."""
-    plain: dict[str, Any] = _plain(dataclasses.asdict(settings))
-    return plain
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(key): plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+    return dict(plain(dataclasses.asdict(settings)))
 
 
 def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, bool | int | float | str]:
@@ -189,14 +185,6 @@ def _join(path: str, key: object) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
 def _convert(value: Any, hint: Any) -> Any:
     """Convert without any loss: whole numbers to float where a float is wanted, lists to tuples."""
     options = _options(hint)
@@ -229,18 +217,16 @@ def _fits_one(value: Any, hint: Any) -> bool:
     if origin is typing.Literal:
         return value in typing.get_args(hint)
     if origin is tuple:
-        return isinstance(value, tuple) and _fit_items(value, typing.get_args(hint))
+        if not isinstance(value, tuple):
+            return False
+        items = typing.get_args(hint)
+        expected = items[:1] * len(value) if len(items) == 2 and items[1] is ... else items
+        return len(value) == len(expected) and all(map(fits, value, expected))
     if origin is not None:
         return isinstance(value, origin)
     if hint in (int, float) and isinstance(value, bool):
         return False
     return isinstance(value, int | float) if hint is float else isinstance(value, hint)
-
-
-def _fit_items(values: tuple[Any, ...], hints: tuple[Any, ...]) -> bool:
-    of_any_length = len(hints) == 2 and hints[1] is ...
-    expected = hints[:1] * len(values) if of_any_length else hints
-    return len(values) == len(expected) and all(map(fits, values, expected))
 
 
 def allowed(cls: type, name: str) -> str:
@@ -300,13 +286,9 @@ def _check_texts(path: str, value: Any) -> None:
     if isinstance(value, list | tuple):
         for item in value:
             _check_texts(path, item)
-    elif isinstance(value, str) and ("\0" in value or not _is_unicode(value)):
+    # Bytes on the command line that are not UTF-8 arrive as lone surrogates.
+    elif isinstance(value, str) and any(each == "\0" or "\ud800" <= each <= "\udfff" for each in value):
         raise UserError(f"{path} must be text in UTF-8 without NUL characters, got {shown(value)}; leave them out.")
-
-
-def _is_unicode(text: str) -> bool:
-    """Return whether text is valid Unicode. Bytes on the command line that are not UTF-8 arrive as lone surrogates."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _check_limits(path: str, value: Any, metadata: Mapping[str, Any]) -> None:

@@ -41,6 +41,7 @@ from crossbow_py.train.tuning.calibration import calibration_round
 _ROUNDS = WARM_UP_ROUNDS + 3  # eager rounds, the one that is captured, and replays
 _BATCHES_THERE = 4  # a learner: what a streaming feed keeps on the device
 
+MakeModel = Callable[[], nn.Module]
 Method = Literal["counted", "measured"]
 
 _ON_DEVICE = HeldBack(256 * MIB, 0.01, "256 MiB and 1 % for what other processes may still take")
@@ -123,7 +124,8 @@ def estimate(config: EstimateConfig) -> Estimate:
     begun = time.monotonic()
     device = None if config.memory is not None else choose_device(config.device)
     on_gpu = config.device != "cpu" if device is None else device.type == "cuda"
-    precision = BF16 if on_gpu and config.precision == "auto" else choose_precision(config.precision, _here(device))
+    here = device or torch.device("cpu")
+    precision = BF16 if on_gpu and config.precision == "auto" else choose_precision(config.precision, here)
     facts = _data_facts(config, precision)
     job = _job(config, precision, on_gpu)
 
@@ -149,8 +151,8 @@ def estimate(config: EstimateConfig) -> Estimate:
         limit *= predicted / (measured.bytes + facts.fixed_bytes)
     largest = measured.batch_size if measured else model.largest_batch_size(limit, k, 1 if in_turn else k)
     host = read_host()
-    here = device is not None and not on_gpu and largest >= _TIMED_BATCH
-    loading = _loading(config, facts, make_model, job, here, at_once=1 if in_turn else min(k, host.cores))
+    is_timed = device is not None and not on_gpu and largest >= _TIMED_BATCH
+    loading = _loading(config, facts, make_model, job, is_timed, at_once=1 if in_turn else min(k, host.cores))
     return Estimate(
         config=config,
         method="measured" if measured else "counted",
@@ -169,10 +171,6 @@ def estimate(config: EstimateConfig) -> Estimate:
         notes=(facts.note,) if facts.note else (),
         seconds=time.monotonic() - begun,
     )
-
-
-def _here(device: torch.device | None) -> torch.device:
-    return torch.device("cpu") if device is None else device
 
 
 def _job(config: EstimateConfig, precision: Precision, on_gpu: bool) -> Job:
@@ -238,16 +236,16 @@ def _from_declared(config: EstimateConfig, declared: Declared, precision: Precis
 
 
 def _loading(
-    config: EstimateConfig, facts: DataFacts, make_model: Callable[[], nn.Module], job: Job, here: bool, at_once: int
+    config: EstimateConfig, facts: DataFacts, make_model: MakeModel, job: Job, is_timed: bool, at_once: int
 ) -> Loading:
-    """Times are taken on this machine alone (`here`), but for the speed of a device that the user knows.
+    """Times are taken on this machine alone (`is_timed`), but for the speed of a device that the user knows.
 
     `at_once` is the number of learners that have a core each.
     """
     step_s = 1 / config.images_per_s if config.images_per_s else None
     if facts.resident:
         return Loading(facts.sample_bytes, resident=True)
-    if step_s is None and here:
+    if step_s is None and is_timed:
         step_s = step_seconds(make_model, facts.sample, job, _TIMED_BATCH) / at_once
     train = facts.train
     if train is None and step_s is not None and facts.note is None and isinstance(config.data, ImageFolder):
@@ -258,15 +256,9 @@ def _loading(
 
 
 def _measured(
-    config: EstimateConfig,
-    make_model: Callable[[], nn.Module],
-    facts: DataFacts,
-    model: LearnerModel,
-    num_learners: int,
-    limit_bytes: int,
-    device: torch.device,
-    most: int,
-) -> tuple[Measured, str]:
+    config: EstimateConfig, make_model: MakeModel, facts: DataFacts, model: LearnerModel, num_learners: int,
+    limit_bytes: int, device: torch.device, most: int,
+) -> tuple[Measured, str]:  # fmt: skip
     """Search by real rounds; and by which executor they ran.
 
     `auto` is `fused`, which takes the most; a model that it cannot run is measured by `serial`.
@@ -292,13 +284,9 @@ def _measured(
 
 
 def reserved_bytes(
-    make_model: Callable[[], nn.Module],
-    sample: Sample,
-    num_classes: int,
-    settings: RunSettings,
-    optimizer: Optimizer,
+    make_model: MakeModel, sample: Sample, num_classes: int, settings: RunSettings, optimizer: Optimizer,
     rule: AveragingRule,
-) -> int | None:
+) -> int | None:  # fmt: skip
     """Return the most that torch's allocator reserved in some rounds of a run; None if memory ran out.
 
     Bank, shadow rows, graphs and their pools, workspaces and fragmentation count; the context of CUDA does not, and of
@@ -345,12 +333,9 @@ def _made_up(sample: Sample, num_classes: int, settings: RunSettings) -> DataSet
 
 
 def _train(
-    make_model: Callable[[], nn.Module],
-    data: DataSets,
-    settings: RunSettings,
-    optimizer: Optimizer,
-    rule: AveragingRule,
+    make_model: MakeModel, data: DataSets, settings: RunSettings, optimizer: Optimizer, rule: AveragingRule
 ) -> None:
+    """Run some rounds. A function of its own, so that the run is gone, and its memory, when the caller frees it."""
     run = RunBuilder(
         make_model=make_model, data=data, settings=settings, choices=choose(settings, None), optimizer=optimizer,
         rule=rule,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +86,10 @@ def _limits(found: Estimate) -> list[str]:
     shared = "no /dev/shm" if host.shared_bytes is None else f"{in_words(host.shared_bytes)} in /dev/shm"
     lines = [f"This machine: {host.cores} usable cores, {in_words(host.memory_bytes)} free, {shared}."]
     if not found.loading.resident:
-        lines.append(f"Speed: {_rate('training', found.loading.step_s)}, {_rate('a worker', found.loading.fetch_s)}.")
+        seconds = {"training": found.loading.step_s, "a worker": found.loading.fetch_s}
+        rates = [f"{what} {1 / s:,.0f} images/s" if s else f"{what} not measured" for what, s in seconds.items()]
+        lines.append(f"Speed: {', '.join(rates)}.")
     return [*lines, f"It took {found.seconds:.1f} s."]
-
-
-def _rate(what: str, seconds: float | None) -> str:
-    return f"{what} not measured" if not seconds else f"{what} {1 / seconds:,.0f} images/s"
 
 
 def _predicted(found: Estimate, batch_size: int, num_learners: int) -> int:
@@ -131,11 +130,7 @@ def as_plain(found: Estimate) -> dict[str, Any]:
         "resident": found.loading.resident,
         "fetch_s_per_sample": found.loading.fetch_s,
         "step_s_per_sample": found.loading.step_s,
-        "host": {
-            "cores": found.host.cores,
-            "memory_bytes": found.host.memory_bytes,
-            "shared_bytes": found.host.shared_bytes,
-        },
+        "host": dataclasses.asdict(found.host),
         "notes": list(found.notes),
         "seconds": found.seconds,
         "config": config_to_mapping(found.config),
@@ -157,14 +152,10 @@ def write(found: Estimate, folder: Path) -> list[str]:
         raise unwritable(folder, error) from error
     if drawn:
         return [f"Written to {folder / JSON_FILE} and {folder / PLOT_FILE}."]
-    return [
-        f"Written to {folder / JSON_FILE}.",
-        f"No picture: {INSTALL_MATPLOTLIB}",
-    ]
+    return [f"Written to {folder / JSON_FILE}.", f"No picture: {INSTALL_MATPLOTLIB}"]
 
 
 def _draw(found: Estimate, path: Path) -> None:
-    """Draw memory against batch size, predicted and measured, and the limit."""
     from matplotlib.figure import Figure  # noqa: PLC0415  an extra
 
     end = max(found.recommendation.batch_size if found.recommendation else 1, found.config.batch_size)

@@ -51,7 +51,7 @@ def fetch_seconds(
     def fetch() -> None:
         ids = [next(order) % len(data) for _ in range(num_samples)]
         if isinstance(data, StreamedData):
-            data.fetch([Key(0, sample) for sample in ids], seed=0, training=True, on_sample=_tell_nobody)
+            data.fetch([Key(0, sample) for sample in ids], seed=0, training=True, on_sample=lambda _: None)
             return
         for sample in ids:
             data[sample]
@@ -70,6 +70,3 @@ def _shortest_s(action: Callable[[], Any], clock: Clock) -> float:
         action()
         best = min(best, clock() - before)
     return best
-
-
-def _tell_nobody(sample: int) -> None: ...

@@ -29,9 +29,6 @@ def in_words(size: float) -> str:
     """Return an amount of memory with three digits, such as `1.50 GiB`."""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(size) >= scale:
-            return f"{_three_digits(size / scale)} {unit}"
+            value = size / scale
+            return f"{value:,.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f} {unit}"
     return f"{size:.0f} B"
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"

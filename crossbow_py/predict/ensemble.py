@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -122,8 +123,7 @@ class Ensemble:
         if shape not in self.chosen:
             self._try(inputs)
             if found := rounded_integer(batch, self.precision.compute):
-                note = found.sentence(self.precision.compute)
-                self.notes += [note] if note not in self.notes else []
+                self._note(found.sentence(self.precision.compute))
             self.chosen[shape] = self._settle(inputs)
             if len(self.chosen) > _MOST_CHOICES:
                 del self.chosen[next(iter(self.chosen))]
@@ -170,7 +170,6 @@ class Ensemble:
             )
 
     def _settle(self, inputs: Tensor) -> str:
-        """Return the executor for batches like these."""
         if self._executor != "auto":
             refusal = self._not_fused(self._executor, inputs) if EXECUTORS[self._executor].FUSES else None
             if refusal is not None:
@@ -181,10 +180,17 @@ class Ensemble:
         if refusal is not None:
             left_out = [name for name in names if EXECUTORS[name].FUSES]
             names = [name for name in names if name not in left_out]
-            note = f"The models run without executor={' and '.join(left_out)}: {refusal}."
-            self.notes += [note] if note not in self.notes else []
-        runs = {name: self._predictor(name) for name in names}
-        return fastest({name: lambda own=own: self._finished(own, inputs) for name, own in runs.items()})  # type: ignore[misc]
+            self._note(f"The models run without executor={' and '.join(left_out)}: {refusal}.")
+
+        def answer(name: str) -> None:
+            self._predictor(name).probabilities(inputs)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # host–device synchronisation
+
+        return fastest({name: partial(answer, name) for name in names})
+
+    def _note(self, note: str) -> None:
+        self.notes += [note] if note not in self.notes else []
 
     def _not_fused(self, name: str, inputs: Tensor) -> str | None:
         """Return why an executor that fuses cannot run the models; None if it can.
@@ -200,11 +206,6 @@ class Ensemble:
                 raise
             return f"a CUDA graph cannot hold them ({error.reason})"
         return None
-
-    def _finished(self, predictor: Predictor, inputs: Tensor) -> None:
-        predictor.probabilities(inputs)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # host–device synchronisation
 
     def close(self) -> None:
         """End all threads; the ensemble may be used again."""
@@ -251,11 +252,9 @@ def same_architecture(models: Sequence[nn.Module]) -> list[list[int]]:
 
 
 def _alike(model: nn.Module, other: nn.Module) -> bool:
-    own, others = (list(each.named_modules(remove_duplicate=False)) for each in (model, other))
-    if len(own) != len(others) or _tensors(model) != _tensors(other):
-        return False
-    pairs = zip(own, others, strict=True)
-    return all(mine == theirs and _alike_alone(module, second) for (mine, module), (theirs, second) in pairs)
+    own, others = (dict(each.named_modules(remove_duplicate=False)) for each in (model, other))
+    same_names = list(own) == list(others)
+    return same_names and _tensors(model) == _tensors(other) and all(map(_alike_alone, own.values(), others.values()))
 
 
 def _tensors(model: nn.Module) -> list[Any]:
@@ -271,12 +270,8 @@ def _alike_alone(module: nn.Module, other: nn.Module) -> bool:
         return False
     if isinstance(module, _ONLY_IN_TRAINING):
         return True
-    own, others = _settings(module), _settings(other)
-    return own.keys() == others.keys() and all(_equal(own[name], others[name]) for name in own)
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _EVERY_MODULES}
+    own, others = ({key: vars(each)[key] for key in vars(each).keys() - _EVERY_MODULES} for each in (module, other))
+    return _equal(own, others)
 
 
 def _has_hooks(module: nn.Module) -> bool:

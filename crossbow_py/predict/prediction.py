@@ -33,11 +33,11 @@ Clock = Callable[[], float]
 class Latency:
     """The latency of an answer: percentiles in milliseconds of `calls` calls one after another, and their executor."""
 
-    executor: str
-    calls: int
     p50_ms: float
     p90_ms: float
     p99_ms: float
+    calls: int
+    executor: str
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,14 @@ class Prediction:
 def predict(config: PredictConfig, clock: Clock = time.perf_counter) -> Prediction:
     """Do what was asked for. Raises UserError for what cannot be predicted."""
     models = find_models(config.models, config.targets)
-    source = _loaded(config.data if config.data is not None else common_data(models, config.targets))
-    shape, classes = source.input_shape, source.num_classes or 0
+    data = config.data if config.data is not None else common_data(models, config.targets)
+    source: DataSource = data.load(progress=sys.stderr.isatty())
+    if source.num_classes is None:
+        raise UserError(
+            f"models of an ensemble must tell classes apart, and the targets of data={source.name} are none; "
+            "use data with integer targets."
+        )
+    shape, classes = source.input_shape, source.num_classes
     with Ensemble(
         [model.load(shape, classes) for model in models],
         executor=config.executor, device=config.device, precision=config.precision,
@@ -131,16 +137,6 @@ def predict(config: PredictConfig, clock: Clock = time.perf_counter) -> Predicti
         config, tuple(models), source.name, probabilities, targets, str(ensemble.device), ensemble.precision.name,
         executor, ensemble.num_banks, size, rate, latencies, notes,
     )  # fmt: skip
-
-
-def _loaded(data: Any) -> DataSource:
-    source: DataSource = data.load(progress=sys.stderr.isatty())
-    if source.num_classes is None:
-        raise UserError(
-            f"models of an ensemble must tell classes apart, and the targets of data={source.name} are none; "
-            "use data with integer targets."
-        )
-    return source
 
 
 def _run(
@@ -177,7 +173,6 @@ def measure_latencies(ensemble: Ensemble, feed: Feed, seconds: float, clock: Clo
 
 
 def _latency(ensemble: Ensemble, inputs: Tensor, seconds: float, clock: Clock) -> Latency:
-    """Measure how long a caller waits for answers on the host."""
     ensemble.predict(inputs)
     times: list[float] = []
     _wait(ensemble.device)
@@ -187,7 +182,7 @@ def _latency(ensemble: Ensemble, inputs: Tensor, seconds: float, clock: Clock) -
         ensemble.predict(inputs).cpu()  # a host–device synchronisation on CUDA
         times.append(1000 * (clock() - before))
     p50, p90, p99 = (float(value) for value in np.percentile(times, (50, 90, 99)))
-    return Latency(ensemble.chosen[inputs.shape, inputs.dtype], len(times), p50, p90, p99)
+    return Latency(p50, p90, p99, len(times), ensemble.chosen[inputs.shape, inputs.dtype])
 
 
 def _wait(device: torch.device) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -24,7 +25,7 @@ from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.fused_agreement import trusted_outputs
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.fusion.units.branches import Branches
-from crossbow_py.predict.programs import Captures, Forward, LastUsed, recorded
+from crossbow_py.predict.programs import Captures, Forward, recorded
 
 PredictorName = Literal["auto", "serial", "threads", "fused", "fused_threads", "subarrays2", "subarrays4", "streams"]
 
@@ -52,30 +53,37 @@ class Predictor(ABC):
         On CUDA the work is enqueued on the current stream, and the host does not wait for it.
         """
 
-    @torch.no_grad()  # which holds for one thread
-    def _run(self, module: nn.Module, inputs: Tensor) -> Tensor:
-        """Return the outputs of one model."""
-        output: Tensor = module(inputs.clone() if self.writes_inputs else inputs)
-        return output
-
     def close(self) -> None:
         """Stop threads and forget programs."""
+
+    @cached_property
+    def _modules(self) -> list[nn.Module]:
+        """The modules of all rows, in the banks' order."""
+        return [bank.module(row) for bank in self.banks for row in range(bank.num_learners)]
+
+    def _bodies(self, inputs: Tensor) -> list[Callable[[], Tensor]]:
+        """Return for each model the function that returns its outputs."""
+
+        @torch.no_grad()  # which holds for one thread
+        def run(module: nn.Module) -> Tensor:
+            output: Tensor = module(inputs.clone() if self.writes_inputs else inputs)
+            return output
+
+        return [partial(run, module) for module in self._modules]
+
+    def _softmax(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Return the probabilities of all models from the outputs of each, in master precision."""
+        return torch.stack(list(outputs)).to(self.banks[0].precision.master).softmax(-1)
 
 
 class SerialPredictor(Predictor):
     """Runs one model after another."""
 
-    def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
-        super().__init__(name, banks, writes_inputs)
-        self._modules = _modules(banks)
-
     def probabilities(self, inputs: Tensor) -> Tensor:
-        """See Predictor."""
-        outputs = [self._run(module, inputs) for module in self._modules]
-        return _softmax(torch.stack(outputs), self.banks[0])
+        return self._softmax([body() for body in self._bodies(inputs)])
 
 
-class ThreadsPredictor(SerialPredictor):
+class ThreadsPredictor(Predictor):
     """Runs models on as many threads as there are cores, with one intra-op thread each."""
 
     def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
@@ -83,12 +91,9 @@ class ThreadsPredictor(SerialPredictor):
         self._threads = _CoreThreads(len(self._modules))
 
     def probabilities(self, inputs: Tensor) -> Tensor:
-        """See Predictor."""
-        outputs = self._threads.run([partial(self._run, module, inputs) for module in self._modules])
-        return _softmax(torch.stack(outputs), self.banks[0])
+        return self._softmax(self._threads.run(self._bodies(inputs)))
 
     def close(self) -> None:
-        """Join the threads."""
         self._threads.close()
 
 
@@ -98,30 +103,32 @@ class ProgramsPredictor(Predictor):
     def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
         super().__init__(name, banks, writes_inputs)
         self._captures = Captures(name, banks) if banks[0].device.type == "cuda" else None
-        self._programs = LastUsed[tuple[torch.Size, torch.dtype], Forward](MOST_PROGRAMS, self._release)
+        self._programs: OrderedDict[tuple[torch.Size, torch.dtype], Forward] = OrderedDict()  # the last used ones last
 
     @torch.no_grad()  # inputs may want gradients, and what was recorded would give them
     def probabilities(self, inputs: Tensor) -> Tensor:
         """See Predictor. A call makes the program of a shape that is not kept, and then blocks the host on CUDA."""
-        run = self._programs.of((inputs.shape, inputs.dtype), partial(self._program, inputs))
-        return run(inputs)
-
-    def _program(self, inputs: Tensor) -> Forward:
-        """Return the program for batches like these."""
-        run = self._prepared(inputs)
-        return run if self._captures is None else self._captures.captured(run, inputs)
+        shape = inputs.shape, inputs.dtype
+        if shape not in self._programs:
+            run = self._prepared(inputs)
+            self._programs[shape] = run if self._captures is None else self._captures.captured(run, inputs)
+        self._programs.move_to_end(shape)
+        self._keep(MOST_PROGRAMS)
+        return self._programs[shape](inputs)
 
     @abstractmethod
     def _prepared(self, inputs: Tensor) -> Forward:
         """Return the program for batches like these, on CUDA before it is captured."""
 
-    def _release(self, run: Forward) -> None:
-        if self._captures is not None:
-            self._captures.release(run)
-
     def close(self) -> None:
-        """Forget all programs."""
-        self._programs.clear()
+        self._keep(0)
+
+    def _keep(self, most: int) -> None:
+        """Forget the least recently used programs beyond `most`."""
+        while len(self._programs) > most:
+            _, run = self._programs.popitem(last=False)
+            if self._captures is not None:
+                self._captures.release(run)
 
 
 class FusedPredictor(ProgramsPredictor):
@@ -148,7 +155,8 @@ class FusedPredictor(ProgramsPredictor):
     def _all(self, graphs: Sequence[FusedGraph], inputs: Tensor) -> Tensor:
         bodies = [partial(graph.run, inputs, shared=True) for graph in graphs]
         outputs = self._branches.run(bodies) if len(bodies) > 1 else [bodies[0]()]
-        return _softmax(outputs[0] if len(outputs) == 1 else torch.cat(outputs), self.banks[0])
+        together = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return together.to(self.banks[0].precision.master).softmax(-1)
 
 
 class FusedThreadsPredictor(FusedPredictor):
@@ -163,14 +171,11 @@ class FusedThreadsPredictor(FusedPredictor):
         self._threads = _CoreThreads(len(self._groups))
 
     def _prepared(self, inputs: Tensor) -> Forward:
-        graphs = self._graphs(inputs)
-        return partial(self._side_by_side, [recorded(partial(self._all, [graph]), inputs) for graph in graphs])
-
-    def _side_by_side(self, runs: Sequence[Forward], inputs: Tensor) -> Tensor:
-        return torch.cat(self._threads.run([partial(_without_gradients, run, inputs) for run in runs]))
+        runs = [recorded(partial(self._all, [graph]), inputs) for graph in self._graphs(inputs)]
+        without_gradients = [torch.no_grad()(run) for run in runs]  # which holds for one thread
+        return lambda batch: torch.cat(self._threads.run([partial(run, batch) for run in without_gradients]))
 
     def close(self) -> None:
-        """Forget all programs, and join the threads."""
         super().close()
         self._threads.close()
 
@@ -183,16 +188,10 @@ class StreamsPredictor(ProgramsPredictor):
 
     def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
         super().__init__(name, banks, writes_inputs)
-        self._modules = _modules(banks)
         self._branches = Branches(banks[0].device, _MOST_STREAMS)
 
     def _prepared(self, inputs: Tensor) -> Forward:
-        return self._side_by_side
-
-    @torch.no_grad()
-    def _side_by_side(self, inputs: Tensor) -> Tensor:
-        outputs = self._branches.run([partial(self._run, module, inputs) for module in self._modules])
-        return _softmax(torch.stack(outputs), self.banks[0])
+        return torch.no_grad()(lambda batch: self._softmax(self._branches.run(self._bodies(batch))))
 
 
 PREDICTORS: dict[str, type[Predictor]] = {
@@ -209,11 +208,6 @@ PREDICTORS: dict[str, type[Predictor]] = {
 def candidates(device: torch.device) -> list[str]:
     """Return the names that `executor=auto` chooses from on a device."""
     return [name for name in executors.candidates(device) if name in PREDICTORS]
-
-
-def _modules(banks: Sequence[ReplicaBank]) -> list[nn.Module]:
-    """Return the modules of all rows, in the banks' order."""
-    return [bank.module(row) for bank in banks for row in range(bank.num_learners)]
 
 
 class _CoreThreads:
@@ -234,25 +228,14 @@ class _CoreThreads:
         self._pool.shutdown()
 
 
-@torch.no_grad()  # which holds for one thread
-def _without_gradients(run: Forward, inputs: Tensor) -> Tensor:
-    return run(inputs)
-
-
 def _on_fastest_threads(run: Forward, inputs: Tensor) -> Forward:
     """Return `run` on one intra-op thread or on all, whichever is faster: small batches are faster on one."""
     every = torch.get_num_threads()
     if every == 1:
         return run
-    runs = {number: partial(_with_threads, run, number) for number in (1, every)}
-    return runs[fastest({number: partial(own, inputs) for number, own in runs.items()})]
 
+    def on_threads(number: int, batch: Tensor) -> Tensor:
+        with intra_op_threads(number):
+            return run(batch)
 
-def _with_threads(run: Forward, number: int, inputs: Tensor) -> Tensor:
-    with intra_op_threads(number):
-        return run(inputs)
-
-
-def _softmax(outputs: Tensor, bank: ReplicaBank) -> Tensor:
-    """Return the softmax in master precision."""
-    return outputs.to(bank.precision.master).softmax(-1)
+    return partial(on_threads, fastest({number: partial(on_threads, number, inputs) for number in (1, every)}))

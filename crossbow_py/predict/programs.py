@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +23,6 @@ from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS, CaptureError
 Forward = Callable[[Tensor], Tensor]
 _SAME = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 _NAME = "the models"
-Key = TypeVar("Key", bound=Hashable)
-Value = TypeVar("Value")
 
 
 @torch.no_grad()
@@ -45,14 +43,7 @@ def recorded(run: Forward, inputs: Tensor) -> Forward:
 
 
 def _compiled(program: GraphModule) -> Forward:
-    constants = _fold(program)
-    rest, named = _without(program.graph, constants), {node.name: value for node, value in constants.items()}
-    forward, own = type(GraphModule(named, rest)).forward, SimpleNamespace(**named)
-    return lambda inputs: forward(own, inputs)  # attributes of modules are slow to look up
-
-
-def _fold(program: GraphModule) -> dict[Node, Any]:
-    """Return the values of all nodes that depend on no input."""
+    """Return the program with an attribute in place of every value that depends on no input and is still read."""
     known: dict[Node, Any] = {}
     for node in program.graph.nodes:
         if node.op == "get_attr":
@@ -60,7 +51,16 @@ def _fold(program: GraphModule) -> dict[Node, Any]:
         elif node.op == "call_function" and _is_constant(node, known):
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
             known[node] = node.target(*args, **kwargs)
-    return known
+    rest = FxGraph()
+    copies: dict[Node, Node] = {}
+    for node in program.graph.nodes:
+        if node not in known:
+            copies[node] = rest.node_copy(node, copies.__getitem__)
+        elif any(user not in known for user in node.users):
+            copies[node] = rest.create_node("get_attr", node.name, name=node.name)
+    named = {node.name: value for node, value in known.items()}
+    forward, own = type(GraphModule(named, rest)).forward, SimpleNamespace(**named)
+    return lambda inputs: forward(own, inputs)  # attributes of modules are slow to look up
 
 
 def _is_constant(node: Node, known: dict[Node, Any]) -> bool:
@@ -69,19 +69,6 @@ def _is_constant(node: Node, known: dict[Node, Any]) -> bool:
         target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
     )
     return not changes and bool(node.all_input_nodes) and all(each in known for each in node.all_input_nodes)
-
-
-def _without(graph: FxGraph, constants: dict[Node, Any]) -> FxGraph:
-    """Return the graph with an attribute of its name in place of every constant that is still read."""
-    rest = FxGraph()
-    copies: dict[Node, Node] = {}
-    for node in graph.nodes:
-        if node in constants:
-            if any(user not in constants for user in node.users):
-                copies[node] = rest.create_node("get_attr", node.name, name=node.name)
-        else:
-            copies[node] = rest.node_copy(node, copies.__getitem__)
-    return rest
 
 
 class Captures:
@@ -106,7 +93,7 @@ class Captures:
         self._pool: Pool = None
         self._graphs: list[Graph] = []
 
-    def captured(self, run: Forward, inputs: Tensor) -> CapturedRun | OrderedRun:
+    def captured(self, run: Forward, inputs: Tensor) -> Forward:
         """`run` as a CUDA graph; as it is when it draws random numbers, which a graph would repeat. Blocks the host.
 
         Raises CaptureError for what a graph cannot hold.
@@ -116,11 +103,15 @@ class Captures:
         for event in (self._begun, self._done):
             device.wait(self._stream, event)
         before = self._random_state()
+
+        def warm_up() -> None:
+            run(inputs)
+
         for _ in range(WARM_UP_ROUNDS):  # rules are settled, and libraries choose algorithms and allocate workspaces
-            device.run(_NAME, lambda: _call(run, inputs), self._stream)
+            device.run(_NAME, warm_up, self._stream)
         device.synchronize()  # host–device synchronisation
         if self._random_state() != before:
-            return OrderedRun(run, device, self._done)
+            return partial(self._in_order, run)
         if not self._graphs:  # a pool that has lost its last graph takes no other
             self._pool = device.new_pool()
         own = CapturedRun(run, inputs.clone(), device, self._done)
@@ -139,6 +130,14 @@ class Captures:
             self._device.synchronize_event(self._done)  # host–device synchronisation
             self._graphs.remove(run.graph)
             self._device.release(run.graph)
+
+    def _in_order(self, run: Forward, inputs: Tensor) -> Tensor:
+        """Run a function as it is, after the last call and before the next; the host does not wait."""
+        stream = self._device.callers_stream()
+        self._device.wait(stream, self._done)
+        outputs = run(inputs)
+        self._device.record(self._done, stream)
+        return outputs
 
     def _random_state(self) -> Hashable:
         """Return the state of every generator that an operator may draw from."""
@@ -175,53 +174,3 @@ class CapturedRun:
         outputs = self._outputs.clone()  # which the next call overwrites, maybe on another stream
         device.record(self._done, stream)
         return outputs
-
-
-class OrderedRun:
-    """A function of one tensor that runs as it is, after the last call and before the next; see `CapturedRun`."""
-
-    def __init__(self, run: Forward, device: CudaStreams, done: Event) -> None:
-        self._run, self._device, self._done = run, device, done
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """Return the outputs. All on the current stream, the host does not wait."""
-        stream = self._device.callers_stream()
-        self._device.wait(stream, self._done)
-        outputs = self._run(inputs)
-        self._device.record(self._done, stream)
-        return outputs
-
-
-def _call(run: Forward, inputs: Tensor) -> None:
-    run(inputs)
-
-
-class LastUsed(Generic[Key, Value]):
-    """The values that were used last. Not thread-safe.
-
-    Args:
-        most: how many are kept, at least 1.
-        drop: is given each one that is kept no more.
-    """
-
-    def __init__(self, most: int, drop: Callable[[Value], None] = lambda _: None) -> None:
-        assert most >= 1, f"{most} values keep nothing"
-        self._most, self._drop = most, drop
-        self._values: OrderedDict[Key, Value] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def of(self, key: Key, make: Callable[[], Value]) -> Value:
-        """Return the value of a key, made if it is not kept; after that the least recently used one is dropped."""
-        if key not in self._values:
-            self._values[key] = make()
-        self._values.move_to_end(key)
-        while len(self._values) > self._most:
-            self._drop(self._values.popitem(last=False)[1])
-        return self._values[key]
-
-    def clear(self) -> None:
-        """Drop all."""
-        while self._values:
-            self._drop(self._values.popitem()[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,13 @@ def as_text(found: Prediction) -> str:
     rows = [(model.name, f"{own:.4f}") for model, own in zip(found.models, found.accuracies, strict=True)]
     together = [("ensemble", f"{found.accuracy:.4f}")] if k > 1 else []
     by_all = ", each answered by all models" if k > 1 else ""
+    count = found.num_ignored
+    of = f"{count:,} of {len(found.targets):,} samples have the target {IGNORED}, which is no class"
+    ignored = [f"{of}: accuracy is that of the others."] if count else []
+    counts = zip(found.models, found.num_non_finite, strict=True)
+    non_finite = [non_finite_remark(model.name, bad, len(found.targets)) for model, bad in counts if bad]
     blocks = [
-        [head, *found.notes, *_ignored(found), *_non_finite(found)],
+        [head, *found.notes, *ignored, *non_finite],
         columns(("model", "accuracy"), [*rows, *together]),
         [f"{found.images_per_s:,.0f} images/s{by_all}; loading is not counted."],
     ]
@@ -44,17 +50,6 @@ def as_text(found: Prediction) -> str:
         of = " of the ensemble" if k > 1 else ""
         blocks.append([f"Latency of one answer{of}, in milliseconds:", *table])
     return "\n\n".join("\n".join(block) for block in blocks)
-
-
-def _ignored(found: Prediction) -> list[str]:
-    count = found.num_ignored
-    of = f"{count:,} of {len(found.targets):,} samples have the target {IGNORED}, which is no class"
-    return [f"{of}: accuracy is that of the others."] if count else []
-
-
-def _non_finite(found: Prediction) -> list[str]:
-    named = zip(found.models, found.num_non_finite, strict=True)
-    return [non_finite_remark(model.name, count, len(found.targets)) for model, count in named if count]
 
 
 def as_plain(found: Prediction) -> dict[str, Any]:
@@ -79,32 +74,24 @@ def as_plain(found: Prediction) -> dict[str, Any]:
         "precision": found.precision,
         "batch_size": found.batch_size,
         "images_per_s": found.images_per_s,
-        "latency": {
-            str(size): {
-                "p50_ms": own.p50_ms, "p90_ms": own.p90_ms, "p99_ms": own.p99_ms, "calls": own.calls,
-                "executor": own.executor,
-            }
-            for size, own in found.latencies.items()
-        },
+        "latency": {str(size): dataclasses.asdict(own) for size, own in found.latencies.items()},
         "notes": list(found.notes),
         "versions": versions(),
     }  # fmt: skip
 
 
 def write(found: Prediction, folder: Path) -> str:
-    """Write both files into a folder that exists; says where. Raises UserError when it cannot be written."""
+    """Write both files into a folder that exists; says where. Raises UserError when it cannot be written.
+
+    Probabilities are members `[K, N, C]` and ensemble `[N, C]`, with targets `[N]` and names `[K]`.
+    """
     try:
-        _write_probabilities(found, folder / PROBABILITIES_FILE)
+        with replacing(folder / PROBABILITIES_FILE, synced=True) as partial, partial.open("wb") as file:
+            np.savez(
+                file, members=found.probabilities, ensemble=found.ensemble, targets=found.targets,
+                names=np.array([model.name for model in found.models]),
+            )  # fmt: skip
         write_json(folder / JSON_FILE, as_plain(found))
     except OSError as error:
         raise unwritable(folder, error) from error
     return f"Written to {folder / JSON_FILE} and {folder / PROBABILITIES_FILE}."
-
-
-def _write_probabilities(found: Prediction, path: Path) -> None:
-    """members `[K, N, C]`, ensemble `[N, C]`, targets `[N]` and names `[K]`; whole or not at all."""
-    with replacing(path, synced=True) as partial, partial.open("wb") as file:
-        np.savez(
-            file, members=found.probabilities, ensemble=found.ensemble, targets=found.targets,
-            names=np.array([model.name for model in found.models]),
-        )  # fmt: skip

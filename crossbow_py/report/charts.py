@@ -82,19 +82,10 @@ def _draw(axes: Axes, points: Sequence[Point], index: int, label: str | None, st
     """A curve; whether there was anything to draw. Few points get markers."""
     if not points:
         return False
-    x, y = zip(*points, strict=True)
-    marker = "o" if len(points) <= 40 else ""
     axes.plot(
-        x,
-        y,
-        style,
-        color=colour(index),
-        label=None if label is None else _plain(label),
-        marker=marker,
-        markersize=3,
-        linewidth=1.4,
-        **more,
-    )
+        *zip(*points, strict=True), style, color=colour(index), label=None if label is None else _plain(label),
+        marker="o" if len(points) <= 40 else "", markersize=3, linewidth=1.4, **more,
+    )  # fmt: skip
     return True
 
 
@@ -160,7 +151,6 @@ def _throughput(runs: Sequence[RunRecord]) -> Figure | None:
 
 
 def _single(tag: str, column: str, label: str) -> Callable[[Sequence[RunRecord]], Figure | None]:
-    """Return a chart of one curve a run."""
 
     def draw(runs: Sequence[RunRecord]) -> Figure | None:
         figure, (axes,) = _axes()
@@ -252,7 +242,9 @@ def typical_rounds(spans: Sequence[Span]) -> Strip | None:
         return None
     count = min(ROUNDS_SHOWN, len(starts))
     firsts = [index for index in starts if all(index + later in starts for later in range(count))] or [min(starts)]
-    lengths = {index: _length(starts, index, count) for index in firsts}
+    # To the start of the round after the last; of the last one if none follows.
+    ends = {index: starts.get(index + count, starts.get(index + count - 1, starts[index])) for index in firsts}
+    lengths = {index: end - starts[index] for index, end in ends.items()}
     usual = statistics.median(lengths.values())
     first = min(firsts, key=lambda index: (abs(lengths[index] - usual), index))
     shown = [each for each in spans if each.round_index in range(first, first + count)]
@@ -260,9 +252,3 @@ def typical_rounds(spans: Sequence[Span]) -> Strip | None:
     tasks = list(dict.fromkeys(each.task for each in shown))[:MOST_STREAMS]
     kept = tuple(each for each in shown if each.stream in streams and each.task in tasks)
     return Strip(kept, streams, first, starts[first])
-
-
-def _length(starts: dict[int, float], first: int, count: int) -> float:
-    """Return the time from the first round's start to that of the round after the last; of the last if none follows."""
-    end = starts.get(first + count, starts.get(first + count - 1, starts[first]))
-    return end - starts[first]

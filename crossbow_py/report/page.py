@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from html import escape
-from typing import Any
 
 from crossbow_py.core.plain_values import differing
 from crossbow_py.core.settings import written
@@ -35,9 +34,10 @@ pre { background: var(--soft); overflow-x: auto; padding: .8rem; } ul { padding-
 def as_html(runs: Sequence[RunRecord], charts: Sequence[Chart], now: datetime) -> str:
     """Return the page."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    notes = [f"{run.name}: {note}" if len(runs) > 1 else note for run in runs for note in run.notes]
     parts = [
         f"<h1>{escape(title)}</h1>",
-        _notes(runs),
+        f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>" if notes else "",
         _figures(runs),
         f'<div class="charts">{"".join(map(_figure, charts))}</div>',
         _decisions(runs),
@@ -52,12 +52,6 @@ def as_html(runs: Sequence[RunRecord], charts: Sequence[Chart], now: datetime) -
         "</body></html>\n"
     )
     return text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair is no text that can be written
-
-
-def _notes(runs: Sequence[RunRecord]) -> str:
-    """Return the notes on what is missing."""
-    lines = [f"{run.name}: {note}" if len(runs) > 1 else note for run in runs for note in run.notes]
-    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else ""
 
 
 def _figures(runs: Sequence[RunRecord]) -> str:
@@ -86,9 +80,13 @@ def _figure(chart: Chart) -> str:
 
 
 def _decisions(runs: Sequence[RunRecord]) -> str:
-    """Return the auto-tuner's, in the order they were taken."""
+    def shown(given: object, form: str) -> str:
+        value = number(given)
+        return "" if value is None else format(value, form)
+
+    names = _names(runs)
     rows = [
-        [_names(runs)[index], *(escape(_decision_value(decision, key)) for key in ("samples_seen", "elapsed_s")),
+        [names[index], shown(decision.get("samples_seen"), ",.0f"), shown(decision.get("elapsed_s"), ".1f"),
          f'<td class="text">{escape(str(decision.get("reason", "")))}</td>']
         for index, run in enumerate(runs)
         for decision in run.decisions
@@ -96,11 +94,6 @@ def _decisions(runs: Sequence[RunRecord]) -> str:
     if not rows:
         return ""
     return "<h2>Decisions of the auto-tuner</h2>" + _table(["run", "samples seen", "after, s", ""], rows)
-
-
-def _decision_value(decision: Mapping[str, Any], key: str) -> str:
-    value = number(decision.get(key))
-    return "" if value is None else f"{value:,.0f}" if key == "samples_seen" else f"{value:.1f}"
 
 
 def _differences(runs: Sequence[RunRecord]) -> str:

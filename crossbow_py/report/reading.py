@@ -13,7 +13,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.file_locks import is_held
 from crossbow_py.core.files import check_own
 from crossbow_py.search.events import SEARCH_FILE
-from crossbow_py.telemetry.figures import MOST_RUNS, number
+from crossbow_py.telemetry.figures import MOST_RUNS, RecordedRun, number
 from crossbow_py.telemetry.records import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -42,29 +42,20 @@ class Span:
     round_index: int | None
 
 
-@dataclass(frozen=True)
-class RunRecord:
+@dataclass(frozen=True, kw_only=True)
+class RunRecord(RecordedRun):
     """The records of a run, as its folder has them.
 
     Attributes:
         name: short, and different for each run of a report.
-        status: that of summary.json, or `running` or `unfinished` where there is none.
-        config: the configuration, by dotted keys.
-        epochs: lines of metrics.jsonl, in the order of samples seen.
         decisions: those of the auto-tuner.
-        summary: summary.json; empty without one.
         curves: scalars by tag, as (samples seen, value).
         spans: of the timeline, in the order they began.
         notes: what is missing or cannot be read.
     """
 
     name: str
-    folder: Path
-    status: str
-    config: Mapping[str, Any] = field(default_factory=dict)
-    epochs: Sequence[Mapping[str, Any]] = ()
     decisions: Sequence[Mapping[str, Any]] = ()
-    summary: Mapping[str, Any] = field(default_factory=dict)
     curves: Mapping[str, Sequence[Point]] = field(default_factory=dict)
     spans: Sequence[Span] = ()
     notes: Sequence[str] = ()
@@ -117,7 +108,6 @@ def _is_search(folder: Path) -> bool:
 
 
 def _beneath(path: Path, depth: int) -> Iterator[Path]:
-    """Folders below, by name."""
     try:
         folders = sorted(each for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
     except OSError:  # nobody may look into it
@@ -145,11 +135,16 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def _read_run(folder: Path, name: str) -> RunRecord:
     notes: list[str] = []
     epochs, decisions = _read_metrics(folder, notes)
-    summary = _read_summary(folder, notes)
+    summary = read_json(folder / SUMMARY_FILE)
+    if not (folder / SUMMARY_FILE).is_file():
+        notes.append(f"no {SUMMARY_FILE}: the run goes on, or was killed; resume=auto goes on with it")
+    elif not summary:
+        notes.append(f"{SUMMARY_FILE} cannot be read")
+    without_summary = "running" if is_held(folder / LOCK_FILE) else "unfinished"
     return RunRecord(
         name=name,
         folder=folder,
-        status=_status(folder, summary),
+        status=str(summary.get("status", "unknown")) if summary else without_summary,
         config=_flat(_read_config(folder, notes)),
         epochs=epochs,
         decisions=decisions,
@@ -158,12 +153,6 @@ def _read_run(folder: Path, name: str) -> RunRecord:
         spans=_read_spans(folder / TRACE_FILE, notes),
         notes=notes,
     )
-
-
-def _status(folder: Path, summary: Mapping[str, Any]) -> str:
-    if summary:
-        return str(summary.get("status", "unknown"))
-    return "running" if is_held(folder / LOCK_FILE) else "unfinished"
 
 
 def _read_metrics(folder: Path, notes: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -182,16 +171,6 @@ def _read_metrics(folder: Path, notes: list[str]) -> tuple[list[dict[str, Any]],
     return [line for line in lines if "event" not in line], [
         line for line in lines if line.get("event") == "auto_tuner"
     ]
-
-
-def _read_summary(folder: Path, notes: list[str]) -> dict[str, Any]:
-    path = folder / SUMMARY_FILE
-    summary = read_json(path)
-    if not path.is_file():
-        notes.append(f"no {SUMMARY_FILE}: the run goes on, or was killed; resume=auto goes on with it")
-    elif not summary:
-        notes.append(f"{SUMMARY_FILE} cannot be read")
-    return summary
 
 
 def _read_config(folder: Path, notes: list[str]) -> dict[str, Any]:

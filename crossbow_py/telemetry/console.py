@@ -55,7 +55,6 @@ class ConsoleListener(ScreenConsole, Listener):
         self._has_checkpoint = False
 
     def on_start(self, info: RunInfo) -> None:
-        """Print the header, and the live line under it."""
         self._planned_samples, self._trace_path = info.planned_samples, info.trace_path
         self._has_checkpoint = info.resumed_from is not None
         if info.planned_samples is not None:
@@ -64,7 +63,6 @@ class ConsoleListener(ScreenConsole, Listener):
         self._next_line_s = self._clock() + PLAIN_INTERVAL_S
 
     def on_progress(self, progress: Progress) -> None:
-        """Redraw the live line, or print a plain line every ten seconds without a terminal."""
         text = progress_line(progress, self._planned_epochs)
         if self._screen.is_live:
             self._screen.show(self._with_bar(text, progress.samples_seen, self._planned_samples))
@@ -73,21 +71,17 @@ class ConsoleListener(ScreenConsole, Listener):
             self._say(text)
 
     def on_epoch(self, record: EpochRecord) -> None:
-        """Print the epoch's line."""
         self._say(epoch_line(record, self._planned_epochs))
         if record.learning is not None:
             self._say(learning_line(record.learning))
 
     def on_learner_count(self, change: LearnerCount) -> None:
-        """Print a sentence."""
         self._say(f"auto-tuner: {change.reason}")
 
     def on_checkpoint(self, path: str, samples_seen: int) -> None:
-        """Note that there is a checkpoint, for the last block."""
         self._has_checkpoint = True
 
     def on_end(self, summary: Summary) -> None:
-        """Print the last block."""
         lines = final_lines(summary)
         if self._has_checkpoint and summary.status in StopSignal.REASONS:
             lines.append(fact("to go on", "the same command with resume=auto"))

@@ -133,10 +133,11 @@ class LearningStatistics:
     measuring_s: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EpochRecord:
-    """A line of metrics.jsonl. Fields named `spread` and `correction_norm` are None without a central model.
+    """A line of metrics.jsonl, with its keys in this order.
 
+    Fields named `spread` and `correction_norm` are None without a central model.
     `num_non_finite` evaluated samples have outputs that are not finite, and count as wrong. `data_wait_share`, here of
     the epoch, and `num_workers` are as in `Progress`. `learning` is None unless the user asked for it.
     """
@@ -144,13 +145,13 @@ class EpochRecord:
     epoch: float
     samples_seen: int
     train_loss: float
-    train_accuracy: float | None
     test_loss: float | None
     test_accuracy: float | None
     images_per_s: float
     num_learners: int
     learning_rate: float
     elapsed_s: float
+    train_accuracy: float | None
     spread: float | None = None
     correction_norm: float | None = None
     learner_accuracy: tuple[float | None, ...] | None = None
@@ -187,38 +188,40 @@ class Predictions:
         return self.class_names[label] if 0 <= label < len(self.class_names) else str(label)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Summary:
-    """summary.json: how the run ended. `status` is finished, target_reached, interrupted, terminated or failed.
+    """summary.json, with its keys in this order: how the run ended.
 
+    `status` is finished, target_reached, interrupted, terminated or failed.
     `data_wait_share` and `num_workers` as in `Progress`, the former of this process's training.
     """
 
     experiment: str
     status: str
-    stop_reason: str
     device: str
     executor: str
     precision: str
-    averaging: str
-    model: str
-    data: str
     num_learners: int
     num_devices: int
     batch_size: int
     epochs: float
     samples_seen: int
     test_accuracy: float | None
-    test_loss: float | None
     best_test_accuracy: float | None
-    best_validation_accuracy: float | None
     time_to_accuracy_s: float | None
     train_time_s: float
     wall_time_s: float
     images_per_s: float
     seed: int
-    num_reseeded: int
     resumed_from: str | None
+    versions: dict[str, str] = field(default_factory=dict)
+    stop_reason: str
+    averaging: str
+    model: str
+    data: str
+    test_loss: float | None
+    best_validation_accuracy: float | None
+    num_reseeded: int
     output_dir: str | None
     model_path: str | None
     learner_test_accuracy: tuple[float | None, ...] | None = None
@@ -227,7 +230,6 @@ class Summary:
     metrics: dict[str, float] = field(default_factory=dict)
     num_non_finite: int = 0
     model_sha256: dict[str, str] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
 
 
 class Listener:
@@ -238,6 +240,7 @@ class Listener:
     """
 
     BLOCKS: ClassVar[bool] = False
+    _notes: tuple[str, ...] = ()  # which `take_notes` returns next
 
     def on_start(self, info: RunInfo) -> None:
         """Called before training starts, or resumes if `info.resumed_from` is set."""
@@ -265,7 +268,8 @@ class Listener:
 
     def take_notes(self) -> list[str]:
         """Return the sentences for the user since the last call. Called after every hook."""
-        return []
+        notes, self._notes = list(self._notes), ()
+        return notes
 
     def close(self) -> None:
         """Release files and the terminal. Called once, also after an error. Must not raise."""

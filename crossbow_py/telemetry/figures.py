@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from crossbow_py.telemetry.screen import clock_time
 
 MOST_RUNS = 12  # more curves cannot be told apart
 _LARGEST = 1e30
-
 _SECONDS_SPELLED_OUT = 120  # from there on minutes
-
 
 Rows = list[tuple[str, list[str]]]
 
 
-class RecordedRun(Protocol):
-    """A recorded run: its status, summary.json, configuration by dotted keys, and the lines of metrics.jsonl."""
+@dataclass(frozen=True, kw_only=True)
+class RecordedRun:
+    """A recorded run.
 
-    @property
-    def status(self) -> str: ...
+    Attributes:
+        status: that of summary.json, or `running` or `unfinished` where there is none.
+        summary: summary.json; empty without one.
+        config: the configuration, by dotted keys.
+        epochs: lines of metrics.jsonl, in the order of samples seen.
+    """
 
-    @property
-    def summary(self) -> Mapping[str, Any]: ...
-
-    @property
-    def config(self) -> Mapping[str, Any]: ...
-
-    @property
-    def epochs(self) -> Sequence[Mapping[str, Any]]: ...
+    folder: Path
+    status: str
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    epochs: Sequence[Mapping[str, Any]] = ()
 
 
 def figures(runs: Sequence[RecordedRun]) -> Rows:

@@ -43,14 +43,11 @@ class OperatorProfile(Listener):
         self._first_s: float | None = None  # of training, at the first sign of this process's
         self._begun_s: float | None = None  # at the first sign under the profiler, whose own start takes seconds
         self._on_cuda = self._is_over = False
-        self._notes: list[str] = []
 
     def on_start(self, info: RunInfo) -> None:
-        """Note whether there are CUDA kernels to profile."""
         self._on_cuda = info.device.startswith("cuda")
 
     def on_progress(self, progress: Progress) -> None:
-        """Start the profiler after the first rounds, and stop it some rounds later."""
         now_s = progress.elapsed_s
         if self._first_s is None:
             self._first_s = now_s
@@ -62,21 +59,14 @@ class OperatorProfile(Listener):
             self._write(now_s - self._begun_s)
 
     def on_end(self, summary: Summary) -> None:
-        """Stop the profiler if the run ends earlier."""
         if self._is_over:
             return
         if self._begun_s is None:
-            self._notes.append("No profile: training was over within seconds; let it train longer, by max_epochs.")
+            self._notes += ("No profile: training was over within seconds; let it train longer, by max_epochs.",)
         else:
             self._write(summary.train_time_s - self._begun_s)
 
-    def take_notes(self) -> list[str]:
-        """See Listener."""
-        notes, self._notes = self._notes, []
-        return notes
-
     def close(self) -> None:
-        """Stop the profiler in any case."""
         if self._profile is not None:
             self._profile.__exit__(None, None, None)
             self._profile = None
@@ -91,7 +81,7 @@ class OperatorProfile(Listener):
                 self._profile.__enter__()
         except RuntimeError as error:  # somebody else profiles this process
             self._profile, self._is_over = None, True
-            self._notes.append(f"No profile: {one_line(error)}.")
+            self._notes += (f"No profile: {one_line(error)}.",)
 
     def _write(self, length_s: float) -> None:
         found, self._is_over = self._profile, True
@@ -101,7 +91,7 @@ class OperatorProfile(Listener):
             self.close()
         except RuntimeError as error:  # of a device that is lost, which ends the run with an error of its own
             self._profile = None
-            self._notes.append(f"No profile: {one_line(error)}.")
+            self._notes += (f"No profile: {one_line(error)}.",)
             return
         operators = found.key_averages()
         with tempfile.TemporaryDirectory(dir=self._folder) as aside, replacing(self._folder / PROFILE_FILE) as partial:
@@ -109,9 +99,12 @@ class OperatorProfile(Listener):
             Path(aside, PROFILE_FILE).rename(partial)
         order = "self_device_time_total" if self._on_cuda else "self_cpu_time_total"
         write_atomically(self._folder / TABLE_FILE, operators.table(sort_by=order, row_limit=_ROWS))
-        self._notes.append(
-            f"Profiled {length_s:.1f} s of training: {_leading(operators, order)}. {TABLE_FILE} has the operators by "
-            f"time, {PROFILE_FILE} when they ran (open it in ui.perfetto.dev)."
+        times = sorted(((float(getattr(each, order)), str(each.key)) for each in operators), reverse=True)
+        whole = sum(time for time, _ in times) or 1.0
+        leading = ", ".join(f"{name} {time / whole:.0%}" for time, name in times[:_NAMED])
+        self._notes += (
+            f"Profiled {length_s:.1f} s of training: {leading}. {TABLE_FILE} has the operators by time, {PROFILE_FILE} "
+            "when they ran (open it in ui.perfetto.dev).",
         )
 
 
@@ -125,10 +118,3 @@ def _quiet() -> Iterator[None]:
     finally:
         if said is None:
             del os.environ[_LOG_LEVEL]
-
-
-def _leading(operators: Any, order: str) -> str:
-    """Return the operators that took the most time, each with its share."""
-    times = sorted(((float(getattr(each, order)), str(each.key)) for each in operators), reverse=True)
-    whole = sum(time for time, _ in times) or 1.0
-    return ", ".join(f"{name} {time / whole:.0%}" for time, name in times[:_NAMED])

@@ -25,16 +25,6 @@ CONFIG_FILE = "config.yaml"
 BEST_FOLDER = "best"  # in a search's folder: its best trial, as a run's
 TENSORBOARD_FOLDER = "tensorboard"
 
-_LEADING_METRICS = (
-    "epoch", "samples_seen", "train_loss", "test_loss", "test_accuracy", "images_per_s", "num_learners",
-    "learning_rate", "elapsed_s",
-)  # fmt: skip
-_LEADING_SUMMARY = (
-    "experiment", "status", "device", "executor", "precision", "num_learners", "num_devices", "batch_size", "epochs",
-    "samples_seen", "test_accuracy", "best_test_accuracy", "time_to_accuracy_s", "train_time_s", "wall_time_s",
-    "images_per_s", "seed", "resumed_from", "versions",
-)  # fmt: skip
-
 
 def file_listeners(
     output_dir: Path, resumed_samples: int | None, device_uuids: Sequence[str] = (), closed_epochs: int = 0
@@ -77,7 +67,6 @@ class RunRecords(Listener):
     def __init__(self, output_dir: Path, resumed_samples: int | None, closed_epochs: int = 0) -> None:
         self._metrics, self._summary = output_dir / METRICS_FILE, output_dir / SUMMARY_FILE
         self._resumed_samples, self._closed_epochs = resumed_samples, closed_epochs
-        self._notes: list[str] = []
 
     def on_start(self, info: RunInfo) -> None:
         """Drop records that a resumed run will write again, and an earlier summary: the run is unfinished now."""
@@ -85,38 +74,34 @@ class RunRecords(Listener):
         if self._resumed_samples is None:
             self._metrics.unlink(missing_ok=True)
             return
-        lines, damaged = read_records(self._metrics) if self._metrics.exists() else ([], 0)
+        is_there = self._metrics.exists()
+        lines, damaged = read_records(self._metrics) if is_there else ([], 0)
         kept = [line for line in lines if line["samples_seen"] <= self._resumed_samples]
+        torn = is_there and not self._metrics.read_bytes().endswith(b"\n")  # as after a kill, which is no damage
+        epochs = (line.get("epoch") for line in kept if "event" not in line)
+        last_epoch = max((epoch for epoch in epochs if isinstance(epoch, int | float)), default=0)
         here = info.resumed_from and Path(info.resumed_from).resolve().is_relative_to(self._metrics.parent.resolve())
-        if here and (damaged > _ends_inside_a_line(self._metrics) or _last_epoch(kept) < self._closed_epochs):
-            self._notes.append(
+        if here and (damaged > torn or last_epoch < self._closed_epochs):
+            self._notes += (
                 f"{self._metrics} is damaged or has lost lines of earlier epochs; what can be read of them is kept "
-                f"(lines: {len(kept)})."
+                f"(lines: {len(kept)}).",
             )
-        if self._metrics.exists():
+        if is_there:
             write_atomically(self._metrics, "".join(json.dumps(line) + "\n" for line in kept))
-
-    def take_notes(self) -> list[str]:
-        """Return a note if lines of an earlier process are missing."""
-        notes, self._notes = self._notes, []
-        return notes
 
     def on_epoch(self, record: EpochRecord) -> None:
         """Append one line and flush it, so that a killed run only lacks the epoch it was in."""
-        line = json.dumps(_ordered(dataclasses.asdict(record), _LEADING_METRICS))
-        with open(self._metrics, "a", opener=own_file) as file:
-            file.write(line + "\n")
+        self._append(finite(dataclasses.asdict(record)))
 
     def on_learner_count(self, change: LearnerCount) -> None:
-        """Append a line, which `event` tells apart from those of epochs."""
-        line = json.dumps({"event": "auto_tuner", **dataclasses.asdict(change)})
-        with open(self._metrics, "a", opener=own_file) as file:
-            file.write(line + "\n")
+        self._append({"event": "auto_tuner", **dataclasses.asdict(change)})
 
     def on_end(self, summary: Summary) -> None:
-        """Write the summary."""
-        ordered = _ordered(dataclasses.asdict(summary), _LEADING_SUMMARY)
-        write_json(self._summary, ordered)
+        write_json(self._summary, dataclasses.asdict(summary))
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        with open(self._metrics, "a", opener=own_file) as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -139,16 +124,6 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
         else:
             damaged += bool(text.strip())
     return lines, damaged
-
-
-def _ends_inside_a_line(path: Path) -> bool:
-    """Return whether a file ends inside a line, as after a kill, which is no damage."""
-    return path.exists() and not path.read_bytes().endswith(b"\n")
-
-
-def _last_epoch(lines: Sequence[Mapping[str, Any]]) -> float:
-    epochs = (line.get("epoch") for line in lines if "event" not in line)
-    return max((epoch for epoch in epochs if isinstance(epoch, int | float)), default=0)
 
 
 def read_summary(output_dir: Path) -> dict[str, Any]:
@@ -174,11 +149,6 @@ def write_atomically(path: Path, text: str) -> None:
     """Write `text` so that a reader, or a crash, sees either the old file or the new one."""
     with replacing(path, synced=True) as partial:
         partial.write_text(text, encoding="utf-8")
-
-
-def _ordered(values: dict[str, Any], leading: tuple[str, ...]) -> dict[str, Any]:
-    rest = (key for key in values if key not in leading)
-    return {key: finite(values[key]) for key in (*leading, *rest)}
 
 
 def finite(value: Any) -> Any:

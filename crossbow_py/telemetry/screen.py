@@ -20,13 +20,6 @@ from crossbow_py.core.errors import unwritable
 from crossbow_py.core.files import own_file
 
 
-def _opened(path: Path) -> TextIO:
-    try:
-        return open(path, "a", encoding="utf-8", opener=own_file)
-    except OSError as error:
-        raise unwritable(path.parent, error) from error
-
-
 class Screen:
     """Prints to a stream and to a log file, which has every line but no redrawn picture.
 
@@ -45,7 +38,12 @@ class Screen:
         self, log_path: Path | None = None, stream: TextIO | None = None, console: Console | None = None
     ) -> None:
         self._stream: TextIO | None = stream or sys.stdout
-        self._log = _opened(log_path) if log_path else None
+        self._log: TextIO | None = None
+        if log_path:
+            try:
+                self._log = open(log_path, "a", encoding="utf-8", opener=own_file)  # noqa: SIM115
+            except OSError as error:
+                raise unwritable(log_path.parent, error) from error
         self._console = console or Console(file=self._stream, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
 
@@ -113,7 +111,6 @@ class Screen:
             self._log = None
 
     def _guard(self, write: Callable[[], object]) -> None:
-        """Write, unless the terminal is gone."""
         if self._stream is None:
             return
         try:
@@ -147,13 +144,11 @@ class ScreenConsole:
         self._screen.say(line)
 
     def _begin(self, lines: Iterable[str]) -> None:
-        """The header, and the live picture under it."""
         for line in lines:
             self._say(line)
         self._screen.start_live()
 
     def _end(self, lines: Iterable[str]) -> None:
-        """The last block, in place of the live picture."""
         self._screen.stop_live()
         for line in lines:
             self._say(line)

@@ -16,7 +16,9 @@ from crossbow_py.telemetry.dashboard import dashboard
 from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, Predictions, Progress, RunInfo, Summary
 from crossbow_py.telemetry.hyper_parameters import columns_of_runs, ended, started
 from crossbow_py.telemetry.prediction_grid import prediction_grid
-from crossbow_py.telemetry.system import SystemMonitor, SystemScalars
+from crossbow_py.telemetry.system import SystemMonitor
+
+_MACHINE_INTERVAL_S = 5.0  # of training, between two samples of the machine
 
 
 class TensorBoardScalars(Listener):
@@ -42,16 +44,16 @@ class TensorBoardScalars(Listener):
         self._new_monitor = new_monitor
         self._purge_step = 0 if resumed_samples is None else resumed_samples + 1
         self._writer: SummaryWriter | None = None
-        self._system: SystemScalars | None = None
+        self._monitor: SystemMonitor | None = None
         self._num_devices = 1
-        self._next_point_s = 0.0
+        self._next_point_s = self._next_sample_s = 0.0
+        self._warned = False
         self._last_samples = -1
 
     def on_start(self, info: RunInfo) -> None:
-        """Open the event file, and write the configuration and the layout of the charts."""
         self._num_devices = info.num_devices
         self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
-        self._system = SystemScalars(self._new_monitor(), self._writer.add_scalar)
+        self._monitor, self._next_sample_s, self._warned = self._new_monitor(), 0.0, False
         self._writer.add_custom_scalars(dashboard(info))
         self._compare(columns_of_runs())
         self._compare(started(info.hyper_parameters, str(self._folder), time.time()))
@@ -62,23 +64,14 @@ class TensorBoardScalars(Listener):
 
     def on_progress(self, progress: Progress) -> None:
         """Write points within an epoch, ever more rarely: short runs get a curve, and long runs' files stay small."""
-        if self._system is not None:
-            self._system.on_progress(progress)
-        if progress.elapsed_s < self._next_point_s:
-            return
-        self._next_point_s = progress.elapsed_s + max(self._interval_s, progress.elapsed_s / 500)
-        self._write(
-            progress.samples_seen,
-            {
-                "loss/train": progress.train_loss,
-                "learning_rate": progress.learning_rate,
-                "num_learners": progress.num_learners,
-                "time/training_s": progress.elapsed_s,
-                "data/wait_share": progress.data_wait_share,
-                "data/num_workers": progress.num_workers,
-                **self._throughput(progress.images_per_s),
-            },
-        )
+        now_s = progress.elapsed_s
+        if self._monitor is not None and self._writer is not None and now_s >= self._next_sample_s:
+            self._next_sample_s = now_s + _MACHINE_INTERVAL_S
+            for tag, value in self._monitor.sample().items():
+                self._writer.add_scalar(tag, value, progress.samples_seen)
+        if now_s >= self._next_point_s:
+            self._next_point_s = now_s + max(self._interval_s, now_s / 500)
+            self._write(progress.samples_seen, self._training(progress))
 
     def on_epoch(self, record: EpochRecord) -> None:
         """Write the figures of a closed epoch; without a central model also each learner's own accuracy."""
@@ -98,32 +91,21 @@ class TensorBoardScalars(Listener):
             **{f"learning/{name}": value for name, value in learning.items()},
         }
         if record.samples_seen != self._last_samples:
-            evaluated |= {
-                "loss/train": record.train_loss,
-                "learning_rate": record.learning_rate,
-                "num_learners": record.num_learners,
-                "time/training_s": record.elapsed_s,
-                "data/wait_share": record.data_wait_share,
-                "data/num_workers": record.num_workers,
-                **self._throughput(record.images_per_s),
-            }
+            evaluated |= self._training(record)
         self._write(record.samples_seen, evaluated)
         if self._writer is not None:
             self._writer.flush()
 
     def on_predictions(self, predictions: Predictions, samples_seen: int) -> None:
-        """Write a picture of the predictions."""
         if self._writer is not None:
             self._writer.add_image("predictions", prediction_grid(predictions), samples_seen, dataformats="HWC")
 
     def on_learner_count(self, change: LearnerCount) -> None:
-        """Write the decision as text, and the count as a step in its curve."""
         if self._writer is not None:
             self._writer.add_text("auto_tuner", change.reason, change.samples_seen)
             self._writer.add_scalar("num_learners", change.num_learners, change.samples_seen)
 
     def on_end(self, summary: Summary) -> None:
-        """Write the final figures as text, and that the run has ended."""
         self._compare(ended(failed=summary.status == "failed", now_s=time.time()))
         if self._writer is not None:
             if summary.time_to_accuracy_s is not None:
@@ -132,28 +114,34 @@ class TensorBoardScalars(Listener):
             self._writer.add_text("result", text, summary.samples_seen)
 
     def take_notes(self) -> list[str]:
-        """Return the notes of the machine's monitor."""
-        return self._system.take_notes() if self._system is not None else []
+        if self._warned or self._monitor is None or self._monitor.warning is None:
+            return []
+        self._warned = True
+        return [self._monitor.warning]
 
     def close(self) -> None:
-        """Close the monitor, flush, and end the writer's thread."""
-        if self._system is not None:
-            self._system.close()
-            self._system = None
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
         if self._writer is not None:
             with suppress(OSError):  # raised again for its thread, which a full disk has ended
                 self._writer.close()
             self._writer = None
 
     def _compare(self, summary: Any) -> None:
-        """Add a summary to the table of hyper-parameters."""
         if self._writer is not None:
             self._writer._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
 
-    def _throughput(self, images_per_s: float) -> dict[str, float]:
+    def _training(self, found: Progress | EpochRecord) -> dict[str, float | None]:
         return {
-            "throughput/images_per_s": images_per_s,
-            "throughput/images_per_s_per_device": images_per_s / self._num_devices,
+            "loss/train": found.train_loss,
+            "learning_rate": found.learning_rate,
+            "num_learners": found.num_learners,
+            "time/training_s": found.elapsed_s,
+            "data/wait_share": found.data_wait_share,
+            "data/num_workers": found.num_workers,
+            "throughput/images_per_s": found.images_per_s,
+            "throughput/images_per_s_per_device": found.images_per_s / self._num_devices,
         }
 
     def _write(self, samples_seen: int, values: dict[str, float | None]) -> None:

@@ -99,9 +99,16 @@ class Timeline:
         spans.sort(key=lambda span: (span.start_ns, -span.end_ns))
         origin_ns = spans[0].start_ns if spans else 0
         thread_ids = {row: index for index, row in enumerate(ordered_rows(span.row for span in spans), start=1)}
-        process_id = os.getpid()
-        events = _names(process_id, thread_ids)
-        events += [_event(span, process_id, thread_ids[span.row], origin_ns) for span in spans]
+        named = {"ph": "M", "pid": os.getpid()}
+        events: list[dict[str, Any]] = [{**named, "name": "process_name", "args": {"name": "crossbow_py"}}]
+        for row, tid in thread_ids.items():
+            events.append({**named, "tid": tid, "name": "thread_name", "args": {"name": row}})
+            events.append({**named, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+        for span in spans:
+            start_us, length_us = (span.start_ns - origin_ns) / _NS_PER_US, (span.end_ns - span.start_ns) / _NS_PER_US
+            args = {key: _shown(value) for key, value in span.args.items()}
+            where = {"pid": os.getpid(), "tid": thread_ids[span.row], "ts": start_us, "dur": length_us}
+            events.append({"ph": "X", "name": span.name, **where, "args": args})
         return {
             "traceEvents": events,
             "displayTimeUnit": "ms",
@@ -124,67 +131,37 @@ class TimelineFile(Listener):
 
     def __init__(self, timeline: Timeline, folder: Path) -> None:
         self._timeline, self._path = timeline, folder / TRACE_FILE
-        self._notes: list[str] = []
 
     def on_start(self, info: RunInfo) -> None:
         """Remove the file of an earlier process, which would be taken for this one's."""
         self._path.unlink(missing_ok=True)
 
     def on_end(self, summary: Summary) -> None:
-        """Write the file, and note what is missing from it."""
         timeline = self._timeline
         try:
             timeline.write(self._path)
         except OSError as error:
-            self._notes.append(f"No timeline was written to {self._path} ({error}).")
+            self._notes += (f"No timeline was written to {self._path} ({error}).",)
             return
         if timeline.dropped_spans:
-            self._notes.append(
+            self._notes += (
                 f"The timeline has the first {timeline.kept_spans:,} tasks of the run; the {timeline.dropped_spans:,} "
-                "after them found no room."
+                "after them found no room.",
             )
         elif not timeline.kept_spans:
-            self._notes.append(f"The timeline is empty: executor={summary.executor} recorded no task.")
-
-    def take_notes(self) -> list[str]:
-        """See Listener."""
-        notes, self._notes = self._notes, []
-        return notes
+            self._notes += (f"The timeline is empty: executor={summary.executor} recorded no task.",)
 
 
 def ordered_rows(rows: Iterable[str]) -> list[str]:
     """Return each row once, in the order shown: numbered ones by number, then others by name, and averaging last."""
-    return sorted(set(rows), key=_row_order)
 
+    def order(row: str) -> tuple[int, str, int]:
+        if row == LAST_ROW:
+            return 2, row, 0
+        numbered = _NUMBERED.fullmatch(row)
+        return (0, numbered[1], int(numbered[2])) if numbered else (1, row, 0)
 
-def _row_order(row: str) -> tuple[int, str, int]:
-    if row == LAST_ROW:
-        return 2, row, 0
-    numbered = _NUMBERED.fullmatch(row)
-    return (0, numbered[1], int(numbered[2])) if numbered else (1, row, 0)
-
-
-def _names(process_id: int, thread_ids: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Return metadata events that name the process and its rows, and put the rows in order."""
-    process = {"ph": "M", "pid": process_id}
-    events: list[dict[str, Any]] = [{**process, "name": "process_name", "args": {"name": "crossbow_py"}}]
-    for row, thread_id in thread_ids.items():
-        thread = {**process, "tid": thread_id}
-        events.append({**thread, "name": "thread_name", "args": {"name": row}})
-        events.append({**thread, "name": "thread_sort_index", "args": {"sort_index": thread_id}})
-    return events
-
-
-def _event(span: _Span, process_id: int, thread_id: int, origin_ns: int) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": span.name,
-        "pid": process_id,
-        "tid": thread_id,
-        "ts": (span.start_ns - origin_ns) / _NS_PER_US,
-        "dur": (span.end_ns - span.start_ns) / _NS_PER_US,
-        "args": {key: _shown(value) for key, value in span.args.items()},
-    }
+    return sorted(set(rows), key=order)
 
 
 def _shown(value: SpanValue) -> SpanValue:

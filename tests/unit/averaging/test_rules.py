@@ -189,8 +189,9 @@ def test_every_rule_is_among_the_cases_or_averages_nothing() -> None:
 
 
 @pytest.mark.parametrize("rule", [kind() for kind in RULES.values()], ids=list(RULES))
-def test_one_learner_averages_nothing_by_any_rule(rule: AveragingRule) -> None:
-    assert all(rule.round(Stage(index, 1)) is None for index in range(100))
+def test_one_learner_averages_nothing_by_any_rule_nor_do_independent_ones(rule: AveragingRule) -> None:
+    learners = 4 if isinstance(rule, Independent) else 1
+    assert all(rule.round(Stage(index, learners)) is None for index in range(100))
 
 
 def test_quadratic_rule_averages_less_often_as_the_rate_falls() -> None:
@@ -230,6 +231,9 @@ def test_learning_rate_of_four_learners_is_doubled_by_sma_unless_told_otherwise(
     [
         (SMA, {"correction_rate": 1.5}, r"averaging\.correction_rate must be at most 1, got 1.5: replicas would"),
         (SMA, {"averaging_momentum": 1.0}, r"averaging\.averaging_momentum must be less than 1, got 1.0: a step of"),
+        (SMA, {"correction_rate": 0.0}, r"averaging\.correction_rate must be greater than 0"),
+        (SMA, {"averaging_period": 0}, r"averaging\.averaging_period must be at least 1, got 0"),
+        (SMA, {"node_period": 0}, r"averaging\.node_period must be at least 1, got 0"),
         (SMA, {"node_period": 2, "quadratic_period": 0.1}, r"averaging\.node_period counts rounds"),
         (DiLoCo, {"outer_momentum": 1.0}, r"averaging\.outer_momentum must be less than 1"),
         (SlowMo, {"slow_learning_rate": 0.0}, r"averaging\.slow_learning_rate must be greater than 0"),

@@ -1,4 +1,4 @@
-"""What answers batches: operators as they were recorded, CUDA graphs, those used last, and the fastest."""
+"""What answers batches: operators as they were recorded, CUDA graphs, and the fastest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors.on_device import CaptureError
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.modules.precision import FP32
-from crossbow_py.predict.programs import CapturedRun, Captures, LastUsed, OrderedRun, recorded
+from crossbow_py.predict.programs import CapturedRun, Captures, recorded
 from tests import networks
 from tests.recording_streams import RecordingStreams
 from tests.support import CPU
@@ -156,7 +156,7 @@ def test_function_that_draws_is_no_graph_and_keeps_its_place_in_the_order():
     device = Device()
     captures = made(device)
     run = captures.captured(lambda x: x + torch.rand(()), torch.ones(1))
-    assert isinstance(run, OrderedRun) and not any("capture" in entry for entry in device.log)
+    assert not any("capture" in entry for entry in device.log)
     device.log.clear()
     assert run(torch.ones(1)) != run(torch.ones(1))
     assert device.log == [
@@ -182,32 +182,6 @@ def test_what_no_graph_can_hold_is_the_users_to_know_and_want_of_memory_is_not()
         captures.captured(lambda x: x, torch.ones(1))
     device.error = None
     assert isinstance(captures.captured(lambda x: x, torch.ones(1)), CapturedRun)
-
-
-def test_values_used_last_are_kept_and_the_others_dropped_after_the_next_is_made() -> None:
-    events: list[str] = []
-    kept = LastUsed[int, str](2, lambda value: events.append(f"drop {value}"))
-
-    def ask(key: int) -> None:
-        def make() -> str:
-            events.append(f"make {key}")
-            return str(key)
-
-        assert kept.of(key, make) == str(key)
-
-    for key in (1, 2, 1, 3, 1, 2):
-        ask(key)
-    assert events == ["make 1", "make 2", "make 3", "drop 2", "make 2", "drop 3"]
-    kept.clear()
-    assert events[6:] == ["drop 2", "drop 1"] and len(kept) == 0
-
-
-def test_value_that_cannot_be_made_takes_no_place() -> None:
-    kept = LastUsed[int, str](1)
-    kept.of(1, lambda: "one")
-    with pytest.raises(ZeroDivisionError):
-        kept.of(2, lambda: str(1 // 0))
-    assert len(kept) == 1 and kept.of(1, lambda: "another") == "one"
 
 
 def test_fastest_takes_the_least_median_and_leaves_the_first_call_out():

@@ -24,7 +24,7 @@ def charts(*runs: RunRecord) -> dict[str, list[list[tuple[float, float]]]]:
 
 
 def test_curves_are_those_of_the_epochs_where_there_is_no_event_file() -> None:
-    found = charts(RunRecord("a", Path("a"), "finished", epochs=EPOCHS))
+    found = charts(RunRecord(name="a", folder=Path("a"), status="finished", epochs=EPOCHS))
     assert list(found) == ["accuracy", "accuracy_by_time", "loss", "throughput"]
     assert found["accuracy"] == [[(1000, 0.25), (2000, 0.5), (3000, 0.75)]]
     assert found["accuracy_by_time"] == [[(1, 0.25), (2, 0.5), (3, 0.75)]]
@@ -33,12 +33,12 @@ def test_curves_are_those_of_the_epochs_where_there_is_no_event_file() -> None:
 
 def test_validation_accuracy_stands_where_it_was_measured() -> None:
     epochs = [{**line, "validation_accuracy": 0.125} for line in EPOCHS]
-    found = charts(RunRecord("a", Path("a"), "finished", epochs=epochs))
+    found = charts(RunRecord(name="a", folder=Path("a"), status="finished", epochs=epochs))
     assert found["accuracy"] == [[(1000, 0.125), (2000, 0.125), (3000, 0.125)]]
 
 
 def test_a_run_has_one_colour_in_every_chart_and_a_name_where_there_are_several() -> None:
-    runs = [RunRecord(name, Path(name), "finished", epochs=EPOCHS) for name in "ab"]
+    runs = [RunRecord(name=name, folder=Path(name), status="finished", epochs=EPOCHS) for name in "ab"]
     for chart in all_charts(runs):
         first = chart.figure.axes[0]
         assert {line.get_color() for line in first.get_lines()} == {colour(0), colour(1)}

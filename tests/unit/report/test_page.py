@@ -77,7 +77,7 @@ def test_page_of_runs_alike_says_so(tmp_path: Path) -> None:
 def test_what_a_folder_says_is_shown_as_text(where: str) -> None:
     evil = "<script>alert(1)</script>"
     run = RunRecord(
-        evil if where == "name" else "a", Path("a"), "finished",
+        name=evil if where == "name" else "a", folder=Path("a"), status="finished",
         config={"seed": evil if where == "config" else 1},
         decisions=[{"reason": evil if where == "decision" else "", "samples_seen": 1, "elapsed_s": 1}],
         summary={"model": evil if where == "summary" else "mlp"},
@@ -89,7 +89,8 @@ def test_what_a_folder_says_is_shown_as_text(where: str) -> None:
 
 
 def test_half_a_surrogate_pair_does_not_keep_the_page_from_being_written() -> None:
-    run = RunRecord("a", Path("a"), "finished", decisions=[{"reason": "\ud800", "samples_seen": 1, "elapsed_s": 1}])
+    decision = {"reason": "\ud800", "samples_seen": 1, "elapsed_s": 1}
+    run = RunRecord(name="a", folder=Path("a"), status="finished", decisions=[decision])
     as_html([run], [], NOW).encode("utf-8")
 
 

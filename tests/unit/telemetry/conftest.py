@@ -1,4 +1,4 @@
-"""Events of a small run, for the listeners' tests."""
+"""Events of a small run, for the listeners' tests, and a clock that is moved by hand."""
 
 from __future__ import annotations
 
@@ -7,6 +7,19 @@ from typing import Any
 import pytest
 
 from crossbow_py.telemetry.events import EpochRecord, Progress, RunInfo, Summary
+
+
+class FakeClock:
+    """A clock, in whatever unit, that stands still until it is advanced."""
+
+    def __init__(self, now: int = 0) -> None:
+        self.now: float = now
+
+    def __call__(self) -> Any:
+        return self.now
+
+    def advance(self, by: float) -> None:
+        self.now += by
 
 
 class Events:
@@ -37,7 +50,7 @@ class Events:
             "test_accuracy": 0.75, "images_per_s": 250.0, "num_learners": 2, "learning_rate": 0.1,
             "elapsed_s": epoch * 4.0, "spread": 0.125, "correction_norm": 2.0,
         }  # fmt: skip
-        return EpochRecord(epoch, **{**values, **changes})
+        return EpochRecord(epoch=epoch, **{**values, **changes})
 
     @staticmethod
     def summary(**changes: Any) -> Summary:
@@ -56,3 +69,8 @@ class Events:
 @pytest.fixture
 def events() -> Events:
     return Events()
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock(1000)

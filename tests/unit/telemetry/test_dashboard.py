@@ -12,17 +12,23 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 from crossbow_py.telemetry.dashboard import dashboard
 from crossbow_py.telemetry.events import LearningStatistics
-from crossbow_py.telemetry.system import GpuSample, SystemMonitor, SystemSample
+from crossbow_py.telemetry.system import SystemMonitor
 from crossbow_py.telemetry.tensorboard import TensorBoardScalars
 
 ALWAYS = ["How well it learns", "How fast it trains"]
 
 
+SAMPLE = [
+    "system/process_memory_gib", "system/host_memory_available_gib", "system/process_cpu_cores",
+    "gpu/0/utilization_percent", "gpu/0/memory_gib", "gpu/0/power_w", "gpu/0/temperature_c",
+]  # fmt: skip
+
+
 class Monitor(SystemMonitor):
     """A machine with a GPU."""
 
-    def sample(self) -> SystemSample:
-        return SystemSample(3 * 2**30, 48 * 2**30, 1.5, (GpuSample(0, 87.0, 12 * 2**30, 312.5, 61.0),))
+    def sample(self) -> dict[str, float]:
+        return dict.fromkeys(SAMPLE, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from crossbow_py.report.reading import RunRecord
-from crossbow_py.telemetry.figures import figures, same_settings
+from crossbow_py.telemetry.figures import RecordedRun, figures, same_settings
 
 SUMMARY = {"test_accuracy": 0.98765, "time_to_accuracy_s": 12.34, "train_time_s": 725.0, "images_per_s": 12345.6,
            "model": "mlp", "num_learners": 4}  # fmt: skip
@@ -13,9 +13,13 @@ EPOCH = {"epoch": 2, "samples_seen": 2000, "test_accuracy": 0.5, "elapsed_s": 8.
          "num_learners": 2}  # fmt: skip
 
 
+def recorded(status: str, **records: Any) -> RecordedRun:
+    return RecordedRun(folder=Path("any"), status=status, **records)
+
+
 def test_figures_of_a_run_that_ended_are_those_of_its_summary_and_of_another_those_of_its_newest_epoch() -> None:
-    ended = RunRecord("a", Path("a"), "target_reached", summary=SUMMARY, epochs=[EPOCH])
-    killed = RunRecord("b", Path("b"), "unfinished", config={"model": "lenet", "seed": 3}, epochs=[EPOCH])
+    ended = recorded("target_reached", summary=SUMMARY, epochs=[EPOCH])
+    killed = recorded("unfinished", config={"model": "lenet", "seed": 3}, epochs=[EPOCH])
     assert dict(figures([ended, killed])) == {
         "status": ["target reached", "unfinished"],
         "test accuracy": ["0.9877", "0.5000"],
@@ -32,15 +36,12 @@ def test_figures_of_a_run_that_ended_are_those_of_its_summary_and_of_another_tho
 
 
 def test_settings_that_are_alike_stand_apart_from_the_table() -> None:
-    runs = [
-        RunRecord(name, Path(name), "finished", summary={"model": "mlp", "seed": seed, "precision": "fp32"})
-        for seed, name in enumerate("ab")
-    ]
+    runs = [recorded("finished", summary={"model": "mlp", "seed": seed, "precision": "fp32"}) for seed in range(2)]
     assert dict(figures(runs)) == {"status": ["finished"] * 2, "seed": ["0", "1"]}
     assert same_settings(runs) == [("model", "mlp"), ("precision", "fp32")]
     assert [name for name, _ in same_settings(runs[:1])] == ["model", "precision", "seed"]
 
 
 def test_figures_of_a_damaged_summary_are_left_out() -> None:
-    run = RunRecord("a", Path("a"), "finished", summary={"test_accuracy": "high", "train_time_s": None})
+    run = recorded("finished", summary={"test_accuracy": "high", "train_time_s": None})
     assert dict(figures([run])) == {"status": ["finished"]}

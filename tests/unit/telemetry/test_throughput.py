@@ -2,27 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from crossbow_py.telemetry.throughput import ThroughputMeter
-
-
-class FakeClock:
-    """A clock that stands still until it is advanced."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def advance(self, seconds: float) -> None:
-        self.now_s += seconds
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
+from tests.unit.telemetry.conftest import FakeClock
 
 
 def test_whole_after_two_updates_is_samples_over_time(clock: FakeClock) -> None:

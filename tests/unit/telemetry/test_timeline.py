@@ -13,26 +13,9 @@ from typing import Any
 import pytest
 
 from crossbow_py.telemetry.timeline import Timeline, TimelineFile, ordered_rows
+from tests.unit.telemetry.conftest import FakeClock
 
 US, MS = 1_000, 1_000_000  # nanoseconds
-
-
-class FakeClock:
-    """Nanoseconds that stand still until they are advanced."""
-
-    def __init__(self) -> None:
-        self.now_ns = 5_000 * MS
-
-    def __call__(self) -> int:
-        return self.now_ns
-
-    def advance(self, nanoseconds: int) -> None:
-        self.now_ns += nanoseconds
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
 
 
 @pytest.fixture
