@@ -105,7 +105,7 @@ class OuterRule(PeriodicRule):
     LACKS: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("correction_rate", "final_correction_rate"),
-            "learners go by themselves and then on from the average model, which does not pull them",
+            "learners train alone, then restart from the average model; nothing pulls them in between",
         ),
         "averaging_momentum": "the average model's momentum, where a rule has one, is outer_momentum or slow_momentum",
         **GROUPS_AND_NODES,

@@ -29,7 +29,7 @@ class Elastic(PeriodicRule):
     NAME: ClassVar[str] = "elastic"
     LACKS: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("averaging_momentum", "final_correction_rate"), "that is averaging=sma"),
-        "learner_momentum": "learners never stop to go on from the average model, but at a restart (restart_momentum)",
+        "learner_momentum": "learners continue from the average model only at a restart (restart_momentum)",
         **GROUPS_AND_NODES,
     }
 

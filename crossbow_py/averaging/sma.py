@@ -9,7 +9,7 @@ For every learner j of K, with gradient g_j at w_j, momentum m and weight decay 
 
 α is `correction_rate` (1/K by default), μ is `averaging_momentum`; K = 1 is plain SGD. As z moves by the mean of γ·u_j,
 K learners consume K times the samples of one, but move it no further in a round. γ is therefore the configured rate
-times √K (`rate_scaling`), which learned best without a warm-up; with one, K was best (experiments/averaging_rules).
+times √K (`rate_scaling`), which was best without a warm-up; with one, a factor of K was (experiments/averaging_rules).
 Crossbow does not scale γ.
 
 The class below says what α, μ and the period are in a round; `averaging/rule.py` computes with them, and so do the C
@@ -46,7 +46,7 @@ class SMA(PeriodicRule):
     NAME: ClassVar[str] = "sma"
     LACKS: ClassVar[Mapping[str, str]] = {
         "group_size": GROUPS_AND_NODES["group_size"],
-        "learner_momentum": "learners never stop to go on from the average model, but at a restart (restart_momentum)",
+        "learner_momentum": "learners continue from the average model only at a restart (restart_momentum)",
     }
 
     correction_rate: float | None = setting(

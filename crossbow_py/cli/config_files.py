@@ -20,6 +20,7 @@ MOST_NESTED = 50  # levels of lists and mappings in a file or a word
 FILE_ERRORS = (OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError)
 
 _MOST_BYTES = 200_000  # read in some seconds; a run's own configuration has 3,000
+_REMEDY = "restore that file, or take another folder"
 _MOST_BITS = 10_000
 _OPENING = (
     yaml.FlowSequenceStartToken,
@@ -78,13 +79,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file, interpolations unresolved. Raises UserError if it is unreadable or a link."""
     try:
         if path.stat().st_size > _MOST_BYTES:
-            raise UserError(f"{path} must have at most {_MOST_BYTES:,} bytes, got more; restore or delete that file.")
+            raise UserError(f"{path} must have at most {_MOST_BYTES:,} bytes, got more; {_REMEDY}.")
         text = read_text(path)
         _check_tokens(path, text)
         plain = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
         _check_numbers(path, plain)
     except FILE_ERRORS as error:
-        raise UserError(f"cannot read {path}: {one_line_of(error)}; restore or delete that file.") from error
+        raise UserError(f"cannot read {path}: {one_line_of(error)}; {_REMEDY}.") from error
     return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
 
 
@@ -98,7 +99,7 @@ def _check_tokens(path: Path, text: str) -> None:
             raise UserError(f"{path} must have no tags, which make other things than plain values; leave them out.")
         depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
         if depth > MOST_NESTED:
-            raise UserError(f"{path} must be nested at most {MOST_NESTED} deep, got more; restore or delete that file.")
+            raise UserError(f"{path} must be nested at most {MOST_NESTED} deep, got more; {_REMEDY}.")
 
 
 def _check_numbers(path: Path, value: Any) -> None:

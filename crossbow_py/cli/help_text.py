@@ -32,7 +32,7 @@ class Key:
 
 def help_text(kind: type[CommandConfig]) -> str:
     """Return the usage, then every key with its meaning and default, by group, for the configuration class `kind`."""
-    lines = [kind.USAGE, "Keys (with the value they have when nothing is said):"]
+    lines = [kind.USAGE, "Keys and their defaults:"]
     lines += map(_key_line, command_keys(kind))
     for field in dataclasses.fields(kind):
         if field.name in kind.GROUPS:

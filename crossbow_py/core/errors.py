@@ -62,7 +62,7 @@ class NonFiniteError(CrossbowError):
         good = f"the last good checkpoint is {last_checkpoint}" if last_checkpoint else "there is no checkpoint yet"
         lost = ", and with it every learner" if everyone else ""
         resume = "Resume it with on_nonfinite=reseed, or start" if last_checkpoint and not everyone else "Start"
-        data = "NaN in the data, and for batches of which the loss leaves every target out"
+        data = "NaN in the data, and for batches in which the loss ignores every target"
         remedy = (
             f"Look for {data}; no step had been taken yet."
             if round_index == 0
@@ -86,9 +86,9 @@ class DeviceLostError(SearchError):
     def __init__(self, cause: BaseException) -> None:
         said = (str(cause).splitlines() or [type(cause).__name__])[0].rstrip(".")
         super().__init__(
-            f"the device does nothing for this process any more ({said}); what was finished is kept. Start the same "
-            "command again with resume=auto; if it ends like this again, find out with device=cpu whether a model is "
-            "given indices or labels that it has not, and otherwise take another device."
+            f"the device rejects all further work from this process ({said}); what was finished is kept. Start the "
+            "same command again with resume=auto; if it ends like this again, find out with device=cpu whether a model "
+            "is given indices or labels that are out of range, and otherwise take another device."
         )
 
 

@@ -189,11 +189,6 @@ def foreign_share(before: LoadSnapshot, after: LoadSnapshot) -> float | None:
     return max(0.0, busy - own) / (after.cores * (after.wall_s - before.wall_s))
 
 
-def own_share(before: LoadSnapshot, after: LoadSnapshot) -> float:
-    """Return the share (0 to 1) of the usable cores that this process kept busy between two snapshots."""
-    return (after.own_s - before.own_s) / (after.cores * (after.wall_s - before.wall_s))
-
-
 def versions() -> dict[str, str]:
     """Return the versions of this package, of torch and of Python."""
     return {"crossbow_py": __version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -186,7 +186,7 @@ class RankWatch(Watch):
 def _describe(rank: int, heard: Heard, now: float) -> str:
     said = heard.said
     return (
-        f"rank {rank} ({said.host}, process {said.pid}), which hangs: its last task is {said.doing}, "
+        f"rank {rank} ({said.host}, process {said.pid}), which appears to hang: its last task was {said.doing}, "
         f"last heard of {now - heard.at_s:.0f} s ago"
     )
 

@@ -4,7 +4,7 @@ It is pure: a state and a throughput in, a state and a decision out; no clock, n
 are given the same numbers make the same decision. A measurement is the median of `windows` windows of throughput. There
 are two searches:
 
-    growing     counts upwards; a count is worth it if it beats the last one that was by more than `min_gain`;
+    growing     counts upwards; a count is worth it if it beats the last such count by more than `min_gain`;
     shrinking   counts downwards; a count is worth it if it is within `min_gain` of the best.
 
 A search goes one count past a count that was not worth it (3 learners on 2 cores may be slower and 4 faster), but stops
@@ -12,8 +12,8 @@ if throughput falls below half of the best. It settles on the fewest learners me
 growing settles on fewer learners than the last count, it measures them again, once: if the machine has slowed down
 meanwhile, the larger counts were compared unfairly, and growing starts again from there. Once settled, the tuner
 watches: throughput that stays lower by more than `drift` starts shrinking, higher starts growing. After a drop has
-taken learners away, it also tries growing from time to time, because learners do not get faster when another program
-frees a core that they do not use. Every new search doubles the wait before the next, up to `2 ** _MAX_BACK_OFF`
+taken learners away, it also tries growing now and then: if another program frees a core that the learners do not use,
+throughput does not show it. Every new search doubles the wait before the next, up to `2 ** _MAX_BACK_OFF`
 measurements.
 
 After Crossbow's auto-tuner (Koliousis et al., VLDB 2019), which takes one sample per count and then stops.

@@ -323,16 +323,20 @@ class RoundTasks:
         bank, optimizer = self.bank, self.update.optimizer
         mean, finite = self.gradient_mean, math.isfinite(gradient_norm)
         own = outcome.finite[learner] if mean else math.isfinite(outcome.losses[learner])
-        # A group steps if any of its learners is finite: assumed if all are one group, also on other devices.
-        groups = bank.gradient_groups if mean and mean.group_size is not None else []
-        kept = [any(outcome.finite[other] for other in group) for group in groups if learner in group]
-        steps = finite and (all(kept) if mean else own)
+        steps = finite and (self._is_kept(learner, outcome) if mean else own)
         outcome.finite[learner] = own and finite
         if not steps:
             return None
         bank.step_counts[learner] += 1
         rate, count = outcome.plan.learning_rates[learner], bank.step_counts[learner]
         return Step(rate, count, optimizer.gradient_scale(gradient_norm))
+
+    def _is_kept(self, learner: int, outcome: RoundOutcome) -> bool:
+        """Return whether any learner of the group is finite; assumed if all are one group, also on other devices."""
+        if self.gradient_mean is None or self.gradient_mean.group_size is None:
+            return True
+        group = next(group for group in self.bank.gradient_groups if learner in group)
+        return any(outcome.finite[other] for other in group)
 
     def next_summed_step(self, learner: int, outcome: RoundOutcome) -> Step | None:
         """Return `next_step` of a learner that steps by the mean of the gradients whose sum is in `bank.total`."""

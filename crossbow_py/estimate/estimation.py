@@ -249,7 +249,7 @@ def _loading(
         step_s = step_seconds(make_model, facts.sample, job, _TIMED_BATCH) / at_once
     train = facts.train
     if train is None and step_s is not None and facts.note is None and isinstance(config.data, ImageFolder):
-        # With a cache loading is another matter, and filling it none of an estimate.
+        # Loading from a cache takes another time, and an estimate must not fill the cache.
         train = None if config.data.cache else replace(config.data).read(progress=False)[0]
     fetch_s = fetch_seconds(train) if train is not None and step_s is not None and as_pair(train) is None else None
     return Loading(facts.sample_bytes, fetch_s=fetch_s, step_s=step_s, through_shared=facts.through_shared)

@@ -32,7 +32,7 @@ def _head(found: Estimate) -> list[str]:
     lines = [
         f"{config.experiment}: model={config.model.NAME} data={config.data.NAME} precision={found.precision.name} "
         f"executor={config.executor}",
-        f"memory {in_words(found.memory_bytes)}, of it {limit} to use. Held back: {found.held_back.why}.",
+        f"memory {in_words(found.memory_bytes)}, {limit} of it usable. Held back: {found.held_back.why}.",
     ]
     if found.measured is not None:
         tried = ", ".join(f"{b} {'out of memory' if size is None else in_words(size)}" for b, size in
@@ -77,7 +77,7 @@ def _parts(found: Estimate) -> list[str]:
     size, k = found.config.batch_size, found.num_learners
     parts = breakdown(found.model, size, k, found.at_once)
     per_image = in_words(found.model.activations.per_sample)
-    title = f"Memory of {k} learner{'s' if k > 1 else ''} with batch_size={size}; an image more takes {per_image}:"
+    title = f"Memory of {k} learner{'s' if k > 1 else ''} with batch_size={size}; each further image takes {per_image}:"
     return [title, *columns(("what for", "memory"), [(name, in_words(part)) for name, part in parts.items()])]
 
 

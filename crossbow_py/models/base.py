@@ -14,7 +14,7 @@ from crossbow_py.core.settings import check
 
 @dataclass(frozen=True)
 class ModelSettings(ABC):
-    """Base of the settings of every model."""
+    """Base of the settings of every model, which are frozen dataclasses too."""
 
     GROUP: ClassVar[str] = "model"
     NAME: ClassVar[str]

@@ -63,13 +63,12 @@ class Predictor(ABC):
 
     def _bodies(self, inputs: Tensor) -> list[Callable[[], Tensor]]:
         """Return for each model the function that returns its outputs."""
+        return [partial(self._run, module, inputs) for module in self._modules]
 
-        @torch.no_grad()  # which holds for one thread
-        def run(module: nn.Module) -> Tensor:
-            output: Tensor = module(inputs.clone() if self.writes_inputs else inputs)
-            return output
-
-        return [partial(run, module) for module in self._modules]
+    @torch.no_grad()  # which holds for one thread
+    def _run(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        output: Tensor = module(inputs.clone() if self.writes_inputs else inputs)
+        return output
 
     def _softmax(self, outputs: Sequence[Tensor]) -> Tensor:
         """Return the probabilities of all models from the outputs of each, in master precision."""

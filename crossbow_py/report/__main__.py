@@ -23,13 +23,13 @@ usage: python -m crossbow_py.report RUN [RUN ...] [output_dir=PATH] [--help]
 
 Writes one page, report.html, that reads without a network: the figures of runs side by side, curves over samples seen
 and over time, throughput with the number of learners and the auto-tuner's decisions, three rounds of the timeline
-(where the run had trace=true), and in what configurations differ. Every chart is a PNG beside it, too.
+(where the run had trace=true), and the differences between configurations. Every chart is a PNG beside it, too.
 
   python -m crossbow_py.report runs/digits/a
   python -m crossbow_py.report runs/digits/a runs/digits/b output_dir=compared
   python -m crossbow_py.report runs/digits          # all runs in it, twelve at most
 
-RUN is the folder of a run, also of one that goes on or was killed: what is there is shown. Nothing in it is changed.
+RUN is a run's folder. The run may be unfinished or killed; the report shows what is there and changes nothing.
 output_dir is by default report/ in the folder that is given, and runs/report/<time> where several are.
 
 Exit codes: 0 done, 2 a mistake in what was asked for, 130 after Ctrl-C, 1 anything else.
@@ -80,7 +80,7 @@ def write_report(paths: Sequence[Path], output_dir: Path | None = None) -> tuple
     """
     folders = find_runs(paths)
     if not has_matplotlib():
-        raise UserError("a report needs matplotlib, which is not there; pip install matplotlib.")
+        raise UserError("a report needs matplotlib, which is not installed; run pip install matplotlib.")
     from crossbow_py.report.charts import all_charts  # noqa: PLC0415  matplotlib is an extra
     from crossbow_py.report.page import as_html  # noqa: PLC0415
 

@@ -113,6 +113,12 @@ class SearchRun:
         )  # fmt: skip
         self._closing.enter_context(closing(self.study))
         own = identity(config)
+        has_results = any((folder.path / name).exists() for name in (SEARCH_FILE, TRIALS_FOLDER))
+        if has_results and not self.study.exists():
+            raise UserError(
+                f"{folder.path} holds results, and {shown_address(self._address)} holds no search; restore the latter, "
+                "or begin anew in another output_dir."
+            )
         self.study.open({**own, "precision": self.choices.precision.name}, defaults_of(own))
         known = {trial: len(bracket.epochs) for bracket in brackets for trial in bracket.trials}
         for each in self.study.results():

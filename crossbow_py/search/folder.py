@@ -129,14 +129,14 @@ def _has_search(path: Path, ours: Mapping[str, Any], config: SearchConfig, asked
             raise UserError(f"resume={path} is not the folder of a search; give one, or resume=auto for the newest.")
         return False
     if config.resume is None:
-        raise UserError(f"{asked} {path} already holds a search or a run; set resume=auto or take another.")
+        raise UserError(f"{asked}={path} already holds a search or a run; set resume=auto or take another.")
     found = read_yaml(path / CONFIG_FILE)
     if "space" not in found:
-        raise UserError(f"{asked} {path} holds a run that is no search; choose another folder.")
+        raise UserError(f"{asked}={path} holds a run that is no search; choose another folder.")
     changed = changes(found, ours)
     if changed:
         shown = "; ".join(changed[:4])
-        raise UserError(f"{asked} {path} holds another search ({shown}); put these back, or choose another folder.")
+        raise UserError(f"{asked}={path} holds another search ({shown}); put these back, or choose another folder.")
     return True
 
 

@@ -10,7 +10,7 @@ reached its rung has a result there, and it is among the best of them:
 
 Li et al., "Hyperband: A Novel Bandit-Based Approach to Hyperparameter Optimization" (JMLR 2018), algorithm 1, with
 min_epochs as the unit of resource. Pruners that decide when a trial reports compare it with earlier arrivals only:
-among trials that report in lockstep, those would keep all or one, depending on the order.
+with trials in lockstep they would keep all or one, depending on the order of arrival.
 """
 
 from __future__ import annotations
@@ -112,8 +112,10 @@ def make_brackets(
         eta: at least 2: one of so many trials goes on to the next rung.
 
     Raises:
-        UserError: for what gives no brackets.
+        UserError: `num_trials` or `min_epochs` gives no brackets; `SearchConfig` checks the others.
     """
+    assert eta >= 2, f"one of {eta} trials goes on, which is no halving"
+    assert math.isfinite(max_epochs), "epochs of the last rung are not finite"
     if num_trials is not None and num_trials > _MAX_TRIALS:
         raise UserError(f"num_trials must be from 1 to {_MAX_TRIALS}, got {num_trials}; take fewer.")
     if method == "none":

@@ -46,7 +46,7 @@ class SearchRules:
         metric: what is measured on the validation data; `accuracy` is maximized, `loss` minimized.
         policy: which trials are packed together.
         lookahead: new trials that are sampled before there is room for them, for policies to choose from.
-        checkpoint_every_s: how often segments that are long are kept on their way; None: only when a stop ends them.
+        checkpoint_every_s: how often a segment in progress is saved; None saves only when a stop ends it.
     """
 
     brackets: tuple[Bracket, ...]
@@ -136,7 +136,7 @@ class Search:
                     return True
                 num_failed = self._num_failed
                 self._admit()
-                if stopped():  # packs that made room are not there
+                if stopped():  # packs were parked to make room
                     break
                 if not self.slots:
                     if num_failed == self._num_failed:  # others hold all that may train
@@ -202,9 +202,10 @@ class Search:
             if segment.rung == 0:
                 num_new += 1
                 # Where a policy takes trials in their order, one that is sampled later knows more results.
+                if num_new > self.rules.lookahead:
+                    break
                 taken = sum(each.share for each in [*self._running(), *(each for _, each in found)])
-                is_full = self.rules.policy == "signature" and taken > 1 - 1e-9
-                if num_new > self.rules.lookahead or is_full:
+                if self.rules.policy == "signature" and taken > 1 - 1e-9:
                     break
             known = self._described(segment)
             if known is not None:

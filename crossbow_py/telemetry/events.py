@@ -240,7 +240,6 @@ class Listener:
     """
 
     BLOCKS: ClassVar[bool] = False
-    _notes: tuple[str, ...] = ()  # which `take_notes` returns next
 
     def on_start(self, info: RunInfo) -> None:
         """Called before training starts, or resumes if `info.resumed_from` is set."""
@@ -268,8 +267,17 @@ class Listener:
 
     def take_notes(self) -> list[str]:
         """Return the sentences for the user since the last call. Called after every hook."""
-        notes, self._notes = list(self._notes), ()
-        return notes
+        return []
 
     def close(self) -> None:
         """Release files and the terminal. Called once, also after an error. Must not raise."""
+
+
+class NotingListener(Listener):
+    """A listener with sentences of its own for the user: it adds them to `_notes`."""
+
+    _notes: tuple[str, ...] = ()
+
+    def take_notes(self) -> list[str]:
+        notes, self._notes = list(self._notes), ()
+        return notes

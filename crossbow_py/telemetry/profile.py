@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from crossbow_py.core.errors import one_line
 from crossbow_py.core.files import replacing
-from crossbow_py.telemetry.events import Listener, Progress, RunInfo, Summary
+from crossbow_py.telemetry.events import NotingListener, Progress, RunInfo, Summary
 from crossbow_py.telemetry.records import write_atomically
 
 PROFILE_FILE, TABLE_FILE = "profile.json.gz", "profile.txt"
@@ -28,7 +28,7 @@ _ROWS, _NAMED = 40, 4  # operators in the table, and in the sentence
 _LOG_LEVEL, _NOTHING = "KINETO_LOG_LEVEL", "99"
 
 
-class OperatorProfile(Listener):
+class OperatorProfile(NotingListener):
     """Writes `profile.json.gz`, a timeline of operators, and `profile.txt`, the operators by their own time.
 
     Args:

@@ -15,7 +15,7 @@ from typing import Any
 
 from crossbow_py.core.errors import unwritable
 from crossbow_py.core.files import check_own, own_file, read_text, replacing
-from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, RunInfo, Summary
+from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, NotingListener, RunInfo, Summary
 from crossbow_py.telemetry.system import SystemMonitor
 
 METRICS_FILE = "metrics.jsonl"
@@ -61,7 +61,7 @@ def file_listeners(
     ]
 
 
-class RunRecords(Listener):
+class RunRecords(NotingListener):
     """Appends to metrics.jsonl and writes summary.json, each line or file whole or not at all."""
 
     def __init__(self, output_dir: Path, resumed_samples: int | None, closed_epochs: int = 0) -> None:

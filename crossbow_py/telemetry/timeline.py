@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from crossbow_py.telemetry.events import Listener, RunInfo, Summary
+from crossbow_py.telemetry.events import NotingListener, RunInfo, Summary
 from crossbow_py.telemetry.records import write_atomically
 
 TRACE_FILE = "trace.json"
@@ -121,7 +121,7 @@ class Timeline:
         write_atomically(path, json.dumps(self.trace(), allow_nan=False, default=str) + "\n")
 
 
-class TimelineFile(Listener):
+class TimelineFile(NotingListener):
     """Writes a timeline into the run's folder when the run ends, whatever the status.
 
     Args:
@@ -146,7 +146,7 @@ class TimelineFile(Listener):
         if timeline.dropped_spans:
             self._notes += (
                 f"The timeline has the first {timeline.kept_spans:,} tasks of the run; the {timeline.dropped_spans:,} "
-                "after them found no room.",
+                "after them were dropped.",
             )
         elif not timeline.kept_spans:
             self._notes += (f"The timeline is empty: executor={summary.executor} recorded no task.",)

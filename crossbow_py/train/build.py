@@ -75,7 +75,7 @@ class RunBuilder:
     executor_cache: Path | None = None
 
     def build(self) -> Run:
-        """Build the run, after small batches of every data set went through the model. Raises UserError."""
+        """Build the run, once, after small batches of every data set went through the model. Raises UserError."""
         settings, ranks, rule, device = self.settings, self.ranks, self.rule, self.choices.device
         self.loss = loss_on(device, self.loss)
         collective = ranks.collective(device, apart=rule.node_period > 1)
@@ -132,10 +132,10 @@ class RunBuilder:
         data, settings, choices = self.data, self.settings, self.choices
         feed = new_feed(data.train, settings.batch_size, data.augmentation, data, settings, choices, ranks=self.ranks)
         # No more samples than a batch: BatchNorm over single values, say, trains with two samples but not with one.
-        batch, may_fall_back = feed.first_samples(min(2, settings.batch_size)), False
+        batch = feed.first_samples(min(2, settings.batch_size))
+        may_fall_back = settings.precision == "auto" and choices.precision != FP32
         try:
-            if settings.precision == "auto" and choices.precision != FP32:
-                may_fall_back = True
+            if may_fall_back:
                 feed.look_through(_FEW_ITEMS)
                 if feed.rounded is not None:
                     raise UserError(feed.rounded.remark(choices.precision.compute))

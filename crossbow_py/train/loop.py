@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Literal
+from typing import Literal, SupportsIndex
 
 from crossbow_py.core.errors import CrossbowError, DataError, NonFiniteError, RankError, UserError, is_of_data
 from crossbow_py.core.signals import StopSignal
@@ -25,13 +25,13 @@ from crossbow_py.train.evaluation.learning_measurement import LearningMeasuremen
 from crossbow_py.train.round_runner import RoundRunner
 from crossbow_py.train.run import Measured, Run, SavedModels
 from crossbow_py.train.run_folder.reporter import Reporter, Result, epoch_record, run_info
-from crossbow_py.train.run_settings import StopConditions
+from crossbow_py.train.run_settings import MOST_LEARNERS, StopConditions
 
 
 class TrainingLoop:
     """One call of `fit`. A context manager: leaving it stops the executor and closes the listeners.
 
-    Every rank has its own loop, and all take the same course: what comes up on one rank is acted upon after the next
+    Every rank has its own loop, and all make the same decisions: an event on one rank takes effect after the next
     synchronisation (`distributed.synchronisation`).
     """
 
@@ -130,7 +130,7 @@ class TrainingLoop:
         """Report a resumed run that had nothing left to train. Raises UserError if nothing was ever trained."""
         if not self.state.round_index:
             limit = getattr(self.stops, reason)
-            raise UserError(f"{reason}={limit:g} is over before the first round, with nothing trained; raise it.")
+            raise UserError(f"{reason}={limit:g} was reached before the first round, so nothing was trained; raise it.")
         if self._run.resumed_from and self.state.round_index == first_round:
             self.reporter.message(f"Nothing is left to train: the run had reached {reason}; allow more of it.")
 
@@ -274,10 +274,10 @@ class TrainingLoop:
         wanted = after_round(RoundEnd(images, self.meter.elapsed_s, self.meter.waited_s, now, settled))
         if wanted is None:
             return
-        if type(wanted) is not int or wanted < 1:
+        if not isinstance(wanted, SupportsIndex) or isinstance(wanted, bool) or not 1 <= wanted <= MOST_LEARNERS:
             raise UserError(
-                f"after_round must return None or a whole number of learners, at least 1, got {wanted!r}; return None "
-                "to leave their number as it is."
+                f"after_round must return None or a whole number of learners from 1 to {MOST_LEARNERS}, got {wanted!r}"
+                "; return None to leave their number as it is."
             )
         if tuning is None and wanted != now:
             raise UserError(
@@ -285,7 +285,7 @@ class TrainingLoop:
                 f"num_learners={now}; set num_learners=auto, or return None."
             )
         self._images = 0  # the auto-tuner does not count this round
-        self._apply(Decision("grow" if wanted > now else "shrink", wanted))
+        self._apply(Decision("grow" if wanted > now else "shrink", int(wanted)))
 
     def _check_and_average_z(self, before: int) -> None:
         """Compare z over ranks and update its EMA, each when due, after a round that began at `before` samples."""

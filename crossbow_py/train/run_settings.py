@@ -60,6 +60,9 @@ class JobSettings:
         return self.seed if self.order_seed is None else self.order_seed
 
 
+MOST_LEARNERS = 16_384  # each has its own module: more take minutes to set up
+
+
 @dataclass(frozen=True)
 class RunSettings(JobSettings):
     """The top-level keys that shape a run's training. The same checks apply from Python and the command line."""
@@ -68,7 +71,7 @@ class RunSettings(JobSettings):
         "auto",
         "learners (replicas trained side by side) per device; auto finds the fastest number",
         minimum=1,
-        maximum=16_384,  # each has its own module: more take minutes to set up
+        maximum=MOST_LEARNERS,
     )
     max_learners: int = setting(8, "most learners that num_learners=auto may take per device", minimum=1)
     compile_model: bool = setting(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import threading
 import time
@@ -191,16 +192,18 @@ class Trainer:
             handle_signals: on SIGTERM and Ctrl-C write a checkpoint and return with status terminated or interrupted.
             after_round: called by the loop's thread once a round is submitted and the one before is over. It may block.
                 With num_learners=auto it may return the number of learners per device to continue with, the same on
-                all ranks; None leaves that to the auto-tuner.
+                all ranks, also above max_learners; None leaves that to the auto-tuner.
 
         Raises:
             UserError: the stop conditions, or what `after_round` returned.
             NonFiniteError: a learner's loss is not finite and `on_nonfinite` is stop.
             LearnerError: a task failed.
         """
-        if max_rounds is not None and max_rounds > 0:
-            max_rounds += self.state.round_index
         stops = StopConditions(max_epochs, max_samples, max_time_s, max_rounds, target_accuracy, target_loss)
+        if max_rounds is not None:
+            stops = dataclasses.replace(stops, max_rounds=self.state.round_index + max_rounds)
+        if after_round is not None and not callable(after_round):
+            raise UserError(f"after_round must be a function of a RoundEnd, got {after_round!r}; give one, or None.")
         listeners = list(self.callbacks)
         with self.run.ranks.together():
             if self.run.ranks.is_first:

@@ -106,15 +106,25 @@ def test_storage_of_another_search_is_refused_with_what_differs(capsys: pytest.C
     assert Path("kept.log").read_text() == before
 
 
+def test_journal_that_was_emptied_is_refused_and_nothing_is_trained_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert search_digits() == 0
+    capsys.readouterr()
+    before = Path("search/search.json").read_bytes()
+    Path("search/search.journal").write_bytes(b"")
+    assert search_digits() == 2
+    assert "search holds results, and journal:search/search.journal holds no search; restore" in error_line(capsys)
+    assert Path("search/search.json").read_bytes() == before
+
+
 def test_folder_of_another_search_or_of_a_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert search_digits("max_time_s=1e-3") == 0
     capsys.readouterr()
     assert search_digits("seed=1") == 2
-    assert "output_dir search holds another search (seed: 0 → 1)" in error_line(capsys)
+    assert "output_dir=search holds another search (seed: 0 → 1)" in error_line(capsys)
     assert train(["+experiment=digits", "+debug=fast", "device=cpu", "output_dir=run"]) == 0
     capsys.readouterr()
     assert search_digits("output_dir=run") == 2
-    assert "output_dir run holds a run that is no search" in error_line(capsys)
+    assert "output_dir=run holds a run that is no search" in error_line(capsys)
 
 
 @pytest.mark.parametrize("resume", ["null", "auto"])

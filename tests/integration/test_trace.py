@@ -154,7 +154,7 @@ def test_trace_of_more_tasks_than_it_holds_is_cut_off_with_one_message(
     make_trainer(output_dir=tmp_path, trace=True, callbacks=[recorder]).fit(max_rounds=3)
     assert len(read_trace(tmp_path)) == 7
     assert recorder.of("message") == [
-        "The timeline has the first 7 tasks of the run; the 8 after them found no room."
+        "The timeline has the first 7 tasks of the run; the 8 after them were dropped."
     ]
 
 

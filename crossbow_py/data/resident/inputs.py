@@ -51,6 +51,7 @@ class ResidentInputs(ABC):
     def new(self, num_batches: int, batch_size: int, order: MemoryOrder) -> Tensor:
         """Return zeros [K, B, *shape] for `fill`, in the memory format of batches. Only images take "channels"."""
         shape, last = (num_batches, batch_size, *self.shape), (0, 1, 3, 4, 2)
+        # In the order in memory, then viewed as [K, B, ...].
         axes = (1, 3, 4, 0, 2) if order == "channels" else last if self._channels_last else range(len(shape))
         zeros = torch.zeros([shape[axis] for axis in axes], dtype=self.dtype, device=self._device)
         return zeros.permute(*np.argsort(axes).tolist())
@@ -139,6 +140,7 @@ class ClipInputs(RowInputs):
         self._mean, self._std = normalisation.constants(self._rows, form.dtype)
 
     def take(self, picks: Tensor) -> Tensor:
+        # Also `fill` comes here, as stored bytes have not the dtype of batches.
         return super().take(picks).to(self._mean.dtype).sub_(self._mean).div_(self._std).to(self.dtype)
 
 

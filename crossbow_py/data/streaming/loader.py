@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator
+from multiprocessing.connection import wait
 from typing import NamedTuple
 
 import torch
@@ -66,8 +67,11 @@ class _BatchDataset:
         self._data, self._seed, self._training = data, seed, training
         self._notes, self._slots, self._classes, self._casts_to = notes, slots, classes, casts_to
 
-    def __getitems__(self, request: tuple[list[Key], int]) -> Loaded | _Failed:
+    def __getitems__(self, request: tuple[list[Key], int]) -> tuple[int, Loaded | _Failed]:
         keys, slot = request
+        return slot, self._made(keys, slot)
+
+    def _made(self, keys: list[Key], slot: int) -> Loaded | _Failed:
         worker = get_worker_info()
         own = self._notes[0 if worker is None else worker.id].numpy()
 
@@ -138,7 +142,6 @@ class Loader:
         self._stopped = threading.Event()
         # For the batches of the workers, and the one that was returned last.
         num_slots = BATCHES_A_WORKER * num_workers + 2
-        self._filled = itertools.cycle(range(num_slots))
         shape = data.image_shape if num_workers else None
         try:
             self._slots = None if shape is None else shared_images(num_slots, batch_size, shape)
@@ -170,15 +173,18 @@ class Loader:
         """
         if not self.num_workers:
             with kept_generators():
-                return self._received(next(self._batches))
+                return self._received(*next(self._batches))
         idle_s = 0.0
         while not self._stopped.is_set():
             begun_s = time.monotonic()
             try:
-                return self._received(next(self._batches))
+                return self._received(*next(self._batches))
             except (RuntimeError, OSError) as error:
+                is_broken = time.monotonic() - begun_s < _POLL_S  # else it only timed out
+                if is_broken:  # mostly by a worker whose end is seen a moment later
+                    wait([process.sentinel for process in self._processes], timeout=1)
                 self.check()
-                if time.monotonic() - begun_s < _POLL_S:  # else it only timed out
+                if is_broken:
                     raise DataError(f"data workers fail ({one_line(error)}); lower num_workers.") from error
             idle_s = 0.0 if self._notes[:, _SINCE_NS].any() else idle_s + _POLL_S
             if idle_s > self._data.timeout_s:
@@ -188,9 +194,8 @@ class Loader:
                 )
         raise StopIteration
 
-    def _received(self, made: Loaded | _Failed) -> Loaded:
+    def _received(self, slot: int, made: Loaded | _Failed) -> Loaded:
         """Raise a worker's failure, or copy the inputs out of their slot, which a worker overwrites later."""
-        slot = next(self._filled)  # batches come in order, so do slots
         if isinstance(made, _Failed):
             if made.trace:
                 raise DataError(made.message) from RuntimeError(made.trace)

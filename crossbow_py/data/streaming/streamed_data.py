@@ -40,7 +40,7 @@ class BadSample(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A batch as the data set makes it, on its way to the learners. The feed adds what is still to be done with it.
+    """A batch on its way to learners: `fetch` gives the first three fields, workers the next two, the feed the others.
 
     Attributes:
         inputs: [B, ...]. Images are uint8 [B, C, H, W], channels last in memory.

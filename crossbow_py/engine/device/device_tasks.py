@@ -64,8 +64,8 @@ class GroupTasks(ABC):
     def load(self, plan: Round, bank_changed: bool, masks_ahead: bool) -> None:
         """Hand over a round: batch, dropout masks, and learning rates and step counts if they changed.
 
-        The batch is gathered and then copied to the static tensors that the graph reads. The host waits only if the
-        feed makes it. Raises UserError for a batch of another shape or dtype than earlier ones.
+        The batch, or what `learn` gathers it by, is copied to the static tensors that the graph reads. The host waits
+        only if the feed makes it. Raises UserError for a batch of another shape or dtype than earlier ones.
 
         Args:
             plan: the plan of the round.

@@ -85,8 +85,8 @@ class CudaStreams:
         It must be captured on the stream it will be replayed on: cuBLAS has a workspace for each stream, and two graphs
         captured on one stream would write to the same one while running side by side.
 
-        Blocks the host until the device is idle. Raises the exception of `body` or of the capture; after one of the
-        latter the process should not go on with CUDA.
+        Blocks the host until the device is idle. Raises the exception of `body` or of the capture; after a
+        failed capture the process should stop using CUDA.
         """
         graph = torch.cuda.CUDAGraph()
         raised: list[Exception] = []

@@ -14,7 +14,7 @@ waiting is measured by the median of three windows, and the other one is tried:
                 any case, because not every kernel reports this; keeps spinning unless it is 5 % slower.
 
 Every trial doubles the wait before the next one, so that a load that comes and goes has little effect. A collapse of
-throughput does not wait: there is none again before throughput has recovered, or the trial has shown it to be normal.
+throughput does not wait; the next one counts only after throughput has recovered, or a trial has shown it to be normal.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class FusedThreadsExecutor(ThreadsExecutor):
             self.notes.append(found)
 
     def _body(self, task: Task) -> Callable[[RoundOutcome], None]:
-        # A task is that of a group.
+        # `task.learner` is a group's index.
         if isinstance(task, LearningTask):
             return partial(self._learn, self._passes[task.learner])
         if isinstance(task, CorrectionTask):

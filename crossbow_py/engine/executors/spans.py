@@ -70,18 +70,18 @@ class StreamSpans(TaskSpans):
     """Measures tasks enqueued on the streams of a device. Used from one thread. It has not run on a GPU yet.
 
     A time is that of a moment known on both clocks, plus what has passed on the device's clock since: if the two clocks
-    drift apart, spans follow the device. Making one blocks the host until the first stream is idle; it leaves blocks
-    that raise out.
+    drift apart, spans follow the device. Making one blocks the host until the first stream is idle.
 
     Args:
         timeline: gets the spans.
         mark: records an event on the stream of a row, without blocking the host.
-        first: a row.
+        first: the row on whose stream the common moment is measured.
+        shared: whether all rows are of one stream.
     """
 
-    def __init__(self, timeline: Timeline, mark: Callable[[str], Mark], first: str) -> None:
-        self._timeline, self._mark = timeline, mark
-        self._blocks: dict[str, deque[_Block]] = {}
+    def __init__(self, timeline: Timeline, mark: Callable[[str], Mark], first: str, shared: bool = False) -> None:
+        self._timeline, self._mark, self._shared = timeline, mark, shared
+        self._blocks: dict[str, deque[_Block]] = {}  # by stream, as origins are: those of one stream end in order
         mark(first).synchronize()  # host–device synchronisation: the stream must be idle before the moment
         before_ns, origin = timeline.clock(), mark(first)
         origin.synchronize()  # host–device synchronisation
@@ -90,26 +90,27 @@ class StreamSpans(TaskSpans):
 
     @contextmanager
     def span(self, name: str, row: str, round_index: int) -> Iterator[None]:
-        """Measure a block. Records an event on either side; the host does not block."""
-        blocks, start = self._blocks.setdefault(row, deque()), self._mark(row)
+        """Measure a block, unless it raises. Records an event on either side; the host does not block."""
+        stream = "" if self._shared else row
+        blocks, start = self._blocks.setdefault(stream, deque()), self._mark(row)
         yield
         blocks.append(_Block(name, row, round_index, start, self._mark(row)))
         # Blocks that the device has passed are read now, so that events do not pile up in long epochs.
         while blocks and blocks[0].end.query():
-            self._read(blocks.popleft())
+            self._read(stream, blocks.popleft())
 
     def resolve(self) -> None:
-        for blocks in self._blocks.values():
+        for stream, blocks in self._blocks.items():
             if blocks:
                 blocks[-1].end.synchronize()  # host–device synchronisation
             while blocks:
-                self._read(blocks.popleft())
+                self._read(stream, blocks.popleft())
 
-    def _read(self, block: _Block) -> None:
-        origin, origin_ns = self._origins.get(block.row, self._moment)
+    def _read(self, stream: str, block: _Block) -> None:
+        origin, origin_ns = self._origins.get(stream, self._moment)
         start_ns = origin_ns + round(origin.elapsed_time(block.start) * _NS_PER_MS)
         if start_ns - origin_ns >= _FARTHEST_MS * _NS_PER_MS:
-            self._origins[block.row] = origin, origin_ns = block.start, start_ns
+            self._origins[stream] = origin, origin_ns = block.start, start_ns
         end_ns = origin_ns + round(origin.elapsed_time(block.end) * _NS_PER_MS)
         self._timeline.add(block.name, block.row, start_ns, end_ns, {"round": block.round_index})
 
@@ -124,4 +125,4 @@ def spans_on(device: torch.device, timeline: Timeline) -> TaskSpans:
         event.record(torch.cuda.current_stream(device))
         return event
 
-    return StreamSpans(timeline, mark, "")
+    return StreamSpans(timeline, mark, "", shared=True)

@@ -1,4 +1,4 @@
-"""The memory model: the bytes that K learners with batches of b need, and so what fits. Values in, values out.
+"""The memory model: the bytes that K learners with batches of b need, and so what fits.
 
 At every moment t of a forward and a backward pass a learner holds F_t + b · S_t bytes besides its rows: tensors either
 have the batch in their shape or not. Two probes, at two batch sizes, give every F_t and S_t, and

@@ -99,8 +99,10 @@ class Packs:
                 if key in self._packs:
                     self._packs[key].assign(members)
                     continue
-                feed = self._registry.data.feed_of(members[0].settings.batch_size)
-                self._packs[key] = Pack(self._job, signature, self._registry.template(signature), feed, members)
+                self._packs[key] = Pack(  # no local name: the feed of one that fails would live on beside the next
+                    self._job, signature, self._registry.template(signature),
+                    self._registry.data.feed_of(members[0].settings.batch_size), members,
+                )  # fmt: skip
                 if warning := self._packs[key].warning:
                     self._message(warning)
             except (CrossbowError, RuntimeError, MemoryError) as error:

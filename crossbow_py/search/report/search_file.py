@@ -23,7 +23,7 @@ from crossbow_py.telemetry.records import write_json
 
 _RUNNING = "running"
 _BEST_KEYS = tuple(field.name for field in dataclasses.fields(BestTrial))
-_OF_THE_WORKER = (
+_OF_THE_WORKER = (  # in the order of their keys in search.json
     "samples", "images_per_s", "wall_time_s", "loading_time_s", "train_time_s", "evaluation_time_s", "tuning_time_s",
     "waiting_time_s", "overhead_time_s",
 )  # fmt: skip

@@ -70,8 +70,9 @@ class Lease:
 
     def is_over_for_others(self, now: float) -> bool:
         """Return whether others may take what its holder had."""
-        has_ended = bool(self.host) and self.host == _host() and _started(self.process) != self.started
-        return has_ended or now >= self.until + _LATE * self.lease_s
+        if now >= self.until + _LATE * self.lease_s:
+            return True
+        return bool(self.host) and self.host == _host() and _started(self.process) != self.started
 
 
 def _host() -> str:
@@ -143,7 +144,9 @@ class SegmentClaims:
     Args:
         storage, study: Optuna's storage, and in it the number of a study that holds nothing else.
         patience: calls the storage.
-        worker, lease_s, clock: those of `SharedStudy`.
+        worker: names this worker to the others.
+        lease_s: seconds until others may take what it holds, if it does not prolong its lease.
+        clock: seconds since the epoch.
     """
 
     def __init__(
@@ -244,13 +247,16 @@ class SegmentClaims:
 
     # The lock is held in what follows.
 
+    def _kept_identities(self) -> list[Mapping[str, Any]]:
+        """Return the identities that workers have written, the first of which counts."""
+        trials = self._patience.call(self._storage.get_all_trials, self._claims_study, deepcopy=False)
+        with self._of_a_search("identity"):
+            return [trial.user_attrs["identity"] for trial in trials if "identity" in trial.user_attrs]
+
     def _agreed_identity(self, identity: Mapping[str, Any]) -> dict[str, Any]:
         """Return the identity of the search that is kept here: the given one (plain values) if there was none."""
         for _ in range(2):
-            trials = self._patience.call(self._storage.get_all_trials, self._claims_study, deepcopy=False)
-            with self._of_a_search("identity"):
-                kept = [trial.user_attrs["identity"] for trial in trials if "identity" in trial.user_attrs]
-            if kept:
+            if kept := self._kept_identities():
                 break
             record = create_trial(state=TrialState.FAIL, user_attrs={"identity": dict(identity)})
             self._patience.call(self._storage.create_new_trial, self._claims_study, record)

@@ -71,6 +71,11 @@ class SharedStudy(SegmentClaims):
         self._study, claims = (_study_named(each, storage, patience, maximize) for each in (name, f"{name}/segments"))
         super().__init__(storage, claims, patience, worker, lease_s, clock)
 
+    def exists(self) -> bool:
+        """Return whether any worker has opened the search."""
+        with self._lock:
+            return bool(self._kept_identities())
+
     def open(self, identity: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         """Create the search, or join the one that is there.
 

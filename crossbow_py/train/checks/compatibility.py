@@ -83,8 +83,8 @@ def _check_policies(
     for name in optimizer.per_learner() if mean is not None and mean.group_size != 1 else ():
         if isinstance(getattr(optimizer, name), tuple):
             raise UserError(
-                f"optimizer.{name} has a value for each learner, and averaging={rule.NAME} has learners step alike by "
-                "one gradient; give one value for all."
+                f"optimizer.{name} has a value for each learner, and with averaging={rule.NAME} all learners step by "
+                "the same gradient; give one value for all."
             )
     if settings.label_smoothing and settled_loss(loss) is not nn.functional.cross_entropy:
         raise UserError(
@@ -92,7 +92,7 @@ def _check_policies(
             "set label_smoothing=0, and smooth inside the loss."
         )
     if settings.num_learners == "auto" and not rule.has_central_model:
-        raise UserError(f"averaging={rule.NAME} trains num_learners models, got auto; set how many: num_learners=4.")
+        raise UserError(f"averaging={rule.NAME} needs a fixed num_learners, got auto; set it: num_learners=4.")
     if max_evaluation_batches is not None and max_evaluation_batches < 1:
         raise UserError(
             f"max_evaluation_batches must be at least 1 or None, got {max_evaluation_batches}; None evaluates on all."

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
+from crossbow_py.averaging.rule import GradientMean
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.measured import fingerprint
 from crossbow_py.core.version import __version__
@@ -158,13 +158,18 @@ def new_bank(
     settings: RunSettings,
     choices: Choices,
     optimizer: Optimizer,
-    **more: Any,
+    *,
+    num_devices: int = 1,
+    device_index: int = 0,
+    has_velocity: bool = False,
+    gradient_mean: GradientMean | None = None,
 ) -> ReplicaBank:
-    """Return a bank in the executor's order; `more` are further arguments of `ReplicaBank`.
+    """Return a bank in the executor's order.
 
     Raises RuntimeError or MemoryError if it does not fit in memory.
     """
     return ReplicaBank(
         template, num_learners, device=choices.device, precision=choices.precision, state_names=optimizer.STATE,
-        channels_last=settings.channels_last, order=EXECUTORS[executor].ORDER, **more,
+        channels_last=settings.channels_last, order=EXECUTORS[executor].ORDER, num_devices=num_devices,
+        device_index=device_index, has_velocity=has_velocity, gradient_mean=gradient_mean,
     )  # fmt: skip

@@ -251,7 +251,7 @@ def test_settings_outside_their_limits_are_refused(kind: type[AveragingRule], op
     [
         ("synchronous_sgd", "averaging_period", "gradients are averaged in every round, or learners would part"),
         ("synchronous_sgd", "correction_rate", "learners stay equal"),
-        ("local_sgd", "correction_rate", "learners go by themselves"),
+        ("local_sgd", "correction_rate", "learners train alone"),
         ("independent", "averaging_momentum", "its learners are never averaged"),
     ],
 )

@@ -92,8 +92,8 @@ def test_find_names_the_silent_rank_its_host_process_and_last_task():
         found = ranks.watches[0].find()
     assert found is not None
     assert found.startswith("rank 0 has waited for 60 s (distributed.timeout_s=50) for rank 1 (")
-    assert f"rank 1 ({socket.gethostname()}, process {os.getpid()}), which hangs" in found
-    assert "its last task is learning task of learner 0 of round 7, last heard of 60 s ago." in found
+    assert f"rank 1 ({socket.gethostname()}, process {os.getpid()}), which appears to hang" in found
+    assert "its last task was learning task of learner 0 of round 7, last heard of 60 s ago." in found
     assert "rank 2" not in found
     assert found.endswith("resume=auto.")
 
@@ -102,14 +102,14 @@ def test_find_names_the_silent_rank_its_host_process_and_last_task():
     ("num_ranks", "waiting", "answering", "said", "unsaid"),
     [
         # One has hung since it joined.
-        (2, [0], [0], ["which hangs: its last task is the evaluation after round 9, last heard of 60 s ago."], ";"),
+        (2, [0], [0], ["to hang: its last task was the evaluation after round 9, last heard of 60 s ago."], ";"),
         # The last one works while all others wait.
         (3, [0, 1], [0, 1, 2], ["for rank 2 (", "the evaluation after round 9"], "rank 1"),
         # One is silent, and another works.
         (3, [0], [0, 2], ["for rank 1 ("], "rank 2"),
         (3, [0], [0], ["for rank 1 (", "; rank 2 ("], "network"),
         # All wait for each other.
-        (2, [0, 1], [0, 1], ["so have all others: the network between their hosts is lost"], "hangs"),
+        (2, [0, 1], [0, 1], ["so have all others: the network between their hosts is lost"], "to hang"),
     ],
 )
 def test_find_blames_silent_ranks_then_those_that_work_then_the_network(num_ranks, waiting, answering, said, unsaid):

@@ -142,7 +142,7 @@ def test_named_folder_is_begun_and_then_shared_with_those_that_resume() -> None:
     assert first == SearchFolder(Path("deep/search"), is_known=False, is_made=True)
     assert open_search_folder(config(output_dir="deep/search")) == SearchFolder(first.path, is_known=True)
     assert open_search_folder(config(resume="deep/search")) == SearchFolder(first.path, is_known=True)
-    with pytest.raises(UserError, match=r"output_dir deep/search already holds a search .* resume=auto"):
+    with pytest.raises(UserError, match=r"output_dir=deep/search already holds a search .* resume=auto"):
         open_search_folder(config(output_dir="deep/search", resume=None))
 
 
@@ -173,7 +173,7 @@ def test_folder_of_a_search_that_an_earlier_version_began_is_gone_on_with(key: s
 def test_named_folder_of_a_training_run_is_refused(key: str) -> None:
     Path("run").mkdir()
     Path("run/config.yaml").write_text(write_yaml(config_to_mapping(compose(["+experiment=digits"], TrainConfig))))
-    with pytest.raises(UserError, match=f"{key} run holds a run that is no search"):
+    with pytest.raises(UserError, match=f"{key}=run holds a run that is no search"):
         open_search_folder(config(**{key: "run"}))
 
 

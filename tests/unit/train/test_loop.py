@@ -428,9 +428,9 @@ def test_after_round_sets_the_number_of_learners_of_auto_and_the_auto_tuner_does
 
 
 @pytest.mark.parametrize("num_learners", [2, "auto"])
-@pytest.mark.parametrize("wanted", [0, -1, True, 2.0, "2"])
+@pytest.mark.parametrize("wanted", [0, -1, 16_385, True, 2.0, "2"])
 def test_after_round_that_returns_no_number_of_learners_is_refused(num_learners, wanted):
-    said = f"after_round must return None or a whole number of learners, at least 1, got {wanted!r}; return None to"
+    said = f"after_round must return None or a whole number of learners from 1 to 16384, got {wanted!r}; return None"
     with pytest.raises(UserError, match=said):
         make_trainer(num_learners=num_learners).fit(max_rounds=2, after_round=lambda end: wanted)
 

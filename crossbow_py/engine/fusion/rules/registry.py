@@ -127,7 +127,7 @@ def loop(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     for learner in range(call.num_learners):
         own = [of_learner(argument, learner, call.num_learners) for argument in args]
         named = {name: of_learner(value, learner, call.num_learners) for name, value in kwargs.items()}
-        if info is not None and not info.is_write:  # the strides that a view needs are not those of a part of a stack
+        if info is not None and not info.is_write:  # a part of a stack may lack the strides that a view needs
             own[0] = own[0].contiguous()
         with OwnDraws(call.generators[learner]) if call.draws else nullcontext():
             results.append(call.perform(own, named))

@@ -107,7 +107,7 @@ def test_trainer_of_images_without_width_refuses_them(dtype, streamed):
 def test_fit_with_no_time_for_a_round_is_refused_and_writes_no_model(tmp_path, streamed):
     data = as_items(blobs(40)) if streamed else blobs(40)
     trainer = make_trainer(train_data=data, num_workers=0, output_dir=tmp_path)
-    with pytest.raises(UserError, match="^max_time_s=1e-12 is over before the first round, with nothing trained"):
+    with pytest.raises(UserError, match="^max_time_s=1e-12 was reached before the first round, so nothing was trained"):
         trainer.fit(max_time_s=1e-12)
     assert not (tmp_path / "model.safetensors").exists()
 

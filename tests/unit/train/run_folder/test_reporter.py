@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from crossbow_py.core.host import versions
 from crossbow_py.data.normalisation import Normalisation
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import FP64
-from crossbow_py.telemetry.events import RunInfo
+from crossbow_py.telemetry.events import Listener, RunInfo
 from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.train.evaluation.evaluator import Evaluation, Examples
 from crossbow_py.train.run import RunState, SavedModels
@@ -216,3 +218,23 @@ def test_clips_show_their_middle_frame() -> None:
 def test_what_no_screen_can_show_is_not_shown(inputs: torch.Tensor, outputs: torch.Tensor) -> None:
     assert example_predictions(Examples(inputs, TARGETS, outputs), None) is None
     assert example_predictions(None, None) is None
+
+
+def test_listeners_may_be_frozen_and_have_notes_of_their_own():
+    @dataclass(frozen=True)
+    class Frozen(Listener):
+        name: str = "frozen"
+
+    class OwnNotes(Listener):
+        def __init__(self):
+            self._notes = []
+
+        def on_message(self, message):
+            self._notes.append(message)
+
+    own = OwnNotes()
+    reporter = Reporter([Frozen(), own], ThroughputMeter(Clock()), Clock())
+    reporter.start(INFO)
+    reporter.message("one")
+    reporter.message("two")
+    assert own._notes == ["one", "two"]
