@@ -179,10 +179,12 @@ class Loader:
             begun_s = time.monotonic()
             try:
                 return self._received(*next(self._batches))
-            except (RuntimeError, OSError) as error:
+            except (RuntimeError, OSError, EOFError) as error:
                 is_broken = time.monotonic() - begun_s < _POLL_S  # else it only timed out
                 if is_broken:  # mostly by a worker whose end is seen a moment later
-                    wait([process.sentinel for process in self._processes], timeout=1)
+                    ending = wait([process.sentinel for process in self._processes], timeout=5)
+                    for process in self._processes:
+                        process.join(1 if process.sentinel in ending else 0)
                 self.check()
                 if is_broken:
                     raise DataError(f"data workers fail ({one_line(error)}); lower num_workers.") from error

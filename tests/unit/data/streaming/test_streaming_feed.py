@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -211,7 +212,7 @@ def test_shared_batch_is_made_once_for_all_learners(made: Any) -> None:
     assert feed.loading_times.num_batches == 2
 
 
-def test_shelf_holds_two_rounds_and_what_is_made_ahead(made: Any) -> None:
+def test_prefetch_buffer_holds_two_rounds_and_what_is_made_ahead(made: Any) -> None:
     feed = made(Images(), 1)
     rounds(feed, [(p, p + 4) for p in range(0, 80, 8)])
     until(lambda: len(feed._buffer.starts()) >= 6)
@@ -293,6 +294,20 @@ def test_worker_that_is_killed_is_laid_to_a_sample(made: Any) -> None:
         DataError, match=rf"data worker {child.pid} died \(killed by signal SIGKILL\) and was last on image"
     ):
         rounds(feed, [(p,) for p in range(4, 400, 4)])
+
+
+class ExitsAt(Items):
+    def __getitem__(self, index: int) -> Any:
+        if index == self.failing:
+            sys.exit(4)
+        return super().__getitem__(index)
+
+
+def test_worker_that_exits_is_laid_to_its_sample(made: Any) -> None:
+    failing = ids_at(9, 1)[0]
+    feed = made(ExitsAt(failing=failing), 2)
+    with pytest.raises(DataError, match=rf"data worker \d+ died \(exit code 4\) and was last on item {failing} "):
+        rounds(feed, [(p,) for p in range(0, 40, 4)])
 
 
 def test_worker_that_hangs_is_laid_to_its_sample_and_ended(made: Any) -> None:
