@@ -20,8 +20,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from crossbow_py.core.errors import UserError
 from experiments.agreement import nets, setup, throughput
-from experiments.bench.results import count, measure_and_write, measuring_parser, positive
+from experiments.bench.results import count, measuring_parser, positive
 from experiments.tables.markdown import markdown_table, spread_text
+from experiments.tables.measuring import measure_and_write
 
 Result = Mapping[str, Any]
 SAME = 1e-4  # relative: float32 after ten rounds

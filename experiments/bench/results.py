@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.core.errors import UserError
 from crossbow_py.telemetry.records import write_atomically
-from experiments.bench.machine import ROOT, machine, machine_line
+from experiments.bench.machine import ROOT, machine_line
 from experiments.bench.windows import MAX_FOREIGN_SHARE
 
 EXPERIMENTS = ROOT / "experiments"
@@ -30,50 +29,11 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
     write_atomically(path, json.dumps(result, indent=1) + "\n")
 
 
-def measure_and_write(
-    parser: argparse.ArgumentParser,
-    argv: Sequence[str] | None,
-    measure: Callable[[argparse.Namespace], Mapping[str, Any]],
-    text: Callable[[dict[str, Any]], str],
-    question: str = "",
-) -> int:
-    """Measure as the command line asks, print the tables, and write the results file if there is to be one.
-
-    Args:
-        parser: of a program that measures, see `measuring_parser`; it tells of the user's mistakes, with exit code 2.
-        argv: the command line.
-        measure: everything in the results file but the machine.
-        text: the tables.
-        question: whose picture is drawn beside the file, where matplotlib is installed.
-
-    Returns the exit code.
-    """
-    options = parser.parse_args(argv)
-    try:
-        result = {"machine": machine(), **measure(options)}
-    except UserError as error:
-        parser.error(str(error))
-    show_and_write(result, text, options.json)
-    if question and options.json:
-        draw_after(question, options.json)
-    return 0
-
-
 def show_and_write(result: dict[str, Any], text: Callable[[dict[str, Any]], str], path: Path | None) -> None:
     print(f"\n{text(result)}\n\n{machine_line(result['machine'])}")
     if path:
         write_result(path, result)
         print(f"written to {path}")
-
-
-def draw_after(question: str, path: Path) -> None:
-    """Draw a results file of a question, beside it; matplotlib is an extra."""
-    try:
-        from experiments.tables.pictures import draw_beside  # noqa: PLC0415
-    except ImportError as error:
-        print(f"no picture: {error}; pip install '.[plots]', then python experiments/tables --pictures {question}")
-        return
-    draw_beside(question, path, json.loads(path.read_text()))
 
 
 def measuring_parser(

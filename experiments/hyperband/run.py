@@ -19,9 +19,10 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.sources.mnist import Mnist
 from crossbow_py.engine.modules.precision import choose_device
-from experiments.bench.results import count, measure_and_write, measuring_parser
+from experiments.bench.results import count, measuring_parser
 from experiments.hyperband.measure import measure_hyperband
 from experiments.tables.markdown import cores, markdown_table, spread_text
+from experiments.tables.measuring import measure_and_write
 
 Result = Mapping[str, Any]
 NAMES = {

@@ -36,9 +36,10 @@ from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.data.sources.image_folder import ImageFolder
 from crossbow_py.data.streaming.loader import Loader
 from crossbow_py.data.streaming.streamed_data import Key
-from experiments.bench.results import count, measure_and_write, measuring_parser, positive
+from experiments.bench.results import count, measuring_parser, positive
 from experiments.bench.windows import spread
 from experiments.tables.markdown import markdown_table, spread_text
+from experiments.tables.measuring import measure_and_write
 
 BATCH = 32
 SEED = 0

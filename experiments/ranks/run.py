@@ -15,11 +15,12 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.bench.results import count, measure_and_write, measuring_parser
+from experiments.bench.results import count, measuring_parser
 from experiments.bench.windows import paired_ratios, spread
 from experiments.ranks.sides import BUCKETS_MB, serve
 from experiments.scaling.ranks import Measured, RankPair
 from experiments.tables.markdown import markdown_table, spread_text
+from experiments.tables.measuring import measure_and_write
 
 Result = Mapping[str, Any]
 NAMES = {
