@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import inspect
 import re
@@ -12,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
+import grimp
+import pytest
 import yaml
 from packaging.requirements import Requirement
 
@@ -64,6 +67,13 @@ def test_functions_of_the_package_fit_on_a_screen() -> None:
                 if lines > MAXIMUM_FUNCTION_LINES:
                     too_long[f"{path.relative_to(ROOT)}:{node.name}"] = lines
     assert too_long == {}
+
+
+@pytest.mark.parametrize("root", ["crossbow_py", "experiments"])
+def test_modules_import_each_other_in_no_circle(root: str) -> None:
+    graph = grimp.build_graph(root, cache_dir=None)
+    imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    graphlib.TopologicalSorter(imported).prepare()  # raises CycleError, which names the modules
 
 
 def test_public_methods_say_what_they_do_unless_their_base_does() -> None:
