@@ -21,7 +21,7 @@ usage: python -m crossbow_py.predict models=[RUN,...] [data=NAME] [KEY=VALUE ...
 Runs trained models over the test part of a data set, each alone and all as an ensemble: the mean of their
 probabilities. Shows accuracies, images/s, and how long an answer takes for batches of 1 to 64 samples.
 
-  python -m crossbow_py.predict models=[runs/digits/a,runs/digits/b]     # or just their folders
+  python -m crossbow_py.predict models=[runs/digits/a,runs/digits/b]     # folders of runs
   python -m crossbow_py.predict models=[runs/digits/a/model_0.safetensors,runs/digits/b] executor=serial
   python -m crossbow_py.predict models=[runs/lenet/a] data=fashion_mnist latency_s=0 output_dir=predicted
 
