@@ -27,7 +27,7 @@ from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.fusion.units.branches import Branches
 from crossbow_py.predict.programs import Captures, Forward, recorded
 
-PredictorName = Literal["auto", "serial", "threads", "fused", "fused_threads", "subarrays2", "subarrays4", "streams"]
+PredictorName = Literal["auto", "serial", "threads", "fused", "fused_threads", "streams"]
 
 # Shapes of batches an executor keeps a program for, with memory of its own: a server may see any number of them.
 MOST_PROGRAMS = 8
@@ -198,8 +198,6 @@ PREDICTORS: dict[str, type[Predictor]] = {
     "threads": ThreadsPredictor,
     "fused": FusedPredictor,
     "fused_threads": FusedThreadsPredictor,
-    "subarrays2": FusedPredictor,
-    "subarrays4": FusedPredictor,
     "streams": StreamsPredictor,
 }
 

@@ -11,7 +11,6 @@ from crossbow_py.averaging import SMA
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
-from crossbow_py.engine.executors.streams import FourSubArrays, TwoSubArrays
 from crossbow_py.engine.fusion.units import unit_step
 from crossbow_py.engine.fusion.units.branches import graph_milliseconds
 from crossbow_py.engine.fusion.units.convolution import ConvolutionChoices, Unmeasured
@@ -86,16 +85,14 @@ def test_update_kernels_are_chosen(optimizer):
     assert (update is not None, note) == (True, None)
 
 
-@pytest.mark.parametrize("executor", [FusedExecutor, TwoSubArrays, FourSubArrays])
 @pytest.mark.parametrize("num_learners", [1, 3, 8])
-def test_rounds_by_kernels_in_float64_equal_serial(executor, num_learners):
-    assert_as_serial(executor, 12, num_learners=num_learners)
+def test_rounds_by_kernels_in_float64_equal_serial(num_learners):
+    assert_as_serial(FusedExecutor, 12, num_learners=num_learners)
 
 
-@pytest.mark.parametrize("executor", [FusedExecutor, TwoSubArrays])
-def test_round_of_resnet20_in_float32_equals_serial(executor):
+def test_round_of_resnet20_in_float32_equals_serial():
     own = {"make_model": model("resnet20"), "precision": FP32, "data": features(64, (3, 32, 32), 10)}
-    assert_as_serial(executor, 1, tolerance=1e-4, **own)
+    assert_as_serial(FusedExecutor, 1, tolerance=1e-4, **own)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -106,7 +103,7 @@ def test_move_of_z_by_the_kernel_equals_the_rules_to_the_bit(momentum, dtype):
     torch.manual_seed(4)
     z, z_prev, total = (torch.randn(100_003, dtype=dtype, device="cuda") for _ in range(3))
     expected, expected_prev = z.clone(), z_prev.clone()
-    kernels.move(z, z_prev, [total], momentum)
+    kernels.move(z, z_prev, total, momentum)
     SMA().average([expected], [expected_prev], [total], LinearRound(0.3, momentum))
     assert torch.equal(z, expected)
     assert torch.equal(z_prev, expected_prev)
