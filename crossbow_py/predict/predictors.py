@@ -24,7 +24,6 @@ from crossbow_py.engine.device.host import intra_op_threads
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.fused_agreement import trusted_outputs
 from crossbow_py.engine.fusion.graph import FusedGraph
-from crossbow_py.engine.fusion.units.branches import Branches
 from crossbow_py.predict.programs import Captures, Forward, recorded
 
 PredictorName = Literal["auto", "serial", "threads", "fused", "fused_threads", "streams"]
@@ -139,7 +138,7 @@ class FusedPredictor(ProgramsPredictor):
 
     def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
         super().__init__(name, banks, writes_inputs)
-        self._branches = Branches(banks[0].device)
+        self._branches = _Branches(banks[0].device)
         groups_of = EXECUTORS[name].groups_of
         self._groups = [(bank, group) for bank in banks for group in groups_of(bank.num_learners)]
 
@@ -187,7 +186,7 @@ class StreamsPredictor(ProgramsPredictor):
 
     def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
         super().__init__(name, banks, writes_inputs)
-        self._branches = Branches(banks[0].device, _MOST_STREAMS)
+        self._branches = _Branches(banks[0].device)
 
     def _prepared(self, inputs: Tensor) -> Forward:
         return torch.no_grad()(lambda batch: self._softmax(self._branches.run(self._bodies(batch))))
@@ -205,6 +204,32 @@ PREDICTORS: dict[str, type[Predictor]] = {
 def candidates(device: torch.device) -> list[str]:
     """Return the names that `executor=auto` chooses from on a device."""
     return [name for name in executors.candidates(device) if name in PREDICTORS]
+
+
+class _Branches:
+    """Work side by side on streams that fork from the current one and join it again. On a CPU it runs in turn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: list[torch.cuda.Stream] = []
+
+    def run(self, bodies: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+        """Run bodies and return their results in order. The current stream waits for all; the host does not."""
+        if self._device.type != "cuda":
+            return [body() for body in bodies]
+        while len(self._streams) < min(_MOST_STREAMS, len(bodies)):
+            self._streams.append(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+        home, results = torch.cuda.current_stream(self._device), []
+        streams = self._streams[: len(bodies)]
+        for stream in streams:
+            stream.wait_stream(home)
+        for index, body in enumerate(bodies):
+            with torch.cuda.stream(streams[index % len(streams)]):
+                results.append(body())
+        # Results are freed after this, so that their branches' memory is not reused too early.
+        for stream in streams:
+            home.wait_stream(stream)
+        return results
 
 
 class _CoreThreads:

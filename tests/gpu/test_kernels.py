@@ -9,10 +9,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from crossbow_py.averaging import SMA
 from crossbow_py.averaging.rule import LinearRound
+from crossbow_py.engine.device.graphs import graph_milliseconds
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.fusion.units import unit_step
-from crossbow_py.engine.fusion.units.branches import graph_milliseconds
 from crossbow_py.engine.fusion.units.convolution import ConvolutionChoices, Unmeasured
 from crossbow_py.engine.kernels.checks import serves
 from crossbow_py.engine.modules.precision import BF16, FP32

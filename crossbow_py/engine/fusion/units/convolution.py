@@ -1,16 +1,15 @@
 """A layer's convolution of all learners, forward and backward, by the way that is fastest on its device.
 
-A convolution of K learners can be one grouped operator (channels-last or not), an operator for each group on streams
-that fork and join, one dense operator whose filters are zero between learners, or the implicit-GEMM kernel. Which is
-fastest depends on shapes, dtypes and the library, so it is measured in a layer's first rounds, as a CUDA graph runs it,
-for each direction (forward, gradient of the input, gradient of the filters) by itself. Every way is compared with the
-first one before its time counts. Choices are remembered in the user's cache.
+A convolution of K learners is one grouped operator, channels-last or not, or the implicit-GEMM kernel. Which is fastest
+depends on shapes, dtypes and the library, so it is measured in a layer's first rounds, as a CUDA graph runs it, for
+each direction (forward, gradient of the input, gradient of the filters) by itself. Every way is compared with the first
+one before its time counts. Choices are remembered in the user's cache.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -22,8 +21,8 @@ from torch import Tensor, nn
 from crossbow_py.core.measured import Remembered, digest
 from crossbow_py.core.triton_launch import unavailable
 from crossbow_py.core.version import __version__
+from crossbow_py.engine.device.graphs import graph_milliseconds
 from crossbow_py.engine.device.memory import is_out_of_memory
-from crossbow_py.engine.fusion.units.branches import Branches, graph_milliseconds
 from crossbow_py.engine.fusion.values import channels_last
 from crossbow_py.engine.kernels import convolution as implicit
 from crossbow_py.engine.kernels.geometry import Geometry
@@ -31,89 +30,46 @@ from crossbow_py.engine.kernels.statistics import Statistics
 
 Direction = Literal["forward", "inputs", "filters"]
 IMPLICIT, GROUPED, GROUPED_NCHW = "implicit_gemm", "grouped_nhwc", "grouped_nchw"
-BRANCHES, DENSE = "branches", "block_diagonal"
 # Tolerances relative to the largest value: bfloat16 has 8 bits, TF32 10, and sums are long.
 _TOLERANCE = {torch.bfloat16: 5e-2, torch.float32: 1e-2, torch.float64: 1e-10}
-# Dense filters, mostly zeros, cost as many products as learners squared; beyond this they are never faster.
-_MOST_DENSE_CHANNELS = 1024
-_MOST_BRANCHES = 32
 
 
 class Operators:
-    """A convolution of all learners by torch's operators, in four ways, on channels-last images `[B, G·C, H, W]`."""
+    """A convolution of all learners by torch's operators, on channels-last images `[B, G·C, H, W]`."""
 
-    def __init__(self, sizes: Geometry, branches: Branches) -> None:
-        self._sizes, self._branches = sizes, branches
+    def __init__(self, sizes: Geometry) -> None:
+        self._sizes = sizes
 
     def forward(self, way: str, inputs: Tensor, filters: Tensor, bias: Tensor | None) -> Tensor:
         """Return the outputs, channels-last. Filters are `[G·O, C, KH, KW]`."""
-        s = self._sizes
         if way == GROUPED_NCHW:
-            return channels_last(self._conv(inputs.contiguous(), filters.contiguous(), bias, s.groups))
-        if way == DENSE:
-            return self._conv(inputs, self._dense(filters), bias, 1)
-        if way == BRANCHES:
-            biases: Sequence[Tensor | None] = [None] * s.groups if bias is None else torch.split(bias, s.out_channels)
-            groups = zip(*self._split(inputs, filters), biases, strict=True)
-            each = self._branches.run([partial(self._conv, *group, 1) for group in groups])
-            return channels_last(torch.cat(each, 1))
-        return self._conv(inputs, filters, bias, s.groups)
+            return channels_last(self._conv(inputs.contiguous(), filters.contiguous(), bias))
+        return self._conv(inputs, filters, bias)
 
     def gradient(self, way: str, outputs: Tensor, inputs: Tensor, filters: Tensor, of_inputs: bool) -> Tensor:
         """Return the gradient of the inputs, channels-last, or of the filters."""
-        s = self._sizes
         if way == GROUPED_NCHW:
-            given = (outputs.contiguous(), inputs.contiguous(), filters.contiguous())
-            found = self._backward(*given, s.groups, of_inputs)
+            found = self._backward(outputs.contiguous(), inputs.contiguous(), filters.contiguous(), of_inputs)
             return channels_last(found) if of_inputs else found
-        if way == DENSE:
-            found = self._backward(outputs, inputs, self._dense(filters), 1, of_inputs)
-            if of_inputs:
-                return found
-            whole = found.permute(0, 2, 3, 1).reshape(s.groups, s.out_channels, *s.kernel, s.groups, s.in_channels)
-            diagonal = whole.diagonal(0, 0, 4).movedim(-1, 0)
-            return diagonal.reshape(s.groups * s.out_channels, *s.kernel, s.in_channels).permute(0, 3, 1, 2)
-        if way == BRANCHES:
-            own = [channels_last(each) for each in torch.split(outputs, s.out_channels, 1)]
-            groups = zip(own, *self._split(inputs, filters), strict=True)
-            each = self._branches.run([partial(self._backward, *group, 1, of_inputs) for group in groups])
-            return channels_last(torch.cat(each, 1)) if of_inputs else torch.cat(each, 0)
-        return self._backward(outputs, inputs, filters, s.groups, of_inputs)
+        return self._backward(outputs, inputs, filters, of_inputs)
 
-    def _conv(self, inputs: Tensor, filters: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+    def _conv(self, inputs: Tensor, filters: Tensor, bias: Tensor | None) -> Tensor:
         s = self._sizes
-        return nn.functional.conv2d(inputs, filters, bias, s.stride, s.padding, s.dilation, groups)
+        return nn.functional.conv2d(inputs, filters, bias, s.stride, s.padding, s.dilation, s.groups)
 
-    def _backward(self, outputs: Tensor, inputs: Tensor, filters: Tensor, groups: int, of_inputs: bool) -> Tensor:
+    def _backward(self, outputs: Tensor, inputs: Tensor, filters: Tensor, of_inputs: bool) -> Tensor:
         s = self._sizes
         found = torch.ops.aten.convolution_backward(
-            outputs, inputs, filters, None, s.stride, s.padding, s.dilation, False, [0, 0], groups,
+            outputs, inputs, filters, None, s.stride, s.padding, s.dilation, False, [0, 0], s.groups,
             [of_inputs, not of_inputs, False],
         )  # fmt: skip
         gradient: Tensor = found[0] if of_inputs else found[1]
         return gradient
 
-    def _split(self, inputs: Tensor, filters: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        s = self._sizes
-        images = [channels_last(each) for each in torch.split(inputs, s.in_channels, 1)]
-        return images, torch.split(filters, s.out_channels)
 
-    def _dense(self, filters: Tensor) -> Tensor:
-        """Return filters `[G·O, G·C, KH, KW]` with zeros between groups, channels-last."""
-        s = self._sizes
-        whole = filters.new_zeros(s.groups, s.out_channels, *s.kernel, s.groups, s.in_channels)
-        own = filters.permute(0, 2, 3, 1).reshape(s.groups, s.out_channels, *s.kernel, s.in_channels)
-        whole.diagonal(0, 0, 4).copy_(own.movedim(0, -1))
-        return whole.view(s.groups * s.out_channels, *s.kernel, -1).permute(0, 3, 1, 2)
-
-
-def ways(sizes: Geometry, dtype: torch.dtype, device: torch.device) -> list[str]:
+def ways(dtype: torch.dtype, device: torch.device) -> list[str]:
     """Return all ways that can be used; the first is the one that others are compared with."""
     found = [GROUPED, GROUPED_NCHW]
-    if sizes.groups > 1:
-        found += [BRANCHES] if sizes.groups <= _MOST_BRANCHES else []
-        channels = sizes.groups * max(sizes.in_channels, sizes.out_channels)
-        found += [DENSE] if channels <= _MOST_DENSE_CHANNELS else []
     if dtype in (torch.float32, torch.bfloat16) and unavailable(device) is None:
         found.append(IMPLICIT)
     return found
@@ -241,7 +197,6 @@ class Convolution:
         node_args: the arguments of `conv2d` after filters and shift: stride, padding, dilation, groups.
         filters, shift: the layer's parameters; shift may be None.
         choices: chooses the ways.
-        branches: the streams of ways that fork.
     """
 
     def __init__(
@@ -250,12 +205,11 @@ class Convolution:
         filters: Leaf,
         shift: Leaf | None,
         choices: ConvolutionChoices,
-        branches: Branches,
     ) -> None:
         defaults: tuple[Any, ...] = (1, 0, 1, 1)
         stride, padding, dilation, groups = node_args + defaults[len(node_args) :]
         self._options = _pair(stride), _pair(padding), _pair(dilation)
-        self._groups, self._choices, self._branches = groups * len(filters.rows), choices, branches
+        self._groups, self._choices = groups * len(filters.rows), choices
         self._filters, self._shift = filters, shift
         self._weights = filters.rows.detach().flatten(0, 1)
         self._bias = None if shift is None else shift.rows.detach().flatten(0, 1)
@@ -270,7 +224,7 @@ class Convolution:
                 inputs.shape[0], self._groups, own, out // self._groups, inputs.shape[2], inputs.shape[3], (high, wide),
                 *self._options,
             )  # fmt: skip
-            self._operators = Operators(self._geometry, self._branches)
+            self._operators = Operators(self._geometry)
             self._workspace = implicit.backward_workspace(self._geometry, inputs.device)
             self._moments_workspace = implicit.statistics_workspace(self._geometry, inputs.device)
         return self._geometry
@@ -291,7 +245,7 @@ class Convolution:
                     return self._outputs(images, filters, way, statistics)[0]
                 return self._gradient(given, images, filters, way, of_inputs=direction == "inputs")
 
-            runs = {way: partial(tried, way) for way in ways(geometry, inputs.dtype, inputs.device)}
+            runs = {way: partial(tried, way) for way in ways(inputs.dtype, inputs.device)}
             key = key_of(geometry, direction, inputs.dtype, inputs.device)
             self._ways[direction] = self._choices.choose(key, runs)
         return self._ways[direction]

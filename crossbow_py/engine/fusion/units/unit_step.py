@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from crossbow_py.engine.fusion.rules.registry import Call, Rule
-from crossbow_py.engine.fusion.units.branches import Branches
 from crossbow_py.engine.fusion.units.convolution import Convolution, Leaf, choices_on
 from crossbow_py.engine.fusion.units.units import Unit
 from crossbow_py.engine.fusion.values import Copies, Fused, Layout, channels_last
@@ -131,7 +130,7 @@ class UnitRules:
 
     def __init__(self, leaves: dict[str, Leaf], buffers: dict[str, Tensor], anchor: Tensor) -> None:
         self._leaves, self._buffers, self._anchor = leaves, buffers, anchor
-        self._branches, self._choices = Branches(anchor.device), choices_on(anchor.device)
+        self._choices = choices_on(anchor.device)
         self.notes = self._choices.notes
 
     def rule(self, unit: Unit, users: int) -> Rule:
@@ -151,7 +150,7 @@ class UnitRules:
 
     def _convolution(self, _: Any, filters: Any, shift: Any = None, *options: Any) -> Convolution:
         own = None if shift is None else self._leaves[shift.name]
-        return Convolution(options, self._leaves[filters.name], own, self._choices, self._branches)
+        return Convolution(options, self._leaves[filters.name], own, self._choices)
 
     def _norm(self, node: Any, relu: bool) -> Norm:
         scale, offset, mean, variance, _, momentum, eps = node.args[1:8]

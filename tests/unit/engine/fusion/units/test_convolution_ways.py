@@ -7,10 +7,7 @@ import torch
 from torch import nn
 
 from crossbow_py.core.measured import Remembered
-from crossbow_py.engine.fusion.units.branches import Branches
 from crossbow_py.engine.fusion.units.convolution import (
-    BRANCHES,
-    DENSE,
     GROUPED,
     GROUPED_NCHW,
     IMPLICIT,
@@ -23,7 +20,7 @@ from crossbow_py.engine.kernels.geometry import Geometry
 
 CPU = torch.device("cpu")
 GEOMETRY = Geometry(2, 3, 4, 5, 7, 6, (3, 3), stride=(2, 1), padding=(1, 0))
-OPERATORS = (GROUPED, GROUPED_NCHW, BRANCHES, DENSE)
+OPERATORS = (GROUPED, GROUPED_NCHW)
 
 
 @pytest.fixture
@@ -40,7 +37,7 @@ def case():
 @pytest.mark.parametrize("way", OPERATORS)
 def test_every_way_gives_what_each_learner_would_get_alone(case, way):
     inputs, filters, bias, given = case
-    g, operators = GEOMETRY, Operators(GEOMETRY, Branches(CPU))
+    g, operators = GEOMETRY, Operators(GEOMETRY)
     alone = [
         nn.functional.conv2d(part.requires_grad_(), own.requires_grad_(), shift, g.stride, g.padding, g.dilation)
         for part, own, shift in zip(
@@ -59,12 +56,9 @@ def test_every_way_gives_what_each_learner_would_get_alone(case, way):
         torch.testing.assert_close(mine, gradient, rtol=1e-12, atol=1e-12)
 
 
-def test_ways_of_one_group_are_not_forked_and_wide_ones_not_made_dense():
-    assert ways(GEOMETRY, torch.float32, CPU) == [*OPERATORS, IMPLICIT]
-    assert ways(Geometry(2, 1, 4, 5, 7, 6, (3, 3)), torch.float32, CPU) == [GROUPED, GROUPED_NCHW, IMPLICIT]
-    assert BRANCHES not in ways(Geometry(2, 64, 1, 1, 7, 6, (3, 3)), torch.float32, CPU)
-    assert DENSE not in ways(Geometry(2, 8, 256, 256, 4, 4, (3, 3)), torch.float32, CPU)
-    assert IMPLICIT not in ways(GEOMETRY, torch.float64, CPU)
+def test_kernel_is_a_way_for_its_formats_alone():
+    assert ways(torch.float32, CPU) == ways(torch.bfloat16, CPU) == [*OPERATORS, IMPLICIT]
+    assert ways(torch.float64, CPU) == [*OPERATORS]
 
 
 def candidates(*values):
