@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from crossbow_py.core.measured import fastest
 from crossbow_py.engine import executors
 from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.device.graphs import CudaStreams, Stream
 from crossbow_py.engine.device.host import intra_op_threads
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.fused_agreement import trusted_outputs
@@ -101,6 +102,7 @@ class ProgramsPredictor(Predictor):
     def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
         super().__init__(name, banks, writes_inputs)
         self._captures = Captures(name, banks) if banks[0].device.type == "cuda" else None
+        self._branches = _Branches(banks[0].device)
         self._programs: OrderedDict[tuple[torch.Size, torch.dtype], Forward] = OrderedDict()  # the last used ones last
 
     @torch.no_grad()  # inputs may want gradients, and what was recorded would give them
@@ -120,6 +122,9 @@ class ProgramsPredictor(Predictor):
 
     def close(self) -> None:
         self._keep(0)
+        if self._captures is not None:
+            self._captures.close()
+        self._branches.close()
 
     def _keep(self, most: int) -> None:
         """Forget the least recently used programs beyond `most`."""
@@ -138,7 +143,6 @@ class FusedPredictor(ProgramsPredictor):
 
     def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
         super().__init__(name, banks, writes_inputs)
-        self._branches = _Branches(banks[0].device)
         groups_of = EXECUTORS[name].groups_of
         self._groups = [(bank, group) for bank in banks for group in groups_of(bank.num_learners)]
 
@@ -184,10 +188,6 @@ class StreamsPredictor(ProgramsPredictor):
     `probabilities` raises CaptureError for models that a CUDA graph cannot hold.
     """
 
-    def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
-        super().__init__(name, banks, writes_inputs)
-        self._branches = _Branches(banks[0].device)
-
     def _prepared(self, inputs: Tensor) -> Forward:
         return torch.no_grad()(lambda batch: self._softmax(self._branches.run(self._bodies(batch))))
 
@@ -210,15 +210,14 @@ class _Branches:
     """Work side by side on streams that fork from the current one and join it again. On a CPU it runs in turn."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._streams: list[torch.cuda.Stream] = []
+        self._device, self._streams = device, list[Stream]()
 
     def run(self, bodies: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
         """Run bodies and return their results in order. The current stream waits for all; the host does not."""
         if self._device.type != "cuda":
             return [body() for body in bodies]
         while len(self._streams) < min(_MOST_STREAMS, len(bodies)):
-            self._streams.append(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+            self._streams.append(CudaStreams(self._device).new_stream())
         home, results = torch.cuda.current_stream(self._device), []
         streams = self._streams[: len(bodies)]
         for stream in streams:
@@ -230,6 +229,11 @@ class _Branches:
         for stream in streams:
             home.wait_stream(stream)
         return results
+
+    def close(self) -> None:
+        """Give the streams back, whose work must be over."""
+        while self._streams:
+            CudaStreams(self._device).give_back(self._streams.pop())
 
 
 class _CoreThreads:

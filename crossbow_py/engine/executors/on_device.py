@@ -216,7 +216,7 @@ class DeviceRounds:
         return StreamSpans(timeline, lambda name: self.device.timed_mark(self.streams[name]), next(iter(self.streams)))
 
     def close(self, count_steps: Callable[[], None]) -> None:
-        """Wait until the device is idle, copy its step counts to the bank, and drop the graphs and then their pools.
+        """Wait until the device is idle, copy its step counts to the bank, and drop graphs, their pools and streams.
 
         A round that failed midway has stepped some learners, so the device's counts are the right ones.
         """
@@ -230,3 +230,6 @@ class DeviceRounds:
                 program.release()
         for program in self._programs:
             program.pool = None
+        while self.streams:  # closing twice gives none back twice
+            name, stream = self.streams.popitem()
+            self.device.give_back(stream, high_priority=name == AVERAGING_STREAM)
