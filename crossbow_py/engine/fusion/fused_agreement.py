@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from crossbow_py.averaging import Independent
 from crossbow_py.core.errors import CrossbowError, one_line
 from crossbow_py.core.host_randomness import kept_generators
+from crossbow_py.core.triton_launch import KernelError
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.replicas import ReplicaBank
@@ -77,9 +78,10 @@ class Comparison:
 
 
 def trusted_pass(tasks: RoundTasks, kernels: bool = False, learners: range | None = None) -> FusedPass:
-    """Return the learning tasks of `learners` in one pass, by operators if kernels give other numbers.
+    """Return the learning tasks of `learners` in one pass, by operators if kernels fail or give other numbers.
 
-    Raises FusionError if the model cannot be fused, or if its graph gives other numbers than the model.
+    Blocks the host, which measures ways to run its layers: nothing may be in flight. Raises FusionError if the model
+    cannot be fused, or if its graph gives other numbers than the model.
     """
     bank = tasks.bank
     compared = Comparison(
@@ -93,6 +95,11 @@ def trusted_pass(tasks: RoundTasks, kernels: bool = False, learners: range | Non
         except FusionError as error:
             notes, kernels = [f"Layers run by operators, not by kernels, as with these {error}."], False
     found = FusedPass(tasks, kernels, learners)
+    try:
+        found.graph.measure()
+    except KernelError as error:
+        notes = [f"Layers run by operators, not by kernels, because {error}."]
+        found = FusedPass(tasks, learners=learners)
     found.notes += notes
     return found
 

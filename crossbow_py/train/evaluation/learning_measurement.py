@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from crossbow_py.core.errors import CrossbowError, one_line
 from crossbow_py.data.feed import Batch, Feed
+from crossbow_py.engine.device.cudnn import cudnn_set
 from crossbow_py.engine.device.host import faster_threads, intra_op_threads
 from crossbow_py.engine.device.memory import free_memory, raise_if_lost
 from crossbow_py.engine.modules.losses import Loss, is_classification, smoothed_cross_entropy
@@ -249,6 +250,6 @@ def _differentiable(module: nn.Module) -> Iterator[None]:
     cuDNN has no derivative of recurrent layers in evaluation mode.
     """
     recurs = any(isinstance(each, nn.RNNBase) for each in module.modules())
-    without_cudnn = torch.backends.cudnn.flags(enabled=False) if recurs else contextlib.nullcontext()
+    without_cudnn = cudnn_set("enabled", False) if recurs else contextlib.nullcontext()
     with sdpa_kernel(SDPBackend.MATH), without_cudnn:
         yield
