@@ -184,7 +184,7 @@ def outdated(tasks: RoundTasks, fused: FusedPass) -> str | None:
     shared = _shares_batches(tasks)
     batch = tasks.feed.for_measuring().batch(0)
     try:
-        with kept_generators():
+        with kept_generators(tasks.bank.device):
             each = [values if shared else torch.stack([values] * len(fused.learners)) for values in batch]
             found = passes.together(fused, Batch(*each), shared, rows=1)[0]
             expected = passes.alone(learner, batch)
@@ -215,13 +215,13 @@ def trusted_outputs(bank: ReplicaBank, inputs: Tensor, learners: range | None = 
     """
     rows = range(bank.num_learners) if learners is None else learners
     modules = [bank.module(learner) for learner in rows]
-    with kept_buffers(modules[0]), kept_generators():
+    with kept_buffers(modules[0]), kept_generators(bank.device):
         modules[0](inputs.clone())  # before the export: see `_disagreement`
     graph = FusedGraph(bank.template, inputs, bank, learners=learners, training=False)
     known, key = _FOUND.setdefault(bank.template, {}), (tuple(inputs.shape), inputs.dtype, bank.precision.name)
     if key in known:
         return graph
-    with kept_buffers(*modules), kept_generators():
+    with kept_buffers(*modules), kept_generators(bank.device):
         outputs = graph.run(inputs.clone(), shared=True)
     for learner in sorted({rows[0], rows[-1]}):
         found = _output_difference(bank, learner, inputs, outputs[learner - rows[0]])
@@ -235,7 +235,7 @@ def _output_difference(bank: ReplicaBank, learner: int, inputs: Tensor, found: T
     module = bank.module(learner)
 
     def values() -> dict[str, Tensor]:
-        with kept_buffers(module), kept_generators():
+        with kept_buffers(module), kept_generators(bank.device):
             return {"the output": module(inputs.clone())}
 
     def control() -> dict[str, Tensor]:
@@ -254,7 +254,7 @@ def require_agreement(compared: Comparison, kernels: bool = False) -> None:
     known = _FOUND.setdefault(compared.template, {})
     if key not in known:
         try:
-            with kept_generators():
+            with kept_generators(example.device):
                 known[key] = _disagreement(compared, kernels)
         except FusionError as error:
             known[key] = str(error)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from crossbow_py.core.errors import CrossbowError, one_line
+from crossbow_py.core.host_randomness import kept_torch_state
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.engine.device.cudnn import cudnn_set
 from crossbow_py.engine.device.host import faster_threads, intra_op_threads
@@ -65,8 +66,7 @@ class LearningMeasurement:
         Raises DataError, and RankError if another rank failed.
         """
         begun_s, run = time.monotonic(), self._run
-        devices = [run.choices.device] if run.choices.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with kept_torch_state(run.choices.device):
             state = run.final_states(ema=False)[0]
             noise, sharpness = None, None
             with run.ranks.together():
