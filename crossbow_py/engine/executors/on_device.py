@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import LearnerError, UserError, one_line
@@ -59,6 +60,12 @@ class Program:
 
         Blocks the host only to capture. Raises CaptureError if that fails, other than for lack of memory.
         """
+        # Backward passes stay on this thread. On autograd's own, libraries would have handles, workspaces and chosen
+        # algorithms of their own, and whatever is local to a thread would not be as the capture has it.
+        with torch.autograd.set_multithreading_enabled(False):
+            self._launch(body, variant)
+
+    def _launch(self, body: Body, variant: Hashable) -> None:
         if not self.runs_graph(variant):
             self.eager_rounds[variant] = self.eager_rounds.get(variant, 0) + 1
             self.device.run(self.name, body, self.stream)
