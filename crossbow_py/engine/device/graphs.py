@@ -195,9 +195,9 @@ def graph_milliseconds(device: torch.device) -> Callable[[Callable[[], Tensor]],
                 end.record(stream)
                 end.synchronize()  # host–device synchronisation
                 times.append(float(begin.elapsed_time(end)))
-            return min(times) / _CALLS
         finally:
             graph.reset()
-            streams.give_back(stream)
+        streams.give_back(stream)  # but none on which a capture has failed
+        return min(times) / _CALLS
 
     return milliseconds

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -75,6 +77,48 @@ def test_first_round_that_is_repeated_by_operators_needs_no_streams_of_its_own(m
     run(runner, tasks, 2)
     assert "kernels failed" in runner.notes[0]
     assert made == [0]
+
+
+class Timed:
+    """An event, or a graph: does nothing, at once."""
+
+    def __init__(self, **options):
+        self.options = options
+
+    def elapsed_time(self, end):
+        return 16.0
+
+    def record(self, stream): ...
+
+    def synchronize(self): ...
+
+    def replay(self): ...
+
+    def reset(self): ...
+
+
+def test_work_is_timed_on_one_stream_that_is_left_once_a_capture_on_it_has_failed(made, monkeypatch):
+    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "caller")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: contextlib.nullcontext())
+    for name in ("Event", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, Timed)
+    calls = []
+
+    def work():
+        calls.append("called")
+        if len(calls) == 20:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return torch.ones(1)
+
+    milliseconds = graphs.graph_milliseconds(CUDA)
+    assert [milliseconds(work) for _ in range(2)] == [2.0, 2.0]  # 16 ms for eight calls
+    assert made == [0]
+    with pytest.raises(RuntimeError, match="not permitted"):
+        milliseconds(work)
+    assert milliseconds(work) == 2.0
+    assert made == [0, 0]
 
 
 def test_ensembles_one_after_another_capture_on_the_same_stream(made):
