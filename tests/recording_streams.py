@@ -40,6 +40,9 @@ class OnHost(CudaStreams):
     def new_pool(self):
         return None
 
+    def give_back(self, stream, high_priority=False):
+        """Streams of tests are objects, of which there are enough."""
+
     def release(self, graph):
         self.log.append(f"release {graph.name}")
 

@@ -1,4 +1,4 @@
-"""The process's random generators: Python's, NumPy's and torch's on the CPU, which data sets and models draw from."""
+"""The process's random generators, which data sets and models draw from: Python's, NumPy's and torch's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,18 @@ def kept_host_state() -> Iterator[None]:
 
 
 @contextmanager
-def kept_generators() -> Iterator[None]:
-    """Restore all three generators after the block."""
-    with torch.random.fork_rng(devices=[]), kept_host_state():
+def kept_torch_state(device: torch.device | None = None) -> Iterator[None]:
+    """Restore torch's generator of the CPU after the block, and that of `device` if it is a CUDA device.
+
+    No other: by default torch looks at the generators of all GPUs it sees, which makes the process use them.
+    """
+    devices = [device] if device is not None and device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices, device_type="cuda"):
+        yield
+
+
+@contextmanager
+def kept_generators(device: torch.device | None = None) -> Iterator[None]:
+    """Restore Python's, NumPy's and torch's generators after the block; see `kept_torch_state`."""
+    with kept_torch_state(device), kept_host_state():
         yield

@@ -54,8 +54,7 @@ class PredictConfig:
     executor: PredictorName = setting(
         "auto",
         "how models run: auto (the fastest, measured), serial, fused (one graph); on CPU threads (a model a core), and "
-        "fused_threads (a graph a core); experimental, on CUDA: streams (a model a stream), and subarrays2 and "
-        "subarrays4 (so many groups of fused models on streams)",
+        "fused_threads (a graph a core); experimental, on CUDA: streams (a model a stream)",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where models run")
     precision: PrecisionName = setting("fp32", "number format of models: fp32, bf16, or auto (bf16 where it is fast)")

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from crossbow_py.core.measured import fastest
 from crossbow_py.engine import executors
 from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.device.graphs import CudaStreams, Stream
 from crossbow_py.engine.device.host import intra_op_threads
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.fused_agreement import trusted_outputs
 from crossbow_py.engine.fusion.graph import FusedGraph
-from crossbow_py.engine.fusion.units.branches import Branches
 from crossbow_py.predict.programs import Captures, Forward, recorded
 
-PredictorName = Literal["auto", "serial", "threads", "fused", "fused_threads", "subarrays2", "subarrays4", "streams"]
+PredictorName = Literal["auto", "serial", "threads", "fused", "fused_threads", "streams"]
 
 # Shapes of batches an executor keeps a program for, with memory of its own: a server may see any number of them.
 MOST_PROGRAMS = 8
@@ -102,6 +102,7 @@ class ProgramsPredictor(Predictor):
     def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
         super().__init__(name, banks, writes_inputs)
         self._captures = Captures(name, banks) if banks[0].device.type == "cuda" else None
+        self._branches = _Branches(banks[0].device)
         self._programs: OrderedDict[tuple[torch.Size, torch.dtype], Forward] = OrderedDict()  # the last used ones last
 
     @torch.no_grad()  # inputs may want gradients, and what was recorded would give them
@@ -121,6 +122,9 @@ class ProgramsPredictor(Predictor):
 
     def close(self) -> None:
         self._keep(0)
+        if self._captures is not None:
+            self._captures.close()
+        self._branches.close()
 
     def _keep(self, most: int) -> None:
         """Forget the least recently used programs beyond `most`."""
@@ -139,7 +143,6 @@ class FusedPredictor(ProgramsPredictor):
 
     def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
         super().__init__(name, banks, writes_inputs)
-        self._branches = Branches(banks[0].device)
         groups_of = EXECUTORS[name].groups_of
         self._groups = [(bank, group) for bank in banks for group in groups_of(bank.num_learners)]
 
@@ -185,10 +188,6 @@ class StreamsPredictor(ProgramsPredictor):
     `probabilities` raises CaptureError for models that a CUDA graph cannot hold.
     """
 
-    def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
-        super().__init__(name, banks, writes_inputs)
-        self._branches = Branches(banks[0].device, _MOST_STREAMS)
-
     def _prepared(self, inputs: Tensor) -> Forward:
         return torch.no_grad()(lambda batch: self._softmax(self._branches.run(self._bodies(batch))))
 
@@ -198,8 +197,6 @@ PREDICTORS: dict[str, type[Predictor]] = {
     "threads": ThreadsPredictor,
     "fused": FusedPredictor,
     "fused_threads": FusedThreadsPredictor,
-    "subarrays2": FusedPredictor,
-    "subarrays4": FusedPredictor,
     "streams": StreamsPredictor,
 }
 
@@ -207,6 +204,36 @@ PREDICTORS: dict[str, type[Predictor]] = {
 def candidates(device: torch.device) -> list[str]:
     """Return the names that `executor=auto` chooses from on a device."""
     return [name for name in executors.candidates(device) if name in PREDICTORS]
+
+
+class _Branches:
+    """Work side by side on streams that fork from the current one and join it again. On a CPU it runs in turn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._streams = device, list[Stream]()
+
+    def run(self, bodies: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+        """Run bodies and return their results in order. The current stream waits for all; the host does not."""
+        if self._device.type != "cuda":
+            return [body() for body in bodies]
+        while len(self._streams) < min(_MOST_STREAMS, len(bodies)):
+            self._streams.append(CudaStreams(self._device).new_stream())
+        home, results = torch.cuda.current_stream(self._device), []
+        streams = self._streams[: len(bodies)]
+        for stream in streams:
+            stream.wait_stream(home)
+        for index, body in enumerate(bodies):
+            with torch.cuda.stream(streams[index % len(streams)]):
+                results.append(body())
+        # Results are freed after this, so that their branches' memory is not reused too early.
+        for stream in streams:
+            home.wait_stream(stream)
+        return results
+
+    def close(self) -> None:
+        """Give the streams back, whose work must be over."""
+        while self._streams:
+            CudaStreams(self._device).give_back(self._streams.pop())
 
 
 class _CoreThreads:

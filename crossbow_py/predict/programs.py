@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from crossbow_py.core.errors import one_line
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.engine.device.graphs import CudaStreams, Event, Graph, Pool
+from crossbow_py.engine.device.graphs import CudaStreams, Event, Graph, Pool, Stream
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS, CaptureError
 
@@ -88,7 +88,7 @@ class Captures:
     def __init__(self, executor: str, banks: Sequence[ReplicaBank], device: CudaStreams | None = None) -> None:
         self._executor, self._banks = executor, banks
         self._device = device or CudaStreams(banks[0].device)
-        self._stream = self._device.new_stream()
+        self._stream: Stream | None = None
         self._begun, self._done = self._device.new_event(), self._device.new_event()
         self._pool: Pool = None
         self._graphs: list[Graph] = []
@@ -99,6 +99,7 @@ class Captures:
         Raises CaptureError for what a graph cannot hold.
         """
         device = self._device
+        self._stream = self._stream or device.new_stream()
         device.record(self._begun, device.callers_stream())
         for event in (self._begun, self._done):
             device.wait(self._stream, event)
@@ -130,6 +131,13 @@ class Captures:
             self._device.synchronize_event(self._done)  # host–device synchronisation
             self._graphs.remove(run.graph)
             self._device.release(run.graph)
+
+    def close(self) -> None:
+        """Give the stream back, once all that `captured` gave was released. Blocks the host until it is over."""
+        if self._stream is not None:
+            self._device.synchronize_event(self._done)  # host–device synchronisation
+            self._device.give_back(self._stream)
+            self._stream = None
 
     def _in_order(self, run: Forward, inputs: Tensor) -> Tensor:
         """Run a function as it is, after the last call and before the next; the host does not wait."""

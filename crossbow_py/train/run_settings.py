@@ -29,8 +29,7 @@ class JobSettings:
     executor: str = setting(
         "auto",
         "how learners run: auto (the fastest), serial, fused; on CPU threads, and fused_threads, which is one group of "
-        "fused learners per thread; on CUDA and experimental streams, and subarrays2 or subarrays4, which are two or "
-        "four groups of fused learners on streams",
+        "fused learners per thread; on CUDA and experimental streams",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "the device that learners run on: auto, cpu or cuda")
     precision: PrecisionName = setting("auto", "compute format: fp32, bf16, or auto (bf16 where it is fast)")

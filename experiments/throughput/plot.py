@@ -24,10 +24,9 @@ from experiments.throughput.suite_report import (
 # Of Okabe and Ito's palette, which the colour-blind can tell apart.
 _COLOURS = {
     "serial": "#56B4E9", "threads": "#0072B2", "fused": "#D55E00", "fused_threads": "#882255",
-    "streams": "#009E73", "subarrays2": "#CC79A7", "subarrays4": "#E69F00",
+    "streams": "#009E73",
 }  # fmt: skip
-_MARKERS = {"serial": "s", "threads": "o", "fused": "D", "fused_threads": "X", "streams": "^", "subarrays2": "v",
-            "subarrays4": "P"}  # fmt: skip
+_MARKERS = {"serial": "s", "threads": "o", "fused": "D", "fused_threads": "X", "streams": "^"}
 _BASES = {"tuned_single": ("black", "--"), "default_loop": ("dimgrey", ":")}
 _AUTO: dict[str, Any] = {
     "marker": "*",

@@ -36,7 +36,7 @@ def dense(seed):
     return nn.Sequential(nn.Flatten(), nn.Linear(108, 16), nn.ReLU(inplace=True), nn.Linear(16, 3))
 
 
-@pytest.mark.parametrize("executor", ["auto", "serial", "fused", "subarrays2", "subarrays4", "streams"])
+@pytest.mark.parametrize("executor", ["auto", "serial", "fused", "streams"])
 def test_ensemble_of_two_architectures_on_cuda_equals_plain_pytorch_at_every_call(executor):
     models = [convolutional(0), dense(1), convolutional(2), dense(3)]
     with Ensemble(models, executor=executor, device="cuda") as ensemble, torch.no_grad():
@@ -66,7 +66,7 @@ def assert_right_from_two_streams(ensemble, models, batches):
             assert (own.cpu() - expected).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("executor", ["fused", "subarrays2", "streams"])
+@pytest.mark.parametrize("executor", ["fused", "streams"])
 def test_captured_ensemble_called_from_several_streams_gives_each_its_own_answer(executor):
     models, batches = [dense(seed) for seed in range(4)], torch.randn(20, 8, 3, 6, 6, device=CUDA)
     ensemble = Ensemble(models, executor=executor, device="cuda")

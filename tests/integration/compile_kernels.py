@@ -87,7 +87,7 @@ def call_updates(cpu):
         update.prepare(double, double, double, double[0], double[0], w, 8, optimizer, loss_column=0, finite_column=1)
         update.update(rows, tiles, w, 8, optimizer, correction=0.1, momentum=0.9, total_squares=double[0])
     for rows in (z, z.double()):
-        update.move(rows, rows, [rows, rows], 0.9)
+        update.move(rows, rows, rows, 0.9)
 
 
 if __name__ == "__main__":

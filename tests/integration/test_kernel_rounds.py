@@ -1,4 +1,4 @@
-"""Fused rounds by Triton kernels, also in groups on streams, in the interpreter: what serial gives, in few launches."""
+"""Fused rounds by Triton kernels, in the interpreter: what serial gives, in few launches."""
 
 from __future__ import annotations
 
@@ -10,24 +10,21 @@ import torch
 from torch import nn
 
 from crossbow_py.averaging import SMA, Independent
-from crossbow_py.core.errors import LearnerError, UserError
+from crossbow_py.core.errors import LearnerError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import SerialExecutor
-from crossbow_py.engine.executors.base import even_groups
 from crossbow_py.engine.executors.fused import FusedExecutor
-from crossbow_py.engine.executors.streams import FourSubArrays, TwoSubArrays
 from crossbow_py.engine.kernels import batch_norm
 from crossbow_py.engine.modules.precision import BF16, FP32, FP64
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.models import MODELS
-from tests.recording_streams import RecordingStreams, ShuffledStreams
+from tests.recording_streams import RecordingStreams
 from tests.support import (
     assert_equal,
     assert_learners_equal,
     features,
     make_tasks,
     norm_model,
-    norm_with_dropout,
     plan,
     run,
 )
@@ -60,10 +57,6 @@ def by_kernels(tasks):
     return FusedExecutor(tasks, RecordingStreams(), kernels=True)
 
 
-def by_two_groups(tasks):
-    return TwoSubArrays(tasks, RecordingStreams())
-
-
 def images(count=24):
     return features(count, (3, 6, 6))
 
@@ -74,23 +67,22 @@ def both(make_model=residual, data=None, **options):
 
 
 def assert_as_serial(executor, num_rounds=4, shared=False, **options):
-    """Returns the executor, after rounds that give what `serial` gives, and both banks."""
+    """Returns the executor, after rounds that give what `serial` gives."""
     ours, reference = both(**options)
     runner = executor(ours)
     found = run(runner, ours, num_rounds, shared=shared)
     expected = run(SerialExecutor(reference), reference, num_rounds, shared=shared)
     assert_equal(ours.bank, reference.bank, found, expected)
-    return runner, ours.bank, reference.bank
+    return runner
 
 
 @pytest.mark.parametrize("optimizer", [SGD(weight_decay=1e-3), AdamW(clip_norm=0.5)], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("make_model", [residual, norm_model])
 def test_rounds_by_kernels_in_float64_equal_serial(make_model, optimizer):
-    runner, *_ = assert_as_serial(by_kernels, make_model=make_model, optimizer=optimizer, precision=FP64)
+    runner = assert_as_serial(by_kernels, make_model=make_model, optimizer=optimizer, precision=FP64)
     assert runner.notes == []
 
 
-@pytest.mark.parametrize("executor", [by_kernels, by_two_groups])
 @pytest.mark.parametrize(
     "options",
     [
@@ -101,43 +93,8 @@ def test_rounds_by_kernels_in_float64_equal_serial(make_model, optimizer):
     ],
     ids=["shared batches", "every third round", "momentum of each", "every second round"],
 )
-def test_three_learners_in_float64_equal_serial(executor, options):
-    _, ours, reference = assert_as_serial(executor, num_learners=3, data=images(48), **options)
-    if executor is by_two_groups:  # which is of both
-        assert ours.correction_norm() == pytest.approx(reference.correction_norm(), rel=1e-9)
-
-
-def test_dropout_of_groups_draws_what_the_same_learners_draw_in_serial():
-    assert_as_serial(by_two_groups, make_model=norm_with_dropout, num_learners=3, data=images(48))
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_groups_in_any_order_that_streams_allow_equal_serial(seed):
-    def executor(tasks):
-        return TwoSubArrays(tasks, ShuffledStreams(seed))
-
-    assert_as_serial(executor, make_model=norm_model, num_learners=3, data=images(48))
-
-
-def test_four_groups_of_five_learners_equal_serial_and_are_four_graphs_of_learning():
-    device = RecordingStreams()
-    assert_as_serial(lambda tasks: FourSubArrays(tasks, device), num_learners=5, data=images(40))
-    captured = [entry.split()[2] for entry in device.log if "capture" in entry]
-    assert sorted(captured) == sorted(
-        [*(f"learning({j})" for j in range(4)), *(f"correction({j})" for j in range(4)), "averaging"]
-    )
-
-
-def test_groups_are_neighbours_as_even_as_they_go():
-    assert even_groups(7, 4) == [range(2), range(2, 4), range(4, 6), range(6, 7)]
-    assert even_groups(8, 2) == [range(4), range(4, 8)]
-    assert even_groups(1, 4) == [range(1)]
-
-
-def test_groups_without_update_kernels_are_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr("crossbow_py.engine.update.kernel_update.unavailable", lambda device: "Triton is not installed")
-    with pytest.raises(UserError, match="executor=subarrays2 needs the update kernels.*Triton is not installed"):
-        by_two_groups(both(precision=FP32)[0])
+def test_three_learners_in_float64_equal_serial(options):
+    assert_as_serial(by_kernels, num_learners=3, data=images(48), **options)
 
 
 @pytest.mark.parametrize("num_learners", [1, 3])
@@ -196,7 +153,7 @@ class Nodes(Collective):
         self.seen.append(("mean", self._names[values.data_ptr()]))
 
 
-@pytest.mark.parametrize("executor", [SerialExecutor, by_kernels, by_two_groups])
+@pytest.mark.parametrize("executor", [SerialExecutor, by_kernels])
 def test_averaging_over_nodes_sums_moves_z_and_joins_nodes_alike_whoever_moves_z(executor):
     tasks, alone = (make_tasks(num_learners=3, order="blocks") for _ in range(2))
     tasks.collective = nodes = Nodes(tasks.bank)

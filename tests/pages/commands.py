@@ -41,7 +41,7 @@ FAST = {
     "report": [],
 }
 KINDS = {"train": TrainConfig, "search": SearchConfig, "predict": PredictConfig, "estimate": EstimateConfig}
-ONLY_ON_CUDA = {"device=cuda", "executor=streams", "executor=subarrays2", "executor=subarrays4"}
+ONLY_ON_CUDA = {"device=cuda", "executor=streams"}
 _ASSIGNMENT = re.compile(r"[A-Z_]+=")
 
 

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -89,7 +90,7 @@ class StreamingFeed(Feed):
 
         self._mirrored = EpochCache(mirrored) if augmentation.flip else None
         self._erased = EpochCache(erased) if augmentation.random_erasing else None
-        self._copies = torch.cuda.Stream(form.device) if form.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._copies = _copy_stream(form.device) if form.device.type == "cuda" else None
         self._buffer = PrefetchBuffer()
         self._unannounced = threading.Lock()
         self._producer: Producer | None = None
@@ -339,6 +340,17 @@ class StreamingFeed(Feed):
 def _moved(targets: Tensor, mirrored: Tensor | None) -> Tensor:
     """Flip masks [B, ..., H, W] with their images; a class or a vector of values is neither flipped nor copied."""
     return targets if mirrored is None or targets.ndim < 3 else flipped(targets, mirrored)
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which all feeds of the process copy to a CUDA device.
+
+    torch hands out 32 streams of a priority in turn. So that this one is never one that a graph is captured on, which
+    would then hold the copies that a producer thread enqueues meanwhile, it is one alone, of the priority that only
+    averaging has.
+    """
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 class _SameBatchFeed(Feed):

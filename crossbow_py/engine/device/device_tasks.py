@@ -223,13 +223,10 @@ class FusedTasks(GroupTasks):
         fused: the forward and backward pass of the learners.
         update: corrections by kernels, or None for operators, which must have all learners of the bank.
         gathers: whether `learn`, and so a graph of it, gathers the batch from the feed's picks.
-        executor: its name, for messages.
     """
 
-    def __init__(
-        self, tasks: RoundTasks, fused: FusedPass, update: KernelUpdate | None, gathers: bool, executor: str = "fused"
-    ) -> None:
-        super().__init__(tasks, executor, fused.learners)
+    def __init__(self, tasks: RoundTasks, fused: FusedPass, update: KernelUpdate | None, gathers: bool) -> None:
+        super().__init__(tasks, "fused", fused.learners)
         self._pass, self._kernels, self.notes = fused, update, fused.notes
         self._rows = None if update else AllLearners(tasks.bank, tasks.update.optimizer)
         self._feed = tasks.feed if gathers and isinstance(tasks.feed, ResidentFeed) else None

@@ -15,7 +15,7 @@ from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.fused_threads import FusedThreadsExecutor
 from crossbow_py.engine.executors.serial import SerialExecutor
-from crossbow_py.engine.executors.streams import FourSubArrays, StreamsExecutor, TwoSubArrays
+from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.executors.threads import ThreadsExecutor
 
 for _module in pkgutil.iter_modules(__path__):
@@ -27,8 +27,6 @@ _FIRST: tuple[type[Executor], ...] = (
     ThreadsExecutor,
     FusedExecutor,
     FusedThreadsExecutor,
-    TwoSubArrays,
-    FourSubArrays,
     StreamsExecutor,
 )
 

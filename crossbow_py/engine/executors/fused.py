@@ -158,7 +158,7 @@ class FusedExecutor(Executor):
     def _give_up_kernels(self, error: Exception) -> None:
         """Prepare to repeat with operators a first round that failed with kernels, before it updated anything."""
         if self._on_device is not None:
-            self._on_device.rounds.device.synchronize()  # host–device synchronisation: queued work still writes
+            self._on_device.close()  # host–device synchronisation: queued work still writes
         for buffer, before in self._before:
             buffer.copy_(before)
         self._on_trial = False

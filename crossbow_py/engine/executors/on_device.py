@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import LearnerError, UserError, one_line
@@ -59,6 +60,12 @@ class Program:
 
         Blocks the host only to capture. Raises CaptureError if that fails, other than for lack of memory.
         """
+        # Backward passes stay on this thread. On autograd's own, libraries would have handles, workspaces and chosen
+        # algorithms of their own, and whatever is local to a thread would not be as the capture has it.
+        with torch.autograd.set_multithreading_enabled(False):
+            self._launch(body, variant)
+
+    def _launch(self, body: Body, variant: Hashable) -> None:
         if not self.runs_graph(variant):
             self.eager_rounds[variant] = self.eager_rounds.get(variant, 0) + 1
             self.device.run(self.name, body, self.stream)
@@ -216,7 +223,7 @@ class DeviceRounds:
         return StreamSpans(timeline, lambda name: self.device.timed_mark(self.streams[name]), next(iter(self.streams)))
 
     def close(self, count_steps: Callable[[], None]) -> None:
-        """Wait until the device is idle, copy its step counts to the bank, and drop the graphs and then their pools.
+        """Wait until the device is idle, copy its step counts to the bank, and drop graphs, their pools and streams.
 
         A round that failed midway has stepped some learners, so the device's counts are the right ones.
         """
@@ -230,3 +237,6 @@ class DeviceRounds:
                 program.release()
         for program in self._programs:
             program.pool = None
+        while self.streams:  # closing twice gives none back twice
+            name, stream = self.streams.popitem()
+            self.device.give_back(stream, high_priority=name == AVERAGING_STREAM)

@@ -1,4 +1,4 @@
-"""The CUDA executors `streams`, with a stream for each learner, and `subarrays2` and `subarrays4`, for each group.
+"""The CUDA executor `streams`: a stream for each learner, and one for averaging.
 
     learner j's stream    load(j, n)  learning(j, n)  [wait averaging(n−1)]  correction(j, n)  report(j, n)  record
     averaging stream      [wait for every learner]  averaging(n)  record
@@ -14,24 +14,21 @@ are CUDA events, and exactly those that the scheduler names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar, assert_never
+from typing import assert_never
 
 from torch import Tensor
 
-from crossbow_py.core.errors import CrossbowError, LearnerError, UserError
-from crossbow_py.engine.bank.layout import Order, Rows
-from crossbow_py.engine.device.device_tasks import FusedTasks, GroupTasks, LearnerTasks, average_gated
+from crossbow_py.core.errors import CrossbowError, LearnerError
+from crossbow_py.engine.bank.layout import Order
+from crossbow_py.engine.device.device_tasks import LearnerTasks, average_gated
 from crossbow_py.engine.device.graphs import CudaStreams, Event, Stream
-from crossbow_py.engine.executors.base import Executor, even_groups
+from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.executors.on_device import DeviceRounds
 from crossbow_py.engine.executors.spans import TaskSpans
-from crossbow_py.engine.fusion.fused_agreement import trusted_pass
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, learner_stream
 from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, GradientMeanTask, LearningTask, Task
-from crossbow_py.engine.update.kernel_update import choose_kernel_update, move_z
 from crossbow_py.telemetry.timeline import Timeline
 
 _DRAWS = (
@@ -65,8 +62,8 @@ class StreamsExecutor(Executor):
     def __init__(self, tasks: RoundTasks, device: CudaStreams | None = None) -> None:
         super().__init__(tasks)
         device = device or CudaStreams(tasks.bank.device)
-        self._bodies = self._make_bodies()
-        learners = range(len(self.groups))
+        learners = range(tasks.bank.num_learners)
+        self._bodies = [LearnerTasks(tasks, learner) for learner in learners]
         names = [*map(learner_stream, learners), AVERAGING_STREAM]
         between = [GradientMeanTask.NAME, *(f"learning({j})" for j in learners)] if tasks.gradient_mean else []
         self._rounds = DeviceRounds(device, self.NAME, names, tasks, between)
@@ -78,14 +75,6 @@ class StreamsExecutor(Executor):
         # Sums by NCCL are not captured.
         self._averaging.captures = self._gradient_mean.captures = tasks.collective.is_alone
         self._marks: dict[Task, Event] = {}
-
-    def _make_bodies(self) -> Sequence[GroupTasks]:
-        """Return the tasks of every group."""
-        return [LearnerTasks(self.tasks, group.start) for group in self.groups]
-
-    def _average(self, outcome: RoundOutcome) -> None:
-        """Move z, after every group's corrections."""
-        self.tasks.average(outcome)
 
     def _new_spans(self, timeline: Timeline, on_callers_stream: TaskSpans) -> TaskSpans:
         return self._rounds.spans(timeline)
@@ -133,7 +122,7 @@ class StreamsExecutor(Executor):
                     self._correction[task.learner].launch(partial(bodies.correct, averaging), averaging)
                     self._rounds.device.run(f"report({task.learner})", partial(bodies.report, host), stream)
                 case AveragingTask():
-                    self._averaging.launch(partial(self._average, outcome), outcome.plan.averaging)
+                    self._averaging.launch(partial(self.tasks.average, outcome), outcome.plan.averaging)
                 case GradientMeanTask():
                     self._gradient_mean.launch(partial(average_gated, self._bodies))
                 case _:
@@ -177,58 +166,3 @@ class StreamsExecutor(Executor):
 
     def close(self) -> None:
         self._rounds.close(self._count_steps)
-
-
-class SubArraysExecutor(StreamsExecutor):
-    """Runs groups of fused learners, between `fused` and `streams`: each group on a stream of its own.
-
-    Fusing all learners launches the fewest kernels, but every operator then waits for the one before, and small
-    operators leave the device idle; groups on several streams fill each other's gaps. HFTA and μ-TWO call this
-    sub-array fusion. Experimental: no GPU has run it yet.
-
-    Args and errors are those of `StreamsExecutor`, FusionError as from `FusedExecutor`, and UserError if the update
-    kernels cannot be used, without which groups cannot be updated side by side.
-    """
-
-    ORDER = "blocks"
-    FUSES = True
-    STREAMS: ClassVar[int]
-
-    @classmethod
-    def groups_of(cls, num_learners: int) -> list[range]:
-        return even_groups(num_learners, cls.STREAMS)
-
-    def _make_bodies(self) -> list[FusedTasks]:
-        tasks, optimizer, rule = self.tasks, self.tasks.update.optimizer, self.tasks.update.rule
-        bodies, self._totals = [], list[Rows]()  # sums of the groups' corrections
-        for learners in self.groups:
-            update, reason = choose_kernel_update(tasks.bank, optimizer, rule, moves=False, learners=learners)
-            if update is None:
-                reason = reason or f"There are none for optimizer={optimizer.NAME} with averaging={rule.NAME}."
-                raise UserError(f"executor={self.NAME} needs the update kernels. {reason} Set executor=fused.")
-            fused = trusted_pass(tasks, kernels=True, learners=learners)
-            bodies.append(FusedTasks(tasks, fused, update, gathers=True, executor=self.NAME))
-            self._totals.append(update.total)
-        return bodies
-
-    def _average(self, outcome: RoundOutcome) -> None:
-        totals, coefficients = self._totals, outcome.plan.averaging
-        if not self.tasks.collective.is_alone or (coefficients and coefficients.share != 1):
-            for total in totals[1:]:
-                totals[0].storage.add_(total.storage)
-            totals = totals[:1]
-        self.tasks.move(outcome, partial(move_z, self.tasks.bank, totals))
-
-
-class TwoSubArrays(SubArraysExecutor):
-    """Two groups."""
-
-    NAME = "subarrays2"
-    STREAMS = 2
-
-
-class FourSubArrays(SubArraysExecutor):
-    """Four groups."""
-
-    NAME = "subarrays4"
-    STREAMS = 4

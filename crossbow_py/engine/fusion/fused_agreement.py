@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from crossbow_py.averaging import Independent
 from crossbow_py.core.errors import CrossbowError, one_line
 from crossbow_py.core.host_randomness import kept_generators
+from crossbow_py.core.triton_launch import KernelError
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.replicas import ReplicaBank
@@ -77,9 +78,10 @@ class Comparison:
 
 
 def trusted_pass(tasks: RoundTasks, kernels: bool = False, learners: range | None = None) -> FusedPass:
-    """Return the learning tasks of `learners` in one pass, by operators if kernels give other numbers.
+    """Return the learning tasks of `learners` in one pass, by operators if kernels fail or give other numbers.
 
-    Raises FusionError if the model cannot be fused, or if its graph gives other numbers than the model.
+    Blocks the host, which measures ways to run its layers: nothing may be in flight. Raises FusionError if the model
+    cannot be fused, or if its graph gives other numbers than the model.
     """
     bank = tasks.bank
     compared = Comparison(
@@ -93,6 +95,11 @@ def trusted_pass(tasks: RoundTasks, kernels: bool = False, learners: range | Non
         except FusionError as error:
             notes, kernels = [f"Layers run by operators, not by kernels, as with these {error}."], False
     found = FusedPass(tasks, kernels, learners)
+    try:
+        found.graph.measure()
+    except KernelError as error:
+        notes = [f"Layers run by operators, not by kernels, because {error}."]
+        found = FusedPass(tasks, learners=learners)
     found.notes += notes
     return found
 
@@ -177,7 +184,7 @@ def outdated(tasks: RoundTasks, fused: FusedPass) -> str | None:
     shared = _shares_batches(tasks)
     batch = tasks.feed.for_measuring().batch(0)
     try:
-        with kept_generators():
+        with kept_generators(tasks.bank.device):
             each = [values if shared else torch.stack([values] * len(fused.learners)) for values in batch]
             found = passes.together(fused, Batch(*each), shared, rows=1)[0]
             expected = passes.alone(learner, batch)
@@ -208,13 +215,13 @@ def trusted_outputs(bank: ReplicaBank, inputs: Tensor, learners: range | None = 
     """
     rows = range(bank.num_learners) if learners is None else learners
     modules = [bank.module(learner) for learner in rows]
-    with kept_buffers(modules[0]), kept_generators():
+    with kept_buffers(modules[0]), kept_generators(bank.device):
         modules[0](inputs.clone())  # before the export: see `_disagreement`
     graph = FusedGraph(bank.template, inputs, bank, learners=learners, training=False)
     known, key = _FOUND.setdefault(bank.template, {}), (tuple(inputs.shape), inputs.dtype, bank.precision.name)
     if key in known:
         return graph
-    with kept_buffers(*modules), kept_generators():
+    with kept_buffers(*modules), kept_generators(bank.device):
         outputs = graph.run(inputs.clone(), shared=True)
     for learner in sorted({rows[0], rows[-1]}):
         found = _output_difference(bank, learner, inputs, outputs[learner - rows[0]])
@@ -228,7 +235,7 @@ def _output_difference(bank: ReplicaBank, learner: int, inputs: Tensor, found: T
     module = bank.module(learner)
 
     def values() -> dict[str, Tensor]:
-        with kept_buffers(module), kept_generators():
+        with kept_buffers(module), kept_generators(bank.device):
             return {"the output": module(inputs.clone())}
 
     def control() -> dict[str, Tensor]:
@@ -247,7 +254,7 @@ def require_agreement(compared: Comparison, kernels: bool = False) -> None:
     known = _FOUND.setdefault(compared.template, {})
     if key not in known:
         try:
-            with kept_generators():
+            with kept_generators(example.device):
                 known[key] = _disagreement(compared, kernels)
         except FusionError as error:
             known[key] = str(error)

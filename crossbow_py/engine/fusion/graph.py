@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -117,6 +117,7 @@ class FusedGraph:
             step = next(step for step in self._steps if step.node is shortcut.last)
             step.arguments, step.named, step.is_unit = (shortcut.input,), {}, True
             step.rule = partial(run_shortcut, shortcut)
+        self._measure_units: Callable[[], list[str]] = list
         self._add_units(units)
         free_after_use(self._steps, self._output)
         self._shared: bool | None = None
@@ -151,7 +152,11 @@ class FusedGraph:
         for step, unit in steps:
             step.rule = rules.rule(unit, reads[unit.last])
         self.written = frozenset(name_of[node.name] for unit in units for node in unit.parameters)
-        self.notes = rules.notes
+        self._measure_units = rules.measure
+
+    def measure(self) -> None:
+        """Measure ways to run the graph's units, and take the fastest; see `UnitRules.measure`."""
+        self.notes += self._measure_units()
 
     def _step(self, node: Node, write: Write) -> Step:
         value = node.meta.get("val")

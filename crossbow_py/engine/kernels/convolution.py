@@ -11,7 +11,7 @@ y·stride − padding + r·dilation:
 
 where in the second y and x satisfy i(y, r) = h and i(x, s) = v. Factors are bfloat16 or float32, and sums float32. The
 third has few rows and columns and great depth, which is split among programs; the last one to finish adds up their sums
-in a fixed order, so that results repeat bit for bit.
+in a fixed order, so that these kernels' results repeat bit for bit.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from crossbow_py.core.triton_launch import interprets, launch
+from crossbow_py.engine.device.cudnn import uses_tf32
 from crossbow_py.engine.kernels.geometry import Blocking, Geometry, blocking, split_blocking
 from crossbow_py.engine.kernels.statistics import Statistics, Workspace, finish_statistics
 
@@ -34,7 +35,7 @@ def precision_of(dtype: torch.dtype) -> str:
     """Return how `_dot` multiplies: float32 as TF32 if torch's convolutions may."""
     if dtype == torch.bfloat16 and interprets():
         return "widened"
-    return "tf32" if dtype == torch.float32 and torch.backends.cudnn.allow_tf32 else "ieee"
+    return "tf32" if dtype == torch.float32 and uses_tf32() else "ieee"
 
 
 def statistics_workspace(geometry: Geometry, device: torch.device) -> Workspace:

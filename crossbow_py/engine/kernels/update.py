@@ -155,16 +155,14 @@ def update(
     )  # fmt: skip
 
 
-def move(z: Tensor, z_prev: Tensor, totals: Sequence[Tensor], momentum: float) -> None:
-    """Set z' = z + Σ totals + μ·(z − z_prev), z_prev ← z; the first of the totals becomes their sum, in order.
+def move(z: Tensor, z_prev: Tensor, total: Tensor, momentum: float) -> None:
+    """Set z' = z + total + μ·(z − z_prev), z_prev ← z, on three vectors of one shape.
 
-    All are 1-dim and of one shape; there are at most four totals. The result equals that of `AveragingRule.average` bit
-    for bit, as ranks with kernels and ranks with torch's operators must have the same z.
+    The result equals that of `AveragingRule.average` bit for bit, as ranks with kernels and ranks with torch's
+    operators must have the same z.
     """
-    padded = [*totals, *[totals[0]] * (4 - len(totals))]
     grid = (triton.cdiv(z.numel(), TILE.value),)
-    parts = three_floats(momentum)
-    launch(_move, grid, z, z_prev, *padded, z.numel(), *parts, enable_fp_fusion=False, TOTALS=len(totals))
+    launch(_move, grid, z, z_prev, total, z.numel(), *three_floats(momentum), enable_fp_fusion=False)
 
 
 def two_floats(value: float) -> tuple[float, float]:
@@ -329,23 +327,14 @@ def _update(w, g, s0, s1, shadow, z, z_prev, total, tiles, values, total_squares
 
 # One program for each tile of z.
 @triton.jit
-def _move(z, z_prev, total0, total1, total2, total3, count, momentum_high, momentum_low, momentum_rest,
-          TOTALS: tl.constexpr):
+def _move(z, z_prev, total, count, momentum_high, momentum_low, momentum_rest):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = at < count
     kind = z.dtype.element_ty
     momentum = tl.zeros((1,), kind) + momentum_high
     if kind == tl.float64:
         momentum = momentum + momentum_low + momentum_rest
-    pulls = tl.load(total0 + at, mask=inside, other=0.0)
-    if TOTALS > 1:
-        pulls += tl.load(total1 + at, mask=inside, other=0.0)
-    if TOTALS > 2:
-        pulls += tl.load(total2 + at, mask=inside, other=0.0)
-    if TOTALS > 3:
-        pulls += tl.load(total3 + at, mask=inside, other=0.0)
-    if TOTALS > 1:
-        tl.store(total0 + at, pulls, mask=inside)
+    pulls = tl.load(total + at, mask=inside, other=0.0)
     centre, before = tl.load(z + at, mask=inside, other=0.0), tl.load(z_prev + at, mask=inside, other=0.0)
     tl.store(z_prev + at, centre, mask=inside)
     tl.store(z + at, centre + (pulls + (centre - before) * momentum), mask=inside)

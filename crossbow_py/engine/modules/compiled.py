@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError, one_line
+from crossbow_py.core.host_randomness import kept_torch_state
 from crossbow_py.engine.modules.agreement import furthest, gradients_of, kept_buffers, moved_weights, projection
 from crossbow_py.engine.modules.dropout import CounterDropout
 
@@ -72,7 +73,7 @@ def _check(compiled: Model, module: nn.Module, inputs: Tensor) -> None:
     def values(model: Model) -> dict[str, Tensor]:
         for generator, state in states:
             generator.set_state(state)
-        with kept_buffers(module), torch.random.fork_rng():
+        with kept_buffers(module), kept_torch_state(inputs.device):
             outputs = model(inputs)
             found = gradients_of(projection(outputs), module, list(trained))
             return {"the output": outputs.detach().clone(), **found}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.core.host import read_host
+from crossbow_py.core.host_randomness import kept_torch_state
 from crossbow_py.core.measured import Remembered, digest
 from crossbow_py.core.version import __version__
 from crossbow_py.engine.modules.dropout import replace_dropout
@@ -104,8 +105,7 @@ def saved_bytes(template: nn.Module, inputs: Tensor, precision: Precision) -> in
             kept[storage.data_ptr()] = storage.nbytes(), tensor
         return tensor
 
-    devices = [inputs.device] if inputs.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with kept_torch_state(inputs.device), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(inputs)
     return sum(size for size, _ in kept.values())
 

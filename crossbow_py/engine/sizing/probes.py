@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from crossbow_py.core.errors import UserError, one_line
+from crossbow_py.core.host_randomness import kept_torch_state
 from crossbow_py.engine.bank.layout import TrainedRow
 from crossbow_py.engine.modules.dropout import replace_dropout
 from crossbow_py.engine.modules.losses import correct_predictions
@@ -115,7 +116,7 @@ def _shapes_alone() -> Iterator[None]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
+        with kept_torch_state(), FakeTensorMode(allow_non_fake_inputs=True):
             yield
     finally:
         if collects:

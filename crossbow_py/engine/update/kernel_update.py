@@ -7,7 +7,6 @@ sum of corrections, which is all-reduced before z moves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache, partial
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from crossbow_py.averaging.rule import AveragingRule, LinearRound
 from crossbow_py.core.triton_launch import KernelError, compiles, unavailable
-from crossbow_py.engine.bank.layout import Rows
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import Precision
 from crossbow_py.engine.update.agreement import NUM_LEARNERS, are_close, random_bank, round_by_row, written_values
@@ -30,39 +28,30 @@ class KernelUpdate:
         bank: a bank in `blocks`, with float32 or float64 rows, on a device where Triton runs.
         optimizer: SGD or AdamW.
         moves: whether z moves in the same pass; else `move` does it, after the sum was all-reduced.
-        learners: neighbouring learners; by default all.
 
     Attributes:
         moves: as given.
-        total: the sum of corrections, unless z moves in the same pass.
     """
 
-    def __init__(self, bank: ReplicaBank, optimizer: Optimizer, *, moves: bool, learners: range | None = None) -> None:
-        learners = range(bank.num_learners) if learners is None else learners
+    def __init__(self, bank: ReplicaBank, optimizer: Optimizer, *, moves: bool) -> None:
         # Imported here, because this module must be importable on machines without Triton.
         from crossbow_py.engine.kernels import update as kernels  # noqa: PLC0415
 
         self._kernels, self._bank, self.moves = kernels, bank, moves
-        self._num_learners = k = len(learners)
+        self._num_learners = k = bank.num_learners
         device, trained = bank.device, bank.num_trained
         decayed = trained if optimizer.decay_norm_and_bias else bank.layout.count("decayed")
         blocks = zip(bank.weights.offsets, bank.z.offsets, bank.layout.blocks, strict=True)
         self._tiles = kernels.make_tiles(
-            [
-                (at + learners.start * block.numel, z_at, block.numel, i < decayed)
-                for i, (at, z_at, block) in enumerate(blocks)
-                if i < trained
-            ],
+            [(at, z_at, block.numel, i < decayed) for i, (at, z_at, block) in enumerate(blocks) if i < trained],
             device,
         )
-        self._optimizer, settings = _settings(optimizer, learners)
+        self._optimizer, settings = _settings(optimizer, k)
         self._settings = torch.tensor(settings, dtype=torch.float64, device=device)
         self._values = torch.zeros(k, kernels.VALUES.value, dtype=bank.precision.master, device=device)
         self._squares = torch.zeros(len(self._tiles), k, dtype=torch.float64, device=device)
         self._total_squares = torch.zeros(len(self._tiles), dtype=torch.float64, device=device)
         bank.total_squares = self._total_squares if moves else None
-        # Groups other than the first have a vector of their own, for their groups' sums to be added up.
-        self.total = bank.total if learners.start == 0 else bank.new_flat()
         # SGD without momentum does not change the state.
         states = [] if isinstance(optimizer, SGD) and optimizer.momentum == 0 else bank.state.values()
         self._rows = kernels.RowsToUpdate(
@@ -72,7 +61,7 @@ class KernelUpdate:
             shadow=bank.shadow.storage if bank.precision.has_shadow else None,
             z=bank.z.storage,
             z_prev=bank.z_prev.storage,
-            total=None if moves else self.total.storage,
+            total=None if moves else bank.total.storage,
         )
 
     @staticmethod
@@ -107,22 +96,16 @@ class KernelUpdate:
 
     def move(self, averaging: LinearRound) -> None:
         """Move z by the all-reduced sum of corrections."""
-        move_z(self._bank, [self.total], averaging)
+        bank = self._bank
+        self._kernels.move(bank.z.whole(), bank.z_prev.whole(), bank.total.whole(), averaging.momentum)
 
 
-def move_z(bank: ReplicaBank, totals: Sequence[Rows], averaging: LinearRound) -> None:
-    """Move z by the sum of at most four totals, which the first becomes."""
-    from crossbow_py.engine.kernels import update as kernels  # noqa: PLC0415  as above
-
-    kernels.move(bank.z.whole(), bank.z_prev.whole(), [total.whole() for total in totals], averaging.momentum)
-
-
-def _settings(optimizer: Optimizer, learners: range) -> tuple[int, list[list[float]]]:
+def _settings(optimizer: Optimizer, num_learners: int) -> tuple[int, list[list[float]]]:
     """Return the number of the optimizer, and a row of settings for each learner."""
     from crossbow_py.engine.kernels import update as kernels  # noqa: PLC0415
 
     rows, clip_norm = [], optimizer.clip_norm
-    for learner in learners:
+    for learner in range(num_learners):
         decay = optimizer.decay(learner)
         if isinstance(optimizer, SGD):
             momentum = for_learner(optimizer.momentum, learner)
@@ -135,14 +118,14 @@ def _settings(optimizer: Optimizer, learners: range) -> tuple[int, list[list[flo
 
 
 def choose_kernel_update(
-    bank: ReplicaBank, optimizer: Optimizer, rule: AveragingRule, *, moves: bool, learners: range | None = None
+    bank: ReplicaBank, optimizer: Optimizer, rule: AveragingRule, *, moves: bool
 ) -> tuple[KernelUpdate | None, str | None]:
     """Return the kernels if they serve, compile and agree with the reference; else None, maybe with a message why."""
     if not KernelUpdate.supports(bank, optimizer, rule):
         return None, None
     reason = unavailable(bank.device) or _failure(as_first(optimizer), rule, bank.device, bank.precision, moves)
     if reason is None:
-        return KernelUpdate(bank, optimizer, moves=moves, learners=learners), None
+        return KernelUpdate(bank, optimizer, moves=moves), None
     return None, f"Updates run as torch operators, which is slower, because {reason}."
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError, one_line
-from crossbow_py.core.host_randomness import host_state, kept_host_state
+from crossbow_py.core.host_randomness import host_state, kept_generators, kept_torch_state
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.engine.bank.binding import WRITES_A_COPY, WRITES_FROZEN, bindings_of, find_rebound
 from crossbow_py.engine.modules.agreement import changed_state, fingerprint, furthest, projection, python_state
@@ -115,7 +115,7 @@ class _TwoPasses:
         device = self._inputs.device
         torchs, host = _generator_state(device), host_state()
         try:
-            with torch.random.fork_rng(), kept_host_state(), self._draws(), self._watch:
+            with kept_generators(device), self._draws(), self._watch:
                 output: Tensor = self._model(self._inputs)
                 self._draws_torch = not torch.equal(torchs, _generator_state(device))
                 self._draws_host = host != host_state()
@@ -172,7 +172,7 @@ class _TwoPasses:
             for name, parameter in self._model.named_parameters():
                 parameter.copy_(before[name])
             self._generator.set_state(self._seed)
-            with torch.enable_grad(), torch.random.fork_rng(), kept_host_state(), self._draws():
+            with torch.enable_grad(), kept_generators(self._inputs.device), self._draws():
                 again = {"the output": self._model(self._inputs).detach()}
         except Exception:  # such as buffers that cannot be written, which other checks report
             return []
@@ -189,7 +189,7 @@ class _TwoPasses:
 def _check_backward(model: nn.Module, output: Tensor, generator: torch.Generator) -> None:
     """Refuse a model that draws random numbers in its backward pass: they would differ from the forward pass's."""
     parameters, before = [own for own in model.parameters() if own.requires_grad], generator.get_state()
-    with torch.random.fork_rng(), OwnDraws(generator) if generator.device.type == "cpu" else nullcontext():
+    with kept_torch_state(generator.device), OwnDraws(generator) if generator.device.type == "cpu" else nullcontext():
         try:
             torch.autograd.grad(projection(output), parameters, allow_unused=True)
         except Exception:  # which `faithful_copy` reports
@@ -297,7 +297,7 @@ def _check_loss(output: Tensor, targets: Tensor, precision: Precision, loss: Los
     leaf, tried = output.detach().to(precision.master).requires_grad_(), copied_loss(loss)
     torchs, host, state = _generator_state(output.device), host_state(), _state_of(tried)
     try:
-        with torch.random.fork_rng(), kept_host_state():
+        with kept_generators(output.device):
             value: Any = tried(leaf.clone(), targets.clone())  # clones, as it may write to them
             draws = not torch.equal(torchs, _generator_state(output.device)) or host != host_state()
     except Exception as error:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from crossbow_py.core.errors import UserError, one_line
-from crossbow_py.core.host_randomness import kept_host_state
+from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.memory import is_out_of_memory
@@ -213,7 +213,7 @@ def _difference(
         # Contiguous inputs for the original show a forward that depends on strides. Not if it draws: random numbers are
         # drawn in memory order.
         own = inputs.contiguous() if model is original and not any(drawn) else inputs
-        with torch.random.fork_rng(), kept_host_state(), kept_buffers(model), without_dropout(model.train()):
+        with kept_generators(own.device), kept_buffers(model), without_dropout(model.train()):
             torch.manual_seed(0)
             before = torch.random.get_rng_state()
             found = gradients_of(projection(model(own)), model, trained)

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from crossbow_py.core.errors import CrossbowError, one_line
+from crossbow_py.core.host_randomness import kept_torch_state
 from crossbow_py.data.feed import Batch, Feed
+from crossbow_py.engine.device.cudnn import cudnn_set
 from crossbow_py.engine.device.host import faster_threads, intra_op_threads
 from crossbow_py.engine.device.memory import free_memory, raise_if_lost
 from crossbow_py.engine.modules.losses import Loss, is_classification, smoothed_cross_entropy
@@ -64,8 +66,7 @@ class LearningMeasurement:
         Raises DataError, and RankError if another rank failed.
         """
         begun_s, run = time.monotonic(), self._run
-        devices = [run.choices.device] if run.choices.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with kept_torch_state(run.choices.device):
             state = run.final_states(ema=False)[0]
             noise, sharpness = None, None
             with run.ranks.together():
@@ -249,6 +250,6 @@ def _differentiable(module: nn.Module) -> Iterator[None]:
     cuDNN has no derivative of recurrent layers in evaluation mode.
     """
     recurs = any(isinstance(each, nn.RNNBase) for each in module.modules())
-    without_cudnn = torch.backends.cudnn.flags(enabled=False) if recurs else contextlib.nullcontext()
+    without_cudnn = cudnn_set("enabled", False) if recurs else contextlib.nullcontext()
     with sdpa_kernel(SDPBackend.MATH), without_cudnn:
         yield

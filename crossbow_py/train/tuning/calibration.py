@@ -19,7 +19,7 @@ import torch
 from crossbow_py.averaging.rule import AveragingRule, Stage
 from crossbow_py.core.errors import CrossbowError, UserError, text_of
 from crossbow_py.core.host import LoadSnapshot, foreign_share
-from crossbow_py.core.host_randomness import kept_host_state
+from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.core.measured import Remembered
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
 from crossbow_py.engine.executors import Executor
@@ -206,7 +206,7 @@ def calibrate(
     refused: dict[Key, Refusal] = {}
     late: list[Key] = []
     cores = torch.get_num_threads() if device.type == "cpu" else 1
-    with torch.random.fork_rng(), kept_host_state():  # a run must not depend on whether its executor was remembered
+    with kept_generators(device):  # a run must not depend on whether its executor was remembered
         for candidate in candidates:
             key = candidate.executor, candidate.num_learners
             if key in rates or _is_refused(key, refused) or _is_skipped(candidate, rates, cores):

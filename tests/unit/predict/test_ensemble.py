@@ -258,32 +258,21 @@ def test_predictions_know_every_executor_that_training_knows():
     assert {"auto", *PREDICTORS} == set(get_args(PredictorName))
 
 
-@pytest.mark.parametrize("executor", ["streams", "subarrays2", "subarrays4"])
-def test_executors_of_cuda_streams_are_refused_on_a_cpu_with_the_remedy(executor):
-    with pytest.raises(UserError, match=rf"executor={executor} runs on cuda only, and device is cpu; set executor="):
-        Ensemble([nn.Linear(4, 3)], executor=executor, device="cpu")
+def test_executor_of_cuda_streams_is_refused_on_a_cpu_with_the_remedy():
+    with pytest.raises(UserError, match="executor=streams runs on cuda only, and device is cpu; set executor="):
+        Ensemble([nn.Linear(4, 3)], executor="streams", device="cpu")
 
 
-@pytest.mark.parametrize("executor", ["streams", "subarrays2", "subarrays4"])
 @pytest.mark.parametrize("num_models", [1, 3, 6])
-def test_what_executors_of_cuda_streams_compute_equals_plain_pytorch(executor, num_models):
+def test_what_the_executor_of_cuda_streams_computes_equals_plain_pytorch(num_models):
     models = [*seeded(mlp, num_models), *seeded(lambda: mlp(16), 2)]  # one branch after another on a CPU
     with Ensemble(models, device="cpu") as ensemble:
-        predictor = PREDICTORS[executor](executor, ensemble._banks)
+        predictor = PREDICTORS["streams"]("streams", ensemble._banks)
         for size in (4, 2, 4):
             batch = torch.randn(size, 12, requires_grad=True)
             found = predictor.probabilities(batch)
             assert (found - by_hand(models, batch)).abs().max() <= 1e-6 and not found.requires_grad
         predictor.close()
-
-
-def test_sub_arrays_are_groups_of_neighbours_in_each_bank():
-    with Ensemble([*seeded(mlp, 5), *seeded(lambda: mlp(16), 1)], device="cpu") as ensemble:
-        groups = [
-            [(group.start, group.stop) for _, group in PREDICTORS[name](name, ensemble._banks)._groups]
-            for name in ("subarrays2", "subarrays4")
-        ]
-    assert groups == [[(0, 3), (3, 5), (0, 1)], [(0, 2), (2, 3), (3, 4), (4, 5), (0, 1)]]
 
 
 @pytest.mark.parametrize("executor", ["fused", "fused_threads"])
@@ -319,7 +308,7 @@ def test_choices_and_notes_are_bounded_as_well(monkeypatch):
         (["runs/five"], {}, r"must be nn.Modules, got str; give crossbow_py.load_models\('runs/five'\)"),
         ("runs/five", {}, r"must be nn.Modules, got str; give crossbow_py.load_models\('runs/five'\)"),
         ([Path("runs/five")], {}, r"must be nn.Modules, got \w+; give crossbow_py.load_models\('runs/five'\)"),
-        ([nn.Linear(4, 3)], {"executor": "fast"}, "must be auto, serial, threads, fused, .*, subarrays4, streams, got"),
+        ([nn.Linear(4, 3)], {"executor": "fast"}, "must be auto, serial, threads, fused, .*, streams, got"),
         ([nn.Linear(4, 3), nn.Linear(4, 2)], {}, r"the same classes, got models of \[2, 3\] classes"),
         ([nn.Linear(4, 3), nn.Linear(5, 3)], {}, "does not go through a model of the ensemble"),
         ([nn.Sequential(nn.Linear(4, 3), nn.Flatten(0))], {}, r"scores of classes \[B, classes\], got a tensor \[6\]"),

@@ -1,154 +1,134 @@
 """A layer's convolution of all learners, forward and backward, by the way that is fastest on its device.
 
-A convolution of K learners can be one grouped operator (channels-last or not), an operator for each group on streams
-that fork and join, one dense operator whose filters are zero between learners, or the implicit-GEMM kernel. Which is
-fastest depends on shapes, dtypes and the library, so it is measured in a layer's first rounds, as a CUDA graph runs it,
-for each direction (forward, gradient of the input, gradient of the filters) by itself. Every way is compared with the
-first one before its time counts. Choices are remembered in the user's cache.
+A convolution of K learners is one grouped operator, channels-last or not, or the implicit-GEMM kernel. Which is fastest
+depends on shapes, dtypes and the library, so `measure` finds out before training, for each direction (forward, gradient
+of the input, gradient of the filters) by itself, as a CUDA graph runs it. Every way is compared with the first one
+before its time counts. Choices are remembered in the user's cache. Where nothing was measured it is a fixed way.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal, get_args
 
 import torch
 import triton
 from torch import Tensor, nn
 
 from crossbow_py.core.measured import Remembered, digest
-from crossbow_py.core.triton_launch import unavailable
+from crossbow_py.core.triton_launch import KernelError, unavailable
 from crossbow_py.core.version import __version__
-from crossbow_py.engine.device.memory import is_out_of_memory
-from crossbow_py.engine.fusion.units.branches import Branches, graph_milliseconds
+from crossbow_py.engine.device.cudnn import cudnn_set, must_repeat, uses_tf32
+from crossbow_py.engine.device.graphs import graph_milliseconds
+from crossbow_py.engine.device.memory import is_out_of_memory, raise_if_lost
 from crossbow_py.engine.fusion.values import channels_last
 from crossbow_py.engine.kernels import convolution as implicit
 from crossbow_py.engine.kernels.geometry import Geometry
 from crossbow_py.engine.kernels.statistics import Statistics
 
 Direction = Literal["forward", "inputs", "filters"]
+_DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 IMPLICIT, GROUPED, GROUPED_NCHW = "implicit_gemm", "grouped_nhwc", "grouped_nchw"
-BRANCHES, DENSE = "branches", "block_diagonal"
 # Tolerances relative to the largest value: bfloat16 has 8 bits, TF32 10, and sums are long.
 _TOLERANCE = {torch.bfloat16: 5e-2, torch.float32: 1e-2, torch.float64: 1e-10}
-# Dense filters, mostly zeros, cost as many products as learners squared; beyond this they are never faster.
-_MOST_DENSE_CHANNELS = 1024
-_MOST_BRANCHES = 32
 
 
 class Operators:
-    """A convolution of all learners by torch's operators, in four ways, on channels-last images `[B, G·C, H, W]`."""
+    """A convolution of all learners by torch's operators, on channels-last images `[B, G·C, H, W]`."""
 
-    def __init__(self, sizes: Geometry, branches: Branches) -> None:
-        self._sizes, self._branches = sizes, branches
+    def __init__(self, sizes: Geometry) -> None:
+        self._sizes = sizes
 
     def forward(self, way: str, inputs: Tensor, filters: Tensor, bias: Tensor | None) -> Tensor:
         """Return the outputs, channels-last. Filters are `[G·O, C, KH, KW]`."""
-        s = self._sizes
         if way == GROUPED_NCHW:
-            return channels_last(self._conv(inputs.contiguous(), filters.contiguous(), bias, s.groups))
-        if way == DENSE:
-            return self._conv(inputs, self._dense(filters), bias, 1)
-        if way == BRANCHES:
-            biases: Sequence[Tensor | None] = [None] * s.groups if bias is None else torch.split(bias, s.out_channels)
-            groups = zip(*self._split(inputs, filters), biases, strict=True)
-            each = self._branches.run([partial(self._conv, *group, 1) for group in groups])
-            return channels_last(torch.cat(each, 1))
-        return self._conv(inputs, filters, bias, s.groups)
+            return channels_last(self._conv(inputs.contiguous(), filters.contiguous(), bias))
+        return self._conv(inputs, filters, bias)
 
     def gradient(self, way: str, outputs: Tensor, inputs: Tensor, filters: Tensor, of_inputs: bool) -> Tensor:
         """Return the gradient of the inputs, channels-last, or of the filters."""
-        s = self._sizes
         if way == GROUPED_NCHW:
-            given = (outputs.contiguous(), inputs.contiguous(), filters.contiguous())
-            found = self._backward(*given, s.groups, of_inputs)
+            found = self._backward(outputs.contiguous(), inputs.contiguous(), filters.contiguous(), of_inputs)
             return channels_last(found) if of_inputs else found
-        if way == DENSE:
-            found = self._backward(outputs, inputs, self._dense(filters), 1, of_inputs)
-            if of_inputs:
-                return found
-            whole = found.permute(0, 2, 3, 1).reshape(s.groups, s.out_channels, *s.kernel, s.groups, s.in_channels)
-            diagonal = whole.diagonal(0, 0, 4).movedim(-1, 0)
-            return diagonal.reshape(s.groups * s.out_channels, *s.kernel, s.in_channels).permute(0, 3, 1, 2)
-        if way == BRANCHES:
-            own = [channels_last(each) for each in torch.split(outputs, s.out_channels, 1)]
-            groups = zip(own, *self._split(inputs, filters), strict=True)
-            each = self._branches.run([partial(self._backward, *group, 1, of_inputs) for group in groups])
-            return channels_last(torch.cat(each, 1)) if of_inputs else torch.cat(each, 0)
-        return self._backward(outputs, inputs, filters, s.groups, of_inputs)
+        return self._backward(outputs, inputs, filters, of_inputs)
 
-    def _conv(self, inputs: Tensor, filters: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+    def _conv(self, inputs: Tensor, filters: Tensor, bias: Tensor | None) -> Tensor:
         s = self._sizes
-        return nn.functional.conv2d(inputs, filters, bias, s.stride, s.padding, s.dilation, groups)
+        return nn.functional.conv2d(inputs, filters, bias, s.stride, s.padding, s.dilation, s.groups)
 
-    def _backward(self, outputs: Tensor, inputs: Tensor, filters: Tensor, groups: int, of_inputs: bool) -> Tensor:
+    def _backward(self, outputs: Tensor, inputs: Tensor, filters: Tensor, of_inputs: bool) -> Tensor:
         s = self._sizes
         found = torch.ops.aten.convolution_backward(
-            outputs, inputs, filters, None, s.stride, s.padding, s.dilation, False, [0, 0], groups,
+            outputs, inputs, filters, None, s.stride, s.padding, s.dilation, False, [0, 0], s.groups,
             [of_inputs, not of_inputs, False],
         )  # fmt: skip
         gradient: Tensor = found[0] if of_inputs else found[1]
         return gradient
 
-    def _split(self, inputs: Tensor, filters: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        s = self._sizes
-        images = [channels_last(each) for each in torch.split(inputs, s.in_channels, 1)]
-        return images, torch.split(filters, s.out_channels)
 
-    def _dense(self, filters: Tensor) -> Tensor:
-        """Return filters `[G·O, G·C, KH, KW]` with zeros between groups, channels-last."""
-        s = self._sizes
-        whole = filters.new_zeros(s.groups, s.out_channels, *s.kernel, s.groups, s.in_channels)
-        own = filters.permute(0, 2, 3, 1).reshape(s.groups, s.out_channels, *s.kernel, s.in_channels)
-        whole.diagonal(0, 0, 4).copy_(own.movedim(0, -1))
-        return whole.view(s.groups * s.out_channels, *s.kernel, -1).permute(0, 3, 1, 2)
-
-
-def ways(sizes: Geometry, dtype: torch.dtype, device: torch.device) -> list[str]:
+def ways(dtype: torch.dtype, device: torch.device) -> list[str]:
     """Return all ways that can be used; the first is the one that others are compared with."""
     found = [GROUPED, GROUPED_NCHW]
-    if sizes.groups > 1:
-        found += [BRANCHES] if sizes.groups <= _MOST_BRANCHES else []
-        channels = sizes.groups * max(sizes.in_channels, sizes.out_channels)
-        found += [DENSE] if channels <= _MOST_DENSE_CHANNELS else []
     if dtype in (torch.float32, torch.bfloat16) and unavailable(device) is None:
         found.append(IMPLICIT)
     return found
 
 
+def fixed_way(dtype: torch.dtype, device: torch.device) -> str:
+    """Return the way where nothing was measured: the kernel if it can be used, else the first.
+
+    There are no convolutions of all learners before `kernels.checks.serves` has compared the kernel with operators.
+    """
+    possible = ways(dtype, device)
+    return IMPLICIT if IMPLICIT in possible else possible[0]
+
+
 class ConvolutionChoices:
-    """The way of each layer and direction: remembered, or measured at first use.
+    """The fastest way of each layer and direction: remembered, or measured.
 
     Args:
+        device: where ways run.
         milliseconds: measures how long a way takes; raises if it fails.
         remembered: the choices of earlier runs.
 
     Attributes:
-        notes: messages for the user about ways that failed or gave other numbers; the reader clears it.
+        notes: messages for the user about ways that failed or gave other numbers.
     """
 
-    def __init__(self, milliseconds: Callable[[Callable[[], Tensor]], float], remembered: Remembered) -> None:
-        self._milliseconds, self._remembered = milliseconds, remembered
+    def __init__(
+        self, device: torch.device, milliseconds: Callable[[Callable[[], Tensor]], float], remembered: Remembered
+    ) -> None:
+        self._device, self._milliseconds, self._remembered = device, milliseconds, remembered
         self._known: dict[str, str] = {}
         self._said: set[str] = set()
         self.notes: list[str] = []
 
-    def choose(self, key: str, candidates: Mapping[str, Callable[[], Tensor]]) -> str:
-        """Return the fastest candidate; the first is right by definition. Measuring blocks the host."""
+    def choose(self, key: str, candidates: Mapping[str, Callable[[], Tensor]], default: str) -> str:
+        """Return the fastest candidate. Blocks the host while it measures.
+
+        The first is right by definition. If it fails, there is nothing to compare with, and `default` is returned.
+        Raises KernelError if that is the first, and whatever says that memory has run out or the device is lost.
+        """
         if key not in self._known:
-            self._known[key] = self._settle(key, candidates)
+            self._known[key] = self._settle(key, candidates, default)
         return self._known[key]
 
-    def _settle(self, key: str, candidates: Mapping[str, Callable[[], Tensor]]) -> str:
+    def _settle(self, key: str, candidates: Mapping[str, Callable[[], Tensor]], default: str) -> str:
         first, recalled = next(iter(candidates)), ""
         with contextlib.suppress(OSError):
             recalled = self._remembered.recall(key) or ""
         if recalled == first:
             return first
-        expected = candidates[first]()
+        try:
+            expected = candidates[first]()
+            if not bool(expected.isfinite().all()):  # host–device synchronisation
+                raise ArithmeticError("it gave values that are not finite")
+        except Exception as error:  # libraries raise anything
+            return self._without_first(first, default, error)
         # A remembered way may have been compiled by another compiler since.
         if recalled in candidates and self._is_right(recalled, candidates[recalled], expected):
             return recalled
@@ -160,6 +140,14 @@ class ConvolutionChoices:
         with contextlib.suppress(OSError):
             self._remembered.remember(key, found)
         return found
+
+    def _without_first(self, first: str, default: str, error: Exception) -> str:
+        self._raise_if_final(error)
+        reason = f"{first}, which others are compared with, failed: {_text_of(error)}"
+        if default == first:
+            raise KernelError(f"convolutions cannot be measured: {reason}") from error
+        self._note(f"Convolutions that cannot be measured run as {default}: {reason}.")
+        return default
 
     def _is_right(self, name: str, run: Callable[[], Tensor], expected: Tensor) -> bool:
         try:
@@ -181,9 +169,14 @@ class ConvolutionChoices:
             return None
 
     def _failed(self, name: str, error: Exception) -> None:
+        self._raise_if_final(error)
+        self._note(f"Convolutions never run as {name}, which failed: {_text_of(error)}.")
+
+    def _raise_if_final(self, error: Exception) -> None:
+        """Raise an error that is not the way's own fault."""
+        raise_if_lost(error, self._device)
         if is_out_of_memory(error):
             raise error
-        self._note(f"Convolutions never run as {name}, which failed: {' '.join(str(error).split())[:160]}.")
 
     def _note(self, sentence: str) -> None:
         if sentence not in self._said:
@@ -191,39 +184,30 @@ class ConvolutionChoices:
             self.notes.append(sentence)
 
 
-class Unmeasured(ConvolutionChoices):
-    """The choice of the kernel if it can be used, else of the first way."""
+def choices_on(device: torch.device) -> ConvolutionChoices | None:
+    """Return choices that measure ways as a CUDA graph runs them; None where ways are fixed.
 
-    def __init__(self) -> None:
-        super().__init__(lambda _: 0.0, Remembered("convolutions.json"))
-
-    def choose(self, key: str, candidates: Mapping[str, Callable[[], Tensor]]) -> str:
-        return IMPLICIT if IMPLICIT in candidates else next(iter(candidates))
-
-
-def choices_on(device: torch.device) -> ConvolutionChoices:
-    """Return choices that measure ways as a CUDA graph runs them; on other devices nothing is measured."""
-    if device.type != "cuda":
-        return Unmeasured()
-    return ConvolutionChoices(graph_milliseconds(device), Remembered("convolutions.json"))
+    They are on other devices, and if results must repeat, which do not if another way is the fastest the next time.
+    """
+    if device.type != "cuda" or must_repeat():
+        return None
+    return ConvolutionChoices(device, graph_milliseconds(device), Remembered("convolutions.json"))
 
 
 def key_of(sizes: Geometry, direction: Direction, dtype: torch.dtype, device: torch.device) -> str:
     """Return the key of a choice: a hash of all it depends on."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     versions = [torch.__version__, triton.__version__, __version__]
-    facts = [repr(sizes), direction, str(dtype), where, *versions, torch.backends.cudnn.allow_tf32]
+    facts = [repr(sizes), direction, str(dtype), where, *versions, uses_tf32()]
     return f"{direction} {digest(facts)}"
 
 
-@contextlib.contextmanager
-def searching_libraries() -> Iterator[None]:
-    """Have cuDNN try its algorithms for each new shape in the block, and keep the fastest."""
-    cudnn = torch.backends.cudnn
-    with cudnn.flags(
-        enabled=cudnn.enabled, benchmark=True, deterministic=cudnn.deterministic, allow_tf32=cudnn.allow_tf32
-    ):
-        yield
+def searching_libraries() -> AbstractContextManager[None]:
+    """Return a context in which cuDNN tries its algorithms for each new shape, and keeps the fastest.
+
+    Some of them add with atomics, in any order. Where results must repeat, nothing is tried.
+    """
+    return cudnn_set("benchmark", not must_repeat())
 
 
 @dataclass(frozen=True)
@@ -238,83 +222,69 @@ class Convolution:
     """One layer's convolution of all learners, with a way for each direction.
 
     Args:
-        node_args: the arguments of `conv2d` after filters and shift: stride, padding, dilation, groups.
+        geometry: the sizes.
         filters, shift: the layer's parameters; shift may be None.
-        choices: chooses the ways.
-        branches: the streams of ways that fork.
     """
 
-    def __init__(
-        self,
-        node_args: tuple[Any, ...],
-        filters: Leaf,
-        shift: Leaf | None,
-        choices: ConvolutionChoices,
-        branches: Branches,
-    ) -> None:
-        defaults: tuple[Any, ...] = (1, 0, 1, 1)
-        stride, padding, dilation, groups = node_args + defaults[len(node_args) :]
-        self._options = _pair(stride), _pair(padding), _pair(dilation)
-        self._groups, self._choices, self._branches = groups * len(filters.rows), choices, branches
-        self._filters, self._shift = filters, shift
+    def __init__(self, geometry: Geometry, filters: Leaf, shift: Leaf | None) -> None:
+        self._geometry, self._filters, self._shift = geometry, filters, shift
         self._weights = filters.rows.detach().flatten(0, 1)
         self._bias = None if shift is None else shift.rows.detach().flatten(0, 1)
-        self._geometry: Geometry | None = None
-        self._ways: dict[Direction, str] = {}
+        self._operators, device = Operators(geometry), self._weights.device
+        self._workspace = implicit.backward_workspace(geometry, device)
+        self._moments_workspace = implicit.statistics_workspace(geometry, device)
+        self._ways = dict.fromkeys(_DIRECTIONS, fixed_way(self._weights.dtype, device))
 
-    def _prepare(self, inputs: Tensor) -> Geometry:
-        """Return the sizes. At the first call, which is never captured, make the kernels' workspaces."""
-        if self._geometry is None:
-            out, own, high, wide = self._weights.shape
-            self._geometry = Geometry(
-                inputs.shape[0], self._groups, own, out // self._groups, inputs.shape[2], inputs.shape[3], (high, wide),
-                *self._options,
-            )  # fmt: skip
-            self._operators = Operators(self._geometry, self._branches)
-            self._workspace = implicit.backward_workspace(self._geometry, inputs.device)
-            self._moments_workspace = implicit.statistics_workspace(self._geometry, inputs.device)
-        return self._geometry
+    @torch.no_grad()
+    def measure(self, choices: ConvolutionChoices, statistics: Statistics | None, input_gradient: bool) -> None:
+        """Take the fastest way of each direction, on random values: a round's may be zero or not finite.
 
-    def _way(self, direction: Direction, inputs: Tensor, statistics: Statistics | None = None) -> str:
-        """Return the way, chosen at the first call on random values: a round's may be zero or not finite."""
-        if direction not in self._ways:
-            geometry = self._prepare(inputs)
-            generator = torch.Generator(inputs.device).manual_seed(0)
-            outputs = inputs.new_empty(geometry.batch, len(self._weights), *geometry.out_size)
-            images, given, filters = (
-                channels_last(torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype))
-                for like in (inputs, outputs, self._weights)
-            )
+        Enqueues on the current stream and on one of its own, and blocks the host. Nothing of the bank is written.
 
-            def tried(way: str) -> Tensor:
-                if direction == "forward":
-                    return self._outputs(images, filters, way, statistics)[0]
-                return self._gradient(given, images, filters, way, of_inputs=direction == "inputs")
+        Args:
+            choices: chooses.
+            statistics: those of the BatchNorm after it, if there is one, which the kernel computes as well.
+            input_gradient: whether the gradient of the inputs is needed.
+        """
+        g, weights = self._geometry, self._weights
+        generator = torch.Generator(weights.device).manual_seed(0)
 
-            runs = {way: partial(tried, way) for way in ways(geometry, inputs.dtype, inputs.device)}
-            key = key_of(geometry, direction, inputs.dtype, inputs.device)
-            self._ways[direction] = self._choices.choose(key, runs)
-        return self._ways[direction]
+        def drawn(*shape: int) -> Tensor:
+            return channels_last(torch.randn(shape, generator=generator, device=weights.device, dtype=weights.dtype))
+
+        images = drawn(g.batch, g.groups * g.in_channels, g.height, g.width)
+        given, filters = drawn(g.batch, len(weights), *g.out_size), drawn(*weights.shape)
+        # Without the running ones, which each try would move.
+        own = None if statistics is None else replace(statistics, running_mean=None, running_var=None)
+
+        def tried(direction: Direction, way: str) -> Tensor:
+            if direction == "forward":
+                return self._outputs(images, filters, way, own)[0]
+            return self._gradient(given, images, filters, way, of_inputs=direction == "inputs")
+
+        for direction in _DIRECTIONS if input_gradient else ("forward", "filters"):
+            key = key_of(g, direction, weights.dtype, weights.device)
+            runs = {way: partial(tried, direction, way) for way in ways(weights.dtype, weights.device)}
+            self._ways[direction] = choices.choose(key, runs, self._ways[direction])
 
     def forward(self, inputs: Tensor, statistics: Statistics | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Return the outputs, and their mean and rstd `[K·C]` if the kernel computes them in the same pass."""
-        # Ways are tried with statistics, as they will run, but without running ones: each try would move those.
-        own = None if statistics is None else replace(statistics, running_mean=None, running_var=None)
-        return self._outputs(inputs, self._weights, self._way("forward", inputs, own), statistics)
+        g = self._geometry
+        sizes = (g.batch, g.groups * g.in_channels, g.height, g.width)
+        assert (inputs.shape, inputs.dtype) == (sizes, self._weights.dtype), "images are as they were exported"
+        return self._outputs(inputs, self._weights, self._ways["forward"], statistics)
 
     def _outputs(
         self, inputs: Tensor, filters: Tensor, way: str, statistics: Statistics | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        geometry = self._prepare(inputs)
         if way != IMPLICIT:
             with searching_libraries():
                 return self._operators.forward(way, inputs, filters, self._bias), None
-        return implicit.forward(inputs, filters, self._bias, geometry, statistics, self._moments_workspace)
+        return implicit.forward(inputs, filters, self._bias, self._geometry, statistics, self._moments_workspace)
 
     def backward(self, outputs: Tensor, inputs: Tensor, input_gradient: bool) -> Tensor | None:
         """Write the parameters' gradients, and return that of the inputs if `input_gradient`."""
-        of_filters = self._way("filters", inputs)
-        of_inputs = self._way("inputs", inputs) if input_gradient else IMPLICIT
+        of_filters, of_inputs = self._ways["filters"], self._ways["inputs"]
         if self._shift is not None:
             summed = outputs.sum((0, 2, 3), dtype=self._shift.gradient.dtype)
             self._shift.gradient.flatten(0, 1).copy_(summed)
@@ -334,7 +304,7 @@ class Convolution:
         self, outputs: Tensor, inputs: Tensor, filters: Tensor, of_inputs: bool, gradient: Tensor | None
     ) -> Tensor | None:
         return implicit.backward(
-            outputs, inputs, filters, self._prepare(inputs), input_gradient=of_inputs, filter_gradient=gradient,
+            outputs, inputs, filters, self._geometry, input_gradient=of_inputs, filter_gradient=gradient,
             workspace=self._workspace,
         )  # fmt: skip
 
@@ -350,6 +320,5 @@ class Convolution:
         return gradient
 
 
-def _pair(value: Any) -> tuple[int, int]:
-    both = list(value) if isinstance(value, list | tuple) else [value]
-    return (both[0], both[-1])
+def _text_of(error: Exception) -> str:
+    return " ".join(str(error).split())[:160] or type(error).__name__

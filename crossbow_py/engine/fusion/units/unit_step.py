@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from crossbow_py.engine.fusion.rules.registry import Call, Rule
-from crossbow_py.engine.fusion.units.branches import Branches
 from crossbow_py.engine.fusion.units.convolution import Convolution, Leaf, choices_on
 from crossbow_py.engine.fusion.units.units import Unit
 from crossbow_py.engine.fusion.values import Copies, Fused, Layout, channels_last
 from crossbow_py.engine.kernels import batch_norm as norms
+from crossbow_py.engine.kernels.geometry import Geometry
 from crossbow_py.engine.kernels.statistics import Statistics, Workspace
 
 
@@ -125,14 +125,11 @@ class UnitRules:
         leaves, buffers: the bank's rows by the name of their placeholder in the graph; buffers are `[K, C]`.
         anchor: a scalar that requires a gradient, so that every unit has a backward pass.
 
-    Attributes:
-        notes: messages for the user about convolutions; grows while ways are measured.
     """
 
     def __init__(self, leaves: dict[str, Leaf], buffers: dict[str, Tensor], anchor: Tensor) -> None:
         self._leaves, self._buffers, self._anchor = leaves, buffers, anchor
-        self._branches, self._choices = Branches(anchor.device), choices_on(anchor.device)
-        self.notes = self._choices.notes
+        self._to_measure: list[tuple[Convolution, Statistics | None, bool]] = []
 
     def rule(self, unit: Unit, users: int) -> Rule:
         """Return the rule of a unit, which takes the images and those that are added, or None.
@@ -141,6 +138,9 @@ class UnitRules:
         """
         convolution = None if unit.convolution is None else self._convolution(*unit.convolution.args)
         norm = None if unit.norm is None else self._norm(unit.norm, unit.relu)
+        if convolution is not None:
+            needs_input_gradient = unit.input.op != "placeholder"  # else it is the batch
+            self._to_measure.append((convolution, norm.statistics if norm else None, needs_input_gradient))
 
         def run(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Copies:
             images = (None if each is None else channels_last(call.channels(each)) for each in args)
@@ -149,12 +149,37 @@ class UnitRules:
 
         return run
 
-    def _convolution(self, _: Any, filters: Any, shift: Any = None, *options: Any) -> Convolution:
-        own = None if shift is None else self._leaves[shift.name]
-        return Convolution(options, self._leaves[filters.name], own, self._choices, self._branches)
+    def measure(self) -> list[str]:
+        """Take the fastest way of every convolution, on CUDA, and return messages for the user.
+
+        Call it outside autograd and with nothing in flight, before the rules run. Blocks the host, for seconds in the
+        first run of a model. Raises KernelError if convolutions fail, and what `ConvolutionChoices.choose` does.
+        """
+        choices = choices_on(self._anchor.device)
+        if choices is None:
+            return []
+        for convolution, statistics, needs_input_gradient in self._to_measure:
+            convolution.measure(choices, statistics, needs_input_gradient)
+        return choices.notes
+
+    def _convolution(self, images: Any, filters: Any, shift: Any = None, *options: Any) -> Convolution:
+        defaults: tuple[Any, ...] = (1, 0, 1, 1)
+        stride, padding, dilation, groups = options + defaults[len(options) :]
+        own, (batch, channels, high, wide) = self._leaves[filters.name], images.meta["val"].shape
+        num_learners, out_channels, _, *kernel = own.rows.shape
+        geometry = Geometry(
+            batch, num_learners * groups, channels // groups, out_channels // groups, high, wide, _pair(kernel),
+            _pair(stride), _pair(padding), _pair(dilation),
+        )  # fmt: skip
+        return Convolution(geometry, own, None if shift is None else self._leaves[shift.name])
 
     def _norm(self, node: Any, relu: bool) -> Norm:
         scale, offset, mean, variance, _, momentum, eps = node.args[1:8]
         mean, variance = (None if each is None else self._buffers[each.name].flatten() for each in (mean, variance))
         statistics = Statistics(mean, variance, float(momentum), float(eps))
         return Norm(self._leaves[scale.name], self._leaves[offset.name], statistics, relu)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    both = list(value) if isinstance(value, list | tuple) else [value]
+    return (both[0], both[-1])

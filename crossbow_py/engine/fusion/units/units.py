@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch._ops import OpOverload
@@ -75,7 +76,7 @@ def find_units(nodes: Sequence[Node], writes: Mapping[Node, Write], parameters: 
 
 
 def _begin(node: Node) -> Unit | None:
-    if calls(node, "conv2d", "default") and _rank(node) == 4:
+    if calls(node, "conv2d", "default") and _rank(node) == 4 and _rank(node.args[0]) == 4:
         norm = only_user(node)
         if norm is not None and _normalises(norm) and norm.args[0] is node:
             return _end(node, norm)
@@ -127,8 +128,8 @@ def _normalises(node: Node) -> bool:
     return training is True and isinstance(momentum, float)
 
 
-def _rank(node: Node) -> int:
-    value = node.meta.get("val")
+def _rank(node: Any) -> int:
+    value = node.meta.get("val") if isinstance(node, Node) else None
     return value.ndim if isinstance(value, Tensor) else -1
 
 

@@ -24,6 +24,7 @@ from crossbow_py.data.augmentation import Augmentation, Flip
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.sampler import epoch_order
+from crossbow_py.data.streaming import streaming_feed
 from crossbow_py.data.streaming.streamed_data import BadSample, Key, Loaded
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
 from crossbow_py.engine.sizing.memory import staged_batches
@@ -407,3 +408,15 @@ def test_batch_that_fails_for_another_reason_says_the_last_line_and_what_to_look
     with pytest.raises(DataError, match=said) as caught:
         made(OutOfMemory(), workers).batch(0)
     assert "in fetch" in str(caught.value.__cause__)
+
+
+def test_feeds_on_cuda_copy_on_one_stream_of_a_priority_that_no_learner_has(
+    made: Callable[..., StreamingFeed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    priorities: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: priorities.append(priority))
+    streaming_feed._copy_stream.cache_clear()
+    for _ in range(2):
+        made(Items(), 0, device="cuda:0")
+    streaming_feed._copy_stream.cache_clear()
+    assert priorities == [-1]

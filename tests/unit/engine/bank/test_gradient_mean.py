@@ -12,7 +12,7 @@ from crossbow_py.averaging import GradientMean, GroupedSMA, SynchronousSGD
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import EXECUTORS, SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
-from crossbow_py.engine.executors.streams import StreamsExecutor, TwoSubArrays
+from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.modules.precision import FP32, FP64
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, Scheduler
 from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, GradientMeanTask, LearningTask
@@ -120,7 +120,7 @@ def test_rounds_by_native_code_equal_those_by_operators_in_float64(executor, rul
 
 
 @pytest.mark.parametrize("rule", RULES, ids=KEYS)
-@pytest.mark.parametrize("kind", [StreamsExecutor, FusedExecutor, TwoSubArrays])
+@pytest.mark.parametrize("kind", [StreamsExecutor, FusedExecutor])
 @pytest.mark.parametrize("make_device", [RecordingStreams, lambda: ShuffledStreams(1)], ids=["in order", "shuffled"])
 def test_executors_on_a_device_equal_serial(kind, rule, make_device):
     ours, reference = (tasks_for(rule, optimizer=AdamW(clip_norm=0.5)) for _ in range(2))
@@ -206,10 +206,7 @@ def test_learner_that_is_not_finite_adds_nothing_in_native_code_either(executor)
     assert (found - expected).norm() <= 1e-6 * expected.norm()
 
 
-@pytest.mark.parametrize(
-    "build", [*BUILDS.values(), lambda tasks: TwoSubArrays(tasks, RecordingStreams())], ids=[*BUILDS, "subarrays"]
-)
-@pytest.mark.filterwarnings("ignore:invalid value")  # Triton's interpreter goes by NumPy
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
 @pytest.mark.parametrize("precision", [FP32, FP64], ids=["fp32", "fp64"])
 def test_group_that_is_lost_as_a_whole_stays_where_it_was_and_pulls_nobody(build, precision):
     tasks = poisoned(GroupedSMA(group_size=2), num_learners=4, precision=precision, non_finite=(2, 3))

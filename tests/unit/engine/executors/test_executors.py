@@ -12,6 +12,7 @@ from torch import nn
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.core.errors import LearnerError, UserError
 from crossbow_py.engine.executors import EXECUTORS, candidates, check_executor
+from crossbow_py.engine.executors.base import even_groups
 from crossbow_py.engine.modules.precision import BF16, FP32
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.engine.update.row_update import TorchUpdate
@@ -412,3 +413,9 @@ def test_executor_that_does_not_run_on_the_device_is_refused():
         check_executor("threads", torch.device("cuda"))
     with pytest.raises(UserError, match="executor=streams runs on cuda only, and device is cpu"):
         check_executor("streams", torch.device("cpu"))
+
+
+def test_groups_are_neighbours_as_even_as_they_go():
+    assert even_groups(7, 4) == [range(2), range(2, 4), range(4, 6), range(6, 7)]
+    assert even_groups(8, 2) == [range(4), range(4, 8)]
+    assert even_groups(1, 4) == [range(1)]

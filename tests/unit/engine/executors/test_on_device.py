@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 
 import pytest
 import torch
@@ -275,3 +276,20 @@ def test_wherever_the_host_waits_for_the_device_the_watch_is_told(executor):
     runner.close()
     assert device.blocked == {"synchronize_event", "synchronize", "capture"}
     assert runner.notes == []
+
+
+@EXECUTORS
+def test_backward_passes_stay_on_the_thread_that_enqueues_eager_and_captured(executor):
+    tasks, seen = make_tasks(order="blocks"), []
+
+    def noted(output, targets):
+        seen.append((threading.current_thread(), torch._C._is_multithreading_enabled()))
+        return nn.functional.cross_entropy(output, targets)
+
+    assert torch._C._is_multithreading_enabled()
+    runner = executor(tasks, RecordingStreams())
+    tasks.loss = noted
+    run(runner, tasks, WARM_UP_ROUNDS + 2)
+    assert len(seen) == 2 * (WARM_UP_ROUNDS + 2)
+    assert set(seen) == {(threading.current_thread(), False)}
+    assert torch._C._is_multithreading_enabled()

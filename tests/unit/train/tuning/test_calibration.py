@@ -54,6 +54,13 @@ def clock(monkeypatch):
     return clock
 
 
+@pytest.fixture
+def gpu_generators(monkeypatch):
+    """Generators of a GPU that is not there."""
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
+
+
 def candidate(name, learners, executor):
     return Candidate(name, learners, lambda: (executor, lambda index: index))
 
@@ -127,6 +134,7 @@ def test_calibration_that_is_to_stop_measures_the_first_alone(clock):
     assert list(found.images_per_s) == [("serial", 1)] and not found.is_lasting
 
 
+@pytest.mark.usefixtures("gpu_generators")
 def test_calibration_beside_other_programs_is_said_and_does_not_last(clock, monkeypatch):
     monkeypatch.setattr(calibration, "foreign_share", lambda before, after: 0.45)
     sides = [candidate(name, 1, FakeExecutor(clock, 0.01)) for name in ("serial", "threads")]
@@ -310,6 +318,7 @@ def test_fused_for_a_model_that_cannot_be_exported_is_one_clear_sentence():
         make_trainer(model=lambda: Branches(*image_model()), train_data=images(24), executor="fused")
 
 
+@pytest.mark.usefixtures("gpu_generators")
 def test_calibration_on_a_gpu_looks_past_the_rounds_that_compile_and_capture(clock, monkeypatch):
     class Compiles(FakeExecutor):
         rounds = 0
@@ -330,6 +339,7 @@ def test_executor_that_nothing_was_compared_with_is_not_called_the_fastest(clock
     assert len(found.notes) == 1
 
 
+@pytest.mark.usefixtures("gpu_generators")
 def test_device_that_is_lost_ends_calibration_and_is_no_refusal(clock):
     lost = RuntimeError("CUDA error: an illegal memory access was encountered")
     sides = [candidate("streams", 2, FakeExecutor(clock, 0.1)), failing(lost)]

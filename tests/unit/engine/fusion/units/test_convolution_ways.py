@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
+from crossbow_py.core.errors import DeviceLostError
 from crossbow_py.core.measured import Remembered
-from crossbow_py.engine.fusion.units.branches import Branches
+from crossbow_py.core.triton_launch import KernelError
+from crossbow_py.engine.executors import SerialExecutor
+from crossbow_py.engine.executors.fused import FusedExecutor
+from crossbow_py.engine.fusion import fused_agreement
+from crossbow_py.engine.fusion.units import unit_step
 from crossbow_py.engine.fusion.units.convolution import (
-    BRANCHES,
-    DENSE,
     GROUPED,
     GROUPED_NCHW,
     IMPLICIT,
     ConvolutionChoices,
     Operators,
+    choices_on,
     key_of,
+    searching_libraries,
     ways,
 )
 from crossbow_py.engine.kernels.geometry import Geometry
+from crossbow_py.engine.modules.precision import FP32, FP64
+from tests.recording_streams import RecordingStreams
+from tests.support import IMAGES, assert_equal, make_tasks, run
+from tests.unit.engine.kernels.launches import counted_launches
 
 CPU = torch.device("cpu")
 GEOMETRY = Geometry(2, 3, 4, 5, 7, 6, (3, 3), stride=(2, 1), padding=(1, 0))
-OPERATORS = (GROUPED, GROUPED_NCHW, BRANCHES, DENSE)
+OPERATORS = (GROUPED, GROUPED_NCHW)
 
 
 @pytest.fixture
@@ -40,7 +51,7 @@ def case():
 @pytest.mark.parametrize("way", OPERATORS)
 def test_every_way_gives_what_each_learner_would_get_alone(case, way):
     inputs, filters, bias, given = case
-    g, operators = GEOMETRY, Operators(GEOMETRY, Branches(CPU))
+    g, operators = GEOMETRY, Operators(GEOMETRY)
     alone = [
         nn.functional.conv2d(part.requires_grad_(), own.requires_grad_(), shift, g.stride, g.padding, g.dilation)
         for part, own, shift in zip(
@@ -59,12 +70,9 @@ def test_every_way_gives_what_each_learner_would_get_alone(case, way):
         torch.testing.assert_close(mine, gradient, rtol=1e-12, atol=1e-12)
 
 
-def test_ways_of_one_group_are_not_forked_and_wide_ones_not_made_dense():
-    assert ways(GEOMETRY, torch.float32, CPU) == [*OPERATORS, IMPLICIT]
-    assert ways(Geometry(2, 1, 4, 5, 7, 6, (3, 3)), torch.float32, CPU) == [GROUPED, GROUPED_NCHW, IMPLICIT]
-    assert BRANCHES not in ways(Geometry(2, 64, 1, 1, 7, 6, (3, 3)), torch.float32, CPU)
-    assert DENSE not in ways(Geometry(2, 8, 256, 256, 4, 4, (3, 3)), torch.float32, CPU)
-    assert IMPLICIT not in ways(GEOMETRY, torch.float64, CPU)
+def test_kernel_is_a_way_for_its_formats_alone():
+    assert ways(torch.float32, CPU) == ways(torch.bfloat16, CPU) == [*OPERATORS, IMPLICIT]
+    assert ways(torch.float64, CPU) == [*OPERATORS]
 
 
 def candidates(*values):
@@ -80,17 +88,17 @@ def test_fastest_way_is_taken_and_remembered_by_what_it_depends_on(tmp_path):
     remembered = Remembered("x", tmp_path / "ways.json")
     given = candidates([0.0, 5.0], [0.001, 5.0], [0.002, 5.0])
     times = by_first_value({0.0: 3.0, 0.001: 1.0, 0.002: 2.0})
-    assert ConvolutionChoices(times, remembered).choose("key", given) == "b"
-    assert ConvolutionChoices(by_first_value({}), remembered).choose("key", given) == "b"  # times nothing
-    choices = ConvolutionChoices(lambda _: 1.0, remembered)
-    assert choices.choose("key", candidates([0.0])) == "a"  # what is gone is not taken
+    assert ConvolutionChoices(CPU, times, remembered).choose("key", given, "a") == "b"
+    assert ConvolutionChoices(CPU, by_first_value({}), remembered).choose("key", given, "a") == "b"  # times nothing
+    choices = ConvolutionChoices(CPU, lambda _: 1.0, remembered)
+    assert choices.choose("key", candidates([0.0]), "a") == "a"  # what is gone is not taken
 
 
 def test_remembered_way_that_gives_other_numbers_now_is_not_taken(tmp_path):
     remembered = Remembered("x", tmp_path / "ways.json")
     remembered.remember("key", "b")
-    choices = ConvolutionChoices(lambda _: 1.0, remembered)
-    assert choices.choose("key", candidates([1.0], [1.5], [1.0])) == "a"
+    choices = ConvolutionChoices(CPU, lambda _: 1.0, remembered)
+    assert choices.choose("key", candidates([1.0], [1.5], [1.0]), "a") == "a"
     assert choices.notes == ["Convolutions never run as b, which gave other numbers than the others."]
     assert remembered.recall("key") == "a"
 
@@ -100,8 +108,9 @@ def test_way_that_gives_other_numbers_or_fails_is_never_taken_and_said_once(tmp_
         raise ValueError("CompilationError: at 12:4\n no such type")
 
     given = {**candidates([1.0], [1.5], [float("nan")]), "d": fails}
-    choices = ConvolutionChoices(lambda run: 1.0 if run()[0] == 1.0 else 0.1, Remembered("x", tmp_path / "ways.json"))
-    assert [choices.choose(key, given) for key in ("one", "two")] == ["a", "a"]
+    remembered = Remembered("x", tmp_path / "ways.json")
+    choices = ConvolutionChoices(CPU, lambda run: 1.0 if run()[0] == 1.0 else 0.1, remembered)
+    assert [choices.choose(key, given, "a") for key in ("one", "two")] == ["a", "a"]
     assert choices.notes == [
         "Convolutions never run as b, which gave other numbers than the others.",
         "Convolutions never run as c, which gave other numbers than the others.",
@@ -115,18 +124,157 @@ def test_way_that_cannot_be_timed_is_not_taken(tmp_path):
             raise RuntimeError("operation not permitted when stream is capturing")
         return 1.0
 
-    choices = ConvolutionChoices(milliseconds, Remembered("x", tmp_path / "ways.json"))
-    assert choices.choose("key", candidates([1.0], [1.001])) == "a"
+    choices = ConvolutionChoices(CPU, milliseconds, Remembered("x", tmp_path / "ways.json"))
+    assert choices.choose("key", candidates([1.0], [1.001]), "a") == "a"
     assert "operation not permitted" in choices.notes[0]
 
 
-def test_first_way_that_fails_is_an_error_as_nothing_else_is_known_to_be_right(tmp_path):
+def fails_with(error):
     def fails():
-        raise RuntimeError("cuDNN")
+        raise error
 
-    choices = ConvolutionChoices(lambda _: 1.0, Remembered("x", tmp_path / "ways.json"))
-    with pytest.raises(RuntimeError, match="cuDNN"):
-        choices.choose("key", {"first": fails, **candidates([1.0], [1.0])})
+    return fails
+
+
+def failing_first(error, **others):
+    return {"first": fails_with(error), "second": lambda: torch.tensor([1.0]), **others}
+
+
+def test_where_the_first_way_fails_the_kernel_runs_unmeasured_and_is_not_blamed(tmp_path):
+    remembered = Remembered("x", tmp_path / "ways.json")
+    choices = ConvolutionChoices(CPU, lambda _: 1.0, remembered)
+    given = failing_first(RuntimeError("CUDNN_STATUS_NOT_SUPPORTED\n at plan"))
+    assert [choices.choose(key, given, "second") for key in ("one", "two")] == ["second"] * 2
+    assert choices.notes == [
+        "Convolutions that cannot be measured run as second: first, which others are compared with, failed: "
+        "CUDNN_STATUS_NOT_SUPPORTED at plan."
+    ]
+    assert remembered.recall("one") is None
+
+
+def test_first_way_that_gives_nan_is_named_itself(tmp_path):
+    choices = ConvolutionChoices(CPU, lambda _: 1.0, Remembered("x", tmp_path / "ways.json"))
+    assert choices.choose("key", candidates([float("nan")], [1.0]), "b") == "b"
+    (note,) = choices.notes
+    assert "a, which others are compared with, failed: it gave values that are not finite" in note
+
+
+def test_first_way_that_fails_with_nothing_known_to_be_right_is_an_error_of_kernels(tmp_path):
+    choices = ConvolutionChoices(CPU, lambda _: 1.0, Remembered("x", tmp_path / "ways.json"))
+    with pytest.raises(KernelError, match="cannot be measured: first, which others are compared with, failed: cuDNN"):
+        choices.choose("key", failing_first(RuntimeError("cuDNN")), "first")
+
+
+@pytest.mark.parametrize("place", ["first", "third"])
+def test_want_of_memory_and_a_lost_device_are_no_fault_of_a_way(place, tmp_path):
+    choices = ConvolutionChoices(torch.device("cuda"), lambda _: 1.0, Remembered("x", tmp_path / "ways.json"))
+    for error, kind in (
+        (torch.OutOfMemoryError("full"), torch.OutOfMemoryError),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), DeviceLostError),
+    ):
+        ways = {"first": lambda: torch.tensor([1.0]), "second": lambda: torch.tensor([1.0]), place: fails_with(error)}
+        with pytest.raises(kind):
+            choices.choose("key", ways, "second")
+    assert choices.notes == []
+
+
+def test_ways_are_fixed_where_results_must_repeat_and_libraries_then_try_nothing(monkeypatch):
+    cuda, cudnn = torch.device("cuda"), torch.backends.cudnn
+    assert isinstance(choices_on(cuda), ConvolutionChoices)
+    assert choices_on(CPU) is None
+    with searching_libraries():
+        assert cudnn.benchmark
+    monkeypatch.setattr(cudnn, "benchmark", True)
+    monkeypatch.setattr(cudnn, "deterministic", True)
+    assert choices_on(cuda) is None
+    with searching_libraries():
+        assert not cudnn.benchmark
+    assert cudnn.benchmark
+    monkeypatch.setattr(cudnn, "deterministic", False)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert choices_on(cuda) is None
+        with searching_libraries():
+            assert not cudnn.benchmark
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Measured:
+    """The choices of every fused pass that is made, by times of ways: notes where and how each way was timed."""
+
+    def __init__(self, monkeypatch, path, milliseconds=lambda run: 1.0):
+        self.seen, self._milliseconds = [], milliseconds
+        monkeypatch.setattr(
+            unit_step, "choices_on", lambda device: ConvolutionChoices(device, self.time, Remembered("x", path))
+        )
+
+    def time(self, run):
+        self.seen.append((threading.current_thread(), torch.is_grad_enabled(), torch._C._current_graph_task_id()))
+        run()
+        return self._milliseconds(run)
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(),
+        nn.Conv2d(4, 4, 3, stride=2), nn.Flatten(), nn.Linear(16, 3),
+    )  # fmt: skip
+
+
+def executor_of(precision):
+    tasks = make_tasks(two_layers, data=IMAGES, order="blocks", precision=precision)
+    return FusedExecutor(tasks, RecordingStreams(), kernels=True), tasks
+
+
+def test_ways_are_measured_before_the_first_round_by_the_caller_outside_autograd(monkeypatch, tmp_path):
+    def grouped_first(run):
+        return 1.0 if run.args[-1] == GROUPED else 2.0
+
+    measured = Measured(monkeypatch, tmp_path / "ways.json", grouped_first)
+    runner, tasks = executor_of(FP32)
+    # Forward and gradient of the filters of both layers, gradient of the inputs of the second, three ways each.
+    assert measured.seen == [(threading.current_thread(), False, -1)] * 5 * 3
+    with counted_launches() as launches:
+        run(runner, tasks, 1)
+    assert len(measured.seen) == 15
+    assert (launches["_forward"], launches["_backward"]) == (0, 0)
+    assert (launches["convolution"], launches["convolution_backward"]) == (2, 3)
+
+
+def test_measuring_leaves_the_bank_and_all_generators_as_they_were(monkeypatch, tmp_path):
+    tasks = make_tasks(two_layers, data=IMAGES, order="blocks", precision=FP32)
+    bank = tasks.bank
+
+    def state():
+        rows = [bank.weights, bank.gradients, bank.buffers]
+        generators = [torch.get_rng_state(), *(each.get_state() for each in bank.generators)]
+        return [each.clone() for each in (*(own.storage for own in rows), *generators)]
+
+    before = state()
+    measured = Measured(monkeypatch, tmp_path / "ways.json")
+    FusedExecutor(tasks, RecordingStreams(), kernels=True).close()
+    assert measured.seen
+    assert all(map(torch.equal, before, state()))
+
+
+def test_layers_whose_convolutions_cannot_be_compared_run_by_operators_and_say_so(monkeypatch, tmp_path):
+    Measured(monkeypatch, tmp_path / "ways.json")
+
+    def fails(*arguments):
+        raise RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")
+
+    monkeypatch.setattr(Operators, "forward", fails)
+    monkeypatch.setattr(fused_agreement, "require_agreement", lambda *_, **__: None)  # which would fail as well
+    runner, ours = executor_of(FP64)
+    reference = make_tasks(two_layers, data=IMAGES, order="blocks")
+    found = run(runner, ours, 3)
+    assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 3))
+    assert runner.notes == [
+        "Layers run by operators, not by kernels, because convolutions cannot be measured: grouped_nhwc, which others "
+        "are compared with, failed: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED."
+    ]
 
 
 def test_key_depends_on_sizes_direction_and_format():
