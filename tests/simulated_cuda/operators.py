@@ -1,0 +1,459 @@
+"""torch's operators on a simulated device: each is enqueued on the current stream and done later by its CPU kernel.
+
+An operator's results are allocated when it is called, in shapes that its meta kernel tells. Its work sees addresses alone,
+as a GPU does: nothing that it reads or writes is kept alive for it. Views are made at once; what gives the host a value
+waits for the stream; random numbers follow from a generator's seed and offset, as Philox's do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import threading
+
+import torch
+
+from tests.simulated_cuda.memory import OutOfMemoryError
+from tests.simulated_cuda.scheduler import CudaError, Event, Work
+
+_HOST, _META = torch.device("cpu"), torch.device("meta")
+# Operators that take indices from the host along with tensors of the device.
+_MIXES = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
+# Matrix products, for which cuBLAS keeps a workspace for every stream that a thread uses.
+_GEMM = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmv", "aten::mv", "aten::dot"}
+WORKSPACE_BYTES = 1 << 16
+_CPU_NUMBERS = threading.Lock()  # torch's own generator, while an operator without a generator borrows it
+
+
+class Operator:
+    """What the schema of an operator says about it."""
+
+    def __init__(self, op):
+        schema = op._schema
+        self.name, arguments, returns = schema.name, schema.arguments, schema.returns
+        self.mixes = schema.name in _MIXES
+        written = [each.alias_info is not None and each.alias_info.is_write for each in returns]
+        aliased = [each.alias_info is not None and not each.alias_info.is_write for each in returns]
+        self.is_view = bool(returns) and all(aliased)
+        gives_tensors = all("Tensor" in str(each.type) for each in returns)
+        late = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+        self.waits = not gives_tensors or any(tag in op.tags for tag in late)
+        # For each return: the argument it is, or None for a new tensor.
+        self.same_as = []
+        for each, is_written in zip(returns, written, strict=True):
+            names = [a.name for a in arguments if is_written and a.alias_info and a.alias_info.before_set == each.alias_info.before_set]
+            self.same_as.append(names[0] if names else None)
+        self.positions = {each.name: index for index, each in enumerate(arguments)}
+        self.outs = [each.name for each in arguments if each.is_out]
+        self.is_random = torch.Tag.nondeterministic_seeded in op.tags
+        self.takes_generator = "generator" in self.positions
+        self.returns_new = any(name is None for name in self.same_as)
+        self.is_gemm = schema.name in _GEMM
+
+    def argument(self, name, args, kwargs):
+        if name in kwargs:
+            return kwargs[name]
+        index = self.positions[name]
+        return args[index] if index < len(args) else None
+
+
+def mapped(value, change):
+    """The same structure with every tensor, device and generator changed."""
+    if isinstance(value, torch.Tensor | torch.device | torch.Generator):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return [mapped(each, change) for each in value]
+    return value
+
+
+def tensors_in(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+
+
+def _key(value):
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.stride(), value.storage_offset(), value.device.type, value.requires_grad
+    if isinstance(value, list | tuple):
+        return tuple(map(_key, value))
+    if isinstance(value, torch.Generator):
+        return "generator"
+    return type(value), value
+
+
+class Operators:
+    """Runs operators on simulated devices.
+
+    Args:
+        library: the C++ half, `device.cpp`.
+        scheduler: does the work.
+        memories: the memory of each device.
+    """
+
+    def __init__(self, library, scheduler, memories):
+        self.library, self.scheduler, self.memories = library, scheduler, memories
+        self._operators, self._shapes = {}, {}
+        self._workspaces = {}
+        self.num_calls = 0
+
+    def check_lost(self):
+        """Raise torch's own error if a kernel has failed."""
+        try:
+            self.scheduler.check()
+        except CudaError as error:
+            raise torch_error(error) from None
+
+    # ---- devices, streams and memory
+
+    def current_device(self):
+        return self.library.sim_device()
+
+    def current_stream(self, device=None):
+        device = self.current_device() if device is None else device
+        return self.scheduler.stream(device, self.library.sim_stream(device))
+
+    def return_freed(self):
+        """Tell the allocators what was freed since."""
+        at, pinned = ctypes.c_void_p(), ctypes.c_int()
+        while self.library.sim_next_freed(ctypes.byref(at), ctypes.byref(pinned)):
+            if pinned.value:
+                self.memories["pinned"].free(at.value)
+                continue
+            next(m for i, m in self.memories.items() if i != "pinned" and at.value in m.blocks).free(at.value)
+
+    def allocate(self, device, num_bytes, stream=None):
+        """Return an address. Raises torch's own error if there is no memory."""
+        if num_bytes == 0:
+            return None
+        with self.scheduler.lock:
+            self.return_freed()
+            memory = self.memories[device]
+            try:
+                return memory.allocate(num_bytes, stream or self.current_stream(device))
+            except OutOfMemoryError:
+                raise torch.OutOfMemoryError(
+                    f"CUDA out of memory. Tried to allocate {num_bytes / 2**20:.2f} MiB. GPU {device} has a total "
+                    f"capacity of {memory.total_bytes / 2**30:.2f} GiB."
+                ) from None
+
+    def new(self, like, device):
+        """A new tensor on a device, of the geometry of `like`, without values."""
+        numel = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True)) if like.numel() else 0
+        num_bytes = (numel + like.storage_offset()) * like.element_size() if numel else 0
+        at = self.allocate(device, num_bytes)
+        return self.library.sim_new(at, num_bytes, device, like._cdata)
+
+    def on_host(self, tensor):
+        return self.library.sim_host(tensor._cdata)
+
+    # ---- one operator
+
+    def call(self, op, *args, **kwargs):
+        """Run an operator whose arguments or results are on a device: the fallback of the dispatch key CUDA."""
+        about = self._operators.get(op)
+        if about is None:
+            about = self._operators[op] = Operator(op)
+        self.num_calls += 1
+        self.check_lost()
+        if about.name == "aten::empty" or about.name == "aten::empty_strided":
+            return self._empty(op, args, kwargs)
+        if about.is_view:
+            return self._view(op, args, kwargs)
+        given = list(tensors_in([*args, *kwargs.values()]))
+        device = self._device_of(about, given, args, kwargs)
+        stream = self.current_stream(device)
+        if about.waits:
+            return self._at_once(op, about, stream, device, args, kwargs)
+        if about.is_gemm:
+            self._workspace(stream)
+        found = self._results(op, about, device, args, kwargs)
+        self._enqueue(op, about, stream, args, kwargs, found)
+        return found
+
+    def _device_of(self, about, given, args, kwargs):
+        devices = {each.device.index for each in given if each.is_cuda}
+        if len(devices) > 1:
+            raise RuntimeError(f"Expected all tensors to be on the same device, but found cuda devices {sorted(devices)}! ({about.name})")
+        others = [each for each in given if not each.is_cuda and each.device.type != "meta" and each.dim()]
+        if devices and others and not about.mixes:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, cuda:{min(devices)} and cpu! ({about.name})"
+            )
+        if devices:
+            return devices.pop()
+        asked = about.argument("device", args, kwargs) if "device" in about.positions else None
+        return self.current_device() if asked is None or asked.index is None else asked.index
+
+    def _geometry(self, op, args, kwargs):
+        """What the operator returns, on the meta device; remembered by the geometry of its arguments."""
+        key = op, _key(args), tuple((name, _key(value)) for name, value in kwargs.items())
+        found = self._shapes.get(key)
+        if found is None:
+
+            def change(value):
+                if isinstance(value, torch.device):
+                    return _META
+                if isinstance(value, torch.Generator):
+                    return None
+                return self.library.sim_meta(value._cdata) if value.is_cuda else value.to(_META)
+
+            with _below():
+                found = op(*mapped(args, change), **{name: mapped(value, change) for name, value in kwargs.items()})
+            self._shapes[key] = found
+        return found
+
+    def _empty(self, op, args, kwargs):
+        device = kwargs.get("device")
+        index = self.current_device() if device is None or device.index is None else device.index
+        kwargs = {**kwargs, "pin_memory": None}
+        return self.new(self._geometry(op, args, kwargs), index)
+
+    def _view(self, op, args, kwargs):
+        base, like = args[0], self._geometry(op, args, kwargs)
+        if isinstance(base, list | tuple):
+            return [self.library.sim_view(b._cdata, each._cdata) for b, each in zip(base, like, strict=True)]
+        if isinstance(like, torch.Tensor):
+            return self.library.sim_view(base._cdata, like._cdata)
+        return type(like)(self.library.sim_view(base._cdata, each._cdata) for each in like)
+
+    def _results(self, op, about, device, args, kwargs):
+        """Allocate what is new among the results, and give `out=` the size it needs."""
+        if not about.returns_new:
+            if about.outs:
+                self._fit(op, about, args, kwargs)
+            found = [about.argument(name, args, kwargs) for name in about.same_as]
+        else:
+            like = self._geometry(op, args, kwargs)
+            found = []
+            for each, name in zip(like if len(about.same_as) > 1 else [like], about.same_as, strict=True):
+                if name is not None:
+                    found.append(about.argument(name, args, kwargs))
+                elif isinstance(each, list | tuple):
+                    found.append([self.new(one, device) for one in each])
+                else:
+                    found.append(None if each is None else self.new(each, device))
+        if not found:
+            return None
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def _fit(self, op, about, args, kwargs):
+        outs = [about.argument(name, args, kwargs) for name in about.outs]
+        if any(not isinstance(each, torch.Tensor) or each.numel() for each in outs):
+            return  # it has its size: torch's own wrappers have given it
+        like = self._geometry(op, args, kwargs)
+        for out, each in zip(outs, like if isinstance(like, tuple) else (like,), strict=True):
+            if out.shape != each.shape:
+                self.resize(out, each)
+
+    def resize(self, tensor, like):
+        """Give a tensor the geometry of `like`; values are kept only if its memory is large enough."""
+        need = like.element_size() * (1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))) if like.numel() else 0
+        need += like.storage_offset() * like.element_size() if need else 0
+        has = self.library.sim_storage_bytes(tensor._cdata)
+        at = self.allocate(tensor.device.index, need) if need > has else None
+        self.library.sim_resize(tensor._cdata, like._cdata, at, need if need > has else 0)
+
+    def _enqueue(self, op, about, stream, args, kwargs, found):
+        """Enqueue the work: the CPU kernel on the same addresses, and its new results copied to theirs."""
+        device = stream.device
+        numbers = self._numbers(about, stream, device, args, kwargs) if about.is_random else None
+
+        def change(value):
+            if isinstance(value, torch.device):
+                return _HOST
+            if isinstance(value, torch.Generator):
+                return None
+            if value.is_cuda:
+                return self.on_host(value)
+            return value.clone()  # a kernel takes a number of the host by value, when it is launched
+
+        host_args, host_kwargs = mapped(args, change), {name: mapped(value, change) for name, value in kwargs.items()}
+        results = found if isinstance(found, tuple) else (found,)
+        targets = [
+            mapped(each, self.on_host) if name is None and each is not None else None
+            for name, each in zip(about.same_as, results, strict=True)
+        ]
+        if numbers is None:
+
+            def run():
+                store(op(*host_args, **host_kwargs))
+        elif about.takes_generator:
+
+            def run():
+                own = torch.Generator()
+                own.manual_seed(numbers())
+                store(op(*host_args, **{**host_kwargs, "generator": own}))
+
+            if about.positions["generator"] < len(host_args):
+                host_args = host_args[: about.positions["generator"]]
+        else:
+
+            def run():
+                with _CPU_NUMBERS:
+                    before = torch.random.default_generator.get_state()
+                    torch.random.default_generator.manual_seed(numbers())
+                    try:
+                        store(op(*host_args, **host_kwargs))
+                    finally:
+                        torch.random.default_generator.set_state(before)
+
+        def store(given):
+            given = given if isinstance(given, tuple) else (given,)
+            for target, value in zip(targets, given, strict=False):
+                if isinstance(target, list):
+                    for one, own in zip(target, value, strict=True):
+                        one.copy_(own)
+                elif target is not None and target.numel() and value.numel():  # devices differ in what they leave empty
+                    target.copy_(value)
+
+        self.scheduler.enqueue(stream, Work(about.name, run))
+
+    def _numbers(self, about, stream, device, args, kwargs):
+        """Take random numbers from the generator: a function that gives the seed of this draw when it runs."""
+        generator = about.argument("generator", args, kwargs) if about.takes_generator else None
+        default = torch.cuda.default_generators[device]
+        generator = default if generator is None else generator
+        if stream.capture is None:
+            seed, offset = generator.initial_seed(), generator.get_offset()
+            generator.set_offset(offset + 4)
+            return lambda: _mixed(seed, offset)
+        if generator.graphsafe_get_state() is None or generator is not default:
+            raise RuntimeError("Attempt to increase offset for a CUDA generator not in capture mode.")
+        own = stream.capture.draws = getattr(stream.capture, "draws", None) or {"count": 0, "base": (0, 0)}
+        relative, own["count"] = own["count"], own["count"] + 4
+        return lambda: _mixed(own["base"][0], own["base"][1] + relative)
+
+    def _at_once(self, op, about, stream, device, args, kwargs):
+        """Run an operator that gives the host a value, or a shape that depends on one: host–device synchronisation."""
+        self.scheduler.synchronize_stream(stream)
+
+        def change(value):
+            if isinstance(value, torch.device):
+                return _HOST
+            return self.on_host(value) if isinstance(value, torch.Tensor) and value.is_cuda else value
+
+        with _below():
+            found = op(*mapped(args, change), **{name: mapped(value, change) for name, value in kwargs.items()})
+
+        def up(value):
+            return self.on_device(value, device) if isinstance(value, torch.Tensor) else value
+
+        if isinstance(found, torch.Tensor):
+            return up(found)
+        return type(found)(map(up, found)) if isinstance(found, list | tuple) else found
+
+    def on_device(self, values, device):
+        """A new tensor on a device with values of the host, written at once."""
+        made = self.new(values, device)
+        if values.numel():
+            with _below():
+                self.on_host(made).copy_(values)
+        return made
+
+    def _workspace(self, stream):
+        """The workspace that cuBLAS keeps for a thread and a stream, until it is told to clear all of them."""
+        key = threading.get_ident(), stream
+        if key not in self._workspaces:
+            self._workspaces[key] = self.allocate(stream.device, WORKSPACE_BYTES, stream)
+
+    def clear_workspaces(self):
+        with self.scheduler.lock:
+            for (_, stream), at in self._workspaces.items():
+                self.memories[stream.device].free(at)
+            self._workspaces.clear()
+
+    # ---- copies
+
+    def copy_(self, to, of, non_blocking=False):
+        """`Tensor.copy_` where one side, or both, are on a device."""
+        self.check_lost()
+        if to.numel() == 0 and of.numel() == 0:
+            return to
+        if to.is_cuda and of.is_cuda:
+            return self._copy_on_device(to, of)
+        return self._copy_down(to, of, non_blocking) if of.is_cuda else self._copy_up(to, of, non_blocking)
+
+    def _copy_on_device(self, to, of):
+        here, there = self.current_stream(of.device.index), self.current_stream(to.device.index)
+        target, source = self.on_host(to), self.on_host(of)
+        if here is not there:
+            self._order(there, here)
+        self.scheduler.enqueue(here, Work("copy", lambda: target.copy_(source)))
+        if here is not there:
+            self._order(here, there)
+        return to
+
+    def _order(self, first, second):
+        event = Event()
+        self.scheduler.record(event, first)
+        self.scheduler.wait(second, event)
+
+    def _copy_up(self, to, of, non_blocking):
+        stream = self.current_stream(to.device.index)
+        target, source = self.on_host(to), of.detach()
+        with _below():
+            plain = source.to(to.dtype).expand(to.shape)
+            plain = plain if plain.dtype == of.dtype and plain.is_contiguous() else plain.contiguous()
+        is_pinned = self.memories["pinned"].arena.first <= plain.data_ptr() < self.memories["pinned"].arena.end
+        if not is_pinned or not non_blocking:
+            if stream.capture is not None:
+                self.scheduler._fail(stream.capture, "operation not permitted when stream is capturing")
+        if is_pinned:
+            self.memories["pinned"].use_on(plain.data_ptr(), stream)
+            plain = torch.empty(0, dtype=plain.dtype).set_(plain)  # the same addresses
+            plain = self._unowned(plain)
+        else:
+            plain = plain.clone()  # staged when the call is made
+        self.scheduler.enqueue(stream, Work("copy to the device", lambda: target.copy_(plain)))
+        if not non_blocking:
+            self.scheduler.synchronize_stream(stream)
+        return to
+
+    def _copy_down(self, to, of, non_blocking):
+        stream = self.current_stream(of.device.index)
+        source = self.on_host(of)
+        is_pinned = self.memories["pinned"].arena.first <= to.data_ptr() < self.memories["pinned"].arena.end
+        late = non_blocking and is_pinned and to.dtype == of.dtype and to.is_contiguous() and of.is_contiguous()
+        if not late and stream.capture is not None:
+            self.scheduler._fail(stream.capture, "operation not permitted when stream is capturing")
+        target = self._unowned(to) if late else to.detach()
+        if late:
+            self.memories["pinned"].use_on(to.data_ptr(), stream)
+        self.scheduler.enqueue(stream, Work("copy to the host", lambda: target.copy_(source)))
+        if not late:
+            self.scheduler.synchronize_stream(stream)
+        return to
+
+    def _unowned(self, tensor):
+        return self.library.sim_host(tensor._cdata)
+
+
+def _mixed(seed, offset):
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{offset}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+_KEYS = torch._C.DispatchKey
+_ABOVE = torch._C.DispatchKeySet(_KEYS.Python)
+for _name in (
+    "PythonTLSSnapshot", "FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode", "Functionalize",
+    "AutocastCPU", "AutocastCUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutogradMeta", "AutogradOther",
+):  # fmt: skip
+    _ABOVE = _ABOVE | torch._C.DispatchKeySet(getattr(_KEYS, _name))
+
+
+def _below():
+    """A context in which operators go straight to their CPU kernels: no autograd, no modes, no autocast."""
+    return torch._C._ForceDispatchKeyGuard(torch._C.DispatchKeySet(_KEYS.BackendSelect), _ABOVE)
+
+
+below = _below
+
+
+def torch_error(error):
+    """An error of the runtime as torch raises it."""
+    raised = torch.AcceleratorError(str(error))
+    raised.error_code = error.code
+    return raised

@@ -1,0 +1,399 @@
+"""The order in which a simulated device does its work: streams, events, captures and graphs, without torch.
+
+Whatever a program enqueues is kept until the host waits for it, and done in an order that streams and events allow:
+
+    earliest   as soon as it may be done
+    latest     only when the host waits for it, and then only what it depends on
+    random     at random moments, from streams at random
+
+A program that waits for everything it depends on gets the same numbers by every order; one that does not, differs by one.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from contextlib import contextmanager
+
+ORDERS = ("earliest", "latest", "random")
+_EAGERNESS = 0.5  # how likely a stream goes on by itself after a call of the host, with order=random
+
+
+class CudaError(RuntimeError):
+    """An error of the runtime, with its number. `torch_cuda.py` turns it into torch's own."""
+
+    def __init__(self, code, message):
+        super().__init__(f"CUDA error: {message}")
+        self.code = code
+
+
+def capture_error(message):
+    return CudaError(900, message)
+
+
+class Event:
+    """A CUDA event: how often it was recorded, how many of the records have been passed, and where the last one is."""
+
+    __slots__ = ("asked", "captured", "done", "stream", "time_s")
+
+    def __init__(self):
+        self.asked = self.done = 0
+        self.stream = self.captured = None
+        self.time_s = None
+
+
+class Work:
+    """A kernel, a copy or a fill."""
+
+    __slots__ = ("name", "run")
+
+    def __init__(self, name, run):
+        self.name, self.run = name, run
+
+
+class Record:
+    __slots__ = ("event", "number")
+
+    def __init__(self, event, number):
+        self.event, self.number = event, number
+
+
+class Wait(Record):
+    """Holds a stream back until a record of an event is passed."""
+
+    __slots__ = ()
+
+
+class Replay:
+    """A graph that a stream runs: the nodes that are still to be done."""
+
+    __slots__ = ("graph", "left", "prepare")
+
+    def __init__(self, graph, prepare):
+        self.graph, self.prepare = graph, prepare
+        self.left = None
+
+
+class Node:
+    __slots__ = ("after", "work")
+
+    def __init__(self, work, after):
+        self.work, self.after = work, after
+
+
+class Graph:
+    """What a capture recorded: nodes, each after others. It runs once at a time, as CUDA's do."""
+
+    def __init__(self, nodes):
+        self.nodes, self.running = nodes, None
+
+
+class Capture:
+    """A capture under way: its nodes, and the streams that joined it, each with the nodes that its next one follows."""
+
+    def __init__(self, origin, pool, thread):
+        self.origin, self.pool, self.thread = origin, pool, thread
+        self.nodes, self.last = [], {origin: frozenset()}
+        self.failure = None
+
+
+class Stream:
+    """A queue of a device. `capture` is what records it instead, if anything does."""
+
+    def __init__(self, device, number):
+        self.device, self.number = device, number
+        self.queue, self.capture = deque(), None
+
+    def __repr__(self):
+        return f"stream {self.number} of cuda:{self.device}"
+
+
+class Scheduler:
+    """Streams by (device, number), and what each still has to do. Any thread may call it.
+
+    `error` is the first error of a kernel, after which the device is lost: every later call raises it.
+    """
+
+    def __init__(self, order="random", seed=0):
+        assert order in ORDERS, f"order is one of {ORDERS}, got {order}"
+        self.order, self._random = order, random.Random(seed)
+        self.lock = threading.RLock()
+        self.streams, self.error, self.num_done = {}, None, 0
+        self.captures = []
+        self.around_work = None  # a context for work, set by the operators
+        self.num_running = 0
+
+    def stream(self, device, number):
+        key = device, number
+        if key not in self.streams:
+            self.streams[key] = Stream(device, number)
+        return self.streams[key]
+
+    def check(self):
+        if self.error is not None:
+            raise CudaError(719, f"unspecified launch failure ({self.error})")
+
+    # ---- what the host asks for; none of it waits
+
+    def enqueue(self, stream, work):
+        with self.lock:
+            self.check()
+            if stream.capture is not None:
+                self._capture(stream, work)
+                return
+            stream.queue.append(work)
+            self._go_on_by_itself()
+
+    def enqueue_outside(self, stream, work):
+        """Enqueue on a stream's queue even if a capture records the stream: what a host does beside it."""
+        with self.lock:
+            stream.queue.append(work)
+
+    def record(self, event, stream):
+        with self.lock:
+            self.check()
+            if stream.capture is not None:
+                event.captured = stream.capture, stream.capture.last[stream]
+                return
+            event.asked += 1
+            event.captured, event.stream = None, stream
+            stream.queue.append(Record(event, event.asked))
+            self._go_on_by_itself()
+
+    def wait(self, stream, event):
+        with self.lock:
+            self.check()
+            if event.captured is not None:
+                self._join(stream, event)
+            elif event.asked and stream.capture is not None:
+                self._fail(stream.capture, "dependency created on uncaptured work in another stream")
+            elif event.asked and event.done < event.asked:
+                stream.queue.append(Wait(event, event.asked))
+                self._go_on_by_itself()
+
+    def query(self, event):
+        """Whether the last record is passed; if not, something is done towards it, so that asking again helps."""
+        with self.lock:
+            self.check()
+            if event.captured is not None:
+                self._fail(event.captured[0], "operation not permitted on an event last recorded in a capturing stream")
+            self.forbid_in_capture()
+            if event.done < event.asked:
+                self._step_towards(event)
+                return False
+            return True
+
+    # ---- the host waits
+
+    def synchronize_event(self, event):
+        with self.lock:
+            self.check()
+            if event.captured is not None:
+                self._fail(event.captured[0], "operation not permitted on an event last recorded in a capturing stream")
+            self.forbid_in_capture()
+            self.run_until(event)
+            self.check()
+
+    def synchronize_stream(self, stream):
+        with self.lock:
+            if stream.capture is not None:
+                self._fail(stream.capture, "operation not permitted when stream is capturing")
+            event = Event()
+            self.record(event, stream)
+            self.run_until(event)
+            self.check()
+
+    def query_stream(self, stream):
+        with self.lock:
+            self.check()
+            if stream.capture is not None:
+                self._fail(stream.capture, "operation not permitted when stream is capturing")
+            return not stream.queue
+
+    def synchronize_device(self, device):
+        with self.lock:
+            self.check()
+            self.forbid_in_capture()
+            self.finish(device)
+            self.check()
+
+    def finish(self, device):
+        """Do everything that a device still has to do."""
+        while self.error is None and (busy := [s for s in self.streams.values() if s.device == device and s.queue]):
+            event = Event()
+            event.asked, event.stream = 1, busy[0]
+            busy[0].queue.append(Record(event, 1))
+            self.run_until(event)
+
+    def forbid_in_capture(self):
+        """Refuse what a thread must not do while it captures: capture_error_mode is thread_local or global."""
+        for capture in self.captures:
+            if capture.failure is None and capture.thread in (None, threading.get_ident()):
+                self._fail(capture, "operation not permitted when stream is capturing")
+
+    # ---- captures
+
+    def begin_capture(self, stream, pool, mode):
+        with self.lock:
+            self.check()
+            if stream.number == 0:
+                raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
+            if stream.capture is not None:
+                raise capture_error("operation not permitted when stream is capturing")
+            thread = None if mode == "global" else threading.get_ident()
+            stream.capture = Capture(stream, pool, -1 if mode == "relaxed" else thread)
+            self.captures.append(stream.capture)
+            return stream.capture
+
+    def end_capture(self, stream):
+        """Return the graph of the capture that began on `stream`."""
+        with self.lock:
+            capture = stream.capture
+            if capture is None:
+                raise capture_error("operation failed due to a previous error during capture")
+            assert capture.origin is stream, "a capture ends on the stream on which it began"
+            if capture.failure is None:
+                reached, ends = set(), set(capture.last[stream])
+                while ends:
+                    node = ends.pop()
+                    reached.add(node)
+                    ends |= node.after - reached
+                if any(not last <= reached for last in capture.last.values()):
+                    capture.failure = "capturing stream has unjoined work"
+            self._leave(capture)
+            if capture.failure is not None:
+                raise CudaError(901, "operation failed due to a previous error during capture")
+            return Graph(capture.nodes)
+
+    def _leave(self, capture):
+        for each in self.streams.values():
+            if each.capture is capture:
+                each.capture = None
+        self.captures.remove(capture)
+
+    def _fail(self, capture, message):
+        """Invalidate a capture, which its end then reports, and refuse the call."""
+        capture.failure = message
+        raise capture_error(message)
+
+    def _capture(self, stream, work):
+        capture = stream.capture
+        if capture.failure is not None:
+            raise CudaError(901, "operation failed due to a previous error during capture")
+        node = Node(work, capture.last[stream])
+        capture.nodes.append(node)
+        capture.last[stream] = frozenset([node])
+
+    def _join(self, stream, event):
+        capture, after = event.captured
+        if capture not in self.captures:
+            return  # over: such an event holds nothing back
+        if stream.capture is None:
+            if stream.queue:
+                # what the stream did before is not part of the graph, and CUDA does not look back either
+                pass
+            stream.capture = capture
+            capture.last[stream] = frozenset()
+        elif stream.capture is not capture:
+            self._fail(capture, "wait would merge two captures")
+        capture.last[stream] |= after
+
+    def replay(self, graph, stream, prepare):
+        """Enqueue a graph; `prepare` is called when its first node is about to run."""
+        with self.lock:
+            self.check()
+            if stream.capture is not None:
+                self._fail(stream.capture, "operation not permitted when stream is capturing")
+            stream.queue.append(Replay(graph, prepare))
+            self._go_on_by_itself()
+
+    # ---- doing it
+
+    def _go_on_by_itself(self):
+        if self.num_running:
+            return
+        if self.order == "earliest":
+            while self._step_any():
+                pass
+        elif self.order == "random":
+            while self._random.random() < _EAGERNESS and self._step_any():
+                pass
+
+    def run_until(self, event):
+        while event.done < event.asked and self.error is None:
+            self._step_towards(event)
+
+    def _step_towards(self, event):
+        if self.order != "latest":
+            if self._step_any():
+                return
+            raise AssertionError("every stream waits for another")
+        stream = event.stream
+        while not self._step(stream):
+            head = stream.queue[0]
+            stream = head.event.stream if isinstance(head, Wait) else head.graph.running
+
+    def _step_any(self):
+        ready = [each for each in self.streams.values() if each.queue]
+        self._random.shuffle(ready)
+        return any(self._step(each) for each in ready)
+
+    def _step(self, stream):
+        """Do the next thing of a stream, if it may be done."""
+        head = stream.queue[0]
+        if type(head) is Wait:
+            if head.event.done < head.number:
+                return False
+        elif type(head) is Record:
+            head.event.done, head.event.time_s = head.number, time.perf_counter()
+        elif type(head) is Replay:
+            if head.graph.running not in (None, stream):
+                return False
+            if self._step_of_graph(stream, head):
+                return True
+        else:
+            self._do(head)
+        if stream.queue:  # else an error has emptied it
+            stream.queue.popleft()
+        return True
+
+    def _step_of_graph(self, stream, replay):
+        """Do one node, any whose predecessors are done. Returns whether there are more."""
+        graph = replay.graph
+        if replay.left is None:
+            graph.running, replay.left = stream, dict.fromkeys(graph.nodes)
+            if replay.prepare is not None:
+                replay.prepare()
+        if replay.left:
+            node = next(iter(replay.left))
+            if self.order == "random" and len(replay.left) > 1:
+                some = [each for each, _ in zip(replay.left, range(32), strict=False)]
+                node = self._random.choice([each for each in some if not any(one in replay.left for one in each.after)])
+            elif self.order == "latest":
+                pass  # in the order of capture, which is as late as any for one stream
+            del replay.left[node]
+            self._do(node.work)
+        if replay.left:
+            return True
+        graph.running = None
+        return False
+
+    def _do(self, work):
+        self.num_done += 1
+        self.num_running += 1
+        try:
+            with self.around_work() if self.around_work is not None else _nothing():
+                work.run()
+        except Exception as error:  # a kernel that fails takes the device with it
+            self.error = f"{work.name}: {error}"
+            for stream in self.streams.values():
+                stream.queue.clear()
+        finally:
+            self.num_running -= 1
+
+
+@contextmanager
+def _nothing():
+    yield

@@ -1,0 +1,55 @@
+"""Triton kernels on a simulated device: a launch is enqueued on the current stream, and done by Triton's interpreter.
+
+For processes with TRITON_INTERPRET=1; without it there is no driver that Triton could use, as on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.runtime import interpreter
+
+from tests.simulated_cuda.operators import tensors_in
+from tests.simulated_cuda.scheduler import Work
+
+
+def enqueue_launches(operators):
+    """Have the interpreter do launches with tensors of a device when their stream gets there."""
+    whole = interpreter.GridExecutor.__call__
+
+    def run_now(self, *args, **kwargs):
+        _patched.clear()
+        whole(self, *args, **kwargs)
+
+    def launch(self, *args, **kwargs):
+        devices = {each.device for each in tensors_in([*args, *kwargs.values()])}
+        if all(device.type != "cuda" for device in devices):
+            return run_now(self, *args, **kwargs)
+        if len(devices) > 1:
+            raise ValueError(f"Pointer argument cannot be accessed from Triton ({devices})")
+        operators.check_lost()
+        stream = operators.current_stream(devices.pop().index)
+
+        def on_host(value):
+            return operators.on_host(value) if isinstance(value, torch.Tensor) else value
+
+        own, named = [on_host(each) for each in args], {name: on_host(each) for name, each in kwargs.items()}
+        operators.scheduler.enqueue(stream, Work(self.fn.__name__, lambda: run_now(self, *own, **named)))
+        return None
+
+    interpreter.GridExecutor.__call__ = launch
+    interpreter.InterpretedFunction.__call__ = _call_device_function
+
+
+_patched = set()  # modules of Triton's language that the launch under way has patched
+
+
+def _call_device_function(self, *args, **kwargs):
+    """Call a function from a kernel. Triton's own patches its language again at every call, which takes half of the time."""
+    language = self.fn.__module__.startswith("triton.")
+    if language not in _patched:
+        interpreter._patch_lang(self.fn)
+        _patched.add(language)
+    try:
+        return self.rewrite()(*args, **kwargs)
+    except Exception as error:
+        raise interpreter.InterpreterError(repr(error)) from error
