@@ -132,10 +132,10 @@ class StreamsExecutor(Executor):
         """Load the round and learn, on the learner's stream."""
         program, bodies, rounds = self._learning[learner], self._bodies[learner], self._rounds
         plan, shared = outcome.plan, bodies.shares(outcome.plan)
-        ahead = program.runs_graph(shared)
-        load = partial(bodies.load, plan, bank_changed=rounds.bank_changed, masks_ahead=ahead)
+        ahead, tape = program.runs_graph(shared), bodies.tape(shared)
+        load = partial(bodies.load, plan, bank_changed=rounds.bank_changed, masks=tape if ahead else None)
         rounds.device.run(f"load({learner})", load, stream)
-        drawn = program.launch_watched(partial(bodies.learn, shared, masks_ahead=ahead), shared)
+        drawn = program.launch_watched(partial(bodies.learn, shared, tape, masks_ahead=ahead), shared)
         self.notes += bodies.notes
         bodies.notes.clear()
         if drawn:
