@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.gpu.support import IS_SIMULATED
+
 
 @pytest.fixture(autouse=True)
 def no_tf32(monkeypatch):
@@ -16,3 +18,14 @@ def no_tf32(monkeypatch):
 def own_cache(monkeypatch, tmp_path):
     """What is measured in a test is remembered for it alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def ordered():
+    """On a simulated device every access to memory that another stream wrote is ordered after it."""
+    yield
+    if IS_SIMULATED:
+        from tests.simulated_cuda.torch_cuda import simulation  # noqa: PLC0415  there alone
+
+        found = simulation().scheduler.races.take()
+        assert not found, found

@@ -8,6 +8,7 @@ memory that is used on another stream without it is overwritten under its reader
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import mmap
 from dataclasses import dataclass, field
@@ -26,12 +27,17 @@ class Arena:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
         self._map = mmap.mmap(-1, _MOST, flags=flags)
         self.first = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self.end, self._next = self.first + _MOST, self.first
+        self.end, self._next, self.starts = self.first + _MOST, self.first, []
 
     def take(self, size):
         at, self._next = self._next, self._next + size
         assert self._next <= self.end, "the simulated device has no addresses left"
+        self.starts.append(at)
         return at
+
+    def block_of(self, at):
+        """The start of what was handed out and holds an address."""
+        return self.starts[bisect.bisect_right(self.starts, at) - 1]
 
 
 @dataclass(eq=False)
@@ -139,12 +145,14 @@ class DeviceMemory:
             if all(event.done >= event.asked for event in block.waits_for):
                 self._limbo.remove(block)
                 block.used_on.clear()
+                for event in block.waits_for:
+                    self._scheduler.races.wait(block.stream, event.moment)
                 self._poison(block)
 
     def _poison(self, block):
         """Overwrite a block when its stream gets there, and have that stream reuse it from now on."""
         at, size = block.at, block.size
-        work = Work("freed memory", lambda: ctypes.memset(at, POISON, size))
+        work = Work("freed memory", lambda: ctypes.memset(at, POISON, size), (), [(at, at + size)])
         capture = block.stream.capture
         if capture is not None and capture.pool == block.pool and capture.failure is None:
             self._scheduler.enqueue(block.stream, work)

@@ -14,6 +14,7 @@ import threading
 import torch
 
 from tests.simulated_cuda.memory import OutOfMemoryError
+from tests.simulated_cuda.races import extent
 from tests.simulated_cuda.scheduler import CudaError, Event, Work
 
 _HOST, _META = torch.device("cpu"), torch.device("meta")
@@ -21,6 +22,7 @@ _HOST, _META = torch.device("cpu"), torch.device("meta")
 _MIXES = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
 # Matrix products, for which cuBLAS keeps a workspace for every stream that a thread uses.
 _GEMM = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmv", "aten::mv", "aten::dot"}
+_QUIETLY_WRITTEN = {"aten::native_batch_norm": ["running_mean", "running_var"]}
 WORKSPACE_BYTES = 1 << 16
 _CPU_NUMBERS = threading.Lock()  # torch's own generator, while an operator without a generator borrows it
 
@@ -44,11 +46,17 @@ class Operator:
             names = [a.name for a in arguments if is_written and a.alias_info and a.alias_info.before_set == each.alias_info.before_set]
             self.same_as.append(names[0] if names else None)
         self.positions = {each.name: index for index, each in enumerate(arguments)}
+        self.written = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+        self.written += _QUIETLY_WRITTEN.get(schema.name, [])
         self.outs = [each.name for each in arguments if each.is_out]
         self.is_random = torch.Tag.nondeterministic_seeded in op.tags
         self.takes_generator = "generator" in self.positions
         self.returns_new = any(name is None for name in self.same_as)
         self.is_gemm = schema.name in _GEMM
+
+    def writes(self, args, kwargs):
+        """The arguments that are written, also those that a schema keeps quiet about."""
+        return [self.argument(name, args, kwargs) for name in self.written]
 
     def argument(self, name, args, kwargs):
         if name in kwargs:
@@ -97,7 +105,7 @@ class Operators:
         self.library, self.scheduler, self.memories = library, scheduler, memories
         self._operators, self._shapes = {}, {}
         self._workspaces = {}
-        self.num_calls = 0
+        self.num_calls = self.sync_debug_mode = 0
 
     def check_lost(self):
         """Raise torch's own error if a kernel has failed."""
@@ -105,6 +113,11 @@ class Operators:
             self.scheduler.check()
         except CudaError as error:
             raise torch_error(error) from None
+
+    def synchronising(self):
+        """Raise if the host must not wait for the device: `torch.cuda.set_sync_debug_mode("error")`."""
+        if self.sync_debug_mode == 2:
+            raise RuntimeError("called a synchronizing CUDA operation")
 
     # ---- devices, streams and memory
 
@@ -158,6 +171,7 @@ class Operators:
             about = self._operators[op] = Operator(op)
         self.num_calls += 1
         self.check_lost()
+        self.return_freed()
         if about.name == "aten::empty" or about.name == "aten::empty_strided":
             return self._empty(op, args, kwargs)
         if about.is_view:
@@ -309,7 +323,15 @@ class Operators:
                 elif target is not None and target.numel() and value.numel():  # devices differ in what they leave empty
                     target.copy_(value)
 
-        self.scheduler.enqueue(stream, Work(about.name, run))
+        written = {id(each) for name in about.writes(host_args, host_kwargs) for each in tensors_in(name)}
+        given = list(tensors_in([*host_args, *host_kwargs.values()]))
+        writes = [extent(each) for each in given if id(each) in written] + [extent(each) for each in tensors_in(targets)]
+        reads = [extent(each) for each in given if id(each) not in written]
+        on_device = self.is_on_device
+        self.scheduler.enqueue(stream, Work(about.name, run, list(filter(on_device, reads)), list(filter(on_device, writes))))
+
+    def is_on_device(self, extent):
+        return extent is not None and any(m.arena.first <= extent[0] < m.arena.end for m in self.memories.values())
 
     def _numbers(self, about, stream, device, args, kwargs):
         """Take random numbers from the generator: a function that gives the seed of this draw when it runs."""
@@ -328,6 +350,7 @@ class Operators:
 
     def _at_once(self, op, about, stream, device, args, kwargs):
         """Run an operator that gives the host a value, or a shape that depends on one: host–device synchronisation."""
+        self.synchronising()
         self.scheduler.synchronize_stream(stream)
 
         def change(value):
@@ -381,7 +404,7 @@ class Operators:
         target, source = self.on_host(to), self.on_host(of)
         if here is not there:
             self._order(there, here)
-        self.scheduler.enqueue(here, Work("copy", lambda: target.copy_(source)))
+        self.scheduler.enqueue(here, Work("copy", lambda: target.copy_(source), [extent(source)], [extent(target)]))
         if here is not there:
             self._order(here, there)
         return to
@@ -407,8 +430,9 @@ class Operators:
             plain = self._unowned(plain)
         else:
             plain = plain.clone()  # staged when the call is made
-        self.scheduler.enqueue(stream, Work("copy to the device", lambda: target.copy_(plain)))
+        self.scheduler.enqueue(stream, Work("copy to the device", lambda: target.copy_(plain), [extent(plain)] if is_pinned else [], [extent(target)]))
         if not non_blocking:
+            self.synchronising()
             self.scheduler.synchronize_stream(stream)
         return to
 
@@ -422,8 +446,9 @@ class Operators:
         target = self._unowned(to) if late else to.detach()
         if late:
             self.memories["pinned"].use_on(to.data_ptr(), stream)
-        self.scheduler.enqueue(stream, Work("copy to the host", lambda: target.copy_(source)))
+        self.scheduler.enqueue(stream, Work("copy to the host", lambda: target.copy_(source), [extent(source)], [extent(target)] if late else []))
         if not late:
+            self.synchronising()
             self.scheduler.synchronize_stream(stream)
         return to
 

@@ -17,6 +17,8 @@ import time
 from collections import deque
 from contextlib import contextmanager
 
+from tests.simulated_cuda.races import Races
+
 ORDERS = ("earliest", "latest", "random")
 _EAGERNESS = 0.5  # how likely a stream goes on by itself after a call of the host, with order=random
 
@@ -36,21 +38,21 @@ def capture_error(message):
 class Event:
     """A CUDA event: how often it was recorded, how many of the records have been passed, and where the last one is."""
 
-    __slots__ = ("asked", "captured", "done", "stream", "time_s")
+    __slots__ = ("asked", "captured", "done", "moment", "stream", "time_s")
 
     def __init__(self):
         self.asked = self.done = 0
         self.stream = self.captured = None
-        self.time_s = None
+        self.moment, self.time_s = {}, None
 
 
 class Work:
-    """A kernel, a copy or a fill."""
+    """A kernel, a copy or a fill, with the extents of memory that it reads and writes."""
 
-    __slots__ = ("name", "run")
+    __slots__ = ("name", "reads", "run", "writes")
 
-    def __init__(self, name, run):
-        self.name, self.run = name, run
+    def __init__(self, name, run, reads=(), writes=()):
+        self.name, self.run, self.reads, self.writes = name, run, reads, writes
 
 
 class Record:
@@ -88,6 +90,10 @@ class Graph:
 
     def __init__(self, nodes):
         self.nodes, self.running = nodes, None
+        self.name = nodes[0].work.name if nodes else "nothing"
+        works = [node.work for node in nodes]
+        self.writes = {each: None for work in works for each in work.writes}
+        self.reads = {each: None for work in works for each in work.reads if each not in self.writes}
 
 
 class Capture:
@@ -121,6 +127,7 @@ class Scheduler:
         self.order, self._random = order, random.Random(seed)
         self.lock = threading.RLock()
         self.streams, self.error, self.num_done = {}, None, 0
+        self.races, self.block_of = Races(), None  # the start of the block that an address is in, set by the memory
         self.captures = []
         self.around_work = None  # a context for work, set by the operators
         self.num_running = 0
@@ -143,13 +150,17 @@ class Scheduler:
             if stream.capture is not None:
                 self._capture(stream, work)
                 return
-            stream.queue.append(work)
+            self._append(stream, work)
             self._go_on_by_itself()
 
     def enqueue_outside(self, stream, work):
         """Enqueue on a stream's queue even if a capture records the stream: what a host does beside it."""
         with self.lock:
-            stream.queue.append(work)
+            self._append(stream, work)
+
+    def _append(self, stream, work):
+        self.races.enqueue(stream, work.name, work.reads, work.writes, self.block_of)
+        stream.queue.append(work)
 
     def record(self, event, stream):
         with self.lock:
@@ -158,7 +169,7 @@ class Scheduler:
                 event.captured = stream.capture, stream.capture.last[stream]
                 return
             event.asked += 1
-            event.captured, event.stream = None, stream
+            event.captured, event.stream, event.moment = None, stream, self.races.moment(stream)
             stream.queue.append(Record(event, event.asked))
             self._go_on_by_itself()
 
@@ -169,9 +180,11 @@ class Scheduler:
                 self._join(stream, event)
             elif event.asked and stream.capture is not None:
                 self._fail(stream.capture, "dependency created on uncaptured work in another stream")
-            elif event.asked and event.done < event.asked:
-                stream.queue.append(Wait(event, event.asked))
-                self._go_on_by_itself()
+            elif event.asked:
+                self.races.wait(stream, event.moment)
+                if event.done < event.asked:
+                    stream.queue.append(Wait(event, event.asked))
+                    self._go_on_by_itself()
 
     def query(self, event):
         """Whether the last record is passed; if not, something is done towards it, so that asking again helps."""
@@ -183,6 +196,7 @@ class Scheduler:
             if event.done < event.asked:
                 self._step_towards(event)
                 return False
+            self.races.host_waits(event.moment)
             return True
 
     # ---- the host waits
@@ -210,6 +224,8 @@ class Scheduler:
             self.check()
             if stream.capture is not None:
                 self._fail(stream.capture, "operation not permitted when stream is capturing")
+            if not stream.queue:
+                self.races.host_waits(self.races.moment(stream))
             return not stream.queue
 
     def synchronize_device(self, device):
@@ -226,6 +242,8 @@ class Scheduler:
             event.asked, event.stream = 1, busy[0]
             busy[0].queue.append(Record(event, 1))
             self.run_until(event)
+        for stream in [each for each in self.streams.values() if each.device == device]:
+            self.races.host_waits(self.races.moment(stream))
 
     def forbid_in_capture(self):
         """Refuse what a thread must not do while it captures: capture_error_mode is thread_local or global."""
@@ -306,6 +324,7 @@ class Scheduler:
             self.check()
             if stream.capture is not None:
                 self._fail(stream.capture, "operation not permitted when stream is capturing")
+            self.races.enqueue(stream, f"graph of {graph.name}", graph.reads, graph.writes, self.block_of)
             stream.queue.append(Replay(graph, prepare))
             self._go_on_by_itself()
 
@@ -324,6 +343,7 @@ class Scheduler:
     def run_until(self, event):
         while event.done < event.asked and self.error is None:
             self._step_towards(event)
+        self.races.host_waits(event.moment)
 
     def _step_towards(self, event):
         if self.order != "latest":

@@ -84,6 +84,7 @@ class Simulation:
         devices = range(settings.num_devices)
         self.memories = {i: DeviceMemory(i, self.scheduler, settings.total_bytes) for i in devices}
         self.memories["pinned"] = PinnedMemory(self.scheduler)
+        self.scheduler.block_of = self.block_of
         self.operators = Operators(library, self.scheduler, self.memories)
         self.events = {}
         self._callbacks = self._make_callbacks()
@@ -98,6 +99,9 @@ class Simulation:
             from tests.simulated_cuda.triton_kernels import enqueue_launches  # Triton takes a while to be imported
 
             enqueue_launches(self.operators)
+
+    def block_of(self, at):
+        return next(m.arena for m in self.memories.values() if m.arena.first <= at < m.arena.end).block_of(at)
 
     # ---- what C++ asks; an exception becomes -1, as there is nobody to catch it on the way
 
@@ -444,8 +448,8 @@ def names(library, settings):
         "_cuda_getMemoryFraction": lambda device: simulation().memories[device].fraction,
         "_cuda_clearCublasWorkspaces": lambda: simulation().operators.clear_workspaces(),
         "_cuda_ipc_collect": lambda: None,
-        "_cuda_set_sync_debug_mode": lambda mode: None,
-        "_cuda_get_sync_debug_mode": lambda: 0,
+        "_cuda_set_sync_debug_mode": lambda mode: setattr(simulation().operators, "sync_debug_mode", mode),
+        "_cuda_get_sync_debug_mode": lambda: simulation().operators.sync_debug_mode,
         "_cuda_canDeviceAccessPeer": lambda device, other: True,
     }
 
