@@ -62,8 +62,8 @@ def gather_images(table: PixelTable, picks: Tensor, inputs: Tensor, all_targets:
     block = min(_BLOCK, triton.next_power_of_2(size))
     launch(
         _gather, (rows, triton.cdiv(size, block)),
-        table.pixels, table.row, table.values, all_targets, picks, picks.stride(0), inputs, targets, rows,
-        CHANNELS=channels, HEIGHT=height, WIDTH=width, LEARNERS=together, TARGET=targets[0, 0].numel(),
+        table.pixels, table.row, table.values, all_targets, picks, picks.stride(0), inputs, targets, rows, together,
+        CHANNELS=channels, HEIGHT=height, WIDTH=width, INTERLEAVED=interleaved, TARGET=targets[0, 0].numel(),
         ERASES=len(picks) == _PICKS_TO_ERASE, BLOCK=block, TARGET_BLOCK=_TARGET_BLOCK,
     )  # fmt: skip
 
@@ -122,9 +122,10 @@ def _check_tensors(table: PixelTable, picks: Tensor, inputs: Tensor, all_targets
         raise KernelError("pixels, their values and targets must be contiguous")
 
 
-# Program (r, i): values i·BLOCK... of row r of the output. A row is an image, or for LEARNERS > 1 the r-th images of
-# all learners, interleaved. Column l·rows + r of the picks is for learner l.
-@triton.jit
+# Program (r, i): values i·BLOCK... of row r of the output. A row is an image, or if INTERLEAVED the r-th images of
+# all learners; else `learners` is 1. Column l·rows + r of the picks is for learner l. What depends on the number of
+# learners is no constant, so that one more learner compiles nothing.
+@triton.jit(do_not_specialize=["stride", "rows", "learners"])
 def _gather(
     pixels,
     row_pixels,
@@ -135,10 +136,11 @@ def _gather(
     inputs,
     targets,
     rows,
+    learners,
     CHANNELS: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
-    LEARNERS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     TARGET: tl.constexpr,
     ERASES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -146,11 +148,13 @@ def _gather(
 ):
     row, block = tl.program_id(0), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < HEIGHT * WIDTH * LEARNERS * CHANNELS
-    channel, pixel = at % CHANNELS, at // (LEARNERS * CHANNELS)
+    size = HEIGHT * WIDTH * CHANNELS * learners
+    inside = at < size
+    channel, pixel = at % CHANNELS, at // CHANNELS
     column = row
-    if LEARNERS > 1:
-        column += at // CHANNELS % LEARNERS * rows
+    if INTERLEAVED:
+        column += pixel % learners * rows
+        pixel //= learners
     first, mirrored = tl.load(picks + stride + column), tl.load(picks + 2 * stride + column)
     y, x = pixel // WIDTH, pixel % WIDTH
     across = tl.where(mirrored != 0, WIDTH - 1 - x, x)
@@ -164,10 +168,10 @@ def _gather(
     offsets = (y * row_pixels + across) * CHANNELS + channel
     found = tl.load(pixels + first * CHANNELS + offsets, mask=shown, other=0).to(tl.int32)
     value = tl.load(values + found * CHANNELS + channel, mask=shown, other=0.0)
-    tl.store(inputs + row.to(tl.int64) * (HEIGHT * WIDTH * LEARNERS * CHANNELS) + at, value, mask=inside)
-    for begin in range(block * TARGET_BLOCK, LEARNERS * TARGET, tl.num_programs(1) * TARGET_BLOCK):
+    tl.store(inputs + row.to(tl.int64) * size + at, value, mask=inside)
+    for begin in range(block * TARGET_BLOCK, learners * TARGET, tl.num_programs(1) * TARGET_BLOCK):
         entry = begin + tl.arange(0, TARGET_BLOCK)
-        mine = entry < LEARNERS * TARGET
+        mine = entry < learners * TARGET
         slot = row + entry // TARGET * rows
         sample = tl.load(picks + slot, mask=mine, other=0)
         target = tl.load(all_targets + sample * TARGET + entry % TARGET, mask=mine)

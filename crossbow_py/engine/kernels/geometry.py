@@ -52,10 +52,12 @@ class Geometry:
         return self.kernel[0] * self.kernel[1]
 
     def constants(self) -> dict[str, int]:
-        """Return the sizes as constants of kernels."""
+        """Return the sizes as constants of kernels, without the groups: those grow with the learners."""
         high, wide = self.out_size
+        pixels = max(self.height * self.width * self.in_channels, high * wide * self.out_channels)
+        assert pixels * self.groups < 2**31, "kernels count the values of an image, of all groups, in 32 bits"
         return {
-            "GROUPS": self.groups, "C": self.in_channels, "O": self.out_channels, "H": self.height, "W": self.width,
+            "C": self.in_channels, "O": self.out_channels, "H": self.height, "W": self.width,
             "OH": high, "OW": wide, "KH": self.kernel[0], "KW": self.kernel[1], "SY": self.stride[0],
             "SX": self.stride[1], "PY": self.padding[0], "PX": self.padding[1], "DY": self.dilation[0],
             "DX": self.dilation[1],
