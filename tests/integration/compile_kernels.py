@@ -190,7 +190,18 @@ def arguments_of_the_command():
     parser.add_argument("--models", nargs="+", default=["resnet32"], choices=list(MODELS))
     parser.add_argument("--learners", type=int, nargs="+", default=[2])
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=list(PRECISIONS))
+    parser.add_argument("--each", type=int, help="compile at most so many variants of each kernel, spread over all")
     return parser.parse_args()
+
+
+def spread(keys, most):
+    """At most so many keys of each kernel, from the first to the last."""
+    by_kernel = {}
+    for key in keys:
+        by_kernel.setdefault(key.split()[0], []).append(key)
+    for own in by_kernel.values():
+        steps = len(own) if most is None else min(most, len(own))
+        yield from (own[round(n * (len(own) - 1) / max(steps - 1, 1))] for n in range(steps))
 
 
 def main() -> int:
@@ -204,7 +215,8 @@ def main() -> int:
                     for optimizer in (SGD(), AdamW()) if model == given.models[0] else (SGD(),):
                         run_round(model, variants.num_learners, PRECISIONS[precision], optimizer)
                 launch_what_rounds_leave_out(variants.num_learners, PRECISIONS[precision])
-        for key, (kernel, source, options) in variants.found.items():
+        for key in spread(variants.found, given.each):
+            kernel, source, options = variants.found[key]
             learners = sorted(variants.seen[key])
             said = {"kernel": kernel.__name__, "key": key, "precision": precision, "learners": learners}
             for capability in given.capabilities or [None]:

@@ -87,17 +87,18 @@ def blocking(rows: int, columns: int, depth: int, groups: int) -> Blocking:
     wide, high = _power_of_two(columns, 16, 64), _power_of_two(rows, 16, 128)
     while high > 32 and groups * ceil_div(rows, high) * ceil_div(columns, wide) < _PROGRAMS // 4:
         high //= 2
-    return Blocking(high, wide, _depth_of(depth, high * wide))
+    return Blocking(high, wide, _depth_of(depth, high, wide))
 
 
 def split_blocking(rows: int, columns: int, depth: int, groups: int) -> Blocking:
     """Return a tile for a product with great depth, which is split until there are enough programs."""
     wide, high = _power_of_two(columns, 16, 64), _power_of_two(rows, 16, 64)
-    deep = _depth_of(depth, high * wide)
+    deep = _depth_of(depth, high, wide)
     programs = groups * ceil_div(rows, high) * ceil_div(columns, wide)
     splits = min(ceil_div(_PROGRAMS, programs), ceil_div(depth, _STEPS * deep), _SPLITS)
     return Blocking(high, wide, deep, max(1, splits))
 
 
-def _depth_of(depth: int, size: int) -> int:
-    return 64 if depth >= 512 and size <= 4096 else 32
+def _depth_of(depth: int, high: int, wide: int) -> int:
+    # Three steps of both factors in float32 are within the 99 KiB that a program has on compute capability 8.6 and 8.9.
+    return 64 if depth >= 512 and high + wide <= 128 else 32
