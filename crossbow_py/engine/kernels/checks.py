@@ -60,8 +60,10 @@ def _check_norm(device: torch.device, dtype: torch.dtype) -> None:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     scale, offset = (torch.rand(columns, generator=generator, device=device).to(wide) + 0.5 for _ in range(2))
     leaves = [value.double().requires_grad_() for value in (x, residual, scale, offset)]
-    running = [torch.ones(columns, dtype=torch.float64, device=device) for _ in range(2)]
-    normal = nn.functional.batch_norm(leaves[0], *running, leaves[2], leaves[3], training=True, momentum=0.1, eps=1e-5)
+    mean_so_far, variance_so_far = (torch.ones(columns, dtype=torch.float64, device=device) for _ in range(2))
+    normal = nn.functional.batch_norm(
+        leaves[0], mean_so_far, variance_so_far, leaves[2], leaves[3], training=True, momentum=0.1, eps=1e-5
+    )
     out = (normal + leaves[1]).relu()
     # Gradients are left out where rounding decides on which side of zero the sum is.
     given = given * ((normal + leaves[1]).detach().abs() > _TOLERANCE[dtype])
@@ -79,7 +81,8 @@ def _check_norm(device: torch.device, dtype: torch.dtype) -> None:
         return [y, dx, d_residual, *sums, *moved]
 
     expected = torch.autograd.grad(out, leaves, given.double())
-    _compare("BatchNorm", repeated("BatchNorm", device, run), [out.detach(), *expected, *running], _TOLERANCE[dtype])
+    wanted = [out.detach(), *expected, mean_so_far, variance_so_far]
+    _compare("BatchNorm", repeated("BatchNorm", device, run), wanted, _TOLERANCE[dtype])
 
 
 def _check_convolution(device: torch.device, dtype: torch.dtype) -> None:
