@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
+_REPETITIONS = 8, 2  # by a check; the interpreter runs program after program, and cannot race
 
 # Ampere: bfloat16, asynchronous copies and the reductions that kernels use. Older GPUs are never tried.
 _OLDEST_CAPABILITY = (8, 0)
@@ -75,6 +78,26 @@ def recorded() -> Iterator[list[Launch]]:
 
 class KernelError(Exception):
     """Kernels cannot be used here. The message says why, as half a sentence."""
+
+
+def check_size(on_gpu: int, interpreted: int) -> int:
+    """Return how much a check of kernels tries: many programs on a GPU, few in the interpreter."""
+    return interpreted if interprets() else on_gpu
+
+
+def repeated(name: str, run: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """Return the results of launches that are made several times, one after the other.
+
+    Raises KernelError if they differ by a bit: programs that race, or that leave something behind, show that way.
+    The host blocks at the end.
+    """
+    found, *others = [run() for _ in range(check_size(*_REPETITIONS))]
+    for results in others:
+        for first, other in zip(found, results, strict=True):
+            # Bits, as NaN differs from itself. A host–device synchronisation.
+            if not torch.equal(*(each.contiguous().view(torch.uint8) for each in (first, other))):
+                raise KernelError(f"the kernels of {name} give other bits each time they run")
+    return found
 
 
 def compiles(check: Callable[[], None]) -> None:

@@ -1,98 +1,236 @@
-"""Compiles every kernel for a compute capability, with sizes of ResNet-32, and prints what each is; no GPU needed.
+"""Compiles the kernels that fused rounds launch, for GPUs that are not there, and prints what each is, a line of JSON.
 
-    python tests/integration/compile_kernels.py 90
+    python tests/integration/compile_kernels.py --capabilities 80 90 --models resnet32 --learners 2 5
 
-Outside the tests' process, as Triton's interpreter and compiler do not live in one.
+Whole rounds run on the CPU with kernels that do nothing. Each launch goes through Triton's own specialisation, so what
+is compiled is what a run compiles: types, constants, and which integers are 1 or multiples of 16. Beside rounds, the
+launches are made that rounds of these models leave out. Prints the key of each variant and the number of learners it
+was seen with; with capabilities also its registers, bytes of spilled ones and of shared memory, and whether a product
+and a sum round once. Exits with 1 if one does not compile.
+
+Runs outside of the tests' process, as Triton's interpreter and compiler do not live in one; with any Triton from 3.6.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import hashlib
+import json
+import re
+import subprocess
 import sys
+import tempfile
 import warnings
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
+from crossbow_py.averaging import SMA
 from crossbow_py.data.resident import image_kernels
-from crossbow_py.engine.kernels import batch_norm, convolution, cross_entropy, statistics, update
+from crossbow_py.engine.executors.fused import FusedExecutor
+from crossbow_py.engine.fusion import fused_agreement
+from crossbow_py.engine.fusion.units import convolution as units
+from crossbow_py.engine.fusion.units import unit_step
+from crossbow_py.engine.kernels import batch_norm, checks, convolution, cross_entropy, update
 from crossbow_py.engine.kernels.geometry import Geometry
+from crossbow_py.engine.modules.precision import BF16, FP32
+from crossbow_py.engine.update import kernel_update
+from crossbow_py.engine.update.optimizers import SGD, AdamW
+from crossbow_py.models import MODELS
+from tests.recording_streams import RecordingStreams
+from tests.support import make_tasks, plan
 
-_TYPES = {
-    torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int32: "*i32",
-    torch.uint8: "*u8",
-}  # fmt: skip
 MODULES = (batch_norm, convolution, cross_entropy, image_kernels, update)
+PRECISIONS = {"fp32": FP32, "bf16": BF16}
+SHAPES = {"lenet": (1, 28, 28)}
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+CPU = torch.device("cpu")
 
 
-def compiled(kernel, grid, *arguments, **constants):
-    """In place of a launch: compile for the capability asked for."""
-    names = kernel.arg_names
-    values = {**dict(zip(names, arguments, strict=False)), **{n: v for n, v in constants.items() if n in names}}
-    options = {"enable_fp_fusion": True, **{name: value for name, value in constants.items() if name not in names}}
-    signature, fixed, attributes = {}, {}, {}
-    for place, name in enumerate(names):
-        value = values[name]
-        if value is None or name in constants:
-            signature[name], fixed[name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = _TYPES[value.dtype]
-            attributes[place,] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-    source = ASTSource(kernel, signature=signature, constexprs=fixed, attrs=attributes)
-    binary = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
-    print(kernel.__name__, len(binary.asm["cubin"]) > 0, binary.metadata.shared, "fma.rn" in binary.asm["ptx"])
+class Variants:
+    """In place of launches: keeps a source for each specialisation of a kernel.
+
+    Attributes:
+        found: by key, the kernel, its source but for the target, and the options.
+        seen: by key, the numbers of learners that it was launched with.
+        num_learners: that of the launches to come.
+    """
+
+    def __init__(self) -> None:
+        self.found, self.seen, self.num_learners = {}, {}, 0
+        self._backend, self._binders = make_backend(GPUTarget("cuda", 90, 32)), {}
+
+    def launch(self, kernel, grid, *arguments, **constants):
+        """Triton's own steps up to compiling, see `JITFunction.run`."""
+        if kernel not in self._binders:
+            self._binders[kernel] = create_function_from_signature(kernel.signature, kernel.params, self._backend)
+        named = {"enable_fp_fusion": True, **constants}
+        bound, specialised, options = self._binders[kernel](*arguments, **named)
+        text = f"{kernel.__name__} {specialised} {sorted(options.items())}"
+        key = f"{kernel.__name__} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        self.seen.setdefault(key, set()).add(self.num_learners)
+        if key not in self.found:
+            _, *source = kernel._pack_args(self._backend, named, bound, specialised, options)
+            self.found[key] = kernel, source, options
 
 
-def call_all():
-    """Every public function once, for bfloat16, as a fused round of ResNet-32 with 8 learners does."""
-    g = Geometry(16, 8, 16, 32, 32, 32, (3, 3), stride=(2, 2), padding=(1, 1))
-    x = torch.zeros(g.batch, 128, 32, 32, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
-    w = torch.zeros(256, 16, 3, 3, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
-    cpu = torch.device("cpu")
-    running = statistics.Statistics(torch.zeros(256), torch.zeros(256), 0.1, 1e-5)
-    y, _ = convolution.forward(x, w, None, g, running, convolution.statistics_workspace(g, cpu))
-    space = convolution.backward_workspace(g, cpu)
-    convolution.backward(
-        y, x, w, g, input_gradient=True, filter_gradient=torch.zeros(w.shape), workspace=space
+class EveryWay:
+    """Tries the kernel as a measurement on a GPU does, and takes it."""
+
+    notes = ()
+
+    def choose(self, key, candidates, default):
+        candidates[units.IMPLICIT]()
+        return units.IMPLICIT
+
+
+@contextlib.contextmanager
+def launches_go_to(variants):
+    """Everything believes in a GPU on which each kernel was compared already."""
+    places = [
+        *((module, "launch", variants.launch) for module in MODULES), (checks, "unavailable", lambda _: None),
+        (checks, "_failure", lambda *_: None), (kernel_update, "unavailable", lambda _: None),
+        (kernel_update, "_failure", lambda *_: None), (units, "unavailable", lambda _: None),
+        (fused_agreement, "require_agreement", lambda *_, **__: None),
+    ]  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for module, name, value in places:
+            stack.enter_context(patch.object(module, name, value))
+        yield
+
+
+def run_round(model, num_learners, precision, optimizer):
+    """One round of a model, and what comes before it."""
+    shape = SHAPES.get(model, (3, 32, 32))
+    images = torch.randint(0, 256, (64, *shape), dtype=torch.uint8), torch.arange(64) % 10
+    tasks = make_tasks(
+        lambda: MODELS[model]().build(shape, 10), num_learners=num_learners, data=images, order="blocks",
+        batch_size=16, precision=precision, kernels=True, optimizer=optimizer, rule=SMA(),
+    )  # fmt: skip
+    with patch.object(unit_step, "choices_on", lambda device: EveryWay()):
+        runner = FusedExecutor(tasks, RecordingStreams(), kernels=True)
+        runner.submit(plan(tasks, 0))
+        runner.drain()
+    assert runner.notes == [], runner.notes
+
+
+def launch_what_rounds_leave_out(num_learners, precision):
+    """Several groups and ranks, erasing, batches that lie side by side, and a norm without ReLU or residual."""
+    k, dtype = num_learners, precision.compute
+    update_rows(k, precision)
+    table = image_kernels.PixelTable(
+        torch.zeros(4 * 40 * 40, 3, dtype=torch.uint8), 40, torch.zeros(256, 3, dtype=dtype)
     )
-    rows = torch.zeros(4096, 128, dtype=torch.bfloat16)
-    vectors = [torch.zeros(128) for _ in range(4)]
-    space = batch_norm.workspace_for(4096, 128, torch.bfloat16, cpu)
-    batch_norm.statistics(rows, vectors[0], vectors[1], 0.1, 1e-5, space)
-    batch_norm.normalise(rows, *vectors, rows)
-    batch_norm.backward_sums([rows, rows], rows, rows, *vectors, True, space)
-    batch_norm.backward_inputs([rows, rows], rows, rows, *vectors[:3], *vectors[:2], True, True)
-    classes = torch.zeros(8, 16, dtype=torch.int64)
-    cross_entropy.cross_entropy_of_learners(torch.zeros(8, 16, 10, dtype=torch.bfloat16), classes)
-    pixels, values = torch.zeros(4 * 40 * 40, 3, dtype=torch.uint8), torch.zeros(256, 3, dtype=torch.bfloat16)
-    table = image_kernels.PixelTable(pixels, 40, values)
-    batch = torch.zeros(8, 16, 32, 32, 3, dtype=torch.bfloat16).permute(0, 1, 4, 2, 3)
-    targets = torch.zeros(4, dtype=torch.int64)
-    for num_picks in (3, 7):
-        image_kernels.gather_images(table, torch.zeros(num_picks, 128, dtype=torch.int64), batch, targets, classes)
-    call_updates(cpu)
+    targets, classes = torch.zeros(4, dtype=torch.int64), torch.zeros(k, 16, dtype=torch.int64)
+    for order in ((0, 1, 4, 2, 3), (3, 0, 4, 1, 2)):
+        shape = (k, 16, 32, 32, 3) if order[0] == 0 else (16, 32, 32, k, 3)
+        for picks in (3, 7):
+            batch = torch.zeros(shape, dtype=dtype).permute(order)
+            image_kernels.gather_images(
+                table, torch.zeros(picks, k * 16, dtype=torch.int64), batch, targets, classes
+            )
+    rows, vectors = torch.zeros(4096, 32 * k, dtype=dtype), [torch.zeros(32 * k) for _ in range(4)]
+    space = batch_norm.workspace_for(4096, 32 * k, dtype, CPU)
+    for relu in (True, False):
+        for gradients in ([rows], [rows, rows]):
+            batch_norm.backward_sums(gradients, rows, rows, *vectors, relu, space)
+            for residual in (True, False):
+                batch_norm.normalise(rows, *vectors, rows if residual else None, relu)
+                batch_norm.backward_inputs(gradients, rows, rows, *vectors[:3], *vectors[:2], relu, residual)
+    for running in ((None, None), vectors[:2]):
+        batch_norm.statistics(rows, *running, 0.1, 1e-5, space)
+    g = Geometry(16, k, 16, 32, 32, 32, (3, 3), padding=(1, 1))
+    x, w = (torch.zeros(s, dtype=dtype).to(memory_format=torch.channels_last) for s in
+            ((16, 16 * k, 32, 32), (32 * k, 16, 3, 3)))  # fmt: skip
+    convolution.forward(x, w, torch.zeros(32 * k, dtype=dtype), g)
 
 
-def call_updates(cpu):
-    """Both optimizers."""
-    tiles = update.make_tiles([(0, 0, 4096, True), (32768, 4096, 10, False)], cpu)
+def update_rows(k, precision):
+    """z that moves later, rounds that do not average, one to four totals."""
+    tiles = update.make_tiles([(0, 0, 4096, True), (32768, 4096, 10, False)], CPU)
     w, z, double = torch.zeros(33000), torch.zeros(5000), torch.zeros(8, 8, dtype=torch.float64)
-    for optimizer, states in ((update.SGD, 1), (update.ADAMW, 2)):
-        rows = update.RowsToUpdate(w, w, (w,) * states, w.bfloat16(), z, z, None)
-        update.squares(w, tiles, 8, double)
-        update.prepare(double, double, double, double[0], double[0], w, 8, optimizer, loss_column=0, finite_column=1)
-        update.update(rows, tiles, w, 8, optimizer, correction=0.1, momentum=0.9, total_squares=double[0])
-    for rows in (z, z.double()):
-        update.move(rows, rows, rows, 0.9)
+    for optimizer, states in ((update.SGD, 0), (update.SGD, 1), (update.ADAMW, 2)):
+        for correction, momentum, total in ((0.1, 0.9, None), (0.1, None, z), (None, None, None), (None, None, z)):
+            shadow = w.bfloat16() if precision is BF16 else None
+            rows = update.RowsToUpdate(w, w, (w,) * states, shadow, z, z, total)
+            update.update(
+                rows, tiles, w, k, optimizer, correction=correction, momentum=momentum, total_squares=double[0]
+            )
+    for totals in range(1, 5):
+        update.move(z, z, [z] * totals, 0.9)
+
+
+def resources(cubin):
+    """A thread's registers, and bytes of spilled ones."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name: int(re.search(rf"{word}:(\d+)", said)[1])
+            for name, word in (("registers", "REG"), ("spilled", "STACK"))}  # fmt: skip
+
+
+def compile_for(capability, kernel, source, options):
+    """Compile, and say what came out."""
+    signature, constants, attributes = source
+    made = triton.compile(
+        ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", capability, 32), options=options
+    )
+    return {"shared": made.metadata.shared, "fuses": "fma.rn" in made.asm["ptx"], "warps": made.metadata.num_warps,
+            **resources(made.asm["cubin"])}  # fmt: skip
+
+
+def arguments_of_the_command():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--capabilities", type=int, nargs="*", default=[])
+    parser.add_argument("--models", nargs="+", default=["resnet32"], choices=list(MODELS))
+    parser.add_argument("--learners", type=int, nargs="+", default=[2])
+    parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=list(PRECISIONS))
+    parser.add_argument("--each", type=int, help="compile at most so many variants of each kernel, spread over all")
+    return parser.parse_args()
+
+
+def spread(keys, most):
+    """At most so many keys of each kernel, from the first to the last."""
+    by_kernel = {}
+    for key in keys:
+        by_kernel.setdefault(key.split()[0], []).append(key)
+    for own in by_kernel.values():
+        steps = len(own) if most is None else min(most, len(own))
+        yield from (own[round(n * (len(own) - 1) / max(steps - 1, 1))] for n in range(steps))
+
+
+def main() -> int:
+    """Find the variants, compile each, and print them."""
+    given, failed = arguments_of_the_command(), False
+    for precision in given.precisions:
+        variants = Variants()
+        with launches_go_to(variants):
+            for variants.num_learners in given.learners:
+                for model in given.models:
+                    for optimizer in (SGD(), AdamW()) if model == given.models[0] else (SGD(),):
+                        run_round(model, variants.num_learners, PRECISIONS[precision], optimizer)
+                launch_what_rounds_leave_out(variants.num_learners, PRECISIONS[precision])
+        for key in spread(variants.found, given.each):
+            kernel, source, options = variants.found[key]
+            learners = sorted(variants.seen[key])
+            said = {"kernel": kernel.__name__, "key": key, "precision": precision, "learners": learners}
+            for capability in given.capabilities or [None]:
+                try:
+                    made = {} if capability is None else compile_for(capability, kernel, source, options)
+                except Exception as error:  # compilers raise anything
+                    made, failed = {"error": " ".join(str(error).split())[:300]}, True
+                print(json.dumps({**said, "capability": capability, **made}), flush=True)
+    return int(failed)
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    assert isinstance(statistics.merge, triton.runtime.JITFunction), "the interpreter is on"
-    for module in MODULES:
-        patch.object(module, "launch", compiled).start()
-    call_all()
+    assert isinstance(update._move, triton.runtime.JITFunction), "the interpreter is on"
+    sys.exit(main())

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from crossbow_py.core.triton_launch import KernelError, launch
+from crossbow_py.core.triton_launch import KernelError, check_size, launch, repeated
 
 _BLOCK = 1024  # values of an image that a program writes, at most
 _TARGET_BLOCK = 128
@@ -62,8 +62,8 @@ def gather_images(table: PixelTable, picks: Tensor, inputs: Tensor, all_targets:
     block = min(_BLOCK, triton.next_power_of_2(size))
     launch(
         _gather, (rows, triton.cdiv(size, block)),
-        table.pixels, table.row, table.values, all_targets, picks, picks.stride(0), inputs, targets, rows,
-        CHANNELS=channels, HEIGHT=height, WIDTH=width, LEARNERS=together, TARGET=targets[0, 0].numel(),
+        table.pixels, table.row, table.values, all_targets, picks, picks.stride(0), inputs, targets, rows, together,
+        CHANNELS=channels, HEIGHT=height, WIDTH=width, INTERLEAVED=interleaved, TARGET=targets[0, 0].numel(),
         ERASES=len(picks) == _PICKS_TO_ERASE, BLOCK=block, TARGET_BLOCK=_TARGET_BLOCK,
     )  # fmt: skip
 
@@ -73,28 +73,42 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
 
     The host blocks.
     """
-    generator = torch.Generator().manual_seed(0)
-    pixels = torch.randint(0, 256, (4 * 9 * 8, 3), dtype=torch.uint8, generator=generator).to(device)
+    k, batch = check_size(16, 2), check_size(33, 3)
+    # Crops of several blocks, from five images that are stored with more rows and columns.
+    (high, wide), (rows, row), generator = (20, 19), (24, 22), torch.Generator().manual_seed(0)
+
+    def drawn(least: int, most: int) -> Tensor:
+        return torch.randint(least, most, (k * batch,), generator=generator).to(device)
+
+    pixels = torch.randint(0, 256, (5 * rows * row, 3), dtype=torch.uint8, generator=generator).to(device)
     values = torch.rand(256, 3, generator=generator).to(device, dtype)
-    ids = torch.tensor([2, 0, 3, 1, 1, 2], device=device)
-    mirrored = torch.tensor([0, 1, 1, 0, 1, 0], device=device)
-    first = ids * 72 + torch.tensor([0, 9, 26, 17, 3, 11], device=device)
-    across = torch.arange(5, device=device)
-    across = torch.where(mirrored.view(-1, 1, 1) == 1, 4 - across, across)
-    offsets = first.view(-1, 1, 1) + torch.arange(6, device=device).view(-1, 1) * 8 + across
-    whole = values[pixels[offsets].long(), torch.arange(3, device=device)].view(2, 3, 6, 5, 3).permute(0, 1, 4, 2, 3)
-    all_targets, picks = torch.arange(4, device=device) * 10, torch.stack([ids, first, mirrored])
-    edges, erased = torch.zeros(4, 6, dtype=torch.int64, device=device), whole.clone()
-    edges[:, 5] = torch.tensor([3, 6, 1, 4], device=device)
-    erased[1, 2, :, 3:6, 1:4] = 0
-    orders, cases = ((0, 1, 4, 2, 3), (3, 0, 4, 1, 2)), ((picks, whole), (torch.cat([picks, edges]), erased))
-    for order, (picked, expected) in itertools.product(orders, cases):
-        shape = (2, 3, 6, 5, 3) if order[0] == 0 else (3, 6, 5, 2, 3)
-        inputs = torch.zeros(shape, dtype=dtype, device=device).permute(order)
-        targets = torch.zeros(2, 3, dtype=torch.int64, device=device)
-        gather_images(PixelTable(pixels, 8, values), picked, inputs, all_targets, targets)
+    ids, mirrored = drawn(0, 5), drawn(0, 2)
+    first = ids * (rows * row) + drawn(0, rows - high + 1) * row + drawn(0, row - wide + 1)
+    top, left = drawn(0, high), drawn(0, wide)
+    edges = torch.stack([top, top + drawn(0, 9), left, left + drawn(0, 9)])
+    down, right = (torch.arange(size, device=device) for size in (high, wide))
+    across = torch.where(mirrored.view(-1, 1) == 1, wide - 1 - right, right)
+    offsets = first.view(-1, 1, 1) + down.view(-1, 1) * row + across.unsqueeze(1)
+    whole = values[pixels[offsets].long(), torch.arange(3, device=device)]
+    inside = [(at >= begin.view(-1, 1)) & (at < end.view(-1, 1))
+              for at, begin, end in ((down, *edges[:2]), (right, *edges[2:]))]  # fmt: skip
+    erased = whole.masked_fill((inside[0].unsqueeze(2) & inside[1].unsqueeze(1)).unsqueeze(3), 0)
+    all_targets, picks = torch.arange(5, device=device) * 10, torch.stack([ids, first, mirrored])
+    table, cases = PixelTable(pixels, row, values), ((picks, whole), (torch.cat([picks, edges]), erased))
+    for interleaved, (picked, expected) in itertools.product((False, True), cases):
+        shape, order = ((batch, high, wide, k, 3), (3, 0, 4, 1, 2)) if interleaved else (
+            (k, batch, high, wide, 3), (0, 1, 4, 2, 3))  # fmt: skip
+
+        def run(shape=shape, order=order, picked=picked) -> list[Tensor]:
+            inputs = torch.zeros(shape, dtype=dtype, device=device).permute(order)
+            targets = torch.zeros(k, batch, dtype=torch.int64, device=device)
+            gather_images(table, picked, inputs, all_targets, targets)
+            return [inputs, targets]
+
+        inputs, targets = repeated("batches", run)
         # Host–device synchronisations.
-        if not torch.equal(inputs, expected) or not torch.equal(targets.flatten(), all_targets[ids]):
+        same = torch.equal(inputs.permute(0, 1, 3, 4, 2).flatten(0, 1), expected)
+        if not same or not torch.equal(targets.flatten(), all_targets[ids]):
             raise KernelError("the image kernel's batches differ from those of the torch operators")
 
 
@@ -122,9 +136,10 @@ def _check_tensors(table: PixelTable, picks: Tensor, inputs: Tensor, all_targets
         raise KernelError("pixels, their values and targets must be contiguous")
 
 
-# Program (r, i): values i·BLOCK... of row r of the output. A row is an image, or for LEARNERS > 1 the r-th images of
-# all learners, interleaved. Column l·rows + r of the picks is for learner l.
-@triton.jit
+# Program (r, i): values i·BLOCK... of row r of the output. A row is an image, or if INTERLEAVED the r-th images of
+# all learners; else `learners` is 1. Column l·rows + r of the picks is for learner l. What depends on the number of
+# learners is no constant, so that one more learner compiles nothing.
+@triton.jit(do_not_specialize=["stride", "rows", "learners"])
 def _gather(
     pixels,
     row_pixels,
@@ -135,10 +150,11 @@ def _gather(
     inputs,
     targets,
     rows,
+    learners,
     CHANNELS: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
-    LEARNERS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     TARGET: tl.constexpr,
     ERASES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -146,11 +162,13 @@ def _gather(
 ):
     row, block = tl.program_id(0), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < HEIGHT * WIDTH * LEARNERS * CHANNELS
-    channel, pixel = at % CHANNELS, at // (LEARNERS * CHANNELS)
+    size = HEIGHT * WIDTH * CHANNELS * learners
+    inside = at < size
+    channel, pixel = at % CHANNELS, at // CHANNELS
     column = row
-    if LEARNERS > 1:
-        column += at // CHANNELS % LEARNERS * rows
+    if INTERLEAVED:
+        column += pixel % learners * rows
+        pixel //= learners
     first, mirrored = tl.load(picks + stride + column), tl.load(picks + 2 * stride + column)
     y, x = pixel // WIDTH, pixel % WIDTH
     across = tl.where(mirrored != 0, WIDTH - 1 - x, x)
@@ -164,10 +182,10 @@ def _gather(
     offsets = (y * row_pixels + across) * CHANNELS + channel
     found = tl.load(pixels + first * CHANNELS + offsets, mask=shown, other=0).to(tl.int32)
     value = tl.load(values + found * CHANNELS + channel, mask=shown, other=0.0)
-    tl.store(inputs + row.to(tl.int64) * (HEIGHT * WIDTH * LEARNERS * CHANNELS) + at, value, mask=inside)
-    for begin in range(block * TARGET_BLOCK, LEARNERS * TARGET, tl.num_programs(1) * TARGET_BLOCK):
+    tl.store(inputs + row.to(tl.int64) * size + at, value, mask=inside)
+    for begin in range(block * TARGET_BLOCK, learners * TARGET, tl.num_programs(1) * TARGET_BLOCK):
         entry = begin + tl.arange(0, TARGET_BLOCK)
-        mine = entry < LEARNERS * TARGET
+        mine = entry < learners * TARGET
         slot = row + entry // TARGET * rows
         sample = tl.load(picks + slot, mask=mine, other=0)
         target = tl.load(all_targets + sample * TARGET + entry % TARGET, mask=mine)

@@ -27,10 +27,10 @@ from crossbow_py.engine.kernels.statistics import Workspace, hand_in, load_parti
 # Values of a tile for programs that sum over rows, and for others; half as many in float64, because of registers.
 _SUMMED_VALUES, _MAPPED_VALUES = 4096, 2048
 _SUMMED_WARPS, _MAPPED_WARPS = 8, 4
-# Narrow where rows are summed: the last program of each block of columns reads all tiles of the block, so more blocks
-# with fewer tiles are better. 32 columns of bfloat16 are still whole sectors of memory.
-_SUMMED_COLUMNS, _MAPPED_COLUMNS = 32, 128
-_FEWEST_COLUMNS = 16
+# Narrow, as the last program of each block of columns reads all its tiles, so more blocks with fewer tiles are better;
+# and as narrow for 2 learners as for 16, so that one more learner compiles nothing. 32 columns of bfloat16 are still
+# whole sectors of memory.
+_FEWEST_COLUMNS, _MOST_COLUMNS = 16, 32
 # The most programs that sum over rows: about four for each multiprocessor of a large GPU.
 _SUMMING_PROGRAMS = 512
 
@@ -46,14 +46,14 @@ class _Split:
     num_tiles: int
 
 
-def _blocks(N: int, most_columns: int, values: int, dtype: torch.dtype) -> tuple[int, int]:
+def _blocks(N: int, values: int, dtype: torch.dtype) -> tuple[int, int]:
     """Return the rows and columns of a block, powers of two."""
-    columns = min(max(triton.next_power_of_2(N), _FEWEST_COLUMNS), most_columns)
+    columns = min(max(triton.next_power_of_2(N), _FEWEST_COLUMNS), _MOST_COLUMNS)
     return (values // 2 if dtype == torch.float64 else values) // columns, columns
 
 
 def _split(M: int, N: int, dtype: torch.dtype) -> _Split:
-    block_rows, block_columns = _blocks(N, _SUMMED_COLUMNS, _SUMMED_VALUES, dtype)
+    block_rows, block_columns = _blocks(N, _SUMMED_VALUES, dtype)
     column_blocks = triton.cdiv(N, block_columns)
     most_tiles = max(_SUMMING_PROGRAMS // column_blocks, 1)
     rows_per_tile = block_rows * triton.cdiv(triton.cdiv(M, block_rows), most_tiles)
@@ -102,7 +102,7 @@ def normalise(
 ) -> Tensor:
     """Return y = max(0, (x − mean)·rstd·weight + bias + residual) in x's dtype, [M, N]; NaN stays NaN."""
     M, N = _shape(x, residual)
-    rows, columns = _blocks(N, _MAPPED_COLUMNS, _MAPPED_VALUES, x.dtype)
+    rows, columns = _blocks(N, _MAPPED_VALUES, x.dtype)
     y = torch.empty_like(x)
     launch(
         _normalise_kernel, (triton.cdiv(M, rows) * triton.cdiv(N, columns),),
@@ -162,7 +162,7 @@ def backward_inputs(
     dx = weight·rstd·(g − d_bias/M − x̂·d_weight/M), with g and the arguments as in `backward_sums`, which comes before.
     """
     M, N = _shape(x, *gradients, y)
-    rows, columns = _blocks(N, _MAPPED_COLUMNS, _MAPPED_VALUES, x.dtype)
+    rows, columns = _blocks(N, _MAPPED_VALUES, x.dtype)
     first, second = _one_or_two(gradients)
     dx, d_residual = torch.empty_like(x), torch.empty_like(x) if with_residual else None
     launch(
@@ -230,7 +230,7 @@ def _gradient(first, second, y, at, mask, dtype: tl.constexpr):
     return gradient
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "rows_per_tile"])
 def _statistics_kernel(
     x, partials, counters, mean, rstd, running_mean, running_var, M, N, num_tiles, rows_per_tile,
     MOMENTUM: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -272,7 +272,7 @@ def _normalise_kernel(
     tl.store(y + at, value, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "rows_per_tile"])
 def _backward_sums_kernel(
     first, second, x, y, partials, counters, mean, rstd, d_weight, d_bias, M, N, num_tiles, rows_per_tile,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -87,7 +87,7 @@ def forward(
         options = {"MOMENTUM": statistics.momentum, "EPS": statistics.eps}
     launch(
         _forward, (tile.tiles(geometry.out_rows, geometry.out_channels), geometry.groups),
-        inputs, filters, bias, out, *places, geometry.out_rows, **geometry.constants(), **options,
+        inputs, filters, bias, out, *places, geometry.out_rows, geometry.groups, **geometry.constants(), **options,
         BM=tile.rows, BN=tile.columns, BK=tile.depth, PRECISION=precision_of(inputs.dtype),
         LANES=_LANES // tile.columns, num_warps=4, num_stages=3,
     )  # fmt: skip
@@ -141,9 +141,9 @@ def backward(
     launch(
         _backward, (data_programs + filter_programs, geometry.groups),
         outputs, inputs, filters, result, filter_gradient, workspace.partials, workspace.counters, data_programs,
-        geometry.in_rows, geometry.out_rows, **geometry.constants(), DATA=input_gradient,
+        geometry.in_rows, geometry.out_rows, geometry.groups, own.splits, **geometry.constants(), DATA=input_gradient,
         FILTERS=filter_gradient is not None, BM=data.rows, BN=data.columns, BK=data.depth, FM=own.rows,
-        FN=own.columns, FK=own.depth, SPLITS=own.splits, PRECISION=precision_of(inputs.dtype),
+        FN=own.columns, FK=own.depth, SPLIT=own.splits > 1, PRECISION=precision_of(inputs.dtype),
         num_warps=4, num_stages=3,
     )  # fmt: skip
     return result
@@ -158,11 +158,23 @@ def _dot(a, b, total, PRECISION: tl.constexpr):
         return tl.dot(a, b, total, input_precision=PRECISION)
 
 
-# Grid: (tiles of rows and columns, groups). Tiles of one row of pixels follow each other.
+# Where a pixel lies, or how far it is. Addresses are sums of a part for rows and a part for columns, as far as can be,
+# so that little is computed for each value of a tile.
 @triton.jit
+def _pixel(image, y, x, H: tl.constexpr, W: tl.constexpr, channels):
+    return ((image * H + y) * W + x).to(tl.int64) * channels
+
+
+# What depends on the number of learners is no constant, and nothing is compiled for what it is divisible by: one more
+# learner compiles nothing, but where it changes the tiles.
+_OF_LEARNERS = ["groups", "splits", "data_programs"]
+
+
+# Grid: (tiles of rows and columns, groups). Tiles of one row of pixels follow each other.
+@triton.jit(do_not_specialize=_OF_LEARNERS)
 def _forward(
-    inputs, filters, bias, out, partials, counters, mean, rstd, running_mean, running_var, rows,
-    GROUPS: tl.constexpr, C: tl.constexpr, O: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr,
+    inputs, filters, bias, out, partials, counters, mean, rstd, running_mean, running_var, rows, groups,
+    C: tl.constexpr, O: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr,
     OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr,
     PX: tl.constexpr, DY: tl.constexpr, DX: tl.constexpr, MOMENTUM: tl.constexpr, EPS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, LANES: tl.constexpr,
@@ -175,6 +187,7 @@ def _forward(
     image, pixel = m // (OH * OW), m % (OH * OW)
     top, left = (pixel // OW) * SY - PY, (pixel % OW) * SX - PX
     own_filters = filters + (group * O + o) * (KH * KW * C)
+    own_inputs = inputs + _pixel(image, top, left, H, W, groups * C) + group * C
     total = tl.zeros((BM, BN), tl.float32)
     for first in range(0, KH * KW * C, BK):
         k = first + tl.arange(0, BK)
@@ -182,49 +195,49 @@ def _forward(
         y = top[:, None] + (place // KW)[None, :] * DY
         x = left[:, None] + (place % KW)[None, :] * DX
         there = (y >= 0) & (y < H) & (x >= 0) & (x < W) & (m < rows)[:, None] & (k < KH * KW * C)[None, :]
-        at = ((image[:, None] * H + y) * W + x).to(tl.int64) * (GROUPS * C) + group * C + c[None, :]
-        a = tl.load(inputs + at, mask=there, other=0.0)
+        tap = _pixel(0, place // KW * DY, place % KW * DX, H, W, groups * C) + c
+        a = tl.load(own_inputs[:, None] + tap[None, :], mask=there, other=0.0)
         b = tl.load(own_filters[None, :] + k[:, None], mask=(k < KH * KW * C)[:, None] & (o < O)[None, :], other=0.0)
         total = _dot(a, b, total, PRECISION)
     columns, column_mask, row_mask = group * O + o, o < O, m < rows
     if bias is not None:
         total += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-    place_out = m[:, None].to(tl.int64) * (GROUPS * O) + columns[None, :]
+    place_out = m[:, None].to(tl.int64) * (groups * O) + columns[None, :]
     tl.store(out + place_out, total.to(out.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
     if partials is not None:
         finish_statistics(
-            total, row_mask, columns, column_mask, row_tile, tl.cdiv(rows, BM), BM, rows, GROUPS * O, partials,
+            total, row_mask, columns, column_mask, row_tile, tl.cdiv(rows, BM), BM, rows, groups * O, partials,
             counters + group * column_tiles + column_tile, mean, rstd, running_mean, running_var, MOMENTUM, EPS, LANES,
         )  # fmt: skip
 
 
 # Grid: (tiles of d_in, then tiles of d_w times splits; groups).
-@triton.jit
+@triton.jit(do_not_specialize=_OF_LEARNERS)
 def _backward(
-    outputs, inputs, filters, d_inputs, d_filters, partials, counters, data_programs, in_rows, out_rows,
-    GROUPS: tl.constexpr, C: tl.constexpr, O: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr,
+    outputs, inputs, filters, d_inputs, d_filters, partials, counters, data_programs, in_rows, out_rows, groups,
+    splits, C: tl.constexpr, O: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr,
     OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr,
     PX: tl.constexpr, DY: tl.constexpr, DX: tl.constexpr, DATA: tl.constexpr, FILTERS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, FM: tl.constexpr, FN: tl.constexpr, FK: tl.constexpr, SPLITS: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, FM: tl.constexpr, FN: tl.constexpr, FK: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     group, program = tl.program_id(1), tl.program_id(0)
     if program < data_programs:
         if DATA:
             _input_gradient(
-                outputs, filters, d_inputs, program, group, in_rows, GROUPS, C, O, H, W, OH, OW, KH, KW, SY, SX, PY, PX,
+                outputs, filters, d_inputs, program, group, in_rows, groups, C, O, H, W, OH, OW, KH, KW, SY, SX, PY, PX,
                 DY, DX, BM, BN, BK, PRECISION,
             )  # fmt: skip
     elif FILTERS:
         _filter_gradient(
-            outputs, inputs, d_filters, partials, counters, program - data_programs, group, out_rows, GROUPS, C, O, H,
-            W, OH, OW, KH, KW, SY, SX, PY, PX, DY, DX, FM, FN, FK, SPLITS, PRECISION,
+            outputs, inputs, d_filters, partials, counters, program - data_programs, group, out_rows, groups,
+            splits, C, O, H, W, OH, OW, KH, KW, SY, SX, PY, PX, DY, DX, FM, FN, FK, SPLIT, PRECISION,
         )  # fmt: skip
 
 
 @triton.jit
 def _input_gradient(
-    outputs, filters, d_inputs, program, group, rows, GROUPS: tl.constexpr, C: tl.constexpr, O: tl.constexpr,
+    outputs, filters, d_inputs, program, group, rows, groups, C: tl.constexpr, O: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr, DY: tl.constexpr, DX: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
@@ -234,6 +247,7 @@ def _input_gradient(
     c = (program % column_tiles) * BN + tl.arange(0, BN)
     image, pixel = m // (H * W), m % (H * W)
     down, right = pixel // W + PY, pixel % W + PX
+    own_outputs = outputs + _pixel(image, 0, 0, OH, OW, groups * O) + group * O
     total = tl.zeros((BM, BN), tl.float32)
     for first in range(0, KH * KW * O, BK):
         k = first + tl.arange(0, BK)
@@ -248,57 +262,63 @@ def _input_gradient(
             there = there & (y_stride % SY == 0)
         if SX > 1:
             there = there & (x_stride % SX == 0)
-        at = ((image[:, None] * OH + y) * OW + x).to(tl.int64) * (GROUPS * O) + group * O + o[None, :]
-        a = tl.load(outputs + at, mask=there, other=0.0)
+        # Within an image 32 bits are enough, see `Geometry.constants`.
+        a = tl.load(own_outputs[:, None] + ((y * OW + x) * (groups * O) + o[None, :]), mask=there, other=0.0)
         from_filter = ((group * O + o) * (KH * KW) + place) * C
         b = tl.load(
             filters + from_filter[:, None] + c[None, :], mask=(k < KH * KW * O)[:, None] & (c < C)[None, :], other=0.0
         )
         total = _dot(a, b, total, PRECISION)
-    to = m[:, None].to(tl.int64) * (GROUPS * C) + group * C + c[None, :]
+    to = m[:, None].to(tl.int64) * (groups * C) + group * C + c[None, :]
     tl.store(d_inputs + to, total.to(d_inputs.dtype.element_ty), mask=(m < rows)[:, None] & (c < C)[None, :])
 
 
 @triton.jit
 def _filter_gradient(
-    outputs, inputs, d_filters, partials, counters, program, group, rows, GROUPS: tl.constexpr, C: tl.constexpr,
+    outputs, inputs, d_filters, partials, counters, program, group, rows, groups, splits, C: tl.constexpr,
     O: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr,
     KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr, DY: tl.constexpr,
-    DX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+    DX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     DEPTH: tl.constexpr = KH * KW * C
     column_tiles: tl.constexpr = (DEPTH + BN - 1) // BN
-    tile, split = program // SPLITS, program % SPLITS
+    tile, split = program // splits, program % splits
     o = (tile // column_tiles) * BM + tl.arange(0, BM)
     k = (tile % column_tiles) * BN + tl.arange(0, BN)
     place, c = k // C, k % C
-    part = tl.cdiv(tl.cdiv(rows, BK), SPLITS) * BK  # rows of a split, whole steps
+    own_inputs = inputs + _pixel(0, place // KW * DY, place % KW * DX, H, W, groups * C) + group * C + c
+    own_outputs = outputs + tl.arange(0, BK)[:, None] * (groups * O) + (group * O + o)[None, :]
+    part = tl.cdiv(tl.cdiv(rows, BK), splits) * BK  # rows of a split, whole steps
     total = tl.zeros((BM, BN), tl.float32)
-    for first in range(split * part, tl.minimum(rows, (split + 1) * part), BK):
+    begin = split * part
+    for step in range(0, tl.minimum(rows - begin, part), BK):
+        first = begin + step
         m = first + tl.arange(0, BK)
         image, pixel = m // (OH * OW), m % (OH * OW)
-        y = ((pixel // OW) * SY - PY)[:, None] + (place // KW)[None, :] * DY
-        x = ((pixel % OW) * SX - PX)[:, None] + (place % KW)[None, :] * DX
+        top, left = (pixel // OW) * SY - PY, (pixel % OW) * SX - PX
+        y = top[:, None] + (place // KW)[None, :] * DY
+        x = left[:, None] + (place % KW)[None, :] * DX
         there = (y >= 0) & (y < H) & (x >= 0) & (x < W) & (m < rows)[:, None] & (k < DEPTH)[None, :]
-        at = ((image[:, None] * H + y) * W + x).to(tl.int64) * (GROUPS * C) + group * C + c[None, :]
-        b = tl.load(inputs + at, mask=there, other=0.0)
-        from_out = m[:, None].to(tl.int64) * (GROUPS * O) + group * O + o[None, :]
-        a = tl.load(outputs + from_out, mask=(m < rows)[:, None] & (o < O)[None, :], other=0.0)
+        # Likewise, so that 64 bits are multiplied once.
+        corner = image.to(tl.int64) * (H * W * C * groups) + (top * W + left) * (groups * C)
+        b = tl.load(own_inputs[None, :] + corner[:, None], mask=there, other=0.0)
+        from_out = first.to(tl.int64) * (groups * O)
+        a = tl.load(own_outputs + from_out, mask=(m < rows)[:, None] & (o < O)[None, :], other=0.0)
         total = _dot(tl.trans(a), b, total, PRECISION)
     mask = (o < O)[:, None] & (k < DEPTH)[None, :]
     to = (group * O + o)[:, None].to(tl.int64) * DEPTH + k[None, :]
-    if SPLITS == 1:
+    if not SPLIT:
         tl.store(d_filters + to, total.to(d_filters.dtype.element_ty), mask=mask)
     else:
-        size: tl.constexpr = GROUPS * O * DEPTH
+        size = groups * (O * DEPTH)
         tl.store(partials + split * size + to, total, mask=mask)
         tl.debug_barrier()  # all threads' stores come before the ticket
         tiles: tl.constexpr = ((O + BM - 1) // BM) * column_tiles
         counter = counters + group * tiles + tile
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
             tl.store(counter, 0)
             total = tl.zeros((BM, BN), tl.float32)
-            for other in range(SPLITS):
+            for other in range(splits):
                 total += tl.load(partials + other * size + to, mask=mask, other=0.0, cache_modifier=".cg")
             tl.store(d_filters + to, total.to(d_filters.dtype.element_ty), mask=mask)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from crossbow_py.core.triton_launch import KernelError, launch
+from crossbow_py.core.triton_launch import KernelError, check_size, launch, repeated
 
 IGNORE_INDEX = -100  # torch's own default
 MAXIMUM_CLASSES = 16384  # a sample's outputs are in the registers of one program
@@ -68,11 +68,15 @@ def cross_entropy_of_learners(
 
 def check(device: torch.device, dtype: torch.dtype) -> None:
     """Raise KernelError unless the kernel gives what torch does for outputs of a dtype. Blocks the host."""
+    # More samples than are worked on, and counted, at once.
+    learners, batch, classes = check_size(67, 3), 1030, 17
     generator = torch.Generator().manual_seed(0)
-    outputs = (torch.randn(3, 19, 11, generator=generator) * 4).to(device, dtype)
-    targets = torch.randint(0, 11, (3, 19), generator=generator).to(device)
+    outputs = (torch.randn(learners, batch, classes, generator=generator) * 4).to(device, dtype)
+    targets = torch.randint(0, classes, (learners, batch), generator=generator).to(device)
     targets[1, ::3] = IGNORE_INDEX
-    losses, num_correct, gradient = cross_entropy_of_learners(outputs, targets)
+    losses, num_correct, gradient = repeated(
+        "cross-entropy", lambda: list(cross_entropy_of_learners(outputs, targets))
+    )
     exact = outputs.double().requires_grad_()
     expected = torch.stack([torch.nn.functional.cross_entropy(*pair) for pair in zip(exact, targets, strict=True)])
     (of_sum,) = torch.autograd.grad(expected.sum(), exact)

@@ -52,10 +52,12 @@ class Geometry:
         return self.kernel[0] * self.kernel[1]
 
     def constants(self) -> dict[str, int]:
-        """Return the sizes as constants of kernels."""
+        """Return the sizes as constants of kernels, without the groups: those grow with the learners."""
         high, wide = self.out_size
+        pixels = max(self.height * self.width * self.in_channels, high * wide * self.out_channels)
+        assert pixels * self.groups < 2**31, "kernels count the values of an image, of all groups, in 32 bits"
         return {
-            "GROUPS": self.groups, "C": self.in_channels, "O": self.out_channels, "H": self.height, "W": self.width,
+            "C": self.in_channels, "O": self.out_channels, "H": self.height, "W": self.width,
             "OH": high, "OW": wide, "KH": self.kernel[0], "KW": self.kernel[1], "SY": self.stride[0],
             "SX": self.stride[1], "PY": self.padding[0], "PX": self.padding[1], "DY": self.dilation[0],
             "DX": self.dilation[1],
@@ -85,17 +87,18 @@ def blocking(rows: int, columns: int, depth: int, groups: int) -> Blocking:
     wide, high = _power_of_two(columns, 16, 64), _power_of_two(rows, 16, 128)
     while high > 32 and groups * ceil_div(rows, high) * ceil_div(columns, wide) < _PROGRAMS // 4:
         high //= 2
-    return Blocking(high, wide, _depth_of(depth, high * wide))
+    return Blocking(high, wide, _depth_of(depth, high, wide))
 
 
 def split_blocking(rows: int, columns: int, depth: int, groups: int) -> Blocking:
     """Return a tile for a product with great depth, which is split until there are enough programs."""
     wide, high = _power_of_two(columns, 16, 64), _power_of_two(rows, 16, 64)
-    deep = _depth_of(depth, high * wide)
+    deep = _depth_of(depth, high, wide)
     programs = groups * ceil_div(rows, high) * ceil_div(columns, wide)
     splits = min(ceil_div(_PROGRAMS, programs), ceil_div(depth, _STEPS * deep), _SPLITS)
     return Blocking(high, wide, deep, max(1, splits))
 
 
-def _depth_of(depth: int, size: int) -> int:
-    return 64 if depth >= 512 and size <= 4096 else 32
+def _depth_of(depth: int, high: int, wide: int) -> int:
+    # Three steps of both factors in float32 are within the 99 KiB that a program has on compute capability 8.6 and 8.9.
+    return 64 if depth >= 512 and high + wide <= 128 else 32

@@ -178,7 +178,7 @@ def three_floats(value: float) -> tuple[float, float, float]:
 
 
 # One program for each tile: out[t, j] <- the sum of squares.
-@triton.jit
+@triton.jit(do_not_specialize=["num_learners"])
 def _squares(gradients, tiles, out, num_learners):
     tile = tl.program_id(0)
     base, numel = tl.load(tiles + tile * _WIDTH), tl.load(tiles + tile * _WIDTH + 2)
@@ -190,7 +190,7 @@ def _squares(gradients, tiles, out, num_learners):
 
 
 # values[j] <- open, scale, then for SGD momentum, decay, Nesterov, learning rate; for AdamW what `_adamw` names.
-@triton.jit
+@triton.jit(do_not_specialize=["num_learners"])
 def _prepare(partials, num_tiles, num_learners, settings, results, stride, loss_column, finite_column, rates, counts,
              values, ADAMW: tl.constexpr):
     learner = tl.program_id(0)
@@ -305,7 +305,7 @@ def _update_tile(w, g, s0, s1, shadow, z, z_prev, total, values, squares_out, ba
 
 
 # One program for each tile.
-@triton.jit
+@triton.jit(do_not_specialize=["num_learners"])
 def _update(w, g, s0, s1, shadow, z, z_prev, total, tiles, values, total_squares, num_learners, rate_high, rate_low,
             momentum_high, momentum_low, ADAMW: tl.constexpr, STATES: tl.constexpr, SHADOW: tl.constexpr,
             AVERAGES: tl.constexpr, MOVES: tl.constexpr, KEEPS_TOTAL: tl.constexpr):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.averaging.rule import LinearRound
+from crossbow_py.core.triton_launch import interprets
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import Precision
 from crossbow_py.engine.update.optimizers import Optimizer
@@ -17,12 +18,17 @@ NUM_LEARNERS = 3
 _TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2**-7}  # one digit of bfloat16
 
 
+# Inputs and outputs of the first layer, odd ones: rows of several tiles, and on CUDA of hundreds.
+_LARGE, _SMALL = (509, 521), (53, 41)
+
+
 def random_bank(optimizer: Optimizer, device: torch.device, precision: Precision, least: float = 0.0) -> ReplicaBank:
     """Return a bank with odd row lengths and the same values in [least, least + 1) each time.
 
     Draws nothing from torch's own generators, which are those of the run.
     """
-    layers = nn.Linear(53, 41, device="meta"), nn.Linear(41, 3, device="meta")
+    wide, narrow = _LARGE if device.type == "cuda" and not interprets() else _SMALL
+    layers = nn.Linear(wide, narrow, device="meta"), nn.Linear(narrow, 3, device="meta")
     bank = ReplicaBank(
         nn.Sequential(*layers).to_empty(device=device), NUM_LEARNERS, device=device, precision=precision,
         state_names=optimizer.STATE, order="blocks",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from crossbow_py.averaging.rule import AveragingRule, LinearRound
-from crossbow_py.core.triton_launch import KernelError, compiles, unavailable
+from crossbow_py.core.triton_launch import KernelError, compiles, repeated, unavailable
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import Precision
 from crossbow_py.engine.update.agreement import NUM_LEARNERS, are_close, random_bank, round_by_row, written_values
@@ -144,23 +144,34 @@ def _failure(
 def _check(optimizer: Optimizer, rule: AveragingRule, device: torch.device, precision: Precision, moves: bool) -> None:
     """Raise KernelError unless rounds of three learners, one of them gated, do what the reference does."""
     for averaging in (LinearRound(0.3, 0.9), None):
-        banks = [random_bank(optimizer, device, precision, least=0.1) for _ in range(2)]  # away from division by zero
-        for bank in banks:
-            for learner in range(NUM_LEARNERS):
-                bank.refresh_shadow(learner)
-        results = torch.tensor([[0.5, 0.0], [torch.nan, 0.0], [2.0, 0.0]], dtype=torch.float64, device=device)
-        rates, counts = (torch.full((NUM_LEARNERS,), at, dtype=torch.float64, device=device) for at in (0.1, 2.0))
-        update = KernelUpdate(banks[0], optimizer, moves=moves)
-        update.correct(
-            averaging, results=results, loss_column=0, finite_column=1, learning_rates=rates, step_counts=counts
-        )
-        if averaging is not None and not moves:
-            update.move(averaging)
-        reference = TorchUpdate(optimizer, rule)
-        norms = [reference.gradient_norm(banks[1].trained_row(learner)) for learner in range(NUM_LEARNERS)]
+        run = partial(_checked_round, optimizer, averaging, device, precision, moves)
+        *found, counts, gates = repeated("updates", run)
+        bank, reference = _bank_to_check(optimizer, device, precision), TorchUpdate(optimizer, rule)
+        norms = [reference.gradient_norm(bank.trained_row(learner)) for learner in range(NUM_LEARNERS)]
         steps = [None if j == 1 else Step(0.1, 3, optimizer.gradient_scale(norm)) for j, norm in enumerate(norms)]
-        round_by_row(reference, banks[1], averaging, steps)
-        if not are_close(written_values(banks[0]), written_values(banks[1])):
+        round_by_row(reference, bank, averaging, steps)
+        if not are_close(found, written_values(bank)):
             raise KernelError("the update kernel's results differ from those of the torch operators")
-        if counts.tolist() != [3.0, 2.0, 3.0] or results[:, 1].tolist() != [1.0, 0.0, 1.0]:
+        if counts.tolist() != [3.0, 2.0, 3.0] or gates.tolist() != [1.0, 0.0, 1.0]:
             raise KernelError("the update kernel's gate differs from the reference's")
+
+
+def _bank_to_check(optimizer: Optimizer, device: torch.device, precision: Precision) -> ReplicaBank:
+    bank = random_bank(optimizer, device, precision, least=0.1)  # away from division by zero
+    for learner in range(NUM_LEARNERS):
+        bank.refresh_shadow(learner)
+    return bank
+
+
+def _checked_round(
+    optimizer: Optimizer, averaging: LinearRound | None, device: torch.device, precision: Precision, moves: bool
+) -> list[Tensor]:
+    """Return what a round of kernels writes, the step counts and the gates."""
+    bank = _bank_to_check(optimizer, device, precision)
+    results = torch.tensor([[0.5, 0.0], [torch.nan, 0.0], [2.0, 0.0]], dtype=torch.float64, device=device)
+    rates, counts = (torch.full((NUM_LEARNERS,), at, dtype=torch.float64, device=device) for at in (0.1, 2.0))
+    update = KernelUpdate(bank, optimizer, moves=moves)
+    update.correct(averaging, results=results, loss_column=0, finite_column=1, learning_rates=rates, step_counts=counts)
+    if averaging is not None and not moves:
+        update.move(averaging)
+    return [*written_values(bank), counts, results[:, 1]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -123,6 +125,13 @@ def test_forward_is_one_launch_and_so_are_both_gradients():
             workspace=kernels.backward_workspace(geometry, CPU),
         )  # fmt: skip
     assert [launch.kernel for launch in launches] == ["_forward", "_backward"]
+
+
+def test_three_steps_of_a_float32_tile_fit_the_smallest_shared_memory():
+    sizes = (1, 16, 100, 512, 5000, 200_000)
+    for rows, columns, depth, groups in itertools.product(sizes, sizes, sizes, (1, 8, 64)):
+        for tile in (blocking(rows, columns, depth, groups), split_blocking(rows, columns, depth, groups)):
+            assert 3 * 4 * tile.depth * (tile.rows + tile.columns) <= 96 * 1024
 
 
 def test_tiles_are_smaller_where_there_are_few_of_them():
