@@ -19,10 +19,10 @@ from crossbow_py.engine.modules.precision import BF16, FP32
 from crossbow_py.engine.update.kernel_update import choose_kernel_update
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.models import MODELS
-from tests.gpu.support import Counting, assert_as_serial, run, tasks_on_cuda
+from tests.gpu.support import Counting, assert_as_serial, needs_kernels, run, tasks_on_cuda
 from tests.support import features, norm_model, plan
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_kernels]
 
 FORMATS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 

@@ -1,9 +1,9 @@
-"""The memory of simulated devices: torch's caching allocator in small, with every freed block overwritten.
+"""The memory of simulated devices: torch's caching allocator in small, with every block overwritten that is reused.
 
-Addresses are real ones, of memory that the process maps once and never returns: what reads a freed block reads NaN, as
-floating point, and -1, as integers, instead of crashing. A block belongs to the stream it was allocated on and goes back
-to that stream's list at once when it is freed, or once every other stream that `record_stream` named has passed; so
-memory that is used on another stream without it is overwritten under its reader.
+Addresses are real ones, of memory that the process maps once and never returns. A block belongs to the stream it was
+allocated on and goes back to that stream's list at once when it is freed, or once every other stream that `record_stream`
+named has passed. Who gets it next finds NaN in it, as floating point, and -1, as integers, written when its stream gets
+there: under whoever still uses it on another stream. A graph that uses what was freed since its capture is told of too.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ class Arena:
         assert self._next <= self.end, "the simulated device has no addresses left"
         self.starts.append(at)
         return at
+
+    def holds(self, at):
+        return self.first <= at < self.end
 
     def block_of(self, at):
         """The start of what was handed out and holds an address."""
@@ -82,6 +85,7 @@ class DeviceMemory:
         self.device, self.total_bytes, self.fraction = device, total_bytes, 1.0
         self._scheduler, self.arena = scheduler, Arena()
         self.blocks, self._free, self._limbo, self._returned = {}, {}, [], {}
+        self.num_frees, self.pool_of = {}, {}  # by where a block starts
         self.statistics = Statistics()
         self.pools = {}  # private pools by how many graphs and captures hold them
         self.underway = []  # pools of captures that have begun and, if one failed, never ended
@@ -91,7 +95,11 @@ class DeviceMemory:
         size = -(-max(num_bytes, 1) // _ROUND) * _ROUND
         pool = stream.capture.pool if stream.capture is not None and stream.capture.pool in self.underway else None
         self._settle_limbo()
-        block = self._cached(size, pool, stream) or self._reserve(size, pool, stream)
+        block = self._cached(size, pool, stream)
+        if block is None:
+            block = self._reserve(size, pool, stream)
+        else:
+            self._poison(block)
         block.asked = num_bytes
         self.blocks[block.at] = block
         self.statistics.move(allocated=block.size)
@@ -100,8 +108,9 @@ class DeviceMemory:
     def free(self, at):
         block = self.blocks.pop(at)
         self.statistics.move(allocated=-block.size)
+        self.num_frees[at] = self.num_frees.get(at, 0) + 1
         if not block.used_on:
-            self._poison(block)
+            self._free.setdefault((block.pool, block.stream), []).append(block)
             return
         block.waits_for = [self._now_on(stream) for stream in block.used_on if stream.capture is None]
         self._limbo.append(block)
@@ -147,18 +156,25 @@ class DeviceMemory:
                 block.used_on.clear()
                 for event in block.waits_for:
                     self._scheduler.races.wait(block.stream, event.moment)
-                self._poison(block)
+                self._free.setdefault((block.pool, block.stream), []).append(block)
 
     def _poison(self, block):
-        """Overwrite a block when its stream gets there, and have that stream reuse it from now on."""
+        """Overwrite a block that is reused, when its stream gets there."""
         at, size = block.at, block.size
-        work = Work("freed memory", lambda: ctypes.memset(at, POISON, size), (), [(at, at + size)])
-        capture = block.stream.capture
-        if capture is not None and capture.pool == block.pool and capture.failure is None:
-            self._scheduler.enqueue(block.stream, work)
-        else:
+        work = Work("reuse of memory", lambda: ctypes.memset(at, POISON, size), (), [(at, at + size)])
+        if block.pool is None:
             self._scheduler.enqueue_outside(block.stream, work)
-        self._free.setdefault((block.pool, block.stream), []).append(block)
+        else:
+            self._scheduler.enqueue(block.stream, work)
+
+    def held_by(self, graph, pool):
+        """The blocks outside its pool that a graph uses, and how often each has been freed so far."""
+        starts = {self.arena.block_of(first) for first, _ in (*graph.reads, *graph.writes) if self.arena.holds(first)}
+        return {at: self.num_frees.get(at, 0) for at in starts if self.pool_of[at] != pool}
+
+    def freed_of(self, held):
+        """Whether any of the blocks that a graph uses was freed since."""
+        return any(self.num_frees.get(at, 0) != count for at, count in held.items())
 
     def _cached(self, size, pool, stream):
         free = self._free.get((pool, stream), [])
@@ -181,6 +197,7 @@ class DeviceMemory:
         at = returned.pop() if returned else self.arena.take(size)
         self.statistics.move(reserved=size)
         ctypes.memset(at, POISON, size)  # nobody has written it
+        self.pool_of[at] = pool
         return Block(at, size, pool, stream)
 
 

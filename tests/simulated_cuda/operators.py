@@ -342,7 +342,7 @@ class Operators:
             seed, offset = generator.initial_seed(), generator.get_offset()
             generator.set_offset(offset + 4)
             return lambda: _mixed(seed, offset)
-        if generator.graphsafe_get_state() is None or generator is not default:
+        if generator is not default:  # others have to be registered with the graph
             raise RuntimeError("Attempt to increase offset for a CUDA generator not in capture mode.")
         own = stream.capture.draws = getattr(stream.capture, "draws", None) or {"count": 0, "base": (0, 0)}
         relative, own["count"] = own["count"], own["count"] + 4
@@ -425,12 +425,12 @@ class Operators:
             if stream.capture is not None:
                 self.scheduler._fail(stream.capture, "operation not permitted when stream is capturing")
         if is_pinned:
-            self.memories["pinned"].use_on(plain.data_ptr(), stream)
-            plain = torch.empty(0, dtype=plain.dtype).set_(plain)  # the same addresses
-            plain = self._unowned(plain)
+            kept, plain = plain, self._unowned(plain)
         else:
             plain = plain.clone()  # staged when the call is made
         self.scheduler.enqueue(stream, Work("copy to the device", lambda: target.copy_(plain), [extent(plain)] if is_pinned else [], [extent(target)]))
+        if is_pinned:
+            self.memories["pinned"].use_on(kept.data_ptr(), stream)
         if not non_blocking:
             self.synchronising()
             self.scheduler.synchronize_stream(stream)
@@ -444,9 +444,10 @@ class Operators:
         if not late and stream.capture is not None:
             self.scheduler._fail(stream.capture, "operation not permitted when stream is capturing")
         target = self._unowned(to) if late else to.detach()
+        writes = [extent(target)] if late else []
+        self.scheduler.enqueue(stream, Work("copy to the host", lambda: target.copy_(source), [extent(source)], writes))
         if late:
             self.memories["pinned"].use_on(to.data_ptr(), stream)
-        self.scheduler.enqueue(stream, Work("copy to the host", lambda: target.copy_(source), [extent(source)], [extent(target)] if late else []))
         if not late:
             self.synchronising()
             self.scheduler.synchronize_stream(stream)

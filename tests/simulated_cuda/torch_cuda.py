@@ -338,12 +338,18 @@ def names(library, settings):
             self._memory.underway.remove(self._pool)
             self._graph = graph
             self._draws = getattr(self._capture, "draws", None)
+            sim.operators.return_freed()
+            self._held = self._memory.held_by(graph, self._pool)
 
         @raising
         def replay(self):
             if self._graph is None:
                 raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
             sim = simulation()
+            sim.operators.return_freed()
+            if self._memory.freed_of(self._held):
+                name = f"graph of {self._graph.name}"
+                sim.scheduler.races.found[name, "freed"] = f"{name} uses memory that was freed since its capture"
             sim.scheduler.replay(self._graph, sim.operators.current_stream(), self._drawing())
 
         def _drawing(self):

@@ -1,0 +1,331 @@
+"""What the simulated device does that a GPU does: it is late, in any order that is allowed, and refuses what CUDA refuses.
+
+    python -m tests.simulated_cuda pytest -m gpu tests/simulated_cuda
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("SIMULATED_CUDA_LIBRARY" not in os.environ, reason="run by python -m tests.simulated_cuda"),
+]
+
+
+@pytest.fixture
+def scheduler():
+    """The scheduler, doing nothing by itself until the host waits; what raced is forgotten afterwards."""
+    from tests.simulated_cuda.torch_cuda import simulation  # noqa: PLC0415  there alone
+
+    found = simulation().scheduler
+    torch.cuda.synchronize()
+    before, found.order = found.order, "latest"
+    yield found
+    found.order = before
+    torch.cuda.synchronize()
+    found.races.take()
+
+
+def ones(*size):
+    return torch.ones(*size, device="cuda")
+
+
+def run(program):
+    """In a process of its own, as nothing can be captured, or nothing can run, after what it does."""
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
+
+
+def late(value, stream):
+    """A tensor that gets its values on a stream, from memory that was written before."""
+    made = torch.full((4,), value, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        return made.mul_(2)
+
+
+def test_work_is_done_only_when_the_host_waits_for_it(scheduler):
+    kept = ones(3)
+    torch.cuda.synchronize()
+    done = scheduler.num_done
+    kept.add_(1)
+    assert scheduler.num_done == done
+    assert kept.tolist() == [2.0] * 3
+
+
+def test_stream_that_waits_for_another_reads_what_that_wrote(scheduler):
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    written = late(3.0, first)
+    second.wait_stream(first)
+    with torch.cuda.stream(second):
+        assert (written + 1).tolist() == [7.0] * 4
+    assert scheduler.races.take() == []
+
+
+def test_stream_that_does_not_wait_reads_too_early_and_is_found(scheduler):
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    written = late(3.0, first)
+    with torch.cuda.stream(second):
+        assert (written + 1).tolist() == [4.0] * 4
+    (sentence,) = scheduler.races.take()
+    assert "aten::add on stream" in sentence and "is not ordered after aten::mul" in sentence
+
+
+def test_race_is_found_though_the_order_happens_to_be_right(scheduler):
+    scheduler.order = "earliest"
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    written = late(3.0, first)
+    with torch.cuda.stream(second):
+        assert (written + 1).tolist() == [7.0] * 4
+    assert len(scheduler.races.take()) == 1
+
+
+def test_host_that_has_waited_orders_what_it_enqueues_next(scheduler):
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    written = late(3.0, first)
+    first.synchronize()
+    with torch.cuda.stream(second):
+        written.add_(1)
+    assert scheduler.races.take() == []
+
+
+def test_event_waited_for_is_the_record_before_the_wait(scheduler):
+    first, second, event = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Event()
+    early = late(1.0, first)
+    event.record(first)
+    second.wait_event(event)
+    with torch.cuda.stream(first):
+        later = late(5.0, first)
+    event.record(first)
+    with torch.cuda.stream(second):
+        assert early.tolist() == [2.0] * 4
+    assert not event.query()
+    assert later.tolist() == [10.0] * 4
+
+
+def test_thirty_third_stream_is_the_first_again():
+    ids = [torch.cuda.Stream().stream_id for _ in range(64)]
+    assert ids[:32] == ids[32:]
+    assert torch.cuda.Stream(priority=-1).stream_id not in ids
+
+
+def test_pinned_buffer_changed_before_its_copy_ran_spoils_the_copy(scheduler):
+    host = torch.zeros(4).pin_memory()
+    assert host.is_pinned()
+    copy = host.to("cuda", non_blocking=True)
+    host.fill_(7)
+    assert copy.tolist() == [7.0] * 4
+
+
+def test_pageable_memory_is_staged_when_the_call_is_made(scheduler):
+    host = torch.zeros(4)
+    copy = host.to("cuda", non_blocking=True)
+    host.fill_(7)
+    assert copy.tolist() == [0.0] * 4
+
+
+def test_pinned_results_are_there_only_after_the_event(scheduler):
+    host = torch.zeros(3, dtype=torch.float64).pin_memory()
+    host.copy_(ones(3).double(), non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    assert host.tolist() == [0.0] * 3
+    event.synchronize()
+    assert host.tolist() == [1.0] * 3
+
+
+def test_memory_freed_under_another_stream_is_overwritten_unless_it_was_recorded(scheduler):
+    other, found = torch.cuda.Stream(), {}
+    for records in (True, False):
+        kept = ones(1024)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(other):
+            result = kept * 3
+            if records:
+                kept.record_stream(other)
+        del kept
+        again = torch.empty(1024, device="cuda").fill_(5)  # on the first stream
+        torch.cuda.current_stream().synchronize()
+        other.synchronize()
+        found[records] = result.sum().item()
+        assert bool(scheduler.races.take()) is not records
+        del again
+    assert found == {True: 3 * 1024, False: 15 * 1024}
+
+
+def test_memory_that_nobody_wrote_is_nan():
+    assert math.isnan(torch.empty(100, device="cuda").sum().item())
+    assert torch.empty(2, dtype=torch.int64, device="cuda").tolist() == [-1, -1]
+
+
+def test_out_of_memory_is_torchs_own_error_and_passes(scheduler):
+    total = torch.cuda.get_device_properties(0).total_memory
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        torch.empty(total + 1, dtype=torch.uint8, device="cuda")
+    before = torch.cuda.memory_allocated()
+    kept = torch.empty(2**20, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_allocated() - before == 2**20
+    del kept
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_random_numbers_follow_from_seed_and_offset(scheduler):
+    torch.cuda.manual_seed(3)
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(5, device="cuda")
+    second = torch.rand(5, device="cuda")
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(5, device="cuda"), first) and not torch.equal(first, second)
+    own = torch.Generator("cuda").manual_seed(3)
+    assert torch.equal(torch.rand(5, device="cuda", generator=own), first)
+
+
+# ---- graphs
+
+
+def captured(body, stream=None, pool=None):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, pool=pool, capture_error_mode="thread_local"):
+        body()
+    return graph
+
+
+def test_graph_runs_only_when_replayed_and_reads_addresses(scheduler):
+    inputs, result = ones(3), torch.zeros(3, device="cuda")
+    graph = captured(lambda: result.add_(inputs * 2))
+    assert result.tolist() == [0.0] * 3
+    inputs.fill_(5)
+    graph.replay()
+    graph.replay()
+    assert result.tolist() == [20.0] * 3
+
+
+def test_graph_draws_new_numbers_at_every_replay(scheduler):
+    result = torch.zeros(3, device="cuda")
+    graph = captured(lambda: result.copy_(torch.rand(3, device="cuda")))
+    graph.replay()
+    first = result.tolist()
+    graph.replay()
+    assert result.tolist() != first
+
+
+def test_graph_that_reads_what_was_freed_since_is_found(scheduler):
+    kept, result = ones(3), torch.zeros(3, device="cuda")
+    graph = captured(lambda: result.copy_(kept))
+    graph.replay()
+    assert scheduler.races.take() == []
+    del kept
+    graph.replay()
+    (sentence,) = scheduler.races.take()
+    assert "uses memory that was freed" in sentence
+
+
+def test_graphs_of_one_pool_share_memory_and_race_side_by_side(scheduler):
+    streams, pool = [torch.cuda.Stream() for _ in range(2)], torch.cuda.graph_pool_handle()
+    results = [torch.zeros(100, device="cuda") for _ in range(2)]
+    shared = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    graphs = [captured(lambda out=out: out.copy_(torch.full_like(out, 2) * 3), shared, pool) for out in results]
+    for graph, stream in zip(graphs, streams, strict=True):
+        with torch.cuda.stream(stream):
+            graph.replay()
+    torch.cuda.synchronize()
+    assert any("graph of" in sentence for sentence in scheduler.races.take())
+
+
+REFUSED = {
+    "a value for the host": lambda: ones(1).item(),
+    "a shape that depends on values": lambda: ones(3).nonzero(),
+    "waiting for the device": torch.cuda.synchronize,
+    "a copy from pageable memory": lambda: torch.zeros(3).to("cuda"),
+    "waiting for work outside": lambda: torch.cuda.current_stream().wait_stream(torch.cuda.default_stream()),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_capture_refuses_what_cuda_refuses_and_leaves_the_allocator_believing_in_it(name):
+    program = f"""
+import torch
+from tests.simulated_cuda.test_device import REFUSED
+torch.ones(1, device="cuda")
+graph = torch.cuda.CUDAGraph()
+try:
+    with torch.cuda.graph(graph):
+        REFUSED[{name!r}]()
+except RuntimeError as error:
+    print(error)
+try:
+    torch.cuda.empty_cache()
+except RuntimeError as error:
+    print(error)
+print(torch.ones(3, device="cuda").sum().item())
+"""
+    done = run(program)
+    first, second, third = done.stdout.splitlines()
+    assert "CUDA error" in first and "captures_underway" in second and third == "3.0", done.stderr
+
+
+def test_side_stream_that_is_not_joined_invalidates_the_capture():
+    program = """
+import torch
+kept, side = torch.ones(3, device="cuda"), torch.cuda.Stream()
+graph = torch.cuda.CUDAGraph()
+try:
+    with torch.cuda.graph(graph):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            kept.add_(1)
+except RuntimeError as error:
+    print(error)
+"""
+    done = run(program)
+    assert "previous error during capture" in done.stdout, done.stderr
+
+
+def test_another_thread_goes_on_beside_a_capture_of_this_one():
+    result, other = torch.zeros(3, device="cuda"), []
+
+    def beside():
+        other.append(ones(3).sum().item())
+
+    def body():
+        thread = threading.Thread(target=beside)
+        thread.start()
+        thread.join()
+        result.add_(1)
+
+    captured(body).replay()
+    assert (result.tolist(), other) == ([1.0] * 3, [3.0])
+
+
+def test_kernel_that_fails_loses_the_device():
+    program = """
+import torch
+from crossbow_py.engine.device.memory import is_device_lost
+torch.zeros(3, device="cuda").index_select(0, torch.tensor([7], device="cuda"))
+for _ in range(2):
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(is_device_lost(error, torch.device("cuda")))
+"""
+    done = run(program)
+    assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+def test_backward_on_another_stream_is_ordered_by_autograd(scheduler):
+    side = torch.cuda.Stream()
+    weight = torch.full((3,), 2.0, device="cuda", requires_grad=True)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        loss = (weight * weight).sum()
+    loss.backward()
+    assert weight.grad.tolist() == [4.0] * 3
+    assert scheduler.races.take() == []
