@@ -1,6 +1,6 @@
 # `make train` and `make test` do everything on a machine that has only Python >= 3.11 and make.
 .DEFAULT_GOAL := help
-.PHONY: help setup train tensorboard test test-more test-all gpu gpu-engine gpu-packs lint types imports docs clean
+.PHONY: help setup train tensorboard test test-more test-all gpu gpu-check gpu-engine gpu-packs lint types imports docs clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,6 +14,10 @@ MORE_TESTS := tests/pages tests/unit/fuzz tests/unit/experiments
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
 HAS_CUDA := import sys, torch; sys.exit(0 if torch.cuda.is_available() else "error: no CUDA device is visible here; run make gpu on a machine with a GPU.")
 PACK_TESTS := tests/gpu/test_packs.py tests/gpu/test_ensemble.py
+ENGINE_TESTS := $(filter-out $(PACK_TESTS),$(wildcard tests/gpu/test_*.py))
+# A process for each, as a fault on a GPU ends its process; what fails is named at the end.
+TRY := failed=""; try() { echo "$(BIN)/python $$*"; $(BIN)/python "$$@" || failed="$$failed [$$*]"; };
+SAY := if [ -n "$$failed" ]; then echo "error: these failed:$$failed" >&2; exit 1; fi
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 help:  ## show this list
@@ -64,27 +68,34 @@ test-all: setup $(ZOO_STAMP)  ## everything, also what takes minutes or wants th
 	$(BIN)/python -m pytest -m slow
 	$(BIN)/python -m pytest -m gpu --quiet
 
-gpu:  ## the GPU tests, and all that is to be measured on a GPU, in 14 minutes
-	$(MAKE) gpu-engine
-	$(MAKE) gpu-packs
+gpu:  ## what a GPU can be trusted with, its tests, and all that is to be measured on it; nothing stops the rest
+	$(MAKE) --keep-going gpu-check gpu-engine gpu-packs
+
+gpu-check: setup  ## the ladder of trust, in minutes; its archive is crossbow_check_<time>.tar.gz
+	@$(BIN)/python -c '$(HAS_CUDA)'
+	$(BIN)/python -m crossbow_py.check device=cuda again=true
 
 gpu-engine: setup  ## that of training one model, in 8 minutes
 	@$(BIN)/python -c '$(HAS_CUDA)'
-	$(BIN)/python -m pytest -m gpu $(addprefix --ignore=,$(PACK_TESTS))
-	$(BIN)/python experiments/throughput/suite.py --device cuda --minutes 4.5 --json experiments/throughput/results/suite_cuda.json
-	$(BIN)/python experiments/throughput/run.py --device cuda --precision bf16 --sides serial fused --num-learners 8 --seconds 0.5 --repetitions 5 --json experiments/throughput/results/resnet32_b16_cuda.json
-	$(BIN)/python experiments/update_bandwidth/run.py --device cuda --seconds 5 --json experiments/update_bandwidth/results/vgg16_k4_cuda.json
-	$(BIN)/python experiments/memory/run.py --device cuda --models resnet32 --num-learners 1 4 16 --json experiments/memory/results/memory_cuda.json
-	$(BIN)/python experiments/tables
+	@$(TRY) \
+	for file in $(ENGINE_TESTS); do try -m pytest -m gpu $$file; done; \
+	try experiments/throughput/suite.py --device cuda --minutes 4.5 --json experiments/throughput/results/suite_cuda.json; \
+	try experiments/throughput/run.py --device cuda --precision bf16 --sides serial fused --num-learners 8 --seconds 0.5 --repetitions 5 --json experiments/throughput/results/resnet32_b16_cuda.json; \
+	try experiments/update_bandwidth/run.py --device cuda --seconds 5 --json experiments/update_bandwidth/results/vgg16_k4_cuda.json; \
+	try experiments/memory/run.py --device cuda --models resnet32 --num-learners 1 4 16 --json experiments/memory/results/memory_cuda.json; \
+	try experiments/tables; \
+	$(SAY)
 
 gpu-packs: setup  ## that of packs, ensembles and searches, in 6 minutes
 	@$(BIN)/python -c '$(HAS_CUDA)'
-	$(BIN)/python -m pytest -m gpu $(PACK_TESTS)
-	$(BIN)/python experiments/model_batch/run.py training --device cuda --batch-sizes 16 --seconds 0.3 --json experiments/model_batch/results/training_cuda.json
-	$(BIN)/python experiments/model_batch/run.py inference --device cuda --batch-sizes 16 --seconds 0.3 --json experiments/model_batch/results/inference_cuda.json
-	$(BIN)/python experiments/pack_step_time/run.py families --device cuda --families resnet20 --num-models 8 --seconds 0.3 --json experiments/pack_step_time/results/families_cuda.json
-	$(BIN)/python experiments/hyperband/run.py --device cuda --repetitions 1 --json experiments/hyperband/results/lenet_cuda.json
-	$(BIN)/python experiments/tables
+	@$(TRY) \
+	for file in $(PACK_TESTS); do try -m pytest -m gpu $$file; done; \
+	try experiments/model_batch/run.py training --device cuda --batch-sizes 16 --seconds 0.3 --json experiments/model_batch/results/training_cuda.json; \
+	try experiments/model_batch/run.py inference --device cuda --batch-sizes 16 --seconds 0.3 --json experiments/model_batch/results/inference_cuda.json; \
+	try experiments/pack_step_time/run.py families --device cuda --families resnet20 --num-models 8 --seconds 0.3 --json experiments/pack_step_time/results/families_cuda.json; \
+	try experiments/hyperband/run.py --device cuda --repetitions 1 --json experiments/hyperband/results/lenet_cuda.json; \
+	try experiments/tables; \
+	$(SAY)
 
 lint: setup  ## ruff
 	$(BIN)/python -m ruff check .

@@ -36,6 +36,7 @@ from crossbow_py.core.files import given_path
 from crossbow_py.core.printing import columns, print_line, standard_streams
 from crossbow_py.core.settings import suggestion
 from crossbow_py.core.signals import EXIT_INTERRUPTED, StopSignal
+from crossbow_py.core.switches import read_switches
 from crossbow_py.engine.device.host import flushed_denormals
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.telemetry.figures import MOST_RUNS, RecordedRun, figures
@@ -113,6 +114,7 @@ def _dispatch(arguments: list[str], kind: type[C], job: Callable[[C], int], comp
             is_key = key.split(".")[0] in (field.name for field in dataclasses.fields(kind))
             instead = f"; keys have no dashes: write {key}={value or 'VALUE'}."
             raise UserError(f"unknown option {argument}{instead if is_key else suggestion(argument, _FLAGS)}")
+    read_switches()  # so that a mistake in them is found at once
     overrides = [argument for argument in arguments if argument not in _MULTIRUN]
     if len(overrides) == len(arguments):
         return job(composed(overrides, kind))

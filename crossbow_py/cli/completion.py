@@ -26,10 +26,10 @@ FLAGS = {
 
 # The commands with keys: `crossbow_py.NAME.config` has the configuration class NameConfig. It is looked up by name, so
 # that this module depends on no command.
-_COMMANDS = ("train", "search", "estimate", "predict")
+_COMMANDS = ("train", "search", "estimate", "predict", "check")
 _REPORT = "crossbow-report"
 _CONFIG = {"config=": "the folder of a run whose recorded configuration is to begin with"}
-_PATHS = ("output_dir", "resume", "init_from", "config", "data.root", "data.folder", "data.cache_dir")
+_PATHS = ("output_dir", "resume", "init_from", "config", "data.root", "data.folder", "data.cache_dir", "archive")
 
 _BASH = """\
 # Completion of crossbow_py's commands in bash and zsh.

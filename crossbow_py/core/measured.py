@@ -87,7 +87,7 @@ class Remembered:
 def fingerprint(**facts: Any) -> str:
     """Return a key for what a choice depends on; torch, the cores and the processor or GPU are added."""
     device = torch.device(facts["device"])
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     return digest({**facts, "where": where, "torch": torch.__version__, "threads": torch.get_num_threads()})
 
 
@@ -96,9 +96,10 @@ def digest(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the name and number of the cores this process may use."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         names = {line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")}
-        return f"{sorted(names)} x{len(os.sched_getaffinity(0))}"
+        return f"{', '.join(sorted(names))} x{len(os.sched_getaffinity(0))}"
     return str(os.cpu_count())

@@ -68,9 +68,15 @@ def end_with_launcher() -> None:
     in the way of the ranks that replace them.
     """
     if sys.platform == "linux" and _RUN_ID in os.environ:
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+        end_with_parent(signal.SIGTERM)
         if is_adopted(os.getppid()):
             signal.raise_signal(signal.SIGTERM)
+
+
+def end_with_parent(number: int) -> None:
+    """Have Linux send a signal to this process when the one that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, number)
 
 
 def is_adopted(parent: int, proc: Path = _PROC) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -338,7 +339,7 @@ def _train(
     """Run some rounds. A function of its own, so that the run is gone, and its memory, when the caller frees it."""
     run = RunBuilder(
         make_model=make_model, data=data, settings=settings, choices=choose(settings, None), optimizer=optimizer,
-        rule=rule,
+        rule=rule, announce=lambda message: print(message, file=sys.stderr, flush=True),
     ).build()  # fmt: skip
     executor = run.new_executor()
     try:

@@ -12,7 +12,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import given_path
 from crossbow_py.core.settings import check, setting
 from crossbow_py.data.sources import SOURCES
-from crossbow_py.engine.modules.precision import PrecisionName
+from crossbow_py.engine.modules.precision import PrecisionName, check_device
 from crossbow_py.predict.predictors import PredictorName
 
 _USAGE = """\
@@ -54,7 +54,7 @@ class PredictConfig:
     executor: PredictorName = setting(
         "auto",
         "how models run: auto (the fastest, measured), serial, fused (one graph); on CPU threads (a model a core), and "
-        "fused_threads (a graph a core); experimental, on CUDA: streams (a model a stream)",
+        "fused_threads (a graph a core); on CUDA streams (a model a stream)",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where models run")
     precision: PrecisionName = setting("fp32", "number format of models: fp32, bf16, or auto (bf16 where it is fast)")
@@ -70,6 +70,7 @@ class PredictConfig:
     )
 
     def __post_init__(self) -> None:
+        check_device(self.device)
         check(self)
         models = (self.models,) if isinstance(self.models, str) else self.models
         object.__setattr__(self, "models", models)

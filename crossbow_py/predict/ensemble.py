@@ -43,9 +43,10 @@ class Ensemble:
         models: classifiers, of the same input and the same classes; their weights are copied. `load_models` gives
             those that runs and searches have left behind.
         executor: how they run: `serial` one after another, `threads` on all cores of a CPU, `fused` as one graph of all
-            (on CUDA a CUDA graph), `fused_threads` as a graph for each core of a CPU; experimental, on CUDA: `streams`
-            on a stream each. `auto` takes the fastest for a shape, measured at its first batch. What is prepared for a
-            shape is kept for the last eight of them; pad batches if you serve more.
+            (on CUDA a CUDA graph), `fused_threads` as a graph for each core of a CPU; on CUDA `streams` on a stream
+            each. `auto` takes the fastest for a shape, measured at its first batch; on CUDA only of those that passed
+            there in `python -m crossbow_py.check`. What is prepared for a shape is kept for the last eight of them; pad
+            batches if you serve more.
         device: where they run.
         precision: in which format; `fp32` is what the models give alone, to rounding.
         channels_last: memory order of images and filters.

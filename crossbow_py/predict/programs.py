@@ -16,9 +16,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from crossbow_py.core.errors import one_line
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.engine.device.graphs import CudaStreams, Event, Graph, Pool, Stream
+from crossbow_py.engine.device.graphs import CudaStreams, Event, Graph, Pool, Stream, failed_capture
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS, CaptureError
+from crossbow_py.engine.trust import GRAPHS, why_not
 
 Forward = Callable[[Tensor], Tensor]
 _SAME = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -94,9 +95,9 @@ class Captures:
         self._graphs: list[Graph] = []
 
     def captured(self, run: Forward, inputs: Tensor) -> Forward:
-        """`run` as a CUDA graph; as it is when it draws random numbers, which a graph would repeat. Blocks the host.
+        """`run` as a CUDA graph; as it is where nothing is captured, or if it draws, which a graph would repeat.
 
-        Raises CaptureError for what a graph cannot hold.
+        Blocks the host. Raises CaptureError for what a graph cannot hold.
         """
         device = self._device
         self._stream = self._stream or device.new_stream()
@@ -111,7 +112,8 @@ class Captures:
         for _ in range(WARM_UP_ROUNDS):  # rules are settled, and libraries choose algorithms and allocate workspaces
             device.run(_NAME, warm_up, self._stream)
         device.synchronize()  # host–device synchronisation
-        if self._random_state() != before:
+        eager = why_not(GRAPHS, inputs.device) or failed_capture()
+        if eager or self._random_state() != before:
             return partial(self._in_order, run)
         if not self._graphs:  # a pool that has lost its last graph takes no other
             self._pool = device.new_pool()

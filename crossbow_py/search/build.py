@@ -55,6 +55,7 @@ from crossbow_py.telemetry.records import BEST_FOLDER, read_json
 from crossbow_py.train.build import count_classes, new_feed
 from crossbow_py.train.checkpoints.weights import MODEL_FILE
 from crossbow_py.train.config import TrainConfig, config_to_mapping
+from crossbow_py.train.ladder.ladder import check_trusted, try_once
 from crossbow_py.train.run import DataSets
 from crossbow_py.train.run_folder.recorded_config import train_command
 from crossbow_py.train.run_settings import RunSettings, choose
@@ -88,6 +89,8 @@ class SearchRun:
         self.settings = RunSettings.of(config, num_learners=1)
         chosen = choose(dataclasses.replace(self.settings, num_learners="auto"), None)
         self.choices = dataclasses.replace(chosen, executor=self.settings.executor)  # `auto` stays: packs choose
+        if self.settings.executor == "auto":
+            check_trusted(try_once(chosen.device, self._say), chosen.precision)
         brackets = config.brackets()
         num_trials = sum(bracket.num_trials for bracket in brackets)
         most = 1 if config.packing == "none" else min(config.max_pack_size, num_trials)

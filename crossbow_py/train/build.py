@@ -21,6 +21,7 @@ from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.bank.average_ema import AverageEMA
 from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.kernels.checks import serves
 from crossbow_py.engine.modules.dropout import counter_seed
 from crossbow_py.engine.modules.losses import Loss
@@ -34,6 +35,7 @@ from crossbow_py.train.checks.losses import loss_on
 from crossbow_py.train.checks.probe import probe, probe_evaluation
 from crossbow_py.train.checks.seeded_model import MakeModel, faithful_copy, seeded_model
 from crossbow_py.train.evaluation.evaluator import Evaluator, Metric, evaluation_batch_size
+from crossbow_py.train.ladder.ladder import check_trusted, try_once
 from crossbow_py.train.run import DataSets, Run
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.schedules import Constant, Schedule
@@ -77,6 +79,7 @@ class RunBuilder:
     def build(self) -> Run:
         """Build the run, once, after small batches of every data set went through the model. Raises UserError."""
         settings, ranks, rule, device = self.settings, self.ranks, self.rule, self.choices.device
+        self._try_device()
         self.loss = loss_on(device, self.loss)
         collective = ranks.collective(device, apart=rule.node_period > 1)
         check_settles(rule, settings.num_learners, collective.num_devices)
@@ -111,6 +114,16 @@ class RunBuilder:
             worker_autotuner=worker_autotuner(settings.num_workers, train_feed, ranks.num_local),
             busy_cores=busy_cores(choices.executor, device.type, ranks.num_local == 1 and not train_feed.STREAMS),
         )  # fmt: skip
+
+    def _try_device(self) -> None:
+        """Find out, once on each host, what `executor=auto` may take on a GPU; before anything is made for kernels.
+
+        Raises UserError if the device failed with `serial`.
+        """
+        if self.settings.executor == "auto":
+            with self.ranks.together():
+                if self.ranks.local_rank == 0:
+                    check_trusted(try_once(self.choices.device, self.announce), self.choices.precision)
 
     def _probed(self) -> tuple[nn.Module, Batch, tuple[Feed, Feed | None, Feed | None], list[str]]:
         """Return the template, a small batch, the feeds of training, validation and test data, and warnings.
@@ -215,7 +228,7 @@ def new_feed(
         data.std,
         settings.channels_last,
         choices.precision.compute,
-        kernels=choices.device.type == "cuda" and not _refusals(choices),
+        kernels=choices.device.type == "cuda" and _fuses(choices) and not _refusals(choices),
         num_workers=first_workers(settings.num_workers, choices.device, training, ranks.num_local),
         num_ranks=ranks.num_ranks if training else 1,
         order_seed=settings.order_seed,
@@ -223,9 +236,15 @@ def new_feed(
 
 
 def _refusals(choices: Choices) -> list[str]:
-    """Return the reason why kernels do not make batches on CUDA, if there is one."""
-    refusal = serves("batches", choices.device, choices.precision.compute) if choices.device.type == "cuda" else None
-    return [refusal] if refusal else []
+    """Return the reason why kernels do not make batches of fused rounds on CUDA, if there is one."""
+    if choices.device.type != "cuda" or not _fuses(choices):
+        return []
+    return list(filter(None, [serves("batches", choices.device, choices.precision.compute)]))
+
+
+def _fuses(choices: Choices) -> bool:
+    """Return whether rounds may be fused, whose batches are part of a graph."""
+    return choices.executor == "auto" or EXECUTORS[choices.executor].FUSES
 
 
 def count_classes(data: DataSets, loss: Loss) -> tuple[int | None, bool]:

@@ -15,6 +15,7 @@ from crossbow_py.core.files import given_path
 from crossbow_py.core.settings import setting, to_mapping
 from crossbow_py.data.sources import SOURCES
 from crossbow_py.distributed.settings import DistributedSettings
+from crossbow_py.engine.modules.precision import check_device
 from crossbow_py.engine.update.optimizers import OPTIMIZERS
 from crossbow_py.models import MODELS
 from crossbow_py.train.run_settings import JobSettings, RunSettings, StopConditions
@@ -95,6 +96,7 @@ class TrainConfig(JobConfig, RunSettings, StopConditions):
     averaging: Any = group("how the learners are kept together")
 
     def __post_init__(self) -> None:
+        check_device(self.device)
         StopConditions.__post_init__(self)  # checks every field, and that something ends the run
         super().__post_init__()
 

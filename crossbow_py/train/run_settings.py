@@ -13,10 +13,11 @@ from crossbow_py.averaging import AveragingRule
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.host import prepare_environment
 from crossbow_py.core.settings import check, setting, suggestion
+from crossbow_py.core.switches import read_switches
 from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.engine.executors import EXECUTORS, check_executor, check_name
 from crossbow_py.engine.executors.streams import StreamsExecutor
-from crossbow_py.engine.modules.precision import Precision, PrecisionName, choose_device, choose_precision
+from crossbow_py.engine.modules.precision import Precision, PrecisionName, check_device, choose_device, choose_precision
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class JobSettings:
     executor: str = setting(
         "auto",
         "how learners run: auto (the fastest), serial, fused; on CPU threads, and fused_threads, which is one group of "
-        "fused learners per thread; on CUDA and experimental streams",
+        "fused learners per thread; on CUDA streams",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "the device that learners run on: auto, cpu or cuda")
     precision: PrecisionName = setting("auto", "compute format: fp32, bf16, or auto (bf16 where it is fast)")
@@ -50,6 +51,7 @@ class JobSettings:
     )
 
     def __post_init__(self) -> None:
+        check_device(self.device)
         check(self)
         check_name(self.executor)
 
@@ -149,8 +151,10 @@ def choose(settings: RunSettings, saved: Mapping[str, Any] | None, num_ranks: in
     Raises UserError for settings that this machine cannot run.
     """
     saved = saved or {}
+    read_switches()  # so that a mistake in them is found at once
     chosen = EXECUTORS.get(settings.executor)
-    if chosen is not None and issubclass(chosen, StreamsExecutor) and torch.cuda.is_available():
+    may_stream = settings.executor == "auto" or (chosen is not None and issubclass(chosen, StreamsExecutor))
+    if may_stream and settings.device != "cpu" and torch.cuda.is_available():
         prepare_environment()
     device = choose_device(saved.get("device", "auto") if settings.device == "auto" else settings.device)
     if device.type == "cpu" and settings.several:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from crossbow_py.check.config import CheckConfig
 from crossbow_py.cli.configuration import APPENDED_GROUPS
 from crossbow_py.cli.help_text import Key, command_keys, group_keys, option_meanings
 from crossbow_py.estimate.config import EstimateConfig
@@ -32,6 +33,7 @@ def table(part: str) -> str:
         "estimate": lambda: _key_table(_own(command_keys(EstimateConfig))),
         "search": lambda: _key_table(_own(command_keys(SearchConfig))),
         "predict": lambda: _key_table(command_keys(PredictConfig)),
+        "check": lambda: _key_table(command_keys(CheckConfig)),
         **{group: partial(_group_table, group) for group in TrainConfig.GROUPS},
         **{f"options/{group}": partial(_option_table, group) for group in (*APPENDED_GROUPS, *TrainConfig.GROUPS)},
     }

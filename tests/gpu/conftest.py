@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.caches import trust_cuda
 from tests.gpu.support import IS_SIMULATED
 
 
@@ -16,8 +17,9 @@ def no_tf32(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path):
-    """What is measured in a test is remembered for it alone."""
+    """What is measured in a test is remembered for it alone, and everything may be used: it is what is tested."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    trust_cuda(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -305,7 +305,6 @@ MODEL_THAT_ASKS = """
 import torch
 from torch import nn
 from crossbow_py.engine.executors.streams import StreamsExecutor
-from crossbow_py.core.errors import UserError
 from tests.gpu.support import tasks_on_cuda
 from tests.support import plan
 
@@ -316,33 +315,31 @@ class Asks(nn.Linear):
 
 tasks = tasks_on_cuda(lambda: nn.Sequential(nn.Flatten(), Asks(108, 3)))
 runner = StreamsExecutor(tasks)
-try:
-    for n in range(4):
-        runner.submit(plan(tasks, n))
-except UserError as error:
-    assert isinstance(error.__cause__, RuntimeError), error.__cause__
-    print(error)
+for n in range(6):
+    runner.submit(plan(tasks, n))
+runner.drain()
+print("\\n".join(runner.notes))
 runner.close()
 """
 
 
 @pytest.mark.parametrize(
-    ("program", "beginning", "end"),
+    ("program", "beginning"),
     [
-        (LOSS_THAT_ASKS, "executor=fused runs rounds without CUDA graphs, which is slower, because one cannot", ""),
-        (MODEL_THAT_ASKS, "executor=streams cannot capture learning(0) as a CUDA graph", "set executor=serial."),
+        (LOSS_THAT_ASKS, "executor=fused runs rounds without CUDA graphs, which is slower, because round cannot"),
+        (MODEL_THAT_ASKS, "executor=streams runs tasks without CUDA graphs, which is slower, because learning(0)"),
     ],
     ids=["fused", "streams"],
 )
-def test_what_makes_the_host_wait_runs_eagerly_or_is_refused_in_one_line(program, beginning, end, request):
-    # In a process of its own: after a capture that failed, CUDA is not to be relied on.
+def test_what_makes_the_host_wait_runs_eagerly_and_says_so_in_one_line(program, beginning, request):
+    # In a process of its own: after a capture that failed, nothing else is captured.
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=request.config.rootpath, capture_output=True, text=True, timeout=100,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
-    assert line.startswith(beginning) and line.endswith(end)
+    assert line.startswith(beginning)
 
 
 @needs_gpu

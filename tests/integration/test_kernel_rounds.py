@@ -11,10 +11,11 @@ from torch import nn
 
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.core.errors import LearnerError
+from crossbow_py.core.triton_launch import recorded
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
-from crossbow_py.engine.kernels import batch_norm
+from crossbow_py.engine.kernels import batch_norm, checks, convolution, cross_entropy, update
 from crossbow_py.engine.modules.precision import BF16, FP32, FP64
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.models import MODELS
@@ -81,6 +82,32 @@ def assert_as_serial(executor, num_rounds=4, shared=False, **options):
 def test_rounds_by_kernels_in_float64_equal_serial(make_model, optimizer):
     runner = assert_as_serial(by_kernels, make_model=make_model, optimizer=optimizer, precision=FP64)
     assert runner.notes == []
+
+
+@pytest.mark.parametrize(
+    ("switch", "families"),
+    [
+        ("none", set()),
+        ("update", {"update"}),
+        ("loss", {"cross_entropy"}),
+        ("layers", {"batch_norm"}),
+        ("update,layers,convolutions", {"update", "batch_norm", "convolution"}),
+    ],
+)
+def test_switch_says_which_kernels_run_and_the_rest_are_operators(switch, families, monkeypatch):
+    monkeypatch.setenv("CROSSBOW_KERNELS", switch)
+    checks._failure.cache_clear()
+    ours, reference = both(precision=FP32)
+    with recorded() as launches:
+        runner = by_kernels(ours)
+        run(runner, ours, 4)
+    run(SerialExecutor(reference), reference, 4)
+    assert_learners_equal(ours.bank, reference.bank, 1e-4)
+    modules = {each.__name__.rpartition(".")[2]: each for each in (batch_norm, convolution, cross_entropy, update)}
+    assert {name for name, own in modules.items() if any(each.kernel in vars(own) for each in launches)} == families
+    left_out = [note for note in runner.notes if "because CROSSBOW_KERNELS leaves them out" in note]
+    assert len(left_out) == len(runner.notes) == len({"update", "loss", "layers"}.difference(switch.split(",")))
+    checks._failure.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast
 
-from crossbow_py.core.errors import UserError
+from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.host_randomness import host_state
 from crossbow_py.engine.executors.spans import Mark
 
@@ -27,10 +27,18 @@ Pool = Any
 Body = Callable[[], None]
 
 _HIGH_PRIORITY = -1  # lower numbers go first; learners have 0
+# The first capture that failed in this process. torch's allocator may believe for good that it is under way (pytorch
+# 180395, 190308), so no other may begin.
+_FAILED_CAPTURES: list[str] = []
 # Streams that were given back, by device and whether they have high priority. cuBLAS keeps a workspace for every stream
 # it has worked on, 32 MiB on an H100, as long as the process lives; so new ones are made only if there is none.
 _IDLE: dict[tuple[torch.device, bool], list[Stream]] = {}
 _CALLS, _REPLAYS = 8, 3  # calls in a graph that is timed, and replays of it
+
+
+def failed_capture() -> str | None:
+    """Return why nothing is captured in this process any more, as half a sentence; None while captures may begin."""
+    return f"a capture failed in this process ({_FAILED_CAPTURES[0]})" if _FAILED_CAPTURES else None
 
 
 class CudaStreams:
@@ -96,8 +104,9 @@ class CudaStreams:
         captured on one stream would write to the same one while running side by side.
 
         Blocks the host until the device is idle. Raises the exception of `body` or of the capture; after a
-        failed capture the process should stop using CUDA.
+        failed capture nothing may be captured in this process any more, see `failed_capture`.
         """
+        assert failed_capture() is None, "torch's allocator may not be able to begin another capture"
         graph = torch.cuda.CUDAGraph()
         raised: list[Exception] = []
 
@@ -121,6 +130,7 @@ class CudaStreams:
         except Exception as error:
             # The body's exception says more than that of the capture, which fails because of it.
             failure = raised[0] if raised else error
+            _FAILED_CAPTURES.append(one_line(failure)[:160])
         if failure is not None:
             with contextlib.suppress(Exception):
                 graph.reset()  # frees its pool at once, although tracebacks may keep the graph itself
@@ -173,30 +183,29 @@ def graph_milliseconds(device: torch.device) -> Callable[[Callable[[], Tensor]],
     streams = CudaStreams(device)
 
     def milliseconds(run: Callable[[], Tensor]) -> float:
+        if failed := failed_capture():
+            raise RuntimeError(failed)
         stream = streams.new_stream()
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             run()  # libraries choose algorithms and allocate workspaces at their first call on a stream
-        graph = torch.cuda.CUDAGraph()
+
+        def calls() -> None:
+            for _ in range(_CALLS):
+                run()
+
+        graph = streams.capture("what is timed", calls, stream, None)
         try:
-            # The outer guard restores the current stream, which torch does not if ending a capture fails.
-            with (
-                torch.cuda.stream(stream),
-                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
-            ):
-                for _ in range(_CALLS):
-                    run()
             times = []
             for _ in range(_REPLAYS):
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 begin.record(stream)
-                with torch.cuda.stream(stream):
-                    graph.replay()
+                streams.replay(graph, stream)
                 end.record(stream)
                 end.synchronize()  # host–device synchronisation
                 times.append(float(begin.elapsed_time(end)))
         finally:
-            graph.reset()
+            streams.release(graph)
         streams.give_back(stream)  # but none on which a capture has failed
         return min(times) / _CALLS
 

@@ -17,6 +17,7 @@ from crossbow_py.engine.executors.fused_threads import FusedThreadsExecutor
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.executors.threads import ThreadsExecutor
+from crossbow_py.engine.trust import EXECUTORS_TRIED, why_not
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -55,9 +56,10 @@ def check_executor(name: str, device: torch.device) -> None:
 
 
 def candidates(device: torch.device) -> list[str]:
-    """Return the names that `executor=auto` chooses from on a device."""
+    """Return the names that `executor=auto` chooses from: on CUDA those that were tried on the device, and passed."""
     fitting = [name for name, executor in EXECUTORS.items() if executor.DEVICE in (None, device.type)]
-    return [name for name in fitting if not EXECUTORS[name].EXPERIMENTAL]
+    able = [name for name in fitting if name not in EXECUTORS_TRIED or why_not(name, device) is None]
+    return [name for name in able if not EXECUTORS[name].EXPERIMENTAL]
 
 
 __all__ = ["EXECUTORS", "Executor", "SerialExecutor", "ThreadsExecutor", "candidates", "check_executor", "check_name"]

@@ -26,6 +26,7 @@ from functools import partial
 from torch import Tensor
 
 from crossbow_py.core.errors import CrossbowError, LearnerError, one_line
+from crossbow_py.core.switches import KERNELS
 from crossbow_py.engine.device.device_tasks import FusedTasks, average_gated
 from crossbow_py.engine.device.graphs import Body, CudaStreams
 from crossbow_py.engine.device.host import keep_freed_memory
@@ -38,6 +39,7 @@ from crossbow_py.engine.fusion.fused_pass import FusedPass, PassNotes
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch
 from crossbow_py.engine.tasks import AveragingTask
+from crossbow_py.engine.trust import why_not
 from crossbow_py.engine.update.device_update import knows
 from crossbow_py.engine.update.kernel_update import choose_kernel_update
 from crossbow_py.engine.update.row_update import NativeUpdate, StackedRows, Step
@@ -48,6 +50,7 @@ ALL_LEARNERS = "all learners"
 _HOST_UPDATES = (
     "executor=fused updates learner by learner, which is slower, because this optimizer has no update for all at once."
 )
+_NO_KERNELS = "executor=fused runs without kernels, which is slower, because {}."
 _EAGER = "executor=fused runs rounds without CUDA graphs, which is slower, because {}."
 _DRAWS = "the model or the loss draws random numbers outside nn.Dropout modules"
 
@@ -86,7 +89,8 @@ class FusedExecutor(Executor):
     def __init__(self, tasks: RoundTasks, device: CudaStreams | None = None, kernels: bool | None = None) -> None:
         super().__init__(tasks)
         bank = tasks.bank
-        kernels = bank.device.type == "cuda" if kernels is None else kernels
+        if kernels is None:
+            kernels = bank.device.type == "cuda" and self._may_use_kernels()
         if bank.device.type == "cpu":
             keep_freed_memory()
         elif not knows(tasks.update.optimizer):
@@ -104,6 +108,13 @@ class FusedExecutor(Executor):
         # Until a first round with kernels has succeeded, buffers are kept to repeat a failed one without them.
         self._on_trial = kernels
         self._before: list[tuple[Tensor, Tensor]] = []
+
+    def _may_use_kernels(self) -> bool:
+        """Return whether any kernel may be used on the bank's device; if not, say why."""
+        reasons = [why_not(each, self.tasks.bank.device) for each in KERNELS]
+        if None not in reasons:
+            self.notes.append(_NO_KERNELS.format(reasons[0]))
+        return None in reasons
 
     def _build(self, kernels: bool) -> None:
         self._pass, device = trusted_pass(self.tasks, kernels), self._device
@@ -310,8 +321,9 @@ class FusedRounds:
         self._averaging = program("averaging", averages_on, pool)
         self._averages_gradients = tasks.gradient_mean is not None
         self._gradient_mean = program("gradient mean", ALL_LEARNERS, pool)
-        # Sums by NCCL are not captured.
-        self._averaging.captures = self._gradient_mean.captures = alone
+        if not alone:  # sums by NCCL are not captured
+            self._averaging.captures = self._gradient_mean.captures = False
+        notes += [_EAGER.format(reason)] if (reason := self.rounds.no_graphs) else []
 
     def issue(self, outcome: RoundOutcome) -> None:
         """Enqueue a round. Blocks the host only if a graph is captured or if the feed does."""
@@ -358,17 +370,15 @@ class FusedRounds:
         rounds.end(plan.index, slot, last)
 
     def _launch(self, program: Program, body: Body, variant: Hashable) -> None:
-        """Launch a program; if it cannot be captured, it runs eagerly from this round on."""
+        """Launch a program; if it cannot be captured, everything runs eagerly from this round on."""
         try:
             if program.launch_watched(body, variant):
-                self._run_eagerly(program, _DRAWS)
+                program.captures = False
+                self._notes.append(_EAGER.format(_DRAWS))
         except CaptureError as error:
-            self._run_eagerly(program, f"one cannot be captured ({error.reason})")
+            self.rounds.stop_capturing(error.said)
+            self._notes.append(_EAGER.format(error.said))
             program.launch(body, variant)
-
-    def _run_eagerly(self, program: Program, reason: str) -> None:
-        program.captures = False
-        self._notes.append(_EAGER.format(reason))
 
     def read(self, outcome: RoundOutcome) -> None:
         """Block the host until the learners' stream has passed the round, then read its results."""

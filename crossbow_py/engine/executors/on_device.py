@@ -12,11 +12,12 @@ from torch import Tensor
 
 from crossbow_py.core.errors import LearnerError, UserError, one_line
 from crossbow_py.engine.device.device_tasks import NUM_RESULTS
-from crossbow_py.engine.device.graphs import Body, CudaStreams, Event, Graph, Pool, Stream
+from crossbow_py.engine.device.graphs import Body, CudaStreams, Event, Graph, Pool, Stream, failed_capture
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.executors.spans import StreamSpans
 from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM
+from crossbow_py.engine.trust import GRAPHS, why_not
 from crossbow_py.telemetry.timeline import Timeline
 
 # Rounds that a program runs eagerly before it is captured: libraries choose algorithms and allocate workspaces in their
@@ -27,10 +28,15 @@ ROUNDS_IN_FLIGHT = 2
 
 
 class CaptureError(UserError):
-    """A CUDA graph cannot hold what a model or loss does. `reason` is the error of the capture."""
+    """A CUDA graph cannot hold what a model or loss does.
+
+    Attributes:
+        reason: the error of the capture.
+        said: what cannot be captured and why, as half a sentence.
+    """
 
     def __init__(self, executor: str, name: str, reason: str) -> None:
-        self.reason = reason
+        self.reason, self.said = reason, f"{name} cannot be captured ({reason})"
         super().__init__(
             f"executor={executor} cannot capture {name} as a CUDA graph ({reason}), which a model or loss must allow: "
             "no waiting for the device, no shapes that depend on values; set executor=serial."
@@ -42,7 +48,7 @@ class Program:
     """The work of a stream in every round: eager at first, then captured and replayed, for each `variant` by itself.
 
     Variants differ in the launches themselves, as by the round's averaging coefficients. A rule that changes these in
-    every round is never captured.
+    every round is never captured. Once a capture has failed anywhere in the process, no other begins.
     """
 
     device: CudaStreams
@@ -91,7 +97,9 @@ class Program:
 
     def runs_graph(self, variant: Hashable = None) -> bool:
         """Return whether the next launch of the variant is a replay, maybe after a capture; else it is eager."""
-        return self.captures and self.eager_rounds.get(variant, 0) >= WARM_UP_ROUNDS
+        if not self.captures or self.eager_rounds.get(variant, 0) < WARM_UP_ROUNDS:
+            return False
+        return variant in self.graphs or failed_capture() is None
 
     def release(self) -> None:
         """Drop the graphs, which must not be running."""
@@ -124,7 +132,9 @@ class DeviceRounds:
         tasks: of the rounds; a wait for the device is one for its collective, as the device may be in a sum.
         between: the names of events within a round.
 
-    `bank_changed` says whether the caller may have changed the bank since the last round.
+    Attributes:
+        bank_changed: whether the caller may have changed the bank since the last round.
+        no_graphs: why nothing is captured, as half a sentence; None if programs become graphs.
     """
 
     def __init__(
@@ -133,6 +143,7 @@ class DeviceRounds:
         self.device, self._executor, self._awaiting = device, executor, tasks.collective.awaiting
         self.streams = {name: device.new_stream(high_priority=name == AVERAGING_STREAM) for name in names}
         self.bank_changed = True
+        self.no_graphs = why_not(GRAPHS, tasks.bank.device) or failed_capture()
         self._programs: list[Program] = []
         self._callers_event = device.new_event()
         self._slots = [
@@ -148,9 +159,16 @@ class DeviceRounds:
 
     def program(self, name: str, stream: str, pool: Pool) -> Program:
         """Return a new program on a stream; programs that share a pool must never run at the same time."""
-        made = Program(self.device, self._executor, name, self.streams[stream], pool, awaiting=self._awaiting)
+        captures, own = self.no_graphs is None, self.streams[stream]
+        made = Program(self.device, self._executor, name, own, pool, captures, awaiting=self._awaiting)
         self._programs.append(made)
         return made
+
+    def stop_capturing(self, reason: str) -> None:
+        """Have all programs run eagerly from now on, because of `reason`, half a sentence."""
+        self.no_graphs = reason
+        for program in self._programs:
+            program.captures = False
 
     def begin(self) -> Slot:
         """Begin a round, before its first launch. Does not block the host."""

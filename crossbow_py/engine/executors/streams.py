@@ -14,6 +14,7 @@ are CUDA events, and exactly those that the scheduler names.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import partial
 from typing import assert_never
 
@@ -22,9 +23,9 @@ from torch import Tensor
 from crossbow_py.core.errors import CrossbowError, LearnerError
 from crossbow_py.engine.bank.layout import Order
 from crossbow_py.engine.device.device_tasks import LearnerTasks, average_gated
-from crossbow_py.engine.device.graphs import CudaStreams, Event, Stream
+from crossbow_py.engine.device.graphs import Body, CudaStreams, Event, Stream
 from crossbow_py.engine.executors.base import Executor
-from crossbow_py.engine.executors.on_device import DeviceRounds
+from crossbow_py.engine.executors.on_device import CaptureError, DeviceRounds, Program
 from crossbow_py.engine.executors.spans import TaskSpans
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, learner_stream
@@ -35,13 +36,14 @@ _DRAWS = (
     "executor={} runs learning tasks without CUDA graphs, which is slower, because the model or the loss draws "
     "random numbers outside nn.Dropout modules."
 )
+_EAGER = "executor={} runs tasks without CUDA graphs, which is slower, because {}."
 
 
 class StreamsExecutor(Executor):
     """Runs learners on streams of their own, and averaging on one of high priority.
 
-    Experimental: no GPU has run it yet. Between a drain and the next submit the bank is the caller's; everything the
-    executor enqueues afterwards waits for the caller's work on its current stream.
+    Between a drain and the next submit the bank is the caller's; everything the executor enqueues afterwards waits for
+    the caller's work on its current stream. What cannot be captured runs eagerly, on the same streams.
 
     Args:
         tasks: what to compute; its optimizer must be SGD or AdamW.
@@ -56,7 +58,6 @@ class StreamsExecutor(Executor):
 
     NAME = "streams"
     ORDER: Order | None = "rows"  # a learner's row in one or two vectors: the fewest kernels
-    EXPERIMENTAL = True
     DEVICE = "cuda"
 
     def __init__(self, tasks: RoundTasks, device: CudaStreams | None = None) -> None:
@@ -72,8 +73,10 @@ class StreamsExecutor(Executor):
         self._correction = [program(f"correction({j})", learner_stream(j), pools[j]) for j in learners]
         self._averaging = program("averaging", AVERAGING_STREAM, device.new_pool())
         self._gradient_mean = program("gradient mean", AVERAGING_STREAM, device.new_pool())
-        # Sums by NCCL are not captured.
-        self._averaging.captures = self._gradient_mean.captures = tasks.collective.is_alone
+        if not tasks.collective.is_alone:  # sums by NCCL are not captured
+            self._averaging.captures = self._gradient_mean.captures = False
+        if self._rounds.no_graphs:
+            self.notes.append(_EAGER.format(self.NAME, self._rounds.no_graphs))
         self._marks: dict[Task, Event] = {}
 
     def _new_spans(self, timeline: Timeline, on_callers_stream: TaskSpans) -> TaskSpans:
@@ -119,29 +122,50 @@ class StreamsExecutor(Executor):
                     self._learn(task.learner, outcome, stream)
                 case CorrectionTask():
                     bodies, averaging = self._bodies[task.learner], outcome.plan.averaging
-                    self._correction[task.learner].launch(partial(bodies.correct, averaging), averaging)
+                    self._launch_program(self._correction[task.learner], partial(bodies.correct, averaging), averaging)
                     self._rounds.device.run(f"report({task.learner})", partial(bodies.report, host), stream)
                 case AveragingTask():
-                    self._averaging.launch(partial(self.tasks.average, outcome), outcome.plan.averaging)
+                    self._launch_program(self._averaging, partial(self.tasks.average, outcome), outcome.plan.averaging)
                 case GradientMeanTask():
-                    self._gradient_mean.launch(partial(average_gated, self._bodies))
+                    self._launch_program(self._gradient_mean, partial(average_gated, self._bodies))
                 case _:
                     assert_never(task)
 
+    def _launch_program(self, program: Program, body: Body, variant: Hashable = None) -> None:
+        """Launch a program; if it cannot be captured, everything runs eagerly from this task on."""
+        try:
+            program.launch(body, variant)
+        except CaptureError as error:
+            self._stop_capturing(error)
+            program.launch(body, variant)
+
+    def _stop_capturing(self, error: CaptureError) -> None:
+        self._rounds.stop_capturing(error.said)
+        self.notes.append(_EAGER.format(self.NAME, error.said))
+
     def _learn(self, learner: int, outcome: RoundOutcome, stream: Stream) -> None:
         """Load the round and learn, on the learner's stream."""
-        program, bodies, rounds = self._learning[learner], self._bodies[learner], self._rounds
-        plan, shared = outcome.plan, bodies.shares(outcome.plan)
-        ahead, tape = program.runs_graph(shared), bodies.tape(shared)
-        load = partial(bodies.load, plan, bank_changed=rounds.bank_changed, masks=tape if ahead else None)
-        rounds.device.run(f"load({learner})", load, stream)
-        drawn = program.launch_watched(partial(bodies.learn, shared, tape, masks_ahead=ahead), shared)
+        bodies = self._bodies[learner]
+        try:
+            drawn = self._load_and_learn(learner, outcome, stream)
+        except CaptureError as error:
+            self._stop_capturing(error)
+            drawn = self._load_and_learn(learner, outcome, stream)  # masks are drawn anew, as the pass takes them
         self.notes += bodies.notes
         bodies.notes.clear()
         if drawn:
             self.notes.append(_DRAWS.format(self.NAME))
             for each in self._learning:
                 each.captures = False
+
+    def _load_and_learn(self, learner: int, outcome: RoundOutcome, stream: Stream) -> bool:
+        """Return whether learning drew from global generators, so that it must not be captured."""
+        program, bodies, rounds = self._learning[learner], self._bodies[learner], self._rounds
+        plan, shared = outcome.plan, bodies.shares(outcome.plan)
+        ahead, tape = program.runs_graph(shared), bodies.tape(shared)
+        load = partial(bodies.load, plan, bank_changed=rounds.bank_changed, masks=tape if ahead else None)
+        rounds.device.run(f"load({learner})", load, stream)
+        return program.launch_watched(partial(bodies.learn, shared, tape, masks_ahead=ahead), shared)
 
     def _wait(self, outcome: RoundOutcome) -> None:
         index = outcome.plan.index

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from crossbow_py.core.triton_launch import KernelError, check_size, compiles, repeated, unavailable
 from crossbow_py.engine.kernels.geometry import Geometry
+from crossbow_py.engine.trust import why_not
 
 Family = Literal["layers", "loss", "batches"]
 
@@ -19,12 +20,13 @@ _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-2, torch.bfloat16: 5e-2}  
 
 
 def serves(family: Family, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return None if a family can be used for values of `dtype`, else a message for the user.
+    """Return None if a family may be used for values of `dtype`, else a message for the user.
 
-    The first call for a device and dtype compiles and compares, which blocks the host.
+    It may be used if the device and the environment allow it (`engine/trust.py`). The first call for a device and dtype
+    compiles and compares, which blocks the host.
     """
-    reason = unavailable(device) if dtype in _TOLERANCE else f"there are no kernels for {dtype}"
-    reason = reason or _failure(family, device, dtype)
+    reason = why_not(family, device) or unavailable(device)
+    reason = reason or (_failure(family, device, dtype) if dtype in _TOLERANCE else f"there are no kernels for {dtype}")
     return f"Fused rounds have torch operators for the {family}, which is slower, because {reason}." if reason else None
 
 
@@ -43,7 +45,7 @@ def _check(family: Family, device: torch.device, dtype: torch.dtype) -> None:
 
     if family == "layers":
         _check_norm(device, dtype)
-        if dtype != torch.float64:
+        if dtype != torch.float64 and why_not("convolutions", device) is None:
             _check_convolution(device, dtype)
     else:
         {"batches": image_kernels, "loss": cross_entropy}[family].check(device, dtype)

@@ -70,8 +70,19 @@ def choose_precision(name: PrecisionName, device: torch.device) -> Precision:
     return BF16 if name == "bf16" else FP32
 
 
+def check_device(name: object) -> None:
+    """Raise UserError for `cuda:N`, whose remedy is not among the names of devices."""
+    kind, colon, number = str(name).partition(":")
+    if kind == "cuda" and colon:
+        raise UserError(
+            f"device must be one of auto, cpu, cuda, got {str(name)[:40]!r}; set device=cuda, and choose the GPU by "
+            f"the environment: CUDA_VISIBLE_DEVICES={number if number.isdecimal() else 0}."
+        )
+
+
 def choose_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
     """Return the device of a name; `auto` is CUDA if there is one. Raises UserError for `cuda` without CUDA."""
+    check_device(name)
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda, but no CUDA device is visible here; set device=cpu or device=auto.")
     if name == "cpu" or not torch.cuda.is_available():

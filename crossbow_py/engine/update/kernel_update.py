@@ -16,6 +16,7 @@ from crossbow_py.averaging.rule import AveragingRule, LinearRound
 from crossbow_py.core.triton_launch import KernelError, compiles, repeated, unavailable
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import Precision
+from crossbow_py.engine.trust import why_not
 from crossbow_py.engine.update.agreement import NUM_LEARNERS, are_close, random_bank, round_by_row, written_values
 from crossbow_py.engine.update.optimizers import SGD, AdamW, Optimizer, as_first, for_learner
 from crossbow_py.engine.update.row_update import Step, TorchUpdate
@@ -120,10 +121,11 @@ def _settings(optimizer: Optimizer, num_learners: int) -> tuple[int, list[list[f
 def choose_kernel_update(
     bank: ReplicaBank, optimizer: Optimizer, rule: AveragingRule, *, moves: bool
 ) -> tuple[KernelUpdate | None, str | None]:
-    """Return the kernels if they serve, compile and agree with the reference; else None, maybe with a message why."""
+    """Return the kernels if they may be used and agree with the reference; else None, maybe with a message why."""
     if not KernelUpdate.supports(bank, optimizer, rule):
         return None, None
-    reason = unavailable(bank.device) or _failure(as_first(optimizer), rule, bank.device, bank.precision, moves)
+    reason = why_not("update", bank.device) or unavailable(bank.device)
+    reason = reason or _failure(as_first(optimizer), rule, bank.device, bank.precision, moves)
     if reason is None:
         return KernelUpdate(bank, optimizer, moves=moves), None
     return None, f"Updates run as torch operators, which is slower, because {reason}."

@@ -20,6 +20,7 @@ from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import EXECUTORS, Executor, SerialExecutor, candidates
 from crossbow_py.engine.fusion.fused_agreement import Comparison
 from crossbow_py.engine.rounds import Round, RoundTasks
+from crossbow_py.engine.trust import in_use
 from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.search.packs.trial import LOSS, TrialSettings
 from crossbow_py.train.run_settings import Choices, RunSettings
@@ -227,6 +228,7 @@ def _fingerprint(trials: CompatibleTrials, names: Sequence[str], limit: int, is_
         parameters=[tuple(parameter.shape) for parameter in template.parameters()],
         inputs=(tuple(inputs.shape[1:]), str(inputs.dtype), trial.batch_size),
         device=str(choices.device),
+        **({"in_use": in_use(choices.device)} if choices.device.type == "cuda" else {}),
         precision=choices.precision.name,
         optimizer=trial.optimizer.shared(),
         packs=(list(names), limit),
@@ -278,7 +280,7 @@ def measured_width(
         return _unmeasured(every, what, is_exportable, why), notes
     announce(f"Measuring how many trials of {what} pay side by side; it takes some seconds.")
     attempts = [_candidate(*each, trials) for each in every]
-    result, is_whole = _calibrated(attempts, trials.feed.batch_size, choices.device, effort, make_room)
+    result, is_whole = _calibrated(attempts, trials.feed.batch_size, choices.device, effort, make_room, announce)
     rates = result.images_per_s
     able = [each for each in every if each[0] not in {name for name, _ in result.refused}]
     if result.is_short and not has_packs(rates) and any(each in able for each in _late_packs(result)):
@@ -309,15 +311,15 @@ def _candidate(name: str, count: int, trials: CompatibleTrials) -> Candidate:
 
 def _calibrated(
     candidates: Sequence[Candidate], batch_size: int, device: torch.device, effort: Effort,
-    make_room: Callable[[], bool],
+    make_room: Callable[[], bool], announce: Callable[[str], None],
 ) -> tuple[Calibration, bool]:  # fmt: skip
     """Measure, and again what memory refused if room can be made. Also returns whether there was time for all."""
     begun = time.perf_counter()
-    first = calibrate(candidates, batch_size, device, effort)
+    first = calibrate(candidates, batch_size, device, effort, announce=announce)
     if not (_is_short_of_memory(first) and make_room()):
         return first, True
-    left = effort.after(time.perf_counter() - begun)
-    second = calibrate(candidates, batch_size, device, left, first.images_per_s)
+    left = effort.after(time.perf_counter() - begun - first.warm_up_s)
+    second = calibrate(candidates, batch_size, device, left, first.images_per_s, announce)
     return replace(second, others=max(first.others, second.others)), not second.late
 
 

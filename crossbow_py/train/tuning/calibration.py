@@ -1,16 +1,19 @@
 """Measures executors for `executor=auto`: every candidate runs a few rounds of the actual job.
 
 Rounds run on a bank of their own that is thrown away, so only the random number generators have to be restored. It
-takes some seconds; a candidate is not measured if that would take longer than the time that is left. Choices are
-remembered by what they depend on (model, batch size, precision, device) in a file in the user's cache.
+takes some seconds; a candidate is not measured if that would take longer than the time that is left. On CUDA a
+candidate's first rounds compile kernels, for up to a minute; that is announced, and takes nothing from the time for
+measuring. Choices are remembered by what they depend on (model, batch size, precision, device) in a file in the user's
+cache.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -110,7 +113,8 @@ class Calibration:
         late: the candidates that there was no time to measure.
         is_short: whether a longer training would have left time to measure more.
         others: share of the cores that other programs used, 0 to 1; 0 where it does not matter.
-        seconds: the time that measuring took.
+        seconds: the time that all of it took.
+        warm_up_s: the part of that before candidates were measured, which no effort counts; 0 on CPUs.
     """
 
     executor: str
@@ -120,6 +124,7 @@ class Calibration:
     is_short: bool = False
     others: float = 0.0
     seconds: float = 0.0
+    warm_up_s: float = 0.0
 
     def left_out(self, fewest: int = 1) -> dict[str, str]:
         """Return the executors that could not be measured with at least `fewest` learners, and why."""
@@ -191,11 +196,12 @@ def calibrate(
     device: torch.device,
     effort: Effort = Effort(),
     known: Mapping[Key, float] | None = None,
+    announce: Callable[[str], None] = lambda _: None,
 ) -> Calibration:
     """Measure the candidates in the order given. The first ones of an executor decide whether later ones are skipped.
 
     A candidate that would take longer than what is left of `effort` is left out. `known` has images/s of candidates
-    that need not be measured again.
+    that need not be measured again. On CUDA `announce` is told of each candidate before it is compiled and measured.
 
     Raises:
         UserError: no candidate can run; from a MemoryError if one might with more memory.
@@ -205,20 +211,24 @@ def calibrate(
     rates: dict[Key, float] = dict(known or {})
     refused: dict[Key, Refusal] = {}
     late: list[Key] = []
+    warm_up = _WarmUp(device)
     cores = torch.get_num_threads() if device.type == "cpu" else 1
     with kept_generators(device):  # a run must not depend on whether its executor was remembered
-        for candidate in candidates:
+        for number, candidate in enumerate(candidates, start=1):
             key = candidate.executor, candidate.num_learners
             if key in rates or _is_refused(key, refused) or _is_skipped(candidate, rates, cores):
                 continue
             if rates:
                 fastest = max(rates.values())
                 predicted_s = 2 * batch_size * candidate.num_learners / fastest  # a warm-up round and a measured one
-                if predicted_s > effort.seconds(fastest) - (time.perf_counter() - begun):
+                if predicted_s > effort.seconds(fastest) - (time.perf_counter() - begun - warm_up.seconds):
                     late.append(key)
                     continue
+            if device.type == "cuda":
+                what = f"executor {candidate.executor} with {candidate.num_learners}"
+                announce(f"Compiling and measuring {what} ({number} of at most {len(candidates)}).")
             try:
-                rates[key] = _images_per_s(candidate, batch_size, device)
+                rates[key] = _images_per_s(candidate, batch_size, warm_up)
             except (CrossbowError, RuntimeError, MemoryError) as error:
                 raise_if_lost(error, device)
                 reason = text_of(error)[:200] or type(error).__name__
@@ -233,7 +243,8 @@ def calibrate(
     is_counted = effort.is_alone and device.type == "cpu"
     others = (foreign_share(before, LoadSnapshot.take()) or 0.0) if is_counted else 0.0
     is_short = bool(late) and effort.seconds(rates[best]) < effort.budget_s
-    return Calibration(best[0], rates, refused, tuple(late), is_short, others, time.perf_counter() - begun)
+    seconds = time.perf_counter() - begun
+    return Calibration(best[0], rates, refused, tuple(late), is_short, others, seconds, warm_up.seconds)
 
 
 def _is_refused(key: Key, refused: Mapping[Key, Refusal]) -> bool:
@@ -257,9 +268,27 @@ def _is_skipped(candidate: Candidate, rates: Mapping[Key, float], cores: int) ->
     return bool(busy) and max(busy) < _FAR_BEHIND * max(rates.values())
 
 
-def _images_per_s(candidate: Candidate, batch_size: int, device: torch.device) -> float:
+class _WarmUp:
+    """The seconds that candidates on CUDA took to be built, compiled and captured, also those that failed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rounds = WARM_UP_ROUNDS + 1 if device.type == "cuda" else 0  # the last one is a graph's
+        self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count the block, if there is a warm-up on this device."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - begun if self.rounds else 0.0
+
+
+def _images_per_s(candidate: Candidate, batch_size: int, warm_up: _WarmUp) -> float:
     """Return the median over a few windows after a warm-up; slow rounds are windows by themselves."""
-    executor, plan = candidate.build()
+    with warm_up.counted():
+        executor, plan = candidate.build()
     try:
         index = 0
 
@@ -272,8 +301,8 @@ def _images_per_s(candidate: Candidate, batch_size: int, device: torch.device) -
             executor.drain()
             return (index - first) * batch_size * candidate.num_learners / (time.perf_counter() - begun)
 
-        if device.type == "cuda":
-            for _ in range(WARM_UP_ROUNDS + 1):  # kernels are compiled and chosen, and the graph is captured
+        with warm_up.counted():
+            for _ in range(warm_up.rounds):
                 window(0.0)
         begun = time.perf_counter()
         window(0.0)

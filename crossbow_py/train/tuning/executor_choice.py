@@ -23,6 +23,7 @@ from crossbow_py.engine.fusion.fused_agreement import Comparison, require_agreem
 from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.rounds import Round, RoundTasks
+from crossbow_py.engine.trust import in_use
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.train.checks.losses import copied_loss
@@ -84,8 +85,8 @@ def choose_executor(
         [candidate(name, k) for name in possible for k in _counts(name, settings)],
         settings.batch_size,
         choices.device,
-        Effort(is_alone=num_ranks == 1),
-    )
+        Effort(is_alone=num_ranks == 1), announce=announce,
+    )  # fmt: skip
     if found.is_lasting:
         known.remember(key, found.executor)
     chosen = dataclasses.replace(choices, executor=found.executor, executor_choice_s=found.seconds)
@@ -143,6 +144,7 @@ def _fingerprint(
         inputs=(tuple(inputs.shape), str(inputs.dtype)),
         learners=(settings.num_learners, settings.max_learners),
         device=str(choices.device),
+        **({"in_use": in_use(choices.device)} if choices.device.type == "cuda" else {}),
         precision=choices.precision.name,
         update=(update.NAME, update.optimizer.NAME, update.rule.NAME),
         **({"gradients": update.rule.gradient_mean.group_size} if update.rule.gradient_mean else {}),

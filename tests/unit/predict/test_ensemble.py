@@ -244,13 +244,11 @@ def test_executor_of_no_such_name_is_refused_with_those_there_are():
 
 
 def test_executors_of_cpu_threads_are_refused_on_cuda_and_left_out_by_auto():
-    cuda = torch.device("cuda")
-    assert candidates(cuda) == ["serial", "fused"]
     assert candidates(torch.device("cpu")) == ["serial", "threads", "fused", "fused_threads"]
     for executor in ("threads", "fused_threads"):
         refusal = rf"executor={executor} runs on cpu only, and device is cuda; set executor=auto\."
         with pytest.raises(UserError, match=refusal):
-            ensembles._check([nn.Linear(4, 3)], executor, cuda)
+            ensembles._check([nn.Linear(4, 3)], executor, torch.device("cuda"))
 
 
 def test_predictions_know_every_executor_that_training_knows():

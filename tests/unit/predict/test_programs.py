@@ -192,3 +192,12 @@ def test_fastest_takes_the_least_median_and_leaves_the_first_call_out():
         now[0] += next(costs[name])
 
     assert fastest({name: lambda name=name: run(name) for name in costs}, clock=lambda: now[0]) == "b"
+
+
+def test_where_nothing_is_captured_calls_run_as_they_are_and_in_order(monkeypatch):
+    monkeypatch.setenv("CROSSBOW_GRAPHS", "0")
+    device = Device()
+    captures = made(device)
+    run = captures.captured(lambda x: 3 * x, torch.ones(2))
+    assert run(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert not any("capture" in entry for entry in device.log)

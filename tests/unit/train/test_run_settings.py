@@ -6,9 +6,12 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.train.run_settings import StopConditions
+from crossbow_py.engine.modules.precision import FP32
+from crossbow_py.train import run_settings
+from crossbow_py.train.run_settings import RunSettings, StopConditions
 
 
 def test_no_condition_at_all_is_refused_with_the_names() -> None:
@@ -88,3 +91,19 @@ def test_targets_that_nothing_measures_are_refused() -> None:
     accuracy.check_measured(True, lambda: True)
     loss.check_measured(True, lambda: False)
     StopConditions(max_epochs=1).check_measured(False, lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("executor", "device", "asked"), [("auto", "auto", True), ("streams", "cuda", True), ("fused", "cuda", False),
+                                      ("auto", "cpu", False)]
+)  # fmt: skip
+def test_hardware_queues_are_asked_for_where_learners_may_run_on_streams(
+    executor: str, device: Any, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(run_settings, "prepare_environment", lambda: calls.append(True))
+    monkeypatch.setattr(run_settings, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(run_settings, "choose_precision", lambda name, device: FP32)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    run_settings.choose(RunSettings(executor=executor, device=device), None)
+    assert bool(calls) is asked

@@ -23,12 +23,13 @@ from crossbow_py.core.measured import Remembered, digest
 from crossbow_py.core.triton_launch import KernelError, unavailable
 from crossbow_py.core.version import __version__
 from crossbow_py.engine.device.cudnn import cudnn_set, must_repeat, uses_tf32
-from crossbow_py.engine.device.graphs import graph_milliseconds
+from crossbow_py.engine.device.graphs import failed_capture, graph_milliseconds
 from crossbow_py.engine.device.memory import is_out_of_memory, raise_if_lost
 from crossbow_py.engine.fusion.values import channels_last
 from crossbow_py.engine.kernels import convolution as implicit
 from crossbow_py.engine.kernels.geometry import Geometry
 from crossbow_py.engine.kernels.statistics import Statistics
+from crossbow_py.engine.trust import GRAPHS, why_not
 
 Direction = Literal["forward", "inputs", "filters"]
 _DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
@@ -71,9 +72,9 @@ class Operators:
 
 
 def ways(dtype: torch.dtype, device: torch.device) -> list[str]:
-    """Return all ways that can be used; the first is the one that others are compared with."""
+    """Return all ways that may be used; the first is the one that others are compared with."""
     found = [GROUPED, GROUPED_NCHW]
-    if dtype in (torch.float32, torch.bfloat16) and unavailable(device) is None:
+    if dtype in (torch.float32, torch.bfloat16) and (why_not("convolutions", device) or unavailable(device)) is None:
         found.append(IMPLICIT)
     return found
 
@@ -187,9 +188,11 @@ class ConvolutionChoices:
 def choices_on(device: torch.device) -> ConvolutionChoices | None:
     """Return choices that measure ways as a CUDA graph runs them; None where ways are fixed.
 
-    They are on other devices, and if results must repeat, which do not if another way is the fastest the next time.
+    They are on other devices, where measuring or graphs may not be used, and if results must repeat, which do not if
+    another way is the fastest the next time.
     """
-    if device.type != "cuda" or must_repeat():
+    refused = why_not("convolutions", device) or why_not(GRAPHS, device) or failed_capture()
+    if device.type != "cuda" or must_repeat() or refused:
         return None
     return ConvolutionChoices(device, graph_milliseconds(device), Remembered("convolutions.json"))
 

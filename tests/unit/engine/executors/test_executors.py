@@ -403,9 +403,7 @@ def test_bf16_learners_follow_float32_closely(executor):
 
 
 def test_auto_chooses_from_what_runs_on_the_device_and_is_not_experimental():
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert candidates(cpu) == ["serial", "threads", "fused", "fused_threads"]
-    assert candidates(cuda) == ["serial", "fused"]
+    assert candidates(torch.device("cpu")) == ["serial", "threads", "fused", "fused_threads"]
 
 
 def test_executor_that_does_not_run_on_the_device_is_refused():

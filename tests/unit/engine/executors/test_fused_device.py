@@ -11,6 +11,7 @@ from torch import nn
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.core.errors import LearnerError
 from crossbow_py.distributed.collective import Collective
+from crossbow_py.engine.device import graphs
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
@@ -36,7 +37,12 @@ OPTIMIZERS = [
 class Refuses(RecordingStreams):
     """Captures nothing: every round runs eagerly."""
 
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
     def capture(self, name, body, stream, pool):
+        self.asked.append(name)
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
 
@@ -138,13 +144,52 @@ def test_bank_that_grows_and_shrinks_goes_on_as_under_serial():
     assert_equal(*banks, [], [])
 
 
-def test_capture_that_is_refused_runs_rounds_eagerly_and_says_so_once_a_program():
+def test_capture_that_is_refused_runs_rounds_eagerly_tries_no_other_and_says_so_once():
     tasks, device = make_tasks(order="blocks"), Refuses()
     runner = FusedExecutor(tasks, device)
     run(runner, tasks, 6)
-    reason = "operation not permitted when stream is capturing"
-    assert [reason in note and "without CUDA graphs, which is slower" in note for note in runner.notes] == [True] * 2
+    assert runner.notes == [
+        "executor=fused runs rounds without CUDA graphs, which is slower, because round cannot be captured "
+        "(RuntimeError: operation not permitted when stream is capturing)."
+    ]
+    assert device.asked == ["round"]
     assert device.log.count("s0 run round") == device.log.count("s0 run averaging") == 6
+
+
+def test_after_a_failed_capture_in_the_process_nothing_else_is_captured_but_graphs_replay(monkeypatch):
+    tasks, device = make_tasks(order="blocks"), RecordingStreams()
+    runner = FusedExecutor(tasks, device)
+    try:
+        for n in range(4):
+            runner.submit(plan(tasks, n))
+        monkeypatch.setattr(graphs, "_FAILED_CAPTURES", ["RuntimeError: by another model"])
+        for n in range(4, 8):
+            runner.submit(plan(tasks, n))
+        runner.drain()
+    finally:
+        runner.close()
+    assert device.log.count("s0 replay round") == 6 and runner.notes == []
+    later, device = make_tasks(order="blocks"), RecordingStreams()
+    runner = FusedExecutor(later, device)
+    run(runner, later, 5)
+    assert not any("capture" in entry for entry in device.log)
+    assert runner.notes == [
+        "executor=fused runs rounds without CUDA graphs, which is slower, because a capture failed in this process "
+        "(RuntimeError: by another model)."
+    ]
+
+
+def test_switch_runs_rounds_without_graphs_and_they_are_what_serial_gives(monkeypatch):
+    monkeypatch.setenv("CROSSBOW_GRAPHS", "0")
+    ours, reference = (make_tasks(norm_with_dropout, data=IMAGES, order="blocks") for _ in range(2))
+    device = RecordingStreams()
+    runner = FusedExecutor(ours, device)
+    found, expected = run(runner, ours, 6), run(SerialExecutor(reference), reference, 6)
+    assert_equal(ours.bank, reference.bank, found, expected)
+    assert not any("capture" in entry for entry in device.log)
+    assert runner.notes == [
+        "executor=fused runs rounds without CUDA graphs, which is slower, because CROSSBOW_GRAPHS is 0."
+    ]
 
 
 def test_loss_that_draws_elsewhere_runs_rounds_eagerly_and_says_so():

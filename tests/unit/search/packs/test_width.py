@@ -97,7 +97,7 @@ class Asked(list[list[tuple[str, int]]]):
     found: Calibration | None = None
     bounds: Iterator[int] | None = None  # how many trials memory holds, each time it is asked
 
-    def calibrate(self, candidates: list[Candidate], *_: Any) -> Calibration:
+    def calibrate(self, candidates: list[Candidate], *_: Any, **__: Any) -> Calibration:
         self.append([(each.executor, each.num_learners) for each in candidates])
         if self.found is not None:
             return self.found
@@ -369,7 +369,9 @@ def test_packs_that_memory_refused_are_measured_again_in_the_time_that_is_left(
     short = Calibration("serial", {("serial", 1): 10.0}, {("fused", 8): MEMORY}, others=0.1)
     ample = Calibration("fused", {("serial", 1): 10.0, ("fused", 8): 80.0}, late=late)
 
-    def calibrate(_: Any, batch_size: int, device: Any, effort: Effort, known: Any = None) -> Calibration:
+    def calibrate(
+        _: Any, batch_size: int, device: Any, effort: Effort, known: Any = None, announce: Any = None
+    ) -> Calibration:
         calls.append((effort.budget_s, effort.spent_s, known))
         clock.now += 15
         return short if len(calls) == 1 else ample

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 
@@ -104,6 +105,31 @@ def test_calibration_leaves_out_what_would_take_too_long(clock):
     # Serial took 4 of 8 seconds for 1 image/s; twice a round of 4 images would take 8 more.
     assert (found.executor, list(found.images_per_s), clock.now) == ("serial", [("serial", 2)], 4.0)
     assert found.notes == ("Executor fused is left out for this model: measuring it with 4 learners takes too long.",)
+
+
+def test_on_a_gpu_compiling_is_announced_and_takes_nothing_from_the_time_for_measuring(clock, monkeypatch):
+    monkeypatch.setattr(calibration, "kept_generators", lambda device: contextlib.nullcontext())
+
+    def compiled(name, learners, seconds):
+        def build():
+            clock.now += 60.0  # of compilers
+            return FakeExecutor(clock, seconds), lambda index: index
+
+        return Candidate(name, learners, build)
+
+    def breaks():
+        clock.now += 60.0
+        raise CrossbowError("no")
+
+    said = []
+    sides = [compiled("serial", 2, 0.1), Candidate("streams", 2, breaks), compiled("fused", 2, 0.05)]
+    found = calibrate(sides, 10, torch.device("cuda"), announce=said.append)
+    assert list(found.images_per_s) == [("serial", 2), ("fused", 2)]  # within 8 seconds of measuring
+    assert found.late == () and found.seconds > 180 > found.seconds - found.warm_up_s + 170
+    assert said == [
+        f"Compiling and measuring executor {name} with 2 ({number} of at most 3)."
+        for number, name in enumerate(("serial", "streams", "fused"), start=1)
+    ]
 
 
 def test_what_is_known_is_compared_and_not_measured_again(clock):
@@ -242,9 +268,9 @@ def test_fingerprint_follows_from_every_fact():
 def test_auto_executor_measures_once_and_remembers(memory, monkeypatch):
     calls = []
 
-    def counting(candidates, batch_size, device, effort):
+    def counting(candidates, batch_size, device, effort, announce):
         calls.append([(side.executor, side.num_learners) for side in candidates])
-        return calibrate(candidates, batch_size, device, effort)
+        return calibrate(candidates, batch_size, device, effort, announce=announce)
 
     monkeypatch.setattr("crossbow_py.train.tuning.executor_choice.calibrate", counting)
     monkeypatch.setattr(calibration, "_WINDOW_S", 0.01)

@@ -179,7 +179,10 @@ def test_want_of_memory_and_a_lost_device_are_no_fault_of_a_way(place, tmp_path)
 
 
 def test_ways_are_fixed_where_results_must_repeat_and_libraries_then_try_nothing(monkeypatch):
+    monkeypatch.setenv("CROSSBOW_KERNELS", "layers,convolutions")
     cuda, cudnn = torch.device("cuda"), torch.backends.cudnn
+    assert choices_on(cuda) is None  # without graphs, which ways are measured in
+    monkeypatch.setenv("CROSSBOW_GRAPHS", "1")
     assert isinstance(choices_on(cuda), ConvolutionChoices)
     assert choices_on(CPU) is None
     with searching_libraries():

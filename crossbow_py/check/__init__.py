@@ -1,0 +1,1 @@
+"""The command `check`: what this machine's device can be trusted with."""

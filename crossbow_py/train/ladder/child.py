@@ -1,0 +1,293 @@
+"""The child process of a rung: trains a small model as it is told, and compares it with `serial`.
+
+    python -m crossbow_py.train.ladder.child TASK RESULT      TASK is a `Task` in JSON, RESULT the file to write
+
+The model has convolutions, BatchNorm and a linear layer, in one variant also dropout. Three learners take nine
+rounds: two eager ones, a capture, and replays; learning rates change, and images are cropped and flipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from crossbow_py.averaging import SMA
+from crossbow_py.core.errors import one_line
+from crossbow_py.core.switches import KERNELS
+from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.distributed.launch import end_with_parent
+from crossbow_py.distributed.process_group import joined
+from crossbow_py.distributed.ranks import Ranks
+from crossbow_py.engine.device.memory import is_out_of_memory
+from crossbow_py.engine.modules.precision import choose_device
+from crossbow_py.engine.trust import GRAPHS, why_not
+from crossbow_py.engine.update.optimizers import SGD
+from crossbow_py.telemetry.events import EpochRecord, Listener
+from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
+from crossbow_py.train.ladder.rungs import Job, Task
+from crossbow_py.train.schedules import Constant
+from crossbow_py.train.trainer import Trainer
+
+LEARNERS, BATCH, ROUNDS, SAMPLES = 3, 6, 9, 54
+_MIDDLE = 5  # a round after the capture, and within an epoch
+_BUSY = 46  # cudaErrorDevicesUnavailable: another process has the device to itself
+State = dict[str, Tensor]
+
+
+class _Said(Listener):
+    """Collects messages and training losses."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self.losses: list[float] = []
+
+    def on_message(self, message: str) -> None:
+        self.messages.append(message)
+
+    def on_epoch(self, record: EpochRecord) -> None:
+        self.losses.append(record.train_loss)
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """The state of a bank on the host in float64, before and after; training losses by epoch, and what was said."""
+
+    start: State
+    state: State
+    losses: Sequence[float]
+    messages: Sequence[str]
+
+
+class Samples(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """The images as a map-style data set, for worker processes."""
+
+    def __init__(self) -> None:
+        self._images, self._labels = images()
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self._images[index], int(self._labels[index])
+
+
+def images() -> tuple[Tensor, Tensor]:
+    """Return uint8 images `[N, 3, 5, 5]` of noise, brighter with the class, and the classes `[N]` of five."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(SAMPLES) % 5
+    noise = torch.randint(0, 130, (SAMPLES, 3, 5, 5), generator=generator)
+    return (noise + 30 * labels.view(-1, 1, 1, 1)).to(torch.uint8), labels
+
+
+class Model(nn.Module):
+    """A convolution, a residual one, both with BatchNorm, and a linear layer."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 10, 3, padding=1, bias=False), nn.BatchNorm2d(10)
+        self.conv, self.last = nn.Conv2d(10, 10, 3, padding=1, bias=False), nn.BatchNorm2d(10)
+        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(10, 5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return scores `[B, 5]` of images `[B, 3, 5, 5]`."""
+        own = self.norm(self.stem(inputs)).relu()
+        own = (self.last(self.conv(own)) + own).relu()
+        scores: Tensor = self.head(self.dropout(own.mean((2, 3))))
+        return scores
+
+
+def trainer(
+    executor: str, device: str, precision: str, dropout: float = 0.0, listener: Listener | None = None, **own: Any
+) -> Trainer:
+    """Return the trainer of a small model; what follows from seeds is the same for every executor and device."""
+    return Trainer(
+        **{
+            "model": partial(Model, dropout), "train_data": images(), "batch_size": BATCH, "num_learners": LEARNERS,
+            "optimizer": SGD(learning_rate=0.05, momentum=0.9, weight_decay=1e-3), "averaging": SMA(),
+            "schedule": Constant(warmup_epochs=1.0), "augmentation": Augmentation(crop_padding=1, flip=True),
+            "executor": executor, "device": device, "precision": precision, "num_workers": 0,
+            "callbacks": [listener] if listener else [], **own,
+        }
+    )  # fmt: skip
+
+
+def _train(executor: str, device: str, precision: str, dropout: float = 0.0, **own: Any) -> _Trained:
+    said = _Said()
+    made = trainer(executor, device, precision, dropout, said, **own)
+    start = state_of(made)
+    made.fit(max_rounds=ROUNDS)
+    return _Trained(start, state_of(made), said.losses, said.messages)
+
+
+def state_of(made: Trainer) -> State:
+    """Return the weights and buffers of all learners, and z, on the host in float64."""
+    bank = made.run.bank
+    found = {f"z.{name}": value for name, value in bank.z.shaped().items()}
+    for learner in range(bank.num_learners):
+        own = {**bank.weights.shaped(learner), **dict(bank.module(learner).named_buffers())}
+        found |= {f"{learner}.{name}": value for name, value in own.items() if value.is_floating_point()}
+    return {name: value.detach().to("cpu", torch.float64, copy=True) for name, value in found.items()}
+
+
+def difference(found: State, expected: State, start: State) -> float:
+    """Return the norm of the differences, relative to how far `expected` is from `start`; NaN where numbers are."""
+
+    def norm(of: State, minus: State) -> float:
+        return float(torch.stack([(of[name] - minus[name]).square().sum() for name in expected]).sum().sqrt())
+
+    return norm(found, expected) / norm(expected, start)
+
+
+def _compare(found: _Trained, expected: _Trained, precision: str, allowed: float) -> str:
+    """Return how the numbers differ, on one line; empty if they agree."""
+    own = difference(found.state, expected.state, expected.start)
+    if not own <= allowed:
+        return f"numbers in {precision} differ by {own:.1e} of how far the weights went ({allowed:.0e} are allowed)"
+    for epoch, (loss, other) in enumerate(zip(found.losses, expected.losses, strict=True)):
+        if not abs(loss - other) <= allowed * abs(other):
+            return f"the loss of epoch {epoch} in {precision} is {loss:.6g}, and {other:.6g} by serial"
+    return ""
+
+
+def _fell_back(found: _Trained, expected: _Trained, switched_off: Sequence[str]) -> str:
+    """Return what a run has said that `serial` has not: that it did otherwise than it was told.
+
+    `switched_off` has the reasons that switches give, which it is told to follow.
+    """
+    said = [message for message in found.messages if message not in expected.messages]
+    return next((message for message in said if not any(reason in message for reason in switched_off)), "")
+
+
+def tried(task: Task) -> str:
+    """Do a task, and return why it failed, on one line; empty if it passed."""
+    jobs: dict[Job, Callable[[Task], str]] = {
+        "train": _by_executor, "sum": _sum, "ranks": _by_ranks, "streamed": _streamed, "resume": _resumed,
+    }  # fmt: skip
+    return jobs[task.job](task)
+
+
+def _by_executor(task: Task) -> str:
+    if task.executor == "serial":
+        return next(filter(None, (_by_serial(task, *each) for each in task.tolerance.items())), "")
+    variants = [(precision, 0.0) for precision in task.tolerance] + ([("fp32", 0.3)] if task.dropout else [])
+    return next(filter(None, (_against_serial(task, *each) for each in variants)), "")
+
+
+def _by_serial(task: Task, precision: str, allowed: float) -> str:
+    """Compare `serial` in float32 with that on the CPU, and in other precisions with that in float32."""
+    where = "cpu" if precision == "fp32" else task.device
+    expected = _train("serial", where, "fp32")
+    return _compare(_train("serial", task.device, precision), expected, precision, allowed)
+
+
+def _against_serial(task: Task, precision: str, dropout: float, num_workers: int = 0, **own: Any) -> str:
+    """Return how a run differs from that of `serial`, or that it did not do as it was told; empty if all is well."""
+    expected = _train("serial", task.device, precision, dropout, **own)
+    found = _train(task.executor, task.device, precision, dropout, num_workers=num_workers, **own)
+    different = _compare(found, expected, precision, task.tolerance[precision])
+    if different or task.device != "cuda" or task.job != "train":
+        return different
+    device = choose_device("cuda")
+    return _fell_back(found, expected, [reason for each in (*KERNELS, GRAPHS) if (reason := why_not(each, device))])
+
+
+def _streamed(task: Task) -> str:
+    """Train on data from worker processes, which on CUDA a stream of their own copies."""
+    own = {"augmentation": Augmentation(flip=True), "train_data": Samples()}
+    found = (_against_serial(task, precision, 0.0, num_workers=2, **own) for precision in task.tolerance)
+    return next(filter(None, found), "")
+
+
+def _resumed(task: Task) -> str:
+    """Train with a checkpoint in between, from which another trainer goes on."""
+
+    def train(precision: str) -> State:
+        with tempfile.TemporaryDirectory() as folder:
+            options: dict[str, Any] = {"output_dir": folder, "checkpoint": CheckpointSettings(every_epochs=None)}
+            trainer(task.executor, task.device, precision, 0.3, None, **options).fit(max_rounds=_MIDDLE)
+            made = trainer(task.executor, task.device, precision, 0.3, None, resume="auto", **options)
+            made.fit(max_rounds=ROUNDS - _MIDDLE)
+            return state_of(made)
+
+    for precision, allowed in task.tolerance.items():
+        expected = replace(_train("serial", task.device, precision, 0.3), losses=[])
+        if reason := _compare(replace(expected, state=train(precision)), expected, precision, allowed):
+            return reason
+    return ""
+
+
+def _sum(task: Task) -> str:
+    """All-reduce vectors in a group of one rank, on CUDA on a stream of its own, as averaging does."""
+    device = choose_device("cuda" if task.device == "cuda" else "cpu")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):  # which does nothing for None
+            for size in (1, 1_000, 1_000_003):
+                values = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(device)
+                summed = values.clone()
+                torch.distributed.all_reduce(summed)
+                if not torch.equal(summed, values):
+                    return f"a sum of {size:,} numbers over one rank is not these numbers"
+    finally:
+        torch.distributed.destroy_process_group()
+    return ""
+
+
+def _by_ranks(task: Task) -> str:
+    """Train on all ranks that torchrun has started; the first compares with `serial` of all learners on one device."""
+    with joined(device="cuda" if task.device == "cuda" else "cpu") as ranks:
+        reason = ""
+        for precision, allowed in task.tolerance.items():
+            found = _train(task.executor, task.device, precision, ranks=ranks)
+            with ranks.together():
+                if ranks.is_first:
+                    reason = reason or _as_one(task, found, ranks, precision, allowed)
+        return reason
+
+
+def _as_one(task: Task, found: _Trained, ranks: Ranks, precision: str, allowed: float) -> str:
+    every = _train("serial", task.device, precision, num_learners=LEARNERS * ranks.num_ranks)
+    own = {name: every.state[name] for name in found.state}  # the first rank's learners, and z
+    return _compare(found, replace(every, state=own), precision, allowed)
+
+
+def without_tf32() -> None:
+    """Have products and convolutions in float32 be in float32: TF32 rounds to 10 bits, which would hide faults."""
+    # By the older names, which set the newer ones as well: torch.export reads them, and cannot once only those are set.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do a task, and write its result, on the first of several ranks; returns the exit code."""
+    task, result = (sys.argv[1:] if argv is None else argv)[:2]
+    without_tf32()
+    reason, may_change = "", False
+    try:
+        reason = tried(Task(**json.loads(task)))
+    except Exception as error:  # a fault of whatever kind is what a rung is to find
+        reason = one_line(error)
+        may_change = is_out_of_memory(error) or getattr(error, "error_code", None) == _BUSY
+    if os.environ.get("RANK", "0") == "0":
+        Path(result).write_text(json.dumps({"reason": reason, "may_change": may_change}), encoding="utf-8")
+    return int(bool(reason))
+
+
+if __name__ == "__main__":
+    end_with_parent(signal.SIGKILL)  # a child that hangs would hold the device for ever
+    raise SystemExit(main())

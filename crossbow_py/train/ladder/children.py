@@ -1,0 +1,103 @@
+"""Child processes with a time limit, of which nothing is left when they end, and what their end means."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from crossbow_py.core.files import read_text
+from crossbow_py.engine.trust import Outcome
+
+# A launcher's words for its own ranks: a child that finds them would wait for ranks that never come.
+_LAUNCHERS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_RANK",
+              "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
+_LAUNCHERS_OWN = ("TORCHELASTIC_", "ROLE_")
+_LONGEST_REASON = 300
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a child.
+
+    Attributes:
+        code: the exit code; minus a signal's number if that ended it, None if it was killed at its limit.
+        seconds: the time it took.
+    """
+
+    code: int | None
+    seconds: float
+
+
+def run_child(command: Sequence[str], environment: Mapping[str, str], log: Path, limit_s: float) -> Ended:
+    """Run a command, its output in `log`, for at most `limit_s` seconds; then, whatever happens, kill its whole group.
+
+    `environment` is laid over this process's. Raises OSError if the command cannot be started.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not _is_launchers(name)}
+    begun = time.monotonic()
+    with open(log, "wb") as output:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            env={**inherited, **environment},
+        )  # fmt: skip
+        code: int | None = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = child.wait(limit_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)  # also what it has started: data workers, ranks
+            child.wait()
+    return Ended(code, time.monotonic() - begun)
+
+
+def _is_launchers(name: str) -> bool:
+    return name in _LAUNCHERS or name.startswith(_LAUNCHERS_OWN)
+
+
+def outcome_of(ended: Ended, result: Path, log: Path, proves: tuple[str, ...]) -> Outcome:
+    """Return what the end of a child means. It has written `result`: {"reason": ..., "may_change": ...}.
+
+    It has passed if it ended with 0 and gives no reason why not.
+    """
+    reason, may_change = _said(result)
+    if ended.code is None:
+        reason, may_change = f"timed out after {ended.seconds:.0f} s", False
+    elif ended.code < 0:
+        reason, may_change = f"killed by signal {-ended.code} ({_signal_name(-ended.code)})", False
+    elif reason is None:
+        last = next((line.strip() for line in reversed(_lines(log)) if line.strip()), "no output")
+        reason = f"ended with exit code {ended.code} and without a result: {last}"
+    if ended.code == 0 and not reason:
+        return Outcome("passed", seconds=ended.seconds, proves=proves)
+    reason = " ".join((reason or f"ended with exit code {ended.code}").split())
+    return Outcome("failed", reason[:_LONGEST_REASON], ended.seconds, proves, may_change)
+
+
+def _said(result: Path) -> tuple[str | None, bool]:
+    """Return the child's reason, empty if it has none and None if it has not come to say so."""
+    try:
+        plain = json.loads(read_text(result))
+        return str(plain["reason"]), bool(plain["may_change"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, False
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+def _lines(log: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return []

@@ -1,0 +1,196 @@
+"""The ladder on one device: its rungs in child processes, and what is remembered of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed
+
+from crossbow_py.core.errors import UserError, one_line
+from crossbow_py.core.file_locks import locked
+from crossbow_py.core.measured import user_cache
+from crossbow_py.core.triton_launch import unavailable
+from crossbow_py.engine.modules.precision import Precision, has_fast_bf16
+from crossbow_py.engine.trust import Outcome, RememberedOutcomes, facts
+from crossbow_py.train.ladder.children import Ended, outcome_of, run_child
+from crossbow_py.train.ladder.climb import Attempt, climb, untried
+from crossbow_py.train.ladder.rungs import RUNGS, Rung, Task
+
+_CHILD = "crossbow_py.train.ladder.child"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+RunChild = Callable[[Sequence[str], dict[str, str], Path, float], Ended]
+Tell = Callable[[Rung, Outcome, bool], None]
+
+
+class Ladder:
+    """The rungs that there are for a device.
+
+    Args:
+        device: the device.
+        folder: for what the children write: NAME.log, NAME.json, and a cache of their own, so that they measure anew.
+        limit_s: seconds a child may take; None is what each rung says.
+        rungs: the rungs, of which those for the device are taken.
+        run: runs a command, see `run_child`.
+
+    Raises UserError if the device does not answer.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        folder: Path,
+        limit_s: float | None = None,
+        rungs: Sequence[Rung] = RUNGS,
+        run: RunChild = run_child,
+    ) -> None:
+        self.device, self.folder, self._limit_s, self._run = device, folder, limit_s, run
+        self.rungs = [rung for rung in rungs if device.type in rung.devices]
+        try:
+            self.facts = facts(device)
+        except RuntimeError as error:
+            raise UserError(
+                f"device=cuda does not answer ({one_line(error)[:200]}); set device=cpu, or look at it by nvidia-smi."
+            ) from error
+
+    def title(self, rung: Rung) -> str:
+        """Return what a rung is called on the screen."""
+        return rung.title.format(backend=self._backend)
+
+    def lacks(self, rung: Rung) -> str | None:
+        """Return what this machine lacks to try a rung; None if it has all."""
+        for need in rung.needs:
+            if reason := self._lacks(need):
+                return reason
+        return None
+
+    def _lacks(self, need: str) -> str | None:
+        on_cuda = self.device.type == "cuda"
+        if need == "bf16":
+            return None if has_fast_bf16(self.device) else "bf16 has no instructions of its own here"
+        if need == "triton":
+            return unavailable(self.device)
+        if need == "devices":
+            return None if self._num_ranks > 1 else "there is one GPU"
+        available = torch.distributed.is_nccl_available() if on_cuda else torch.distributed.is_gloo_available()
+        return None if available else f"this build of torch has no {self._backend}"
+
+    @property
+    def _backend(self) -> str:
+        return "NCCL" if self.device.type == "cuda" else "gloo"
+
+    @property
+    def _num_ranks(self) -> int:
+        return torch.cuda.device_count() if self.device.type == "cuda" else 2
+
+    def climb(self, known: Mapping[str, Outcome], tell: Tell) -> dict[str, Outcome]:
+        """Try the rungs that are not known, and remember each outcome at once; see `climb`."""
+        remembered = RememberedOutcomes()
+
+        def told(rung: Rung, outcome: Outcome, is_known: bool) -> None:
+            if not is_known:
+                remembered.keep(self.device, {rung.name: outcome})
+            tell(rung, outcome, is_known)
+
+        return climb(self.rungs, self.attempt, self.lacks, known, told)
+
+    def attempt(self, attempt: Attempt) -> Outcome:
+        """Try a rung in a child process."""
+        rung = attempt.rung
+        log, result = self.folder / f"{rung.name}.log", self.folder / f"{rung.name}.json"
+        result.unlink(missing_ok=True)
+        tolerance = {name: value for name, value in asdict(rung.tolerance).items() if name in attempt.precisions}
+        task = Task(rung.job, self.device.type, attempt.executor, tolerance, rung.dropout)
+        words = ["-m", _CHILD, json.dumps(asdict(task)), str(result)]
+        command = [sys.executable, "-X", "faulthandler", *words]
+        if rung.job == "ranks":
+            command = [
+                sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self._num_ranks}",
+                *words,
+            ]  # fmt: skip
+        environment = {
+            **attempt.switches.environment(),
+            "XDG_CACHE_HOME": str(self.folder / "cache"),
+            **({} if rung.job == "ranks" else self._one_device()),
+        }
+        ended = self._run(command, environment, log, self._limit_s or rung.limit_s)
+        return outcome_of(ended, result, log, rung.proves)
+
+    def _one_device(self) -> dict[str, str]:
+        """Return the variables that let a child see this device first."""
+        index = self.device.index or 0
+        if self.device.type != "cuda" or index == 0:
+            return {}
+        visible = os.environ.get(_VISIBLE) or ",".join(map(str, range(torch.cuda.device_count())))
+        return {_VISIBLE: visible.split(",")[index]}
+
+
+def line(title: str, outcome: Outcome, is_known: bool = False) -> str:
+    """Return a rung's line: PASS, FAIL or SKIP, its time, and why."""
+    status = {"passed": "PASS", "failed": "FAIL", "skipped": "SKIP"}[outcome.status]
+    took = f"{outcome.seconds:.1f} s" if outcome.seconds else ""
+    said = ": ".join(filter(None, ("remembered" if is_known else "", outcome.reason)))
+    return f"{status}  {title:27} {took:>8}  {said}".rstrip()
+
+
+@contextlib.contextmanager
+def one_at_a_time(announce: Callable[[str], None]) -> Iterator[None]:
+    """Have one process of this user climb at a time, if there is a cache to say so in."""
+    waiting = "Another process tries the device already; waiting for it."
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            user_cache().mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(user_cache() / "ladder.lock", lambda: announce(waiting)))
+        yield
+
+
+def try_once(
+    device: torch.device, announce: Callable[[str], None], rungs: Sequence[Rung] = RUNGS, run: RunChild = run_child
+) -> dict[str, Outcome]:
+    """Find out what `executor=auto` may take on a CUDA device, in child processes, unless it is remembered.
+
+    Takes minutes the first time on a device and with a version of torch, Triton or this package, and says so. On other
+    devices there is nothing to find out, and no outcome.
+    """
+    if device.type != "cuda":
+        return {}
+    with tempfile.TemporaryDirectory(prefix="crossbow_check_") as folder:
+        ladder = Ladder(device, Path(folder), rungs=[rung for rung in rungs if rung.serves_auto], run=run)
+        known = RememberedOutcomes().of(device)
+        if not untried(ladder.rungs, ladder.lacks, known):
+            return known
+        with one_at_a_time(announce):
+            known = RememberedOutcomes().of(device)  # another process may have climbed meanwhile
+            if count := len(untried(ladder.rungs, ladder.lacks, known)):
+                announce(
+                    f"Trying {ladder.facts['device']} in {count} child processes, once: executor=auto takes only what "
+                    "gives the numbers of serial. It takes some minutes."
+                )
+
+            def tell(rung: Rung, outcome: Outcome, is_known: bool) -> None:
+                if not is_known:
+                    announce(line(ladder.title(rung), outcome))
+
+            return ladder.climb(known, tell)
+
+
+def check_trusted(outcomes: Mapping[str, Outcome], precision: Precision) -> None:
+    """Raise UserError if `serial` itself does not hold on the device, by outcomes of `try_once`, in this precision.
+
+    A failure for something that passes, such as memory that others hold, says nothing.
+    """
+    for name, where, remedy in (("serial", "fp32", "device=cpu"), ("bf16", "bf16", "precision=fp32")):
+        outcome = outcomes.get(name)
+        concerns = name in ("serial", precision.name)
+        if concerns and outcome is not None and outcome.status == "failed" and not outcome.may_change:
+            raise UserError(
+                f"device=cuda failed when it was tried, by serial rounds in {where} ({outcome.reason.rstrip('.')}); "
+                f"set {remedy}, or try it anew: python -m crossbow_py.check again=true."
+            )

@@ -1,0 +1,110 @@
+"""Child processes that end in all the ways that there are, and what is left of them: nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from crossbow_py.engine.trust import Outcome
+from crossbow_py.train.ladder.children import Ended, outcome_of, run_child
+
+PASSES = "open(sys.argv[1], 'w').write('{\"reason\": \"\", \"may_change\": false}')"
+FAILS = "open(sys.argv[1], 'w').write('{\"reason\": \"numbers differ by 0.3\", \"may_change\": true}'); sys.exit(1)"
+
+
+def outcome(code: str, folder: Path, limit_s: float = 20.0) -> Outcome:
+    result, log = folder / "rung.json", folder / "rung.log"
+    ended = run_child([sys.executable, "-c", f"import os, signal, sys, time; {code}", str(result)], {}, log, limit_s)
+    return outcome_of(ended, result, log, ("layers",))
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "reason"),
+    [
+        (PASSES, "passed", ""),
+        (FAILS, "failed", "numbers differ by 0.3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "failed", "killed by signal 9 (SIGKILL)"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "failed", "killed by signal 11 (SIGSEGV)"),
+        (f"{PASSES}; os.kill(os.getpid(), signal.SIGABRT)", "failed", "killed by signal 6 (SIGABRT)"),
+        ("raise RuntimeError('CUDA error:\\nillegal')", "failed",
+         "ended with exit code 1 and without a result: illegal"),
+        ("pass", "failed", "ended with exit code 0 and without a result: no output"),
+        ("os._exit(3)", "failed", "ended with exit code 3 and without a result: no output"),
+    ],
+)  # fmt: skip
+def test_end_of_a_child_is_one_line(code: str, status: str, reason: str, tmp_path: Path) -> None:
+    found = outcome(code, tmp_path)
+    assert (found.status, found.reason, found.proves) == (status, reason, ("layers",))
+    assert found.seconds > 0
+
+
+def test_child_that_hangs_is_killed_with_all_it_has_started(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    code = (
+        "import subprocess; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        f"child = subprocess.Popen(['sleep', '60']); open({str(pid)!r}, 'w').write(str(child.pid)); time.sleep(60)"
+    )
+    begun = time.monotonic()
+    found = outcome(code, tmp_path, limit_s=2.0)
+    assert (found.status, found.reason) == ("failed", "timed out after 2 s")
+    assert time.monotonic() - begun < 20
+    _await_end(int(pid.read_text()))
+
+
+def test_nothing_is_left_of_a_child_that_ends_before_what_it_has_started(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    code = (
+        f"import subprocess; open({str(pid)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid)); {PASSES}"
+    )
+    assert outcome(code, tmp_path).passed
+    _await_end(int(pid.read_text()))
+
+
+def _await_end(pid: int) -> None:
+    """A process that was killed is gone, or a zombie that nobody has waited for."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except OSError:
+            return
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    raise AssertionError("it was left running")
+
+
+def test_child_knows_nothing_of_a_launcher_and_has_what_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "7")
+    code = "import os; print(sorted(n for n, v in os.environ.items() if v == '7'), os.environ['CROSSBOW_GRAPHS'])"
+    ended = run_child([sys.executable, "-c", code], {"CROSSBOW_GRAPHS": "0"}, tmp_path / "log", 20.0)
+    assert ended.code == 0
+    assert (tmp_path / "log").read_text() == "[] 0\n"
+
+
+def test_result_that_is_no_result_counts_as_none(tmp_path: Path) -> None:
+    (tmp_path / "result").write_text('{"reason": ""}')
+    assert outcome_of(Ended(0, 1.0), tmp_path / "result", tmp_path / "log", ()).status == "failed"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone says when a parent has ended")
+def test_child_whose_parent_is_killed_does_not_stay(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    child = (
+        "import os, pathlib, signal, sys, time; from crossbow_py.distributed.launch import end_with_parent; "
+        f"end_with_parent(signal.SIGKILL); pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    )
+    file = f"pathlib.Path({str(pid)!r})"
+    waits = f"while not ({file}.exists() and {file}.read_text()): time.sleep(0.05)"
+    starts = f"import os, pathlib, subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}])"
+    subprocess.run([sys.executable, "-c", f"{starts}\n{waits}\nos._exit(0)"], check=True, timeout=60)
+    _await_end(int(pid.read_text()))
