@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _on_gpu(config: pytest.Config) -> bool:
-    return torch.cuda.is_available() and config.option.markexpr == "gpu"
+    return torch.cuda.is_available() and config.option.markexpr.split(" and ")[0] == "gpu"
 
 
 @pytest.hookimpl(wrapper=True)

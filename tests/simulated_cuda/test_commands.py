@@ -1,0 +1,136 @@
+"""The commands as users type them, on a simulated CUDA device: what they give is what a CPU gives.
+
+    python -m tests.simulated_cuda pytest -m gpu tests/simulated_cuda
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.caches import trust_cuda, use_cache
+from tests.trainers import weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("SIMULATED_CUDA_LIBRARY" not in os.environ, reason="run by python -m tests.simulated_cuda"),
+]
+
+DIGITS = ["+experiment=digits", "model.hidden=[16]", "precision=fp32", "max_rounds=40", "schedule=constant"]
+RULES = ["crossbow", "elastic", "independent", "local_sgd", "diloco", "slowmo", "papa", "synchronous_sgd", "grouped_sma"]
+
+
+@pytest.fixture(autouse=True)
+def proven(tmp_path, monkeypatch):
+    """Everything has passed on this device, as far as commands know; kernels are for TRITON_INTERPRET=1."""
+    use_cache(tmp_path / "cache", monkeypatch)
+    trust_cuda(monkeypatch)
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        monkeypatch.setenv("CROSSBOW_KERNELS", "none")
+
+
+def command(module, *options):
+    return [sys.executable, "-m", f"crossbow_py.{module}", *options]
+
+
+def run(module, *options, code=0):
+    """The output of a command, with nothing accessed out of order."""
+    done = subprocess.run(command(module, *options), capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "not ordered" not in done.stderr and "freed since" not in done.stderr, done.stderr
+    return done.stdout + done.stderr
+
+
+def distance(folder, other):
+    """How far two models are apart, relative to their length."""
+    ours, theirs = (
+        torch.cat([v.double().flatten() for _, v in sorted(load_file(f / "model.safetensors").items())])
+        for f in (folder, other)
+    )
+    return (ours - theirs).norm().item() / theirs.norm().item()
+
+
+def trained(folder, device, *options):
+    run("train", *DIGITS, f"device={device}", f"output_dir={folder}", *options)
+    return folder
+
+
+@pytest.mark.parametrize("executor", ["serial", "fused", "streams"])
+def test_run_ends_with_the_weights_of_serial_on_a_cpu(executor, tmp_path):
+    options = ["num_learners=3", "optimizer.momentum=0.9"]
+    ours = trained(tmp_path / "cuda", "cuda", f"executor={executor}", *options)
+    assert distance(ours, trained(tmp_path / "cpu", "cpu", "executor=serial", *options)) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["fused", "streams"])
+@pytest.mark.parametrize("rule", RULES)
+def test_every_averaging_rule_ends_as_on_a_cpu(rule, executor, tmp_path):
+    options = [f"averaging={rule}", "num_learners=4"]
+    ours = trained(tmp_path / "cuda", "cuda", f"executor={executor}", *options)
+    assert distance(ours, trained(tmp_path / "cpu", "cpu", "executor=serial", *options)) < 1e-5
+
+
+@pytest.mark.parametrize("executor", ["fused", "streams"])
+def test_run_killed_and_resumed_ends_with_the_same_bits(executor, tmp_path):
+    options = [*DIGITS, "max_rounds=150", "device=cuda", f"executor={executor}", "checkpoint_every_s=0.05"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run("train", *options, f"output_dir={whole}")
+    process = subprocess.Popen(
+        command("train", *options, f"output_dir={broken}"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 100
+    while not list((broken / "checkpoints").glob("*")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (broken / "model.safetensors").exists(), "it was killed before its end"
+    run("train", *options, f"output_dir={broken}", "resume=auto")
+    assert weights(broken) == weights(whole)
+
+
+def test_number_of_learners_grows_and_the_run_goes_on(tmp_path):
+    said = run(
+        "train", *DIGITS, "max_rounds=400", "device=cuda", "executor=fused", "num_learners=auto", "max_learners=3",
+        f"output_dir={tmp_path / 'run'}",
+    )  # fmt: skip
+    assert "learners" in said and "finished" in said
+
+
+def test_auto_measures_what_has_passed_and_takes_one_of_it(tmp_path):
+    said = run("train", *DIGITS, "device=cuda", f"output_dir={tmp_path / 'run'}")
+    assert "was the fastest here" in said
+    assert all(name in said for name in ("serial", "fused", "streams"))
+
+
+def test_trace_has_rows_for_every_stream(tmp_path):
+    run("train", *DIGITS, "device=cuda", "executor=streams", "trace=true", f"output_dir={tmp_path / 'run'}")
+    assert "averaging" in (tmp_path / "run" / "trace.json").read_text()
+
+
+def test_learner_that_diverges_is_told_and_reseeded(tmp_path):
+    options = ["optimizer.learning_rate=1e30", "on_nonfinite=reseed", "device=cuda", "executor=fused"]
+    said = run("train", *DIGITS, *options, f"output_dir={tmp_path / 'run'}", code=1)
+    assert "finite" in said and "Traceback" not in said
+
+
+def test_full_gpu_is_told_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIMULATED_CUDA_GIB", "0.0003")
+    said = run("train", *DIGITS, "device=cuda", "executor=serial", f"output_dir={tmp_path / 'run'}", code=1)
+    assert "Traceback" not in said and "memory" in said
+
+
+def test_search_in_packs_and_prediction_by_its_best_models(tmp_path):
+    folder = tmp_path / "search"
+    options = ["+experiment=search_digits", "device=cuda", "executor=fused", "num_trials=4", "max_epochs=2"]
+    said = run("search", *options, f"output_dir={folder}")
+    assert "finished" in said
+    said = run("predict", f"models=[{folder}]", "data=digits", "device=cuda", "executor=fused")
+    assert "accuracy" in said
