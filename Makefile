@@ -12,6 +12,9 @@ PYTHONS := $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11 python
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 MORE_TESTS := tests/pages tests/unit/fuzz tests/unit/experiments
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
+# The tests of CUDA, on a device that is simulated on host memory; nothing runs where that cannot be built.
+SIMULATED := $(BIN)/python -m tests.simulated_cuda pytest -n auto --maxprocesses 4 --dist load
+ON_CUDA := tests/gpu tests/simulated_cuda
 HAS_CUDA := import sys, torch; sys.exit(0 if torch.cuda.is_available() else "error: no CUDA device is visible here; run make gpu on a machine with a GPU.")
 PACK_TESTS := tests/gpu/test_packs.py tests/gpu/test_ensemble.py
 ENGINE_TESTS := $(filter-out $(PACK_TESTS),$(wildcard tests/gpu/test_*.py))
@@ -56,8 +59,9 @@ tensorboard: $(STAMP)  ## the curves of all runs, on http://localhost:6006
 	@echo "open http://localhost:6006/#custom_scalars"
 	$(BIN)/tensorboard --logdir $(LOGDIR) --host localhost
 
-test: setup  ## the tests of the package, in minutes
+test: setup  ## the tests of the package, and those of CUDA on a simulated device, in minutes
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow' $(addprefix --ignore=,$(MORE_TESTS))
+	$(SIMULATED) -m 'gpu and not slow' $(ON_CUDA)
 
 test-more: setup  ## fuzzing, what pages say, experiments in their short form; and slow tests that no busy machine upsets
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow' $(MORE_TESTS)
@@ -66,7 +70,8 @@ test-more: setup  ## fuzzing, what pages say, experiments in their short form; a
 test-all: setup $(ZOO_STAMP)  ## everything, also what takes minutes or wants the machine to itself, and models of timm and transformers
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow'
 	$(BIN)/python -m pytest -m slow
-	$(BIN)/python -m pytest -m gpu --quiet
+	$(SIMULATED) -m 'gpu and slow' $(ON_CUDA)
+	TRITON_INTERPRET=1 $(SIMULATED) -m gpu tests/gpu/test_executors.py
 
 gpu:  ## what a GPU can be trusted with, its tests, and all that is to be measured on it; nothing stops the rest
 	$(MAKE) --keep-going gpu-check gpu-engine gpu-packs
@@ -110,5 +115,5 @@ docs: setup  ## the documentation as a site of its own, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:  ## remove caches and build products; runs/ and .venv stay
-	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf tests/simulated_cuda/build build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

@@ -25,6 +25,7 @@ from tests.support import assert_learners_equal, features, norm_model, plan
 IMAGES = features(512, (3, 6, 6))
 IS_SIMULATED = "SIMULATED_CUDA_LIBRARY" in os.environ  # see tests/simulated_cuda
 needs_gpu = pytest.mark.skipif(IS_SIMULATED, reason="a simulated device has no NVML, profiler or time")
+slow_if_simulated = pytest.mark.slow if IS_SIMULATED else lambda test: test
 HAS_KERNELS = not IS_SIMULATED or os.environ.get("TRITON_INTERPRET") == "1"
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="on a simulated device kernels need TRITON_INTERPRET=1")
 

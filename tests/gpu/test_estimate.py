@@ -8,12 +8,12 @@ from torch import nn
 
 from crossbow_py.averaging import SMA
 from crossbow_py.cli.configuration import compose
-from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.engine.sizing.memory import Sample
+from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.estimate.config import EstimateConfig
 from crossbow_py.estimate.estimation import estimate, reserved_bytes, within
 from crossbow_py.train.run_settings import RunSettings
-from tests.gpu.support import IS_SIMULATED
+from tests.gpu.support import IS_SIMULATED, slow_if_simulated
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +33,7 @@ def reserved(batch_size: int, executor: str = "fused") -> int | None:
     return reserved_bytes(network, Sample((3, 32, 32), torch.bfloat16), 10, settings, SGD(), SMA())
 
 
+@slow_if_simulated
 @pytest.mark.parametrize("executor", ["serial", "fused", "streams"])
 def test_rounds_take_more_with_larger_batches(executor: str) -> None:
     small, large = reserved(16, executor), reserved(512, executor)
@@ -47,6 +48,8 @@ def test_rounds_beyond_the_limit_run_out_of_memory_and_leave_the_device_usable()
     assert reserved(64) is not None
 
 
+@slow_if_simulated
+@pytest.mark.timeout(300)
 def test_estimate_of_this_gpu_is_confirmed_by_rounds() -> None:
     free, _ = torch.cuda.mem_get_info()
     limit, model = (GIB // 2, "lenet") if IS_SIMULATED else (3 * GIB, "resnet20")

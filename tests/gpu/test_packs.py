@@ -25,6 +25,7 @@ from crossbow_py.search.packs.slots import advance
 from crossbow_py.search.packs.trial import TrialSettings
 from crossbow_py.search.packs.width import Width
 from crossbow_py.train import run_settings
+from tests.gpu.support import slow_if_simulated
 from tests.searches import assert_rungs_keep_the_best, report, search_digits, segments
 from tests.trainers import images
 from tests.unit.search.packs.test_pack import (
@@ -223,6 +224,7 @@ def assert_first_rung_is_as_on_a_cpu(folder: str = "search") -> None:
         assert own["values"]["1"] == pytest.approx(other["values"]["1"], abs=0.03)
 
 
+@slow_if_simulated
 @pytest.mark.usefixtures("in_an_empty_folder")
 @pytest.mark.timeout(300)
 def test_search_that_measures_its_packs_on_cuda_ends_with_the_best_trial(capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,6 +239,7 @@ def test_search_that_measures_its_packs_on_cuda_ends_with_the_best_trial(capsys:
     assert_first_rung_is_as_on_a_cpu()
 
 
+@slow_if_simulated
 @pytest.mark.usefixtures("in_an_empty_folder")
 @pytest.mark.parametrize("executor", ["fused", "streams"])
 def test_search_in_packs_of_four_reaches_what_trials_reach_on_a_cpu(
@@ -248,6 +251,7 @@ def test_search_in_packs_of_four_reaches_what_trials_reach_on_a_cpu(
     assert_first_rung_is_as_on_a_cpu()
 
 
+@slow_if_simulated
 @pytest.mark.usefixtures("in_an_empty_folder")
 @pytest.mark.parametrize("executor", ["fused", "streams"])
 def test_search_of_two_batch_sizes_has_two_packs_side_by_side(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,6 +271,7 @@ def test_search_of_two_batch_sizes_has_two_packs_side_by_side(executor: str, mon
     assert {size for size, width in steps if width > 1} == {16, 32}
 
 
+@slow_if_simulated
 @pytest.mark.usefixtures("in_an_empty_folder")
 def test_memory_that_is_said_not_to_hold_a_pack_makes_it_narrower(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -288,6 +293,7 @@ def test_memory_that_is_said_not_to_hold_a_pack_makes_it_narrower(
     assert_every_rung_keeps_the_top_third()
 
 
+@slow_if_simulated
 @pytest.mark.usefixtures("in_an_empty_folder")
 @pytest.mark.timeout(300)
 def test_memory_that_does_not_hold_a_pack_makes_it_narrower(

@@ -24,7 +24,10 @@ pytestmark = [
 ]
 
 DIGITS = ["+experiment=digits", "model.hidden=[16]", "precision=fp32", "max_rounds=40", "schedule=constant"]
-RULES = ["crossbow", "elastic", "independent", "local_sgd", "diloco", "slowmo", "papa", "synchronous_sgd", "grouped_sma"]
+RULES = [
+    "crossbow", "elastic", "independent", "local_sgd", "diloco", "slowmo", "papa", "synchronous_sgd",
+    "grouped_sma",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
