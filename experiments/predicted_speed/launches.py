@@ -164,12 +164,12 @@ _WORK: Mapping[str, Callable[[Mapping[str, Any]], dict[str, int]]] = {
     "_forward": _forward,
     "_backward": _backward,
     "_statistics_kernel": _of("x", "partials", "partials", chain=lambda n: 6 + n["rows_per_tile"] // n["ROWS"]),
-    "_normalise_kernel": _of("x", "residual", "y", chain=3),
+    "_normalise_kernel": _of("x", "residual", "y", chain=2),
     "_backward_sums_kernel": _of(
         "first", "second", "x", "y", "partials", "partials",
         chain=lambda n: 5 + n["rows_per_tile"] // n["ROWS"] + _ceil(n["num_tiles"], n["ROWS"]),
     ),
-    "_backward_inputs_kernel": _of("first", "second", "x", "y", "dx", "d_residual", chain=3),
+    "_backward_inputs_kernel": _of("first", "second", "x", "y", "dx", "d_residual", chain=2),
     "_cross_entropy": _of(
         "outputs", "gradient", "targets", "targets", chain=lambda n: 3 + 2 * _ceil(n["batch"], n["SAMPLES"])
     ),
@@ -226,7 +226,7 @@ class OperatorNodes(OperatorCounter):  # type: ignore[no-untyped-call]
             product = _product(rows, columns, max(1, flops // (2 * rows * columns)), size)
             return [Node(name, num_bytes, fewest=fewest, most=most, flops=flops, **product)]
         programs = max(1, _ceil(num_bytes // max(1, written[0].itemsize) // 2, _POINTS))
-        return [Node(name, num_bytes, programs, fewest, most, chain=3)]
+        return [Node(name, num_bytes, programs, fewest, most, chain=2)]
 
 
 def _num_launches(name: str, args: tuple[Any, ...]) -> tuple[int, int]:

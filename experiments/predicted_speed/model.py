@@ -6,7 +6,8 @@ A kernel takes the longest of these, and a node of a graph a fixed time more:
     cache      bytes that programs load ÷ bandwidth of the L2 cache
     products   FLOPs of whole tiles ÷ peak, of the multiprocessor that has the most tiles
     issue      instructions ÷ four a clock, likewise
-    latency    waves · (dependent accesses + turns of the main loop, half of them if loads run ahead) · latency
+    latency    waves · (dependent accesses + turns of the main loop, half of them if loads run ahead) · latency, with the
+               mean of turns over programs; or the same of the longest program alone
 
 with waves = ⌈programs ÷ (multiprocessors · programs that fit one at once)⌉. Nothing of it was measured: `SLOW` and
 `FAST` hold every assumption, on the two sides of what seems likely.
@@ -61,7 +62,7 @@ class Assumptions:
         cache_bytes_per_s: of the L2 cache.
         cached_share: of the L2 cache: nodes with fewer bytes find all of them there.
         latency_s: of an access that others wait for.
-        programs_of_operators: that fit a multiprocessor at once, of kernels that are not ours.
+        products_at_once, others_at_once: programs that fit a multiprocessor, of kernels that are not ours.
         fills: whether kernels of several streams share a multiprocessor well.
         most_launches: whether an operator of torch is the most launches it may be, or the fewest.
         dispatch_s: between the beginnings of two kernels, of whichever streams.
@@ -76,7 +77,8 @@ class Assumptions:
     cache_bytes_per_s: float
     cached_share: float
     latency_s: float
-    programs_of_operators: int
+    products_at_once: int
+    others_at_once: int
     fills: bool
     most_launches: bool
     dispatch_s: float
@@ -87,13 +89,13 @@ class Assumptions:
 
 SLOW = Assumptions(
     node_s=2.5e-6, bandwidth_share=0.7, flops_share=0.25, issue_share=0.4, clock_share=0.8, cache_bytes_per_s=3.5e12,
-    cached_share=0.0, latency_s=0.8e-6, programs_of_operators=2, fills=False, most_launches=True, dispatch_s=1e-6,
-    operator_s=10e-6, replay_s=15e-6, event_s=2e-6,
+    cached_share=0.0, latency_s=0.8e-6, products_at_once=1, others_at_once=12, fills=False, most_launches=True,
+    dispatch_s=1e-6, operator_s=10e-6, replay_s=15e-6, event_s=2e-6,
 )  # fmt: skip
 FAST = Assumptions(
     node_s=1.5e-6, bandwidth_share=0.92, flops_share=0.6, issue_share=0.8, clock_share=1.0, cache_bytes_per_s=5.5e12,
-    cached_share=0.5, latency_s=0.4e-6, programs_of_operators=8, fills=True, most_launches=False, dispatch_s=0.3e-6,
-    operator_s=4e-6, replay_s=6e-6, event_s=0.7e-6,
+    cached_share=0.5, latency_s=0.4e-6, products_at_once=2, others_at_once=16, fills=True, most_launches=False,
+    dispatch_s=0.3e-6, operator_s=4e-6, replay_s=6e-6, event_s=0.7e-6,
 )  # fmt: skip
 BOTH = {"slow": SLOW, "fast": FAST}
 # Assumptions that stand or fall together. What else holds is unknown of each, so ratios are looked at in every mixture.
@@ -101,7 +103,7 @@ GROUPS = (
     ("node_s", "latency_s"),
     ("bandwidth_share", "cache_bytes_per_s", "cached_share"),
     ("flops_share", "issue_share", "clock_share"),
-    ("programs_of_operators", "fills", "most_launches"),
+    ("products_at_once", "others_at_once", "fills", "most_launches"),
     ("dispatch_s", "operator_s", "replay_s", "event_s"),
 )
 
@@ -146,7 +148,8 @@ def kernel_time(node: Row, cubin: Row | None, arithmetic: str, gpu: Gpu, given: 
         gpu, given: the device, and what is assumed.
     """
     programs, units, clock = node["programs"], gpu.multiprocessors, gpu.clock_hz * given.clock_share
-    at_once = programs_at_once(cubin, gpu) if cubin else given.programs_of_operators
+    others = given.products_at_once if node["steps"] else given.others_at_once
+    at_once = programs_at_once(cubin, gpu) if cubin else others
     active, tail = min(programs, units), -(-programs // units) * units / programs
     most = active * _BYTES_A_CLOCK * clock
     cache = min(given.cache_bytes_per_s, most)
@@ -160,9 +163,10 @@ def kernel_time(node: Row, cubin: Row | None, arithmetic: str, gpu: Gpu, given: 
     if cubin:
         issued = (programs * cubin["outside"] + node["turns"] * cubin["loop"]) * cubin["warps"]
         seconds["issue"] = issued / (units * _SCHEDULERS * clock * given.issue_share) * tail
-    ahead = cubin is None or cubin["asynchronous"]
-    chain = node["chain"] + node["steps"] / (2 if ahead else 1)
-    seconds["latency"] = -(-programs // (units * at_once)) * chain * given.latency_s
+    a_turn = given.latency_s / (2 if cubin is None or cubin["asynchronous"] else 1)
+    waves, accesses_s = -(-programs // (units * at_once)), node["chain"] * given.latency_s
+    longest, mean = (accesses_s + turns * a_turn for turns in (node["steps"], node["turns"] / programs))
+    seconds["latency"] = max(longest, waves * mean)
     limit = max(seconds, key=lambda name: seconds[name])
     return Time(seconds[limit], limit, min(1.0, programs / (units * (at_once if given.fills else 1))))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from experiments.bench.results import read_results
 from experiments.predicted_speed.model import LIMITS
 from experiments.tables.markdown import markdown_table
 
@@ -71,7 +73,8 @@ def work_text(result: Result) -> str:
         for slow, fast in cells
         if slow["precision"] != "tf32" or "fp32" not in counted
     ]  # fmt: skip
-    return f"{markdown_table(header, lines)}\n\nWith TF32 all of it is as in fp32."
+    note = "\n\nWith TF32 all of it is as in fp32." if {"tf32", "fp32"} <= counted else ""
+    return markdown_table(header, lines) + note
 
 
 def binding_text(result: Result) -> str:
@@ -118,6 +121,30 @@ def kernels_text(result: Result) -> str:
     return f"{markdown_table(header, lines)}\n\nCompiled by Triton {result['triton']} for compute capability 9.0."
 
 
+def measured_text(results: Mapping[str, Result]) -> str:
+    """What experiments/throughput measured on one of the GPUs, beside the prediction of the same cell."""
+    cells = {_cell(slow): (slow, fast) for result in results.values() for slow, fast in cells_of(result)}
+    sizes = {result["batch_size"] for result in results.values()}
+    lines = []
+    for measured in read_results("throughput").values():
+        gpu = next((each[2] for each in cells if each[2] in " ".join(measured["machine"]["gpus"])), None)
+        for row in measured["rows"] if gpu else ():
+            # torch's convolutions multiply float32 as TF32, unless told otherwise.
+            precision = "tf32" if row["precision"] == "fp32" else row["precision"]
+            model, size = ({**measured, **row}[key] for key in ("model", "batch_size"))
+            both = cells.get((model, precision, gpu, row["num_learners"]))
+            if both is None or row["side"] not in SIDES or size not in sizes:
+                continue
+            bounds = [each[row["side"]]["images_per_s"] for each in both]
+            lines.append([
+                f"{model} {precision} {gpu}, {row['side']}", str(row["num_learners"]), thousands(row["images_per_s"]),
+                _band(thousands, *bounds), ratio(row["images_per_s"] / math.sqrt(math.prod(bounds))),
+            ])  # fmt: skip
+    if not lines:
+        return "Nothing of it has been measured yet."
+    return markdown_table(["", "K", "measured, thousand images/s", "predicted", "÷ middle of the band"], lines)
+
+
 def _band(form: Callable[[float], str], *values: float) -> str:
     first, last = form(min(values)), form(max(values))
     return first if first == last else f"{first}–{last}"
@@ -144,3 +171,4 @@ def percent(value: float) -> str:
 
 
 TABLES = {"all": result_text, "speed": speed_text, "work": work_text, "binding": binding_text, "kernels": kernels_text}
+TABLES_OVER_ALL = {"measured": measured_text}
