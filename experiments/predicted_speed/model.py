@@ -6,8 +6,8 @@ A kernel takes the longest of these, and a node of a graph a fixed time more:
     cache      bytes that programs load ÷ bandwidth of the L2 cache
     products   FLOPs of whole tiles ÷ peak, of the multiprocessor that has the most tiles
     issue      instructions ÷ four a clock, likewise
-    latency    waves · (dependent accesses + turns of the main loop, half of them if loads run ahead) · latency, with the
-               mean of turns over programs; or the same of the longest program alone
+    latency    waves · (dependent accesses + turns of the main loop, half of them if loads run ahead) · latency,
+               turns being the mean over programs; or the same of the longest program alone
 
 with waves = ⌈programs ÷ (multiprocessors · programs that fit one at once)⌉. Nothing of it was measured: `SLOW` and
 `FAST` hold every assumption, on the two sides of what seems likely.
