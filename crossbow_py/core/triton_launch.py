@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,14 +24,28 @@ _OLDEST_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel launch: the kernel's name, its grid of programs and its arguments."""
+    """A kernel launch: the kernel's name, its grid of programs, its arguments, and its constants and options by name.
+
+    `module` is where the kernel is defined, and `names` are those of all its arguments, constants included.
+    """
 
     kernel: str
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    module: str = ""
+    names: tuple[str, ...] = ()
 
 
-_RECORDS: list[list[Launch]] = []
+@dataclass(eq=False)
+class _Record:
+    """A list of launches, and whether the kernels run."""
+
+    launches: list[Launch]
+    runs: bool
+
+
+_RECORDS: list[_Record] = []
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -59,19 +73,26 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     A product and a sum may be fused into one operation that rounds once, unless `constants` have
     `enable_fp_fusion=False`; torch's operators round twice.
     """
-    for record in _RECORDS:
-        record.append(Launch(kernel.__name__, grid, arguments))
     # Explicit, as Triton's own default is about to change.
-    kernel[grid](*arguments, **{"enable_fp_fusion": True, **constants})
+    options = {"enable_fp_fusion": True, **constants}
+    for record in _RECORDS:
+        names = tuple(kernel.arg_names)
+        record.launches.append(Launch(kernel.__name__, grid, arguments, options, kernel.fn.__module__, names))
+    if all(record.runs for record in _RECORDS):
+        kernel[grid](*arguments, **options)
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """Yield a list that receives every launch of the block, in order. For counting and tests; not thread-safe."""
-    record: list[Launch] = []
+def recorded(runs: bool = True) -> Iterator[list[Launch]]:
+    """Yield a list that receives every launch of the block, in order. For counting and tests; not thread-safe.
+
+    Without `runs`, kernels are recorded instead of run, and what they would write stays as it was: for counting at
+    sizes that are too large for the interpreter.
+    """
+    record = _Record([], runs)
     _RECORDS.append(record)
     try:
-        yield record
+        yield record.launches
     finally:
         _RECORDS.remove(record)
 

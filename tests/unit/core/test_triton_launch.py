@@ -23,6 +23,19 @@ def test_launch_is_recorded_inside_the_block_alone():
     assert [(made.kernel, made.grid) for made in launches] == [("_double", (2,))]
 
 
+def test_recorded_launch_names_what_it_would_have_been_and_does_not_run():
+    x, y = torch.arange(10.0), torch.zeros(10)
+    with recorded() as outer, recorded(runs=False) as launches:
+        launch(_double, (2,), x, y, 10, BLOCK=8, num_warps=4)
+    assert not y.any()
+    assert outer == launches
+    (made,) = launches
+    assert made.constants == {"enable_fp_fusion": True, "BLOCK": 8, "num_warps": 4}
+    assert (made.module, made.names) == (__name__, ("x", "y", "count", "BLOCK"))
+    launch(_double, (2,), x, y, 10, BLOCK=8)
+    assert torch.equal(y, 2 * x)
+
+
 def test_kernels_on_cpu_need_the_interpreter(monkeypatch):
     assert unavailable(torch.device("cpu")) is None
     monkeypatch.setenv("TRITON_INTERPRET", "0")

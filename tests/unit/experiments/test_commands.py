@@ -21,6 +21,7 @@ from experiments.grids.grid import Grid
 from experiments.tables import pages, pictures
 from experiments.throughput.sides import sides_on
 from tests.pages.tiny_data import write_data_root
+from tests.triton_version import has_interpreter
 
 Words = tuple[str, ...]
 
@@ -54,6 +55,7 @@ SHORT: Mapping[str, str] = {
         for part in parts.split()
     },
     "overhead/run": "--repetitions 1 --seconds 0.05",
+    "predicted_speed/run": "--models lenet --num-learners 1 --precisions bf16",
     "preprocessing/run": "--models 1 --rounds 2 --repetitions 1",
     "ranks/run": "--model lenet --batch-size 4 --rounds 2 --repetitions 1",
     "resnet32_cifar10/run": "--seeds 0 --runs {folder} --results {folder} +debug=fast",
@@ -145,6 +147,8 @@ def test_command_of_a_page_runs(words: Words, tmp_path: Path, monkeypatch: pytes
         return
     if program == "zoo/run" and importlib.util.find_spec("timm") is None:
         pytest.skip("timm is not installed")
+    if program == "predicted_speed/run" and not has_interpreter():
+        pytest.skip("Triton's interpreter is needed")
     module = importlib.import_module(f"experiments.{program.replace('/', '.')}")
     written = tmp_path / "written.json"
     if hasattr(module, "GRIDS"):

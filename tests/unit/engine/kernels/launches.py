@@ -6,12 +6,9 @@ import contextlib
 import sys
 from collections import Counter
 
-import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crossbow_py.core import triton_launch
-from crossbow_py.data.resident import image_kernels
-from crossbow_py.engine.kernels import batch_norm, convolution, cross_entropy, update
 
 # Views are known by their schema; these allocate, or look at tensors without launching anything.
 _NO_LAUNCH = {
@@ -41,20 +38,6 @@ def _is_interpreting():
     while frame is not None and not frame.f_code.co_filename.endswith("core/triton_launch.py"):
         frame = frame.f_back
     return frame is not None
-
-
-@contextlib.contextmanager
-def kernels_that_do_nothing():
-    """Kernels are recorded and not run: what they would write stays as it was. For counting at full size."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (batch_norm, convolution, cross_entropy, image_kernels, update):
-            patch.setattr(module, "launch", _only_record)
-        yield
-
-
-def _only_record(kernel, grid, *arguments, **constants):
-    for record in triton_launch._RECORDS:
-        record.append(triton_launch.Launch(kernel.__name__, grid, arguments))
 
 
 @contextlib.contextmanager
