@@ -1,4 +1,4 @@
-"""What the simulated device does that a GPU does: it is late, in any order that is allowed, and refuses what CUDA refuses.
+"""What a simulated device does as a GPU does: it is late, in any allowed order, and refuses what CUDA refuses.
 
     python -m tests.simulated_cuda pytest -m gpu tests/simulated_cuda
 """
@@ -217,11 +217,11 @@ def test_graph_draws_new_numbers_at_every_replay(scheduler):
 
 
 def test_graph_that_reads_what_was_freed_since_is_found(scheduler):
-    kept, result = ones(3), torch.zeros(3, device="cuda")
-    graph = captured(lambda: result.copy_(kept))
+    kept, result = [ones(3)], torch.zeros(3, device="cuda")
+    graph = captured(lambda: result.copy_(kept[0]))
     graph.replay()
     assert scheduler.races.take() == []
-    del kept
+    kept.clear()
     graph.replay()
     (sentence,) = scheduler.races.take()
     assert "uses memory that was freed" in sentence
