@@ -1,9 +1,10 @@
 """The memory of simulated devices: torch's caching allocator in small, with every block overwritten that is reused.
 
 Addresses are real ones, of memory that the process maps once and never returns. A block belongs to the stream it was
-allocated on and goes back to that stream's list at once when it is freed, or once every other stream that `record_stream`
-named has passed. Who gets it next finds NaN in it, as floating point, and -1, as integers, written when its stream gets
-there: under whoever still uses it on another stream. A graph that uses what was freed since its capture is told of too.
+allocated on and goes back to that stream's list when it is freed: at once, or after every other stream that
+`record_stream` named has passed. Who gets it next finds NaN in it, as floating point, and -1, as integers, written when
+its stream gets there: under whoever still uses it on another stream. A graph that uses what was freed since its capture
+is told of too.
 """
 
 from __future__ import annotations
@@ -122,8 +123,8 @@ class DeviceMemory:
             block.used_on.add(stream)
 
     def block_at(self, at):
-        found = self.blocks.get(at)
-        return found if found is not None else next((b for b in self.blocks.values() if b.at <= at < b.at + b.size), None)
+        inside = (each for each in self.blocks.values() if each.at <= at < each.at + each.size)
+        return self.blocks.get(at) or next(inside, None)
 
     def empty_cache(self):
         """Return free blocks to the device. As torch does, refuse for ever after a capture that failed."""

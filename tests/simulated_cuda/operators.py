@@ -1,8 +1,8 @@
 """torch's operators on a simulated device: each is enqueued on the current stream and done later by its CPU kernel.
 
-An operator's results are allocated when it is called, in shapes that its meta kernel tells. Its work sees addresses alone,
-as a GPU does: nothing that it reads or writes is kept alive for it. Views are made at once; what gives the host a value
-waits for the stream; random numbers follow from a generator's seed and offset, as Philox's do.
+An operator's results are allocated when it is called, in shapes that its meta kernel tells. Its work sees addresses
+alone, as a GPU does: nothing that it reads or writes is kept alive for it. Views are made at once; what
+gives the host a value waits for the stream; random numbers follow from a generator's seed and offset, as Philox's do.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class Operator:
         # For each return: the argument it is, or None for a new tensor.
         self.same_as = []
         for each, is_written in zip(returns, written, strict=True):
-            names = [a.name for a in arguments if is_written and a.alias_info and a.alias_info.before_set == each.alias_info.before_set]
-            self.same_as.append(names[0] if names else None)
+            own = each.alias_info.before_set if is_written else None
+            same = (a.name for a in arguments if is_written and a.alias_info and a.alias_info.before_set == own)
+            self.same_as.append(next(same, None))
         self.positions = {each.name: index for index, each in enumerate(arguments)}
         self.written = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
         self.written += _QUIETLY_WRITTEN.get(schema.name, [])
@@ -84,7 +85,8 @@ def tensors_in(value):
 
 def _key(value):
     if isinstance(value, torch.Tensor):
-        return value.dtype, tuple(value.shape), value.stride(), value.storage_offset(), value.device.type, value.requires_grad
+        place = value.storage_offset(), value.device.type
+        return value.dtype, tuple(value.shape), value.stride(), *place, value.requires_grad
     if isinstance(value, list | tuple):
         return tuple(map(_key, value))
     if isinstance(value, torch.Generator):
@@ -154,8 +156,7 @@ class Operators:
 
     def new(self, like, device):
         """A new tensor on a device, of the geometry of `like`, without values."""
-        numel = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True)) if like.numel() else 0
-        num_bytes = (numel + like.storage_offset()) * like.element_size() if numel else 0
+        num_bytes = _bytes_up_to_end(like)
         at = self.allocate(device, num_bytes)
         return self.library.sim_new(at, num_bytes, device, like._cdata)
 
@@ -180,7 +181,7 @@ class Operators:
         device = self._device_of(about, given, args, kwargs)
         stream = self.current_stream(device)
         if about.waits:
-            return self._at_once(op, about, stream, device, args, kwargs)
+            return self._at_once(op, stream, args, kwargs)
         if about.is_gemm:
             self._workspace(stream)
         found = self._results(op, about, device, args, kwargs)
@@ -189,13 +190,12 @@ class Operators:
 
     def _device_of(self, about, given, args, kwargs):
         devices = {each.device.index for each in given if each.is_cuda}
+        mixed = f"Expected all tensors to be on the same device ({about.name}), but found "
         if len(devices) > 1:
-            raise RuntimeError(f"Expected all tensors to be on the same device, but found cuda devices {sorted(devices)}! ({about.name})")
+            raise RuntimeError(f"{mixed}cuda devices {sorted(devices)}!")
         others = [each for each in given if not each.is_cuda and each.device.type != "meta" and each.dim()]
         if devices and others and not about.mixes:
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two devices, cuda:{min(devices)} and cpu! ({about.name})"
-            )
+            raise RuntimeError(f"{mixed}at least two devices, cuda:{min(devices)} and cpu!")
         if devices:
             return devices.pop()
         asked = about.argument("device", args, kwargs) if "device" in about.positions else None
@@ -214,7 +214,7 @@ class Operators:
                     return None
                 return self.library.sim_meta(value._cdata) if value.is_cuda else value.to(_META)
 
-            with _below():
+            with below():
                 found = op(*mapped(args, change), **{name: mapped(value, change) for name, value in kwargs.items()})
             self._shapes[key] = found
         return found
@@ -264,79 +264,52 @@ class Operators:
 
     def resize(self, tensor, like):
         """Give a tensor the geometry of `like`; values are kept only if its memory is large enough."""
-        need = like.element_size() * (1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))) if like.numel() else 0
-        need += like.storage_offset() * like.element_size() if need else 0
+        need = _bytes_up_to_end(like)
         has = self.library.sim_storage_bytes(tensor._cdata)
         at = self.allocate(tensor.device.index, need) if need > has else None
         self.library.sim_resize(tensor._cdata, like._cdata, at, need if need > has else 0)
 
     def _enqueue(self, op, about, stream, args, kwargs, found):
         """Enqueue the work: the CPU kernel on the same addresses, and its new results copied to theirs."""
-        device = stream.device
-        numbers = self._numbers(about, stream, device, args, kwargs) if about.is_random else None
-
-        def change(value):
-            if isinstance(value, torch.device):
-                return _HOST
-            if isinstance(value, torch.Generator):
-                return None
-            if value.is_cuda:
-                return self.on_host(value)
-            return value.clone()  # a kernel takes a number of the host by value, when it is launched
-
-        host_args, host_kwargs = mapped(args, change), {name: mapped(value, change) for name, value in kwargs.items()}
+        draw = self._numbers(about, stream, args, kwargs) if about.is_random else None
+        args = mapped(args, self._as_launched)
+        kwargs = {name: mapped(value, self._as_launched) for name, value in kwargs.items()}
         results = found if isinstance(found, tuple) else (found,)
         targets = [
             mapped(each, self.on_host) if name is None and each is not None else None
             for name, each in zip(about.same_as, results, strict=True)
         ]
-        if numbers is None:
+        kernel = op if draw is None else _drawing(op, about, draw)
 
-            def run():
-                store(op(*host_args, **host_kwargs))
-        elif about.takes_generator:
+        def run():
+            _store(kernel(*args, **kwargs), targets)
 
-            def run():
-                own = torch.Generator()
-                own.manual_seed(numbers())
-                store(op(*host_args, **{**host_kwargs, "generator": own}))
+        self.scheduler.enqueue(stream, Work(about.name, run, *self._accesses(about, args, kwargs, targets)))
 
-            if about.positions["generator"] < len(host_args):
-                host_args = host_args[: about.positions["generator"]]
-        else:
+    def _as_launched(self, value):
+        if isinstance(value, torch.device):
+            return _HOST
+        if isinstance(value, torch.Generator):
+            return None
+        if value.is_cuda:
+            return self.on_host(value)
+        return value.clone()  # a kernel takes a number of the host by value, when it is launched
 
-            def run():
-                with _CPU_NUMBERS:
-                    before = torch.random.default_generator.get_state()
-                    torch.random.default_generator.manual_seed(numbers())
-                    try:
-                        store(op(*host_args, **host_kwargs))
-                    finally:
-                        torch.random.default_generator.set_state(before)
-
-        def store(given):
-            given = given if isinstance(given, tuple) else (given,)
-            for target, value in zip(targets, given, strict=False):
-                if isinstance(target, list):
-                    for one, own in zip(target, value, strict=True):
-                        one.copy_(own)
-                elif target is not None and target.numel() and value.numel():  # devices differ in what they leave empty
-                    target.copy_(value)
-
-        written = {id(each) for name in about.writes(host_args, host_kwargs) for each in tensors_in(name)}
-        given = list(tensors_in([*host_args, *host_kwargs.values()]))
-        writes = [extent(each) for each in given if id(each) in written] + [extent(each) for each in tensors_in(targets)]
-        reads = [extent(each) for each in given if id(each) not in written]
-        on_device = self.is_on_device
-        self.scheduler.enqueue(stream, Work(about.name, run, list(filter(on_device, reads)), list(filter(on_device, writes))))
+    def _accesses(self, about, args, kwargs, targets):
+        """The extents of memory that the work reads, and those that it writes."""
+        written = {id(each) for argument in about.writes(args, kwargs) for each in tensors_in(argument)}
+        reads, writes = [], [extent(each) for each in tensors_in(targets)]
+        for each in tensors_in([*args, *kwargs.values()]):
+            (writes if id(each) in written else reads).append(extent(each))
+        return list(filter(self.is_on_device, reads)), list(filter(self.is_on_device, writes))
 
     def is_on_device(self, extent):
-        return extent is not None and any(m.arena.first <= extent[0] < m.arena.end for m in self.memories.values())
+        return extent is not None and any(m.arena.holds(extent[0]) for m in self.memories.values())
 
-    def _numbers(self, about, stream, device, args, kwargs):
+    def _numbers(self, about, stream, args, kwargs):
         """Take random numbers from the generator: a function that gives the seed of this draw when it runs."""
         generator = about.argument("generator", args, kwargs) if about.takes_generator else None
-        default = torch.cuda.default_generators[device]
+        default = torch.cuda.default_generators[stream.device]
         generator = default if generator is None else generator
         if stream.capture is None:
             seed, offset = generator.initial_seed(), generator.get_offset()
@@ -344,11 +317,11 @@ class Operators:
             return lambda: _mixed(seed, offset)
         if generator is not default:  # others have to be registered with the graph
             raise RuntimeError("Attempt to increase offset for a CUDA generator not in capture mode.")
-        own = stream.capture.draws = getattr(stream.capture, "draws", None) or {"count": 0, "base": (0, 0)}
+        own = stream.capture.draws = stream.capture.draws or {"count": 0, "base": (0, 0)}
         relative, own["count"] = own["count"], own["count"] + 4
         return lambda: _mixed(own["base"][0], own["base"][1] + relative)
 
-    def _at_once(self, op, about, stream, device, args, kwargs):
+    def _at_once(self, op, stream, args, kwargs):
         """Run an operator that gives the host a value, or a shape that depends on one: host–device synchronisation."""
         self.synchronising()
         self.scheduler.synchronize_stream(stream)
@@ -358,11 +331,11 @@ class Operators:
                 return _HOST
             return self.on_host(value) if isinstance(value, torch.Tensor) and value.is_cuda else value
 
-        with _below():
+        with below():
             found = op(*mapped(args, change), **{name: mapped(value, change) for name, value in kwargs.items()})
 
         def up(value):
-            return self.on_device(value, device) if isinstance(value, torch.Tensor) else value
+            return self.on_device(value, stream.device) if isinstance(value, torch.Tensor) else value
 
         if isinstance(found, torch.Tensor):
             return up(found)
@@ -372,7 +345,7 @@ class Operators:
         """A new tensor on a device with values of the host, written at once."""
         made = self.new(values, device)
         if values.numel():
-            with _below():
+            with below():
                 self.on_host(made).copy_(values)
         return made
 
@@ -417,20 +390,19 @@ class Operators:
     def _copy_up(self, to, of, non_blocking):
         stream = self.current_stream(to.device.index)
         target, source = self.on_host(to), of.detach()
-        with _below():
+        with below():
             plain = source.to(to.dtype).expand(to.shape)
             plain = plain if plain.dtype == of.dtype and plain.is_contiguous() else plain.contiguous()
-        is_pinned = self.memories["pinned"].arena.first <= plain.data_ptr() < self.memories["pinned"].arena.end
-        if not is_pinned or not non_blocking:
-            if stream.capture is not None:
-                self.scheduler._fail(stream.capture, "operation not permitted when stream is capturing")
+        is_pinned = self.memories["pinned"].arena.holds(plain.data_ptr())
+        if stream.capture is not None and not (is_pinned and non_blocking):
+            self.scheduler.fail(stream.capture, "operation not permitted when stream is capturing")
+        staged = self.on_host(plain) if is_pinned else plain.clone()  # pageable memory is read when the call is made
+        reads = [extent(staged)] if is_pinned else []
+        self.scheduler.enqueue(
+            stream, Work("copy to the device", lambda: target.copy_(staged), reads, [extent(target)])
+        )
         if is_pinned:
-            kept, plain = plain, self._unowned(plain)
-        else:
-            plain = plain.clone()  # staged when the call is made
-        self.scheduler.enqueue(stream, Work("copy to the device", lambda: target.copy_(plain), [extent(plain)] if is_pinned else [], [extent(target)]))
-        if is_pinned:
-            self.memories["pinned"].use_on(kept.data_ptr(), stream)
+            self.memories["pinned"].use_on(plain.data_ptr(), stream)
         if not non_blocking:
             self.synchronising()
             self.scheduler.synchronize_stream(stream)
@@ -439,22 +411,57 @@ class Operators:
     def _copy_down(self, to, of, non_blocking):
         stream = self.current_stream(of.device.index)
         source = self.on_host(of)
-        is_pinned = self.memories["pinned"].arena.first <= to.data_ptr() < self.memories["pinned"].arena.end
+        is_pinned = self.memories["pinned"].arena.holds(to.data_ptr())
         late = non_blocking and is_pinned and to.dtype == of.dtype and to.is_contiguous() and of.is_contiguous()
         if not late and stream.capture is not None:
-            self.scheduler._fail(stream.capture, "operation not permitted when stream is capturing")
-        target = self._unowned(to) if late else to.detach()
+            self.scheduler.fail(stream.capture, "operation not permitted when stream is capturing")
+        target = self.on_host(to) if late else to.detach()
         writes = [extent(target)] if late else []
         self.scheduler.enqueue(stream, Work("copy to the host", lambda: target.copy_(source), [extent(source)], writes))
         if late:
             self.memories["pinned"].use_on(to.data_ptr(), stream)
-        if not late:
+        else:
             self.synchronising()
             self.scheduler.synchronize_stream(stream)
         return to
 
-    def _unowned(self, tensor):
-        return self.library.sim_host(tensor._cdata)
+
+def _bytes_up_to_end(like):
+    """The bytes that a tensor of a geometry needs, those before its first element included."""
+    if like.numel() == 0:
+        return 0
+    last = sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
+    return (like.storage_offset() + last + 1) * like.element_size()
+
+
+def _store(given, targets):
+    """Copy the results of a kernel to where they have been promised to be."""
+    for target, value in zip(targets, given if isinstance(given, tuple) else (given,), strict=False):
+        if isinstance(target, list):
+            for one, own in zip(target, value, strict=True):
+                one.copy_(own)
+        elif target is not None and target.numel() and value.numel():  # devices differ in what they leave empty
+            target.copy_(value)
+
+
+def _drawing(op, about, draw):
+    """The operator with random numbers of the seed that `draw` gives, by a generator of its own, or by torch's."""
+
+    def with_own(*args, **kwargs):
+        own = torch.Generator()
+        own.manual_seed(draw())
+        return op(*args[: about.positions["generator"]], **{**kwargs, "generator": own})
+
+    def with_torchs(*args, **kwargs):
+        with _CPU_NUMBERS:
+            before = torch.random.default_generator.get_state()
+            torch.random.default_generator.manual_seed(draw())
+            try:
+                return op(*args, **kwargs)
+            finally:
+                torch.random.default_generator.set_state(before)
+
+    return with_own if about.takes_generator else with_torchs
 
 
 def _mixed(seed, offset):
@@ -470,12 +477,9 @@ for _name in (
     _ABOVE = _ABOVE | torch._C.DispatchKeySet(getattr(_KEYS, _name))
 
 
-def _below():
+def below():
     """A context in which operators go straight to their CPU kernels: no autograd, no modes, no autocast."""
     return torch._C._ForceDispatchKeyGuard(torch._C.DispatchKeySet(_KEYS.BackendSelect), _ABOVE)
-
-
-below = _below
 
 
 def torch_error(error):

@@ -1,4 +1,4 @@
-"""Finds accesses to the same memory that no stream, event or wait of the host puts in order, whatever order they ran in.
+"""Finds accesses to the same memory that no stream, event or wait of the host orders, whatever order they ran in.
 
 Every stream has a clock that counts its work, and knows how far it has waited for the others (vector clocks, as Lamport
 and Mattern describe them). What the host enqueues after it has waited is ordered by that wait as well. An access races

@@ -6,12 +6,14 @@ Whatever a program enqueues is kept until the host waits for it, and done in an 
     latest     only when the host waits for it, and then only what it depends on
     random     at random moments, from streams at random
 
-A program that waits for everything it depends on gets the same numbers by every order; one that does not, differs by one.
+A program that waits for everything it depends on gets the same numbers by every order; one that does not, differs.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 import threading
 import time
 from collections import deque
@@ -21,6 +23,8 @@ from tests.simulated_cuda.races import Races
 
 ORDERS = ("earliest", "latest", "random")
 _EAGERNESS = 0.5  # how likely a stream goes on by itself after a call of the host, with order=random
+_PATIENCE_S = 0.005  # until a device goes on by itself with a collective, which other ranks may wait for
+_LOOK_S = 0.0005  # between looks whether another rank has done its part
 
 
 class CudaError(RuntimeError):
@@ -53,6 +57,17 @@ class Work:
 
     def __init__(self, name, run, reads=(), writes=()):
         self.name, self.run, self.reads, self.writes = name, run, reads, writes
+
+
+class Collective(Work):
+    """Work that ranks do together. `run` begins it, and returns a handle that tells when it is over on this rank."""
+
+    __slots__ = ("event", "group", "handle", "limit", "stream")
+
+
+class _Never:
+    def is_completed(self):
+        return False
 
 
 class Record:
@@ -102,7 +117,7 @@ class Capture:
     def __init__(self, origin, pool, thread):
         self.origin, self.pool, self.thread = origin, pool, thread
         self.nodes, self.last = [], {origin: frozenset()}
-        self.failure = None
+        self.failure = self.draws = None  # draws: the random numbers it takes, set by the operators
 
 
 class Stream:
@@ -126,11 +141,13 @@ class Scheduler:
         assert order in ORDERS, f"order is one of {ORDERS}, got {order}"
         self.order, self._random = order, random.Random(seed)
         self.lock = threading.RLock()
+        self._turn = threading.Condition(self.lock)
         self.streams, self.error, self.num_done = {}, None, 0
         self.races, self.block_of = Races(), None  # the start of the block that an address is in, set by the memory
         self.captures = []
         self.around_work = None  # a context for work, set by the operators
         self.num_running = 0
+        self.shared, self._helper = [], None  # collectives that are not over, in the order of launch, and their thread
 
     def stream(self, device, number):
         key = device, number
@@ -158,6 +175,46 @@ class Scheduler:
         with self.lock:
             self._append(stream, work)
 
+    def share(self, stream, collective, group, limit_s):
+        """Enqueue a collective of a group, after the group's earlier ones. Returns an event that is passed after it.
+
+        From then on a thread sees that it is done, whether or not the host waits, and ends the process after `limit_s`.
+        """
+        with self.lock:
+            self.check()
+            if stream.capture is not None:
+                self.fail(stream.capture, "simulated collectives are not captured")
+            collective.stream, collective.group, collective.handle = stream, group, None
+            collective.event, collective.limit = Event(), time.monotonic() + limit_s
+            self.shared.append(collective)
+            self._append(stream, collective)
+            self.record(collective.event, stream)
+            if self._helper is None and self.shared:
+                self._helper = threading.Thread(target=self._help, name="simulated device", daemon=True)
+                self._helper.start()
+            return collective.event
+
+    def abandon(self, group):
+        """Forget a group's collectives that are not over."""
+        with self.lock:
+            for each in [each for each in self.shared if each.group is group]:
+                self.shared.remove(each)
+                each.stream.queue.remove(each)
+
+    def _help(self):
+        while True:
+            time.sleep(_PATIENCE_S)
+            with self.lock:
+                if not self.shared:
+                    self._helper = None
+                    return
+                first = self.shared[0]
+                if time.monotonic() > first.limit:
+                    print(f"NCCL's watchdog: {first.name} has taken too long", file=sys.stderr, flush=True)
+                    os.abort()
+                while first in self.shared and self._step_towards(first.event):
+                    pass
+
     def _append(self, stream, work):
         self.races.enqueue(stream, work.name, work.reads, work.writes, self.block_of)
         stream.queue.append(work)
@@ -179,7 +236,7 @@ class Scheduler:
             if event.captured is not None:
                 self._join(stream, event)
             elif event.asked and stream.capture is not None:
-                self._fail(stream.capture, "dependency created on uncaptured work in another stream")
+                self.fail(stream.capture, "dependency created on uncaptured work in another stream")
             elif event.asked:
                 self.races.wait(stream, event.moment)
                 if event.done < event.asked:
@@ -191,7 +248,7 @@ class Scheduler:
         with self.lock:
             self.check()
             if event.captured is not None:
-                self._fail(event.captured[0], "operation not permitted on an event last recorded in a capturing stream")
+                self.fail(event.captured[0], "operation not permitted on an event last recorded in a capturing stream")
             self.forbid_in_capture()
             if event.done < event.asked:
                 self._step_towards(event)
@@ -205,7 +262,7 @@ class Scheduler:
         with self.lock:
             self.check()
             if event.captured is not None:
-                self._fail(event.captured[0], "operation not permitted on an event last recorded in a capturing stream")
+                self.fail(event.captured[0], "operation not permitted on an event last recorded in a capturing stream")
             self.forbid_in_capture()
             self.run_until(event)
             self.check()
@@ -213,7 +270,7 @@ class Scheduler:
     def synchronize_stream(self, stream):
         with self.lock:
             if stream.capture is not None:
-                self._fail(stream.capture, "operation not permitted when stream is capturing")
+                self.fail(stream.capture, "operation not permitted when stream is capturing")
             event = Event()
             self.record(event, stream)
             self.run_until(event)
@@ -223,7 +280,7 @@ class Scheduler:
         with self.lock:
             self.check()
             if stream.capture is not None:
-                self._fail(stream.capture, "operation not permitted when stream is capturing")
+                self.fail(stream.capture, "operation not permitted when stream is capturing")
             if not stream.queue:
                 self.races.host_waits(self.races.moment(stream))
             return not stream.queue
@@ -249,7 +306,7 @@ class Scheduler:
         """Refuse what a thread must not do while it captures: capture_error_mode is thread_local or global."""
         for capture in self.captures:
             if capture.failure is None and capture.thread in (None, threading.get_ident()):
-                self._fail(capture, "operation not permitted when stream is capturing")
+                self.fail(capture, "operation not permitted when stream is capturing")
 
     # ---- captures
 
@@ -291,7 +348,7 @@ class Scheduler:
                 each.capture = None
         self.captures.remove(capture)
 
-    def _fail(self, capture, message):
+    def fail(self, capture, message):
         """Invalidate a capture, which its end then reports, and refuse the call."""
         capture.failure = message
         raise capture_error(message)
@@ -309,13 +366,10 @@ class Scheduler:
         if capture not in self.captures:
             return  # over: such an event holds nothing back
         if stream.capture is None:
-            if stream.queue:
-                # what the stream did before is not part of the graph, and CUDA does not look back either
-                pass
-            stream.capture = capture
+            stream.capture = capture  # what the stream was to do before is not part of the graph
             capture.last[stream] = frozenset()
         elif stream.capture is not capture:
-            self._fail(capture, "wait would merge two captures")
+            self.fail(capture, "wait would merge two captures")
         capture.last[stream] |= after
 
     def replay(self, graph, stream, prepare):
@@ -323,7 +377,7 @@ class Scheduler:
         with self.lock:
             self.check()
             if stream.capture is not None:
-                self._fail(stream.capture, "operation not permitted when stream is capturing")
+                self.fail(stream.capture, "operation not permitted when stream is capturing")
             self.races.enqueue(stream, f"graph of {graph.name}", graph.reads, graph.writes, self.block_of)
             stream.queue.append(Replay(graph, prepare))
             self._go_on_by_itself()
@@ -342,18 +396,46 @@ class Scheduler:
 
     def run_until(self, event):
         while event.done < event.asked and self.error is None:
-            self._step_towards(event)
+            if not self._step_towards(event):
+                self._turn.wait(_LOOK_S)  # for other ranks; this one's threads go on meanwhile
         self.races.host_waits(event.moment)
 
     def _step_towards(self, event):
+        """Do something that the event waits for, or anything. Returns whether there was something to do."""
         if self.order != "latest":
-            if self._step_any():
-                return
-            raise AssertionError("every stream waits for another")
+            done = self._step_any()
+            assert done or self.shared, "every stream waits for another"
+            return done
         stream = event.stream
         while not self._step(stream):
             head = stream.queue[0]
-            stream = head.event.stream if isinstance(head, Wait) else head.graph.running
+            if isinstance(head, Collective):
+                if self._is_next(head):
+                    return False
+                stream = next(each.stream for each in self.shared if each.group is head.group)
+            else:
+                stream = head.event.stream if isinstance(head, Wait) else head.graph.running
+        return True
+
+    def _is_next(self, collective):
+        return collective is next(each for each in self.shared if each.group is collective.group)
+
+    def _is_over(self, collective):
+        """Begin a collective if it is its turn, and look whether it is over. One that has failed never is."""
+        if collective.handle is None:
+            if not self._is_next(collective):
+                return False
+            self.num_done += 1
+            collective.handle = collective.run()
+        if not collective.handle.is_completed():
+            return False
+        try:
+            collective.handle.wait()
+        except RuntimeError:  # another rank is gone
+            collective.handle = _Never()
+            return False
+        self.shared.remove(collective)
+        return True
 
     def _step_any(self):
         ready = [each for each in self.streams.values() if each.queue]
@@ -373,6 +455,9 @@ class Scheduler:
                 return False
             if self._step_of_graph(stream, head):
                 return True
+        elif type(head) is Collective:
+            if not self._is_over(head):
+                return False
         else:
             self._do(head)
         if stream.queue:  # else an error has emptied it
@@ -391,8 +476,6 @@ class Scheduler:
             if self.order == "random" and len(replay.left) > 1:
                 some = [each for each, _ in zip(replay.left, range(32), strict=False)]
                 node = self._random.choice([each for each in some if not any(one in replay.left for one in each.after)])
-            elif self.order == "latest":
-                pass  # in the order of capture, which is as late as any for one stream
             del replay.left[node]
             self._do(node.work)
         if replay.left:
@@ -408,6 +491,7 @@ class Scheduler:
                 work.run()
         except Exception as error:  # a kernel that fails takes the device with it
             self.error = f"{work.name}: {error}"
+            self.shared.clear()
             for stream in self.streams.values():
                 stream.queue.clear()
         finally:

@@ -1,6 +1,6 @@
 """Triton kernels on a simulated device: a launch is enqueued on the current stream, and done by Triton's interpreter.
 
-For processes with TRITON_INTERPRET=1; without it there is no driver that Triton could use, as on a machine without a GPU.
+For processes with TRITON_INTERPRET=1; without it there is no driver for Triton, as on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import warnings
 
 import numpy as np
 import torch
+import triton.language as tl
+from triton._C.libtriton.ir import ROUNDING_MODE
 from triton.runtime import interpreter
 
 from tests.simulated_cuda.operators import tensors_in
@@ -42,14 +44,27 @@ def enqueue_launches(operators):
         return None
 
     interpreter.GridExecutor.__call__ = launch
+    interpreter._convert_float = _convert_float
     interpreter.InterpretedFunction.__call__ = _call_device_function
+
+
+_converted = interpreter._convert_float
+
+
+def _convert_float(values, given, wanted, rounding):
+    """Convert floats. Triton's own cuts float32 to bfloat16 off, and compiled kernels round it to the nearest even."""
+    if (given, wanted) != (tl.float32, tl.bfloat16) or rounding == ROUNDING_MODE.RTZ:
+        return _converted(values, given, wanted, rounding)
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16).reshape(values.shape)
 
 
 _patched = set()  # modules of Triton's language that the launch under way has patched
 
 
 def _call_device_function(self, *args, **kwargs):
-    """Call a function from a kernel. Triton's own patches its language again at every call, which takes half of the time."""
+    """Call a function from a kernel. Triton's own patches its language at every call, which takes half of the time."""
     language = self.fn.__module__.startswith("triton.")
     if language not in _patched:
         interpreter._patch_lang(self.fn)

@@ -3,9 +3,12 @@
 Python imports this module at its start if the folder is on PYTHONPATH; see `tests/simulated_cuda/__main__.py`.
 """
 
+import ctypes
 import os
 import sys
 from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
+from pathlib import Path
 
 
 class _TorchC(MetaPathFinder):
@@ -15,21 +18,18 @@ class _TorchC(MetaPathFinder):
         if name != "torch._C":
             return None
         sys.meta_path.remove(self)
-        import ctypes
-        from importlib.util import find_spec
-
         spec = find_spec(name)
-        folder = os.path.join(os.path.dirname(spec.origin), "lib")
+        folder = Path(spec.origin).parent / "lib"
         for each in ("libc10.so", "libtorch_cpu.so", "libtorch.so", "libtorch_python.so"):
-            ctypes.CDLL(os.path.join(folder, each), mode=ctypes.RTLD_GLOBAL)
+            ctypes.CDLL(str(folder / each), mode=ctypes.RTLD_GLOBAL)
         library, execute = ctypes.PyDLL(os.environ["SIMULATED_CUDA_LIBRARY"]), spec.loader.exec_module
 
         def exec_module(module):
             execute(module)
             sys.modules["torch"]._C = module
-            from tests.simulated_cuda import torch_cuda
+            from tests.simulated_cuda.names import names  # noqa: PLC0415  torch._C is there by now
 
-            vars(module).update(torch_cuda.names(torch_cuda.declare(library), torch_cuda.Settings()))
+            vars(module).update(names(library))
 
         spec.loader.exec_module = exec_module
         return spec
