@@ -105,7 +105,7 @@ def _forward(named: Mapping[str, Any]) -> dict[str, int]:
     return {
         "num_bytes": _bytes(n, "inputs", "filters", "out", "partials", "partials"),
         "loaded_bytes": programs * (n["BM"] + n["BN"]) * depth * size + _bytes(n, "out", "partials", "partials"),
-        "flops": 2 * n["rows"] * n["O"] * depth * n["GROUPS"],
+        "flops": 2 * n["rows"] * n["O"] * depth * n["groups"],
         "tile_flops": 2 * programs * n["BM"] * n["BN"] * steps * n["BK"],
         # Stores, a ticket, the tiles' moments, and what is stored of them.
         "chain": 2 + (3 + _ceil(_ceil(n["rows"], n["BM"]), n["LANES"]) if statistics else 0),
@@ -116,12 +116,12 @@ def _forward(named: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _backward(named: Mapping[str, Any]) -> dict[str, int]:
-    n, size, groups = named, named["inputs"].itemsize, named["GROUPS"]
+    n, size, groups = named, named["inputs"].itemsize, named["groups"]
     taps = n["KH"] * n["KW"]
     data = n["data_programs"] * groups
     of_filters = n["programs"] - data
     steps = _ceil(taps * n["O"], n["BK"]) if n["DATA"] else 0
-    split_steps = _ceil(_ceil(n["out_rows"], n["FK"]), n["SPLITS"]) if n["FILTERS"] else 0
+    split_steps = _ceil(_ceil(n["out_rows"], n["FK"]), n["splits"]) if n["FILTERS"] else 0
     gradients = ("inputs", "d_filters", "partials", "partials") if n["FILTERS"] else ()
     products = int(n["DATA"]) + int(n["FILTERS"])
     loads = data * (n["BM"] + n["BN"]) * taps * n["O"] + of_filters * (n["FM"] + n["FN"]) * split_steps * n["FK"]
@@ -131,7 +131,7 @@ def _backward(named: Mapping[str, Any]) -> dict[str, int]:
         "flops": products * 2 * n["out_rows"] * n["O"] * taps * n["C"] * groups,
         "tile_flops": 2 * data * n["BM"] * n["BN"] * steps * n["BK"]
         + 2 * of_filters * n["FM"] * n["FN"] * split_steps * n["FK"],
-        "chain": 2 + (2 + n["SPLITS"] // 4 if n["SPLITS"] > 1 else 0),
+        "chain": 2 + (2 + n["splits"] // 4 if n["splits"] > 1 else 0),
         "steps": max(steps, split_steps),
         "turns": data * steps + of_filters * split_steps,
         "grouped": int(n["DATA"]) + 2 * int(n["FILTERS"]),  # the filters' gradient is copied to the bank

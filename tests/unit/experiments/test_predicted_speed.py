@@ -138,7 +138,7 @@ def convolution(**changed: Any) -> Launch:
     images, out = torch.zeros(2, 8, 4, 4, dtype=torch.bfloat16), torch.zeros(2, 16, 4, 4, dtype=torch.bfloat16)
     values = {"inputs": images, "filters": torch.zeros(16, 4, 3, 3, dtype=torch.bfloat16), "bias": None, "out": out,
               "partials": torch.zeros(2, 2, 16), "rows": 32}  # fmt: skip
-    constants = {"GROUPS": 2, "C": 4, "O": 8, "KH": 3, "KW": 3, "BM": 16, "BN": 16, "BK": 16, "LANES": 128}
+    constants = {"groups": 2, "C": 4, "O": 8, "KH": 3, "KW": 3, "BM": 16, "BN": 16, "BK": 16, "LANES": 128}
     return launch("_forward", (2, 2), values, **{**constants, "PRECISION": "widened", **changed})
 
 
@@ -249,11 +249,11 @@ def test_picture_has_a_panel_for_every_model_and_precision() -> None:
 
 def test_products_of_float32_are_compiled_as_asked_for() -> None:
     key = '{"constants": {"PRECISION": "tf32"}, "kernel": "_forward"}'
-    counted = {"cubins": {key: {"kernel": "_forward", "constants": {"PRECISION": "tf32", "GROUPS": 2}}},
+    counted = {"cubins": {key: {"kernel": "_forward", "constants": {"PRECISION": "tf32", "groups": 2}}},
                "parts": [{"name": "round", "nodes": [{"cubin": key}, {"cubin": ""}]}]}  # fmt: skip
     found = run._with_products(counted, "ieee")
     (changed,) = found["cubins"]
-    assert found["cubins"][changed]["constants"] == {"PRECISION": "ieee", "GROUPS": 2}
+    assert found["cubins"][changed]["constants"] == {"PRECISION": "ieee", "groups": 2}
     assert [each["cubin"] for each in found["parts"][0]["nodes"]] == [changed, ""]
     assert run._with_products(counted, "bf16") is counted
 
