@@ -24,41 +24,37 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.simulated_cuda.__main__ import environment
-from tests.simulated_cuda.mutation_table import MUTATIONS, Mutation
+from tests.simulated_cuda.mutation_table import MUTATIONS, SHOWN_BY, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).with_name("mutations.json")
 PAGE = ROOT / "docs" / "development" / "simulated_cuda.md"
 BEGIN, END = "<!-- mutations: begin -->\n", "<!-- mutations: end -->\n"
 _NEEDED = ("crossbow_py", "tests", "conf", "pyproject.toml")
-_LIMIT_S = 100
-# What a failing test says, and how the table calls it; the first that is said counts.
+_LIMIT_S, _NO_END = 100, "no end"
+# What the errors of a failing test say, and how the table calls it.
 _SIGNS = {
     "uses memory that was freed": "a graph that uses freed memory",
     "is not ordered after": "a race",
     "called a synchronizing CUDA operation": "a synchronisation in debug mode",
     "a sum is captured": "a sum inside a capture",
     "cannot be captured": "a refused capture",
-    "previous error during capture": "a refused capture",
-    "operation not permitted when stream is capturing": "a refused capture",
+    "error during capture": "a refused capture",
+    "when stream is capturing": "a refused capture",
     "Both events must be completed": "an event read too early",
     "OutOfMemoryError": "out of memory",
-    "memory_reserved": "memory that stays reserved",
-    "stream_id": "the wrong stream",
-    "get_ident": "the wrong thread",
-    "captured ==": "a capture too many or too few",
-    "device.captured": "a capture too many or too few",
-    "AssertionError": "wrong numbers",
-    "Error": "an error",
+    "what could be captured is not": "a refused capture",
+    "needs batches of one shape": "a refused batch",
 }
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a mutation: by what it was caught, None if it was missed, and the sentence that says so."""
+    """What came of a mutation: by what it was caught, None if it was missed; the test that failed, and what it said."""
 
     name: str
     caught_by: str | None
+    test: str
     said: str
 
 
@@ -92,23 +88,30 @@ def run(tests: tuple[str, ...], order: str, seed: int, folder: Path) -> tuple[bo
             command, cwd=folder, env=settings, capture_output=True, text=True, timeout=_LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return False, "no end"
+        return False, _NO_END
     said = done.stdout + done.stderr
     assert done.returncode in {0, 1} or "Error" in said, said  # else no test ran
     return done.returncode == 0, said
 
 
-def cause(said: str) -> tuple[str, str]:
-    """Return what a test was failed by, and the sentence that says so."""
-    if said == "no end":
-        return "a time-out", said
+def caught(name: str, said: str) -> Result:
+    """Return the result of a mutation by which a test failed."""
+    if said == _NO_END:
+        return Result(name, "a time-out", "", said)
+    failed = re.search(r"^(?:FAILED|ERROR) \S+::(\w+)", said, re.MULTILINE)
+    test = failed.group(1) if failed else ""
     lines = [re.sub(r"^E\s+", "", line) for line in said.splitlines() if re.match(r"E\s", line)]
-    for sign, name in _SIGNS.items():
-        if found := next((line for line in lines if sign in line), None):
-            race = re.search(r"[\w:]+(?: [\w()]+)*? on stream \d+ of cuda:\d+ is not ordered after [\w:() ]+? on", found)
-            sentence = re.sub(r" on stream \d+ of cuda:\d+| on$", "", race.group(0)) if race else found
-            return name, sentence.strip()[:160]
-    return "an error", (lines or said.strip().splitlines()[-1:])[0][:160]
+    causes = dict.fromkeys(what for sign, what in _SIGNS.items() if any(sign in line for line in lines))
+    if not causes:
+        causes = {SHOWN_BY.get(test, "wrong numbers"): None}
+    sentence = next((line for line in lines if any(sign in line for sign in _SIGNS)), (lines or [said[-160:]])[0])
+    return Result(name, ", ".join(causes), test, _sentence(sentence))
+
+
+def _sentence(said: str) -> str:
+    """Return one race of several, without the numbers of streams; else what was said, shortened."""
+    race = re.search(r"'([^']+) on stream \d+ of cuda:\d+( is not ordered after .+?) on stream", said)
+    return (race.group(1) + race.group(2) if race else said).strip()[:160]
 
 
 def tried(mutation: Mutation) -> Result:
@@ -117,9 +120,7 @@ def tried(mutation: Mutation) -> Result:
         path = folder / mutation.file
         path.write_text(changed(mutation, path.read_text(encoding="utf-8")), encoding="utf-8")
         passed, said = run(mutation.tests, mutation.order, mutation.seed, folder)
-    if passed:
-        return Result(mutation.name, None, "")
-    return Result(mutation.name, *cause(said))
+    return Result(mutation.name, None, "", "") if passed else caught(mutation.name, said)
 
 
 def check_unchanged(mutations: list[Mutation]) -> None:
@@ -140,8 +141,8 @@ def table(results: list[dict[str, str | None]]) -> str:
     rows = ["| mutation | file | what was changed | caught by | test |", "|---|---|---|---|---|"]
     for each in results:
         own = about[str(each["name"])]
-        test = re.sub(r"\[.*", "", own.tests[0].rsplit("::", 1)[-1])
-        cells = (own.name, f"`{own.file.removeprefix('crossbow_py/')}`", own.slip, each["caught_by"] or "**missed**", f"`{test}`")
+        file, test = own.file.removeprefix("crossbow_py/"), each["test"]
+        cells = own.name, f"`{file}`", own.slip, each["caught_by"] or "**missed**", f"`{test}`"
         rows.append(f"| {' | '.join(cells)} |")
     caught = sum(each["caught_by"] is not None for each in results)
     return f"{caught} of {len(results)} are caught.\n\n" + "\n".join(rows) + "\n"
@@ -165,7 +166,8 @@ def main() -> int:
     found = []
     with ThreadPoolExecutor(asked.jobs) as threads:
         for result in threads.map(tried, chosen):
-            print(f"{'missed' if result.caught_by is None else 'caught'}  {result.name}: {result.caught_by} — {result.said}", flush=True)
+            verdict = "missed" if result.caught_by is None else "caught"
+            print(f"{verdict}  {result.name}: {result.caught_by} — {result.said}", flush=True)
             found.append(vars(result))
     if not asked.only:
         RESULTS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
