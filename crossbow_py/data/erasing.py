@@ -59,9 +59,10 @@ class Eraser:
 
     def __init__(self, shape: tuple[int, int, int], device: torch.device) -> None:
         channels, self._height, width = shape
-        self._rows = torch.arange(self._height, device=device)
+        # Made on the host, so that the copies are done when this returns: learners' streams may use them unordered.
+        self._rows = torch.arange(self._height).to(device)
         # One entry for every value in a row of pixels, so that the mask is laid out in memory as the values are.
-        self._columns = torch.arange(width, device=device).repeat_interleave(channels)
+        self._columns = torch.arange(width).repeat_interleave(channels).to(device)
 
     def __call__(self, values: Tensor, rectangles: Tensor) -> None:
         """Set the values in `rectangles`, int64 or int32 [4, B] from `draw_rectangles`, to 0 in place.

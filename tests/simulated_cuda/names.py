@@ -75,6 +75,11 @@ def _of_process(settings):
     }
 
 
+def _plain(function):
+    """Return a function of C as one of Python: torch keeps those of `torch._C` in sets, and C's have no hash."""
+    return lambda *args: function(*args)  # noqa: PLW0108
+
+
 def _of_devices(library):
     def set_stream(stream_id, device_index, device_type):
         library.sim_exchange_device(device_index)
@@ -84,14 +89,14 @@ def _of_devices(library):
         simulation().operators.sync_debug_mode = mode
 
     return {
-        "_cuda_getDevice": library.sim_device,
-        "_cuda_setDevice": library.sim_exchange_device,
-        "_cuda_exchangeDevice": library.sim_exchange_device,
-        "_cuda_maybeExchangeDevice": library.sim_exchange_device,
+        "_cuda_getDevice": _plain(library.sim_device),
+        "_cuda_setDevice": _plain(library.sim_exchange_device),
+        "_cuda_exchangeDevice": _plain(library.sim_exchange_device),
+        "_cuda_maybeExchangeDevice": _plain(library.sim_exchange_device),
         "_cuda_synchronize": raising(lambda: simulation().scheduler.synchronize_device(library.sim_device())),
         "_cuda_getCurrentStream": lambda device: (library.sim_stream(device), device, _DEVICE_TYPE),
         "_cuda_getDefaultStream": lambda device: (0, device, _DEVICE_TYPE),
-        "_cuda_getCurrentRawStream": library.sim_stream,
+        "_cuda_getCurrentRawStream": _plain(library.sim_stream),
         "_cuda_setStream": set_stream,
         "_cuda_isCurrentStreamCapturing": lambda: simulation().operators.current_stream().capture is not None,
         "_cuda_set_sync_debug_mode": set_sync_debug_mode,
