@@ -397,8 +397,10 @@ MUTATIONS = [
     Mutation(
         "copied too early", STREAMED, "the event of the copies is recorded before the last of them",
         "            targets = _moved(targets, mirrored)\n"
-        "            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]\n            copied.record(self._copies)\n",
-        "            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]\n            copied.record(self._copies)\n"
+        "            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]\n"
+        "            copied.record(self._copies)\n",
+        "            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]\n"
+        "            copied.record(self._copies)\n"
         "            targets = _moved(targets, mirrored)\n",
         (f"{_ORDER}streamed_masks_are_flipped_before_they_are_used",),
     ),
@@ -451,11 +453,6 @@ MUTATIONS = [
         "        outputs = self._outputs.clone()  # which the next call overwrites, maybe on another stream\n "
         "       device.record(self._done, stream)\n",
         "        outputs = self._outputs.clone()\n", _SEVERAL,
-    ),
-    Mutation(
-        "caller's own inputs", PROGRAMS, "a graph reads the tensor that its first caller gave",
-        "CapturedRun(run, inputs.clone(), device", "CapturedRun(run, inputs, device",
-        tuple(f"{_ORDER}captured_ensemble_leaves_the_batch_of_its_first_call_as_it_is[{each}]" for each in _NAMES),
     ),
     Mutation(
         "outputs not copied", PROGRAMS, "callers get the tensor that the next call overwrites",
