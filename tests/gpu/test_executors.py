@@ -40,7 +40,6 @@ from tests.support import (
     assert_learners_equal,
     bank_reseeded_in_the_middle,
     features,
-    norm_model,
     norm_with_dropout,
     plan,
 )
@@ -194,28 +193,6 @@ def test_non_finite_learner_keeps_its_row_to_the_bit_and_adds_nothing_to_z(execu
     if executor is StreamsExecutor:
         assert not any(part.count_nonzero() for part in bank.corrections.flat(1))
     assert bank.z.storage.isfinite().all()
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize(
-    ("executor", "make_model", "optimizer", "rate"),
-    [
-        (FusedExecutor, norm_with_dropout, AdamW(clip_norm=1.0), lambda n: 0.1 / n),
-        (StreamsExecutor, norm_model, SGD(), lambda n: 0.1),
-    ],
-)
-def test_replayed_rounds_make_the_host_wait_for_nothing_but_the_round_before(executor, make_model, optimizer, rate):
-    tasks = tasks_on_cuda(make_model, optimizer)
-    runner = executor(tasks)
-    for n in range(WARM_UP_ROUNDS + 2):
-        runner.submit(plan(tasks, n))
-    torch.cuda.set_sync_debug_mode("error")  # every implicit synchronisation raises
-    try:
-        for n in range(WARM_UP_ROUNDS + 2, WARM_UP_ROUNDS + 6):
-            runner.submit(plan(tasks, n, rate(n)))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        runner.close()
 
 
 @needs_kernels

@@ -225,11 +225,11 @@ def test_closed_executor_keeps_no_memory_of_graphs(executor):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @of_both
 def test_replayed_rounds_wait_for_nothing_but_the_round_before(executor):
-    tasks = make_tasks(dropping, data=features(480, (3, 6, 6)))  # within an epoch
+    tasks = make_tasks(dropping, AdamW(clip_norm=1.0), data=features(480, (3, 6, 6)))  # within an epoch
     runner = executor(tasks)
     for n in range(WARM_UP_ROUNDS + 2):
         runner.submit(plan(tasks, n))
-    torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("error")  # every implicit synchronisation raises
     try:
         for n in range(WARM_UP_ROUNDS + 2, WARM_UP_ROUNDS + 5):
             runner.submit(plan(tasks, n, 0.1 / n))

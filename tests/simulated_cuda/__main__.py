@@ -4,7 +4,8 @@
     python -m tests.simulated_cuda crossbow_py.train +experiment=digits device=cuda
 
 Settings come from the environment: SIMULATED_CUDA_ORDER (earliest, latest or random), _SEED, _DEVICES, _GIB and
-_CAPABILITY. With TRITON_INTERPRET=1 Triton's kernels run as well, which is slow.
+_CAPABILITY. With _STRICT=1 a process in which accesses raced names them and ends with exit code 86. With
+TRITON_INTERPRET=1 Triton's kernels run as well, which is slow.
 """
 
 from __future__ import annotations

@@ -32,7 +32,11 @@ RULES = [
 
 @pytest.fixture(autouse=True)
 def proven(tmp_path, monkeypatch):
-    """Everything has passed on this device, as far as commands know; kernels are for TRITON_INTERPRET=1."""
+    """Everything has passed on this device, as far as commands know; kernels are for TRITON_INTERPRET=1.
+
+    A command in which accesses raced ends with exit code 86.
+    """
+    monkeypatch.setenv("SIMULATED_CUDA_STRICT", "1")
     use_cache(tmp_path / "cache", monkeypatch)
     trust_cuda(monkeypatch)
     if os.environ.get("TRITON_INTERPRET") != "1":
@@ -44,18 +48,23 @@ def command(module, *options):
 
 
 def run(module, *options, code=0):
-    """The output of a command, with nothing accessed out of order."""
+    """The output of a command that ends with this exit code."""
     done = subprocess.run(command(module, *options), capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == code, done.stdout + done.stderr
-    assert "not ordered" not in done.stderr and "freed since" not in done.stderr, done.stderr
     return done.stdout + done.stderr
 
 
 def distance(folder, other):
-    """How far two models are apart, relative to their length."""
+    """How far the models of two runs are apart, relative to their length."""
     ours, theirs = (
-        torch.cat([v.double().flatten() for _, v in sorted(load_file(f / "model.safetensors").items())])
-        for f in (folder, other)
+        torch.cat(
+            [
+                values.double().flatten()
+                for file in sorted(each.glob("model*.safetensors"))
+                for _, values in sorted(load_file(file).items())
+            ]
+        )
+        for each in (folder, other)
     )
     return (ours - theirs).norm().item() / theirs.norm().item()
 
@@ -81,7 +90,7 @@ def test_every_averaging_rule_ends_as_on_a_cpu(rule, executor, tmp_path):
     assert distance(ours, trained(tmp_path / "cpu", "cpu", "executor=serial", *options)) < 1e-5
 
 
-@pytest.mark.parametrize("executor", ["fused", "streams"])
+@pytest.mark.parametrize("executor", ["fused", pytest.param("streams", marks=pytest.mark.slow)])
 def test_run_killed_and_resumed_ends_with_the_same_bits(executor, tmp_path):
     options = [*DIGITS, "max_rounds=150", "device=cuda", f"executor={executor}", "checkpoint_every_s=0.05"]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -107,6 +116,7 @@ def test_number_of_learners_grows_and_the_run_goes_on(tmp_path):
     assert "learners" in said and "finished" in said
 
 
+@pytest.mark.slow
 def test_auto_measures_what_has_passed_and_takes_one_of_it(tmp_path):
     said = run("train", *DIGITS, "device=cuda", f"output_dir={tmp_path / 'run'}")
     assert "was the fastest here" in said
@@ -130,6 +140,7 @@ def test_full_gpu_is_told_in_one_line(tmp_path, monkeypatch):
     assert "Traceback" not in said and "memory" in said
 
 
+@pytest.mark.slow
 def test_search_in_packs_and_prediction_by_its_best_models(tmp_path):
     folder = tmp_path / "search"
     options = ["+experiment=search_digits", "device=cuda", "executor=fused", "num_trials=4", "max_epochs=2"]

@@ -1,4 +1,4 @@
-"""What the simulated device does as a GPU does: it is late, in any order allowed, and refuses what CUDA refuses.
+"""What a simulated device does as a GPU does: it is late, in any allowed order, and refuses what CUDA refuses.
 
     python -m tests.simulated_cuda pytest -m gpu tests/simulated_cuda
 """
@@ -38,9 +38,12 @@ def ones(*size):
     return torch.ones(*size, device="cuda")
 
 
-def run(program):
+def run(program, **settings):
     """In a process of its own, as nothing can be captured, or nothing can run, after what it does."""
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
+    return subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **settings}, capture_output=True, text=True, check=False,
+        timeout=100,
+    )  # fmt: skip
 
 
 def late(value, stream):
@@ -329,3 +332,46 @@ def test_backward_on_another_stream_is_ordered_by_autograd(scheduler):
     loss.backward()
     assert weight.grad.tolist() == [4.0] * 3
     assert scheduler.races.take() == []
+
+
+# ---- two devices, in a process of their own
+
+
+def test_two_devices_have_memory_and_streams_of_their_own_and_copy_in_order():
+    program = """
+import torch
+from tests.simulated_cuda.torch_cuda import simulation
+first = torch.full((4,), 3.0, device="cuda:0")
+side = torch.cuda.Stream("cuda:1")
+assert (torch.cuda.current_device(), side.device.index, torch.cuda.device_count()) == (0, 1, 2)
+copied = first.to("cuda:1")  # ordered on both sides
+first.fill_(7)
+side.wait_stream(torch.cuda.current_stream("cuda:1"))
+with torch.cuda.stream(side):
+    assert torch.cuda.current_device() == 1
+    doubled = copied * 2
+assert torch.cuda.memory_allocated(0) == torch.cuda.memory_allocated(1) / 2 == 512
+side.synchronize()
+print(doubled.tolist(), first.tolist(), simulation().scheduler.races.take())
+try:
+    first + copied
+except RuntimeError as error:
+    print(error)
+"""
+    done = run(program, SIMULATED_CUDA_DEVICES="2")
+    values, refusal = done.stdout.splitlines()
+    assert values == "[6.0, 6.0, 6.0, 6.0] [7.0, 7.0, 7.0, 7.0] []", done.stderr
+    assert "Expected all tensors to be on the same device" in refusal
+
+
+def test_process_in_which_accesses_raced_ends_with_86_if_it_is_strict():
+    program = """
+import torch
+kept, side = torch.ones(3, device="cuda"), torch.cuda.Stream()
+with torch.cuda.stream(side):
+    kept.add_(1)
+"""
+    done = run(program, SIMULATED_CUDA_STRICT="1")
+    assert done.returncode == 86
+    assert "race: aten::add on stream" in done.stderr
+    assert run(program, SIMULATED_CUDA_STRICT="0").returncode == 0
