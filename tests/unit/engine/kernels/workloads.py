@@ -124,7 +124,7 @@ def updates(kernels, dtype: torch.dtype) -> list[Tensor]:
             kernels.update(
                 rows, tiles, values, k, optimizer, correction=0.3, momentum=momentum, total_squares=squares
             )
-        kernels.move(z, z_prev, [total, z.clone(), z_prev.clone()], 0.9)
+        kernels.move(z, z_prev, total, 0.9)
         written += [w, *state, z, z_prev, total, results, counts, squares, *([] if shadow is None else [shadow])]
     return written
 
