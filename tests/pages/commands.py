@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import itertools
 import re
 import runpy
@@ -98,6 +99,9 @@ class PageRun:
             self._main(words[2].partition(".")[2], words[3:], place)
         elif name.startswith("crossbow-"):
             self._main(name.partition("-")[2], words[1:], place)
+        elif words[:3] == ["python", "-m", "tests.simulated_cuda"]:
+            _checks_simulated(words[3:])
+            self.checked.append(f"{place} {text}")
         elif name == "python" and (self.folder / words[1]).is_file():
             runpy.run_path(str(self.folder / words[1]), run_name="__main__")
             self.ran.append(f"{place} {text}")
@@ -186,6 +190,13 @@ def _checks_pytest(words: Sequence[str]) -> None:
     """The tests that are named are there."""
     missing = [word for word in words[1:] if word.startswith("tests") and not (ROOT / word).exists()]
     assert missing == [], f"no {missing}"
+
+
+def _checks_simulated(words: Sequence[str]) -> None:
+    """The module that is to run on the simulated device is there, and so are the tests that are named."""
+    assert importlib.util.find_spec(words[0]) is not None, f"no {words[0]}"
+    if words[0] == "pytest":
+        _checks_pytest(words)
 
 
 CHECKS: dict[str, Callable[[Sequence[str]], None]] = {
