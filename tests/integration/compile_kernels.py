@@ -162,8 +162,7 @@ def update_rows(k, precision):
             update.update(
                 rows, tiles, w, k, optimizer, correction=correction, momentum=momentum, total_squares=double[0]
             )
-    for totals in range(1, 5):
-        update.move(z, z, [z] * totals, 0.9)
+    update.move(z, z, z, 0.9)
 
 
 def resources(cubin):

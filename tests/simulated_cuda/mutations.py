@@ -80,7 +80,10 @@ def copied() -> Iterator[Path]:
 
 def run(tests: tuple[str, ...], order: str, seed: int, folder: Path) -> tuple[bool, str]:
     """Run tests in a copy of the tree; return whether they passed, and what they said."""
-    settings = environment(SIMULATED_CUDA_ORDER=order, SIMULATED_CUDA_SEED=str(seed), PYTHONDONTWRITEBYTECODE="1")
+    settings = environment(
+        SIMULATED_CUDA_ORDER=order, SIMULATED_CUDA_SEED=str(seed), PYTHONDONTWRITEBYTECODE="1",
+        TRITON_INTERPRET="0",  # mutations are of what runs without kernels
+    )  # fmt: skip
     settings["PYTHONPATH"] = settings["PYTHONPATH"].replace(str(ROOT), str(folder))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", *tests]
     try:
