@@ -10,7 +10,7 @@ _DEVICE = "crossbow_py/engine/device/"
 _RUN = "crossbow_py/engine/executors/"
 GRAPHS, TASKS = f"{_DEVICE}graphs.py", f"{_DEVICE}device_tasks.py"
 ON_DEVICE, STREAMS, FUSED, SPANS = (f"{_RUN}{name}.py" for name in ("on_device", "streams", "fused", "spans"))
-SCHEDULER = "crossbow_py/engine/scheduler.py"
+SCHEDULER, COLLECTIVE = "crossbow_py/engine/scheduler.py", "crossbow_py/distributed/collective.py"
 STREAMED, RESIDENT = "crossbow_py/data/streaming/streaming_feed.py", "crossbow_py/data/resident/resident_feed.py"
 PREDICTORS, PROGRAMS = "crossbow_py/predict/predictors.py", "crossbow_py/predict/programs.py"
 
@@ -75,6 +75,7 @@ _NO_WAITING = _both("replayed_rounds_wait_for_nothing_but_the_round_before")
 _FAILED = (f"{_ORDER}after_a_capture_that_failed_nothing_is_captured_and_the_callers_stream_is_as_before",)
 _CAPTURED = (f"{_ORDER}graph_is_captured_on_the_stream_it_is_replayed_on_while_other_threads_go_on",)
 _TIMED = (f"{_ORDER}timed_work_follows_what_the_caller_has_enqueued_and_takes_one_stream",)
+_RANKS = ("tests/simulated_cuda/test_nccl.py::test_two_ranks_train_what_they_train_on_cpus[1-fused]",)
 _STREAMED = (f"{_ORDER}streamed_batches_on_two_streams_are_those_of_a_cpu[0]",)
 _RESIDENT = (f"{_ORDER}resident_batches_on_several_streams_over_many_epochs_are_those_of_a_cpu",)
 _SEVERAL = tuple(
@@ -434,6 +435,18 @@ MUTATIONS = [
         "torch.from_numpy(picks).to(self._targets.device)",
         "torch.from_numpy(picks).pin_memory().to(self._targets.device, non_blocking=True)", _RESIDENT,
     ),
+    # ---- NCCL
+    Mutation(
+        "sum not waited for", COLLECTIVE, "no stream waits for NCCL's sum",
+        "torch.distributed.all_reduce(values, group=group)",
+        "torch.distributed.all_reduce(values, group=group, async_op=True)", _RANKS,
+    ),
+    Mutation(
+        "sum on a stream of its own", COLLECTIVE, "NCCL's sum follows the work of a stream that has none",
+        "                torch.distributed.all_reduce(values, group=group)\n",
+        "                with torch.cuda.stream(torch.cuda.Stream()):\n"
+        "                    torch.distributed.all_reduce(values, group=group)\n", _RANKS,
+    ),
     # ---- prediction
     Mutation(
         "branches begin too early", PREDICTORS, "branches do not wait for the stream they fork from",
@@ -453,6 +466,12 @@ MUTATIONS = [
         "        outputs = self._outputs.clone()  # which the next call overwrites, maybe on another stream\n "
         "       device.record(self._done, stream)\n",
         "        outputs = self._outputs.clone()\n", _SEVERAL,
+    ),
+    Mutation(
+        "batch of the first caller", PROGRAMS, "a graph reads the tensor that its first caller gave",
+        "own = CapturedRun(run, inputs.clone(), device, self._done)",
+        "own = CapturedRun(run, inputs, device, self._done)",
+        (f"{_ORDER}captured_ensemble_leaves_the_batch_of_its_first_call_as_it_is",),
     ),
     Mutation(
         "outputs not copied", PROGRAMS, "callers get the tensor that the next call overwrites",

@@ -31,7 +31,7 @@ RESULTS = Path(__file__).with_name("mutations.json")
 PAGE = ROOT / "docs" / "development" / "simulated_cuda.md"
 BEGIN, END = "<!-- mutations: begin -->\n", "<!-- mutations: end -->\n"
 _NEEDED = ("crossbow_py", "tests", "conf", "pyproject.toml")
-_LIMIT_S, _NO_END = 100, "no end"
+_LIMIT_S, _LIMIT_OF_ALL_S, _NO_END = 100, 600, "no end"
 # What the errors of a failing test say, and how the table calls it.
 _SIGNS = {
     "uses memory that was freed": "a graph that uses freed memory",
@@ -78,7 +78,7 @@ def copied() -> Iterator[Path]:
         yield Path(folder)
 
 
-def run(tests: tuple[str, ...], order: str, seed: int, folder: Path) -> tuple[bool, str]:
+def run(tests: tuple[str, ...], order: str, seed: int, folder: Path, limit_s: int = _LIMIT_S) -> tuple[bool, str]:
     """Run tests in a copy of the tree; return whether they passed, and what they said."""
     settings = environment(
         SIMULATED_CUDA_ORDER=order, SIMULATED_CUDA_SEED=str(seed), PYTHONDONTWRITEBYTECODE="1",
@@ -88,7 +88,7 @@ def run(tests: tuple[str, ...], order: str, seed: int, folder: Path) -> tuple[bo
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", *tests]
     try:
         done = subprocess.run(
-            command, cwd=folder, env=settings, capture_output=True, text=True, timeout=_LIMIT_S, check=False
+            command, cwd=folder, env=settings, capture_output=True, text=True, timeout=limit_s, check=False
         )
     except subprocess.TimeoutExpired:
         return False, _NO_END
@@ -133,7 +133,7 @@ def check_unchanged(mutations: list[Mutation]) -> None:
         by_order.setdefault((each.order, each.seed), {}).update(dict.fromkeys(each.tests))
     with copied() as folder:
         for (order, seed), tests in by_order.items():
-            passed, said = run(tuple(tests), order, seed, folder)
+            passed, said = run(tuple(tests), order, seed, folder, _LIMIT_OF_ALL_S)
             if not passed:
                 sys.exit(f"The tests fail without a mutation, in order {order}:\n{said[-4000:]}")
 
@@ -164,6 +164,8 @@ def main() -> int:
     parser.add_argument("--only", action="append", help="names of the mutations to try; nothing is written then")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="how many at a time")
     asked = parser.parse_args()
+    if unknown := set(asked.only or ()) - {each.name for each in MUTATIONS}:
+        parser.error(f"no mutation is called {', '.join(sorted(unknown))}; mutation_table.py has their names.")
     chosen = [each for each in MUTATIONS if not asked.only or each.name in asked.only]
     check_unchanged(chosen)
     found = []

@@ -24,6 +24,13 @@ pytestmark = [
 ]
 
 DIGITS = ["+experiment=digits", "model.hidden=[16]", "precision=fp32", "max_rounds=40", "schedule=constant"]
+IN_FLOAT64 = """
+import runpy
+from crossbow_py.engine.modules.precision import FP64
+from crossbow_py.train import run_settings
+run_settings.choose_precision = lambda name, device: FP64
+runpy.run_module("crossbow_py.train", run_name="__main__")
+"""
 RULES = [
     "crossbow", "elastic", "independent", "local_sgd", "diloco", "slowmo", "papa", "synchronous_sgd",
     "grouped_sma",
@@ -69,6 +76,17 @@ def distance(folder, other):
     return (ours - theirs).norm().item() / theirs.norm().item()
 
 
+def kill_after_checkpoint(process, folder):
+    """Kill a run with -9 as soon as it has a checkpoint; returns the name of its last one."""
+    deadline = time.monotonic() + 200
+    while not (found := sorted((folder / "checkpoints").glob("samples-*"))):
+        assert process.poll() is None and time.monotonic() < deadline, "it ended before its first checkpoint"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return found[-1].name
+
+
 def trained(folder, device, *options):
     run("train", *DIGITS, f"device={device}", f"output_dir={folder}", *options)
     return folder
@@ -98,14 +116,39 @@ def test_run_killed_and_resumed_ends_with_the_same_bits(executor, tmp_path):
     process = subprocess.Popen(
         command("train", *options, f"output_dir={broken}"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    deadline = time.monotonic() + 100
-    while not list((broken / "checkpoints").glob("*")) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    kill_after_checkpoint(process, broken)
     assert not (broken / "model.safetensors").exists(), "it was killed before its end"
     run("train", *options, f"output_dir={broken}", "resume=auto")
     assert weights(broken) == weights(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("executor", ["fused", "streams"])
+def test_resnet32_killed_and_resumed_is_serial_on_a_cpu_in_float64(executor, tmp_path):
+    """On CIFAR-10 if it is there, and in CUDA graphs."""
+    options = ["+experiment=resnet32", "max_rounds=20", "batch_size=4", "checkpoint_every_s=0.2"]
+    options += ["optimizer.learning_rate=0.01"]  # at 0.1 rounds multiply the rounding of the last bit by three each
+    if "CROSSBOW_DATA_DIR" not in os.environ:
+        options += ["data=synthetic", "data.num_train=200", "data.num_test=100"]
+
+    def started(folder, *others):
+        words = [sys.executable, "-c", IN_FLOAT64, *options, f"output_dir={folder}", *others]
+        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    ours, reference = tmp_path / "cuda", tmp_path / "cpu"
+    process = started(ours, "device=cuda", f"executor={executor}")
+    killed = kill_after_checkpoint(process, ours)
+    resumed = started(ours, "device=cuda", f"executor={executor}", "resume=auto")
+    said = resumed.communicate()[0]
+    assert resumed.returncode == 0, said
+    assert "starting afresh" not in said and "without CUDA graphs" not in said, said
+    expected = started(reference, "device=cpu", "executor=serial")
+    assert expected.wait() == 0, expected.communicate()[0]
+    apart = distance(ours, reference)
+    print(f"{executor}: killed after {killed}, relative distance to serial {apart:.1e}")
+    assert apart < 1e-10
 
 
 def test_number_of_learners_grows_and_the_run_goes_on(tmp_path):

@@ -42,7 +42,7 @@ values = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
 def torchrun(logs, words, **settings):
     """Run two ranks, each with a device, where an access that races ends a rank with exit code 86.
 
-    Returns the launcher's exit code, and all that it and the ranks have printed.
+    Returns the launcher's exit code, and all that the ranks and it have printed.
     """
     given = {"SIMULATED_CUDA_DEVICES": "2", "SIMULATED_CUDA_STRICT": "1", "OMP_NUM_THREADS": "1", **settings}
     launcher = ["--standalone", "--nproc-per-node=2", "--redirects=3", f"--log-dir={logs}"]
@@ -50,7 +50,7 @@ def torchrun(logs, words, **settings):
         [sys.executable, "-m", "torch.distributed.run", *launcher, *words],
         cwd=ROOT, env={**os.environ, **given}, capture_output=True, text=True, check=False, timeout=100,
     )  # fmt: skip
-    said = [done.stderr, *(each.read_text() for each in sorted(logs.rglob("std*.log")))]
+    said = [*(each.read_text() for each in sorted(logs.rglob("std*.log"))), done.stderr]
     return done.returncode, "\n".join(said)
 
 
