@@ -17,7 +17,7 @@ from crossbow_py.engine.executors import candidates
 from crossbow_py.engine.modules.precision import choose_device
 from crossbow_py.engine.trust import Outcome, RememberedOutcomes, in_use
 from crossbow_py.train.ladder.climb import untried
-from crossbow_py.train.ladder.ladder import Ladder, line, one_at_a_time
+from crossbow_py.train.ladder.ladder import Ladder, forgotten, line, one_at_a_time
 from crossbow_py.train.ladder.rungs import RUNGS, Rung
 
 
@@ -50,6 +50,8 @@ def answer(config: CheckConfig, rungs: Sequence[Rung] = RUNGS) -> int:
         if is_new:
             write_archive(path, Path(folder), ladder.facts, outcomes, shown)
             code = max(code, say(f"Everything about it is in {path}; send that with a report."))
+            if not ladder.is_kept:
+                print(forgotten(), file=sys.stderr, flush=True)
         else:
             code = max(code, say(f"Remembered in {remembered.path}; again=true tries everything anew."))
     return max(code, int(any(outcome.status == "failed" for outcome in outcomes.values())))

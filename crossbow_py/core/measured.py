@@ -66,14 +66,16 @@ class Remembered:
         """Return the choice kept under a fingerprint, None without one."""
         return self._read().get(key)
 
-    def remember(self, key: str, choice: str) -> None:
-        """Keep a choice. The oldest ones are dropped beyond 5,000."""
+    def remember(self, key: str, choice: str) -> bool:
+        """Keep a choice, and return whether it could be written. The oldest ones are dropped beyond 5,000."""
         kept = {**self._read(), key: choice}
         text = json.dumps(dict(list(kept.items())[-_MAX_KEPT:]), indent=0)
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self.path) as partial:
                 partial.write_text(text)
+            return True
+        return False
 
     def _read(self) -> dict[str, str]:
         try:

@@ -1,8 +1,9 @@
 """What may be used on a device: what held there when it was tried, and what the environment switches on or off.
 
 A kernel that strays ends the process, one that is wrong spoils the numbers. So on CUDA each part is tried first in a
-child process (`train/ladder/`), and its outcome is remembered in the user's cache, by the device's name and driver and
-the versions of torch, Triton and this package. What was not tried, or failed, is not used. On CPUs everything may be.
+child process (`train/ladder/`), and its outcome is remembered in the user's cache, by the device's name and driver,
+the versions of torch and Triton, and the code of this package. What was not tried, or failed, is not used. On CPUs
+everything may be.
 
 A *feature* is a name: `serial`, `bf16`, `fused`, `streams`, `graphs`, or one of the kernels in `core/switches.py`.
 """
@@ -25,12 +26,13 @@ import torch
 from crossbow_py.core.measured import Remembered, digest, processor
 from crossbow_py.core.settings import fits
 from crossbow_py.core.switches import GRAPHS_VARIABLE, KERNELS, KERNELS_VARIABLE, read_switches
-from crossbow_py.core.version import __version__
+from crossbow_py.core.version import PACKAGE, __version__
 
 Status = Literal["passed", "failed", "skipped"]
 GRAPHS = "graphs"
 EXECUTORS_TRIED = ("fused", "streams")  # by rungs of their own
 _SAID: dict[Status, str] = {"failed": "failed when they were tried", "skipped": "were not tried"}
+_COMPUTES = ("core", "data", "engine", "train/ladder")
 UNTRIED = "not tried on this GPU yet (python -m crossbow_py.check tries it)"
 
 
@@ -74,13 +76,25 @@ class RememberedOutcomes(Remembered):
         key = digest(facts(device))
         return {**_outcomes(self.recall(key)), **_outcomes(self._OWN.get(key))}
 
-    def keep(self, device: torch.device, outcomes: Mapping[str, Outcome]) -> None:
-        """Remember the outcomes of some rungs, except those that may change."""
+    def keep(self, device: torch.device, outcomes: Mapping[str, Outcome]) -> bool:
+        """Remember the outcomes of some rungs, except those that may change; return whether later processes know."""
         lasting = {name: outcome for name, outcome in outcomes.items() if not outcome.may_change}
         every = {**{name: each for name, each in self.of(device).items() if name not in outcomes}, **lasting}
-        key, text = digest(facts(device)), json.dumps({name: asdict(outcome) for name, outcome in every.items()})
+        key, text = digest(facts(device)), _json(every)
         self._OWN[key] = text
-        self.remember(key, text)
+        return self.remember(key, text)
+
+    def known(self, device: torch.device) -> str:
+        """Return what is remembered of a device, for `share` in another process."""
+        return _json(self.of(device))
+
+    def share(self, device: torch.device, known: str) -> None:
+        """Take over what another process knows of an equal device, even where no file can be written."""
+        self._OWN[digest(facts(device))] = known
+
+
+def _json(outcomes: Mapping[str, Outcome]) -> str:
+    return json.dumps({name: asdict(outcome) for name, outcome in outcomes.items()})
 
 
 def _outcomes(text: str | None) -> dict[str, Outcome]:
@@ -95,7 +109,7 @@ def _outcomes(text: str | None) -> dict[str, Outcome]:
 
 
 def facts(device: torch.device) -> dict[str, str]:
-    """Return what outcomes depend on: the device, its driver, and versions. Words stand for what is not there."""
+    """Return what outcomes depend on: the device, its driver, versions, code. Words stand for what is not there."""
     on_cuda = device.type == "cuda" and torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name(device) if on_cuda else f"{device.type}: {processor()}",
@@ -106,7 +120,15 @@ def facts(device: torch.device) -> dict[str, str]:
         "cudnn": str(torch.backends.cudnn.version()) if on_cuda else "",  # type: ignore[no-untyped-call]
         "triton": _triton(),
         "crossbow_py": __version__,
+        "code": _code(),
     }
+
+
+@cache
+def _code() -> str:
+    """Return a digest of the code that computes on devices: versions say nothing of a changed checkout."""
+    files = sorted(file for folder in _COMPUTES for file in (PACKAGE / folder).rglob("*.py"))
+    return digest({str(file.relative_to(PACKAGE)): digest(file.read_text(encoding="utf-8")) for file in files})
 
 
 @cache

@@ -18,12 +18,12 @@ from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.sources import DataSource
 from crossbow_py.engine.modules.losses import IGNORED
-from crossbow_py.engine.modules.precision import choose_device
+from crossbow_py.engine.modules.precision import choose_device, choose_precision
 from crossbow_py.predict.config import PredictConfig
 from crossbow_py.predict.ensemble import Ensemble
 from crossbow_py.predict.trained_models import TrainedModel, common_data, find_models
 from crossbow_py.train.evaluation.evaluator import evaluation_batch_size
-from crossbow_py.train.ladder.ladder import try_once
+from crossbow_py.train.ladder.ladder import check_trusted, try_once
 from crossbow_py.train.tuning.worker_autotuner import first_workers
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # of batches whose latency is measured
@@ -120,7 +120,9 @@ def predict(config: PredictConfig, clock: Clock = time.perf_counter) -> Predicti
         )
     shape, classes = source.input_shape, source.num_classes
     if config.executor == "auto":
-        try_once(choose_device(config.device), lambda message: print(message, file=sys.stderr, flush=True))
+        device = choose_device(config.device)
+        outcomes = try_once(device, lambda message: print(message, file=sys.stderr, flush=True))
+        check_trusted(outcomes, choose_precision(config.precision, device))
     with Ensemble(
         [model.load(shape, classes) for model in models],
         executor=config.executor, device=config.device, precision=config.precision,

@@ -27,9 +27,10 @@ def search(config: SearchConfig) -> int:
 
     folder = open_search_folder(config)
     try:
-        with kept_unless_refused(folder), ExitStack() as stack, StopSignal(enabled=True) as signals:
+        with kept_unless_refused(folder), ExitStack() as stack:
             listeners = [stack.enter_context(closing(each)) for each in search_listeners(folder.path)]
             one = stack.enter_context(closing(SearchRun(config, folder, listeners)))
+            signals = stack.enter_context(StopSignal(enabled=True))  # before it, there is nothing to finish
             summary = one.run(lambda: signals.status)
     except KeyboardInterrupt as interrupt:  # a second Ctrl-C: nothing else is said
         again = "the same command" if config.resume else "the same command with resume=auto"

@@ -21,7 +21,7 @@ from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.bank.average_ema import AverageEMA
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.engine.executors import EXECUTORS
+from crossbow_py.engine.executors import EXECUTORS, candidates
 from crossbow_py.engine.kernels.checks import serves
 from crossbow_py.engine.modules.dropout import counter_seed
 from crossbow_py.engine.modules.losses import Loss
@@ -35,7 +35,7 @@ from crossbow_py.train.checks.losses import loss_on
 from crossbow_py.train.checks.probe import probe, probe_evaluation
 from crossbow_py.train.checks.seeded_model import MakeModel, faithful_copy, seeded_model
 from crossbow_py.train.evaluation.evaluator import Evaluator, Metric, evaluation_batch_size
-from crossbow_py.train.ladder.ladder import check_trusted, try_once
+from crossbow_py.train.ladder.ladder import check_trusted, has_failed, try_on_ranks
 from crossbow_py.train.run import DataSets, Run
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.schedules import Constant, Schedule
@@ -79,13 +79,13 @@ class RunBuilder:
     def build(self) -> Run:
         """Build the run, once, after small batches of every data set went through the model. Raises UserError."""
         settings, ranks, rule, device = self.settings, self.ranks, self.rule, self.choices.device
-        self._try_device()
+        tried = self._try_device()
         self.loss = loss_on(device, self.loss)
         collective = ranks.collective(device, apart=rule.node_period > 1)
         check_settles(rule, settings.num_learners, collective.num_devices)
         template, batch, (train_feed, validation_feed, test_feed), warnings = self._probed()
         update, warning = choose_update(self.optimizer, rule, device, self.choices.precision.master)
-        notes = self._choose_executor(template, update, train_feed)
+        notes = [*tried, *self._choose_executor(template, update, train_feed)]
         choices = self.choices
         with ranks.together():
             most, bounded = learner_bound(template, batch, settings, choices, self.loss, self.optimizer, rule)
@@ -115,15 +115,26 @@ class RunBuilder:
             busy_cores=busy_cores(choices.executor, device.type, ranks.num_local == 1 and not train_feed.STREAMS),
         )  # fmt: skip
 
-    def _try_device(self) -> None:
-        """Find out, once on each host, what `executor=auto` may take on a GPU; before anything is made for kernels.
+    def _try_device(self) -> list[str]:
+        """Find out what `executor=auto` may take on a GPU, before anything is made for kernels. Returns messages.
 
         Raises UserError if the device failed with `serial`.
         """
-        if self.settings.executor == "auto":
-            with self.ranks.together():
-                if self.ranks.local_rank == 0:
-                    check_trusted(try_once(self.choices.device, self.announce), self.choices.precision)
+        device, ranks = self.choices.device, self.ranks
+        notes: list[str] = []
+        if self.settings.executor != "auto":
+            return []
+        outcomes = try_on_ranks(device, ranks, self.announce)
+        if self.settings.precision == "auto" and any(ranks.sum([has_failed("bf16", outcomes)])):
+            self.choices = dataclasses.replace(self.choices, precision=FP32)
+            notes.append("precision is fp32, because bf16 failed when it was tried on this GPU.")
+        with ranks.together():
+            check_trusted(outcomes, self.choices.precision)
+        saved = self.choices.executor
+        if saved != "auto" and any(ranks.sum([saved not in candidates(device)])):
+            self.choices = dataclasses.replace(self.choices, executor="auto")
+            notes.append(f"The run had executor={saved} before, which has not passed on this GPU: it is chosen anew.")
+        return notes
 
     def _probed(self) -> tuple[nn.Module, Batch, tuple[Feed, Feed | None, Feed | None], list[str]]:
         """Return the template, a small batch, the feeds of training, validation and test data, and warnings.
@@ -188,6 +199,13 @@ class RunBuilder:
             return self.choices.executor
 
         executor = self.ranks.from_first(chosen)
+        if self.settings.executor == "auto" and self.choices.device.type == "cuda":
+            with self.ranks.together():
+                if executor not in candidates(self.choices.device):
+                    raise UserError(
+                        f"executor=auto took {executor} on the first rank, which has not passed on the GPU of rank "
+                        f"{self.ranks.rank}; set executor=serial, or see what fails by python -m crossbow_py.check."
+                    )
         self.choices = dataclasses.replace(self.choices, executor=executor)
         return notes
 

@@ -16,8 +16,14 @@ _WORDS = (
     "can't allocate memory",
     "not enough memory",
     "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "Failed to CUDA calloc",  # NCCL's
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
+    # Handles of libraries need memory of the device, and say no more of it than this.
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_NOT_INITIALIZED",
 )
 # CUDA errors after which "the process must be terminated and relaunched", or values on the device may be wrong, by
 # their numbers in the runtime and the driver.

@@ -16,9 +16,11 @@ from crossbow_py.core.files import read_text
 from crossbow_py.engine.trust import Outcome
 
 # A launcher's words for its own ranks: a child that finds them would wait for ranks that never come.
-_LAUNCHERS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_RANK",
-              "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
-_LAUNCHERS_OWN = ("TORCHELASTIC_", "ROLE_")
+_LAUNCHERS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR",
+              "MASTER_PORT")  # fmt: skip
+_LAUNCHERS_OWN = ("TORCHELASTIC_", "ROLE_", "PET_")
+# The signals of a process that is at fault itself. Others come from outside, such as SIGKILL if the host lacks memory.
+_OWN_FAULTS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _LONGEST_REASON = 300
 
 
@@ -65,16 +67,18 @@ def _is_launchers(name: str) -> bool:
 def outcome_of(ended: Ended, result: Path, log: Path, proves: tuple[str, ...]) -> Outcome:
     """Return what the end of a child means. It has written `result`: {"reason": ..., "may_change": ...}.
 
-    It has passed if it ended with 0 and gives no reason why not.
+    It has passed if it ended with 0 and gives no reason why not. A failure that says nothing of the device may change:
+    a child that was killed from outside, or that did not come to try.
     """
     reason, may_change = _said(result)
     if ended.code is None:
         reason, may_change = f"timed out after {ended.seconds:.0f} s", False
     elif ended.code < 0:
-        reason, may_change = f"killed by signal {-ended.code} ({_signal_name(-ended.code)})", False
+        reason = f"killed by signal {-ended.code} ({_signal_name(-ended.code)})"
+        may_change = -ended.code not in _OWN_FAULTS
     elif reason is None:
         last = next((line.strip() for line in reversed(_lines(log)) if line.strip()), "no output")
-        reason = f"ended with exit code {ended.code} and without a result: {last}"
+        reason, may_change = f"ended with exit code {ended.code} and without a result: {last}", True
     if ended.code == 0 and not reason:
         return Outcome("passed", seconds=ended.seconds, proves=proves)
     reason = " ".join((reason or f"ended with exit code {ended.code}").split())

@@ -6,9 +6,10 @@ import contextlib
 import json
 import os
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -16,8 +17,10 @@ import torch.distributed
 
 from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.file_locks import locked
-from crossbow_py.core.measured import user_cache
+from crossbow_py.core.measured import digest, user_cache
 from crossbow_py.core.triton_launch import unavailable
+from crossbow_py.core.version import PACKAGE
+from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.modules.precision import Precision, has_fast_bf16
 from crossbow_py.engine.trust import Outcome, RememberedOutcomes, facts
 from crossbow_py.train.ladder.children import Ended, outcome_of, run_child
@@ -40,6 +43,9 @@ class Ladder:
         rungs: the rungs, of which those for the device are taken.
         run: runs a command, see `run_child`.
 
+    Attributes:
+        is_kept: whether all outcomes so far could be written to the user's cache.
+
     Raises UserError if the device does not answer.
     """
 
@@ -52,13 +58,9 @@ class Ladder:
         run: RunChild = run_child,
     ) -> None:
         self.device, self.folder, self._limit_s, self._run = device, folder, limit_s, run
+        self.is_kept = True
         self.rungs = [rung for rung in rungs if device.type in rung.devices]
-        try:
-            self.facts = facts(device)
-        except RuntimeError as error:
-            raise UserError(
-                f"device=cuda does not answer ({one_line(error)[:200]}); set device=cpu, or look at it by nvidia-smi."
-            ) from error
+        self.facts = _facts(device)
 
     def title(self, rung: Rung) -> str:
         """Return what a rung is called on the screen."""
@@ -96,7 +98,7 @@ class Ladder:
 
         def told(rung: Rung, outcome: Outcome, is_known: bool) -> None:
             if not is_known:
-                remembered.keep(self.device, {rung.name: outcome})
+                self.is_kept = remembered.keep(self.device, {rung.name: outcome}) and self.is_kept
             tell(rung, outcome, is_known)
 
         return climb(self.rungs, self.attempt, self.lacks, known, told)
@@ -112,16 +114,20 @@ class Ladder:
         command = [sys.executable, "-X", "faulthandler", *words]
         if rung.job == "ranks":
             command = [
-                sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self._num_ranks}",
-                *words,
+                sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1",
+                f"--nproc-per-node={self._num_ranks}", *words,
             ]  # fmt: skip
         environment = {
             **attempt.switches.environment(),
             "XDG_CACHE_HOME": str(self.folder / "cache"),
+            **_this_package(),
             **({} if rung.job == "ranks" else self._one_device()),
         }
         ended = self._run(command, environment, log, self._limit_s or rung.limit_s)
-        return outcome_of(ended, result, log, rung.proves)
+        outcome = outcome_of(ended, result, log, rung.proves)
+        if ended.code is None and self._limit_s is not None and self._limit_s < rung.limit_s:
+            return replace(outcome, may_change=True)  # more time may be all that it needs
+        return outcome
 
     def _one_device(self) -> dict[str, str]:
         """Return the variables that let a child see this device first."""
@@ -130,6 +136,22 @@ class Ladder:
             return {}
         visible = os.environ.get(_VISIBLE) or ",".join(map(str, range(torch.cuda.device_count())))
         return {_VISIBLE: visible.split(",")[index]}
+
+
+def _facts(device: torch.device) -> dict[str, str]:
+    try:
+        return facts(device)
+    except RuntimeError as error:
+        raise UserError(
+            f"device=cuda does not answer ({one_line(error)[:200]}); set device=cpu, or look at it by nvidia-smi."
+        ) from error
+
+
+def _this_package() -> dict[str, str]:
+    """Return the variable by which a child imports the package that this process has, installed or not."""
+    if str(PACKAGE.parent) in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))}
 
 
 def line(title: str, outcome: Outcome, is_known: bool = False) -> str:
@@ -156,8 +178,8 @@ def try_once(
 ) -> dict[str, Outcome]:
     """Find out what `executor=auto` may take on a CUDA device, in child processes, unless it is remembered.
 
-    Takes minutes the first time on a device and with a version of torch, Triton or this package, and says so. On other
-    devices there is nothing to find out, and no outcome.
+    Takes minutes the first time on a device and with a version of torch, Triton or this package, and says so, and also
+    if it cannot be remembered. On other devices there is nothing to find out, and no outcome.
     """
     if device.type != "cuda":
         return {}
@@ -170,27 +192,63 @@ def try_once(
             known = RememberedOutcomes().of(device)  # another process may have climbed meanwhile
             if count := len(untried(ladder.rungs, ladder.lacks, known)):
                 announce(
-                    f"Trying {ladder.facts['device']} in {count} child processes, once: executor=auto takes only what "
-                    "gives the numbers of serial. It takes some minutes."
+                    f"Trying {ladder.facts['device']} in {count} child processes: executor=auto takes only what gives "
+                    "the numbers of serial. It takes some minutes, the first time."
                 )
 
             def tell(rung: Rung, outcome: Outcome, is_known: bool) -> None:
                 if not is_known:
                     announce(line(ladder.title(rung), outcome))
 
-            return ladder.climb(known, tell)
+            outcomes = ladder.climb(known, tell)
+        if not ladder.is_kept:
+            announce(forgotten())
+        return outcomes
+
+
+def try_on_ranks(device: torch.device, ranks: Ranks, announce: Callable[[str], None]) -> dict[str, Outcome]:
+    """Find out, as `try_once`, what may be used on this rank's device. Blocks until all ranks have called it.
+
+    Of the ranks on a host whose devices are equal the first tries it, and tells the others.
+    """
+    if device.type != "cuda":
+        return {}
+    with ranks.together():
+        place = f"{ranks.node} {digest(_facts(device))}"
+    places = ranks.gather_texts(place)
+    first, known = places.index(place), ""
+    with ranks.together():
+        if ranks.rank == first:
+            try_once(device, announce)
+            known = RememberedOutcomes().known(device)
+    RememberedOutcomes().share(device, ranks.gather_texts(known)[first])
+    return RememberedOutcomes().of(device)
+
+
+def forgotten() -> str:
+    """Return what to do about outcomes that only this process knows."""
+    try:
+        where = str(RememberedOutcomes().path)
+    except OSError as error:
+        where = f"the user's cache ({error})"
+    return (
+        f"What was tried cannot be remembered, as {where} cannot be written, so every start tries it again; set "
+        "XDG_CACHE_HOME to a folder that can be."
+    )
+
+
+def has_failed(name: str, outcomes: Mapping[str, Outcome]) -> bool:
+    """Return whether a rung failed; for something that passes, such as memory that others hold, says nothing."""
+    outcome = outcomes.get(name)
+    return outcome is not None and outcome.status == "failed" and not outcome.may_change
 
 
 def check_trusted(outcomes: Mapping[str, Outcome], precision: Precision) -> None:
-    """Raise UserError if `serial` itself does not hold on the device, by outcomes of `try_once`, in this precision.
-
-    A failure for something that passes, such as memory that others hold, says nothing.
-    """
+    """Raise UserError if `serial` itself does not hold on the device, by outcomes of `try_once`, in this precision."""
     for name, where, remedy in (("serial", "fp32", "device=cpu"), ("bf16", "bf16", "precision=fp32")):
-        outcome = outcomes.get(name)
-        concerns = name in ("serial", precision.name)
-        if concerns and outcome is not None and outcome.status == "failed" and not outcome.may_change:
+        if name in ("serial", precision.name) and has_failed(name, outcomes):
             raise UserError(
-                f"device=cuda failed when it was tried, by serial rounds in {where} ({outcome.reason.rstrip('.')}); "
+                f"device=cuda failed when it was tried, by serial rounds in {where} "
+                f"({outcomes[name].reason.rstrip('.')}); "
                 f"set {remedy}, or try it anew: python -m crossbow_py.check again=true."
             )

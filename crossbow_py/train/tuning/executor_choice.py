@@ -144,13 +144,17 @@ def _fingerprint(
         inputs=(tuple(inputs.shape), str(inputs.dtype)),
         learners=(settings.num_learners, settings.max_learners),
         device=str(choices.device),
-        **({"in_use": in_use(choices.device)} if choices.device.type == "cuda" else {}),
+        **(_trusted(choices.device) if choices.device.type == "cuda" else {}),
         precision=choices.precision.name,
         update=(update.NAME, update.optimizer.NAME, update.rule.NAME),
         **({"gradients": update.rule.gradient_mean.group_size} if update.rule.gradient_mean else {}),
         **({"compiled": True} if settings.compile_model else {}),
         **({"ranks": num_ranks} if num_ranks > 1 else {}),
     )
+
+
+def _trusted(device: torch.device) -> dict[str, list[str]]:
+    return {"in_use": in_use(device), "candidates": candidates(device)}
 
 
 def new_bank(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,10 +53,23 @@ def test_switches_override_what_is_remembered_in_both_directions(monkeypatch: py
     assert why_not("fused", CUDA) is None  # no switch of its own
 
 
-def test_another_driver_or_version_is_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fact", ["_triton", "_code"])
+def test_another_version_or_other_code_is_another_device(fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trust_cuda(monkeypatch)
-    monkeypatch.setattr(trust, "_triton", lambda: "99.0")
+    monkeypatch.setattr(trust, fact, lambda: "99.0")
     assert in_use(CUDA) == []
+
+
+def test_code_is_that_of_every_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(trust.PACKAGE, tmp_path / "crossbow_py", ignore=shutil.ignore_patterns("__pycache__"))
+    before = trust._code()
+    monkeypatch.setattr(trust, "PACKAGE", tmp_path / "crossbow_py")
+    assert trust._code.__wrapped__() == before
+    for kernels in ("engine/kernels/convolution.py", "data/resident/image_kernels.py"):
+        with open(tmp_path / "crossbow_py" / kernels, "a", encoding="utf-8") as file:
+            file.write("# another way\n")
+        assert trust._code.__wrapped__() != before
+        before = trust._code.__wrapped__()
 
 
 def test_outcomes_are_kept_by_name_but_not_those_that_may_change() -> None:

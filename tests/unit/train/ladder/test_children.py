@@ -44,6 +44,21 @@ def test_end_of_a_child_is_one_line(code: str, status: str, reason: str, tmp_pat
     assert found.seconds > 0
 
 
+@pytest.mark.parametrize(
+    ("code", "says_nothing"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", True),  # as the host does where it lacks memory
+        ("os.kill(os.getpid(), signal.SIGTERM)", True),
+        ("raise ImportError('no module')", True),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", False),
+        (PASSES.replace("'w').write('{\"reason\": \"", "'w').write('{\"reason\": \"numbers differ"), False),
+    ],
+)
+def test_failure_from_outside_says_nothing_of_the_device(code: str, says_nothing: bool, tmp_path: Path) -> None:
+    found = outcome(code, tmp_path)
+    assert (found.status, found.may_change) == ("failed", says_nothing)
+
+
 def test_child_that_hangs_is_killed_with_all_it_has_started(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     code = (

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.version import PACKAGE
+from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.modules.precision import BF16, FP32
 from crossbow_py.engine.trust import Outcome, RememberedOutcomes
 from crossbow_py.train.ladder import ladder as ladders
 from crossbow_py.train.ladder.children import Ended
-from crossbow_py.train.ladder.ladder import Ladder, check_trusted, line, try_once
+from crossbow_py.train.ladder.ladder import Ladder, check_trusted, line, try_on_ranks, try_once
 from crossbow_py.train.ladder.rungs import RUNGS
 from tests.caches import use_cache
 from tests.trainers import Recorder, make_trainer
@@ -68,7 +71,7 @@ def test_auto_tries_a_gpu_once_says_so_and_leaves_out_what_it_does_not_need() ->
     first = try_once(CUDA, said.append, run=commands)
     assert list(first) == [rung.name for rung in RUNGS if rung.serves_auto and "cuda" in rung.devices]
     assert "streamed" not in commands.tasks and "ranks" not in commands.tasks
-    assert "in 9 child processes, once" in said[0]
+    assert "in 9 child processes:" in said[0]
     assert said[7].split(maxsplit=4) == ["FAIL", "+", "layer", "kernels", "300.0 s  timed out after 300 s"]
     said.clear()
     again = Commands()
@@ -96,6 +99,66 @@ def test_what_failed_for_want_of_memory_is_tried_again() -> None:
     again = Commands()
     assert try_once(CUDA, lambda _: None, run=again)["streams"].passed
     assert list(again.tasks) == ["streams"]
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "is_tried_again"), [(2.0, True), (None, False), (1000.0, False)], ids=["short", "own", "long"]
+)
+def test_time_out_under_a_limit_shorter_than_the_rungs_own_says_nothing(
+    limit_s: float | None, is_tried_again: bool, tmp_path: Path
+) -> None:
+    commands = Commands(serial=Ended(None, 2.0))
+    ladder = Ladder(CUDA, tmp_path, limit_s, run=commands)
+    assert ladder.climb({}, lambda *_: None)["serial"].may_change is is_tried_again
+    assert ("serial" not in RememberedOutcomes().of(CUDA)) is is_tried_again
+
+
+def test_children_import_the_package_of_their_parent_and_no_words_of_a_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    commands = Commands()
+    Ladder(CUDA, tmp_path, run=commands).climb({}, lambda *_: None)
+    assert commands.environments["ranks"]["PYTHONPATH"] == f"{PACKAGE.parent}:/elsewhere"
+    assert "--nnodes=1" in commands.commands["ranks"]
+
+
+class OneOfThree(Ranks):
+    """A rank of three, two of them on a host; texts are exchanged as in a file."""
+
+    def __init__(self, rank: int, node: int, texts: list[list[str]]) -> None:
+        super().__init__()
+        self.rank, self.num_ranks, self.node, self._texts, self._turn = rank, 3, node, texts, 0
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def gather_texts(self, text: str) -> list[str]:
+        self._texts[self._turn][self.rank] = text
+        self._turn += 1
+        return self._texts[self._turn - 1]
+
+
+def test_ranks_of_a_host_know_what_the_first_has_tried_although_no_file_can_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    commands, tried = Commands(streams=Ended(-11, 1.0)), list[int]()
+
+    def once(device: torch.device, announce: object) -> dict[str, Outcome]:
+        tried.append(rank)
+        return try_once(device, said.append, run=commands)
+
+    monkeypatch.setattr(ladders, "try_once", once)
+    said, found, texts = list[str](), dict[int, dict[str, Outcome]](), [["", "", ""], ["", "", ""]]
+    where = [f"{node} {ladders.digest(ladders.facts(CUDA))}" for node in (0, 0, 1)]
+    for rank, node in enumerate((0, 0, 1)):  # one after another, as if each were a process
+        monkeypatch.setattr(RememberedOutcomes, "_OWN", {})
+        texts[0][:] = where
+        found[rank] = try_on_ranks(CUDA, OneOfThree(rank, node, texts), said.append)
+    assert tried == [0, 2]
+    assert found[0] == found[1] and found[0]["fused"].passed and not found[0]["streams"].passed
+    assert "/proc/none/crossbow_py/ladder.json cannot be written" in said[-1] and "set XDG_CACHE_HOME" in said[-1]
 
 
 @pytest.mark.parametrize(
@@ -131,12 +194,12 @@ def test_device_that_does_not_answer_is_one_line(tmp_path: Path, monkeypatch: py
 def test_run_with_auto_tries_its_device_and_one_with_a_named_executor_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
-    def recorded(device: torch.device, announce: object) -> dict[str, Outcome]:
+    def recorded(device: torch.device, ranks: object, announce: object) -> dict[str, Outcome]:
         tried.append(device.type)
         announce("trying")  # type: ignore[operator]
         return {"serial": Outcome("failed", "numbers differ")} if len(tried) > 1 else {}
 
-    monkeypatch.setattr("crossbow_py.train.build.try_once", recorded)
+    monkeypatch.setattr("crossbow_py.train.build.try_on_ranks", recorded)
     listener = Recorder()
     make_trainer(executor="auto", callbacks=[listener])
     assert tried == ["cpu"] and "trying" in listener.of("message")
