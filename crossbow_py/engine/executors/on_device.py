@@ -48,7 +48,7 @@ class Program:
     """The work of a stream in every round: eager at first, then captured and replayed, for each `variant` by itself.
 
     Variants differ in the launches themselves, as by the round's averaging coefficients. A rule that changes these in
-    every round is never captured. Once a capture has failed anywhere in the process, no other begins.
+    every round is never captured. None is while there is a `failed_capture`.
     """
 
     device: CudaStreams
