@@ -29,10 +29,10 @@ def test_bodies_that_are_captured_ask_the_host_for_no_value():
     tasks = make_tasks(norm_model, data=IMAGES, optimizer=SGD(clip_norm=1.0))
     whole, learners = plan(tasks, 0), [LearnerTasks(tasks, learner) for learner in (0, 1)]
     for bodies in learners:
-        bodies.load(whole, bank_changed=True, masks=None)
+        bodies.load(whole, bank_changed=True, masks_ahead=False)
     with OnlyLaunches():
         for bodies in learners:
-            bodies.learn(shared=False, tape=bodies.tape(None), masks_ahead=False)
+            bodies.learn(shared=False, masks_ahead=False)
             bodies.correct(whole.averaging)
         tasks.average(RoundOutcome(whole))
     with pytest.raises(AssertionError, match="the host asked"), OnlyLaunches():
