@@ -128,10 +128,10 @@ class Ensemble:
             if len(self.chosen) > _MOST_CHOICES:
                 del self.chosen[next(iter(self.chosen))]
         predictor = self._predictor(self.chosen[shape])
-        found = predictor.probabilities(inputs)
+        probabilities = predictor.probabilities(inputs)
         for note in predictor.notes:
             self._note(note)
-        return found
+        return probabilities
 
     def _prepared(self, batch: object) -> Tensor:
         if not isinstance(batch, Tensor):
