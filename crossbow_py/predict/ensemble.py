@@ -127,7 +127,11 @@ class Ensemble:
             self.chosen[shape] = self._settle(inputs)
             if len(self.chosen) > _MOST_CHOICES:
                 del self.chosen[next(iter(self.chosen))]
-        return self._predictor(self.chosen[shape]).probabilities(inputs)
+        predictor = self._predictor(self.chosen[shape])
+        probabilities = predictor.probabilities(inputs)
+        for note in predictor.notes:
+            self._note(note)
+        return probabilities
 
     def _prepared(self, batch: object) -> Tensor:
         if not isinstance(batch, Tensor):

@@ -41,10 +41,14 @@ class Predictor(ABC):
         name: the name of the executor that trains in this way.
         banks: banks that are not for training.
         writes_inputs: whether a model may write to its inputs, so that every model needs a copy.
+
+    Attributes:
+        notes: sentences for the user about slower operation.
     """
 
     def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
         self.name, self.banks, self.writes_inputs = name, banks, writes_inputs
+        self.notes: list[str] = []
 
     @abstractmethod
     def probabilities(self, inputs: Tensor) -> Tensor:
@@ -102,6 +106,7 @@ class ProgramsPredictor(Predictor):
     def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
         super().__init__(name, banks, writes_inputs)
         self._captures = Captures(name, banks) if banks[0].device.type == "cuda" else None
+        self.notes = [] if self._captures is None else self._captures.notes
         self._branches = _Branches(banks[0].device)
         self._programs: OrderedDict[tuple[torch.Size, torch.dtype], Forward] = OrderedDict()  # the last used ones last
 

@@ -24,6 +24,8 @@ from crossbow_py.engine.trust import GRAPHS, why_not
 Forward = Callable[[Tensor], Tensor]
 _SAME = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 _NAME = "the models"
+_EAGER = "executor={} predicts without CUDA graphs, which is slower, because {}."
+_DRAWS = "the models draw random numbers"
 
 
 @torch.no_grad()
@@ -84,6 +86,9 @@ class Captures:
         executor: named in errors.
         banks: whose models are called.
         device: for tests; by default CUDA, on the banks' device.
+
+    Attributes:
+        notes: sentences for the user about what is not captured, each once.
     """
 
     def __init__(self, executor: str, banks: Sequence[ReplicaBank], device: CudaStreams | None = None) -> None:
@@ -93,10 +98,12 @@ class Captures:
         self._begun, self._done = self._device.new_event(), self._device.new_event()
         self._pool: Pool = None
         self._graphs: list[Graph] = []
+        self.notes: list[str] = []
 
     def captured(self, run: Forward, inputs: Tensor) -> Forward:
         """`run` as a CUDA graph; as it is where nothing is captured, or if it draws, which a graph would repeat.
 
+        `notes` says so where it stays as it is.
         Blocks the host. Raises CaptureError for what a graph cannot hold.
         """
         device = self._device
@@ -113,7 +120,11 @@ class Captures:
             device.run(_NAME, warm_up, self._stream)
         device.synchronize()  # host–device synchronisation
         eager = why_not(GRAPHS, inputs.device) or failed_capture()
-        if eager or self._random_state() != before:
+        if self._random_state() != before:
+            eager = eager or _DRAWS
+        if eager:
+            note = _EAGER.format(self._executor, eager)
+            self.notes += [note] if note not in self.notes else []
             return partial(self._in_order, run)
         if not self._graphs:  # a pool that has lost its last graph takes no other
             self._pool = device.new_pool()

@@ -101,6 +101,17 @@ def test_graphs_of_several_shapes_called_from_several_streams_give_each_its_own_
         assert_right_from_two_streams(ensemble, models, batches)
 
 
+@pytest.mark.parametrize("executor", ["fused", "streams"])
+def test_ensemble_without_graphs_says_so_once(executor, monkeypatch):
+    monkeypatch.setenv("CROSSBOW_GRAPHS", "0")
+    with Ensemble([dense(0), dense(1)], executor=executor, device="cuda") as ensemble:
+        for size in (1, 2, 1):
+            ensemble.predict(torch.randn(size, 3, 6, 6, device=CUDA))
+        assert ensemble.notes == [
+            f"executor={executor} predicts without CUDA graphs, which is slower, because CROSSBOW_GRAPHS is 0."
+        ]
+
+
 def test_models_that_draw_are_run_by_streams_without_a_graph():
     class Noisy(nn.Linear):
         def forward(self, inputs):

@@ -19,7 +19,7 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.build import make_feed
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.engine.device.graphs import CudaStreams, graph_milliseconds
+from crossbow_py.engine.device.graphs import CudaStreams, failed_capture, graph_milliseconds
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
@@ -301,6 +301,27 @@ def test_after_a_capture_that_failed_nothing_is_captured_and_the_callers_stream_
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[(['learning(0)'], 1), ([], 0), ([], 1)]"
+
+
+def test_after_a_capture_whose_body_raised_others_follow_and_the_cache_is_emptied():
+    streams, result = CudaStreams(torch.device("cuda", torch.cuda.current_device())), torch.zeros(3, device="cuda")
+    stream, pool = streams.new_stream(), streams.new_pool()
+    torch.cuda.synchronize()
+
+    def full():
+        result.mul_(torch.ones(3, device="cuda"))
+        raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        streams.capture("a product", full, stream, pool)
+    assert failed_capture() is None
+    torch.cuda.empty_cache()  # which the allocator refuses while it believes that a capture is under way
+    graph = streams.capture("a sum", lambda: result.add_(1), stream, streams.new_pool())
+    streams.replay(graph, stream)
+    streams.synchronize()
+    assert result.tolist() == [1.0] * 3
+    streams.release(graph)
+    streams.give_back(stream)
 
 
 def test_graph_is_captured_on_the_stream_it_is_replayed_on_while_other_threads_go_on():

@@ -9,6 +9,7 @@ _NAMES = ("fused", "streams")
 _DEVICE = "crossbow_py/engine/device/"
 _RUN = "crossbow_py/engine/executors/"
 GRAPHS, TASKS = f"{_DEVICE}graphs.py", f"{_DEVICE}device_tasks.py"
+DROPOUT = "crossbow_py/engine/modules/dropout.py"
 ON_DEVICE, STREAMS, FUSED, SPANS = (f"{_RUN}{name}.py" for name in ("on_device", "streams", "fused", "spans"))
 SCHEDULER, COLLECTIVE = "crossbow_py/engine/scheduler.py", "crossbow_py/distributed/collective.py"
 STREAMED, RESIDENT = "crossbow_py/data/streaming/streaming_feed.py", "crossbow_py/data/resident/resident_feed.py"
@@ -136,7 +137,7 @@ MUTATIONS = [
     ),
     Mutation(
         "failure forgotten", GRAPHS, "a capture that failed is not remembered",
-        "            _FAILED_CAPTURES.append(one_line(failure)[:160])\n", "", _FAILED,
+        "_FAILED_CAPTURES.append(one_line(failure)[:160])", "pass", _FAILED,
     ),
     Mutation(
         "stream not restored", GRAPHS, "nothing restores the current stream after a capture that failed",
@@ -157,7 +158,7 @@ MUTATIONS = [
     ),
     Mutation(
         "timing keeps a stream", GRAPHS, "the stream of a measurement is not given back",
-        "        streams.give_back(stream)  # but none on which a capture has failed\n", "", _TIMED,
+        "        streams.give_back(stream)\n        return min", "        return min", _TIMED,
     ),
     # ---- rounds in flight
     Mutation(
@@ -216,7 +217,7 @@ MUTATIONS = [
     ),
     Mutation(
         "capture after a failure", ON_DEVICE, "programs are captured after a capture that failed",
-        "return variant in self.graphs or failed_capture() is None", "return True", _FAILED, "random",
+        "(is_warm and failed_capture() is None)", "is_warm", _FAILED, "random",
     ),
     Mutation(
         "failure not asked for", ON_DEVICE, "new executors do not ask whether a capture has failed",
@@ -327,12 +328,12 @@ MUTATIONS = [
     ),
     # ---- what a graph reads
     Mutation(
-        "one tape", TASKS, "all variants of a graph have one tape of masks",
-        "self._tapes.setdefault(variant, MaskTape())", "self._tapes.setdefault(None, MaskTape())", _MASKS,
+        "one tape", DROPOUT, "passes that draw their own masks record them over those that graphs read",
+        "records = not masks_ahead and not self._is_read", "records = not masks_ahead", _MASKS,
     ),
     Mutation(
-        "masks not drawn", TASKS, "masks are not drawn again before a replay", "                masks.draw()\n",
-        "                pass\n", _MASKS,
+        "masks not drawn", TASKS, "masks are not drawn again before a replay",
+        "self._tapes[self.shares(plan)].draw()", "pass", _MASKS,
     ),
     Mutation(
         "batch not copied", TASKS, "a round's batch is kept instead of copied to where the graph reads",

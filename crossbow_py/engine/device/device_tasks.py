@@ -9,7 +9,7 @@ one learner, `FusedTasks` several in one pass.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -55,20 +55,13 @@ class GroupTasks(ABC):
         self._classifies = False
         self._batch: Batch | None = None
         self._loaded_rates: tuple[float, ...] = ()
-        self._tapes: dict[Hashable, MaskTape] = {}
+        self._tapes = {shared: MaskTape() for shared in (False, True)}
         # Learners that share a gradient step if it is finite and their group is kept (`average_gated`); their own
         # losses do not count here, as `average_gated` has checked them.
         shares = tasks.gradient_mean is not None
         self._loss_gate, self._gate = (STEPPED, STEPPED) if shares else (LOSS, FINITE)
 
-    def tape(self, variant: Hashable) -> MaskTape:
-        """Return the dropout masks of a variant of the program that runs `learn`.
-
-        Each graph reads masks of its own: passes before the capture of another variant replace that variant's.
-        """
-        return self._tapes.setdefault(variant, MaskTape())
-
-    def load(self, plan: Round, bank_changed: bool, masks: MaskTape | None) -> None:
+    def load(self, plan: Round, bank_changed: bool, masks_ahead: bool) -> None:
         """Hand over a round: batch, dropout masks, and learning rates and step counts if they changed.
 
         The batch, or what `learn` gathers it by, is copied to the static tensors that the graph reads. The host waits
@@ -77,14 +70,14 @@ class GroupTasks(ABC):
         Args:
             plan: the plan of the round.
             bank_changed: whether the caller had the bank since the last round, so that step counts are read from it.
-            masks: the tape whose masks to draw now, because `learn` will be captured or replayed; None if it will draw.
+            masks_ahead: whether to draw dropout masks now, as `learn` will be captured or replayed; else it will draw.
         """
         bank, rates = self.tasks.bank, plan.learning_rates[self.learners.start : self.learners.stop]
         if self._draws:
             for learner in self.learners:
                 self.tasks.seed_dropout(learner, plan)
-            if masks is not None:
-                masks.draw()
+            if masks_ahead:
+                self._tapes[self.shares(plan)].draw()
         if bank_changed:
             for row, learner in enumerate(self.learners):
                 self._counts[row].fill_(bank.step_counts[learner])
@@ -122,11 +115,11 @@ class GroupTasks(ABC):
         return False
 
     @abstractmethod
-    def learn(self, shared: bool, tape: MaskTape, masks_ahead: bool) -> None:
+    def learn(self, shared: bool, masks_ahead: bool) -> None:
         """Write the gradients of the learners' losses on the loaded batch to G, at w; losses and counts to the results.
 
-        `shared` is what `shares` returns for the round, `tape` that of the variant, and `masks_ahead` says whether
-        `load` has drawn its masks.
+        `shared` is what `shares` returns for the round, and `masks_ahead` says whether `load` has drawn its masks. All
+        graphs with the same `shared` read the same masks, as `load` draws them anew for each replay.
         """
 
     @abstractmethod
@@ -194,10 +187,10 @@ class LearnerTasks(GroupTasks):
     def _load_batch(self, plan: Round) -> None:
         self._keep(self.tasks.feed.batch(plan.starts[self.learners.start]))
 
-    def learn(self, shared: bool, tape: MaskTape, masks_ahead: bool) -> None:
+    def learn(self, shared: bool, masks_ahead: bool) -> None:
         tasks, bank, batch, (learner,) = self.tasks, self.tasks.bank, self._batch, self.learners
         assert batch is not None, "a learning task needs a loaded batch"
-        with tape.over(masks_ahead):
+        with self._tapes[shared].over(masks_ahead):
             output = tasks.model(learner)(batch.inputs).to(bank.precision.master)
         loss = tasks.loss_of(learner, output, batch.targets)
         gradients = torch.autograd.grad(loss, bank.trained_parameters(learner), allow_unused=True)
@@ -257,9 +250,9 @@ class FusedTasks(GroupTasks):
     def shares(self, plan: Round) -> bool:
         return self._pass.shares(plan)
 
-    def learn(self, shared: bool, tape: MaskTape, masks_ahead: bool) -> None:
+    def learn(self, shared: bool, masks_ahead: bool) -> None:
         results, k, batch = self._results, len(self.learners), self._batch
-        with tape.over(masks_ahead):
+        with self._tapes[shared].over(masks_ahead):
             if self._feed is not None:
                 picks, batch = self._picked[1 if shared else k]
                 self._feed.take(picks, batch)

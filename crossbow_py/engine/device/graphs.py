@@ -27,8 +27,8 @@ Pool = Any
 Body = Callable[[], None]
 
 _HIGH_PRIORITY = -1  # lower numbers go first; learners have 0
-# The first capture that failed in this process. torch's allocator may believe for good that it is under way (pytorch
-# 180395, 190308), so no other may begin.
+# The first capture that could not be begun or ended in this process. torch's allocator may believe for good that it is
+# under way (pytorch 180395, 190308), so no other may begin.
 _FAILED_CAPTURES: list[str] = []
 # Streams that were given back, by device and whether they have high priority. cuBLAS keeps a workspace for every stream
 # it has worked on, 32 MiB on an H100, as long as the process lives; so new ones are made only if there is none.
@@ -103,8 +103,9 @@ class CudaStreams:
         It must be captured on the stream it will be replayed on: cuBLAS has a workspace for each stream, and two graphs
         captured on one stream would write to the same one while running side by side.
 
-        Blocks the host until the device is idle. Raises the exception of `body` or of the capture; after a
-        failed capture nothing may be captured in this process any more, see `failed_capture`.
+        Blocks the host until the device is idle. Raises the exception of `body` or of the capture. If `body` raised
+        and the capture ended all the same, others may follow; else nothing may be captured in this process any more,
+        see `failed_capture`. A call that CUDA refuses, such as one that waits, also makes the end of its capture fail.
         """
         assert failed_capture() is None, "torch's allocator may not be able to begin another capture"
         graph = torch.cuda.CUDAGraph()
@@ -130,7 +131,8 @@ class CudaStreams:
         except Exception as error:
             # The body's exception says more than that of the capture, which fails because of it.
             failure = raised[0] if raised else error
-            _FAILED_CAPTURES.append(one_line(failure)[:160])
+            if error not in raised:  # the end failed, or the beginning
+                _FAILED_CAPTURES.append(one_line(failure)[:160])
         if failure is not None:
             with contextlib.suppress(Exception):
                 graph.reset()  # frees its pool at once, although tracebacks may keep the graph itself
@@ -194,7 +196,12 @@ def graph_milliseconds(device: torch.device) -> Callable[[Callable[[], Tensor]],
             for _ in range(_CALLS):
                 run()
 
-        graph = streams.capture("what is timed", calls, stream, None)
+        try:
+            graph = streams.capture("what is timed", calls, stream, None)
+        except Exception:
+            if failed_capture() is None:
+                streams.give_back(stream)
+            raise
         try:
             times = []
             for _ in range(_REPLAYS):
@@ -206,7 +213,7 @@ def graph_milliseconds(device: torch.device) -> Callable[[Callable[[], Tensor]],
                 times.append(float(begin.elapsed_time(end)))
         finally:
             streams.release(graph)
-        streams.give_back(stream)  # but none on which a capture has failed
+        streams.give_back(stream)
         return min(times) / _CALLS
 
     return milliseconds

@@ -335,12 +335,12 @@ class FusedRounds:
         rounds, bodies, plan = self.rounds, self._bodies, outcome.plan
         stream, shared = rounds.streams[ALL_LEARNERS], bodies.shares(plan)
         variant = (plan.averaging, shared) if self._is_alone else shared
-        ahead, tape = self._round.runs_graph(variant), bodies.tape(variant)
-        load = partial(bodies.load, plan, bank_changed=rounds.bank_changed, masks=tape if ahead else None)
+        ahead = self._round.runs_graph(variant)
+        load = partial(bodies.load, plan, bank_changed=rounds.bank_changed, masks_ahead=ahead)
         rounds.device.run("load", load, stream)
 
         def learn() -> None:
-            bodies.learn(shared, tape, masks_ahead=ahead)
+            bodies.learn(shared, masks_ahead=ahead)
             if self._is_alone:
                 if self._averages_gradients:
                     average_gated([bodies])

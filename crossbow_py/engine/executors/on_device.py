@@ -23,6 +23,9 @@ from crossbow_py.telemetry.timeline import Timeline
 # Rounds that a program runs eagerly before it is captured: libraries choose algorithms and allocate workspaces in their
 # first calls, which a capture does not allow. They are ordinary rounds, so no state has to be restored.
 WARM_UP_ROUNDS = 2
+# The graphs of a program that are kept, and the variants whose eager rounds are counted: the last used ones. A rule may
+# change its coefficients in every round.
+MOST_VARIANTS = 8
 # A round's results and events stay until the host has read them, after the next round was issued.
 ROUNDS_IN_FLIGHT = 2
 
@@ -48,7 +51,7 @@ class Program:
     """The work of a stream in every round: eager at first, then captured and replayed, for each `variant` by itself.
 
     Variants differ in the launches themselves, as by the round's averaging coefficients. A rule that changes these in
-    every round is never captured. Once a capture has failed anywhere in the process, no other begins.
+    every round is never captured. None is while there is a `failed_capture`. The last `MOST_VARIANTS` are known.
     """
 
     device: CudaStreams
@@ -73,7 +76,9 @@ class Program:
 
     def _launch(self, body: Body, variant: Hashable) -> None:
         if not self.runs_graph(variant):
-            self.eager_rounds[variant] = self.eager_rounds.get(variant, 0) + 1
+            self.eager_rounds[variant] = self.eager_rounds.pop(variant, 0) + 1
+            while len(self.eager_rounds) > MOST_VARIANTS:
+                del self.eager_rounds[next(iter(self.eager_rounds))]
             self.device.run(self.name, body, self.stream)
             return
         if variant not in self.graphs:
@@ -84,6 +89,9 @@ class Program:
                 if is_out_of_memory(error):  # which graphs with pools of their own are likely to cause
                     raise
                 raise CaptureError(self.executor, self.name, one_line(error)) from error
+            while len(self.graphs) > MOST_VARIANTS:  # the capture waited for the device, so none of them is running
+                self.device.release(self.graphs.pop(next(iter(self.graphs))))
+        self.graphs[variant] = self.graphs.pop(variant)  # the last used one is the last
         self.device.replay(self.graphs[variant], self.stream)
 
     def launch_watched(self, body: Body, variant: Hashable = None) -> bool:
@@ -97,9 +105,10 @@ class Program:
 
     def runs_graph(self, variant: Hashable = None) -> bool:
         """Return whether the next launch of the variant is a replay, maybe after a capture; else it is eager."""
-        if not self.captures or self.eager_rounds.get(variant, 0) < WARM_UP_ROUNDS:
+        if not self.captures:
             return False
-        return variant in self.graphs or failed_capture() is None
+        is_warm = self.eager_rounds.get(variant, 0) >= WARM_UP_ROUNDS
+        return variant in self.graphs or (is_warm and failed_capture() is None)
 
     def release(self) -> None:
         """Drop the graphs, which must not be running."""

@@ -162,10 +162,10 @@ class StreamsExecutor(Executor):
         """Return whether learning drew from global generators, so that it must not be captured."""
         program, bodies, rounds = self._learning[learner], self._bodies[learner], self._rounds
         plan, shared = outcome.plan, bodies.shares(outcome.plan)
-        ahead, tape = program.runs_graph(shared), bodies.tape(shared)
-        load = partial(bodies.load, plan, bank_changed=rounds.bank_changed, masks=tape if ahead else None)
+        ahead = program.runs_graph(shared)
+        load = partial(bodies.load, plan, bank_changed=rounds.bank_changed, masks_ahead=ahead)
         rounds.device.run(f"load({learner})", load, stream)
-        return program.launch_watched(partial(bodies.learn, shared, tape, masks_ahead=ahead), shared)
+        return program.launch_watched(partial(bodies.learn, shared, masks_ahead=ahead), shared)
 
     def _wait(self, outcome: RoundOutcome) -> None:
         index = outcome.plan.index

@@ -90,6 +90,11 @@ def channels_last(images: Tensor) -> Tensor:
     return images.contiguous(memory_format=torch.channels_last)
 
 
+def matrix_of(images: Tensor) -> Tensor:
+    """Return `[B, N, H, W]` as `[B·H·W, N]`: a view of channels-last images, else one copy."""
+    return images.permute(0, 2, 3, 1).reshape(-1, images.shape[1]).contiguous()
+
+
 def with_rank(stacked: Tensor, rank: int) -> Tensor:
     """Return `[K, *shape]` with ones after K, so that values of different ranks broadcast as those of one learner."""
     missing = rank + 1 - stacked.ndim

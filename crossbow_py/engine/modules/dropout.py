@@ -80,24 +80,27 @@ class MaskTape:
     """The masks of a pass, in the order it takes them, in tensors with fixed addresses.
 
     A CUDA graph repeats its launches, so it must not draw: `draw` fills the tensors before a replay, from the
-    generators that the pass itself would draw from and in the same order, so that the numbers are the same.
+    generators that the pass itself would draw from and in the same order, so that the numbers are the same. From then
+    on graphs may read the tensors, and a pass that draws its own leaves them as they are.
     """
 
     def __init__(self) -> None:
         self._masks: list[_Masks] = []
         self._position = 0
-        self.is_playing = False
+        self.is_playing = self._is_read = False
 
     @contextmanager
     def over(self, masks_ahead: bool) -> Iterator[None]:
-        """Have the pass in the block take the masks that `draw` has drawn, or draw its own and record them.
+        """Have the pass in the block take the masks that `draw` has drawn, or draw its own.
 
-        Raises RuntimeError if it takes masks other than the pass last recorded did.
+        Its own are recorded until the first `draw`. Raises RuntimeError if it takes masks other than the pass last
+        recorded did.
         """
         self._position, self.is_playing = 0, masks_ahead
-        if not masks_ahead:
+        records = not masks_ahead and not self._is_read
+        if records:
             self._masks.clear()
-        _THREAD.tape = self
+        _THREAD.tape = self if masks_ahead or records else None
         try:
             yield
         finally:
@@ -107,6 +110,7 @@ class MaskTape:
 
     def draw(self) -> None:
         """Draw all masks again on the current stream; seed the generators first."""
+        self._is_read = True
         for each in self._masks:
             each.draw()
 

@@ -291,7 +291,7 @@ def measured_width(
     width = choose_width(found.rates, what, found.most, found.why_no_packs or why_alone)
     if is_whole and _is_lasting(result, width, effort):
         memory.keep(found, is_short=result.is_short)
-    return width, [*notes, *said, *result.busy_notes]
+    return width, [*notes, *said, *result.disturbed_notes]
 
 
 def _candidate(name: str, count: int, trials: CompatibleTrials) -> Candidate:
@@ -349,7 +349,7 @@ def _is_lasting(result: Calibration, width: Width, effort: Effort) -> bool:
     may_fit = any(each.is_passing and name not in measured for (name, _), each in result.refused.items())
     may_fit = may_fit or (_is_short_of_memory(result) and not effort.is_alone)
     may_pay = width.size == 1 and bool(_late_packs(result))
-    return not (result.is_busy or may_fit or may_pay)
+    return not (result.is_disturbed or may_fit or may_pay)
 
 
 def _unmeasured(asked: Sequence[tuple[str, int]], what: str, is_exportable: bool, why: str) -> Width:

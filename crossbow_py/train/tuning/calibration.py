@@ -24,6 +24,7 @@ from crossbow_py.core.errors import CrossbowError, UserError, text_of
 from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.core.measured import Remembered
+from crossbow_py.engine.device.graphs import failed_capture
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
 from crossbow_py.engine.executors import Executor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
@@ -113,6 +114,7 @@ class Calibration:
         late: the candidates that there was no time to measure.
         is_short: whether a longer training would have left time to measure more.
         others: share of the cores that other programs used, 0 to 1; 0 where it does not matter.
+        no_graphs: why some of it may have been measured without CUDA graphs, which a new process captures; or None.
         seconds: the time that all of it took.
         warm_up_s: the part of that before candidates were measured, which no effort counts; 0 on CPUs.
     """
@@ -125,6 +127,7 @@ class Calibration:
     others: float = 0.0
     seconds: float = 0.0
     warm_up_s: float = 0.0
+    no_graphs: str | None = None
 
     def left_out(self, fewest: int = 1) -> dict[str, str]:
         """Return the executors that could not be measured with at least `fewest` learners, and why."""
@@ -140,11 +143,11 @@ class Calibration:
         return {name: reason for name, reason in {**late, **refused}.items() if name not in measured}
 
     @property
-    def busy_notes(self) -> tuple[str, ...]:
-        """A message about other programs, if they used much of the machine."""
-        if not self.is_busy:
-            return ()
-        return (f"Other programs took {self.others:.0%} of the cores meanwhile: it is measured again the next time.",)
+    def disturbed_notes(self) -> tuple[str, ...]:
+        """Messages about what disturbed the measurement."""
+        reasons = [f"Other programs took {self.others:.0%} of the cores meanwhile"] if self.is_busy else []
+        reasons += [f"CUDA graphs were not always used, because {self.no_graphs}"] if self.no_graphs else []
+        return tuple(f"{reason}: it is measured again the next time." for reason in reasons)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -159,7 +162,7 @@ class Calibration:
                 else f"Executors {' and '.join(names)} are left out for this model: {reason}."
                 for reason, names in by_reason.items()
             ),
-            *self.busy_notes,
+            *self.disturbed_notes,
         )
 
     @property
@@ -168,16 +171,21 @@ class Calibration:
         return self.others > _BUSY
 
     @property
+    def is_disturbed(self) -> bool:
+        """Whether other programs, or a capture that failed, made some executors slower than they are."""
+        return self.is_busy or self.no_graphs is not None
+
+    @property
     def is_lasting(self) -> bool:
         """Whether to remember the choice.
 
-        It is remembered if executors were compared, with no other programs running, and another time would not allow to
-        measure more of them.
+        It is remembered if executors were compared, undisturbed, and another time would not allow to measure more of
+        them.
         """
         measured, left_out = {name for name, _ in self.images_per_s}, self.left_out()
         is_compared = len(measured) > 1 or not left_out
         may_run = any(refusal.is_passing for (name, _), refusal in self.refused.items() if name in left_out)
-        return is_compared and not may_run and not self.is_short and not self.is_busy
+        return is_compared and not may_run and not self.is_short and not self.is_disturbed
 
     @property
     def sentence(self) -> str:
@@ -244,7 +252,8 @@ def calibrate(
     others = (foreign_share(before, LoadSnapshot.take()) or 0.0) if is_counted else 0.0
     is_short = bool(late) and effort.seconds(rates[best]) < effort.budget_s
     seconds = time.perf_counter() - begun
-    return Calibration(best[0], rates, refused, tuple(late), is_short, others, seconds, warm_up.seconds)
+    no_graphs = failed_capture() if device.type == "cuda" else None
+    return Calibration(best[0], rates, refused, tuple(late), is_short, others, seconds, warm_up.seconds, no_graphs)
 
 
 def _is_refused(key: Key, refused: Mapping[Key, Refusal]) -> bool:

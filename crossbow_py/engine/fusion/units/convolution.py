@@ -25,7 +25,8 @@ from crossbow_py.core.version import __version__
 from crossbow_py.engine.device.cudnn import cudnn_set, must_repeat, uses_tf32
 from crossbow_py.engine.device.graphs import failed_capture, graph_milliseconds
 from crossbow_py.engine.device.memory import is_out_of_memory, raise_if_lost
-from crossbow_py.engine.fusion.values import channels_last
+from crossbow_py.engine.fusion.values import channels_last, matrix_of
+from crossbow_py.engine.kernels import batch_norm as norms
 from crossbow_py.engine.kernels import convolution as implicit
 from crossbow_py.engine.kernels.geometry import Geometry
 from crossbow_py.engine.kernels.statistics import Statistics
@@ -89,7 +90,7 @@ def fixed_way(dtype: torch.dtype, device: torch.device) -> str:
 
 
 class ConvolutionChoices:
-    """The fastest way of each layer and direction: remembered, or measured.
+    """The fastest way of each layer and direction: remembered, or measured, until a capture fails in this process.
 
     Args:
         device: where ways run.
@@ -111,7 +112,8 @@ class ConvolutionChoices:
     def choose(self, key: str, candidates: Mapping[str, Callable[[], Tensor]], default: str) -> str:
         """Return the fastest candidate. Blocks the host while it measures.
 
-        The first is right by definition. If it fails, there is nothing to compare with, and `default` is returned.
+        The first is right by definition. If it fails, there is nothing to compare with, and `default` is returned, as
+        it is once a capture has failed in this process.
         Raises KernelError if that is the first, and whatever says that memory has run out or the device is lost.
         """
         if key not in self._known:
@@ -120,6 +122,8 @@ class ConvolutionChoices:
 
     def _settle(self, key: str, candidates: Mapping[str, Callable[[], Tensor]], default: str) -> str:
         first, recalled = next(iter(candidates)), ""
+        if failed_capture():
+            return self._unmeasured(default)
         with contextlib.suppress(OSError):
             recalled = self._remembered.recall(key) or ""
         if recalled == first:
@@ -137,10 +141,17 @@ class ConvolutionChoices:
         others = {name: run for name, run in candidates.items() if name not in (first, recalled)}
         right |= {name: run for name, run in others.items() if self._is_right(name, run, expected)}
         times = {name: time for name, run in right.items() if (time := self._time(name, run)) is not None}
+        if failed_capture():
+            return self._unmeasured(default if default in right else first)
         found = min(times, key=lambda name: times[name], default=first)
-        with contextlib.suppress(OSError):
-            self._remembered.remember(key, found)
+        if first in times and len(times) > 1:
+            with contextlib.suppress(OSError):
+                self._remembered.remember(key, found)
         return found
+
+    def _unmeasured(self, way: str) -> str:
+        self._note(f"Convolutions run by fixed ways where they were not measured yet, because {failed_capture()}.")
+        return way
 
     def _without_first(self, first: str, default: str, error: Exception) -> str:
         self._raise_if_final(error)
@@ -163,6 +174,8 @@ class ConvolutionChoices:
         return False
 
     def _time(self, name: str, run: Callable[[], Tensor]) -> float | None:
+        if failed_capture():
+            return None
         try:
             return self._milliseconds(run)
         except Exception as error:  # for example if it cannot be captured
@@ -171,7 +184,8 @@ class ConvolutionChoices:
 
     def _failed(self, name: str, error: Exception) -> None:
         self._raise_if_final(error)
-        self._note(f"Convolutions never run as {name}, which failed: {_text_of(error)}.")
+        if failed_capture() is None:  # which has a note of its own
+            self._note(f"Convolutions never run as {name}, which failed: {_text_of(error)}.")
 
     def _raise_if_final(self, error: Exception) -> None:
         """Raise an error that is not the way's own fault."""
@@ -197,11 +211,14 @@ def choices_on(device: torch.device) -> ConvolutionChoices | None:
     return ConvolutionChoices(device, graph_milliseconds(device), Remembered("convolutions.json"))
 
 
-def key_of(sizes: Geometry, direction: Direction, dtype: torch.dtype, device: torch.device) -> str:
-    """Return the key of a choice: a hash of all it depends on."""
+def key_of(
+    sizes: Geometry, direction: Direction, dtype: torch.dtype, device: torch.device, *, bias: bool = False,
+    statistics: bool = False,
+) -> str:  # fmt: skip
+    """Return the key of a choice: a hash of all it depends on. Forward, `bias` and `statistics` are added or not."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     versions = [torch.__version__, triton.__version__, __version__]
-    facts = [repr(sizes), direction, str(dtype), where, *versions, uses_tf32()]
+    facts = [repr(sizes), direction, str(dtype), bias, statistics, where, *versions, uses_tf32()]
     return f"{direction} {digest(facts)}"
 
 
@@ -246,7 +263,8 @@ class Convolution:
 
         Args:
             choices: chooses.
-            statistics: those of the BatchNorm after it, if there is one, which the kernel computes as well.
+            statistics: those of the BatchNorm after it, if there is one; the kernel computes them as well, and the
+                other ways are followed by a pass that does.
             input_gradient: whether the gradient of the inputs is needed.
         """
         g, weights = self._geometry, self._weights
@@ -259,14 +277,22 @@ class Convolution:
         given, filters = drawn(g.batch, len(weights), *g.out_size), drawn(*weights.shape)
         # Without the running ones, which each try would move.
         own = None if statistics is None else replace(statistics, running_mean=None, running_var=None)
+        workspace = norms.workspace_for(g.out_rows, len(weights), weights.dtype, weights.device)
 
         def tried(direction: Direction, way: str) -> Tensor:
             if direction == "forward":
-                return self._outputs(images, filters, way, own)[0]
+                outputs, moments = self._outputs(images, filters, way, own)
+                if own is not None and moments is None:
+                    norms.statistics(matrix_of(outputs), None, None, own.momentum, own.eps, workspace)
+                return outputs
             return self._gradient(given, images, filters, way, of_inputs=direction == "inputs")
 
         for direction in _DIRECTIONS if input_gradient else ("forward", "filters"):
-            key = key_of(g, direction, weights.dtype, weights.device)
+            forward = direction == "forward"
+            key = key_of(
+                g, direction, weights.dtype, weights.device, bias=forward and self._bias is not None,
+                statistics=forward and own is not None,
+            )  # fmt: skip
             runs = {way: partial(tried, direction, way) for way in ways(weights.dtype, weights.device)}
             self._ways[direction] = choices.choose(key, runs, self._ways[direction])
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from crossbow_py.engine.fusion.rules.registry import Call, Rule
 from crossbow_py.engine.fusion.units.convolution import Convolution, Leaf, choices_on
 from crossbow_py.engine.fusion.units.units import Unit
-from crossbow_py.engine.fusion.values import Copies, Fused, Layout, channels_last
+from crossbow_py.engine.fusion.values import Copies, Fused, Layout, channels_last, matrix_of
 from crossbow_py.engine.kernels import batch_norm as norms
 from crossbow_py.engine.kernels.geometry import Geometry
 from crossbow_py.engine.kernels.statistics import Statistics, Workspace
@@ -43,12 +43,12 @@ class Norm:
         self, images: Tensor, moments: tuple[Tensor, Tensor] | None, residual: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return outputs, mean and rstd."""
-        x, own = _matrix(images), self.statistics
+        x, own = matrix_of(images), self.statistics
         if moments is None:
             moments = norms.statistics(
                 x, own.running_mean, own.running_var, own.momentum, own.eps, self._space(x)
             )
-        added = None if residual is None else _matrix(residual)
+        added = None if residual is None else matrix_of(residual)
         y = norms.normalise(x, *moments, self._weights, self._bias, added, self._relu)
         return _images(y, images), *moments
 
@@ -56,18 +56,13 @@ class Norm:
         self, gradients: list[Tensor], images: Tensor, y: Tensor, mean: Tensor, rstd: Tensor, with_residual: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Write the parameters' gradients, and return those of the images and of the residual."""
-        x, given, out = _matrix(images), [_matrix(gradient) for gradient in gradients], _matrix(y)
+        x, given, out = matrix_of(images), [matrix_of(gradient) for gradient in gradients], matrix_of(y)
         scale, offset = (leaf.gradient.flatten() for leaf in (self._scale, self._offset))
         norms.backward_sums(given, x, out, mean, rstd, scale, offset, self._relu, self._space(x))
         dx, residual = norms.backward_inputs(
             given, x, out, mean, rstd, self._weights, scale, offset, self._relu, with_residual
         )
         return _images(dx, images), None if residual is None else _images(residual, images)
-
-
-def _matrix(images: Tensor) -> Tensor:
-    """Return `[B, N, H, W]` as `[B·H·W, N]`: a view of channels-last images, else one copy."""
-    return images.permute(0, 2, 3, 1).reshape(-1, images.shape[1]).contiguous()
 
 
 def _images(matrix: Tensor, like: Tensor) -> Tensor:

@@ -97,30 +97,57 @@ class Timed:
     def reset(self): ...
 
 
-def test_work_is_timed_on_one_stream_until_a_capture_has_failed(made, monkeypatch):
+@contextlib.contextmanager
+def never_ends(graph, **options):
+    """A capture that is as the body left it."""
+    try:
+        yield
+    except RuntimeError:
+        raise RuntimeError("capture was invalidated")  # noqa: B904 - as torch does
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """What times work on a stand-in for torch.cuda."""
     monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "caller")
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: contextlib.nullcontext())
     for name in ("Event", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, Timed)
-    calls = []
+    monkeypatch.setattr(graphs, "_FAILED_CAPTURES", [])
+    return graphs.graph_milliseconds(CUDA)
 
-    def work():
-        calls.append("called")
-        if len(calls) == 20:
+
+class Work:
+    """Fails in its second call, which is the first that is captured."""
+
+    calls = 0
+
+    def __call__(self):
+        self.calls += 1
+        if self.calls == 2:
             raise RuntimeError("operation not permitted when stream is capturing")
         return torch.ones(1)
 
-    milliseconds = graphs.graph_milliseconds(CUDA)
-    assert [milliseconds(work) for _ in range(2)] == [2.0, 2.0]  # 16 ms for eight calls
-    assert made == [0]
-    with pytest.raises(RuntimeError, match="not permitted"):
-        milliseconds(work)
-    with pytest.raises(RuntimeError, match="a capture failed in this process .*not permitted"):
-        milliseconds(work)
-    assert (len(calls), made) == (20, [0])
 
+def test_work_is_timed_on_one_stream_until_a_capture_has_failed(made, timed, monkeypatch):
+    assert [timed(lambda: torch.ones(1)) for _ in range(2)] == [2.0, 2.0]  # 16 ms for eight calls
+    assert made == [0]
+    monkeypatch.setattr(torch.cuda, "graph", never_ends)
+    work = Work()
+    with pytest.raises(RuntimeError, match="not permitted"):
+        timed(work)
+    with pytest.raises(RuntimeError, match="a capture failed in this process .*not permitted"):
+        timed(work)
+    assert (work.calls, made) == (2, [0])
+
+
+def test_stream_of_a_capture_that_ended_with_an_error_of_its_body_times_other_work(made, timed):
+    with pytest.raises(RuntimeError, match="not permitted"):
+        timed(Work())
+    assert timed(lambda: torch.ones(1)) == 2.0
+    assert made == [0]
 
 
 def test_ensembles_one_after_another_capture_on_the_same_stream(made):

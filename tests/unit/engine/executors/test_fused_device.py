@@ -115,6 +115,27 @@ def test_rounds_with_and_without_averaging_are_graphs_of_their_own():
     assert sorted(entry.split()[2] for entry in device.log if "capture" in entry) == ["averaging", "round", "round"]
 
 
+def test_rule_that_makes_ever_new_coefficients_leaves_few_graphs_and_counts_behind():
+    ours, reference = (make_tasks(norm_with_dropout, data=IMAGES, order="blocks") for _ in range(2))
+    device, outcomes = RecordingStreams(), []
+    runner = FusedExecutor(ours, device)
+
+    def changing(tasks, index):
+        """Coefficients of three rounds, in which they are captured, and then of one."""
+        made, stage = plan(tasks, index), index // 3 if index < 36 else index
+        return dataclasses.replace(made, together=dataclasses.replace(made.averaging, correction=0.2 / (1 + stage)))
+
+    for tasks, each in ((ours, runner), (reference, SerialExecutor(reference))):
+        found = [outcome for n in range(60) for outcome in each.submit(changing(tasks, n))]
+        outcomes.append(found + each.drain())
+    captured, released = (sum(f"{what} round" in entry for entry in device.log) for what in ("capture", "release"))
+    assert (captured, released) == (12, 4)
+    program = runner._on_device._round
+    assert (len(program.graphs), len(program.eager_rounds)) == (8, 8)
+    runner.close()
+    assert_equal(ours.bank, reference.bank, *outcomes)
+
+
 def test_fused_is_ready_once_the_round_before_the_last_is_over():
     tasks, device = make_tasks(order="blocks"), ShuffledStreams(0)
     runner = FusedExecutor(tasks, device)

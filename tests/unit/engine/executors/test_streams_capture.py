@@ -29,10 +29,10 @@ def test_bodies_that_are_captured_ask_the_host_for_no_value():
     tasks = make_tasks(norm_model, data=IMAGES, optimizer=SGD(clip_norm=1.0))
     whole, learners = plan(tasks, 0), [LearnerTasks(tasks, learner) for learner in (0, 1)]
     for bodies in learners:
-        bodies.load(whole, bank_changed=True, masks=None)
+        bodies.load(whole, bank_changed=True, masks_ahead=False)
     with OnlyLaunches():
         for bodies in learners:
-            bodies.learn(shared=False, tape=bodies.tape(None), masks_ahead=False)
+            bodies.learn(shared=False, masks_ahead=False)
             bodies.correct(whole.averaging)
         tasks.average(RoundOutcome(whole))
     with pytest.raises(AssertionError, match="the host asked"), OnlyLaunches():
@@ -191,10 +191,10 @@ def test_learners_fewer_than_memory_held_go_on_with_the_steps_their_rows_have_ta
 
 
 class Stand:
-    """Stands in for torch.cuda: `current` is the stack of current streams."""
+    """Stands in for torch.cuda: `current` is the stack of current streams. A capture may survive its body's error."""
 
-    def __init__(self, monkeypatch):
-        self.current, self.asked = ["caller"], []
+    def __init__(self, monkeypatch, survives=False):
+        self.current, self.asked, self.survives = ["caller"], [], survives
         self.signature = inspect.signature(torch.cuda.graph)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
         monkeypatch.setattr(torch.cuda, "stream", self.stream)
@@ -217,6 +217,9 @@ class Stand:
         try:
             yield
         except Exception:
+            if self.survives:
+                self.current.pop()
+                raise
             raise RuntimeError("capture was invalidated")  # noqa: B904 - as torch does, its stream left in place
         self.current.pop()
 
@@ -238,3 +241,14 @@ def test_capture_on_cuda_that_fails_raises_what_the_body_raised_and_puts_the_str
         CudaStreams(torch.device("cuda")).capture("learning(0)", body, "s0", "pool")
     assert stand.current == ["caller"]
     assert graphs.failed_capture() == "a capture failed in this process (ValueError: the host waits)"
+
+
+def test_capture_whose_body_alone_raised_has_ended_and_others_may_follow(monkeypatch):
+    def body():
+        raise torch.OutOfMemoryError("full")
+
+    stand = Stand(monkeypatch, survives=True)
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        CudaStreams(torch.device("cuda")).capture("learning(0)", body, "s0", "pool")
+    assert stand.current == ["caller"]
+    assert graphs.failed_capture() is None

@@ -120,6 +120,22 @@ def test_tape_drawn_ahead_gives_a_pass_the_masks_it_would_have_drawn_in_the_same
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+def test_pass_that_draws_its_own_leaves_the_masks_that_graphs_read():
+    generator, tape, like = torch.Generator(), MaskTape(), torch.empty(1)
+
+    def passed(masks_ahead):
+        with tape.over(masks_ahead):
+            return take_masks((8,), [0.5], [generator], like)
+
+    read = passed(masks_ahead=False)
+    tape.draw()
+    before = read.clone()
+    generator.manual_seed(3)
+    own = passed(masks_ahead=False)
+    assert own is not read and torch.equal(own, take_masks((8,), [0.5], [generator.manual_seed(3)], like))
+    assert torch.equal(read, before) and passed(masks_ahead=True) is read
+
+
 def test_tape_refuses_a_pass_unlike_the_one_recorded():
     generator, tape, like = torch.Generator(), MaskTape(), torch.empty(1)
     with tape.over(masks_ahead=False):

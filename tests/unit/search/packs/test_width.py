@@ -296,6 +296,14 @@ def test_what_was_measured_beside_other_programs_is_not_remembered(asked: Asked)
     assert len(asked) == 2
 
 
+def test_what_was_measured_after_a_failed_capture_is_not_remembered(asked: Asked) -> None:
+    asked.found = Calibration("fused", {("serial", 1): 10.0, ("fused", 4): 80.0}, no_graphs="a capture failed")
+    _, notes = measure(4)
+    assert notes == ["CUDA graphs were not always used, because a capture failed: it is measured again the next time."]
+    measure(4)
+    assert len(asked) == 2
+
+
 def test_what_a_short_search_measured_is_remembered_for_short_ones(asked: Asked) -> None:
     rates = {("serial", 1): 10.0, ("fused", 4): 80.0}
     asked.found = Calibration("fused", rates, late=(("fused", 16),), is_short=True)

@@ -14,6 +14,7 @@ from torch import nn
 from crossbow_py import Trainer
 from crossbow_py.core.errors import CrossbowError, DeviceLostError, UserError
 from crossbow_py.core.measured import fingerprint
+from crossbow_py.engine.device import graphs
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.train.tuning import calibration
 from crossbow_py.train.tuning.calibration import Candidate, Effort, Refusal, RememberedChoices, calibrate
@@ -130,6 +131,18 @@ def test_on_a_gpu_compiling_is_announced_and_takes_nothing_from_the_time_for_mea
         f"Compiling and measuring executor {name} with 2 ({number} of at most 3)."
         for number, name in enumerate(("serial", "streams", "fused"), start=1)
     ]
+
+
+def test_choice_made_after_a_failed_capture_in_the_process_is_not_lasting(clock, gpu_generators, monkeypatch):
+    sides = [candidate(name, 2, FakeExecutor(clock, 0.1)) for name in ("serial", "fused")]
+    monkeypatch.setattr(graphs, "_FAILED_CAPTURES", ["RuntimeError: by another model"])
+    assert calibrate(sides, 1, CPU).is_lasting
+    found = calibrate(sides, 1, torch.device("cuda"))
+    assert not found.is_lasting and "remembered" not in found.sentence
+    assert found.notes == (
+        "CUDA graphs were not always used, because a capture failed in this process (RuntimeError: by another model): "
+        "it is measured again the next time.",
+    )
 
 
 def test_what_is_known_is_compared_and_not_measured_again(clock):

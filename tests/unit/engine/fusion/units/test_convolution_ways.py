@@ -11,6 +11,7 @@ from torch import nn
 from crossbow_py.core.errors import DeviceLostError
 from crossbow_py.core.measured import Remembered
 from crossbow_py.core.triton_launch import KernelError
+from crossbow_py.engine.device import graphs
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.fusion import fused_agreement
@@ -127,6 +128,47 @@ def test_way_that_cannot_be_timed_is_not_taken(tmp_path):
     choices = ConvolutionChoices(CPU, milliseconds, Remembered("x", tmp_path / "ways.json"))
     assert choices.choose("key", candidates([1.0], [1.001]), "a") == "a"
     assert "operation not permitted" in choices.notes[0]
+
+
+@pytest.mark.parametrize(("default", "taken"), [("c", "c"), ("d", "a")])
+def test_once_a_capture_has_failed_ways_are_fixed_and_nothing_is_timed_or_remembered(
+    default, taken, tmp_path, monkeypatch
+):
+    failed, asked, remembered = [], [], Remembered("x", tmp_path / "ways.json")
+    monkeypatch.setattr(graphs, "_FAILED_CAPTURES", failed)
+
+    def milliseconds(run):
+        asked.append(run()[0].item())
+        failed.append("RuntimeError: by b")
+        raise RuntimeError("by b")
+
+    choices = ConvolutionChoices(CPU, milliseconds, remembered)
+    given = candidates([1.0], [1.0], [1.0], [1.5])
+    assert choices.choose("one", given, default) == taken  # d gives other numbers
+    assert choices.choose("two", {"a": fails_with(AssertionError("it is run"))}, "c") == "c"
+    assert asked == [1.0]
+    assert [remembered.recall(key) for key in ("one", "two")] == [None, None]
+    assert choices.notes[-1] == (
+        "Convolutions run by fixed ways where they were not measured yet, because a capture failed in this process "
+        "(RuntimeError: by b)."
+    )
+    assert [note for note in choices.notes if "which failed" in note] == []
+
+
+@pytest.mark.parametrize("refused", ["a", "b"])
+def test_choice_is_not_remembered_unless_the_first_way_and_another_were_timed(refused, tmp_path):
+    remembered, given = Remembered("x", tmp_path / "ways.json"), candidates([1.0], [1.001])
+
+    def milliseconds(run):
+        if run is given[refused]:
+            raise RuntimeError("not this time")
+        return 1.0
+
+    taken = {"a": "b", "b": "a"}[refused]
+    assert ConvolutionChoices(CPU, milliseconds, remembered).choose("key", given, "a") == taken
+    assert remembered.recall("key") is None
+    assert ConvolutionChoices(CPU, lambda _: 1.0, remembered).choose("key", given, "a") == "a"
+    assert remembered.recall("key") == "a"
 
 
 def fails_with(error):
@@ -246,6 +288,23 @@ def test_ways_are_measured_before_the_first_round_by_the_caller_outside_autograd
     assert (launches["convolution"], launches["convolution_backward"]) == (2, 3)
 
 
+def test_grouped_ways_are_timed_with_the_pass_for_statistics_that_follows_them(monkeypatch, tmp_path):
+    def forward_launches(run):
+        direction, way = run.args
+        if direction == "forward":
+            with counted_launches() as launches:
+                run()
+            seen.append((way, launches["_forward"], launches["_statistics_kernel"]))
+        return 1.0
+
+    seen = []
+    Measured(monkeypatch, tmp_path / "ways.json", forward_launches)
+    executor_of(FP32)[0].close()
+    with_norm, without = seen[:3], seen[3:]  # of the first layer, and of the second
+    assert with_norm == [(GROUPED, 0, 1), (GROUPED_NCHW, 0, 1), (IMPLICIT, 1, 0)]
+    assert without == [(GROUPED, 0, 0), (GROUPED_NCHW, 0, 0), (IMPLICIT, 1, 0)]
+
+
 def test_measuring_leaves_the_bank_and_all_generators_as_they_were(monkeypatch, tmp_path):
     tasks = make_tasks(two_layers, data=IMAGES, order="blocks", precision=FP32)
     bank = tasks.bank
@@ -280,11 +339,31 @@ def test_layers_whose_convolutions_cannot_be_compared_run_by_operators_and_say_s
     ]
 
 
-def test_key_depends_on_sizes_direction_and_format():
+def test_key_depends_on_sizes_direction_format_bias_and_statistics():
     facts = [
         (GEOMETRY, "forward", torch.float32),
         (GEOMETRY, "inputs", torch.float32),
         (GEOMETRY, "forward", torch.bfloat16),
         (Geometry(4, 3, 4, 5, 7, 6, (3, 3), stride=(2, 1), padding=(1, 0)), "forward", torch.float32),
     ]
-    assert len({key_of(*each, CPU) for each in facts}) == 4
+    extras = [{"bias": True}, {"statistics": True}]
+    keys = {key_of(*each, CPU) for each in facts} | {key_of(*facts[0], CPU, **each) for each in extras}
+    assert len(keys) == 6
+
+
+def test_layers_that_differ_in_bias_or_norm_alone_are_measured_each_and_share_gradients_of_inputs(
+    monkeypatch, tmp_path
+):
+    torch.manual_seed(0)
+
+    def layers():
+        return nn.Sequential(
+            nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 3, padding=1, bias=False),
+            nn.BatchNorm2d(3), nn.Conv2d(3, 3, 3, padding=1), nn.Flatten(), nn.Linear(108, 3),
+        )  # fmt: skip
+
+    measured = Measured(monkeypatch, tmp_path / "ways.json")
+    tasks = make_tasks(layers, data=IMAGES, order="blocks", precision=FP64)
+    FusedExecutor(tasks, RecordingStreams(), kernels=True).close()
+    # Two ways each of three forward, and of gradients of the filters and inputs that are the same for all.
+    assert len(measured.seen) == 2 * (3 + 1 + 1)
