@@ -42,7 +42,7 @@ def answer(config: CheckConfig, rungs: Sequence[Rung] = RUNGS) -> int:
         with one_at_a_time(lambda message: print(message, file=sys.stderr, flush=True)):
             known = {} if config.again else remembered.of(ladder.device)
             is_new = bool(untried(ladder.rungs, ladder.lacks, known))
-            if is_new:
+            if is_new or config.archive is not None:
                 check_writable(path)
             outcomes = ladder.climb(known, tell)
         shown.append(_taken(ladder))

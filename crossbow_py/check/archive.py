@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tarfile
+import tempfile
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -19,8 +21,13 @@ _CONVOLUTIONS = Path("cache") / "crossbow_py" / "convolutions.json"
 
 def check_writable(path: Path) -> None:
     """Raise UserError if an archive cannot be written, before minutes are spent on what is to be in it."""
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
-        raise UserError(f"archive {path} cannot be written; name a file in a folder that can: archive=PATH.")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
+            pass
+    except OSError as error:
+        raise _cannot_be_written(path, error) from error
 
 
 def write_archive(
@@ -53,8 +60,12 @@ def write_archive(
             for each in (*own, *logs, *chosen):
                 archive.add(each, f"{path.name.partition('.')[0]}/{each.name}")
     except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"archive {path} cannot be written ({reason}); name another file: archive=PATH.") from error
+        raise _cannot_be_written(path, error) from error
+
+
+def _cannot_be_written(path: Path, error: OSError) -> UserError:
+    reason = error.strerror or error
+    return UserError(f"archive {path} cannot be written ({reason}); name a file in a folder that can: archive=PATH.")
 
 
 def junit(outcomes: Mapping[str, Outcome]) -> str:

@@ -22,8 +22,8 @@ executor=auto takes only what has passed, and tries what it needs by itself the 
   python -m crossbow_py.check device=cuda again=true
   CUDA_VISIBLE_DEVICES=1 python -m crossbow_py.check device=cuda archive=second_gpu.tar.gz
 
-Outcomes are remembered by device, driver, and versions of torch, Triton and this package. The archive has everything
-that a report about a failure needs: versions, the logs of all steps, their times, and chosen convolutions.
+Outcomes are remembered by device, driver, versions of torch and Triton, and this package's code. The archive has
+everything that a report about a failure needs: versions, the logs of all steps, their times, and chosen convolutions.
 
 Exit codes: 0 all passed, 1 a step failed or a bug of ours, 2 a mistake in what was asked for, 130 after Ctrl-C.
 """

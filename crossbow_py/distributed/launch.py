@@ -69,14 +69,14 @@ def end_with_launcher() -> None:
     """
     if sys.platform == "linux" and _RUN_ID in os.environ:
         end_with_parent(signal.SIGTERM)
-        if is_adopted(os.getppid()):
-            signal.raise_signal(signal.SIGTERM)
 
 
 def end_with_parent(number: int) -> None:
-    """Have Linux send a signal to this process when the one that started it ends."""
+    """Have Linux send a signal to this process when the one that started it ends, or now if it has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, number)
+        if is_adopted(os.getppid()):
+            signal.raise_signal(number)
 
 
 def is_adopted(parent: int, proc: Path = _PROC) -> bool:

@@ -42,7 +42,7 @@ def train(config: TrainConfig) -> int:
             if ranks.is_first:
                 listeners = [stack.enter_context(closing(ConsoleListener(folder.path / CONSOLE_LOG)))]
             trainer = build_trainer(config, folder, listeners, ranks)
-            result = trainer.fit(**stops(config), handle_signals=True)
+            result = trainer.fit(**stops(config), counts_earlier_rounds=True, handle_signals=True)
     return StopSignal.EXIT_CODES.get(result.status, 0)
 
 

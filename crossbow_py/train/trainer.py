@@ -176,6 +176,7 @@ class Trainer:
         target_accuracy: float | None = None,
         target_loss: float | None = None,
         max_rounds: int | None = None,
+        counts_earlier_rounds: bool = False,
         handle_signals: bool = False,
         after_round: Callable[[RoundEnd], int | None] | None = None,
     ) -> Result:
@@ -189,6 +190,8 @@ class Trainer:
                 test data.
             target_loss: loss to reach, on the same data.
             max_rounds: rounds of this call.
+            counts_earlier_rounds: count `max_rounds` since the run began, as the other conditions, also if it is
+                resumed.
             handle_signals: on SIGTERM and Ctrl-C write a checkpoint and return with status terminated or interrupted.
             after_round: called by the loop's thread once a round is submitted and the one before is over. It may block.
                 With num_learners=auto it may return the number of learners per device to continue with, the same on
@@ -200,7 +203,7 @@ class Trainer:
             LearnerError: a task failed.
         """
         stops = StopConditions(max_epochs, max_samples, max_time_s, max_rounds, target_accuracy, target_loss)
-        if max_rounds is not None:
+        if max_rounds is not None and not counts_earlier_rounds:
             stops = dataclasses.replace(stops, max_rounds=self.state.round_index + max_rounds)
         if after_round is not None and not callable(after_round):
             raise UserError(f"after_round must be a function of a RoundEnd, got {after_round!r}; give one, or None.")

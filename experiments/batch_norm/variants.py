@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 def _train(config: TrainConfig) -> int:
     with open_run(config) as folder, closing(ConsoleListener(folder.path / CONSOLE_LOG)) as console:
         trainer = build_trainer(config, folder, [console])
-        result = trainer.fit(**stops(config), handle_signals=True)
+        result = trainer.fit(**stops(config), counts_earlier_rounds=True, handle_signals=True)
         code = StopSignal.EXIT_CODES.get(result.status, 0)
         if not code:
             line = measure(trainer.run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,15 @@ def test_resume_with_a_later_end_goes_on_and_keeps_one_line_per_epoch() -> None:
     assert train("max_epochs=3", "output_dir=run", "schedule=constant", "resume=auto") == 0
     assert [line["epoch"] for line in read_metrics(Path("run/metrics.jsonl"))] == [1, 2, 3]
     assert read_summary(Path("run"))["resumed_from"]
+
+
+def test_rounds_are_counted_since_the_run_began(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = []
+    for rounds in (2, 5, 5):
+        assert train("+debug=fast", "output_dir=run", f"max_rounds={rounds}", "resume=auto") == 0
+        seen.append(json.loads(Path("run/summary.json").read_text())["samples_seen"])
+    assert seen == [seen[0], seen[0] * 5 / 2, seen[0] * 5 / 2]
+    assert "Nothing is left to train: the run had reached max_rounds" in capsys.readouterr().out
 
 
 def test_multirun_in_the_home_folder_is_there_and_in_the_table(

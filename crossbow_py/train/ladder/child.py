@@ -8,6 +8,7 @@ rounds: two eager ones, a capture, and replays; learning rates change, and image
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -42,6 +43,7 @@ from crossbow_py.train.trainer import Trainer
 
 LEARNERS, BATCH, ROUNDS, SAMPLES = 3, 6, 9, 54
 _MIDDLE = 5  # a round after the capture, and within an epoch
+_FULL_DISK = os.strerror(errno.ENOSPC)
 _BUSY = 46  # cudaErrorDevicesUnavailable: another process has the device to itself
 State = dict[str, Tensor]
 
@@ -283,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         reason = tried(Task(**json.loads(task)))
     except Exception as error:  # a fault of whatever kind is what a rung is to find
         reason = one_line(error)
-        may_change = is_out_of_memory(error) or getattr(error, "error_code", None) == _BUSY
+        may_change = is_out_of_memory(error) or getattr(error, "error_code", None) == _BUSY or _FULL_DISK in reason
     if os.environ.get("RANK", "0") == "0":
         Path(result).write_text(json.dumps({"reason": reason, "may_change": may_change}), encoding="utf-8")
     return int(bool(reason))
