@@ -38,7 +38,7 @@ def test_ladder_of_a_cpu_with_a_rung_that_fails_says_why_and_is_remembered(
     assert first.startswith("cpu: ") and " · torch " in first
     assert [each.split()[0] for each in lines[:3]] == ["PASS", "FAIL", "SKIP"]
     assert "numbers in fp32 differ by " in lines[1] and "(0e+00 are allowed)" in lines[1]
-    assert lines[2].endswith("it needs what fused operators tries, which failed")
+    assert lines[2].endswith("it builds on 'fused operators', which failed")
     assert lines[3:] == [
         "executor=auto chooses among serial, threads, fused, fused_threads.",
         "Everything about it is in sent.tar.gz; send that with a report.",

@@ -65,7 +65,7 @@ def climb(
             outcome = Outcome("skipped", reason, proves=rung.proves)
         elif missed:
             before = found[missed[0]]
-            reason = f"it needs what {titles[missed[0]]} tries, which {_ENDED[before.status]}"
+            reason = f"it builds on '{titles[missed[0]].removeprefix('+ ')}', which {_ENDED[before.status]}"
             outcome = Outcome("skipped", reason, proves=rung.proves, may_change=before.may_change)
         elif known and rung.name in known and known[rung.name].status != "skipped":
             outcome, is_known = known[rung.name], True
