@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_REPETITIONS = 8, 2  # by a check; the interpreter runs program after program, and cannot race
+_REPETITIONS = 8  # by a check
 
 # Ampere: bfloat16, asynchronous copies and the reductions that kernels use. Older GPUs are never tried.
 _OLDEST_CAPABILITY = (8, 0)
@@ -106,13 +106,14 @@ def check_size(on_gpu: int, interpreted: int) -> int:
     return interpreted if interprets() else on_gpu
 
 
-def repeated(name: str, run: Callable[[], list[Tensor]]) -> list[Tensor]:
+def repeated(name: str, run: Callable[[], list[Tensor]], interpreted: int = 2) -> list[Tensor]:
     """Return the results of launches that are made several times, one after the other.
 
+    In the interpreter, which runs program after program and cannot race, they are made `interpreted` times.
     Raises KernelError if they differ by a bit: programs that race, or that leave something behind, show that way.
     The host blocks at the end.
     """
-    found, *others = [run() for _ in range(check_size(*_REPETITIONS))]
+    found, *others = [run() for _ in range(check_size(_REPETITIONS, interpreted))]
     for results in others:
         for first, other in zip(found, results, strict=True):
             # Bits, as NaN differs from itself. A host–device synchronisation.

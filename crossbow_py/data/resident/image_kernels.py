@@ -68,20 +68,21 @@ def gather_images(table: PixelTable, picks: Tensor, inputs: Tensor, all_targets:
     )  # fmt: skip
 
 
-def check(device: torch.device, dtype: torch.dtype) -> None:
+def check(device: torch.device, dtype: torch.dtype, size: tuple[int, int] = (20, 19), channels: int = 3) -> None:
     """Raise KernelError unless the kernel agrees with indexing, in both memory orders, with and without erasing.
 
-    The host blocks.
+    `size` and `channels` are those of the batches' images. The host blocks.
     """
     k, batch = check_size(16, 2), check_size(33, 3)
     # Crops of several blocks, from five images that are stored with more rows and columns.
-    (high, wide), (rows, row), generator = (20, 19), (24, 22), torch.Generator().manual_seed(0)
+    (high, wide), generator = size, torch.Generator().manual_seed(0)
+    rows, row = high + 4, wide + 3
 
     def drawn(least: int, most: int) -> Tensor:
         return torch.randint(least, most, (k * batch,), generator=generator).to(device)
 
-    pixels = torch.randint(0, 256, (5 * rows * row, 3), dtype=torch.uint8, generator=generator).to(device)
-    values = torch.rand(256, 3, generator=generator).to(device, dtype)
+    pixels = torch.randint(0, 256, (5 * rows * row, channels), dtype=torch.uint8, generator=generator).to(device)
+    values = torch.rand(256, channels, generator=generator).to(device, dtype)
     ids, mirrored = drawn(0, 5), drawn(0, 2)
     first = ids * (rows * row) + drawn(0, rows - high + 1) * row + drawn(0, row - wide + 1)
     top, left = drawn(0, high), drawn(0, wide)
@@ -89,15 +90,15 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
     down, right = (torch.arange(size, device=device) for size in (high, wide))
     across = torch.where(mirrored.view(-1, 1) == 1, wide - 1 - right, right)
     offsets = first.view(-1, 1, 1) + down.view(-1, 1) * row + across.unsqueeze(1)
-    whole = values[pixels[offsets].long(), torch.arange(3, device=device)]
+    whole = values[pixels[offsets].long(), torch.arange(channels, device=device)]
     inside = [(at >= begin.view(-1, 1)) & (at < end.view(-1, 1))
               for at, begin, end in ((down, *edges[:2]), (right, *edges[2:]))]  # fmt: skip
     erased = whole.masked_fill((inside[0].unsqueeze(2) & inside[1].unsqueeze(1)).unsqueeze(3), 0)
     all_targets, picks = torch.arange(5, device=device) * 10, torch.stack([ids, first, mirrored])
     table, cases = PixelTable(pixels, row, values), ((picks, whole), (torch.cat([picks, edges]), erased))
     for interleaved, (picked, expected) in itertools.product((False, True), cases):
-        shape, order = ((batch, high, wide, k, 3), (3, 0, 4, 1, 2)) if interleaved else (
-            (k, batch, high, wide, 3), (0, 1, 4, 2, 3))  # fmt: skip
+        shape, order = ((batch, high, wide, k, channels), (3, 0, 4, 1, 2)) if interleaved else (
+            (k, batch, high, wide, channels), (0, 1, 4, 2, 3))  # fmt: skip
 
         def run(shape=shape, order=order, picked=picked) -> list[Tensor]:
             inputs = torch.zeros(shape, dtype=dtype, device=device).permute(order)

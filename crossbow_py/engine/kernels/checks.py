@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.core.triton_launch import KernelError, check_size, compiles, repeated, unavailable
-from crossbow_py.engine.kernels.geometry import Geometry
+from crossbow_py.engine.device.cudnn import uses_tf32
+from crossbow_py.engine.kernels.geometry import Geometry, Tiles
 from crossbow_py.engine.trust import why_not
 
 Family = Literal["layers", "loss", "batches"]
@@ -17,6 +19,7 @@ Family = Literal["layers", "loss", "batches"]
 # By device. What runs in the interpreter is as small as several programs with several tiles allow.
 _ROWS, _BATCH = (20_011, 301), (64, 4)
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-2, torch.bfloat16: 5e-2}  # TF32 has 10 bits, bfloat16 8
+_IEEE_TOLERANCE = 1e-4  # of convolutions in float32 without TF32
 
 
 def serves(family: Family, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -44,86 +47,158 @@ def _check(family: Family, device: torch.device, dtype: torch.dtype) -> None:
     from crossbow_py.engine.kernels import cross_entropy  # noqa: PLC0415  likewise
 
     if family == "layers":
-        _check_norm(device, dtype)
+        # Many tiles of rows and two blocks of columns.
+        check_norm(NormCase(check_size(*_ROWS), 37), device, dtype)
         if dtype != torch.float64 and why_not("convolutions", device) is None:
-            _check_convolution(device, dtype)
+            # A split depth; convolutions with a layer's own sizes are compared when their ways are measured.
+            sizes = Geometry(check_size(*_BATCH), 2, 5, 7, 11, 12, (3, 3), stride=(2, 1), padding=(1, 1))
+            check_convolution(ConvolutionCase(sizes), device, dtype)
     else:
         {"batches": image_kernels, "loss": cross_entropy}[family].check(device, dtype)
 
 
-def _check_norm(device: torch.device, dtype: torch.dtype) -> None:
-    """Compare a norm, a sum and a ReLU, forward and backward, over many tiles of rows and two blocks of columns."""
+@dataclass(frozen=True)
+class NormCase:
+    """A norm to compare.
+
+    Attributes:
+        rows, columns: the size of the matrix.
+        relu, residual: whether there is a ReLU, and a sum before it.
+        users: of the result, one or two, each with a gradient.
+        running: whether there are running statistics.
+    """
+
+    rows: int
+    columns: int
+    relu: bool = True
+    residual: bool = True
+    users: int = 1
+    running: bool = True
+
+
+def check_norm(case: NormCase, device: torch.device, dtype: torch.dtype, interpreted: int = 2) -> None:
+    """Compare a norm with torch's, forward and backward; see `repeated` for `interpreted`.
+
+    Raises KernelError if they differ. Blocks the host.
+    """
     from crossbow_py.engine.kernels import batch_norm as norms  # noqa: PLC0415  likewise
 
-    rows, columns, generator = check_size(*_ROWS), 37, torch.Generator(device).manual_seed(0)
-    x, residual, given = (
-        torch.randn(rows, columns, generator=generator, device=device).to(dtype) for _ in range(3)
+    rows, columns, generator = case.rows, case.columns, torch.Generator(device).manual_seed(0)
+    x, residual, *given = (
+        torch.randn(rows, columns, generator=generator, device=device).to(dtype) for _ in range(2 + case.users)
     )
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     scale, offset = (torch.rand(columns, generator=generator, device=device).to(wide) + 0.5 for _ in range(2))
-    leaves = [value.double().requires_grad_() for value in (x, residual, scale, offset)]
-    mean_so_far, variance_so_far = (torch.ones(columns, dtype=torch.float64, device=device) for _ in range(2))
-    normal = nn.functional.batch_norm(
-        leaves[0], mean_so_far, variance_so_far, leaves[2], leaves[3], training=True, momentum=0.1, eps=1e-5
+    leaves = [value.double().requires_grad_() for value in (x, scale, offset, residual)][: 3 + case.residual]
+    moved_so_far = [torch.ones(columns, dtype=torch.float64, device=device) for _ in range(2)]
+    out = nn.functional.batch_norm(
+        leaves[0], moved_so_far[0], moved_so_far[1], leaves[1], leaves[2], training=True, momentum=0.1, eps=1e-5
     )
-    out = (normal + leaves[1]).relu()
-    # Gradients are left out where rounding decides on which side of zero the sum is.
-    given = given * ((normal + leaves[1]).detach().abs() > _TOLERANCE[dtype])
+    out = out + leaves[3] if case.residual else out
+    if case.relu:
+        # Gradients are left out where rounding decides on which side of zero the sum is.
+        given = [each * (out.detach().abs() > _TOLERANCE[dtype]) for each in given]
+        out = out.relu()
     space = norms.workspace_for(rows, columns, dtype, device)
 
     def run() -> list[Tensor]:
         moved, sums = (
             [make(columns, dtype=wide, device=device) for _ in range(2)] for make in (torch.ones, torch.zeros)
         )
-        mean, rstd = norms.statistics(x, moved[0], moved[1], 0.1, 1e-5, space)
-        y = norms.normalise(x, mean, rstd, scale, offset, residual)
-        norms.backward_sums([given], x, y, mean, rstd, sums[0], sums[1], True, space)
-        dx, d_residual = norms.backward_inputs([given], x, y, mean, rstd, scale, sums[0], sums[1], True, True)
-        assert d_residual is not None, "it was asked for"
-        return [y, dx, d_residual, *sums, *moved]
+        running = moved if case.running else (None, None)
+        mean, rstd = norms.statistics(x, running[0], running[1], 0.1, 1e-5, space)
+        y = norms.normalise(x, mean, rstd, scale, offset, residual if case.residual else None, case.relu)
+        kept = y if case.relu else None
+        norms.backward_sums(given, x, kept, mean, rstd, sums[0], sums[1], case.relu, space)
+        dx, d_residual = norms.backward_inputs(
+            given, x, kept, mean, rstd, scale, sums[0], sums[1], case.relu, case.residual
+        )
+        return [y, dx, *sums, *([] if d_residual is None else [d_residual]), *(moved if case.running else ())]
 
-    expected = torch.autograd.grad(out, leaves, given.double())
-    wanted = [out.detach(), *expected, mean_so_far, variance_so_far]
-    _compare("BatchNorm", repeated("BatchNorm", run), wanted, _TOLERANCE[dtype])
+    expected = torch.autograd.grad(out, leaves, torch.stack(given).double().sum(0))
+    wanted = [out.detach(), *expected, *(moved_so_far if case.running else ())]
+    _compare("BatchNorm", repeated("BatchNorm", run, interpreted), wanted, _TOLERANCE[dtype])
 
 
-def _check_convolution(device: torch.device, dtype: torch.dtype) -> None:
-    """Compare the statistics that come with outputs, and both gradients of one launch, with a split depth.
+@dataclass(frozen=True)
+class ConvolutionCase:
+    """A convolution to compare.
 
-    Convolutions with a layer's own sizes are compared when their ways are measured.
+    Attributes:
+        geometry: the sizes.
+        tiles: other tiles than those of the geometry.
+        forward, inputs, filters: whether to compute the outputs and either gradient.
+        bias: whether there is a bias.
+        statistics: whether the mean and rstd of the outputs come with them.
+        running: whether these move running statistics.
+    """
+
+    geometry: Geometry
+    tiles: Tiles | None = None
+    forward: bool = True
+    inputs: bool = True
+    filters: bool = True
+    bias: bool = False
+    statistics: bool = True
+    running: bool = True
+
+
+def check_convolution(case: ConvolutionCase, device: torch.device, dtype: torch.dtype, interpreted: int = 2) -> None:
+    """Compare a convolution with torch's, forward and backward, on values of bfloat16 or float32; see `repeated`.
+
+    Raises KernelError if they differ. Blocks the host.
     """
     from crossbow_py.engine.kernels import convolution as kernels  # noqa: PLC0415  likewise
     from crossbow_py.engine.kernels.statistics import Statistics  # noqa: PLC0415  likewise
 
-    g = Geometry(check_size(*_BATCH), 2, 5, 7, 11, 12, (3, 3), stride=(2, 1), padding=(1, 1))
-    generator = torch.Generator(device).manual_seed(0)
+    g, generator = case.geometry, torch.Generator(device).manual_seed(0)
 
     def images(*shape: int) -> Tensor:
         values = torch.randn(shape, generator=generator, device=device).to(dtype)
         return values.contiguous(memory_format=torch.channels_last)
 
-    inputs, filters = images(g.batch, 2 * 5, g.height, g.width), images(2 * 7, 5, 3, 3)
-    given = images(g.batch, 2 * 7, *g.out_size)
-    space, own = kernels.statistics_workspace(g, device), kernels.backward_workspace(g, device)
+    inputs, filters = images(g.batch, g.groups * g.in_channels, g.height, g.width), images(
+        g.groups * g.out_channels, g.in_channels, *g.kernel)  # fmt: skip
+    given = images(g.batch, g.groups * g.out_channels, *g.out_size)
+    bias = torch.randn(len(filters), generator=generator, device=device).to(dtype) if case.bias else None
+    space = kernels.statistics_workspace(g, device, case.tiles)
+    own = kernels.backward_workspace(g, device, case.tiles)
 
-    def run() -> list[Tensor]:
+    def outputs() -> list[Tensor]:
         moved = [torch.ones(len(filters), device=device) for _ in range(2)]
-        y, moments = kernels.forward(inputs, filters, None, g, Statistics(moved[0], moved[1], 0.1, 1e-5), space)
-        d_filters = torch.empty_like(filters, dtype=torch.float32)
+        mean, variance = moved if case.running else (None, None)
+        statistics = Statistics(mean, variance, 0.1, 1e-5) if case.statistics else None
+        y, moments = kernels.forward(inputs, filters, bias, g, statistics, space, case.tiles)
+        return [y, *(moments or ()), *(moved if case.statistics and case.running else ())]
+
+    def gradients() -> list[Tensor]:
+        d_filters = torch.empty_like(filters, dtype=torch.float32) if case.filters else None
         d_inputs = kernels.backward(
-            given, inputs, filters, g, input_gradient=True, filter_gradient=d_filters, workspace=own
-        )
-        assert moments is not None and d_inputs is not None, "they were asked for"  # noqa: PT018
-        return [y, d_inputs, d_filters, *moments, *moved]
+            given, inputs, filters, g, input_gradient=case.inputs, filter_gradient=d_filters, workspace=own,
+            tiles=case.tiles,
+        )  # fmt: skip
+        return [each for each in (d_inputs, d_filters) if each is not None]
 
     leaves = [inputs.double().requires_grad_(), filters.double().requires_grad_()]
-    out = nn.functional.conv2d(leaves[0], leaves[1], None, g.stride, g.padding, g.dilation, g.groups)
-    gradients = torch.autograd.grad(out, leaves, given.double())
-    out = out.detach()
+    shift = None if bias is None else bias.double()
+    out = nn.functional.conv2d(leaves[0], leaves[1], shift, g.stride, g.padding, g.dilation, g.groups)
+    both = torch.autograd.grad(out, leaves, given.double())
+    tolerance = _IEEE_TOLERANCE if dtype == torch.float32 and not uses_tf32() else _TOLERANCE[dtype]
+    if case.forward:
+        found = repeated("convolution", outputs, interpreted)
+        expected = [out.detach(), *_moments(out.detach())][: len(found)]
+        _compare("convolution", found, expected, tolerance)
+    if case.inputs or case.filters:
+        expected = [each for each, is_asked in zip(both, (case.inputs, case.filters), strict=True) if is_asked]
+        found = repeated("convolution's gradients", gradients, interpreted)
+        _compare("convolution's gradients", found, expected, tolerance)
+
+
+def _moments(out: Tensor) -> list[Tensor]:
+    """Return the mean and rstd of outputs, and running statistics that were ones."""
     means, variances = out.mean((0, 2, 3)), out.var((0, 2, 3))
     scale = (out.var((0, 2, 3), correction=0) + 1e-5).rsqrt()
-    expected = [out, *gradients, means, scale, 0.9 + 0.1 * means, 0.9 + 0.1 * variances]
-    _compare("convolution", repeated("convolution", run), expected, _TOLERANCE[dtype])
+    return [means, scale, 0.9 + 0.1 * means, 0.9 + 0.1 * variances]
 
 
 def _compare(name: str, found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from crossbow_py.core.triton_launch import interprets, launch
 from crossbow_py.engine.device.cudnn import uses_tf32
-from crossbow_py.engine.kernels.geometry import Blocking, Geometry, blocking, split_blocking
+from crossbow_py.engine.kernels.geometry import Geometry, Tiles, tiles_of
 from crossbow_py.engine.kernels.statistics import Statistics, Workspace, finish_statistics
 
 _LANES = 2048  # divided by columns: the tiles whose statistics are read at once
@@ -38,17 +38,12 @@ def precision_of(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.float32 and uses_tf32() else "ieee"
 
 
-def statistics_workspace(geometry: Geometry, device: torch.device) -> Workspace:
+def statistics_workspace(geometry: Geometry, device: torch.device, tiles: Tiles | None = None) -> Workspace:
     """Return the workspace for the statistics of a forward convolution."""
-    tile = _forward_blocking(geometry)
+    tile = (tiles or tiles_of(geometry)).forward
     blocks = geometry.groups * triton.cdiv(geometry.out_channels, tile.columns)
     columns = geometry.groups * geometry.out_channels
     return Workspace.of_tiles(triton.cdiv(geometry.out_rows, tile.rows), blocks, columns, device)
-
-
-def _forward_blocking(geometry: Geometry) -> Blocking:
-    depth = geometry.taps * geometry.in_channels
-    return blocking(geometry.out_rows, geometry.out_channels, depth, geometry.groups)
 
 
 def forward(
@@ -58,6 +53,7 @@ def forward(
     geometry: Geometry,
     statistics: Statistics | None = None,
     workspace: Workspace | None = None,
+    tiles: Tiles | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Return outputs `[B, G·O, OH, OW]`, channels-last, in the dtype of the inputs; and their mean and rstd `[G·O]`.
 
@@ -69,8 +65,9 @@ def forward(
         statistics: those of the BatchNorm after it, computed from the sums before these are rounded; without it there
             is no mean and no rstd.
         workspace: from `statistics_workspace`, for `statistics`.
+        tiles: other tiles than those of the geometry, to try them at a small size; likewise those of the workspace.
     """
-    tile = _forward_blocking(geometry)
+    tile = (tiles or tiles_of(geometry)).forward
     out = torch.empty(
         (geometry.batch, geometry.groups * geometry.out_channels, *geometry.out_size),
         dtype=inputs.dtype, device=inputs.device, memory_format=torch.channels_last,
@@ -94,14 +91,9 @@ def forward(
     return out, moments
 
 
-def _filter_blocking(geometry: Geometry) -> Blocking:
-    columns = geometry.taps * geometry.in_channels
-    return split_blocking(geometry.out_channels, columns, geometry.out_rows, geometry.groups)
-
-
-def backward_workspace(geometry: Geometry, device: torch.device) -> Workspace:
+def backward_workspace(geometry: Geometry, device: torch.device, tiles: Tiles | None = None) -> Workspace:
     """Return the workspace for `backward`."""
-    tile, columns = _filter_blocking(geometry), geometry.taps * geometry.in_channels
+    tile, columns = (tiles or tiles_of(geometry)).filters, geometry.taps * geometry.in_channels
     rows = tile.splits if tile.splits > 1 else 0
     return Workspace(
         torch.empty(rows, geometry.groups, geometry.out_channels, columns, device=device),
@@ -120,6 +112,7 @@ def backward(
     input_gradient: bool,
     filter_gradient: Tensor | None,
     workspace: Workspace,
+    tiles: Tiles | None = None,
 ) -> Tensor | None:
     """Compute both gradients in one launch. Returns that of the inputs `[B, G·C, H, W]`, channels-last, or None.
 
@@ -130,10 +123,10 @@ def backward(
         input_gradient: whether to compute the gradient of the inputs.
         filter_gradient: the result for the filters, with their memory layout and any floating dtype; None for none.
         workspace: from `backward_workspace`.
+        tiles: see `forward`.
     """
-    depth = geometry.taps * geometry.out_channels
-    data = blocking(geometry.in_rows, geometry.in_channels, depth, geometry.groups)
-    own = _filter_blocking(geometry)
+    chosen = tiles or tiles_of(geometry)
+    data, own = chosen.inputs, chosen.filters
     data_programs = data.tiles(geometry.in_rows, geometry.in_channels) if input_gradient else 0
     columns = geometry.taps * geometry.in_channels
     filter_programs = own.tiles(geometry.out_channels, columns) * own.splits if filter_gradient is not None else 0

@@ -66,10 +66,12 @@ def cross_entropy_of_learners(
     return losses, num_correct, gradient
 
 
-def check(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise KernelError unless the kernel gives what torch does for outputs of a dtype. Blocks the host."""
-    # More samples than are worked on, and counted, at once.
-    learners, batch, classes = check_size(67, 3), 1030, 17
+def check(device: torch.device, dtype: torch.dtype, batch: int = 1030, classes: int = 17) -> None:
+    """Raise KernelError unless the kernel gives what torch does for outputs of a dtype. Blocks the host.
+
+    The batch of its own is more samples than are worked on, and counted, at once.
+    """
+    learners = check_size(67, 3)
     generator = torch.Generator().manual_seed(0)
     outputs = (torch.randn(learners, batch, classes, generator=generator) * 4).to(device, dtype)
     targets = torch.randint(0, classes, (learners, batch), generator=generator).to(device)

@@ -137,14 +137,17 @@ def _failure(
 ) -> str | None:
     """Return why kernels cannot be used, as part of a sentence, or None. Blocks the host while they compile and run."""
     try:
-        compiles(partial(_check, optimizer, rule, device, precision, moves))
+        compiles(partial(check, optimizer, rule, device, precision, moves))
     except KernelError as error:
         return str(error)
     return None
 
 
-def _check(optimizer: Optimizer, rule: AveragingRule, device: torch.device, precision: Precision, moves: bool) -> None:
-    """Raise KernelError unless rounds of three learners, one of them gated, do what the reference does."""
+def check(optimizer: Optimizer, rule: AveragingRule, device: torch.device, precision: Precision, moves: bool) -> None:
+    """Raise KernelError unless rounds of three learners, one of them gated, do what the reference does.
+
+    Blocks the host.
+    """
     for averaging in (LinearRound(0.3, 0.9), None):
         run = partial(_checked_round, optimizer, averaging, device, precision, moves)
         *found, counts, gates = repeated("updates", run)

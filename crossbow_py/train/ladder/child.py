@@ -2,13 +2,15 @@
 
     python -m crossbow_py.train.ladder.child TASK RESULT      TASK is a `Task` in JSON, RESULT the file to write
 
-The model has convolutions, BatchNorm and a linear layer, in one variant also dropout. Three learners take nine
-rounds: two eager ones, a capture, and replays; learning rates change, and images are cropped and flipped.
+Variants of the kernels that the task names are launched first (`variants.py`). The model has convolutions, BatchNorm
+and a linear layer, in one variant also dropout. Three learners take nine rounds: two eager ones, a capture, and
+replays; learning rates change, and images are cropped and flipped.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import signal
@@ -32,12 +34,13 @@ from crossbow_py.distributed.launch import end_with_parent
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.device.memory import is_out_of_memory
-from crossbow_py.engine.modules.precision import choose_device
+from crossbow_py.engine.modules.precision import BF16, FP32, choose_device
 from crossbow_py.engine.trust import GRAPHS, why_not
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.telemetry.events import EpochRecord, Listener
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.ladder.rungs import Job, Task
+from crossbow_py.train.ladder.variants import failure_of, variants
 from crossbow_py.train.schedules import Constant
 from crossbow_py.train.trainer import Trainer
 
@@ -45,6 +48,7 @@ LEARNERS, BATCH, ROUNDS, SAMPLES = 3, 6, 9, 54
 _MIDDLE = 5  # a round after the capture, and within an epoch
 _FULL_DISK = os.strerror(errno.ENOSPC)
 _BUSY = 46  # cudaErrorDevicesUnavailable: another process has the device to itself
+_PRECISIONS = {each.name: each for each in (FP32, BF16)}
 State = dict[str, Tensor]
 
 
@@ -178,7 +182,18 @@ def tried(task: Task) -> str:
     jobs: dict[Job, Callable[[Task], str]] = {
         "train": _by_executor, "sum": _sum, "ranks": _by_ranks, "streamed": _streamed, "resume": _resumed,
     }  # fmt: skip
-    return jobs[task.job](task)
+    return _by_variants(task) or jobs[task.job](task)
+
+
+def _by_variants(task: Task) -> str:
+    """Launch the variants of the task's kernels, and return why the first that failed did, by its name."""
+    device = choose_device("cuda" if task.device == "cuda" else "cpu")
+    for kernels, name in itertools.product(task.kernels, task.tolerance):
+        for variant in variants(kernels, device, _PRECISIONS[name]):
+            print(variant.name, flush=True)  # the last one in the log is what hung or ended the process
+            if reason := failure_of(variant):
+                return reason
+    return ""
 
 
 def _by_executor(task: Task) -> str:

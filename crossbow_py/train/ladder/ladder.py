@@ -18,6 +18,7 @@ import torch.distributed
 from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.file_locks import locked
 from crossbow_py.core.measured import digest, user_cache
+from crossbow_py.core.switches import KERNELS
 from crossbow_py.core.triton_launch import unavailable
 from crossbow_py.core.version import PACKAGE
 from crossbow_py.distributed.ranks import Ranks
@@ -109,7 +110,8 @@ class Ladder:
         log, result = self.folder / f"{rung.name}.log", self.folder / f"{rung.name}.json"
         result.unlink(missing_ok=True)
         tolerance = {name: value for name, value in asdict(rung.tolerance).items() if name in attempt.precisions}
-        task = Task(rung.job, self.device.type, attempt.executor, tolerance, rung.dropout)
+        kernels = [feature for feature in rung.proves if feature in KERNELS]
+        task = Task(rung.job, self.device.type, attempt.executor, tolerance, rung.dropout, kernels)
         words = ["-m", _CHILD, json.dumps(asdict(task)), str(result)]
         command = [sys.executable, "-X", "faulthandler", *words]
         if rung.job == "ranks":

@@ -1,12 +1,13 @@
 """The rungs of the ladder, as a table: what each one trains with, what it depends on, and how far it may be off.
 
-Every rung trains a small model for some rounds and is compared with `serial` on the same device, without TF32. Rungs
-build on each other: what has passed is switched on for those that follow, and what has failed is left out.
+Every rung trains a small model for some rounds and is compared with `serial` on the same device, without TF32. Rungs of
+kernels first launch the variants that other models need (`variants.py`), also with TF32. Rungs build on each other:
+what has passed is switched on for those that follow, and what has failed is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,6 +43,7 @@ class Task:
         executor: the executor that is tried.
         tolerance: the precisions to train in, each with the largest difference from `serial`.
         dropout: whether to train with dropout, too.
+        kernels: those of which all variants are tried before it trains, see `variants.py`.
     """
 
     job: Job
@@ -49,6 +51,7 @@ class Task:
     executor: str
     tolerance: Mapping[str, float]
     dropout: bool = True
+    kernels: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ class Rung:
         return (proven | frozenset(self.proves)) & {*KERNELS, "graphs"}
 
 
-_COMPILES_S = 300.0  # kernels are compiled for several shapes and precisions
+# Kernels are compiled for several shapes and precisions; convolutions for 189, see `variants.py`.
+_COMPILES_S, _COMPILES_TILES_S = 300.0, 600.0
 
 RUNGS: tuple[Rung, ...] = (
     Rung("serial", "serial in fp32", executor="serial", proves=("serial",), after=(), precisions=("fp32",)),
@@ -111,7 +115,7 @@ RUNGS: tuple[Rung, ...] = (
     ),
     Rung(
         "convolutions", "+ measured convolutions", executor="fused", proves=("convolutions",), after=("layers",),
-        devices=("cuda",), needs=("triton",), dropout=False, limit_s=_COMPILES_S,
+        devices=("cuda",), needs=("triton",), dropout=False, limit_s=_COMPILES_TILES_S,
     ),
     Rung("threads", "threads", executor="threads", devices=("cpu",)),
     Rung("fused_threads", "fused_threads", executor="fused_threads", after=("fused",), devices=("cpu",)),

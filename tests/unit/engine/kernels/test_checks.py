@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def check(family):
     if family == "updates":
-        kernel_update._check(SGD(), SMA(), CPU, FP32, True)
+        kernel_update.check(SGD(), SMA(), CPU, FP32, True)
     else:
         checks._check(family, CPU, torch.float32)
 

@@ -56,7 +56,7 @@ def test_children_are_told_what_to_train_and_with_which_switches(tmp_path: Path)
     assert found["graphs"].reason == "killed by signal 11 (SIGSEGV)"
     assert commands.tasks["layers"] == {
         "job": "train", "device": "cuda", "executor": "fused", "tolerance": {"fp32": 1e-4, "bf16": 4e-2},
-        "dropout": False,
+        "dropout": False, "kernels": ["layers"],
     }  # fmt: skip
     own = commands.environments["layers"]
     assert (own["CROSSBOW_KERNELS"], own["CROSSBOW_GRAPHS"]) == ("update,loss,batches,layers", "0")
