@@ -297,9 +297,11 @@ size_t sim_storage_bytes(const TensorImpl* tensor) { return tensor->storage().nb
 const void* sim_storage_data(const TensorImpl* tensor) { return tensor->storage().data(); }
 
 // The same memory seen from the host, which does not keep it alive: addresses are all that a device knows.
+// Conjugate and negative views stay what they are.
 PyObject* sim_host(TensorImpl* tensor) {
   auto& storage = tensor->storage();
-  return over(tensor, kOnHost, DataPtr(storage.mutable_data(), Device(DeviceType::CPU)), storage.nbytes(), nullptr);
+  auto bits = tensor->key_set() & DispatchKeySet({DispatchKey::Conjugate, DispatchKey::Negative});
+  return over(tensor, kOnHost | bits, DataPtr(storage.mutable_data(), Device(DeviceType::CPU)), storage.nbytes(), nullptr);
 }
 // A tensor without memory, to find out what an operator returns.
 PyObject* sim_meta(TensorImpl* tensor) {

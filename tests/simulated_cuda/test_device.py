@@ -168,6 +168,17 @@ def test_memory_that_nobody_wrote_is_nan():
     assert torch.empty(2, dtype=torch.int64, device="cuda").tolist() == [-1, -1]
 
 
+def test_conjugate_and_negative_views_are_resolved_by_copies():
+    values = torch.tensor([1 + 2j, 3 - 1j])
+    there, expected = values.cuda(), [1 - 2j, 3 + 1j]
+    copied = torch.empty_like(there).copy_(there.conj())
+    for each in (copied, there.conj().cpu(), values.conj().cuda(), there.conj().clone()):
+        assert each.resolve_conj().tolist() == expected
+    assert values.pin_memory().conj().to("cuda", non_blocking=True).tolist() == expected
+    assert there.conj().imag.clone().tolist() == [-2.0, 1.0]
+    assert (there @ there.conj()).item() == 15
+
+
 def test_out_of_memory_is_torchs_own_error_and_passes(scheduler):
     total = torch.cuda.get_device_properties(0).total_memory
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
