@@ -274,7 +274,7 @@ class Operators:
         draw = self._numbers(about, stream, args, kwargs) if about.is_random else None
         args = mapped(args, self._as_launched)
         kwargs = {name: mapped(value, self._as_launched) for name, value in kwargs.items()}
-        results = found if isinstance(found, tuple) else (found,)
+        results = found if isinstance(found, tuple) else (found,) if about.same_as else ()
         targets = [
             mapped(each, self.on_host) if name is None and each is not None else None
             for name, each in zip(about.same_as, results, strict=True)

@@ -179,6 +179,16 @@ def test_conjugate_and_negative_views_are_resolved_by_copies():
     assert (there @ there.conj()).item() == 15
 
 
+def test_operators_that_return_nothing_are_done(scheduler):
+    weight, tested = torch.nn.Parameter(ones(3)), torch.zeros((), device="cuda")
+    weight.grad = ones(3) * 2
+    torch._amp_foreach_non_finite_check_and_unscale_([weight.grad], tested, torch.full((), 0.5, device="cuda"))
+    torch.optim.SGD([weight], lr=0.5, fused=True).step()
+    assert (weight.tolist(), tested.item()) == ([0.5] * 3, 0.0)
+    values, places = torch.cummax(torch.tensor([2.0, 1.0, 3.0], device="cuda"), 0)
+    assert (values.tolist(), places.tolist()) == ([2.0, 2.0, 3.0], [0, 0, 2])
+
+
 def test_out_of_memory_is_torchs_own_error_and_passes(scheduler):
     total = torch.cuda.get_device_properties(0).total_memory
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
