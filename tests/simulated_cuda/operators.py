@@ -181,7 +181,7 @@ class Operators:
         device = self._device_of(about, given, args, kwargs)
         stream = self.current_stream(device)
         if about.waits:
-            return self._at_once(op, stream, args, kwargs)
+            return self._at_once(op, about, stream, args, kwargs)
         if about.is_gemm:
             self._workspace(stream)
         found = self._results(op, about, device, args, kwargs)
@@ -263,11 +263,17 @@ class Operators:
                 self.resize(out, each)
 
     def resize(self, tensor, like):
-        """Give a tensor the geometry of `like`; values are kept only if its memory is large enough."""
+        """Give a tensor the geometry of `like`. Memory that is too small is replaced, and copied to the new one."""
         need = _bytes_up_to_end(like)
         has = self.library.sim_storage_bytes(tensor._cdata)
-        at = self.allocate(tensor.device.index, need) if need > has else None
-        self.library.sim_resize(tensor._cdata, like._cdata, at, need if need > has else 0)
+        if need <= has:
+            self.library.sim_resize(tensor._cdata, like._cdata, None, 0)
+            return
+        before, at = self.library.sim_storage_data(tensor._cdata), self.allocate(tensor.device.index, need)
+        if has:
+            copy = Work("resize", lambda: ctypes.memmove(at, before, has), [(before, before + has)], [(at, at + has)])
+            self.scheduler.enqueue(self.current_stream(tensor.device.index), copy)
+        self.library.sim_resize(tensor._cdata, like._cdata, at, need)
 
     def _enqueue(self, op, about, stream, args, kwargs, found):
         """Enqueue the work: the CPU kernel on the same addresses, and its new results copied to theirs."""
@@ -321,33 +327,46 @@ class Operators:
         relative, own["count"] = own["count"], own["count"] + 4
         return lambda: _mixed(own["base"][0], own["base"][1] + relative)
 
-    def _at_once(self, op, stream, args, kwargs):
+    def _at_once(self, op, about, stream, args, kwargs):
         """Run an operator that gives the host a value, or a shape that depends on one: host–device synchronisation."""
         self.synchronising()
         self.scheduler.synchronize_stream(stream)
+        outs = [about.argument(name, args, kwargs) for name in about.outs]
 
         def change(value):
             if isinstance(value, torch.device):
                 return _HOST
+            if any(value is each for each in outs):
+                return torch.empty(0, dtype=value.dtype)
             return self.on_host(value) if isinstance(value, torch.Tensor) and value.is_cuda else value
 
         with below():
             found = op(*mapped(args, change), **{name: mapped(value, change) for name, value in kwargs.items()})
+        if outs:
+            for out, values in zip(outs, found if isinstance(found, tuple) else (found,), strict=True):
+                if out.shape != values.shape:
+                    self.resize(out, values)
+                self._write(out, values, stream, about.name)
+            return tuple(outs) if isinstance(found, tuple) else outs[0]
 
         def up(value):
-            return self.on_device(value, stream.device) if isinstance(value, torch.Tensor) else value
+            return self.on_device(value, stream, about.name) if isinstance(value, torch.Tensor) else value
 
         if isinstance(found, torch.Tensor):
             return up(found)
         return type(found)(map(up, found)) if isinstance(found, list | tuple) else found
 
-    def on_device(self, values, device):
-        """A new tensor on a device with values of the host, written at once."""
-        made = self.new(values, device)
-        if values.numel():
-            with below():
-                self.on_host(made).copy_(values)
+    def on_device(self, values, stream, name):
+        """A new tensor on a device that gets values of the host, as the results of the named operator."""
+        made = self.new(values, stream.device)
+        self._write(made, values, stream, name)
         return made
+
+    def _write(self, tensor, values, stream, name):
+        """Enqueue the values of a tensor, as its memory may be overwritten until its stream gets there."""
+        if values.numel():
+            target = self.on_host(tensor)
+            self.scheduler.enqueue(stream, Work(name, lambda: target.copy_(values), (), [extent(target)]))
 
     def _workspace(self, stream):
         """The workspace that cuBLAS keeps for a thread and a stream, until it is told to clear all of them."""

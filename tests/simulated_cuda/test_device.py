@@ -189,6 +189,34 @@ def test_operators_that_return_nothing_are_done(scheduler):
     assert (values.tolist(), places.tolist()) == ([2.0, 2.0, 3.0], [0, 0, 2])
 
 
+DEPENDING_ON_VALUES = {
+    "nonzero": (lambda x: x.nonzero().flatten(), [0, 2]),
+    "argwhere": (lambda x: torch.argwhere(x).flatten(), [0, 2]),
+    "masked_select": (lambda x: x.masked_select(x > 0), [1, 1]),
+    "mask": (lambda x: x[x > 0], [1, 1]),
+    "unique": (lambda x: x.unique(return_counts=True)[1], [1, 2]),
+    "bincount": (lambda x: x.bincount(), [1, 2]),
+    "repeat_interleave": (lambda x: x.repeat_interleave(x), [1, 1]),
+    "nonzero(out=)": (lambda x: torch.nonzero(x, out=ones(0, 1).long())[:, 0], [0, 2]),
+}
+
+
+@pytest.mark.parametrize("name", DEPENDING_ON_VALUES)
+def test_results_whose_shape_depends_on_values_keep_them_in_reused_memory(scheduler, name):
+    operator, expected = DEPENDING_ON_VALUES[name]
+    values = torch.tensor([1, 0, 1], device="cuda")
+    for _ in range(3):
+        found = operator(values)
+        assert (found + 0).tolist() == expected
+        del found
+
+
+def test_tensor_that_grows_keeps_its_values(scheduler):
+    kept = torch.arange(4.0, device="cuda")
+    kept.resize_(400)
+    assert kept[:4].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
 def test_out_of_memory_is_torchs_own_error_and_passes(scheduler):
     total = torch.cuda.get_device_properties(0).total_memory
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
