@@ -38,12 +38,26 @@ struct Callbacks {
   int (*use_on_stream)(void* memory, int device, int64_t stream);
   int (*use_pinned_on_stream)(void* memory, int device, int64_t stream);
 };
-Callbacks ask{};
+Callbacks callbacks{};
 int num_devices = 1;
 std::pair<char*, char*> device_memory[kMostDevices], pinned_memory;
 
 void check(int status, const char* what) {
   TORCH_CHECK(status >= 0, "CUDA error: ", what, " failed on the simulated device");
+}
+
+// The callbacks, once CUDA is initialised: C++ may be the first that asks, as when memory is pinned.
+const Callbacks& asked() {
+  if (!callbacks.allocate) {
+    auto state = PyGILState_Ensure();
+    PyObject* module = PyImport_ImportModule("torch.cuda");
+    PyObject* done = module ? PyObject_CallMethod(module, "init", nullptr) : nullptr;
+    PyErr_Clear();
+    Py_XDECREF(done), Py_XDECREF(module);
+    PyGILState_Release(state);
+    TORCH_CHECK(done && callbacks.allocate, "CUDA error: the simulated device cannot be initialised");
+  }
+  return callbacks;
 }
 
 // ---- current device and streams of a thread
@@ -74,7 +88,7 @@ struct DeviceAllocator final : Allocator {
   DataPtr allocate(size_t bytes) override {
     auto index = current_device;
     if (!bytes) return {nullptr, nullptr, &free_block, gpu(index)};
-    void* memory = ask.allocate(index, bytes, current_stream[index]);
+    void* memory = asked().allocate(index, bytes, current_stream[index]);
     TORCH_CHECK_WITH(OutOfMemoryError, memory, "CUDA out of memory. Tried to allocate ", bytes, " bytes. GPU ", int(index));
     return {memory, memory, &free_block, gpu(index)};
   }
@@ -86,14 +100,14 @@ DeviceAllocator device_allocator;
 struct PinnedAllocator final : at::HostAllocator {
   DataPtr allocate(size_t bytes) override {
     if (!bytes) return {nullptr, nullptr, &free_pinned, Device(DeviceType::CPU)};
-    void* memory = ask.allocate_pinned(bytes);
+    void* memory = asked().allocate_pinned(bytes);
     TORCH_CHECK(memory, "CUDA error: out of pinned memory, or a stream is capturing");
     return {memory, memory, &free_pinned, Device(DeviceType::CPU)};
   }
   DeleterFnPtr raw_deleter() const override { return &free_pinned; }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
   bool record_event(void* memory, void*, Stream stream) override {
-    return ask.use_pinned_on_stream(memory, stream.device_index(), stream.id()) == 1;
+    return asked().use_pinned_on_stream(memory, stream.device_index(), stream.id()) == 1;
   }
   void empty_cache() override {}
   at::HostStats get_stats() override { return {}; }
@@ -133,34 +147,34 @@ struct Guard final : impl::DeviceGuardImplInterface {
   }
   void record(void** event, const Stream& s, const DeviceIndex, const EventFlag) const override {
     if (!*event) *event = reinterpret_cast<void*>(next_event++);
-    check(ask.record(reinterpret_cast<int64_t>(*event), s.device_index(), s.id()), "recording an event");
+    check(asked().record(reinterpret_cast<int64_t>(*event), s.device_index(), s.id()), "recording an event");
   }
   void block(void* event, const Stream& s) const override {
-    if (event) check(ask.wait(reinterpret_cast<int64_t>(event), s.device_index(), s.id()), "waiting for an event");
+    if (event) check(asked().wait(reinterpret_cast<int64_t>(event), s.device_index(), s.id()), "waiting for an event");
   }
   bool queryEvent(void* event) const override {
     if (!event) return true;
-    int found = ask.query(reinterpret_cast<int64_t>(event));
+    int found = asked().query(reinterpret_cast<int64_t>(event));
     check(found, "querying an event");
     return found;
   }
   void destroyEvent(void*, const DeviceIndex) const noexcept override {}
   bool queryStream(const Stream& s) const override {
-    int found = ask.query_stream(s.device_index(), s.id());
+    int found = asked().query_stream(s.device_index(), s.id());
     check(found, "querying a stream");
     return found;
   }
   void synchronizeStream(const Stream& s) const override {
-    check(ask.synchronize_stream(s.device_index(), s.id()), "synchronising a stream");
+    check(asked().synchronize_stream(s.device_index(), s.id()), "synchronising a stream");
   }
   void synchronizeEvent(void* event) const override {
-    if (event) check(ask.synchronize_event(reinterpret_cast<int64_t>(event)), "synchronising an event");
+    if (event) check(asked().synchronize_event(reinterpret_cast<int64_t>(event)), "synchronising an event");
   }
   void synchronizeDevice(const DeviceIndex index) const override {
-    check(ask.synchronize_device(index), "synchronising the device");
+    check(asked().synchronize_device(index), "synchronising the device");
   }
   void recordDataPtrOnStream(const DataPtr& memory, const Stream& s) const override {
-    if (memory.get()) check(ask.use_on_stream(memory.get(), s.device_index(), s.id()), "record_stream");
+    if (memory.get()) check(asked().use_on_stream(memory.get(), s.device_index(), s.id()), "record_stream");
   }
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
@@ -223,7 +237,7 @@ struct Hooks final : at::CUDAHooksInterface {
   DeviceIndex exchangeDevice(DeviceIndex index) const override { return std::exchange(::current_device, index); }
   DeviceIndex maybeExchangeDevice(DeviceIndex index) const override { return exchangeDevice(index); }
   int getNumGPUs() const override { return num_devices; }
-  void deviceSynchronize(DeviceIndex index) const override { check(ask.synchronize_device(index), "synchronising"); }
+  void deviceSynchronize(DeviceIndex index) const override { check(asked().synchronize_device(index), "synchronising"); }
   Device getDeviceFromPtr(void* memory) const override { return gpu(std::max(0, device_of(memory))); }
   Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   Allocator* getCUDADeviceAllocator() const override { return &device_allocator; }
@@ -276,7 +290,7 @@ PyObject* over(const TensorImpl* like, DispatchKeySet set, DataPtr memory, size_
 
 extern "C" {
 
-void sim_begin(const Callbacks* callbacks, int devices) { ask = *callbacks, num_devices = devices; }
+void sim_begin(const Callbacks* given, int devices) { callbacks = *given, num_devices = devices; }
 void sim_memory(int device, char* first, char* end) {
   (device < 0 ? pinned_memory : device_memory[device]) = {first, end};
 }

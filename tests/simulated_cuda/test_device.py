@@ -144,6 +144,19 @@ def test_pinned_results_are_there_only_after_the_event(scheduler):
     assert host.tolist() == [1.0] * 3
 
 
+PINNED_FIRST = [
+    "torch.ones(3).pin_memory()",
+    "torch.empty(3, pin_memory=True)",
+    "list(torch.utils.data.DataLoader(torch.arange(3), pin_memory=True))[0]",
+]
+
+
+@pytest.mark.parametrize("program", PINNED_FIRST)
+def test_memory_is_pinned_though_nothing_has_initialised_cuda(program):
+    done = run(f"import torch; print(({program}).is_pinned())")
+    assert done.stdout == "True\n", done.stderr
+
+
 def test_memory_freed_under_another_stream_is_overwritten_unless_it_was_recorded(scheduler):
     other, found = torch.cuda.Stream(), {}
     for records in (True, False):
