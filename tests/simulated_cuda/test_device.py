@@ -113,6 +113,15 @@ def test_event_waited_for_is_the_record_before_the_wait(scheduler):
     assert later.tolist() == [10.0] * 4
 
 
+def test_stream_that_is_asked_whether_it_is_done_goes_on(scheduler):
+    stream = torch.cuda.Stream()
+    written = late(1.0, stream)
+    assert not stream.query()
+    assert any(stream.query() for _ in range(10))
+    assert written.tolist() == [2.0] * 4
+    assert scheduler.races.take() == []
+
+
 def test_thirty_third_stream_is_the_first_again():
     ids = [torch.cuda.Stream().stream_id for _ in range(64)]
     assert ids[:32] == ids[32:]
