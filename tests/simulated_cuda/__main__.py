@@ -58,7 +58,12 @@ def environment(**settings: str) -> dict[str, str]:
     """Return an environment in which Python and its children have a simulated device."""
     paths = [str(HERE / "site"), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     joined = os.pathsep.join(path for path in paths if path)
-    return {**os.environ, "SIMULATED_CUDA_LIBRARY": str(library()), "PYTHONPATH": joined, **settings}
+    own = {
+        "SIMULATED_CUDA_LIBRARY": str(library()),
+        "TORCH_DISABLE_NATIVE_JIT": "1",  # torch's own kernels in Triton, as of bmm, need a GPU
+        "PYTHONPATH": joined,
+    }
+    return {**os.environ, **own, **settings}
 
 
 def _torch() -> Path:

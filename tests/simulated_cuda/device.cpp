@@ -343,6 +343,7 @@ void sim_resize(TensorImpl* tensor, const TensorImpl* like, void* memory, size_t
   }
   tensor->set_sizes_and_strides(like->sizes(), like->strides(), like->storage_offset());
 }
+void sim_as_number(TensorImpl* tensor) { tensor->set_wrapped_number(true); }
 void sim_set(TensorImpl* tensor, StorageImpl* storage, const TensorImpl* like, int64_t offset) {
   tensor->set_storage_keep_dtype(Storage(intrusive_ptr<StorageImpl>::reclaim_copy(storage)));
   tensor->set_sizes_and_strides(like->sizes(), like->strides(), offset);

@@ -233,6 +233,20 @@ def test_results_whose_shape_depends_on_values_keep_them_in_reused_memory(schedu
         del found
 
 
+def test_numbers_that_stand_for_tensors_are_promoted_as_numbers():
+    whole, half = torch.tensor([3, 4], device="cuda"), torch.tensor(3.0, dtype=torch.float16, device="cuda")
+    assert (whole % 2).tolist() == [1, 0]
+    assert (whole % 2.5).dtype == torch.float32
+    assert (half % 2.5).dtype == torch.float16
+    assert torch.bitwise_left_shift(1, whole).tolist() == [8, 16]
+    picked = torch.take_along_dim(whole[None], torch.tensor([[1]], device="cuda"), 1)
+    assert picked.tolist() == [[4]]
+
+
+def test_outer_products_need_no_kernel_of_triton():
+    assert torch.bmm(ones(2, 3, 1), ones(2, 1, 4)).sum().item() == 24
+
+
 def test_tensor_that_grows_keeps_its_values(scheduler):
     kept = torch.arange(4.0, device="cuda")
     kept.resize_(400)

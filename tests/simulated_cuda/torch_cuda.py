@@ -54,6 +54,7 @@ def declare(library):
         ("sim_new", py_object, c_void_p, c_size_t, c_int, _TENSOR),
         ("sim_view", py_object, _TENSOR, _TENSOR),
         ("sim_resize", None, _TENSOR, _TENSOR, c_void_p, c_size_t),
+        ("sim_as_number", None, _TENSOR),
         ("sim_set", None, _TENSOR, c_void_p, _TENSOR, c_int64),
     ):
         function = getattr(library, name)
