@@ -419,6 +419,15 @@ def test_backward_on_another_stream_is_ordered_by_autograd(scheduler):
     assert scheduler.races.take() == []
 
 
+def test_tensors_of_the_device_are_saved_and_loaded(tmp_path):
+    torch.save({"kept": torch.arange(4.0, device="cuda"), "none": ones(0)}, tmp_path / "saved.pt")
+    found, there = torch.load(tmp_path / "saved.pt"), torch.load(tmp_path / "saved.pt", map_location="cpu")
+    assert found["kept"].is_cuda and found["none"].is_cuda and not there["kept"].is_cuda
+    assert found["kept"].tolist() == there["kept"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    torch.save(torch.arange(4.0), tmp_path / "host.pt")
+    assert (torch.load(tmp_path / "host.pt", map_location="cuda") + 1).tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
 # ---- two devices, in a process of their own
 
 

@@ -224,12 +224,21 @@ class Simulation:
 
 
 def _let_storages_move():
-    """Have storages made, cloned and copied to the host by tensors: a CPU build knows no storage on CUDA by name."""
-    clone, to_host = torch.UntypedStorage.clone, torch.UntypedStorage.cpu
+    """Have storages cloned and moved as tensors are: a CPU build makes no storage on CUDA by itself."""
+    clone, to_host, move = torch.UntypedStorage.clone, torch.UntypedStorage.cpu, torch.UntypedStorage.to
 
     def bytes_of(storage):
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
+    def moved(self, *, device, non_blocking=False):
+        if self.is_cuda or torch.device(device).type == "cuda":
+            return bytes_of(self).to(device, non_blocking=non_blocking).untyped_storage()
+        return move(self, device=device, non_blocking=non_blocking)
+
+    def to_device(self, device=None, non_blocking=False):
+        return moved(self, device=torch.device("cuda") if device is None else device, non_blocking=non_blocking)
+
+    torch.UntypedStorage.to, torch.UntypedStorage.cuda = moved, to_device
     torch.UntypedStorage.clone = lambda self: bytes_of(self).clone().untyped_storage() if self.is_cuda else clone(self)
     torch.UntypedStorage.cpu = lambda self: bytes_of(self).cpu().untyped_storage() if self.is_cuda else to_host(self)
 
