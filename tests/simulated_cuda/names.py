@@ -138,8 +138,7 @@ def _reset_peaks(device):
     sim = simulation()
     with sim.scheduler.lock:
         sim.operators.return_freed()
-        own = sim.memories[device].statistics
-        own.most_allocated, own.most_reserved = own.allocated, own.reserved
+        sim.memories[device].statistics.reset_peaks()
 
 
 def _free_and_total(device):

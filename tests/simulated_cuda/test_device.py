@@ -264,6 +264,13 @@ def test_out_of_memory_is_torchs_own_error_and_passes(scheduler):
     assert torch.cuda.memory_allocated() == before
 
 
+def test_memory_summary_counts_what_tensors_hold(scheduler):
+    before = torch.cuda.memory_stats()["allocation.all.current"]
+    kept = [ones(1), ones(1)]
+    assert torch.cuda.memory_stats()["allocation.all.current"] - before == len(kept)
+    assert "Allocated memory" in torch.cuda.memory_summary()
+
+
 def test_random_numbers_follow_from_seed_and_offset(scheduler):
     torch.cuda.manual_seed(3)
     state = torch.cuda.get_rng_state()

@@ -209,15 +209,22 @@ class Simulation:
         self.operators.return_freed()
         own = self.memories[device].statistics
 
-        def kinds(current, peak):
-            whole = {"current": current, "peak": peak, "allocated": 0, "freed": 0}
-            return {"all": whole, "small_pool": dict(whole), "large_pool": dict(whole)}
+        def total(current=0, peak=0):
+            return {"current": current, "peak": peak, "allocated": 0, "freed": 0}
+
+        def kinds(*counts):
+            return {pool: total(*counts) for pool in ("all", "small_pool", "large_pool")}
 
         return {
             "allocated_bytes": kinds(own.allocated, own.most_allocated),
             "active_bytes": kinds(own.allocated, own.most_allocated),
             "requested_bytes": kinds(own.allocated, own.most_allocated),
             "reserved_bytes": kinds(own.reserved, own.most_reserved),
+            "allocation": kinds(own.blocks, own.most_blocks),
+            "active": kinds(own.blocks, own.most_blocks),
+            "segment": kinds(own.segments, own.most_segments),
+            **dict.fromkeys(("inactive_split", "inactive_split_bytes"), kinds()),  # blocks are never split
+            **dict.fromkeys(("oversize_allocations", "oversize_segments"), total()),
             "num_alloc_retries": own.num_retries,
             "num_ooms": own.num_ooms,
         }
