@@ -60,6 +60,14 @@ const Callbacks& asked() {
   return callbacks;
 }
 
+void check_index(DeviceIndex index) {
+  if (index >= num_devices) {
+    constexpr int kInvalidDevice = 101;
+    SourceLocation here{__func__, __FILE__, __LINE__};
+    throw AcceleratorError(here, kInvalidDevice, "CUDA error: invalid device ordinal");
+  }
+}
+
 // ---- current device and streams of a thread
 thread_local DeviceIndex current_device = 0;
 thread_local StreamId current_stream[kMostDevices] = {};
@@ -122,12 +130,16 @@ std::atomic<int64_t> next_event{1};
 struct Guard final : impl::DeviceGuardImplInterface {
   DeviceType type() const override { return DeviceType::CUDA; }
   Device exchangeDevice(Device device) const override {
+    check_index(device.index());
     auto before = current_device;
     current_device = device.index() < 0 ? before : device.index();
     return gpu(before);
   }
   Device getDevice() const override { return gpu(current_device); }
-  void setDevice(Device device) const override { uncheckedSetDevice(device); }
+  void setDevice(Device device) const override {
+    check_index(device.index());
+    uncheckedSetDevice(device);
+  }
   void uncheckedSetDevice(Device device) const noexcept override {
     if (device.index() >= 0) current_device = device.index();
   }
@@ -138,6 +150,7 @@ struct Guard final : impl::DeviceGuardImplInterface {
   Stream getDefaultStream(Device device) const override { return stream(own(device), 0); }
   Stream getNewStream(Device device, int priority) const override {
     int high = priority < 0, index = own(device).index();
+    check_index(index);
     StreamId id = 1 + high * kStreamsAPriority + next_stream[index][high]++ % kStreamsAPriority;
     return stream(own(device), id);
   }
@@ -215,6 +228,7 @@ struct Generator final : GeneratorImpl {
   uint64_t seed_ = default_rng_seed_val, offset_ = 0;
 };
 at::Generator& default_generator(DeviceIndex index) {
+  TORCH_CHECK(index < num_devices, "The device_index is invalid.");
   static std::vector<at::Generator> all = [] {
     std::vector<at::Generator> made;
     for (int i = 0; i < kMostDevices; ++i) made.push_back(at::make_generator<Generator>(DeviceIndex(i)));
@@ -226,15 +240,21 @@ at::Generator& default_generator(DeviceIndex index) {
 struct Hooks final : at::CUDAHooksInterface {
   explicit Hooks(at::CUDAHooksArgs) {}
   void init() const override {}
-  bool hasCUDA() const override { return true; }
+  bool hasCUDA() const override { return num_devices > 0; }
   bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  bool isAvailable() const override { return num_devices > 0; }
+  bool hasPrimaryContext(DeviceIndex index) const override { return index < num_devices; }
   DeviceIndex deviceCount() const override { return num_devices; }
   DeviceIndex current_device() const override { return ::current_device; }
   DeviceIndex getCurrentDevice() const override { return ::current_device; }
-  void setCurrentDevice(DeviceIndex index) const override { ::current_device = index; }
-  DeviceIndex exchangeDevice(DeviceIndex index) const override { return std::exchange(::current_device, index); }
+  void setCurrentDevice(DeviceIndex index) const override {
+    check_index(index);
+    ::current_device = index;
+  }
+  DeviceIndex exchangeDevice(DeviceIndex index) const override {
+    check_index(index);
+    return std::exchange(::current_device, index);
+  }
   DeviceIndex maybeExchangeDevice(DeviceIndex index) const override { return exchangeDevice(index); }
   int getNumGPUs() const override { return num_devices; }
   void deviceSynchronize(DeviceIndex index) const override { check(asked().synchronize_device(index), "synchronising"); }
@@ -246,6 +266,7 @@ struct Hooks final : at::CUDAHooksInterface {
   }
   const at::Generator& getDefaultGenerator(DeviceIndex index) const override { return default_generator(index); }
   at::Generator getNewGenerator(DeviceIndex index) const override {
+    TORCH_CHECK(index < num_devices, "The device_index is invalid.");
     return at::make_generator<Generator>(index < 0 ? ::current_device : index);
   }
 };
@@ -290,7 +311,8 @@ PyObject* over(const TensorImpl* like, DispatchKeySet set, DataPtr memory, size_
 
 extern "C" {
 
-void sim_begin(const Callbacks* given, int devices) { callbacks = *given, num_devices = devices; }
+void sim_devices(int count) { num_devices = count; }
+void sim_begin(const Callbacks* given) { callbacks = *given; }
 void sim_memory(int device, char* first, char* end) {
   (device < 0 ? pinned_memory : device_memory[device]) = {first, end};
 }

@@ -212,7 +212,15 @@ class Operators:
         if devices:
             return devices.pop()
         asked = about.argument("device", args, kwargs) if "device" in about.positions else None
-        return self.current_device() if asked is None or asked.index is None else asked.index
+        return self._index(asked)
+
+    def _index(self, device):
+        """The index of the device that is asked for, the current one without any."""
+        if device is None or device.index is None:
+            return self.current_device()
+        if device.index not in self.memories:
+            raise torch_error(CudaError(101, "invalid device ordinal"))
+        return device.index
 
     def _geometry(self, about, args, kwargs):
         """What the operator returns, on the meta device; remembered by the geometry of its arguments."""
@@ -234,7 +242,7 @@ class Operators:
 
     def _empty(self, about, args, kwargs):
         device = kwargs.get("device")
-        index = self.current_device() if device is None or device.index is None else device.index
+        index = self._index(device)
         kwargs = {**kwargs, "pin_memory": None}
         return self.new(self._geometry(about, args, kwargs), index)
 

@@ -435,6 +435,26 @@ def test_tensors_of_the_device_are_saved_and_loaded(tmp_path):
     assert (torch.load(tmp_path / "host.pt", map_location="cuda") + 1).tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
+NO_SUCH_DEVICE = {
+    "a tensor": lambda: torch.ones(1, device="cuda:7"),
+    "an empty tensor": lambda: torch.empty(1, device="cuda:7"),
+    "a copy": lambda: torch.ones(1).to("cuda:7"),
+    "a stream": lambda: torch.cuda.Stream("cuda:7"),
+    "the current device": lambda: torch.cuda.set_device(7),
+    "the current device for a while": lambda: torch.cuda.device(7).__enter__(),
+}
+
+
+@pytest.mark.parametrize("name", NO_SUCH_DEVICE)
+def test_devices_that_are_not_there_are_refused_as_cuda_refuses_them(name):
+    with pytest.raises(torch.AcceleratorError, match="CUDA error: invalid device ordinal") as caught:
+        NO_SUCH_DEVICE[name]()
+    assert caught.value.error_code == 101
+    assert torch.cuda.current_device() == 0
+    with pytest.raises(RuntimeError, match="device_index is invalid"):
+        torch.Generator("cuda:7")
+
+
 # ---- two devices, in a process of their own
 
 

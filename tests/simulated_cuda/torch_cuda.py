@@ -38,7 +38,8 @@ class Callbacks(Structure):
 def declare(library):
     """Say what the functions of `device.cpp` take and return."""
     for name, result, *arguments in (
-        ("sim_begin", None, c_void_p, c_int),
+        ("sim_devices", None, c_int),
+        ("sim_begin", None, c_void_p),
         ("sim_memory", None, c_int, c_void_p, c_void_p),
         ("sim_next_freed", c_int, c_void_p, c_void_p),
         ("sim_device", c_int),
@@ -90,7 +91,7 @@ class Simulation:
         self.operators = Operators(library, self.scheduler, self.memories)
         self.events = {}
         self._callbacks = self._make_callbacks()
-        library.sim_begin(byref(self._callbacks), settings.num_devices)
+        library.sim_begin(byref(self._callbacks))
         for index, memory in self.memories.items():
             library.sim_memory(-1 if index == "pinned" else index, memory.arena.first, memory.arena.end)
         self._register()
@@ -269,6 +270,8 @@ class _Process:
     library = settings = simulation = None
 
     def begin(self):
+        if not self.settings.num_devices:
+            raise RuntimeError("No CUDA GPUs are available")
         self.simulation = Simulation(self.library, self.settings)
         if self.settings.is_strict:
             atexit.register(_end_with_races, self.simulation)
