@@ -10,7 +10,8 @@ import torch
 
 from tests.simulated_cuda.cuda_objects import CudaEvent, CudaGraph, CudaStream, new_pool, raising
 from tests.simulated_cuda.scheduler import CudaError
-from tests.simulated_cuda.torch_cuda import Settings, declare, process, simulation
+from tests.simulated_cuda.settings import Settings
+from tests.simulated_cuda.torch_cuda import declare, process, simulation
 
 _DEVICE_TYPE = 1  # DeviceType::CUDA
 

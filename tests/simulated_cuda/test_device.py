@@ -14,6 +14,9 @@ import threading
 import pytest
 import torch
 
+from tests.simulated_cuda.__main__ import refusal
+from tests.simulated_cuda.settings import Settings
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif("SIMULATED_CUDA_LIBRARY" not in os.environ, reason="run by python -m tests.simulated_cuda"),
@@ -496,3 +499,55 @@ with torch.cuda.stream(side):
     assert done.returncode == 86
     assert "race: aten::add on stream" in done.stderr
     assert run(program, SIMULATED_CUDA_STRICT="0").returncode == 0
+
+
+WRONG_SETTINGS = [
+    ("ORDER", "foo"), ("SEED", "x"), ("DEVICES", "x"), ("DEVICES", "0"), ("DEVICES", "9"), ("GIB", "abc"),
+    ("GIB", "nan"), ("GIB", "0"), ("GIB", "-1"), ("GIB", "65"), ("CAPABILITY", "9"), ("CAPABILITY", "9.x"),
+    ("STRICT", "yes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_SETTINGS)
+def test_settings_that_make_no_device_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"SIMULATED_CUDA_{name} has to be .*, got '{value}': change or unset it"):
+        Settings({f"SIMULATED_CUDA_{name}": value})
+
+
+def test_command_with_a_wrong_setting_ends_with_one_line_and_2():
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.simulated_cuda", "this"], env={**os.environ, "SIMULATED_CUDA_ORDER": "foo"},
+        capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "SIMULATED_CUDA_ORDER has to be one of earliest, latest, random" in done.stderr
+
+
+VISIBLE = {None: [0, 1, 2], "": [], "-1": [], "2": [2], "2,0": [2, 0], "0,3,1": [0], "1,1": [1], "0, 1": [0, 1]}
+
+
+@pytest.mark.parametrize("given", VISIBLE)
+def test_visible_devices_are_those_before_the_first_that_is_not_there(given):
+    environment = {"SIMULATED_CUDA_DEVICES": "3"} | ({} if given is None else {"CUDA_VISIBLE_DEVICES": given})
+    assert Settings(environment).visible == VISIBLE[given]
+
+
+def test_process_has_the_devices_that_are_visible():
+    program = """
+import torch
+print(torch.cuda.is_available(), torch.accelerator.is_available(), torch.cuda.device_count())
+try:
+    print(torch.cuda.get_device_properties(0).uuid, torch.ones(1, device="cuda").item())
+except RuntimeError as error:
+    print(error)
+"""
+    settings = {"SIMULATED_CUDA_DEVICES": "3"}
+    none, one = (run(program, CUDA_VISIBLE_DEVICES=given, **settings).stdout for given in ("", "2"))
+    assert none == "False False 0\nNo CUDA GPUs are available\n"
+    assert one == "True True 1\n00000000-0000-0000-0000-000000000003 1.0\n"
+
+
+def test_library_that_is_there_needs_no_compiler(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert refusal() is None

@@ -1,4 +1,4 @@
-"""The simulation of a process: its settings, its devices, and what C++ asks of them."""
+"""The simulation of a process: its devices, and what C++ asks of them."""
 
 from __future__ import annotations
 
@@ -61,18 +61,6 @@ def declare(library):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
-
-
-class Settings:
-    """The device that is simulated, from the environment, which children inherit."""
-
-    def __init__(self, environment=os.environ):
-        self.order = environment.get("SIMULATED_CUDA_ORDER", "random")
-        self.seed = int(environment.get("SIMULATED_CUDA_SEED", "0"))
-        self.num_devices = int(environment.get("SIMULATED_CUDA_DEVICES", "1"))
-        self.total_bytes = int(float(environment.get("SIMULATED_CUDA_GIB", "4")) * 2**30)
-        self.is_strict = environment.get("SIMULATED_CUDA_STRICT") == "1"
-        self.capability = tuple(map(int, environment.get("SIMULATED_CUDA_CAPABILITY", "9.0").split(".")))
 
 
 class Simulation:
@@ -203,7 +191,8 @@ class Simulation:
             multi_processor_count=132, is_integrated=False, is_multi_gpu_board=False, warp_size=32,
             max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, L2_cache_size=50 << 20,
             shared_memory_per_block=48 << 10, shared_memory_per_multiprocessor=228 << 10,
-            shared_memory_per_block_optin=227 << 10, uuid=uuid.UUID(int=device + 1), gcnArchName="",
+            shared_memory_per_block_optin=227 << 10, gcnArchName="",
+            uuid=uuid.UUID(int=self.settings.visible[device] + 1),
         )  # fmt: skip
 
     def memory_statistics(self, device):
