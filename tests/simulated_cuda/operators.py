@@ -33,6 +33,8 @@ class Operator:
 
     def __init__(self, op, library):
         self._op, self._library, schema = op, library, op._schema
+        if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), "CPU"):
+            raise NotImplementedError(f"there is no kernel of the simulated device for {schema.name}")
         self.name, arguments, returns = schema.name, schema.arguments, schema.returns
         self.mixes = schema.name in _MIXES
         written = [each.alias_info is not None and each.alias_info.is_write for each in returns]

@@ -246,6 +246,12 @@ def test_numbers_that_stand_for_tensors_are_promoted_as_numbers():
     assert picked.tolist() == [[4]]
 
 
+def test_operators_that_a_cpu_has_not_are_refused_and_leave_the_device_as_it_is():
+    with pytest.raises(NotImplementedError, match="no kernel of the simulated device for aten::_thnn_fused_lstm_cell"):
+        torch.ops.aten._thnn_fused_lstm_cell(ones(2, 16), ones(2, 16), ones(2, 4))
+    assert ones(2).tolist() == [1.0, 1.0]
+
+
 def test_outer_products_need_no_kernel_of_triton():
     assert torch.bmm(ones(2, 3, 1), ones(2, 1, 4)).sum().item() == 24
 
