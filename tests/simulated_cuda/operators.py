@@ -408,7 +408,9 @@ class Operators:
     def copy_(self, to, of, non_blocking=False):
         """`Tensor.copy_` where one side, or both, are on a device."""
         self.check_lost()
-        if to.numel() == 0 and of.numel() == 0:
+        if to.shape != of.shape:
+            torch.empty(of.shape, device="meta").expand(to.shape)  # raises torch's own error if it cannot be
+        if to.numel() == 0:
             return to
         if to.is_cuda and of.is_cuda:
             return self._copy_on_device(to, of)

@@ -256,6 +256,15 @@ def test_outer_products_need_no_kernel_of_triton():
     assert torch.bmm(ones(2, 3, 1), ones(2, 1, 4)).sum().item() == 24
 
 
+def test_copies_of_another_shape_are_refused_and_those_of_nothing_done():
+    with pytest.raises(RuntimeError, match="must match the existing size"):
+        ones(3).copy_(ones(2))
+    with pytest.raises(RuntimeError, match="must match the existing size"):
+        ones(0).copy_(torch.ones(2))
+    assert ones(0, 3).copy_(ones(3)).shape == (0, 3)
+    assert ones(2, 3).copy_(torch.arange(3)).tolist() == [[0.0, 1.0, 2.0]] * 2
+
+
 def test_tensor_that_grows_keeps_its_values(scheduler):
     kept = torch.arange(4.0, device="cuda")
     kept.resize_(400)
