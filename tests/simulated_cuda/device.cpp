@@ -38,12 +38,34 @@ struct Callbacks {
   int (*use_on_stream)(void* memory, int device, int64_t stream);
   int (*use_pinned_on_stream)(void* memory, int device, int64_t stream);
 };
-Callbacks ask{};
+Callbacks callbacks{};
 int num_devices = 1;
 std::pair<char*, char*> device_memory[kMostDevices], pinned_memory;
 
 void check(int status, const char* what) {
   TORCH_CHECK(status >= 0, "CUDA error: ", what, " failed on the simulated device");
+}
+
+// The callbacks, once CUDA is initialised: C++ may be the first that asks, as when memory is pinned.
+const Callbacks& asked() {
+  if (!callbacks.allocate) {
+    auto state = PyGILState_Ensure();
+    PyObject* module = PyImport_ImportModule("torch.cuda");
+    PyObject* done = module ? PyObject_CallMethod(module, "init", nullptr) : nullptr;
+    PyErr_Clear();
+    Py_XDECREF(done), Py_XDECREF(module);
+    PyGILState_Release(state);
+    TORCH_CHECK(done && callbacks.allocate, "CUDA error: the simulated device cannot be initialised");
+  }
+  return callbacks;
+}
+
+void check_index(DeviceIndex index) {
+  if (index >= num_devices) {
+    constexpr int kInvalidDevice = 101;
+    SourceLocation here{__func__, __FILE__, __LINE__};
+    throw AcceleratorError(here, kInvalidDevice, "CUDA error: invalid device ordinal");
+  }
 }
 
 // ---- current device and streams of a thread
@@ -74,7 +96,7 @@ struct DeviceAllocator final : Allocator {
   DataPtr allocate(size_t bytes) override {
     auto index = current_device;
     if (!bytes) return {nullptr, nullptr, &free_block, gpu(index)};
-    void* memory = ask.allocate(index, bytes, current_stream[index]);
+    void* memory = asked().allocate(index, bytes, current_stream[index]);
     TORCH_CHECK_WITH(OutOfMemoryError, memory, "CUDA out of memory. Tried to allocate ", bytes, " bytes. GPU ", int(index));
     return {memory, memory, &free_block, gpu(index)};
   }
@@ -86,14 +108,14 @@ DeviceAllocator device_allocator;
 struct PinnedAllocator final : at::HostAllocator {
   DataPtr allocate(size_t bytes) override {
     if (!bytes) return {nullptr, nullptr, &free_pinned, Device(DeviceType::CPU)};
-    void* memory = ask.allocate_pinned(bytes);
+    void* memory = asked().allocate_pinned(bytes);
     TORCH_CHECK(memory, "CUDA error: out of pinned memory, or a stream is capturing");
     return {memory, memory, &free_pinned, Device(DeviceType::CPU)};
   }
   DeleterFnPtr raw_deleter() const override { return &free_pinned; }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
   bool record_event(void* memory, void*, Stream stream) override {
-    return ask.use_pinned_on_stream(memory, stream.device_index(), stream.id()) == 1;
+    return asked().use_pinned_on_stream(memory, stream.device_index(), stream.id()) == 1;
   }
   void empty_cache() override {}
   at::HostStats get_stats() override { return {}; }
@@ -108,12 +130,16 @@ std::atomic<int64_t> next_event{1};
 struct Guard final : impl::DeviceGuardImplInterface {
   DeviceType type() const override { return DeviceType::CUDA; }
   Device exchangeDevice(Device device) const override {
+    check_index(device.index());
     auto before = current_device;
     current_device = device.index() < 0 ? before : device.index();
     return gpu(before);
   }
   Device getDevice() const override { return gpu(current_device); }
-  void setDevice(Device device) const override { uncheckedSetDevice(device); }
+  void setDevice(Device device) const override {
+    check_index(device.index());
+    uncheckedSetDevice(device);
+  }
   void uncheckedSetDevice(Device device) const noexcept override {
     if (device.index() >= 0) current_device = device.index();
   }
@@ -124,6 +150,7 @@ struct Guard final : impl::DeviceGuardImplInterface {
   Stream getDefaultStream(Device device) const override { return stream(own(device), 0); }
   Stream getNewStream(Device device, int priority) const override {
     int high = priority < 0, index = own(device).index();
+    check_index(index);
     StreamId id = 1 + high * kStreamsAPriority + next_stream[index][high]++ % kStreamsAPriority;
     return stream(own(device), id);
   }
@@ -133,34 +160,34 @@ struct Guard final : impl::DeviceGuardImplInterface {
   }
   void record(void** event, const Stream& s, const DeviceIndex, const EventFlag) const override {
     if (!*event) *event = reinterpret_cast<void*>(next_event++);
-    check(ask.record(reinterpret_cast<int64_t>(*event), s.device_index(), s.id()), "recording an event");
+    check(asked().record(reinterpret_cast<int64_t>(*event), s.device_index(), s.id()), "recording an event");
   }
   void block(void* event, const Stream& s) const override {
-    if (event) check(ask.wait(reinterpret_cast<int64_t>(event), s.device_index(), s.id()), "waiting for an event");
+    if (event) check(asked().wait(reinterpret_cast<int64_t>(event), s.device_index(), s.id()), "waiting for an event");
   }
   bool queryEvent(void* event) const override {
     if (!event) return true;
-    int found = ask.query(reinterpret_cast<int64_t>(event));
+    int found = asked().query(reinterpret_cast<int64_t>(event));
     check(found, "querying an event");
     return found;
   }
   void destroyEvent(void*, const DeviceIndex) const noexcept override {}
   bool queryStream(const Stream& s) const override {
-    int found = ask.query_stream(s.device_index(), s.id());
+    int found = asked().query_stream(s.device_index(), s.id());
     check(found, "querying a stream");
     return found;
   }
   void synchronizeStream(const Stream& s) const override {
-    check(ask.synchronize_stream(s.device_index(), s.id()), "synchronising a stream");
+    check(asked().synchronize_stream(s.device_index(), s.id()), "synchronising a stream");
   }
   void synchronizeEvent(void* event) const override {
-    if (event) check(ask.synchronize_event(reinterpret_cast<int64_t>(event)), "synchronising an event");
+    if (event) check(asked().synchronize_event(reinterpret_cast<int64_t>(event)), "synchronising an event");
   }
   void synchronizeDevice(const DeviceIndex index) const override {
-    check(ask.synchronize_device(index), "synchronising the device");
+    check(asked().synchronize_device(index), "synchronising the device");
   }
   void recordDataPtrOnStream(const DataPtr& memory, const Stream& s) const override {
-    if (memory.get()) check(ask.use_on_stream(memory.get(), s.device_index(), s.id()), "record_stream");
+    if (memory.get()) check(asked().use_on_stream(memory.get(), s.device_index(), s.id()), "record_stream");
   }
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
@@ -201,6 +228,7 @@ struct Generator final : GeneratorImpl {
   uint64_t seed_ = default_rng_seed_val, offset_ = 0;
 };
 at::Generator& default_generator(DeviceIndex index) {
+  TORCH_CHECK(index < num_devices, "The device_index is invalid.");
   static std::vector<at::Generator> all = [] {
     std::vector<at::Generator> made;
     for (int i = 0; i < kMostDevices; ++i) made.push_back(at::make_generator<Generator>(DeviceIndex(i)));
@@ -212,18 +240,24 @@ at::Generator& default_generator(DeviceIndex index) {
 struct Hooks final : at::CUDAHooksInterface {
   explicit Hooks(at::CUDAHooksArgs) {}
   void init() const override {}
-  bool hasCUDA() const override { return true; }
+  bool hasCUDA() const override { return num_devices > 0; }
   bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  bool isAvailable() const override { return num_devices > 0; }
+  bool hasPrimaryContext(DeviceIndex index) const override { return index < num_devices; }
   DeviceIndex deviceCount() const override { return num_devices; }
   DeviceIndex current_device() const override { return ::current_device; }
   DeviceIndex getCurrentDevice() const override { return ::current_device; }
-  void setCurrentDevice(DeviceIndex index) const override { ::current_device = index; }
-  DeviceIndex exchangeDevice(DeviceIndex index) const override { return std::exchange(::current_device, index); }
+  void setCurrentDevice(DeviceIndex index) const override {
+    check_index(index);
+    ::current_device = index;
+  }
+  DeviceIndex exchangeDevice(DeviceIndex index) const override {
+    check_index(index);
+    return std::exchange(::current_device, index);
+  }
   DeviceIndex maybeExchangeDevice(DeviceIndex index) const override { return exchangeDevice(index); }
   int getNumGPUs() const override { return num_devices; }
-  void deviceSynchronize(DeviceIndex index) const override { check(ask.synchronize_device(index), "synchronising"); }
+  void deviceSynchronize(DeviceIndex index) const override { check(asked().synchronize_device(index), "synchronising"); }
   Device getDeviceFromPtr(void* memory) const override { return gpu(std::max(0, device_of(memory))); }
   Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   Allocator* getCUDADeviceAllocator() const override { return &device_allocator; }
@@ -232,6 +266,7 @@ struct Hooks final : at::CUDAHooksInterface {
   }
   const at::Generator& getDefaultGenerator(DeviceIndex index) const override { return default_generator(index); }
   at::Generator getNewGenerator(DeviceIndex index) const override {
+    TORCH_CHECK(index < num_devices, "The device_index is invalid.");
     return at::make_generator<Generator>(index < 0 ? ::current_device : index);
   }
 };
@@ -276,7 +311,8 @@ PyObject* over(const TensorImpl* like, DispatchKeySet set, DataPtr memory, size_
 
 extern "C" {
 
-void sim_begin(const Callbacks* callbacks, int devices) { ask = *callbacks, num_devices = devices; }
+void sim_devices(int count) { num_devices = count; }
+void sim_begin(const Callbacks* given) { callbacks = *given; }
 void sim_memory(int device, char* first, char* end) {
   (device < 0 ? pinned_memory : device_memory[device]) = {first, end};
 }
@@ -297,9 +333,11 @@ size_t sim_storage_bytes(const TensorImpl* tensor) { return tensor->storage().nb
 const void* sim_storage_data(const TensorImpl* tensor) { return tensor->storage().data(); }
 
 // The same memory seen from the host, which does not keep it alive: addresses are all that a device knows.
+// Conjugate and negative views stay what they are.
 PyObject* sim_host(TensorImpl* tensor) {
   auto& storage = tensor->storage();
-  return over(tensor, kOnHost, DataPtr(storage.mutable_data(), Device(DeviceType::CPU)), storage.nbytes(), nullptr);
+  auto bits = tensor->key_set() & DispatchKeySet({DispatchKey::Conjugate, DispatchKey::Negative});
+  return over(tensor, kOnHost | bits, DataPtr(storage.mutable_data(), Device(DeviceType::CPU)), storage.nbytes(), nullptr);
 }
 // A tensor without memory, to find out what an operator returns.
 PyObject* sim_meta(TensorImpl* tensor) {
@@ -327,6 +365,7 @@ void sim_resize(TensorImpl* tensor, const TensorImpl* like, void* memory, size_t
   }
   tensor->set_sizes_and_strides(like->sizes(), like->strides(), like->storage_offset());
 }
+void sim_as_number(TensorImpl* tensor) { tensor->set_wrapped_number(true); }
 void sim_set(TensorImpl* tensor, StorageImpl* storage, const TensorImpl* like, int64_t offset) {
   tensor->set_storage_keep_dtype(Storage(intrusive_ptr<StorageImpl>::reclaim_copy(storage)));
   tensor->set_sizes_and_strides(like->sizes(), like->strides(), offset);

@@ -59,20 +59,32 @@ class Block:
 
 @dataclass
 class Statistics:
-    """Bytes that tensors hold, and that the allocator has of the device; each with its peak."""
+    """Bytes and blocks that tensors hold, and that the allocator has of the device; each with its peak."""
 
     allocated: int = 0
     reserved: int = 0
+    blocks: int = 0
+    segments: int = 0
     most_allocated: int = 0
     most_reserved: int = 0
+    most_blocks: int = 0
+    most_segments: int = 0
     num_retries: int = 0
     num_ooms: int = 0
 
     def move(self, allocated=0, reserved=0):
         self.allocated += allocated
         self.reserved += reserved
+        self.blocks += (allocated > 0) - (allocated < 0)
+        self.segments += (reserved > 0) - (reserved < 0)
+        self.most_blocks = max(self.most_blocks, self.blocks)
+        self.most_segments = max(self.most_segments, self.segments)
         self.most_allocated = max(self.most_allocated, self.allocated)
         self.most_reserved = max(self.most_reserved, self.reserved)
+
+    def reset_peaks(self):
+        self.most_allocated, self.most_reserved = self.allocated, self.reserved
+        self.most_blocks, self.most_segments = self.blocks, self.segments
 
 
 class OutOfMemoryError(Exception):

@@ -9,7 +9,9 @@ import types
 import torch
 
 from tests.simulated_cuda.cuda_objects import CudaEvent, CudaGraph, CudaStream, new_pool, raising
-from tests.simulated_cuda.torch_cuda import Settings, declare, process, simulation
+from tests.simulated_cuda.scheduler import CudaError
+from tests.simulated_cuda.settings import Settings
+from tests.simulated_cuda.torch_cuda import declare, process, simulation
 
 _DEVICE_TYPE = 1  # DeviceType::CUDA
 
@@ -24,6 +26,7 @@ DeviceProperties.__name__ = "_CudaDeviceProperties"
 def names(library):
     """Return what `torch._C` lacks, by name; called before the rest of torch is imported."""
     process.library, process.settings = declare(library), Settings()
+    library.sim_devices(process.settings.num_devices)
     return {
         "_has_cuda": True,
         "_CudaDeviceProperties": DeviceProperties,
@@ -81,6 +84,12 @@ def _plain(function):
 
 
 def _of_devices(library):
+    @raising
+    def exchange_device(index):
+        if index >= process.settings.num_devices:
+            raise CudaError(101, "invalid device ordinal")
+        return library.sim_exchange_device(index)
+
     def set_stream(stream_id, device_index, device_type):
         library.sim_exchange_device(device_index)
         library.sim_set_stream(device_index, stream_id)
@@ -90,9 +99,9 @@ def _of_devices(library):
 
     return {
         "_cuda_getDevice": _plain(library.sim_device),
-        "_cuda_setDevice": _plain(library.sim_exchange_device),
-        "_cuda_exchangeDevice": _plain(library.sim_exchange_device),
-        "_cuda_maybeExchangeDevice": _plain(library.sim_exchange_device),
+        "_cuda_setDevice": exchange_device,
+        "_cuda_exchangeDevice": exchange_device,
+        "_cuda_maybeExchangeDevice": exchange_device,
         "_cuda_synchronize": raising(lambda: simulation().scheduler.synchronize_device(library.sim_device())),
         "_cuda_getCurrentStream": lambda device: (library.sim_stream(device), device, _DEVICE_TYPE),
         "_cuda_getDefaultStream": lambda device: (0, device, _DEVICE_TYPE),
@@ -138,8 +147,7 @@ def _reset_peaks(device):
     sim = simulation()
     with sim.scheduler.lock:
         sim.operators.return_freed()
-        own = sim.memories[device].statistics
-        own.most_allocated, own.most_reserved = own.allocated, own.reserved
+        sim.memories[device].statistics.reset_peaks()
 
 
 def _free_and_total(device):

@@ -24,14 +24,17 @@ _MIXES = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_pu
 _GEMM = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmv", "aten::mv", "aten::dot"}
 _QUIETLY_WRITTEN = {"aten::native_batch_norm": ["running_mean", "running_var"]}
 WORKSPACE_BYTES = 1 << 16
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _CPU_NUMBERS = threading.Lock()  # torch's own generator, while an operator without a generator borrows it
 
 
 class Operator:
-    """What the schema of an operator says about it."""
+    """An operator, and what its schema says about it."""
 
-    def __init__(self, op):
-        schema = op._schema
+    def __init__(self, op, library):
+        self._op, self._library, schema = op, library, op._schema
+        if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), "CPU"):
+            raise NotImplementedError(f"there is no kernel of the simulated device for {schema.name}")
         self.name, arguments, returns = schema.name, schema.arguments, schema.returns
         self.mixes = schema.name in _MIXES
         written = [each.alias_info is not None and each.alias_info.is_write for each in returns]
@@ -54,6 +57,18 @@ class Operator:
         self.takes_generator = "generator" in self.positions
         self.returns_new = any(name is None for name in self.same_as)
         self.is_gemm = schema.name in _GEMM
+        self._takes_tensors = {i for i, a in enumerate(arguments) if str(a.type) in ("Tensor", "Optional[Tensor]")}
+
+    def __call__(self, *args, **kwargs):
+        return self._op(*(self._as_declared(index, each) for index, each in enumerate(args)), **kwargs)
+
+    def _as_declared(self, index, value):
+        """A number that stands for a tensor, as in `x % 2`: a tensor that torch still promotes as a number."""
+        if type(value) not in _NUMBERS or index not in self._takes_tensors:
+            return value
+        made = torch.tensor(value, dtype=_NUMBERS[type(value)], device=_HOST)
+        self._library.sim_as_number(made._cdata)
+        return made
 
     def writes(self, args, kwargs):
         """The arguments that are written, also those that a schema keeps quiet about."""
@@ -169,23 +184,23 @@ class Operators:
         """Run an operator whose arguments or results are on a device: the fallback of the dispatch key CUDA."""
         about = self._operators.get(op)
         if about is None:
-            about = self._operators[op] = Operator(op)
+            about = self._operators[op] = Operator(op, self.library)
         self.num_calls += 1
         self.check_lost()
         self.return_freed()
         if about.name == "aten::empty" or about.name == "aten::empty_strided":
-            return self._empty(op, args, kwargs)
+            return self._empty(about, args, kwargs)
         if about.is_view:
-            return self._view(op, args, kwargs)
+            return self._view(about, args, kwargs)
         given = list(tensors_in([*args, *kwargs.values()]))
         device = self._device_of(about, given, args, kwargs)
         stream = self.current_stream(device)
         if about.waits:
-            return self._at_once(op, stream, args, kwargs)
+            return self._at_once(about, stream, args, kwargs)
         if about.is_gemm:
             self._workspace(stream)
-        found = self._results(op, about, device, args, kwargs)
-        self._enqueue(op, about, stream, args, kwargs, found)
+        found = self._results(about, device, args, kwargs)
+        self._enqueue(about, stream, args, kwargs, found)
         return found
 
     def _device_of(self, about, given, args, kwargs):
@@ -199,11 +214,19 @@ class Operators:
         if devices:
             return devices.pop()
         asked = about.argument("device", args, kwargs) if "device" in about.positions else None
-        return self.current_device() if asked is None or asked.index is None else asked.index
+        return self._index(asked)
 
-    def _geometry(self, op, args, kwargs):
+    def _index(self, device):
+        """The index of the device that is asked for, the current one without any."""
+        if device is None or device.index is None:
+            return self.current_device()
+        if device.index not in self.memories:
+            raise torch_error(CudaError(101, "invalid device ordinal"))
+        return device.index
+
+    def _geometry(self, about, args, kwargs):
         """What the operator returns, on the meta device; remembered by the geometry of its arguments."""
-        key = op, _key(args), tuple((name, _key(value)) for name, value in kwargs.items())
+        key = about, _key(args), tuple((name, _key(value)) for name, value in kwargs.items())
         found = self._shapes.get(key)
         if found is None:
 
@@ -215,32 +238,32 @@ class Operators:
                 return self.library.sim_meta(value._cdata) if value.is_cuda else value.to(_META)
 
             with below():
-                found = op(*mapped(args, change), **{name: mapped(value, change) for name, value in kwargs.items()})
+                found = about(*mapped(args, change), **{name: mapped(value, change) for name, value in kwargs.items()})
             self._shapes[key] = found
         return found
 
-    def _empty(self, op, args, kwargs):
+    def _empty(self, about, args, kwargs):
         device = kwargs.get("device")
-        index = self.current_device() if device is None or device.index is None else device.index
+        index = self._index(device)
         kwargs = {**kwargs, "pin_memory": None}
-        return self.new(self._geometry(op, args, kwargs), index)
+        return self.new(self._geometry(about, args, kwargs), index)
 
-    def _view(self, op, args, kwargs):
-        base, like = args[0], self._geometry(op, args, kwargs)
+    def _view(self, about, args, kwargs):
+        base, like = args[0], self._geometry(about, args, kwargs)
         if isinstance(base, list | tuple):
             return [self.library.sim_view(b._cdata, each._cdata) for b, each in zip(base, like, strict=True)]
         if isinstance(like, torch.Tensor):
             return self.library.sim_view(base._cdata, like._cdata)
         return type(like)(self.library.sim_view(base._cdata, each._cdata) for each in like)
 
-    def _results(self, op, about, device, args, kwargs):
+    def _results(self, about, device, args, kwargs):
         """Allocate what is new among the results, and give `out=` the size it needs."""
         if not about.returns_new:
             if about.outs:
-                self._fit(op, about, args, kwargs)
+                self._fit(about, args, kwargs)
             found = [about.argument(name, args, kwargs) for name in about.same_as]
         else:
-            like = self._geometry(op, args, kwargs)
+            like = self._geometry(about, args, kwargs)
             found = []
             for each, name in zip(like if len(about.same_as) > 1 else [like], about.same_as, strict=True):
                 if name is not None:
@@ -253,33 +276,39 @@ class Operators:
             return None
         return found[0] if len(found) == 1 else tuple(found)
 
-    def _fit(self, op, about, args, kwargs):
+    def _fit(self, about, args, kwargs):
         outs = [about.argument(name, args, kwargs) for name in about.outs]
         if any(not isinstance(each, torch.Tensor) or each.numel() for each in outs):
             return  # it has its size: torch's own wrappers have given it
-        like = self._geometry(op, args, kwargs)
+        like = self._geometry(about, args, kwargs)
         for out, each in zip(outs, like if isinstance(like, tuple) else (like,), strict=True):
             if out.shape != each.shape:
                 self.resize(out, each)
 
     def resize(self, tensor, like):
-        """Give a tensor the geometry of `like`; values are kept only if its memory is large enough."""
+        """Give a tensor the geometry of `like`. Memory that is too small is replaced, and copied to the new one."""
         need = _bytes_up_to_end(like)
         has = self.library.sim_storage_bytes(tensor._cdata)
-        at = self.allocate(tensor.device.index, need) if need > has else None
-        self.library.sim_resize(tensor._cdata, like._cdata, at, need if need > has else 0)
+        if need <= has:
+            self.library.sim_resize(tensor._cdata, like._cdata, None, 0)
+            return
+        before, at = self.library.sim_storage_data(tensor._cdata), self.allocate(tensor.device.index, need)
+        if has:
+            copy = Work("resize", lambda: ctypes.memmove(at, before, has), [(before, before + has)], [(at, at + has)])
+            self.scheduler.enqueue(self.current_stream(tensor.device.index), copy)
+        self.library.sim_resize(tensor._cdata, like._cdata, at, need)
 
-    def _enqueue(self, op, about, stream, args, kwargs, found):
+    def _enqueue(self, about, stream, args, kwargs, found):
         """Enqueue the work: the CPU kernel on the same addresses, and its new results copied to theirs."""
         draw = self._numbers(about, stream, args, kwargs) if about.is_random else None
         args = mapped(args, self._as_launched)
         kwargs = {name: mapped(value, self._as_launched) for name, value in kwargs.items()}
-        results = found if isinstance(found, tuple) else (found,)
+        results = found if isinstance(found, tuple) else (found,) if about.same_as else ()
         targets = [
             mapped(each, self.on_host) if name is None and each is not None else None
             for name, each in zip(about.same_as, results, strict=True)
         ]
-        kernel = op if draw is None else _drawing(op, about, draw)
+        kernel = about if draw is None else _drawing(about, draw)
 
         def run():
             _store(kernel(*args, **kwargs), targets)
@@ -321,33 +350,46 @@ class Operators:
         relative, own["count"] = own["count"], own["count"] + 4
         return lambda: _mixed(own["base"][0], own["base"][1] + relative)
 
-    def _at_once(self, op, stream, args, kwargs):
+    def _at_once(self, about, stream, args, kwargs):
         """Run an operator that gives the host a value, or a shape that depends on one: host–device synchronisation."""
         self.synchronising()
         self.scheduler.synchronize_stream(stream)
+        outs = [about.argument(name, args, kwargs) for name in about.outs]
 
         def change(value):
             if isinstance(value, torch.device):
                 return _HOST
+            if any(value is each for each in outs):
+                return torch.empty(0, dtype=value.dtype)
             return self.on_host(value) if isinstance(value, torch.Tensor) and value.is_cuda else value
 
         with below():
-            found = op(*mapped(args, change), **{name: mapped(value, change) for name, value in kwargs.items()})
+            found = about(*mapped(args, change), **{name: mapped(value, change) for name, value in kwargs.items()})
+        if outs:
+            for out, values in zip(outs, found if isinstance(found, tuple) else (found,), strict=True):
+                if out.shape != values.shape:
+                    self.resize(out, values)
+                self._write(out, values, stream, about.name)
+            return tuple(outs) if isinstance(found, tuple) else outs[0]
 
         def up(value):
-            return self.on_device(value, stream.device) if isinstance(value, torch.Tensor) else value
+            return self.on_device(value, stream, about.name) if isinstance(value, torch.Tensor) else value
 
         if isinstance(found, torch.Tensor):
             return up(found)
         return type(found)(map(up, found)) if isinstance(found, list | tuple) else found
 
-    def on_device(self, values, device):
-        """A new tensor on a device with values of the host, written at once."""
-        made = self.new(values, device)
-        if values.numel():
-            with below():
-                self.on_host(made).copy_(values)
+    def on_device(self, values, stream, name):
+        """A new tensor on a device that gets values of the host, as the results of the named operator."""
+        made = self.new(values, stream.device)
+        self._write(made, values, stream, name)
         return made
+
+    def _write(self, tensor, values, stream, name):
+        """Enqueue the values of a tensor, as its memory may be overwritten until its stream gets there."""
+        if values.numel():
+            target = self.on_host(tensor)
+            self.scheduler.enqueue(stream, Work(name, lambda: target.copy_(values), (), [extent(target)]))
 
     def _workspace(self, stream):
         """The workspace that cuBLAS keeps for a thread and a stream, until it is told to clear all of them."""
@@ -366,7 +408,9 @@ class Operators:
     def copy_(self, to, of, non_blocking=False):
         """`Tensor.copy_` where one side, or both, are on a device."""
         self.check_lost()
-        if to.numel() == 0 and of.numel() == 0:
+        if to.shape != of.shape:
+            torch.empty(of.shape, device="meta").expand(to.shape)  # raises torch's own error if it cannot be
+        if to.numel() == 0:
             return to
         if to.is_cuda and of.is_cuda:
             return self._copy_on_device(to, of)
@@ -444,20 +488,20 @@ def _store(given, targets):
             target.copy_(value)
 
 
-def _drawing(op, about, draw):
+def _drawing(about, draw):
     """The operator with random numbers of the seed that `draw` gives, by a generator of its own, or by torch's."""
 
     def with_own(*args, **kwargs):
         own = torch.Generator()
         own.manual_seed(draw())
-        return op(*args[: about.positions["generator"]], **{**kwargs, "generator": own})
+        return about(*args[: about.positions["generator"]], **{**kwargs, "generator": own})
 
     def with_torchs(*args, **kwargs):
         with _CPU_NUMBERS:
             before = torch.random.default_generator.get_state()
             torch.random.default_generator.manual_seed(draw())
             try:
-                return op(*args, **kwargs)
+                return about(*args, **kwargs)
             finally:
                 torch.random.default_generator.set_state(before)
 

@@ -277,13 +277,18 @@ class Scheduler:
             self.check()
 
     def query_stream(self, stream):
+        """Whether a stream has nothing left to do; if it has, something is done towards it, as for an event."""
         with self.lock:
             self.check()
             if stream.capture is not None:
                 self.fail(stream.capture, "operation not permitted when stream is capturing")
-            if not stream.queue:
-                self.races.host_waits(self.races.moment(stream))
-            return not stream.queue
+            if stream.queue:
+                event = Event()
+                event.stream = stream
+                self._step_towards(event)
+                return False
+            self.races.host_waits(self.races.moment(stream))
+            return True
 
     def synchronize_device(self, device):
         with self.lock:

@@ -14,6 +14,9 @@ import threading
 import pytest
 import torch
 
+from tests.simulated_cuda.__main__ import refusal
+from tests.simulated_cuda.settings import Settings
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif("SIMULATED_CUDA_LIBRARY" not in os.environ, reason="run by python -m tests.simulated_cuda"),
@@ -113,6 +116,15 @@ def test_event_waited_for_is_the_record_before_the_wait(scheduler):
     assert later.tolist() == [10.0] * 4
 
 
+def test_stream_that_is_asked_whether_it_is_done_goes_on(scheduler):
+    stream = torch.cuda.Stream()
+    written = late(1.0, stream)
+    assert not stream.query()
+    assert any(stream.query() for _ in range(10))
+    assert written.tolist() == [2.0] * 4
+    assert scheduler.races.take() == []
+
+
 def test_thirty_third_stream_is_the_first_again():
     ids = [torch.cuda.Stream().stream_id for _ in range(64)]
     assert ids[:32] == ids[32:]
@@ -144,6 +156,19 @@ def test_pinned_results_are_there_only_after_the_event(scheduler):
     assert host.tolist() == [1.0] * 3
 
 
+PINNED_FIRST = [
+    "torch.ones(3).pin_memory()",
+    "torch.empty(3, pin_memory=True)",
+    "list(torch.utils.data.DataLoader(torch.arange(3), pin_memory=True))[0]",
+]
+
+
+@pytest.mark.parametrize("program", PINNED_FIRST)
+def test_memory_is_pinned_though_nothing_has_initialised_cuda(program):
+    done = run(f"import torch; print(({program}).is_pinned())")
+    assert done.stdout == "True\n", done.stderr
+
+
 def test_memory_freed_under_another_stream_is_overwritten_unless_it_was_recorded(scheduler):
     other, found = torch.cuda.Stream(), {}
     for records in (True, False):
@@ -168,6 +193,84 @@ def test_memory_that_nobody_wrote_is_nan():
     assert torch.empty(2, dtype=torch.int64, device="cuda").tolist() == [-1, -1]
 
 
+def test_conjugate_and_negative_views_are_resolved_by_copies():
+    values = torch.tensor([1 + 2j, 3 - 1j])
+    there, expected = values.cuda(), [1 - 2j, 3 + 1j]
+    copied = torch.empty_like(there).copy_(there.conj())
+    for each in (copied, there.conj().cpu(), values.conj().cuda(), there.conj().clone()):
+        assert each.resolve_conj().tolist() == expected
+    assert values.pin_memory().conj().to("cuda", non_blocking=True).tolist() == expected
+    assert there.conj().imag.clone().tolist() == [-2.0, 1.0]
+    assert (there @ there.conj()).item() == 15
+
+
+def test_operators_that_return_nothing_are_done(scheduler):
+    weight, tested = torch.nn.Parameter(ones(3)), torch.zeros((), device="cuda")
+    weight.grad = ones(3) * 2
+    torch._amp_foreach_non_finite_check_and_unscale_([weight.grad], tested, torch.full((), 0.5, device="cuda"))
+    torch.optim.SGD([weight], lr=0.5, fused=True).step()
+    assert (weight.tolist(), tested.item()) == ([0.5] * 3, 0.0)
+    values, places = torch.cummax(torch.tensor([2.0, 1.0, 3.0], device="cuda"), 0)
+    assert (values.tolist(), places.tolist()) == ([2.0, 2.0, 3.0], [0, 0, 2])
+
+
+DEPENDING_ON_VALUES = {
+    "nonzero": (lambda x: x.nonzero().flatten(), [0, 2]),
+    "argwhere": (lambda x: torch.argwhere(x).flatten(), [0, 2]),
+    "masked_select": (lambda x: x.masked_select(x > 0), [1, 1]),
+    "mask": (lambda x: x[x > 0], [1, 1]),
+    "unique": (lambda x: x.unique(return_counts=True)[1], [1, 2]),
+    "bincount": (lambda x: x.bincount(), [1, 2]),
+    "repeat_interleave": (lambda x: x.repeat_interleave(x), [1, 1]),
+    "nonzero(out=)": (lambda x: torch.nonzero(x, out=ones(0, 1).long())[:, 0], [0, 2]),
+}
+
+
+@pytest.mark.parametrize("name", DEPENDING_ON_VALUES)
+def test_results_whose_shape_depends_on_values_keep_them_in_reused_memory(scheduler, name):
+    operator, expected = DEPENDING_ON_VALUES[name]
+    values = torch.tensor([1, 0, 1], device="cuda")
+    for _ in range(3):
+        found = operator(values)
+        assert (found + 0).tolist() == expected
+        del found
+
+
+def test_numbers_that_stand_for_tensors_are_promoted_as_numbers():
+    whole, half = torch.tensor([3, 4], device="cuda"), torch.tensor(3.0, dtype=torch.float16, device="cuda")
+    assert (whole % 2).tolist() == [1, 0]
+    assert (whole % 2.5).dtype == torch.float32
+    assert (half % 2.5).dtype == torch.float16
+    assert torch.bitwise_left_shift(1, whole).tolist() == [8, 16]
+    picked = torch.take_along_dim(whole[None], torch.tensor([[1]], device="cuda"), 1)
+    assert picked.tolist() == [[4]]
+
+
+def test_operators_that_a_cpu_has_not_are_refused_and_leave_the_device_as_it_is():
+    with pytest.raises(NotImplementedError, match="no kernel of the simulated device for aten::_thnn_fused_lstm_cell"):
+        torch.ops.aten._thnn_fused_lstm_cell(ones(2, 16), ones(2, 16), ones(2, 4))
+    assert ones(2).tolist() == [1.0, 1.0]
+
+
+def test_outer_products_need_no_kernel_of_triton():
+    assert torch.bmm(ones(2, 3, 1), ones(2, 1, 4)).sum().item() == 24
+
+
+def test_copies_of_another_shape_are_refused_and_those_of_nothing_done():
+    with pytest.raises(RuntimeError, match="must match the existing size"):
+        ones(3).copy_(ones(2))
+    with pytest.raises(RuntimeError, match="must match the existing size"):
+        ones(0).copy_(torch.ones(2))
+    assert ones(0, 3).copy_(ones(3)).shape == (0, 3)
+    assert ones(2, 3).copy_(torch.arange(3)).tolist() == [[0.0, 1.0, 2.0]] * 2
+
+
+def test_tensor_that_grows_keeps_its_values(scheduler):
+    kept = torch.arange(4.0, device="cuda")
+    kept.resize_(400)
+    assert kept[:4].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
 def test_out_of_memory_is_torchs_own_error_and_passes(scheduler):
     total = torch.cuda.get_device_properties(0).total_memory
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
@@ -177,6 +280,13 @@ def test_out_of_memory_is_torchs_own_error_and_passes(scheduler):
     assert torch.cuda.memory_allocated() - before == 2**20
     del kept
     assert torch.cuda.memory_allocated() == before
+
+
+def test_memory_summary_counts_what_tensors_hold(scheduler):
+    before = torch.cuda.memory_stats()["allocation.all.current"]
+    kept = [ones(1), ones(1)]
+    assert torch.cuda.memory_stats()["allocation.all.current"] - before == len(kept)
+    assert "Allocated memory" in torch.cuda.memory_summary()
 
 
 def test_random_numbers_follow_from_seed_and_offset(scheduler):
@@ -334,6 +444,35 @@ def test_backward_on_another_stream_is_ordered_by_autograd(scheduler):
     assert scheduler.races.take() == []
 
 
+def test_tensors_of_the_device_are_saved_and_loaded(tmp_path):
+    torch.save({"kept": torch.arange(4.0, device="cuda"), "none": ones(0)}, tmp_path / "saved.pt")
+    found, there = torch.load(tmp_path / "saved.pt"), torch.load(tmp_path / "saved.pt", map_location="cpu")
+    assert found["kept"].is_cuda and found["none"].is_cuda and not there["kept"].is_cuda
+    assert found["kept"].tolist() == there["kept"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    torch.save(torch.arange(4.0), tmp_path / "host.pt")
+    assert (torch.load(tmp_path / "host.pt", map_location="cuda") + 1).tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+NO_SUCH_DEVICE = {
+    "a tensor": lambda: torch.ones(1, device="cuda:7"),
+    "an empty tensor": lambda: torch.empty(1, device="cuda:7"),
+    "a copy": lambda: torch.ones(1).to("cuda:7"),
+    "a stream": lambda: torch.cuda.Stream("cuda:7"),
+    "the current device": lambda: torch.cuda.set_device(7),
+    "the current device for a while": lambda: torch.cuda.device(7).__enter__(),
+}
+
+
+@pytest.mark.parametrize("name", NO_SUCH_DEVICE)
+def test_devices_that_are_not_there_are_refused_as_cuda_refuses_them(name):
+    with pytest.raises(torch.AcceleratorError, match="CUDA error: invalid device ordinal") as caught:
+        NO_SUCH_DEVICE[name]()
+    assert caught.value.error_code == 101
+    assert torch.cuda.current_device() == 0
+    with pytest.raises(RuntimeError, match="device_index is invalid"):
+        torch.Generator("cuda:7")
+
+
 # ---- two devices, in a process of their own
 
 
@@ -375,3 +514,55 @@ with torch.cuda.stream(side):
     assert done.returncode == 86
     assert "race: aten::add on stream" in done.stderr
     assert run(program, SIMULATED_CUDA_STRICT="0").returncode == 0
+
+
+WRONG_SETTINGS = [
+    ("ORDER", "foo"), ("SEED", "x"), ("DEVICES", "x"), ("DEVICES", "0"), ("DEVICES", "9"), ("GIB", "abc"),
+    ("GIB", "nan"), ("GIB", "0"), ("GIB", "-1"), ("GIB", "65"), ("CAPABILITY", "9"), ("CAPABILITY", "9.x"),
+    ("STRICT", "yes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_SETTINGS)
+def test_settings_that_make_no_device_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"SIMULATED_CUDA_{name} has to be .*, got '{value}': change or unset it"):
+        Settings({f"SIMULATED_CUDA_{name}": value})
+
+
+def test_command_with_a_wrong_setting_ends_with_one_line_and_2():
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.simulated_cuda", "this"], env={**os.environ, "SIMULATED_CUDA_ORDER": "foo"},
+        capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "SIMULATED_CUDA_ORDER has to be one of earliest, latest, random" in done.stderr
+
+
+VISIBLE = {None: [0, 1, 2], "": [], "-1": [], "2": [2], "2,0": [2, 0], "0,3,1": [0], "1,1": [1], "0, 1": [0, 1]}
+
+
+@pytest.mark.parametrize("given", VISIBLE)
+def test_visible_devices_are_those_before_the_first_that_is_not_there(given):
+    environment = {"SIMULATED_CUDA_DEVICES": "3"} | ({} if given is None else {"CUDA_VISIBLE_DEVICES": given})
+    assert Settings(environment).visible == VISIBLE[given]
+
+
+def test_process_has_the_devices_that_are_visible():
+    program = """
+import torch
+print(torch.cuda.is_available(), torch.accelerator.is_available(), torch.cuda.device_count())
+try:
+    print(torch.cuda.get_device_properties(0).uuid, torch.ones(1, device="cuda").item())
+except RuntimeError as error:
+    print(error)
+"""
+    settings = {"SIMULATED_CUDA_DEVICES": "3"}
+    none, one = (run(program, CUDA_VISIBLE_DEVICES=given, **settings).stdout for given in ("", "2"))
+    assert none == "False False 0\nNo CUDA GPUs are available\n"
+    assert one == "True True 1\n00000000-0000-0000-0000-000000000003 1.0\n"
+
+
+def test_library_that_is_there_needs_no_compiler(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert refusal() is None

@@ -1,4 +1,4 @@
-"""The simulation of a process: its settings, its devices, and what C++ asks of them."""
+"""The simulation of a process: its devices, and what C++ asks of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Callbacks(Structure):
 def declare(library):
     """Say what the functions of `device.cpp` take and return."""
     for name, result, *arguments in (
-        ("sim_begin", None, c_void_p, c_int),
+        ("sim_devices", None, c_int),
+        ("sim_begin", None, c_void_p),
         ("sim_memory", None, c_int, c_void_p, c_void_p),
         ("sim_next_freed", c_int, c_void_p, c_void_p),
         ("sim_device", c_int),
@@ -54,23 +55,12 @@ def declare(library):
         ("sim_new", py_object, c_void_p, c_size_t, c_int, _TENSOR),
         ("sim_view", py_object, _TENSOR, _TENSOR),
         ("sim_resize", None, _TENSOR, _TENSOR, c_void_p, c_size_t),
+        ("sim_as_number", None, _TENSOR),
         ("sim_set", None, _TENSOR, c_void_p, _TENSOR, c_int64),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
-
-
-class Settings:
-    """The device that is simulated, from the environment, which children inherit."""
-
-    def __init__(self, environment=os.environ):
-        self.order = environment.get("SIMULATED_CUDA_ORDER", "random")
-        self.seed = int(environment.get("SIMULATED_CUDA_SEED", "0"))
-        self.num_devices = int(environment.get("SIMULATED_CUDA_DEVICES", "1"))
-        self.total_bytes = int(float(environment.get("SIMULATED_CUDA_GIB", "4")) * 2**30)
-        self.is_strict = environment.get("SIMULATED_CUDA_STRICT") == "1"
-        self.capability = tuple(map(int, environment.get("SIMULATED_CUDA_CAPABILITY", "9.0").split(".")))
 
 
 class Simulation:
@@ -89,7 +79,7 @@ class Simulation:
         self.operators = Operators(library, self.scheduler, self.memories)
         self.events = {}
         self._callbacks = self._make_callbacks()
-        library.sim_begin(byref(self._callbacks), settings.num_devices)
+        library.sim_begin(byref(self._callbacks))
         for index, memory in self.memories.items():
             library.sim_memory(-1 if index == "pinned" else index, memory.arena.first, memory.arena.end)
         self._register()
@@ -201,34 +191,51 @@ class Simulation:
             multi_processor_count=132, is_integrated=False, is_multi_gpu_board=False, warp_size=32,
             max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, L2_cache_size=50 << 20,
             shared_memory_per_block=48 << 10, shared_memory_per_multiprocessor=228 << 10,
-            shared_memory_per_block_optin=227 << 10, uuid=uuid.UUID(int=device + 1), gcnArchName="",
+            shared_memory_per_block_optin=227 << 10, gcnArchName="",
+            uuid=uuid.UUID(int=self.settings.visible[device] + 1),
         )  # fmt: skip
 
     def memory_statistics(self, device):
         self.operators.return_freed()
         own = self.memories[device].statistics
 
-        def kinds(current, peak):
-            whole = {"current": current, "peak": peak, "allocated": 0, "freed": 0}
-            return {"all": whole, "small_pool": dict(whole), "large_pool": dict(whole)}
+        def total(current=0, peak=0):
+            return {"current": current, "peak": peak, "allocated": 0, "freed": 0}
+
+        def kinds(*counts):
+            return {pool: total(*counts) for pool in ("all", "small_pool", "large_pool")}
 
         return {
             "allocated_bytes": kinds(own.allocated, own.most_allocated),
             "active_bytes": kinds(own.allocated, own.most_allocated),
             "requested_bytes": kinds(own.allocated, own.most_allocated),
             "reserved_bytes": kinds(own.reserved, own.most_reserved),
+            "allocation": kinds(own.blocks, own.most_blocks),
+            "active": kinds(own.blocks, own.most_blocks),
+            "segment": kinds(own.segments, own.most_segments),
+            **dict.fromkeys(("inactive_split", "inactive_split_bytes"), kinds()),  # blocks are never split
+            **dict.fromkeys(("oversize_allocations", "oversize_segments"), total()),
             "num_alloc_retries": own.num_retries,
             "num_ooms": own.num_ooms,
         }
 
 
 def _let_storages_move():
-    """Have storages made, cloned and copied to the host by tensors: a CPU build knows no storage on CUDA by name."""
-    clone, to_host = torch.UntypedStorage.clone, torch.UntypedStorage.cpu
+    """Have storages cloned and moved as tensors are: a CPU build makes no storage on CUDA by itself."""
+    clone, to_host, move = torch.UntypedStorage.clone, torch.UntypedStorage.cpu, torch.UntypedStorage.to
 
     def bytes_of(storage):
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
+    def moved(self, *, device, non_blocking=False):
+        if self.is_cuda or torch.device(device).type == "cuda":
+            return bytes_of(self).to(device, non_blocking=non_blocking).untyped_storage()
+        return move(self, device=device, non_blocking=non_blocking)
+
+    def to_device(self, device=None, non_blocking=False):
+        return moved(self, device=torch.device("cuda") if device is None else device, non_blocking=non_blocking)
+
+    torch.UntypedStorage.to, torch.UntypedStorage.cuda = moved, to_device
     torch.UntypedStorage.clone = lambda self: bytes_of(self).clone().untyped_storage() if self.is_cuda else clone(self)
     torch.UntypedStorage.cpu = lambda self: bytes_of(self).cpu().untyped_storage() if self.is_cuda else to_host(self)
 
@@ -252,6 +259,8 @@ class _Process:
     library = settings = simulation = None
 
     def begin(self):
+        if not self.settings.num_devices:
+            raise RuntimeError("No CUDA GPUs are available")
         self.simulation = Simulation(self.library, self.settings)
         if self.settings.is_strict:
             atexit.register(_end_with_races, self.simulation)
