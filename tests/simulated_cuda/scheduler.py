@@ -86,10 +86,10 @@ class Wait(Record):
 class Replay:
     """A graph that a stream runs: the nodes that are still to be done."""
 
-    __slots__ = ("graph", "left", "prepare")
+    __slots__ = ("graph", "left", "prepare", "stream")
 
-    def __init__(self, graph, prepare):
-        self.graph, self.prepare = graph, prepare
+    def __init__(self, graph, stream, prepare):
+        self.graph, self.stream, self.prepare = graph, stream, prepare
         self.left = None
 
 
@@ -101,10 +101,10 @@ class Node:
 
 
 class Graph:
-    """What a capture recorded: nodes, each after others. It runs once at a time, as CUDA's do."""
+    """What a capture recorded: nodes, each after others. Its replays are done one by one, as they were launched."""
 
     def __init__(self, nodes):
-        self.nodes, self.running = nodes, None
+        self.nodes, self.replays, self.moment = nodes, deque(), {}
         self.name = nodes[0].work.name if nodes else "nothing"
         works = [node.work for node in nodes]
         self.writes = {each: None for work in works for each in work.writes}
@@ -373,13 +373,15 @@ class Scheduler:
         capture.last[stream] |= after
 
     def replay(self, graph, stream, prepare):
-        """Enqueue a graph; `prepare` is called when its first node is about to run."""
+        """Enqueue a graph, after its replays before; `prepare` is called when its first node is about to run."""
         with self.lock:
             self.check()
             if stream.capture is not None:
                 self.fail(stream.capture, "operation not permitted when stream is capturing")
             self.races.enqueue(stream, f"graph of {graph.name}", graph.reads, graph.writes, self.block_of)
-            stream.queue.append(Replay(graph, prepare))
+            graph.moment = self.races.moment(stream)
+            stream.queue.append(Replay(graph, stream, prepare))
+            graph.replays.append(stream.queue[-1])
             self._go_on_by_itself()
 
     # ---- doing it
@@ -395,6 +397,7 @@ class Scheduler:
                 pass
 
     def run_until(self, event):
+            self.races.wait(stream, graph.moment)
         while event.done < event.asked and self.error is None:
             if not self._step_towards(event):
                 self._turn.wait(_LOOK_S)  # for other ranks; this one's threads go on meanwhile
@@ -414,7 +417,7 @@ class Scheduler:
                     return False
                 stream = next(each.stream for each in self.shared if each.group is head.group)
             else:
-                stream = head.event.stream if isinstance(head, Wait) else head.graph.running
+                stream = head.event.stream if isinstance(head, Wait) else head.graph.replays[0].stream
         return True
 
     def _is_next(self, collective):
@@ -451,9 +454,9 @@ class Scheduler:
         elif type(head) is Record:
             head.event.done, head.event.time_s = head.number, time.perf_counter()
         elif type(head) is Replay:
-            if head.graph.running not in (None, stream):
+            if head.graph.replays[0] is not head:
                 return False
-            if self._step_of_graph(stream, head):
+            if self._step_of_graph(head):
                 return True
         elif type(head) is Collective:
             if not self._is_over(head):
@@ -464,11 +467,11 @@ class Scheduler:
             stream.queue.popleft()
         return True
 
-    def _step_of_graph(self, stream, replay):
+    def _step_of_graph(self, replay):
         """Do one node, any whose predecessors are done. Returns whether there are more."""
         graph = replay.graph
         if replay.left is None:
-            graph.running, replay.left = stream, dict.fromkeys(graph.nodes)
+            replay.left = dict.fromkeys(graph.nodes)
             if replay.prepare is not None:
                 replay.prepare()
         if replay.left:
@@ -480,7 +483,7 @@ class Scheduler:
             self._do(node.work)
         if replay.left:
             return True
-        graph.running = None
+        graph.replays.popleft()
         return False
 
     def _do(self, work):

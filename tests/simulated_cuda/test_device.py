@@ -230,6 +230,22 @@ def test_graph_that_reads_what_was_freed_since_is_found(scheduler):
     assert "uses memory that was freed" in sentence
 
 
+def test_replays_of_one_graph_on_two_streams_are_done_in_the_order_of_launch(scheduler):
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    values, factor = ones(3), ones(3)
+    graph = captured(lambda: values.mul_(2).add_(factor))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(first):
+        values.mul_(5)
+        graph.replay()
+    with torch.cuda.stream(second):
+        graph.replay()
+        result = values * 1
+    second.synchronize()
+    assert result.tolist() == [23.0] * 3
+    assert scheduler.races.take() == []
+
+
 def test_graphs_of_one_pool_share_memory_and_race_side_by_side(scheduler):
     streams, pool = [torch.cuda.Stream() for _ in range(2)], torch.cuda.graph_pool_handle()
     results = [torch.zeros(100, device="cuda") for _ in range(2)]
