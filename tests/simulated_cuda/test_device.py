@@ -134,6 +134,46 @@ def test_pageable_memory_is_staged_when_the_call_is_made(scheduler):
     assert copy.tolist() == [0.0] * 4
 
 
+def pinned(dtype=torch.float32, memory_format=torch.contiguous_format):
+    return torch.full((2, 3, 4, 5), 3, dtype=dtype).to(memory_format=memory_format).pin_memory()
+
+
+# What is copied from pinned memory, and to which dtype: all but the last take the pinned memory as it is.
+UPWARDS = {
+    "same": (pinned, torch.float32),
+    "channels_last": (lambda: pinned(torch.uint8, torch.channels_last), torch.uint8),
+    "another dtype": (lambda: pinned(torch.float64), torch.float32),
+    "slice": (lambda: pinned()[1:], torch.float32),
+    "columns": (lambda: pinned()[..., :2], torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", UPWARDS)
+def test_asynchronous_copy_from_pinned_memory_reads_it_late_unless_the_host_gathers_it(scheduler, name):
+    make, dtype = UPWARDS[name]
+    host = make()
+    torch.cuda.set_sync_debug_mode("error")
+    copy = host.to("cuda", dtype, non_blocking=True)
+    torch.cuda.set_sync_debug_mode("default")
+    assert (copy.dtype, copy.stride()) == (dtype, torch.empty_like(host).stride())
+    host.fill_(7)
+    assert copy.cpu().unique().tolist() == [3 if name == "columns" else 7]
+
+
+def test_asynchronous_copy_to_pinned_memory_is_written_late_unless_the_host_spreads_it(scheduler):
+    source, last = ones(2, 3, 4, 5), torch.channels_last
+    targets = [pinned(torch.float64), pinned(), pinned(memory_format=last)]
+    sources = [source, source.permute(1, 0, 2, 3).contiguous().permute(1, 0, 2, 3), source.to(memory_format=last)]
+    for target, own in zip(targets, sources, strict=True):
+        target.copy_(own, non_blocking=True)
+        assert target.unique().tolist() == [3]
+    torch.cuda.synchronize()
+    assert [target.unique().tolist() for target in targets] == [[1]] * 3
+    spread = pinned()[..., :2]
+    spread.copy_(source[..., :2], non_blocking=True)
+    assert spread.unique().tolist() == [1]
+
+
 def test_pinned_results_are_there_only_after_the_event(scheduler):
     host = torch.zeros(3, dtype=torch.float64).pin_memory()
     host.copy_(ones(3).double(), non_blocking=True)
