@@ -325,6 +325,7 @@ class Operators:
     def _at_once(self, op, stream, args, kwargs):
         """Run an operator that gives the host a value, or a shape that depends on one: host–device synchronisation."""
         self.synchronising()
+        self.scheduler.note(stream, op._schema.name, *self._accesses(self._operators[op], args, kwargs, ()))
         self.scheduler.synchronize_stream(stream)
 
         def change(value):

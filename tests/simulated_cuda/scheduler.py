@@ -170,6 +170,12 @@ class Scheduler:
             self._append(stream, work)
             self._go_on_by_itself()
 
+    def note(self, stream, name, reads, writes):
+        """Note what the host is about to do itself with a device's memory, once it has waited for the stream."""
+        with self.lock:
+            if stream.capture is None:
+                self.races.enqueue(stream, name, reads, writes, self.block_of)
+
     def enqueue_outside(self, stream, work):
         """Enqueue on a stream's queue even if a capture records the stream: what a host does beside it."""
         with self.lock:

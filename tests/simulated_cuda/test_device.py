@@ -203,6 +203,31 @@ def test_memory_freed_under_another_stream_is_overwritten_unless_it_was_recorded
     assert found == {True: 3 * 1024, False: 15 * 1024}
 
 
+HOST_READS = {
+    "item": lambda values: values[0].item(),
+    "bool": lambda values: bool(values[0]),
+    "equal": lambda values: torch.equal(values, values),
+    "nonzero": lambda values: values.nonzero(),
+    "unique": lambda values: values.unique(),
+}
+
+
+@pytest.mark.parametrize("name", HOST_READS)
+def test_value_for_the_host_is_read_on_the_current_stream(scheduler, name):
+    scheduler.order = "earliest"
+    other, kept = torch.cuda.Stream(), ones(3)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(other):
+        kept.mul_(2)
+    HOST_READS[name](kept)
+    assert any("is not ordered after aten::mul" in sentence for sentence in scheduler.races.take())
+    torch.cuda.synchronize()
+    HOST_READS[name](kept)
+    with torch.cuda.stream(other):
+        kept.mul_(2)  # the host has waited for what it read
+    assert scheduler.races.take() == []
+
+
 def test_memory_that_nobody_wrote_is_nan():
     assert math.isnan(torch.empty(100, device="cuda").sum().item())
     assert torch.empty(2, dtype=torch.int64, device="cuda").tolist() == [-1, -1]
