@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from tests.simulated_cuda.races import Races
 
 ORDERS = ("earliest", "latest", "random")
+REUSE = "reuse of memory"
 _EAGERNESS = 0.5  # how likely a stream goes on by itself after a call of the host, with order=random
 _PATIENCE_S = 0.005  # until a device goes on by itself with a collective, which other ranks may wait for
 _LOOK_S = 0.0005  # between looks whether another rank has done its part
@@ -117,6 +118,7 @@ class Capture:
     def __init__(self, origin, pool, thread):
         self.origin, self.pool, self.thread = origin, pool, thread
         self.nodes, self.last = [], {origin: frozenset()}
+        self.steps = []  # the nodes, and between them what may be done with freed memory
         self.failure = self.draws = None  # draws: the random numbers it takes, set by the operators
 
 
@@ -175,6 +177,13 @@ class Scheduler:
         with self.lock:
             if stream.capture is None:
                 self.races.enqueue(stream, name, reads, writes, self.block_of)
+
+    def reuse(self, stream, extent):
+        """Note that a stream may write freed memory from now on: in a capture of it for captured work, else for any."""
+        if stream.capture is None:
+            self.races.enqueue(stream, REUSE, (), [extent], self.block_of)
+        else:
+            stream.capture.steps.append(Node(Work(REUSE, None, (), [extent]), stream.capture.last[stream]))
 
     def enqueue_outside(self, stream, work):
         """Enqueue on a stream's queue even if a capture records the stream: what a host does beside it."""
@@ -346,6 +355,7 @@ class Scheduler:
             self._leave(capture)
             if capture.failure is not None:
                 raise CudaError(901, "operation failed due to a previous error during capture")
+            self.races.within_graph(capture.steps, self.block_of)
             return Graph(capture.nodes)
 
     def _leave(self, capture):
@@ -365,6 +375,7 @@ class Scheduler:
             raise CudaError(901, "operation failed due to a previous error during capture")
         node = Node(work, capture.last[stream])
         capture.nodes.append(node)
+        capture.steps.append(node)
         capture.last[stream] = frozenset([node])
 
     def _join(self, stream, event):
@@ -384,6 +395,7 @@ class Scheduler:
             self.check()
             if stream.capture is not None:
                 self.fail(stream.capture, "operation not permitted when stream is capturing")
+            self.races.wait(stream, graph.moment)
             self.races.enqueue(stream, f"graph of {graph.name}", graph.reads, graph.writes, self.block_of)
             graph.moment = self.races.moment(stream)
             stream.queue.append(Replay(graph, stream, prepare))
@@ -403,7 +415,6 @@ class Scheduler:
                 pass
 
     def run_until(self, event):
-            self.races.wait(stream, graph.moment)
         while event.done < event.asked and self.error is None:
             if not self._step_towards(event):
                 self._turn.wait(_LOOK_S)  # for other ranks; this one's threads go on meanwhile
