@@ -131,7 +131,8 @@ class CudaGraph:
         self._memory.underway.remove(self._pool)
         self._graph, self._draws = graph, self._capture.draws
         sim.operators.return_freed()
-        self._held = self._memory.held_by(graph, self._pool)
+        pinned = sim.memories["pinned"]
+        self._held, self._pinned = self._memory.held_by(graph, self._pool), pinned.frees.of_blocks_of(graph)
 
     @raising
     def replay(self):
@@ -139,7 +140,7 @@ class CudaGraph:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
         sim = simulation()
         sim.operators.return_freed()
-        if self._memory.freed_of(self._held):
+        if self._memory.frees.since(self._held) or sim.memories["pinned"].frees.since(self._pinned):
             name = f"graph of {self._graph.name}"
             sim.scheduler.races.found[name, "freed"] = f"{name} uses memory that was freed since its capture"
         sim.scheduler.replay(self._graph, sim.operators.current_stream(), self._drawing())

@@ -14,7 +14,7 @@ import ctypes
 import mmap
 from dataclasses import dataclass, field
 
-from tests.simulated_cuda.scheduler import Event, Work
+from tests.simulated_cuda.scheduler import REUSE, Event, Work
 
 _MOST = 1 << 36  # bytes of addresses a device has; only what is touched is real
 _ROUND = 512
@@ -55,6 +55,25 @@ class Block:
     asked: int = 0
     used_on: set = field(default_factory=set)
     waits_for: list = field(default_factory=list)
+
+
+class Frees:
+    """How often each block of an arena has been freed."""
+
+    def __init__(self, arena):
+        self._arena, self._counts = arena, {}
+
+    def add(self, at):
+        self._counts[at] = self._counts.get(at, 0) + 1
+
+    def of_blocks_of(self, graph):
+        """How often each block that a graph uses has been freed so far."""
+        extents = [each for each in (*graph.reads, *graph.writes) if self._arena.holds(each[0])]
+        return {at: self._counts.get(at, 0) for at in {self._arena.block_of(first) for first, _ in extents}}
+
+    def since(self, held):
+        """Whether any of the blocks was freed since `of_blocks_of`."""
+        return any(self._counts.get(at, 0) != count for at, count in held.items())
 
 
 @dataclass
@@ -98,7 +117,8 @@ class DeviceMemory:
         self.device, self.total_bytes, self.fraction = device, total_bytes, 1.0
         self._scheduler, self.arena = scheduler, Arena()
         self.blocks, self._free, self._limbo, self._returned = {}, {}, [], {}
-        self.num_frees, self.pool_of = {}, {}  # by where a block starts
+        self._given = {}  # by pool and stream: blocks that came back to it since it last allocated
+        self.frees, self.pool_of = Frees(self.arena), {}  # by where a block starts
         self.statistics = Statistics()
         self.pools = {}  # private pools by how many graphs and captures hold them
         self.underway = []  # pools of captures that have begun and, if one failed, never ended
@@ -108,6 +128,8 @@ class DeviceMemory:
         size = -(-max(num_bytes, 1) // _ROUND) * _ROUND
         pool = stream.capture.pool if stream.capture is not None and stream.capture.pool in self.underway else None
         self._settle_limbo()
+        for freed in self._given.pop((pool, stream), ()):  # torch divides and joins blocks: it may be any of them
+            self._scheduler.reuse(stream, (freed.at, freed.at + freed.size))
         block = self._cached(size, pool, stream)
         if block is None:
             block = self._reserve(size, pool, stream)
@@ -121,12 +143,16 @@ class DeviceMemory:
     def free(self, at):
         block = self.blocks.pop(at)
         self.statistics.move(allocated=-block.size)
-        self.num_frees[at] = self.num_frees.get(at, 0) + 1
+        self.frees.add(at)
         if not block.used_on:
-            self._free.setdefault((block.pool, block.stream), []).append(block)
+            self._give_to_its_stream(block)
             return
         block.waits_for = [self._now_on(stream) for stream in block.used_on if stream.capture is None]
         self._limbo.append(block)
+
+    def _give_to_its_stream(self, block):
+        self._free.setdefault((block.pool, block.stream), []).append(block)
+        self._given.setdefault((block.pool, block.stream), []).append(block)
 
     def use_on(self, at, stream):
         """Keep a block, once it is freed, until `stream` has passed what it has to do by then."""
@@ -144,6 +170,7 @@ class DeviceMemory:
             raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED: a capture has not ended")
         self._settle_limbo(wait=True)
         self._scheduler.finish(self.device)  # cudaFree waits for the device
+        self._given.clear()
         for (pool, _), blocks in self._free.items():
             if pool is not None and self.pools.get(pool):
                 continue
@@ -169,12 +196,12 @@ class DeviceMemory:
                 block.used_on.clear()
                 for event in block.waits_for:
                     self._scheduler.races.wait(block.stream, event.moment)
-                self._free.setdefault((block.pool, block.stream), []).append(block)
+                self._give_to_its_stream(block)
 
     def _poison(self, block):
         """Overwrite a block that is reused, when its stream gets there."""
         at, size = block.at, block.size
-        work = Work("reuse of memory", lambda: ctypes.memset(at, POISON, size), (), [(at, at + size)])
+        work = Work(REUSE, lambda: ctypes.memset(at, POISON, size), (), [(at, at + size)])
         if block.pool is None:
             self._scheduler.enqueue_outside(block.stream, work)
         else:
@@ -182,12 +209,7 @@ class DeviceMemory:
 
     def held_by(self, graph, pool):
         """The blocks outside its pool that a graph uses, and how often each has been freed so far."""
-        starts = {self.arena.block_of(first) for first, _ in (*graph.reads, *graph.writes) if self.arena.holds(first)}
-        return {at: self.num_frees.get(at, 0) for at in starts if self.pool_of[at] != pool}
-
-    def freed_of(self, held):
-        """Whether any of the blocks that a graph uses was freed since."""
-        return any(self.num_frees.get(at, 0) != count for at, count in held.items())
+        return {at: count for at, count in self.frees.of_blocks_of(graph).items() if self.pool_of[at] != pool}
 
     def _cached(self, size, pool, stream):
         free = self._free.get((pool, stream), [])
@@ -220,6 +242,7 @@ class PinnedMemory:
     def __init__(self, scheduler):
         self._scheduler, self.arena = scheduler, Arena()
         self._used, self._free, self._limbo = {}, {}, []
+        self.frees = Frees(self.arena)
 
     def allocate(self, num_bytes):
         size = 1 << max(9, (num_bytes - 1).bit_length())
@@ -234,6 +257,7 @@ class PinnedMemory:
 
     def free(self, at):
         block = self._used.pop(at)
+        self.frees.add(at)
         if block.waits_for:
             self._limbo.append(block)
         else:
@@ -250,5 +274,6 @@ class PinnedMemory:
 
     def _reuse(self, block):
         block.waits_for = []
+        self._scheduler.races.forget(block.at, block.at + block.size)
         ctypes.memset(block.at, POISON, block.size)
         self._free.setdefault(block.size, []).append(block)

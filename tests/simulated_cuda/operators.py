@@ -148,11 +148,12 @@ class Operators:
     def return_freed(self):
         """Tell the allocators what was freed since."""
         at, pinned = ctypes.c_void_p(), ctypes.c_int()
-        while self.library.sim_next_freed(ctypes.byref(at), ctypes.byref(pinned)):
-            if pinned.value:
-                self.memories["pinned"].free(at.value)
-                continue
-            next(m for i, m in self.memories.items() if i != "pinned" and at.value in m.blocks).free(at.value)
+        with self.scheduler.lock:
+            while self.library.sim_next_freed(ctypes.byref(at), ctypes.byref(pinned)):
+                if pinned.value:
+                    self.memories["pinned"].free(at.value)
+                    continue
+                next(m for i, m in self.memories.items() if i != "pinned" and at.value in m.blocks).free(at.value)
 
     def allocate(self, device, num_bytes, stream=None):
         """Return an address. Raises torch's own error if there is no memory."""
@@ -353,6 +354,7 @@ class Operators:
     def _at_once(self, about, stream, args, kwargs):
         """Run an operator that gives the host a value, or a shape that depends on one: host–device synchronisation."""
         self.synchronising()
+        self.scheduler.note(stream, op._schema.name, *self._accesses(self._operators[op], args, kwargs, ()))
         self.scheduler.synchronize_stream(stream)
         outs = [about.argument(name, args, kwargs) for name in about.outs]
 
@@ -432,42 +434,78 @@ class Operators:
         self.scheduler.wait(second, event)
 
     def _copy_up(self, to, of, non_blocking):
+        """Copy from the host, as torch does (ATen/native/cuda/Copy.cu, in a version near 2.13).
+
+        One transfer, if the dtype is the same and both sides are dense with the same strides, such as channels_last.
+        Else what is transferred is contiguous: made so on the host, where it is a copy in pageable memory unless the
+        source is contiguous already. A dtype is changed on the device if the copy is asynchronous, else on the host.
+        """
         stream = self.current_stream(to.device.index)
-        target, source = self.on_host(to), of.detach()
         with below():
-            plain = source.to(to.dtype).expand(to.shape)
-            plain = plain if plain.dtype == of.dtype and plain.is_contiguous() else plain.contiguous()
-        is_pinned = self.memories["pinned"].arena.holds(plain.data_ptr())
+            source = of.detach().expand(to.shape)
+            if not _is_one_transfer(to, source):
+                source = (source if non_blocking else source.to(to.dtype)).contiguous()
+        if non_blocking and not _is_one_transfer(to, source):
+            between = self.new(_contiguous(of.dtype, to.shape), to.device.index)
+            self._copy_up(between, source, non_blocking)
+            return self._copy_on_device(to, between)
+        is_pinned = self.memories["pinned"].arena.holds(source.data_ptr())
         if stream.capture is not None and not (is_pinned and non_blocking):
             self.scheduler.fail(stream.capture, "operation not permitted when stream is capturing")
-        staged = self.on_host(plain) if is_pinned else plain.clone()  # pageable memory is read when the call is made
+        target = self.on_host(to)
+        staged = self.on_host(source) if is_pinned else source.clone()  # pageable memory is read when the call is made
         reads = [extent(staged)] if is_pinned else []
         self.scheduler.enqueue(
             stream, Work("copy to the device", lambda: target.copy_(staged), reads, [extent(target)])
         )
         if is_pinned:
-            self.memories["pinned"].use_on(plain.data_ptr(), stream)
+            self.memories["pinned"].use_on(source.data_ptr(), stream)
         if not non_blocking:
             self.synchronising()
             self.scheduler.synchronize_stream(stream)
         return to
 
     def _copy_down(self, to, of, non_blocking):
+        """Copy to the host. Asynchronous to pinned memory, if it is dense and strided as the source, or contiguous.
+
+        In the latter case the dtype and the strides are changed on the device, before the transfer. Other pinned memory
+        is written by the host, from a copy that is contiguous and pageable, so that the host waits.
+        """
         stream = self.current_stream(of.device.index)
-        source = self.on_host(of)
-        is_pinned = self.memories["pinned"].arena.holds(to.data_ptr())
-        late = non_blocking and is_pinned and to.dtype == of.dtype and to.is_contiguous() and of.is_contiguous()
+        is_one = _is_one_transfer(to, of)
+        late = non_blocking and self.memories["pinned"].arena.holds(to.data_ptr()) and (is_one or to.is_contiguous())
         if not late and stream.capture is not None:
             self.scheduler.fail(stream.capture, "operation not permitted when stream is capturing")
-        target = self.on_host(to) if late else to.detach()
+        if late and not is_one:
+            between = self.new(_contiguous(to.dtype, to.shape), of.device.index)
+            self._copy_on_device(between, of)
+            return self._copy_down(to, between, non_blocking)
+        source, target = self.on_host(of), self.on_host(to) if late else to.detach()
         writes = [extent(target)] if late else []
         self.scheduler.enqueue(stream, Work("copy to the host", lambda: target.copy_(source), [extent(source)], writes))
         if late:
             self.memories["pinned"].use_on(to.data_ptr(), stream)
         else:
-            self.synchronising()
+            self.synchronising()  # torch's debug mode overlooks non_blocking=True, though the driver waits all the same
             self.scheduler.synchronize_stream(stream)
         return to
+
+
+def _contiguous(dtype, shape):
+    return torch.empty(shape, dtype=dtype, device=_META)
+
+
+def _is_one_transfer(to, of):
+    """Whether bytes need only be moved: dtype, shape and strides are the same, with nothing between elements."""
+    if to.dtype != of.dtype or to.shape != of.shape:
+        return False
+    dims = sorted((s, n, other) for n, s, other in zip(to.shape, to.stride(), of.stride(), strict=True) if n > 1)
+    dense = 1
+    for stride, size, other in dims:
+        if not stride == other == dense:
+            return False
+        dense *= size
+    return True
 
 
 def _bytes_up_to_end(like):

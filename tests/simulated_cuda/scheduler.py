@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from tests.simulated_cuda.races import Races
 
 ORDERS = ("earliest", "latest", "random")
+REUSE = "reuse of memory"
 _EAGERNESS = 0.5  # how likely a stream goes on by itself after a call of the host, with order=random
 _PATIENCE_S = 0.005  # until a device goes on by itself with a collective, which other ranks may wait for
 _LOOK_S = 0.0005  # between looks whether another rank has done its part
@@ -86,10 +87,10 @@ class Wait(Record):
 class Replay:
     """A graph that a stream runs: the nodes that are still to be done."""
 
-    __slots__ = ("graph", "left", "prepare")
+    __slots__ = ("graph", "left", "prepare", "stream")
 
-    def __init__(self, graph, prepare):
-        self.graph, self.prepare = graph, prepare
+    def __init__(self, graph, stream, prepare):
+        self.graph, self.stream, self.prepare = graph, stream, prepare
         self.left = None
 
 
@@ -101,10 +102,10 @@ class Node:
 
 
 class Graph:
-    """What a capture recorded: nodes, each after others. It runs once at a time, as CUDA's do."""
+    """What a capture recorded: nodes, each after others. Its replays are done one by one, as they were launched."""
 
     def __init__(self, nodes):
-        self.nodes, self.running = nodes, None
+        self.nodes, self.replays, self.moment = nodes, deque(), {}
         self.name = nodes[0].work.name if nodes else "nothing"
         works = [node.work for node in nodes]
         self.writes = {each: None for work in works for each in work.writes}
@@ -117,6 +118,7 @@ class Capture:
     def __init__(self, origin, pool, thread):
         self.origin, self.pool, self.thread = origin, pool, thread
         self.nodes, self.last = [], {origin: frozenset()}
+        self.steps = []  # the nodes, and between them what may be done with freed memory
         self.failure = self.draws = None  # draws: the random numbers it takes, set by the operators
 
 
@@ -169,6 +171,19 @@ class Scheduler:
                 return
             self._append(stream, work)
             self._go_on_by_itself()
+
+    def note(self, stream, name, reads, writes):
+        """Note what the host is about to do itself with a device's memory, once it has waited for the stream."""
+        with self.lock:
+            if stream.capture is None:
+                self.races.enqueue(stream, name, reads, writes, self.block_of)
+
+    def reuse(self, stream, extent):
+        """Note that a stream may write freed memory from now on: in a capture of it for captured work, else for any."""
+        if stream.capture is None:
+            self.races.enqueue(stream, REUSE, (), [extent], self.block_of)
+        else:
+            stream.capture.steps.append(Node(Work(REUSE, None, (), [extent]), stream.capture.last[stream]))
 
     def enqueue_outside(self, stream, work):
         """Enqueue on a stream's queue even if a capture records the stream: what a host does beside it."""
@@ -345,6 +360,7 @@ class Scheduler:
             self._leave(capture)
             if capture.failure is not None:
                 raise CudaError(901, "operation failed due to a previous error during capture")
+            self.races.within_graph(capture.steps, self.block_of)
             return Graph(capture.nodes)
 
     def _leave(self, capture):
@@ -364,6 +380,7 @@ class Scheduler:
             raise CudaError(901, "operation failed due to a previous error during capture")
         node = Node(work, capture.last[stream])
         capture.nodes.append(node)
+        capture.steps.append(node)
         capture.last[stream] = frozenset([node])
 
     def _join(self, stream, event):
@@ -378,13 +395,16 @@ class Scheduler:
         capture.last[stream] |= after
 
     def replay(self, graph, stream, prepare):
-        """Enqueue a graph; `prepare` is called when its first node is about to run."""
+        """Enqueue a graph, after its replays before; `prepare` is called when its first node is about to run."""
         with self.lock:
             self.check()
             if stream.capture is not None:
                 self.fail(stream.capture, "operation not permitted when stream is capturing")
+            self.races.wait(stream, graph.moment)
             self.races.enqueue(stream, f"graph of {graph.name}", graph.reads, graph.writes, self.block_of)
-            stream.queue.append(Replay(graph, prepare))
+            graph.moment = self.races.moment(stream)
+            stream.queue.append(Replay(graph, stream, prepare))
+            graph.replays.append(stream.queue[-1])
             self._go_on_by_itself()
 
     # ---- doing it
@@ -419,7 +439,7 @@ class Scheduler:
                     return False
                 stream = next(each.stream for each in self.shared if each.group is head.group)
             else:
-                stream = head.event.stream if isinstance(head, Wait) else head.graph.running
+                stream = head.event.stream if isinstance(head, Wait) else head.graph.replays[0].stream
         return True
 
     def _is_next(self, collective):
@@ -456,9 +476,9 @@ class Scheduler:
         elif type(head) is Record:
             head.event.done, head.event.time_s = head.number, time.perf_counter()
         elif type(head) is Replay:
-            if head.graph.running not in (None, stream):
+            if head.graph.replays[0] is not head:
                 return False
-            if self._step_of_graph(stream, head):
+            if self._step_of_graph(head):
                 return True
         elif type(head) is Collective:
             if not self._is_over(head):
@@ -469,11 +489,11 @@ class Scheduler:
             stream.queue.popleft()
         return True
 
-    def _step_of_graph(self, stream, replay):
+    def _step_of_graph(self, replay):
         """Do one node, any whose predecessors are done. Returns whether there are more."""
         graph = replay.graph
         if replay.left is None:
-            graph.running, replay.left = stream, dict.fromkeys(graph.nodes)
+            replay.left = dict.fromkeys(graph.nodes)
             if replay.prepare is not None:
                 replay.prepare()
         if replay.left:
@@ -485,7 +505,7 @@ class Scheduler:
             self._do(node.work)
         if replay.left:
             return True
-        graph.running = None
+        graph.replays.popleft()
         return False
 
     def _do(self, work):

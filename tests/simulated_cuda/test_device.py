@@ -146,6 +146,62 @@ def test_pageable_memory_is_staged_when_the_call_is_made(scheduler):
     assert copy.tolist() == [0.0] * 4
 
 
+def pinned(dtype=torch.float32, memory_format=torch.contiguous_format):
+    return torch.full((2, 3, 4, 5), 3, dtype=dtype).to(memory_format=memory_format).pin_memory()
+
+
+# What is copied from pinned memory, and to which dtype: all but the last take the pinned memory as it is.
+UPWARDS = {
+    "same": (pinned, torch.float32),
+    "channels_last": (lambda: pinned(torch.uint8, torch.channels_last), torch.uint8),
+    "another dtype": (lambda: pinned(torch.float64), torch.float32),
+    "slice": (lambda: pinned()[1:], torch.float32),
+    "columns": (lambda: pinned()[..., :2], torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", UPWARDS)
+def test_asynchronous_copy_from_pinned_memory_reads_it_late_unless_the_host_gathers_it(scheduler, name):
+    make, dtype = UPWARDS[name]
+    host = make()
+    torch.cuda.set_sync_debug_mode("error")
+    copy = host.to("cuda", dtype, non_blocking=True)
+    torch.cuda.set_sync_debug_mode("default")
+    assert (copy.dtype, copy.stride()) == (dtype, torch.empty_like(host).stride())
+    host.fill_(7)
+    assert copy.cpu().unique().tolist() == [3 if name == "columns" else 7]
+
+
+def test_asynchronous_copy_to_pinned_memory_is_written_late_unless_the_host_spreads_it(scheduler):
+    source, last = ones(2, 3, 4, 5), torch.channels_last
+    targets = [pinned(torch.float64), pinned(), pinned(memory_format=last)]
+    sources = [source, source.permute(1, 0, 2, 3).contiguous().permute(1, 0, 2, 3), source.to(memory_format=last)]
+    for target, own in zip(targets, sources, strict=True):
+        target.copy_(own, non_blocking=True)
+        assert target.unique().tolist() == [3]
+    torch.cuda.synchronize()
+    assert [target.unique().tolist() for target in targets] == [[1]] * 3
+    spread = pinned()[..., :2]
+    spread.copy_(source[..., :2], non_blocking=True)
+    assert spread.unique().tolist() == [1]
+
+
+def test_pinned_memory_changed_before_the_host_waits_is_found_though_it_was_read_in_time(scheduler):
+    scheduler.order = "earliest"
+    host, written = torch.full((4,), 3.0).pin_memory(), torch.zeros(4).pin_memory()
+    copy = host.to("cuda", non_blocking=True)
+    torch.cuda.synchronize()
+    host.fill_(7)
+    assert scheduler.races.take() == []
+    copy = host.to("cuda", non_blocking=True)
+    written.copy_(copy, non_blocking=True)
+    copy.copy_(written, non_blocking=True)  # which a device changes meanwhile, in order
+    host.fill_(8)
+    assert copy.tolist() == [7.0] * 4
+    (sentence,) = scheduler.races.take()
+    assert "by the host is not ordered after copy to the device" in sentence
+
+
 def test_pinned_results_are_there_only_after_the_event(scheduler):
     host = torch.zeros(3, dtype=torch.float64).pin_memory()
     host.copy_(ones(3).double(), non_blocking=True)
@@ -186,6 +242,48 @@ def test_memory_freed_under_another_stream_is_overwritten_unless_it_was_recorded
         assert bool(scheduler.races.take()) is not records
         del again
     assert found == {True: 3 * 1024, False: 15 * 1024}
+
+
+@pytest.mark.parametrize("waits", [None, "before", "after"])
+def test_memory_freed_while_another_stream_uses_it_is_found_whatever_is_allocated_next(scheduler, waits):
+    home, other, kept = torch.cuda.current_stream(), torch.cuda.Stream(), ones(1024)
+    other.wait_stream(home)
+    with torch.cuda.stream(other):
+        kept.mul_(3)
+    if waits == "before":
+        home.wait_stream(other)
+    del kept
+    if waits == "after":  # which is as good, as nothing was allocated in between
+        home.wait_stream(other)
+    ones(1)
+    torch.cuda.synchronize()
+    found = [each.split(" on ")[0] for each in scheduler.races.take()]
+    assert found == ([] if waits else ["reuse of memory"])
+
+
+HOST_READS = {
+    "item": lambda values: values[0].item(),
+    "bool": lambda values: bool(values[0]),
+    "equal": lambda values: torch.equal(values, values),
+    "nonzero": lambda values: values.nonzero(),
+    "unique": lambda values: values.unique(),
+}
+
+
+@pytest.mark.parametrize("name", HOST_READS)
+def test_value_for_the_host_is_read_on_the_current_stream(scheduler, name):
+    scheduler.order = "earliest"
+    other, kept = torch.cuda.Stream(), ones(3)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(other):
+        kept.mul_(2)
+    HOST_READS[name](kept)
+    assert any("is not ordered after aten::mul" in sentence for sentence in scheduler.races.take())
+    torch.cuda.synchronize()
+    HOST_READS[name](kept)
+    with torch.cuda.stream(other):
+        kept.mul_(2)  # the host has waited for what it read
+    assert scheduler.races.take() == []
 
 
 def test_memory_that_nobody_wrote_is_nan():
@@ -338,6 +436,66 @@ def test_graph_that_reads_what_was_freed_since_is_found(scheduler):
     graph.replay()
     (sentence,) = scheduler.races.take()
     assert "uses memory that was freed" in sentence
+
+
+def test_graph_with_pinned_memory_that_was_freed_since_is_found(scheduler):
+    for reads in (True, False):
+        kept, own = [torch.ones(3).pin_memory()], ones(3)
+        to, of = (own, kept[0]) if reads else (kept[0], own)
+        graph = captured(lambda to=to, of=of: to.copy_(of, non_blocking=True))
+        del to, of
+        graph.replay()
+        assert scheduler.races.take() == []
+        kept.clear()
+        graph.replay()
+        (sentence,) = scheduler.races.take()
+        assert "uses memory that was freed" in sentence
+
+
+def branches(kept, result, *, waits, frees):
+    """Multiply what is kept and copy it to the result on another stream of a capture, in order or not."""
+    home, side, forked = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Event()
+    made = kept * 2
+    forked.record(home)
+    made.mul_(3)
+    side.wait_stream(home) if waits else side.wait_event(forked)
+    with torch.cuda.stream(side):
+        result.copy_(made)
+    if frees:
+        del made
+        torch.empty(1000, device="cuda")  # which takes other memory here, but on a GPU may not
+    home.wait_stream(side)
+
+
+@pytest.mark.parametrize(
+    ("waits", "frees", "found"),
+    [
+        (True, False, []),
+        (False, False, ["copy is not ordered after aten::mul within a graph"]),
+        (True, True, ["reuse of memory is not ordered after copy within a graph"]),
+    ],
+)
+def test_branches_of_a_graph_that_race_are_found_when_it_is_captured(scheduler, waits, frees, found):
+    kept, result = ones(3), torch.zeros(3, device="cuda")
+    torch.cuda.synchronize()
+    captured(lambda: branches(kept, result, waits=waits, frees=frees))
+    assert scheduler.races.take() == found
+
+
+def test_replays_of_one_graph_on_two_streams_are_done_in_the_order_of_launch(scheduler):
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    values, factor = ones(3), ones(3)
+    graph = captured(lambda: values.mul_(2).add_(factor))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(first):
+        values.mul_(5)
+        graph.replay()
+    with torch.cuda.stream(second):
+        graph.replay()
+        result = values * 1
+    second.synchronize()
+    assert result.tolist() == [23.0] * 3
+    assert scheduler.races.take() == []
 
 
 def test_graphs_of_one_pool_share_memory_and_race_side_by_side(scheduler):

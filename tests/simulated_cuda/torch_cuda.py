@@ -77,6 +77,7 @@ class Simulation:
         self.memories["pinned"] = PinnedMemory(self.scheduler)
         self.scheduler.block_of = self.block_of
         self.operators = Operators(library, self.scheduler, self.memories)
+        self.scheduler.races.is_pinned = self.memories["pinned"].arena.holds
         self.events = {}
         self._callbacks = self._make_callbacks()
         library.sim_begin(byref(self._callbacks))
