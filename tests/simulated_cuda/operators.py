@@ -354,7 +354,7 @@ class Operators:
     def _at_once(self, about, stream, args, kwargs):
         """Run an operator that gives the host a value, or a shape that depends on one: host–device synchronisation."""
         self.synchronising()
-        self.scheduler.note(stream, op._schema.name, *self._accesses(self._operators[op], args, kwargs, ()))
+        self.scheduler.note(stream, about.name, *self._accesses(about, args, kwargs, ()))
         self.scheduler.synchronize_stream(stream)
         outs = [about.argument(name, args, kwargs) for name in about.outs]
 
