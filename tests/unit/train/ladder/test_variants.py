@@ -77,6 +77,7 @@ def launched(request: pytest.FixtureRequest) -> tuple[Precision, set[Form]]:
     found: set[Form] = set()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks, "_compare", lambda *_: None)
+        patch.setattr("crossbow_py.train.ladder.variants._has_tf32", lambda: True)
         for kernels in sorted(KERNELS):
             # Those that would end at the first numbers that nobody has computed run.
             with recorded(runs=kernels in ("update", "batches")) as launches:
@@ -173,6 +174,7 @@ def test_rung_of_a_tile_that_gives_other_numbers_fails_by_its_name(monkeypatch: 
         "convolution 16x16x64, filters' gradient 16x16x32 split in fp32 without TF32: "
         "the kernels of convolution give other numbers than torch's operators"
     )
+    monkeypatch.setattr("crossbow_py.train.ladder.variants._has_tf32", lambda: True)
     found = {each.name: each for each in variants("convolutions", CPU, FP32)}
     name = "convolution 16x16x64, filters' gradient 16x16x32 split in fp32 with TF32"
     assert failure_of(found[name]) == ""  # within the 10 bits of TF32, which alone are allowed for
