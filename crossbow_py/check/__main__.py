@@ -14,7 +14,7 @@ from crossbow_py.cli.output_folder import time_name
 from crossbow_py.core.files import given_path
 from crossbow_py.core.printing import print_line
 from crossbow_py.engine.executors import candidates
-from crossbow_py.engine.modules.precision import choose_device
+from crossbow_py.engine.modules.precision import choose_device, why_no_cuda
 from crossbow_py.engine.trust import Outcome, RememberedOutcomes, in_use
 from crossbow_py.train.ladder.climb import untried
 from crossbow_py.train.ladder.ladder import Ladder, forgotten, line, one_at_a_time
@@ -32,7 +32,13 @@ def answer(config: CheckConfig, rungs: Sequence[Rung] = RUNGS) -> int:
         ladder = Ladder(choose_device(config.device), Path(folder), config.limit_s, rungs)
         path = given_path("archive", config.archive or f"crossbow_check_{time_name()}.tar.gz")
         shown = [_about(ladder.facts)]
-        code = say(shown[0])
+        if config.device == "auto" and ladder.device.type == "cpu":
+            shown.append(f"The CPU is tried, as {why_no_cuda()}.")
+        code = max(map(say, shown))
+
+        def begin(rung: Rung) -> None:
+            if sys.stdout.isatty():  # its outcome is written over it
+                print(f"....  {ladder.title(rung)}", end="\r", flush=True)
 
         def tell(rung: Rung, outcome: Outcome, is_known: bool) -> None:
             shown.append(line(ladder.title(rung), outcome, is_known))
@@ -44,14 +50,16 @@ def answer(config: CheckConfig, rungs: Sequence[Rung] = RUNGS) -> int:
             is_new = bool(untried(ladder.rungs, ladder.lacks, known))
             if is_new or config.archive is not None:
                 check_writable(path)
-            outcomes = ladder.climb(known, tell)
+            if is_new:
+                code = max(code, say("Trying it step by step in child processes; it takes some minutes."))
+            outcomes = ladder.climb(known, tell, begin)
         shown.append(_taken(ladder))
         code = max(code, say(shown[-1]))
         if is_new:
             write_archive(path, Path(folder), ladder.facts, outcomes, shown)
             code = max(code, say(f"Everything about it is in {path}; send that with a report."))
             if not ladder.is_kept:
-                print(forgotten(), file=sys.stderr, flush=True)
+                print(forgotten(ladder.device), file=sys.stderr, flush=True)
         else:
             code = max(code, say(f"Remembered in {remembered.path}; again=true tries everything anew."))
     return max(code, int(any(outcome.status == "failed" for outcome in outcomes.values())))
@@ -67,7 +75,7 @@ def _taken(ladder: Ladder) -> str:
     """Return a line on what `executor=auto` takes now."""
     names = f"executor=auto chooses among {', '.join(candidates(ladder.device))}"
     if ladder.device.type != "cuda":
-        return f"{names}."
+        return f"{names}; on a CPU it leaves nothing out."
     used = in_use(ladder.device)
     kernels = ", ".join(each for each in used if each != "graphs") or "none"
     return f"{names}; CUDA graphs: {'yes' if 'graphs' in used else 'no'}; kernels: {kernels}."

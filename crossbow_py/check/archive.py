@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import platform
+import sys
 import tarfile
 import tempfile
 import xml.etree.ElementTree as ET
@@ -12,18 +14,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import replacing
 from crossbow_py.engine.trust import Outcome
 
+_VARIABLES = ("CROSSBOW_", "CUDA_", "CUDNN_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_", "TORCH_", "TRITON_", "SIMULATED_")
 _CONVOLUTIONS = Path("cache") / "crossbow_py" / "convolutions.json"
 
 
 def check_writable(path: Path) -> None:
-    """Raise UserError if an archive cannot be written, before minutes are spent on what is to be in it."""
+    """Raise UserError if an archive cannot be written, before minutes are spent on what is to be in it.
+
+    It may replace an archive, and no other file.
+    """
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if path.exists() and not tarfile.is_tarfile(path):
+            raise FileExistsError(errno.EEXIST, "it is there already, and is no archive")
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
             pass
     except OSError as error:
@@ -46,7 +56,7 @@ def write_archive(
     """
     texts = {
         "check.txt": "\n".join(lines) + "\n",
-        "versions.json": json.dumps(dict(facts), indent=1),
+        "versions.json": json.dumps({**facts, **_surroundings()}, indent=1),
         "outcomes.json": json.dumps({name: asdict(outcome) for name, outcome in outcomes.items()}, indent=1),
         "junit.xml": junit(outcomes),
     }
@@ -61,6 +71,20 @@ def write_archive(
                 archive.add(each, f"{path.name.partition('.')[0]}/{each.name}")
     except OSError as error:
         raise _cannot_be_written(path, error) from error
+
+
+def _surroundings() -> dict[str, object]:
+    """Return what may matter to a fault besides what outcomes depend on."""
+    names = [name for name in sorted(os.environ) if name.startswith(_VARIABLES)]
+    return {
+        "python": sys.version,
+        "platform": platform.platform(),
+        "libc": " ".join(platform.libc_ver()),
+        "cores": os.cpu_count(),
+        "memory_gib": [round(torch.cuda.get_device_properties(index).total_memory / 2**30, 2)
+                       for index in range(torch.cuda.device_count())],
+        "environment": {name: os.environ[name] for name in names},
+    }  # fmt: skip
 
 
 def _cannot_be_written(path: Path, error: OSError) -> UserError:

@@ -48,7 +48,7 @@ class CheckConfig:
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "the device to try")
     again: bool = setting(False, "try everything anew, whatever is remembered")
     limit_s: float | None = setting(
-        None, "seconds until a step is killed; null is 120, and 300 where kernels are compiled", above=0
+        None, "seconds until a step is killed; null is 120, and 300 to 600 where kernels are compiled", above=0
     )
     archive: str | None = setting(
         None, "file for what a report about a failure needs; null is crossbow_check_<time>.tar.gz"

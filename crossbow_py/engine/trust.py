@@ -118,7 +118,7 @@ def facts(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "cudnn": str(torch.backends.cudnn.version()) if on_cuda else "",  # type: ignore[no-untyped-call]
-        "triton": _triton(),
+        "triton": _triton() if device.type == "cuda" else "",
         "crossbow_py": __version__,
         "code": _code(),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tarfile
 import time
 import xml.etree.ElementTree as ET
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from crossbow_py.check.__main__ import answer, main
 from crossbow_py.check.config import CheckConfig
@@ -29,18 +31,20 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ladder_of_a_cpu_with_a_rung_that_fails_says_why_and_is_remembered(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Learners of `fused` add up in another order, which no tolerance allows here.
     rungs = [SERIAL, replace(FUSED, tolerance=EXACT), replace(RESUME, after=("fused",))]
+    monkeypatch.setenv("CROSSBOW_PROBE", "7")
     assert answer(CheckConfig(device="cpu", archive="sent.tar.gz"), rungs) == 1
-    first, *lines = capfd.readouterr().out.splitlines()
+    first, announced, *lines = capfd.readouterr().out.splitlines()
     assert first.startswith("cpu: ") and " · torch " in first
+    assert announced == "Trying it step by step in child processes; it takes some minutes."
     assert [each.split()[0] for each in lines[:3]] == ["PASS", "FAIL", "SKIP"]
     assert "numbers in fp32 differ by " in lines[1] and "(0e+00 are allowed)" in lines[1]
     assert lines[2].endswith("it builds on 'fused operators', which failed")
     assert lines[3:] == [
-        "executor=auto chooses among serial, threads, fused, fused_threads.",
+        "executor=auto chooses among serial, threads, fused, fused_threads; on a CPU it leaves nothing out.",
         "Everything about it is in sent.tar.gz; send that with a report.",
     ]
     with tarfile.open(tmp_path / "sent.tar.gz") as archive:
@@ -51,13 +55,39 @@ def test_ladder_of_a_cpu_with_a_rung_that_fails_says_why_and_is_remembered(
         }  # fmt: skip
         suite = ET.fromstring(_text(archive, "junit.xml"))
         assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("3", "1", "1")
-        assert json.loads(_text(archive, "versions.json"))["torch"] in first
+        versions = json.loads(_text(archive, "versions.json"))
+        assert versions["torch"] in first and versions["python"] == sys.version
+        assert versions["environment"]["CROSSBOW_PROBE"] == "7"
     begun = time.monotonic()
     assert answer(CheckConfig(device="cpu"), rungs) == 1
     assert time.monotonic() - begun < 1
     again = capfd.readouterr().out.splitlines()
     assert "remembered: numbers in fp32 differ" in again[2]
     assert again[-1].endswith("ladder.json; again=true tries everything anew.")
+
+
+def test_archive_has_the_traceback_of_what_failed(tmp_path: Path) -> None:
+    assert answer(CheckConfig(device="cpu", archive="sent.tar.gz"), [replace(SERIAL, executor="nonsense")]) == 1
+    with tarfile.open(tmp_path / "sent.tar.gz") as archive:
+        log = _text(archive, "serial.log")
+        assert "Traceback (most recent call last):" in log and "child.py" in log
+
+
+def test_without_a_gpu_auto_says_that_the_cpu_is_tried(capfd: pytest.CaptureFixture[str]) -> None:
+    assert answer(CheckConfig(archive="sent.tar.gz"), [SERIAL]) == 0
+    second = capfd.readouterr().out.splitlines()[1]
+    reason = f"torch {torch.__version__} is built without CUDA"
+    assert second == f"The CPU is tried, as no CUDA device is visible here ({reason})."
+
+
+def test_archive_replaces_an_archive_and_no_other_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("words")
+    assert main(["device=cpu", f"archive={page}"]) == 2
+    assert "cannot be written (it is there already, and is no archive)" in capfd.readouterr().err
+    assert page.read_text() == "words"
+    for _ in range(2):
+        assert answer(CheckConfig(device="cpu", again=True, archive="sent.tar.gz"), [SERIAL]) == 0
 
 
 def _text(archive: tarfile.TarFile, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -84,10 +85,22 @@ def choose_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
     """Return the device of a name; `auto` is CUDA if there is one. Raises UserError for `cuda` without CUDA."""
     check_device(name)
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda, but no CUDA device is visible here; set device=cpu or device=auto.")
+        raise UserError(f"device=cuda, but {why_no_cuda()}; set device=cpu or device=auto.")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def why_no_cuda() -> str:
+    """Return, as half a sentence, that there is no CUDA device, and why as far as this process can know."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if torch.version.cuda is None:
+        reason = f"torch {torch.__version__} is built without CUDA"
+    elif visible is not None:
+        reason = f"CUDA_VISIBLE_DEVICES is '{visible[:40]}'"
+    else:
+        reason = "nvidia-smi says whether the driver sees one"
+    return f"no CUDA device is visible here ({reason})"
 
 
 def device_uuids(device: torch.device) -> tuple[str, ...]:

@@ -10,12 +10,14 @@ replays; learning rates change, and images are cropped and flipped.
 from __future__ import annotations
 
 import errno
+import faulthandler
 import itertools
 import json
 import os
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -299,6 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         reason = tried(Task(**json.loads(task)))
     except Exception as error:  # a fault of whatever kind is what a rung is to find
+        traceback.print_exc()  # to the log, and so to the archive
         reason = one_line(error)
         may_change = is_out_of_memory(error) or getattr(error, "error_code", None) == _BUSY or _FULL_DISK in reason
     if os.environ.get("RANK", "0") == "0":
@@ -307,5 +310,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1)  # all stacks to the log, of a child that hangs; see `run_child`
     end_with_parent(signal.SIGKILL)  # a child that hangs would hold the device for ever
     raise SystemExit(main())

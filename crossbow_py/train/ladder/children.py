@@ -22,6 +22,7 @@ _LAUNCHERS_OWN = ("TORCHELASTIC_", "ROLE_", "PET_")
 # The signals of a process that is at fault itself. Others come from outside, such as SIGKILL if the host lacks memory.
 _OWN_FAULTS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _LONGEST_REASON = 300
+_LAST_WORDS_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -40,24 +41,35 @@ class Ended:
 def run_child(command: Sequence[str], environment: Mapping[str, str], log: Path, limit_s: float) -> Ended:
     """Run a command, its output in `log`, for at most `limit_s` seconds; then, whatever happens, kill its whole group.
 
-    `environment` is laid over this process's. Raises OSError if the command cannot be started.
+    At the limit its processes get SIGUSR1, and a second to write where they are. `environment` is laid over this
+    process's. Raises OSError if the command cannot be started.
     """
     inherited = {name: value for name, value in os.environ.items() if not _is_launchers(name)}
     begun = time.monotonic()
+    code: int | None = None
     with open(log, "wb") as output:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             env={**inherited, **environment},
         )  # fmt: skip
-        code: int | None = None
         try:
+            code = child.wait(limit_s)
+            seconds = time.monotonic() - begun
+        except subprocess.TimeoutExpired:
+            seconds = time.monotonic() - begun
+            _signal_group(child, signal.SIGUSR1)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = child.wait(limit_s)
+                child.wait(_LAST_WORDS_S)
         finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)  # also what it has started: data workers, ranks
+            _signal_group(child, signal.SIGKILL)
             child.wait()
-    return Ended(code, time.monotonic() - begun)
+    return Ended(code, seconds)
+
+
+def _signal_group(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Send a signal to a child, and to what it has started: data workers, ranks."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, number)
 
 
 def _is_launchers(name: str) -> bool:

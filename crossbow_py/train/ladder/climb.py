@@ -44,6 +44,7 @@ def climb(
     lacks: Callable[[Rung], str | None] = lambda _: None,
     known: Mapping[str, Outcome] | None = None,
     tell: Callable[[Rung, Outcome, bool], None] = lambda *_: None,
+    title: Callable[[Rung], str] = lambda rung: rung.title,
 ) -> dict[str, Outcome]:
     """Try the rungs in order, and return their outcomes by name.
 
@@ -55,9 +56,10 @@ def climb(
         lacks: returns what the machine lacks to try a rung, on one line, or None.
         known: outcomes that are remembered, and not found out again, unless the rung was skipped.
         tell: called with each rung and its outcome, and whether that was known.
+        title: returns what a rung is called on the screen.
     """
     found: dict[str, Outcome] = {}
-    titles = {rung.name: rung.title for rung in rungs}
+    titles = {rung.name: title(rung) for rung in rungs}
     for rung in rungs:
         missed = [name for name in rung.after if name in found and not found[name].passed]
         is_known = False

@@ -93,8 +93,13 @@ class Ladder:
     def _num_ranks(self) -> int:
         return torch.cuda.device_count() if self.device.type == "cuda" else 2
 
-    def climb(self, known: Mapping[str, Outcome], tell: Tell) -> dict[str, Outcome]:
-        """Try the rungs that are not known, and remember each outcome at once; see `climb`."""
+    def climb(
+        self, known: Mapping[str, Outcome], tell: Tell, begin: Callable[[Rung], None] = lambda _: None
+    ) -> dict[str, Outcome]:
+        """Try the rungs that are not known, and remember each outcome at once; see `climb`.
+
+        `begin` is called with each rung before it is tried.
+        """
         remembered = RememberedOutcomes()
 
         def told(rung: Rung, outcome: Outcome, is_known: bool) -> None:
@@ -102,7 +107,11 @@ class Ladder:
                 self.is_kept = remembered.keep(self.device, {rung.name: outcome}) and self.is_kept
             tell(rung, outcome, is_known)
 
-        return climb(self.rungs, self.attempt, self.lacks, known, told)
+        def attempt(attempt: Attempt) -> Outcome:
+            begin(attempt.rung)
+            return self.attempt(attempt)
+
+        return climb(self.rungs, attempt, self.lacks, known, told, self.title)
 
     def attempt(self, attempt: Attempt) -> Outcome:
         """Try a rung in a child process."""
@@ -204,7 +213,7 @@ def try_once(
 
             outcomes = ladder.climb(known, tell)
         if not ladder.is_kept:
-            announce(forgotten())
+            announce(forgotten(device))
         return outcomes
 
 
@@ -227,15 +236,16 @@ def try_on_ranks(device: torch.device, ranks: Ranks, announce: Callable[[str], N
     return RememberedOutcomes().of(device)
 
 
-def forgotten() -> str:
+def forgotten(device: torch.device) -> str:
     """Return what to do about outcomes that only this process knows."""
     try:
         where = str(RememberedOutcomes().path)
     except OSError as error:
         where = f"the user's cache ({error})"
+    again = ", so every start tries it again" if device.type == "cuda" else ""
     return (
-        f"What was tried cannot be remembered, as {where} cannot be written, so every start tries it again; set "
-        "XDG_CACHE_HOME to a folder that can be."
+        f"What was tried cannot be remembered, as {where} cannot be written{again}; set XDG_CACHE_HOME to a "
+        "folder that can be."
     )
 
 

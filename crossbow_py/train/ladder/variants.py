@@ -18,6 +18,7 @@ a CPU, measured for compute capability 9.0 without a GPU):
 from __future__ import annotations
 
 import itertools
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,10 +56,14 @@ class Variant:
 
 
 def failure_of(variant: Variant) -> str:
-    """Launch a variant and return why it failed, on one line that begins with its name; empty if it passed."""
+    """Launch a variant and return why it failed, on one line that begins with its name; empty if it passed.
+
+    The whole of it goes to stderr.
+    """
     try:
         compiles(variant.check)
     except KernelError as error:
+        traceback.print_exc()
         return f"{variant.name}: {error}"
     return ""
 

@@ -72,6 +72,13 @@ def test_child_that_hangs_is_killed_with_all_it_has_started(tmp_path: Path) -> N
     _await_end(int(pid.read_text()))
 
 
+def test_child_that_hangs_says_where(tmp_path: Path) -> None:
+    code = "import faulthandler; faulthandler.register(signal.SIGUSR1)\ndef stuck(): time.sleep(60)\nstuck()"
+    found = outcome(code, tmp_path, limit_s=2.0)
+    assert (found.status, found.reason) == ("failed", "timed out after 2 s")
+    assert "in stuck" in (tmp_path / "rung.log").read_text()
+
+
 def test_nothing_is_left_of_a_child_that_ends_before_what_it_has_started(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     code = (

@@ -66,6 +66,12 @@ def test_children_are_told_what_to_train_and_with_which_switches(tmp_path: Path)
     assert RememberedOutcomes().of(CUDA)["graphs"] == found["graphs"]
 
 
+def test_skipped_step_names_what_it_builds_on_as_the_screen_does(tmp_path: Path) -> None:
+    commands = Commands(sum=Ended(-11, 1.0))
+    found = Ladder(CUDA, tmp_path, run=commands).climb({}, lambda *_: None)
+    assert found["ranks"].reason == "it builds on 'NCCL of one rank', which failed"
+
+
 def test_auto_tries_a_gpu_once_says_so_and_leaves_out_what_it_does_not_need() -> None:
     commands, said = Commands(layers=Ended(None, 300.0)), list[str]()
     first = try_once(CUDA, said.append, run=commands)
