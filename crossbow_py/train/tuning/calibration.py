@@ -194,8 +194,7 @@ class Calibration:
         measured = {name for name, _ in self.images_per_s}
         if len(measured) == 1 and any(name not in measured for name, _ in self.late):
             return f"Executor {self.executor} is taken, the only one there was time to measure (images/s: {each})."
-        kept = "; remembered for the next run" if self.is_lasting else ""
-        return f"Executor {self.executor} was the fastest here (images/s: {each}){kept}."
+        return f"Executor {self.executor} was the fastest here (images/s: {each})."
 
 
 def calibrate(

@@ -28,7 +28,14 @@ from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.train.checks.losses import copied_loss
 from crossbow_py.train.run_settings import Choices, RunSettings
-from crossbow_py.train.tuning.calibration import Candidate, Effort, RememberedChoices, calibrate, calibration_round
+from crossbow_py.train.tuning.calibration import (
+    Calibration,
+    Candidate,
+    Effort,
+    RememberedChoices,
+    calibrate,
+    calibration_round,
+)
 
 
 def choose_executor(
@@ -87,10 +94,16 @@ def choose_executor(
         choices.device,
         Effort(is_alone=num_ranks == 1), announce=announce,
     )  # fmt: skip
-    if found.is_lasting:
-        known.remember(key, found.executor)
+    sentence = _kept(found, known, key) if found.is_lasting else found.sentence
     chosen = dataclasses.replace(choices, executor=found.executor, executor_choice_s=found.seconds)
-    return chosen, [found.sentence, *found.notes]
+    return chosen, [sentence, *found.notes]
+
+
+def _kept(found: Calibration, known: RememberedChoices, key: str) -> str:
+    """Remember the choice, and return a message about it."""
+    is_kept = known.remember(key, found.executor)
+    kept = "remembered for the next run" if is_kept else "not remembered, as the user's cache cannot be written"
+    return f"{found.sentence.removesuffix('.')}; {kept}."
 
 
 def _candidates(settings: RunSettings, choices: Choices, num_ranks: int) -> list[str]:

@@ -271,6 +271,14 @@ def test_memory_keeps_choices_and_survives_a_damaged_file(memory):
     assert RememberedChoices().recall("a") == "serial"
 
 
+def test_choice_that_cannot_be_written_is_not_called_remembered(memory, monkeypatch):
+    monkeypatch.setattr(calibration, "_WINDOW_S", 0.01)
+    memory.mkdir(parents=True)
+    options = {"model": image_model, "train_data": images(96), "batch_size": 4, "num_learners": 2, "device": "cpu"}
+    said = Trainer(**options).run.warnings
+    assert any(warning.endswith("; not remembered, as the user's cache cannot be written.") for warning in said)
+
+
 def test_fingerprint_follows_from_every_fact():
     facts = {"device": "cpu", "model": "a", "batch_size": 4}
     assert fingerprint(**facts) == fingerprint(**facts)
@@ -297,6 +305,7 @@ def test_auto_executor_measures_once_and_remembers(memory, monkeypatch):
     )
     assert first.run.choices.executor == second.run.choices.executor
     assert any("was the fastest here" in warning for warning in first.run.warnings)
+    assert any(warning.endswith("; remembered for the next run.") for warning in first.run.warnings)
     assert first.choices.executor_choice_s > 0 == second.choices.executor_choice_s
     Trainer(**{**options, "batch_size": 8})
     assert len(calls) == 2
