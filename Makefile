@@ -73,8 +73,9 @@ test-all: setup $(ZOO_STAMP)  ## everything, also what takes minutes or wants th
 	$(SIMULATED) -m 'gpu and slow' $(ON_CUDA)
 	TRITON_INTERPRET=1 $(SIMULATED) -m gpu tests/gpu/test_executors.py
 
-gpu:  ## what a GPU can be trusted with, its tests, and all that is to be measured on it; nothing stops the rest
-	$(MAKE) --keep-going gpu-check gpu-engine gpu-packs
+gpu: setup  ## what a GPU can be trusted with, its tests, and all that is to be measured on it; nothing stops the rest
+	@$(BIN)/python -c '$(HAS_CUDA)'
+	@$(MAKE) --keep-going gpu-check gpu-engine gpu-packs
 
 gpu-check: setup  ## the ladder of trust, in minutes; its archive is crossbow_check_<time>.tar.gz
 	@$(BIN)/python -c '$(HAS_CUDA)'

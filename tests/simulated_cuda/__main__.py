@@ -91,6 +91,9 @@ if __name__ == "__main__":
     except ValueError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
+    if not sys.argv[1:]:
+        print("usage: python -m tests.simulated_cuda MODULE [ARGUMENTS]", file=sys.stderr)
+        sys.exit(2)
     if reason := refusal():
         print(f"skipped: no simulated CUDA device, because {reason}.")
         sys.exit(0)
