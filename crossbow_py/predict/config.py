@@ -75,7 +75,7 @@ class PredictConfig:
         models = (self.models,) if isinstance(self.models, str) else self.models
         object.__setattr__(self, "models", models)
         if not models:
-            raise UserError("models must name a trained model at least, got none; set models=[RUN], or [RUN,RUN].")
+            raise UserError("models must name at least one trained model, got none; set models=[RUN], or [RUN,RUN].")
         for path in models:
             given_path("models", path)
         if self.output_dir is not None:

@@ -61,7 +61,7 @@ def load_models(*paths: str | Path, targets: Sequence[str] = ()) -> list[nn.Modu
             the models were not trained on the same data, or a run names a target that is not among `targets`.
     """
     if not paths:
-        raise UserError("models must name a trained model at least, got none; give the folder of a run.")
+        raise UserError("models must name at least one trained model, got none; give the folder of a run.")
     models = find_models([str(path) for path in paths], targets)
     data = common_data(models, targets)
     known = data.declared()

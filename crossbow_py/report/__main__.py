@@ -49,7 +49,7 @@ def report(arguments: list[str]) -> int:
     if unknown:
         raise UserError(f"unknown key {unknown}; a report has only output_dir=PATH.")
     if not paths:
-        raise UserError("a report is of a run at least, got none; give its folder, such as runs/digits/<time>.")
+        raise UserError("a report is of at least one run, got none; give its folder, such as runs/digits/<time>.")
     if len(options) > 1 or options == ["output_dir="]:
         raise UserError(f"output_dir names one folder, got {', '.join(options)}; write output_dir=PATH once.")
     output_dir = options[0].removeprefix("output_dir=") if options else None

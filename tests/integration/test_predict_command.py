@@ -143,8 +143,8 @@ def test_every_combination_of_swept_values_has_a_folder_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "models must name a trained model at least, got none"),
-        (["models=[]"], "models must name a trained model at least, got none"),
+        ([], "models must name at least one trained model, got none"),
+        (["models=[]"], "models must name at least one trained model, got none"),
         (["models=[nowhere]"], "models: nowhere does not exist; give the folder of a run"),
         (["models=[runs/of]"], "models: runs/of has no config.yaml and is no run; give the folder that a run"),
         (["models=[.]"], "models: . has no config.yaml and is no run; give the folder of one, as models=[runs/new], "),
@@ -243,7 +243,7 @@ def test_models_of_data_that_is_only_assumed_are_loaded_by_what_it_has(monkeypat
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
-        ([], "models must name a trained model at least, got none"),
+        ([], "models must name at least one trained model, got none"),
         (["~nobody-there/a"], "models=~nobody-there/a is in the home folder of an unknown user; write the whole path."),
         (["five", "five/model_1.safetensors"], "five/model_1.safetensors is given twice; give each model once"),
     ],
