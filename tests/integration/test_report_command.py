@@ -47,7 +47,7 @@ def test_report_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "of a run at least"),
+        ([], "of at least one run"),
         (["none"], "none does not exist"),
         (["empty"], "empty holds no run"),
         (["a", "title=x"], "unknown key title=x"),
