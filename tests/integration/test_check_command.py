@@ -99,6 +99,7 @@ def _text(archive: tarfile.TarFile, name: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_everything_that_there_is_for_a_cpu_passes(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["device=cpu"]) == 0

@@ -22,7 +22,7 @@ _FORMATS = ["<H", ">H", "<I", ">I", "<Q", ">Q"]
 
 def depths(quick: int, deep: int) -> Any:
     """Gives a test `examples`, how many to try: few always, many where slow tests run."""
-    slow = pytest.param(deep, marks=[pytest.mark.slow, pytest.mark.timeout(1800)], id="deep")
+    slow = pytest.param(deep, marks=[pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)], id="deep")
     return pytest.mark.parametrize("examples", [pytest.param(quick, id="quick"), slow])
 
 

@@ -31,12 +31,13 @@ ZOO = {
     "vgg16": (3, 32, 32),
 }
 LOOPED = {networks.LstmClassifier: ["lstm"]}  # the one operator here without a rule
-SHALLOW = ["mlp", "lenet", "resnet20"]
+SHALLOW, DEEPEST = ["mlp", "lenet", "resnet20"], ["resnet110", "vgg16"]
 
 
 def deep(names):
     """Parameters of tests that take minutes for the larger models."""
-    return [name if name in SHALLOW else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    marks = {name: [pytest.mark.slow, *([pytest.mark.long] if name in DEEPEST else [])] for name in names}
+    return [name if name in SHALLOW else pytest.param(name, marks=marks[name]) for name in names]
 
 
 class Result:
