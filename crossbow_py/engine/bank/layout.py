@@ -1,4 +1,6 @@
-"""The memory layout of parameters: one allocation of blocks aligned to 128 bytes: decayed | undecayed | frozen.
+"""The memory layout of parameters, in one allocation of aligned blocks: matrices | decayed | undecayed | frozen.
+
+Blocks are aligned to 128 bytes. *Matrices* are the weights that an optimizer takes as such (Muon); others have none.
 
 The bank (rows = capacity) and flat vectors such as z (rows = 1) have the same layout, in one of two orders:
 
@@ -14,8 +16,9 @@ The bank (rows = capacity) and flat vectors such as z (rows = 1) have the same l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -24,8 +27,9 @@ from torch import Tensor, nn
 ALIGNMENT_BYTES = 128
 ALIGNMENT_VALUES = 64  # 128 bytes of bfloat16; the same for all dtypes, so that their rows line up
 Order = Literal["blocks", "rows"]
-Kind = Literal["decayed", "undecayed", "frozen"]
-_ORDER: tuple[Kind, ...] = ("decayed", "undecayed", "frozen")
+Kind = Literal["matrix", "decayed", "undecayed", "frozen"]
+_ORDER: tuple[Kind, ...] = ("matrix", "decayed", "undecayed", "frozen")
+TRAINED, DECAYED = _ORDER[:3], _ORDER[:2]
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
@@ -98,17 +102,16 @@ class Rows:
             views = [self.storage[at : at + own.numel] for at, own in zip(starts, layout.blocks, strict=True)]
             self._rows.append(views)
         if order == "blocks":
-            self._trained = [views[: layout.count("decayed", "undecayed")] for views in self._rows]
+            self._trained = [views[: layout.count(*TRAINED)] for views in self._rows]
         else:
             length = self._row_length
             self._trained = [self._pieces(self.storage[row * length : (row + 1) * length]) for row in range(rows)]
 
     def _pieces(self, whole: Tensor) -> list[Tensor]:
-        """Return the trained values of a storage in two pieces: with weight decay and without; empty ones left out."""
-        num_trained, num_decayed = self.layout.count("decayed", "undecayed"), self.layout.count("decayed")
-        ends = [*self.offsets, self._row_length]
-        pieces = (whole[: ends[num_decayed]], whole[ends[num_decayed] : ends[num_trained]])
-        return [piece for piece in pieces if len(piece)]
+        """Return the trained values of a storage in a piece for each kind; empty ones are left out."""
+        starts = [*self.offsets, self._row_length]
+        ends = [0, *(starts[self.layout.count(*TRAINED[: index + 1])] for index in range(len(TRAINED)))]
+        return [whole[first:end] for first, end in pairwise(ends) if end > first]
 
     def flat(self, row: int = 0) -> list[Tensor]:
         """Return views `[numel]` of a row, one for each block, in layout order."""
@@ -123,21 +126,37 @@ class Rows:
         return self._trained[row]
 
     def end_to_end(self) -> list[Tensor]:
-        """Return the trained values of all rows, with padding, in two pieces: with weight decay and without."""
-        assert self.order == "blocks", "order=rows does not separate values by weight decay"
+        """Return the trained values of all rows, with padding, in a piece for each kind."""
+        assert self.order == "blocks", "order=rows does not separate values by kind"
         return self._pieces(self.storage)
 
     def whole(self) -> Tensor:
         """Return the trained values of a flat vector (one row), with padding, as one view."""
         assert self.num_rows == 1, "only a single row is contiguous in either order"
-        num_trained = self.layout.count("decayed", "undecayed")
+        num_trained = self.layout.count(*TRAINED)
         return self.storage[: [*self.offsets, self._row_length][num_trained]]
 
     @property
     def num_decayed(self) -> int:
         """The number of vectors of `trained`, from the first, that take weight decay."""
-        decayed = self.layout.count("decayed")
-        return decayed if self.order == "blocks" else min(decayed, 1)
+        return self._num_vectors(*DECAYED)
+
+    @property
+    def num_matrices(self) -> int:
+        """The number of vectors of `trained`, from the first, that hold matrices."""
+        return self._num_vectors("matrix")
+
+    def _num_vectors(self, *kinds: Kind) -> int:
+        counts = [self.layout.count(kind) for kind in kinds]
+        return sum(counts) if self.order == "blocks" else sum(min(count, 1) for count in counts)
+
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Return where the matrices are in the vectors of `trained`."""
+        found = []
+        for index, block in enumerate(self.layout.blocks[: self.layout.count("matrix")]):
+            place = (index, 0) if self.order == "blocks" else (0, self.offsets[index])
+            found.append(Matrix(*place, block.shape[0], block.numel // block.shape[0]))
+        return tuple(found)
 
     def shaped(self, row: int = 0) -> dict[str, Tensor]:
         """Return views `[*shape]` of a row by name; 4-D ones are channels-last in memory."""
@@ -182,12 +201,27 @@ class Rows:
         torch._foreach_zero_(self.flat(row))
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """Where a matrix `[rows, columns]` is in a list of vectors: which one, and where it begins there."""
+
+    vector: int
+    begin: int
+    rows: int
+    columns: int
+
+    def of(self, vectors: Sequence[Tensor]) -> Tensor:
+        """Return the view `[rows, columns]`. The columns of a channels-last filter are in another order than its own."""
+        end = self.begin + self.rows * self.columns
+        return vectors[self.vector][self.begin : end].view(self.rows, self.columns)
+
+
 @dataclass(frozen=True, eq=False)
 class TrainedRow:
     """The trained values of one learner's row in every buffer, as lists of matching vectors.
 
-    The first `num_decayed` of each list take weight decay. `shadow` is None where the module computes with the weights
-    themselves.
+    The first `num_decayed` of each list take weight decay, and the first `num_matrices` of these hold `matrices`.
+    `shadow` is None where the module computes with the weights themselves.
     """
 
     weights: list[Tensor]
@@ -197,19 +231,43 @@ class TrainedRow:
     z: list[Tensor]
     shadow: list[Tensor] | None
     num_decayed: int
+    num_matrices: int = 0
+    matrices: tuple[Matrix, ...] = ()
+
+    def part(self, first: int, end: int) -> TrainedRow:
+        """Return the vectors from `first` to `end`, without what is known of matrices."""
+        return TrainedRow(
+            weights=self.weights[first:end],
+            gradients=self.gradients[first:end],
+            corrections=self.corrections[first:end],
+            state={name: vectors[first:end] for name, vectors in self.state.items()},
+            z=self.z[first:end],
+            shadow=None if self.shadow is None else self.shadow[first:end],
+            num_decayed=max(0, min(end, self.num_decayed) - first),
+        )
 
 
-def parameter_layout(module: nn.Module, channels_last: bool) -> Layout:
-    """Return the layout of a module's parameters; tied ones are stored once, under their first name."""
-    norm_parameters = {id(p) for m in module.modules() if isinstance(m, _NORMS) for p in m.parameters(recurse=False)}
+def parameter_layout(module: nn.Module, channels_last: bool, matrices: Collection[str] = ()) -> Layout:
+    """Return the layout of a module's parameters; tied ones are stored once, under their first name.
 
-    def kind(parameter: nn.Parameter) -> Kind:
+    `matrices` are the names of those that the optimizer takes as matrices.
+    """
+    norms = norm_parameters(module)
+
+    def kind(name: str, parameter: nn.Parameter) -> Kind:
         if not parameter.requires_grad:
             return "frozen"
-        return "undecayed" if parameter.ndim < 2 or id(parameter) in norm_parameters else "decayed"
+        if name in matrices:
+            return "matrix"
+        return "undecayed" if parameter.ndim < 2 or id(parameter) in norms else "decayed"
 
-    blocks = [Block(name, tuple(p.shape), p.numel(), kind(p)) for name, p in module.named_parameters()]
+    blocks = [Block(name, tuple(p.shape), p.numel(), kind(name, p)) for name, p in module.named_parameters()]
     return Layout(tuple(sorted(blocks, key=lambda block: _ORDER.index(block.kind))), channels_last)
+
+
+def norm_parameters(module: nn.Module) -> set[int]:
+    """Return the ids of the parameters of normalisation layers."""
+    return {id(p) for m in module.modules() if isinstance(m, _NORMS) for p in m.parameters(recurse=False)}
 
 
 def buffer_layout(module: nn.Module) -> Layout:

@@ -20,6 +20,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.binding import bind, bindings_of, find_rebound, find_written
 from crossbow_py.engine.bank.layout import (
+    TRAINED,
     Order,
     Rows,
     TrainedRow,
@@ -56,6 +57,7 @@ class ReplicaBank:
             z_prev and `total` are one row.
         has_velocity: whether the averaging rule keeps a velocity of z.
         gradient_mean: the averaging rule's groups of learners that share a gradient.
+        matrices: the names of the parameters that the optimizer takes as matrices.
 
     Attributes:
         weights, gradients, corrections, state: `Rows [capacity, P]`; the optimizer's state by name.
@@ -86,13 +88,15 @@ class ReplicaBank:
         training: bool = True,
         has_velocity: bool = False,
         gradient_mean: GradientMean | None = None,
+        matrices: Collection[str] = (),
     ) -> None:
         self.device, self.precision, self.state_names = device, precision, state_names
         self.num_devices, self.device_index = num_devices, device_index
         self.template = template
-        self.layout, self.buffer_layout = parameter_layout(template, channels_last), buffer_layout(template)
+        self.layout = parameter_layout(template, channels_last, matrices)
+        self.buffer_layout = buffer_layout(template)
         self.order: Order = order or ("rows" if device.type == "cpu" else "blocks")
-        self.num_trained = self.layout.count("decayed", "undecayed")
+        self.num_trained = self.layout.count(*TRAINED)
         self.num_learners, self._training, self._gradient_mean = num_learners, training, gradient_mean
         self.z, self.z_prev, self.total = (self._rows(1) for _ in range(3)) if training else [self._rows(1)] * 3
         self.velocity = self._rows(1) if has_velocity else None
@@ -168,6 +172,8 @@ class ReplicaBank:
                 z=self.z.trained(),
                 shadow=self.shadow.trained(learner) if self.precision.has_shadow else None,
                 num_decayed=self.weights.num_decayed,
+                num_matrices=self.weights.num_matrices,
+                matrices=self.weights.matrices(),
             )
             for learner in range(trained)
         ]

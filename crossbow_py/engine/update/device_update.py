@@ -22,7 +22,7 @@ from torch import Tensor
 
 from crossbow_py.averaging.rule import AveragingRule, LinearRound
 from crossbow_py.core.errors import UserError
-from crossbow_py.engine.bank.layout import Rows, TrainedRow
+from crossbow_py.engine.bank.layout import DECAYED, Rows, TrainedRow
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.update.optimizers import SGD, AdamW, Optimizer, PerLearner, for_learner
 
@@ -80,7 +80,7 @@ class AllLearners:
             state={name: rows.end_to_end() for name, rows in bank.state.items()},
             z=bank.z.trained(),
             shadow=bank.shadow.end_to_end() if bank.precision.has_shadow else None,
-            num_decayed=min(bank.layout.count("decayed"), 1),
+            num_decayed=sum(bank.layout.count(kind) > 0 for kind in DECAYED),
         )
         learners = range(bank.num_learners)
         owners = Rows(bank.layout, bank.capacity, torch.int32, bank.device, bank.order)

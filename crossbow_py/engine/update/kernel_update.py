@@ -14,6 +14,7 @@ from torch import Tensor
 
 from crossbow_py.averaging.rule import AveragingRule, LinearRound
 from crossbow_py.core.triton_launch import KernelError, compiles, repeated, unavailable
+from crossbow_py.engine.bank.layout import DECAYED
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import Precision
 from crossbow_py.engine.trust import why_not
@@ -41,7 +42,7 @@ class KernelUpdate:
         self._kernels, self._bank, self.moves = kernels, bank, moves
         self._num_learners = k = bank.num_learners
         device, trained = bank.device, bank.num_trained
-        decayed = trained if optimizer.decay_norm_and_bias else bank.layout.count("decayed")
+        decayed = trained if optimizer.decay_norm_and_bias else bank.layout.count(*DECAYED)
         blocks = zip(bank.weights.offsets, bank.z.offsets, bank.layout.blocks, strict=True)
         self._tiles = kernels.make_tiles(
             [(at, z_at, block.numel, i < decayed) for i, (at, z_at, block) in enumerate(blocks) if i < trained],

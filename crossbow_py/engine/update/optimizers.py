@@ -16,10 +16,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import nn
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import check, setting
-from crossbow_py.engine.bank.layout import TrainedRow
+from crossbow_py.engine.bank.layout import Matrix, TrainedRow, norm_parameters
+from crossbow_py.engine.update.newton_schulz import orthogonalize
 
 PerLearner = float | tuple[float, ...]
 
@@ -83,6 +85,10 @@ class Optimizer(ABC):
     def native_values(self, learner: int, learning_rate: float, step_count: int) -> tuple[float, ...]:
         """Return the numbers that the C function takes, in its order."""
         raise NotImplementedError(f"{self.NAME} has no native step")
+
+    def matrices(self, module: nn.Module) -> tuple[str, ...]:
+        """Return the names of the parameters that the optimizer takes as matrices. Raises UserError if it needs some."""
+        return ()
 
     def decay(self, learner: int) -> float:
         """Return the learner's λ."""
@@ -183,6 +189,91 @@ class AdamW(Optimizer):
         )
 
 
+@dataclass(frozen=True)
+class Muon(Optimizer):
+    """Momentum, orthogonalised (Jordan et al. 2024), for weights between the first and the last layer.
+
+    A weight is a matrix of its outputs by the rest of its sizes. NS is Newton–Schulz, see `newton_schulz.py`; with
+    G = U·S·Vᵀ, NS(G) is about U·Vᵀ::
+
+        u ← m·u + g
+        o ← s · NS(g + m·u)  or, without Nesterov's form,  s · NS(u)
+        w ← (1 − γ·λ)·w − γ·o
+
+    s is √max(1, outputs / rest), or with adjust_lr_fn=match_rms_adamw 0.2·√max(outputs, rest), by which rates are those
+    of AdamW (Liu et al. 2025). Other parameters, as of norms, biases, embeddings, grouped convolutions, and of the
+    first and last layer, take steps of SGD in Nesterov's form, with settings of their own and the same schedule.
+    """
+
+    NAME: ClassVar[str] = "muon"
+    STATE: ClassVar[tuple[str, ...]] = ("momentum",)
+
+    learning_rate: PerLearner = setting(0.02, "γ before the schedule; a list gives each learner its own", above=0)
+    momentum: PerLearner = setting(0.95, "m, the learner's own momentum", minimum=0, below=1)
+    weight_decay: PerLearner = setting(0.0, "λ, decoupled weight decay", minimum=0)
+    nesterov: bool = setting(True, "Nesterov's form of momentum")
+    ns_steps: int = setting(5, "Newton–Schulz iterations", minimum=1, maximum=20)
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = setting(
+        "original", "how steps follow from the shape of a matrix, as in torch.optim.Muon"
+    )
+    other_learning_rate: PerLearner = setting(0.1, "γ of other parameters, before the schedule", minimum=0)
+    other_momentum: PerLearner = setting(0.9, "m of other parameters", minimum=0, below=1)
+    other_weight_decay: PerLearner = setting(0.0, "λ of other parameters, added to the gradient", minimum=0)
+
+    def matrices(self, module: nn.Module) -> tuple[str, ...]:
+        norms, left_out = norm_parameters(module), set[int]()
+        for each in module.modules():
+            if isinstance(each, nn.Embedding) or getattr(each, "groups", 1) != 1:
+                left_out |= {id(own) for own in each.parameters(recurse=False)}
+        weights = [(name, own) for name, own in module.named_parameters() if own.ndim > 1 and id(own) not in norms]
+        found = tuple(name for name, own in weights[1:-1] if own.requires_grad and id(own) not in left_out)
+        if not found:
+            raise UserError(
+                "optimizer=muon needs weights between the model's first and last layer, and there are none to train; "
+                "set optimizer=sgd or optimizer=adamw."
+            )
+        return found
+
+    def step(self, learner: int, row: TrainedRow, learning_rate: float, step_count: int) -> None:
+        count, rate = row.num_matrices, for_learner(self.learning_rate, learner)
+        self.orthogonalize(learner, row)
+        matrices, others = row.part(0, count), row.part(count, len(row.weights))
+        self._plain.step(learner, matrices, learning_rate, step_count)
+        other_rate = for_learner(self.other_learning_rate, learner) * (learning_rate / rate)
+        if others.weights:
+            self._others.step(learner, others, other_rate, step_count)
+
+    def orthogonalize(self, learner: int, row: TrainedRow) -> None:
+        """Move the momentum of matrices, and write their steps o in place of their gradients."""
+        momentum, count = for_learner(self.momentum, learner), row.num_matrices
+        velocity, gradients = row.state["momentum"][:count], row.gradients[:count]  # u
+        torch._foreach_mul_(velocity, momentum)
+        torch._foreach_add_(velocity, gradients)
+        if self.nesterov:
+            torch._foreach_add_(gradients, velocity, alpha=momentum)
+        given = gradients if self.nesterov else velocity
+        found = orthogonalize([place.of(given) for place in row.matrices], self.ns_steps)
+        for place, own in zip(row.matrices, found, strict=True):
+            torch.mul(own, self._scale(place), out=place.of(gradients))
+
+    def _scale(self, matrix: Matrix) -> float:
+        if self.adjust_lr_fn == "original":
+            return math.sqrt(max(1.0, matrix.rows / matrix.columns))
+        return 0.2 * math.sqrt(max(matrix.rows, matrix.columns))
+
+    @property
+    def _plain(self) -> SGD:
+        """The step along what was orthogonalised. Without momentum, λ is decoupled."""
+        return SGD(momentum=0.0, weight_decay=self.weight_decay)
+
+    @property
+    def _others(self) -> SGD:
+        return SGD(
+            momentum=self.other_momentum, weight_decay=self.other_weight_decay, nesterov=self.other_momentum != 0,
+            decay_norm_and_bias=self.decay_norm_and_bias,
+        )  # fmt: skip
+
+
 def side_by_side(each: Sequence[Optimizer]) -> Optimizer:
     """Return one optimizer for several learners, each with its own; their shared settings must be equal."""
     first = each[0]
@@ -197,4 +288,4 @@ def as_first(optimizer: Optimizer) -> Optimizer:
     return replace(optimizer, **{name: value[0] for name, value in settings.items() if isinstance(value, tuple)})
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {SGD.NAME: SGD, AdamW.NAME: AdamW}
+OPTIMIZERS: dict[str, type[Optimizer]] = {each.NAME: each for each in (SGD, AdamW, Muon)}

@@ -1,0 +1,138 @@
+"""Muon against NumPy in float64: the polynomial step by step, the polar factor, and rounds of a bank."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py.core.errors import UserError
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.modules.precision import FP64
+from crossbow_py.engine.update.newton_schulz import COEFFICIENTS, orthogonalize
+from crossbow_py.engine.update.optimizers import Muon
+from tests.support import CPU
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def newton_schulz(matrix: np.ndarray, iterations: int) -> np.ndarray:
+    """The polynomial of the singular values, by their decomposition."""
+    u, s, vt = np.linalg.svd(matrix, full_matrices=False)
+    s = s / np.sqrt((s**2).sum())
+    a, b, c = COEFFICIENTS
+    for _ in range(iterations):
+        s = a * s + b * s**3 + c * s**5
+    return (u * s) @ vt
+
+
+@pytest.mark.parametrize("iterations", [1, 3, 5])
+@pytest.mark.parametrize("shape", [(4, 4), (3, 7), (9, 2), (1, 5)])
+def test_iterations_are_the_polynomial_of_the_singular_values(shape: tuple[int, int], iterations: int) -> None:
+    matrix = drawn(*shape)
+    (found,) = orthogonalize([matrix], iterations)
+    np.testing.assert_allclose(found.numpy(), newton_schulz(matrix.numpy(), iterations), rtol=1e-10, atol=1e-12)
+
+
+def test_five_iterations_are_near_the_polar_factor() -> None:
+    u, _, vt = np.linalg.svd(drawn(16, 40).numpy(), full_matrices=False)
+    (found,) = orthogonalize([drawn(16, 40)], 5)
+    singular = np.linalg.svd(found.numpy(), compute_uv=False)
+    assert singular.min() > 0.65 and singular.max() < 1.2
+    assert np.linalg.norm(found.numpy() - u @ vt) < 0.3 * np.linalg.norm(u @ vt)
+
+
+def test_matrices_of_many_shapes_come_back_in_their_order_and_unchanged() -> None:
+    given = [drawn(*shape, seed=i) for i, shape in enumerate([(3, 5), (5, 3), (2, 2), (3, 5)])]
+    before = [each.clone() for each in given]
+    for own, alone, kept, matrix in zip(
+        orthogonalize(given, 5), (orthogonalize([each], 5)[0] for each in given), before, given, strict=True
+    ):
+        torch.testing.assert_close(own, alone, rtol=1e-12, atol=1e-13)
+        assert torch.equal(matrix, kept)
+
+
+def test_matrix_of_zeros_stays_one_and_the_scale_of_another_does_not_matter() -> None:
+    zeros, large, small = orthogonalize([torch.zeros(3, 4), 1e10 * drawn(3, 4).float(), drawn(3, 4).float()], 5)
+    assert not zeros.any()
+    torch.testing.assert_close(large, small, rtol=1e-4, atol=1e-5)
+
+
+class Net(nn.Module):
+    """A first and a last layer, and between them two convolutions, a linear layer, and what is no matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 4, 3)
+        self.a, self.norm = nn.Conv2d(4, 6, 3, bias=False), nn.BatchNorm2d(6)
+        self.depthwise = nn.Conv2d(6, 6, 3, groups=6)
+        self.b, self.middle = nn.Conv2d(6, 4, 1), nn.Linear(4, 9)
+        self.embedding, self.head = nn.Embedding(5, 9), nn.Linear(9, 3)
+
+
+def test_matrices_lie_between_the_first_and_the_last_layer() -> None:
+    assert Muon().matrices(Net()) == ("a.weight", "b.weight", "middle.weight")
+    frozen = Net()
+    frozen.b.requires_grad_(False)
+    assert Muon().matrices(frozen) == ("a.weight", "middle.weight")
+
+
+@pytest.mark.parametrize("model", [nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))])
+def test_model_without_matrices_is_refused_with_the_remedy(model: nn.Module) -> None:
+    with pytest.raises(UserError, match="between the model's first and last layer.*set optimizer=sgd"):
+        Muon().matrices(model)
+
+
+@pytest.mark.parametrize("order", ["rows", "blocks"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        Muon(weight_decay=0.1, other_weight_decay=0.05),
+        Muon(nesterov=False, adjust_lr_fn="match_rms_adamw", ns_steps=3, other_momentum=0.0),
+        Muon(learning_rate=(0.02, 0.04), momentum=(0.9, 0.5), other_learning_rate=(0.1, 0.3), decay_norm_and_bias=True),
+    ],
+    ids=["original", "rms", "learners"],
+)
+def test_fifty_rounds_are_those_of_numpy(optimizer: Muon, order: str) -> None:
+    template = Net().double()
+    matrices = optimizer.matrices(template)
+    bank = ReplicaBank(
+        template, 2, device=CPU, precision=FP64, state_names=optimizer.STATE, order=order, matrices=matrices  # type: ignore[arg-type]
+    )
+    learner = 1
+    expected = {name: own.detach().numpy().copy() for name, own in template.named_parameters()}
+    velocity = {name: np.zeros_like(own) for name, own in expected.items()}
+    norms = {"norm.weight", "norm.bias"}
+
+    def of(value: float | tuple[float, ...]) -> float:
+        return value[learner] if isinstance(value, tuple) else value
+
+    for index in range(50):
+        factor = 1 - index / 60
+        gradients = {name: drawn(*own.shape, seed=1000 * index + i) for i, (name, own) in enumerate(expected.items())}
+        for name, view in bank.gradients.shaped(learner).items():
+            view.copy_(gradients[name])
+        rate = of(optimizer.learning_rate) * factor
+        optimizer.step(learner, bank.trained_row(learner), rate, index + 1)
+        for name, w in expected.items():
+            g, u = gradients[name].numpy(), velocity[name]
+            if name in matrices:
+                m, flat = of(optimizer.momentum), (len(w), -1)
+                u[:] = m * u + g
+                o = newton_schulz((g + m * u if optimizer.nesterov else u).reshape(flat), optimizer.ns_steps)
+                rows, columns = o.shape
+                s = max(1, rows / columns) ** 0.5
+                s = s if optimizer.adjust_lr_fn == "original" else 0.2 * max(rows, columns) ** 0.5
+                w *= 1 - rate * of(optimizer.weight_decay)
+                w -= rate * s * o.reshape(w.shape)
+            else:
+                m, decays = of(optimizer.other_momentum), w.ndim > 1 and name not in norms
+                g = g + (of(optimizer.other_weight_decay) * w if decays or optimizer.decay_norm_and_bias else 0)
+                u[:] = m * u + g
+                w -= of(optimizer.other_learning_rate) * factor * (g + m * u)
+    for name, view in bank.weights.shaped(learner).items():
+        np.testing.assert_allclose(view.numpy(), expected[name], rtol=1e-8, atol=1e-9, err_msg=name)
+    assert bank.weights.shaped(0)["a.weight"].equal(template.a.weight)  # the other learner has not moved
