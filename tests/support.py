@@ -87,9 +87,11 @@ def make_tasks(
     channels_last: bool = True,
 ) -> RoundTasks:
     """Task bodies over a bank on CPU."""
+    model = make_model()
     bank = ReplicaBank(
-        make_model(), num_learners, device=CPU, precision=precision, state_names=optimizer.STATE, order=order,
+        model, num_learners, device=CPU, precision=precision, state_names=optimizer.STATE, order=order,
         channels_last=channels_last, has_velocity=rule.has_velocity, gradient_mean=rule.gradient_mean,
+        matrices=optimizer.matrices(model),
     )  # fmt: skip
     feed = make_feed(
         data or features(64), batch_size, seed, channels_last=True, dtype=precision.compute, kernels=kernels

@@ -291,6 +291,13 @@ class RoundTasks:
             self.update.sum(summed.gradients, [bank.gradients.trained(j) for j in range(bank.num_learners)])
         self.collective.all_reduce_sum(bank.total.storage)
         outcome.gradient_norm = self.update.gradient_norm(summed)
+        if math.isfinite(outcome.gradient_norm):
+            self.update.prepare_shared(bank, summed, self._summed_scale(outcome))
+
+    def _summed_scale(self, outcome: RoundOutcome) -> float:
+        """Return the factor that turns the sum of gradients into their mean, clipped."""
+        count = float(self.bank.total_learners)
+        return self.update.optimizer.gradient_scale(outcome.gradient_norm / count) / count
 
     def gate_gradients(self, outcome: RoundOutcome) -> None:
         """Set G_j to zero for learners whose loss or gradient norm is not finite."""
@@ -340,9 +347,8 @@ class RoundTasks:
 
     def next_summed_step(self, learner: int, outcome: RoundOutcome) -> Step | None:
         """Return `next_step` of a learner that steps by the mean of the gradients whose sum is in `bank.total`."""
-        count = float(self.bank.total_learners)
-        step = self.next_step(learner, outcome.gradient_norm / count, outcome)
-        return step and replace(step, gradient_scale=step.gradient_scale / count)
+        step = self.next_step(learner, outcome.gradient_norm / self.bank.total_learners, outcome)
+        return step and replace(step, gradient_scale=self._summed_scale(outcome), is_prepared=True)
 
     def average(self, outcome: RoundOutcome) -> None:
         """Sum the corrections in learner order, all-reduce the sum, and move z. Writes nothing else of the bank."""

@@ -16,12 +16,20 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import check, setting
 from crossbow_py.engine.bank.layout import Matrix, TrainedRow, norm_parameters
 from crossbow_py.engine.update.newton_schulz import orthogonalize
+
+@dataclass(frozen=True)
+class NativeStep:
+    """What the C function takes for some vectors: its numbers, in its order, and λ."""
+
+    values: tuple[float, ...]
+    decay: float = 0.0
+
 
 PerLearner = float | tuple[float, ...]
 
@@ -35,7 +43,7 @@ def for_learner(value: PerLearner, learner: int) -> float:
 class Optimizer(ABC):
     """The base of all optimizers: settings, the names of the state rows, and the update of one learner.
 
-    `NATIVE_STEP` is the index, in native/update.c, of the C function that does what `step` does from `native_values`,
+    `NATIVE_STEP` is the index, in native/update.c, of the C function that does what `step` does from `native_steps`,
     or None. With such a function there are at most two state rows and eight values.
     """
 
@@ -43,6 +51,7 @@ class Optimizer(ABC):
     NAME: ClassVar[str]
     STATE: ClassVar[tuple[str, ...]]
     NATIVE_STEP: ClassVar[int | None] = None
+    TAKES_MATRICES: ClassVar[bool] = False  # whether there are `matrices`, which are prepared before a step
 
     learning_rate: PerLearner
     weight_decay: PerLearner
@@ -78,12 +87,18 @@ class Optimizer(ABC):
         own = self.per_learner()
         return {"name": self.NAME, **{f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}}
 
+    def prepare(self, learners: Sequence[int], rows: Sequence[TrainedRow]) -> None:
+        """Put the steps of these learners' matrices in place of their gradients, and move their state."""
+
     @abstractmethod
     def step(self, learner: int, row: TrainedRow, learning_rate: float, step_count: int) -> None:
-        """Apply step number `step_count`, from 1, to a learner's weights and state in place; gradients are scratch."""
+        """Apply step number `step_count`, from 1, to a learner's weights and state in place; gradients are scratch.
 
-    def native_values(self, learner: int, learning_rate: float, step_count: int) -> tuple[float, ...]:
-        """Return the numbers that the C function takes, in its order."""
+        Matrices have been prepared.
+        """
+
+    def native_steps(self, learner: int, learning_rate: float, step_count: int) -> tuple[NativeStep, ...]:
+        """Return what the C function takes: for all vectors, or for those of matrices and for the others."""
         raise NotImplementedError(f"{self.NAME} has no native step")
 
     def matrices(self, module: nn.Module) -> tuple[str, ...]:
@@ -140,8 +155,9 @@ class SGD(Optimizer):
                 gradients = velocity
         torch._foreach_add_(row.weights, gradients, alpha=-learning_rate)
 
-    def native_values(self, learner: int, learning_rate: float, step_count: int) -> tuple[float, ...]:
-        return for_learner(self.momentum, learner), learning_rate, float(self.nesterov)
+    def native_steps(self, learner: int, learning_rate: float, step_count: int) -> tuple[NativeStep, ...]:
+        values = for_learner(self.momentum, learner), learning_rate, float(self.nesterov)
+        return (NativeStep(values, self.decay(learner)),)
 
 
 @dataclass(frozen=True)
@@ -176,9 +192,9 @@ class AdamW(Optimizer):
         torch._foreach_add_(denominators, self.epsilon)
         torch._foreach_addcdiv_(row.weights, first, denominators, -learning_rate / (1 - beta1**step_count))
 
-    def native_values(self, learner: int, learning_rate: float, step_count: int) -> tuple[float, ...]:
+    def native_steps(self, learner: int, learning_rate: float, step_count: int) -> tuple[NativeStep, ...]:
         beta1, beta2 = for_learner(self.beta1, learner), for_learner(self.beta2, learner)
-        return (
+        values = (
             1 - learning_rate * self.decay(learner),
             1 - beta1,
             beta2,
@@ -187,6 +203,7 @@ class AdamW(Optimizer):
             self.epsilon,
             -learning_rate / (1 - beta1**step_count),
         )
+        return (NativeStep(values, self.decay(learner)),)
 
 
 @dataclass(frozen=True)
@@ -207,6 +224,8 @@ class Muon(Optimizer):
 
     NAME: ClassVar[str] = "muon"
     STATE: ClassVar[tuple[str, ...]] = ("momentum",)
+    NATIVE_STEP: ClassVar[int | None] = SGD.NATIVE_STEP
+    TAKES_MATRICES: ClassVar[bool] = True
 
     learning_rate: PerLearner = setting(0.02, "γ before the schedule; a list gives each learner its own", above=0)
     momentum: PerLearner = setting(0.95, "m, the learner's own momentum", minimum=0, below=1)
@@ -235,26 +254,38 @@ class Muon(Optimizer):
         return found
 
     def step(self, learner: int, row: TrainedRow, learning_rate: float, step_count: int) -> None:
-        count, rate = row.num_matrices, for_learner(self.learning_rate, learner)
-        self.orthogonalize(learner, row)
+        count = row.num_matrices
         matrices, others = row.part(0, count), row.part(count, len(row.weights))
         self._plain.step(learner, matrices, learning_rate, step_count)
-        other_rate = for_learner(self.other_learning_rate, learner) * (learning_rate / rate)
         if others.weights:
-            self._others.step(learner, others, other_rate, step_count)
+            self._others.step(learner, others, self._other_rate(learner, learning_rate), step_count)
 
-    def orthogonalize(self, learner: int, row: TrainedRow) -> None:
+    def native_steps(self, learner: int, learning_rate: float, step_count: int) -> tuple[NativeStep, ...]:
+        others = self._other_rate(learner, learning_rate)
+        return (
+            *self._plain.native_steps(learner, learning_rate, step_count),
+            *self._others.native_steps(learner, others, step_count),
+        )
+
+    def _other_rate(self, learner: int, learning_rate: float) -> float:
+        scheduled = learning_rate / for_learner(self.learning_rate, learner)
+        return for_learner(self.other_learning_rate, learner) * scheduled
+
+    def prepare(self, learners: Sequence[int], rows: Sequence[TrainedRow]) -> None:
         """Move the momentum of matrices, and write their steps o in place of their gradients."""
-        momentum, count = for_learner(self.momentum, learner), row.num_matrices
-        velocity, gradients = row.state["momentum"][:count], row.gradients[:count]  # u
-        torch._foreach_mul_(velocity, momentum)
-        torch._foreach_add_(velocity, gradients)
-        if self.nesterov:
-            torch._foreach_add_(gradients, velocity, alpha=momentum)
-        given = gradients if self.nesterov else velocity
-        found = orthogonalize([place.of(given) for place in row.matrices], self.ns_steps)
-        for place, own in zip(row.matrices, found, strict=True):
-            torch.mul(own, self._scale(place), out=place.of(gradients))
+        given: list[Tensor] = []
+        for learner, row in zip(learners, rows, strict=True):
+            momentum, count = for_learner(self.momentum, learner), row.num_matrices
+            velocity, gradients = row.state["momentum"][:count], row.gradients[:count]  # u
+            torch._foreach_mul_(velocity, momentum)
+            torch._foreach_add_(velocity, gradients)
+            if self.nesterov:
+                torch._foreach_add_(gradients, velocity, alpha=momentum)
+            given += [place.of(gradients if self.nesterov else velocity) for place in row.matrices]
+        found = iter(orthogonalize(given, self.ns_steps))
+        for row in rows:
+            for place in row.matrices:
+                torch.mul(next(found), self._scale(place), out=place.of(row.gradients))
 
     def _scale(self, matrix: Matrix) -> float:
         if self.adjust_lr_fn == "original":

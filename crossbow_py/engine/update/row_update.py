@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import Array, c_double, c_float, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,11 +32,19 @@ _VALUES_A_PART = 2**17  # updating these takes about as long as handing work to 
 
 @dataclass(frozen=True)
 class Step:
-    """A learner's gradient step: γ, the number of the step from 1, and the factor of the gradient."""
+    """A learner's gradient step.
+
+    Attributes:
+        learning_rate: γ.
+        step_count: the number of the step, from 1.
+        gradient_scale: the factor of the gradient.
+        is_prepared: whether the steps of matrices are in place of their gradients already, see `Optimizer.prepare`.
+    """
 
     learning_rate: float
     step_count: int
     gradient_scale: float = 1.0
+    is_prepared: bool = False
 
 
 class TorchUpdate:
@@ -54,8 +62,11 @@ class TorchUpdate:
 
     def correct(self, learner: int, row: TrainedRow, averaging: LinearRound | None, step: Step) -> None:
         """Set g ← scale·g; c ← correction from w; w ← (optimizer step of w) − c; shadow ← w. No c without averaging."""
-        if step.gradient_scale != 1:
-            torch._foreach_mul_(row.gradients, step.gradient_scale)
+        if not step.is_prepared:
+            self.prepare([learner], [row], [step])
+        scaled = row.gradients[row.num_matrices :]
+        if step.gradient_scale != 1 and scaled:
+            torch._foreach_mul_(scaled, step.gradient_scale)
         if averaging:
             self.rule.corrections(row.corrections, row.weights, row.z, averaging)
         self.optimizer.step(learner, row, step.learning_rate, step.step_count)
@@ -63,6 +74,25 @@ class TorchUpdate:
             torch._foreach_sub_(row.weights, row.corrections)
         if row.shadow is not None:
             torch._foreach_copy_(row.shadow, row.weights)
+
+    def prepare(self, learners: Sequence[int], rows: Sequence[TrainedRow], steps: Sequence[Step]) -> None:
+        """Put the steps of these learners' matrices, if the optimizer takes any, in place of their gradients."""
+        if not self.optimizer.TAKES_MATRICES:
+            return
+        for row, step in zip(rows, steps, strict=True):
+            if step.gradient_scale != 1:
+                torch._foreach_mul_(row.gradients[: row.num_matrices], step.gradient_scale)
+        self.optimizer.prepare(learners, rows)
+
+    def prepare_shared(self, bank: ReplicaBank, row: TrainedRow, scale: float) -> None:
+        """Do `prepare` of the first learner's `row`, of whose gradient and state all learners have equal copies."""
+        if not self.optimizer.TAKES_MATRICES:
+            return
+        self.prepare([0], [row], [Step(0.0, 0, scale)])
+        for rows in bank.state.values():
+            first, *others = (rows.trained(learner)[: row.num_matrices] for learner in range(bank.num_learners))
+            for own in others:
+                torch._foreach_copy_(own, first)
 
     def sum(self, total: list[Tensor], corrections: Sequence[list[Tensor]]) -> None:
         """Set total ← Σ_j c_j, in learner order."""
@@ -101,8 +131,10 @@ class NativeUpdate(TorchUpdate):
         return self._norms(self._vectors(row), 1, _num_values(row.weights))[0]
 
     def correct(self, learner: int, row: TrainedRow, averaging: LinearRound | None, step: Step) -> None:
-        learners, coefficients = (Learner * 1)(self._learner(learner, step)), _coefficients(averaging, moves=False)
-        self._update(self._vectors(row), learners, coefficients, _num_values(row.weights))
+        if not step.is_prepared:
+            self.prepare([learner], [row], [step])
+        coefficients = _coefficients(averaging, moves=False)
+        self._update(self._vectors(row), self._learners([step], learner), coefficients, _num_values(row.weights))
 
     def _vectors(self, row: TrainedRow) -> Array[Vector]:
         """Return the row's structs, made once; a bank that has grown has new TrainedRows."""
@@ -110,9 +142,22 @@ class NativeUpdate(TorchUpdate):
             self._known[row] = _vectors(row, self.optimizer)
         return self._known[row]
 
-    def _learner(self, learner: int, step: Step) -> Learner:
-        values = (c_float * 8)(*self.optimizer.native_values(learner, step.learning_rate, step.step_count))
-        return Learner(0, step.gradient_scale, self.optimizer.decay(learner), values)
+    def _learners(self, steps: Sequence[Step | None], first: int = 0) -> tuple[Array[Learner], int]:
+        """Return the structs of learners from `first` on, group by group, and the number of learners."""
+        each = [self._groups(first + index, step) for index, step in enumerate(steps)]
+        groups = 2 if self.optimizer.TAKES_MATRICES else 1
+        flat = (own[group] if own else Learner(skipped=1) for group in range(groups) for own in each)
+        return (Learner * (groups * len(each)))(*flat), len(each)
+
+    def _groups(self, learner: int, step: Step | None) -> list[Learner]:
+        """Return a learner's structs: one, or one for its matrices, which are prepared, and one for other vectors."""
+        if step is None:
+            return []
+        scales = [step.gradient_scale] if not self.optimizer.TAKES_MATRICES else [1.0, step.gradient_scale]
+        given = self.optimizer.native_steps(learner, step.learning_rate, step.step_count)
+        return [
+            Learner(0, scale, own.decay, (c_float * 8)(*own.values)) for scale, own in zip(scales, given, strict=True)
+        ]
 
     def sum(self, total: list[Tensor], corrections: Sequence[list[Tensor]]) -> None:
         for index, out in enumerate(total):
@@ -138,14 +183,17 @@ class NativeUpdate(TorchUpdate):
 
         With `moves`, the pass also does `move`, which is right if the sum is not all-reduced in between.
         """
-        learners = (Learner * len(steps))(
-            *(Learner(skipped=1) if step is None else self._learner(j, step) for j, step in enumerate(steps))
-        )
+        taken = [(learner, step) for learner, step in enumerate(steps) if step is not None and not step.is_prepared]
+        if taken and self.optimizer.TAKES_MATRICES:
+            own = [rows.of(learner) for learner, _ in taken]
+            self.prepare([learner for learner, _ in taken], own, [step for _, step in taken])
         vectors = rows.vectors(self.optimizer)
-        self._update(vectors, learners, _coefficients(averaging, moves), rows.num_values)
+        self._update(vectors, self._learners(steps), _coefficients(averaging, moves), rows.num_values)
 
-    def _update(self, vectors: Array[Vector], learners: Array[Learner], coefficients: Averaging, values: int) -> None:
-        arguments = vectors, len(vectors), learners, len(learners), self._step, coefficients
+    def _update(
+        self, vectors: Array[Vector], learners: tuple[Array[Learner], int], coefficients: Averaging, values: int
+    ) -> None:
+        arguments = vectors, len(vectors), *learners, self._step, coefficients
         self._spread(values, self._library.crossbow_update, *arguments)
 
     def _norms(self, vectors: Array[Vector], num_learners: int, values: int) -> list[float]:
@@ -181,6 +229,15 @@ class StackedRows:
         self.num_values = bank.num_learners * _num_values(self.gradients)
         self._array: Array[Vector] | None = None
 
+    def of(self, learner: int) -> TrainedRow:
+        """Return a learner's row with its gradient of this round."""
+        row = self._bank.trained_row(learner)
+        gradients = [
+            stacked.as_strided((count,), (1,), stacked.storage_offset() + learner * count)
+            for stacked, count in zip(self.gradients, map(torch.numel, row.weights), strict=True)
+        ]
+        return replace(row, gradients=gradients)
+
     def vectors(self, optimizer: Optimizer) -> Array[Vector]:
         """Return the structs for C, whose pointers are to the beginnings of blocks."""
         if self._array is None:
@@ -194,6 +251,7 @@ class StackedRows:
                 z=bank.z.trained(),
                 shadow=bank.shadow.trained(0) if bank.precision.has_shadow else None,
                 num_decayed=bank.weights.num_decayed,
+                num_matrices=bank.weights.num_matrices,
             )
             self._array = _vectors(first, optimizer, bank.z_prev.trained())
         for vector, gradient in zip(self._array, self.gradients, strict=True):
@@ -229,6 +287,7 @@ def _vectors(row: TrainedRow, optimizer: Optimizer, z_prev: Sequence[Tensor] | N
                 stride=weights.numel(),
                 gradient_stride=weights.numel(),
                 decays=int(index < num_decayed),
+                group=int(index >= row.num_matrices) if optimizer.TAKES_MATRICES else 0,
             )
             for index, weights in enumerate(row.weights)
         )

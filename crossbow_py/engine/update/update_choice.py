@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from crossbow_py.engine.update.native.library import NativeError, load
 from crossbow_py.engine.update.optimizers import Optimizer, as_first
 from crossbow_py.engine.update.row_update import NativeUpdate, StackedRows, Step, TorchUpdate
 
-_STEPS = (Step(0.1, step_count=3, gradient_scale=0.5), None, Step(0.1, step_count=3))
+_FIRST = Step(0.1, step_count=3, gradient_scale=0.5)
+_STEPS: tuple[Step | None, ...] = (_FIRST, None, Step(0.1, step_count=3))
 _CHECKED: set[Any] = set()
 
 
@@ -76,11 +78,18 @@ def _check(optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) -> N
     rows.share_gradient, rows.gradients = True, shared.total.trained()
     torch._foreach_copy_(rows.gradients, shared.gradients.trained(0))
     native.gradient_norms(rows)
-    native.correct_all(rows, None, _STEPS, moves=True)
+    steps = _STEPS
+    if optimizer.TAKES_MATRICES:  # which are prepared for all learners; none may be left behind
+        steps = (_FIRST,) * expected.num_learners
+        for each in (shared, expected):
+            each.settle_state("average")
+        row = replace(shared.trained_row(0), gradients=rows.gradients)
+        native.prepare_shared(shared, row, _FIRST.gradient_scale)
+    native.correct_all(rows, None, [own and replace(own, is_prepared=True) for own in steps], moves=True)
     for learner in range(1, expected.num_learners):
         expected.gradients.copy_row(learner, expected.gradients, 0)
     expected.total.copy_row(0, shared.total)
-    round_by_row(reference, expected, None, _STEPS)
+    round_by_row(reference, expected, None, steps)
     _require_agreement(shared, expected)
 
 

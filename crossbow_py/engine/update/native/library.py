@@ -58,6 +58,7 @@ class Vector(Structure):
         ("stride", c_int64),
         ("gradient_stride", c_int64),
         ("decays", c_int64),
+        ("group", c_int64),
     ]
 
 

@@ -26,6 +26,7 @@ typedef struct {
     uint16_t *shadow; /* bfloat16 copy of the weights, or NULL */
     int64_t count, stride, gradient_stride;
     int64_t decays; /* whether weight decay applies */
+    int64_t group;  /* which settings of a learner apply: group g has those from g * num_learners on */
 } Vector;
 
 typedef struct {
@@ -42,7 +43,7 @@ typedef struct {
 /* The form of a loop is known when it is compiled, so that no loop has branches and all are vectorised. */
 enum { PULLS = 1, ADDS = 2, HAS_SHADOW = 4, DECAYS = 8, MOMENTUM = 16, NESTEROV = 32, ADAMW = 64, FAR = 128 };
 
-/* values: momentum, learning rate, 1 for Nesterov's form; as `native_values` in engine/update/optimizers.py, like the next */
+/* values: momentum, learning rate, 1 for Nesterov's form; as `native_steps` in engine/update/optimizers.py, like the next */
 INLINE float sgd(const int form, float w, float g, float *u, const float *values, float decay)
 {
     const float momentum = values[0], rate = values[1];
@@ -157,6 +158,7 @@ static void update_chunk(const Vector *v, const Learner *learners, int64_t num_l
                          const Averaging *averaging, int64_t begin, int64_t n)
 {
     int pulls = averaging->averages ? PULLS : 0;
+    learners += v->group * num_learners;
     for (int64_t j = 0; j < num_learners; j++) {
         if (learners[j].skipped) continue;
         update_row(form_of(v, learners + j, optimizer) | pulls, v, learners + j, j, averaging->correction, begin, n);

@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import nn
 
+from crossbow_py.averaging import SMA, AveragingRule, GroupedSMA, Independent, SynchronousSGD
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.engine.modules.precision import FP64
+from crossbow_py.engine.executors import EXECUTORS
+from crossbow_py.engine.modules.precision import FP32, FP64, Precision
 from crossbow_py.engine.update.newton_schulz import COEFFICIENTS, orthogonalize
 from crossbow_py.engine.update.optimizers import Muon
-from tests.support import CPU
+from tests.support import CPU, features, make_tasks, run_rounds
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -59,6 +61,15 @@ def test_matrix_of_zeros_stays_one_and_the_scale_of_another_does_not_matter() ->
     zeros, large, small = orthogonalize([torch.zeros(3, 4), 1e10 * drawn(3, 4).float(), drawn(3, 4).float()], 5)
     assert not zeros.any()
     torch.testing.assert_close(large, small, rtol=1e-4, atol=1e-5)
+
+
+def small_model() -> nn.Module:
+    """Two matrices between a first and a last layer, with BatchNorm; the same weights every time."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 10, 3, bias=False),
+        nn.BatchNorm2d(10), nn.ReLU(), nn.Flatten(), nn.Linear(40, 12), nn.ReLU(), nn.Linear(12, 3),
+    )  # fmt: skip
 
 
 class Net(nn.Module):
@@ -116,6 +127,7 @@ def test_fifty_rounds_are_those_of_numpy(optimizer: Muon, order: str) -> None:
         for name, view in bank.gradients.shaped(learner).items():
             view.copy_(gradients[name])
         rate = of(optimizer.learning_rate) * factor
+        optimizer.prepare([learner], [bank.trained_row(learner)])
         optimizer.step(learner, bank.trained_row(learner), rate, index + 1)
         for name, w in expected.items():
             g, u = gradients[name].numpy(), velocity[name]
@@ -136,3 +148,26 @@ def test_fifty_rounds_are_those_of_numpy(optimizer: Muon, order: str) -> None:
     for name, view in bank.weights.shaped(learner).items():
         np.testing.assert_allclose(view.numpy(), expected[name], rtol=1e-8, atol=1e-9, err_msg=name)
     assert bank.weights.shaped(0)["a.weight"].equal(template.a.weight)  # the other learner has not moved
+
+
+@pytest.mark.parametrize("averaging", [SynchronousSGD(), SMA(), Independent(), GroupedSMA(group_size=2)])
+@pytest.mark.parametrize("executor", ["threads", "fused", "fused_threads"])
+def test_executors_equal_serial(executor: str, averaging: AveragingRule) -> None:
+    """In float32 by native code, and prepared for all learners at once where they share a gradient."""
+    optimizer = Muon(weight_decay=0.05, clip_norm=0.5)
+
+    def trained(name: str, precision: Precision) -> ReplicaBank:
+        tasks = make_tasks(
+            small_model, data=features(64, (3, 6, 6)), num_learners=4, optimizer=optimizer, rule=averaging,
+            precision=precision, order=EXECUTORS[name].ORDER,
+        )  # fmt: skip
+        run_rounds(tasks, name, 12, learning_rate=0.02)
+        return tasks.bank
+
+    reference = trained("serial", FP64)
+    for precision, tolerance in ((FP64, 1e-9), (FP32, 2e-3)):
+        found = trained(executor, precision)
+        for learner in range(4):
+            ours, expected = found.weights.shaped(learner), reference.weights.shaped(learner)
+            for name, own in expected.items():
+                torch.testing.assert_close(ours[name].double(), own, rtol=tolerance, atol=tolerance, msg=name)
