@@ -13,8 +13,9 @@ Multiplying numbers cannot do this, because NaN times 0 is NaN, so both are view
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from crossbow_py.averaging.rule import AveragingRule, LinearRound
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.bank.layout import DECAYED, Rows, TrainedRow
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.engine.update.optimizers import SGD, AdamW, Optimizer, PerLearner, for_learner
+from crossbow_py.engine.update.optimizers import SGD, AdamW, Muon, Optimizer, PerLearner, for_learner
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -42,10 +43,16 @@ class OneLearner:
 
     Attributes:
         row: its vectors; gradients are scratch after a correction.
+        matrices: where the matrices are in these vectors.
     """
 
     def __init__(self, learner: int, row: TrainedRow) -> None:
         self._learner, self.row = learner, row
+        self.matrices = row.matrices
+
+    def part(self, first: int, end: int) -> OneLearner:
+        """Return the same learner with the vectors from `first` to `end`."""
+        return OneLearner(self._learner, self.row.part(first, end))
 
     def setting(self, value: PerLearner) -> float | Tensor:
         """Return a hyper-parameter: a number, or float64 with one entry for each learner."""
@@ -81,8 +88,14 @@ class AllLearners:
             z=bank.z.trained(),
             shadow=bank.shadow.end_to_end() if bank.precision.has_shadow else None,
             num_decayed=sum(bank.layout.count(kind) > 0 for kind in DECAYED),
+            num_matrices=int(bank.layout.count("matrix") > 0),
         )
         learners = range(bank.num_learners)
+        self.matrices = tuple(
+            replace(own, vector=0, begin=bank.weights.offsets[own.vector] + learner * own.rows * own.columns)
+            for own in bank.weights.matrices()
+            for learner in learners
+        )
         owners = Rows(bank.layout, bank.capacity, torch.int32, bank.device, bank.order)
         owners.storage.fill_(bank.num_learners)
         for learner in learners:
@@ -98,6 +111,12 @@ class AllLearners:
             for value in given
             if isinstance(value, tuple)
         }
+
+    def part(self, first: int, end: int) -> AllLearners:
+        """Return the same learners with the vectors from `first` to `end`."""
+        found = copy.copy(self)
+        found.row, found._owners = self.row.part(first, end), self._owners[first:end]
+        return found
 
     def setting(self, value: PerLearner) -> float | Tensor:
         """Return a hyper-parameter: a number, or a table, which has one entry more."""
@@ -159,7 +178,7 @@ def _as(dtype: torch.dtype, gate: Factor) -> Any:
 
 
 class DeviceUpdate:
-    """Gated corrections for SGD and AdamW, and every averaging rule whose operators do not block the host.
+    """Gated corrections for SGD, AdamW and Muon, and every averaging rule whose operators do not block the host.
 
     Raises UserError for other optimizers.
     """
@@ -282,7 +301,30 @@ def propose_adamw(optimizer: AdamW, learners: Learners, learning_rate: Tensor, s
     return list(torch._foreach_sub(weights, steps)), {"exp_avg": first, "exp_avg_sq": second}
 
 
+def propose_muon(optimizer: Muon, learners: Learners, learning_rate: Tensor, step_count: Tensor) -> Proposal:
+    """Return the step in the docstring of `Muon`."""
+    row, count = learners.row, learners.row.num_matrices
+    matrices, others = learners.part(0, count), learners.part(count, len(row.weights))
+    momentum: Any = matrices.spread(matrices.setting(optimizer.momentum))
+    velocity = list(torch._foreach_mul(matrices.row.state["momentum"], momentum))
+    torch._foreach_add_(velocity, matrices.row.gradients)
+    if optimizer.nesterov:
+        _add_scaled(matrices.row.gradients, velocity, momentum)
+    given = matrices.row.gradients if optimizer.nesterov else velocity
+    optimizer.orthogonalize([(matrix, given, row.gradients) for matrix in learners.matrices])
+    weights, _ = propose_sgd(optimizer.plain, matrices, learning_rate, step_count)
+    state = {"momentum": velocity}
+    if others.row.weights:
+        scheduled = learning_rate / learners.setting(optimizer.learning_rate)
+        rates = scheduled * learners.setting(optimizer.other_learning_rate)
+        moved, own = propose_sgd(optimizer.others, others, rates, step_count)
+        kept = own.get("momentum") or [each.clone() for each in others.row.state["momentum"]]  # proposals are scratch
+        weights, state["momentum"] = weights + moved, velocity + kept
+    return weights, state
+
+
 _PROPOSALS: dict[type[Optimizer], Callable[[Any, Learners, Tensor, Tensor], Proposal]] = {
     SGD: propose_sgd,
     AdamW: propose_adamw,
+    Muon: propose_muon,
 }

@@ -31,6 +31,7 @@ class NativeStep:
     decay: float = 0.0
 
 
+Place = tuple[Matrix, Sequence[Tensor], Sequence[Tensor]]
 PerLearner = float | tuple[float, ...]
 
 
@@ -256,15 +257,15 @@ class Muon(Optimizer):
     def step(self, learner: int, row: TrainedRow, learning_rate: float, step_count: int) -> None:
         count = row.num_matrices
         matrices, others = row.part(0, count), row.part(count, len(row.weights))
-        self._plain.step(learner, matrices, learning_rate, step_count)
+        self.plain.step(learner, matrices, learning_rate, step_count)
         if others.weights:
-            self._others.step(learner, others, self._other_rate(learner, learning_rate), step_count)
+            self.others.step(learner, others, self._other_rate(learner, learning_rate), step_count)
 
     def native_steps(self, learner: int, learning_rate: float, step_count: int) -> tuple[NativeStep, ...]:
         others = self._other_rate(learner, learning_rate)
         return (
-            *self._plain.native_steps(learner, learning_rate, step_count),
-            *self._others.native_steps(learner, others, step_count),
+            *self.plain.native_steps(learner, learning_rate, step_count),
+            *self.others.native_steps(learner, others, step_count),
         )
 
     def _other_rate(self, learner: int, learning_rate: float) -> float:
@@ -273,7 +274,7 @@ class Muon(Optimizer):
 
     def prepare(self, learners: Sequence[int], rows: Sequence[TrainedRow]) -> None:
         """Move the momentum of matrices, and write their steps o in place of their gradients."""
-        given: list[Tensor] = []
+        places: list[Place] = []
         for learner, row in zip(learners, rows, strict=True):
             momentum, count = for_learner(self.momentum, learner), row.num_matrices
             velocity, gradients = row.state["momentum"][:count], row.gradients[:count]  # u
@@ -281,11 +282,15 @@ class Muon(Optimizer):
             torch._foreach_add_(velocity, gradients)
             if self.nesterov:
                 torch._foreach_add_(gradients, velocity, alpha=momentum)
-            given += [place.of(gradients if self.nesterov else velocity) for place in row.matrices]
-        found = iter(orthogonalize(given, self.ns_steps))
-        for row in rows:
-            for place in row.matrices:
-                torch.mul(next(found), self._scale(place), out=place.of(row.gradients))
+            given = gradients if self.nesterov else velocity
+            places += [(matrix, given, gradients) for matrix in row.matrices]
+        self.orthogonalize(places)
+
+    def orthogonalize(self, places: Sequence[Place]) -> None:
+        """Write s · NS of matrices: where they are in vectors, those to read, and those to write."""
+        found = orthogonalize([matrix.of(given) for matrix, given, _ in places], self.ns_steps)
+        for (matrix, _, out), own in zip(places, found, strict=True):
+            torch.mul(own, self._scale(matrix), out=matrix.of(out))
 
     def _scale(self, matrix: Matrix) -> float:
         if self.adjust_lr_fn == "original":
@@ -293,12 +298,13 @@ class Muon(Optimizer):
         return 0.2 * math.sqrt(max(matrix.rows, matrix.columns))
 
     @property
-    def _plain(self) -> SGD:
+    def plain(self) -> SGD:
         """The step along what was orthogonalised. Without momentum, λ is decoupled."""
         return SGD(momentum=0.0, weight_decay=self.weight_decay)
 
     @property
-    def _others(self) -> SGD:
+    def others(self) -> SGD:
+        """The step of other parameters, but for its learning rate."""
         return SGD(
             momentum=self.other_momentum, weight_decay=self.other_weight_decay, nesterov=self.other_momentum != 0,
             decay_norm_and_bias=self.decay_norm_and_bias,

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from crossbow_py.averaging import SMA, AveragingRule, GroupedSMA, Independent, SynchronousSGD
+from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.modules.precision import FP32, FP64, Precision
+from crossbow_py.engine.update.agreement import random_bank, written_values
+from crossbow_py.engine.update.device_update import AllLearners, DeviceUpdate, OneLearner
 from crossbow_py.engine.update.newton_schulz import COEFFICIENTS, orthogonalize
-from crossbow_py.engine.update.optimizers import Muon
+from crossbow_py.engine.update.optimizers import Muon, for_learner
+from crossbow_py.engine.update.row_update import Step, TorchUpdate
 from tests.support import CPU, features, make_tasks, run_rounds
 
 
@@ -171,3 +177,42 @@ def test_executors_equal_serial(executor: str, averaging: AveragingRule) -> None
             ours, expected = found.weights.shaped(learner), reference.weights.shaped(learner)
             for name, own in expected.items():
                 torch.testing.assert_close(ours[name].double(), own, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        Muon(weight_decay=0.1, other_weight_decay=0.05, clip_norm=5.0),
+        Muon(nesterov=False, other_momentum=0.0),
+        Muon(
+            learning_rate=(0.02, 0.04, 0.01), momentum=(0.9, 0.5, 0.0), weight_decay=(0.1, 0.0, 0.2),
+            other_learning_rate=(0.1, 0.3, 0.2),
+        ),
+    ],
+    ids=["original", "heavy ball", "learners"],
+)  # fmt: skip
+@pytest.mark.parametrize("together", [False, True])
+def test_steps_on_the_device_are_those_of_the_reference(optimizer: Muon, together: bool) -> None:
+    ours, expected = (random_bank(optimizer, CPU, FP64) for _ in range(2))
+    learners, averaging = range(expected.num_learners), LinearRound(0.3, momentum=0.9)
+    rates = [0.5 * for_learner(optimizer.learning_rate, learner) for learner in learners]
+    for bank in (ours, expected):
+        bank.gradients.trained(1)[0][3] = math.nan  # that learner stays as it is
+    update, reference = DeviceUpdate(optimizer, SMA(), CPU), TorchUpdate(optimizer, SMA())
+    values = {
+        name: torch.tensor([*each, each[-1]], dtype=torch.float64)
+        for name, each in (("loss", [1.0] * 3), ("learning_rate", rates), ("step_count", [0.0] * 3), ("finite", [2.0] * 3))
+    }
+    if together:
+        update.correct(AllLearners(ours, optimizer), averaging, **values)
+    else:
+        for learner in learners:
+            own = {name: each[learner] for name, each in values.items()}
+            update.correct(OneLearner(learner, ours.trained_row(learner)), averaging, **own)
+    for learner in (0, 2):
+        row = expected.trained_row(learner)
+        scale = optimizer.gradient_scale(reference.gradient_norm(row))
+        reference.correct(learner, row, averaging, Step(rates[learner], 1, scale))
+    assert values["finite"][:3].tolist() == [1.0, 0.0, 1.0]
+    for own, other in zip(written_values(ours), written_values(expected), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-10)
