@@ -21,7 +21,7 @@ from crossbow_py.core.version import __version__
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.settings import DistributedSettings
-from crossbow_py.engine.update.optimizers import SGD, AdamW
+from crossbow_py.engine.update.optimizers import SGD, AdamW, Muon
 from crossbow_py.predict.ensemble import Ensemble
 from crossbow_py.telemetry.events import Listener
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
@@ -67,6 +67,7 @@ __all__ = [
     "Listener",
     "LocalSGD",
     "MultiStep",
+    "Muon",
     "NonFiniteError",
     "Result",
     "RunSettings",

@@ -211,7 +211,7 @@ class Matrix:
     columns: int
 
     def of(self, vectors: Sequence[Tensor]) -> Tensor:
-        """Return the view `[rows, columns]`. The columns of a channels-last filter are in another order than its own."""
+        """Return the view `[rows, columns]`. The columns of a channels-last filter are in the order of memory."""
         end = self.begin + self.rows * self.columns
         return vectors[self.vector][self.begin : end].view(self.rows, self.columns)
 

@@ -70,8 +70,9 @@ def learn_fused(tasks: RoundTasks, fused: FusedPass, outcome: RoundOutcome) -> S
 class FusedExecutor(Executor):
     """Runs a round as one forward and one backward pass of all learners.
 
-    On CUDA, with a bank in `blocks` and SGD or AdamW, the host only issues rounds. Between a drain and the next submit
-    the bank is the caller's; everything enqueued afterwards waits for the caller's work on its current stream.
+    On CUDA, with a bank in `blocks` and an optimizer that `device_update.py` knows, the host only issues rounds.
+    Between a drain and the next submit the bank is the caller's; everything enqueued afterwards waits for the caller's
+    work on its current stream.
 
     Args:
         tasks: what to compute.

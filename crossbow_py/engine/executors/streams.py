@@ -46,7 +46,7 @@ class StreamsExecutor(Executor):
     the caller's work on its current stream. What cannot be captured runs eagerly, on the same streams.
 
     Args:
-        tasks: what to compute; its optimizer must be SGD or AdamW.
+        tasks: what to compute; its optimizer must be one that `device_update.py` knows.
         device: for tests; by default the bank's device, which must be CUDA.
 
     Attributes:

@@ -4,7 +4,7 @@ Each class is the settings of its rule (frozen) and the pure update of one learn
 correction c_j is applied by the caller, from the weights before the step.
 
 To add one: a class here, its entry in `OPTIMIZERS`, and conf/optimizer/NAME.yaml. It then runs on CPUs by torch's
-operators. The C code (native/update.c), `device_update.py` and `kernel_update.py` know SGD and AdamW alone so far.
+operators. The C code (native/update.c) and `device_update.py` know those below alone, `kernel_update.py` SGD and AdamW.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import check, setting
 from crossbow_py.engine.bank.layout import Matrix, TrainedRow, norm_parameters
 from crossbow_py.engine.update.newton_schulz import orthogonalize
+
 
 @dataclass(frozen=True)
 class NativeStep:
@@ -103,7 +104,7 @@ class Optimizer(ABC):
         raise NotImplementedError(f"{self.NAME} has no native step")
 
     def matrices(self, module: nn.Module) -> tuple[str, ...]:
-        """Return the names of the parameters that the optimizer takes as matrices. Raises UserError if it needs some."""
+        """Return the names of the parameters to take as matrices. Raises UserError if there must be some."""
         return ()
 
     def decay(self, learner: int) -> float:

@@ -135,8 +135,8 @@ def test_fifty_rounds_are_those_of_numpy(optimizer: Muon, order: str) -> None:
         rate = of(optimizer.learning_rate) * factor
         optimizer.prepare([learner], [bank.trained_row(learner)])
         optimizer.step(learner, bank.trained_row(learner), rate, index + 1)
-        for name, w in expected.items():
-            g, u = gradients[name].numpy(), velocity[name]
+        for name, own in expected.items():
+            w, g, u = own, gradients[name].numpy(), velocity[name]
             if name in matrices:
                 m, flat = of(optimizer.momentum), (len(w), -1)
                 u[:] = m * u + g
@@ -199,10 +199,8 @@ def test_steps_on_the_device_are_those_of_the_reference(optimizer: Muon, togethe
     for bank in (ours, expected):
         bank.gradients.trained(1)[0][3] = math.nan  # that learner stays as it is
     update, reference = DeviceUpdate(optimizer, SMA(), CPU), TorchUpdate(optimizer, SMA())
-    values = {
-        name: torch.tensor([*each, each[-1]], dtype=torch.float64)
-        for name, each in (("loss", [1.0] * 3), ("learning_rate", rates), ("step_count", [0.0] * 3), ("finite", [2.0] * 3))
-    }
+    given = {"loss": [1.0] * 3, "learning_rate": rates, "step_count": [0.0] * 3, "finite": [2.0] * 3}
+    values = {name: torch.tensor([*each, each[-1]], dtype=torch.float64) for name, each in given.items()}
     if together:
         update.correct(AllLearners(ours, optimizer), averaging, **values)
     else:
