@@ -186,7 +186,7 @@ class DeviceUpdate:
     def __init__(self, optimizer: Optimizer, rule: AveragingRule, device: torch.device) -> None:
         if not knows(optimizer):
             raise UserError(
-                f"executor=streams knows the optimizers {' and '.join(known.NAME for known in _PROPOSALS)}, got "
+                f"executor=streams knows the optimizers {', '.join(known.NAME for known in _PROPOSALS)}, got "
                 f"optimizer={optimizer.NAME}; set executor=serial."
             )
         self.optimizer, self.rule = optimizer, rule
