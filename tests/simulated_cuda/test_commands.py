@@ -99,6 +99,13 @@ def test_run_ends_with_the_weights_of_serial_on_a_cpu(executor, tmp_path):
     assert distance(ours, trained(tmp_path / "cpu", "cpu", "executor=serial", *options)) < 1e-5
 
 
+@pytest.mark.parametrize("executor", ["fused", "streams"])
+def test_muon_ends_with_the_weights_of_serial_on_a_cpu(executor, tmp_path):
+    options = ["num_learners=3", "optimizer=muon", "model.hidden=[16,16]"]
+    ours = trained(tmp_path / "cuda", "cuda", f"executor={executor}", *options)
+    assert distance(ours, trained(tmp_path / "cpu", "cpu", "executor=serial", *options)) < 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["fused", "streams"])
 @pytest.mark.parametrize("rule", RULES)

@@ -38,6 +38,7 @@ def test_help_text_of_a_key_whose_default_differs_names_the_options_that_have_it
     assert [(line.split()[0].split("=")[1], line.split()[-1]) for line in rates] == [
         ("0.1", "(sgd)"),
         ("0.001", "(adamw)"),
+        ("0.02", "(muon)"),
     ]
 
 
