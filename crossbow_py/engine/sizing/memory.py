@@ -124,6 +124,7 @@ class ModelSizes:
         order: the order of the bank's rows in memory.
         has_velocity, has_ema: whether there is a velocity of z, and an EMA of z and its buffers.
         shows_mean: whether the learners' mean is evaluated instead of z.
+        matrices: rows and columns of the parameters that the optimizer takes as matrices.
     """
 
     parameters: tuple[int, ...]
@@ -136,6 +137,7 @@ class ModelSizes:
     has_velocity: bool = False
     has_ema: bool = False
     shows_mean: bool = False
+    matrices: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_values(self) -> int:
@@ -400,8 +402,10 @@ class Job:
 def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
     """Return the sizes that follow from the shapes of a model."""
     others = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
+    layout = parameter_layout(model, job.channels_last, job.optimizer.matrices(model))
+    matrices = layout.blocks[: layout.count("matrix")]
     return ModelSizes(
-        parameters=tuple(block.numel for block in parameter_layout(model, job.channels_last).blocks),
+        parameters=tuple(block.numel for block in layout.blocks),
         buffers=tuple(block.numel for block in buffer_layout(model).blocks),
         counter_bytes=sum(buffer.numel() * buffer.itemsize for buffer in others),
         num_states=len(job.optimizer.STATE),
@@ -411,4 +415,5 @@ def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
         has_velocity=job.rule.has_velocity,
         has_ema=job.rule.average_ema is not None,
         shows_mean=job.rule.shows_mean,
+        matrices=tuple((block.shape[0], block.numel // block.shape[0]) for block in matrices),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.host_randomness import kept_torch_state
-from crossbow_py.engine.bank.layout import TrainedRow
+from crossbow_py.engine.bank.layout import Matrix, TrainedRow
 from crossbow_py.engine.modules.dropout import replace_dropout
 from crossbow_py.engine.modules.losses import correct_predictions
 from crossbow_py.engine.modules.precision import full_precision_parameters
@@ -157,13 +158,21 @@ def _like(tensor: Tensor, dtype: torch.dtype, channels_last: bool) -> Tensor:
 
 def _update_bytes(sizes: ModelSizes, job: Job) -> int:
     """Return what a gradient step, a correction and a step of z hold besides the rows, with operators."""
+    places, begin = [], 0
+    for shape in sizes.matrices:
+        places.append(Matrix(0, begin, *shape))
+        begin += math.prod(shape)
+    lengths = [length for length in (begin, sizes.num_values - begin) if length]
 
     def rows() -> list[Tensor]:
-        return [torch.empty(sizes.num_values, dtype=job.precision.master)]
+        return [torch.empty(length, dtype=job.precision.master) for length in lengths]
 
     weights, gradients, corrections, z, z_prev = (rows() for _ in range(5))
     state = {name: rows() for name in job.optimizer.STATE}
-    row = TrainedRow(weights, gradients, corrections, state, z, None, num_decayed=1)
+    row = TrainedRow(
+        weights, gradients, corrections, state, z, None, num_decayed=len(lengths), num_matrices=int(begin > 0),
+        matrices=tuple(places),
+    )  # fmt: skip
     update, averaging = TorchUpdate(job.optimizer, job.rule), job.rule.linear_round(num_learners=2)
     tracker = _tracker(*weights, *gradients, *corrections, *z, *z_prev, *(v for own in state.values() for v in own))
     with tracker:

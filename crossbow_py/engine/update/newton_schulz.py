@@ -31,8 +31,9 @@ def orthogonalize(matrices: Sequence[Tensor], iterations: int) -> list[Tensor]:
         by_shape.setdefault((min(rows, columns), max(rows, columns)), []).append(index)
     found: list[Tensor] = [torch.empty(0)] * len(matrices)
     for shape, indices in by_shape.items():
-        wide = torch.stack([each if each.shape == shape else each.T for each in (matrices[i] for i in indices)])
-        for index, own in zip(indices, _iterate(wide, iterations), strict=True):
+        wide = [each if each.shape == shape else each.T for each in (matrices[index] for index in indices)]
+        # The stack has no name here, so that it is freed with the first iterate.
+        for index, own in zip(indices, _iterate(torch.stack(wide), iterations), strict=True):
             found[index] = own if own.shape == matrices[index].shape else own.T
     return found
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from crossbow_py.averaging import SMA
+from crossbow_py.averaging import SMA, Independent
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.distributed.collective import Collective
@@ -23,7 +23,7 @@ from crossbow_py.engine.modules.precision import BF16, FP32, Precision
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.sizing.memory import Job, Sample, model_sizes
 from crossbow_py.engine.sizing.probes import estimate_learner
-from crossbow_py.engine.update.optimizers import SGD, AdamW
+from crossbow_py.engine.update.optimizers import SGD, AdamW, Muon
 from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.models import MODELS
 
@@ -121,6 +121,14 @@ def test_update_of_an_optimizer_that_works_on_copies_counts_when_batches_are_sma
     adam = Job(nn.functional.cross_entropy, AdamW(), SMA(), BF16)
     found = estimate_learner(model, Sample((1000,), torch.bfloat16), adam, most=4).activations
     assert found.at(1) == 4 * 10**6
+
+
+def test_update_that_orthogonalises_matrices_counts() -> None:
+    # Newton–Schulz holds the matrix between two others, its Gram matrix, a factor of that shape, and its next iterate.
+    model = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(3)))
+    muon = Job(nn.functional.cross_entropy, Muon(), Independent(), BF16)
+    found = estimate_learner(model, Sample((1000,), torch.bfloat16), muon, most=4).activations
+    assert 16 * 10**6 <= found.at(1) <= 16.1 * 10**6
 
 
 def test_probe_of_a_job_far_beyond_this_machine_takes_no_memory() -> None:
