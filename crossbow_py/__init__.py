@@ -27,7 +27,7 @@ from crossbow_py.telemetry.events import Listener
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.run_folder.reporter import Result
 from crossbow_py.train.run_settings import RunSettings
-from crossbow_py.train.schedules import Constant, Cosine, Exponential, Inverse, MultiStep, Step
+from crossbow_py.train.schedules import WSD, Constant, Cosine, Exponential, Inverse, MultiStep, Step
 from crossbow_py.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ __all__ = [
     "PAPA",
     "SGD",
     "SMA",
+    "WSD",
     "AdamW",
     "Augmentation",
     "AveragingRule",

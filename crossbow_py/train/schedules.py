@@ -160,6 +160,39 @@ class Cosine(Schedule):
 
 
 @dataclass(frozen=True)
+class WSD(Schedule):
+    """factor = min(1, f + (1 - f) * (1 - t) / c), with t the share of the run that is over, and f the final factor.
+
+    Warm-up, stable, decay (Hu et al. 2024, MiniCPM), with the linear cooldown of Hägele et al. 2024: the rate stays
+    where it is until the last share c, `cooldown`, of the run.
+    """
+
+    NAME: ClassVar[str] = "wsd"
+
+    cooldown: float = setting(
+        0.2, "share of the run, at its end, over which the learning rate falls linearly", above=0, maximum=1
+    )
+    final_factor: float = setting(0.0, "share of the base learning rate left at the end", minimum=0, maximum=1)
+
+    def remark(self, run_epochs: float) -> str | None:
+        """Return a warning also if the cooldown begins before the warm-up is over."""
+        if 0 < run_epochs * (1 - self.cooldown) < (1 - _ROUNDED) * self.warmup_epochs <= run_epochs:
+            return (
+                f"schedule.cooldown={self.cooldown:g} of a run of {run_epochs:g} epochs begins within the warm-up of "
+                f"{self.warmup_epochs:g}: the learning rate never gets to what is set; take less of either."
+            )
+        return super().remark(run_epochs)
+
+    def _shape(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
+        if total_samples is None:
+            raise UserError(
+                "schedule=wsd needs the length of the run, got neither max_epochs nor max_samples; set one of them."
+            )
+        left = max(0.0, 1 - samples / total_samples)
+        return min(1.0, self.final_factor + (1 - self.final_factor) * left / self.cooldown)
+
+
+@dataclass(frozen=True)
 class Inverse(Schedule):
     """factor = (1 + gamma * epochs) ^ -power (Caffe's `inv`, counted in epochs)."""
 
@@ -190,5 +223,5 @@ def _passed(samples: int, period: float) -> int:
 
 
 SCHEDULES: dict[str, type[Schedule]] = {
-    cls.NAME: cls for cls in (Constant, MultiStep, Step, Cosine, Inverse, Exponential)
+    cls.NAME: cls for cls in (Constant, MultiStep, Step, Cosine, WSD, Inverse, Exponential)
 }

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import from_mapping, to_mapping
-from crossbow_py.train.schedules import SCHEDULES, Constant, Cosine, Exponential, Inverse, MultiStep, Schedule, Step
+from crossbow_py.train.schedules import (
+    SCHEDULES,
+    WSD,
+    Constant,
+    Cosine,
+    Exponential,
+    Inverse,
+    MultiStep,
+    Schedule,
+    Step,
+)
 
 CONF = Path(__file__).parents[3] / "conf" / "schedule"
 EPOCH = 100
@@ -47,6 +57,9 @@ def test_defaults_in_conf_equal_those_of_the_settings(name: str) -> None:
         ),
         (Cosine(epochs=2), 1000, {100: 0.5, 200: 0}),
         (Cosine(epochs=2), None, {100: 0.5}),
+        (WSD(), 1000, {0: 1, 800: 1, 850: 0.75, 950: 0.25, 1000: 0, 1100: 0}),
+        (WSD(cooldown=1), 400, {0: 1, 100: 0.75, 400: 0}),
+        (WSD(cooldown=0.5, final_factor=0.2, warmup_epochs=1), 1000, {49: 0.5, 500: 1, 750: 0.6, 1000: 0.2, 2000: 0.2}),
         (Inverse(gamma=0.5, power=2), None, {0: 1, 200: 1 / 4, 600: 1 / 16}),
         (Exponential(gamma=0.25), None, {0: 1, 50: 0.5, 100: 0.25, 200: 0.0625}),
         (Constant(warmup_epochs=0.5), None, {0: 1 / 50, 24: 0.5, 49: 1, 50: 1, 1000: 1}),
@@ -62,6 +75,20 @@ def test_cosine_without_any_length_is_refused_with_the_remedy() -> None:
         Cosine().factor(0, EPOCH, None)
 
 
+def test_wsd_without_any_length_is_refused_with_the_remedy() -> None:
+    with pytest.raises(UserError, match=r"^schedule=wsd needs the length .*max_epochs nor max_samples; set one"):
+        WSD().factor(0, EPOCH, None)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "cooldown", "told"),
+    [(1, 0.2, None), (8, 0.2, None), (8.5, 0.2, "within the warm-up of 8.5"), (6, 0.5, "0.5")],
+)
+def test_wsd_that_falls_before_it_is_warm_is_told(warmup: float, cooldown: float, told: str | None) -> None:
+    remark = WSD(warmup_epochs=warmup, cooldown=cooldown).remark(10)
+    assert (remark is None) if told is None else (remark is not None and told in remark)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "drops"), [(0, 99, False), (99, 100, True), (100, 101, False), (100, 200, True), (0, 500, True)]
 )
@@ -70,7 +97,7 @@ def test_drops_between_counts_the_end_but_not_the_start(before: int, after: int,
 
 
 def test_drops_between_is_false_without_a_step_down() -> None:
-    smooth = (Constant(), Cosine(), Inverse(), Exponential(), Constant(warmup_epochs=1))
+    smooth = (Constant(), Cosine(), WSD(), Inverse(), Exponential(), Constant(warmup_epochs=1))
     assert not any(schedule.drops_between(0, 10_000, EPOCH) for schedule in smooth)
     assert not Step(every_epochs=1, gamma=1.0).drops_between(0, 10_000, EPOCH)
 
