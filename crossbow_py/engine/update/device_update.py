@@ -62,6 +62,10 @@ class OneLearner:
         """Return a number, or a tensor as from `setting` and in a round's values, as a factor of the row's vectors."""
         return _in_dtype_of(self.row, values) if isinstance(values, Tensor) else values
 
+    def by_matrix(self, values: Tensor) -> Tensor:
+        """Return a round's values, one for each of `matrices`."""
+        return values.expand(len(self.matrices))
+
     def gradient_norms(self) -> Tensor:
         """Return the norm of each learner's whole gradient, float64, summed as in `TorchUpdate.gradient_norm`."""
         return torch.stack(torch._foreach_norm(self.row.gradients)).double().square().sum().sqrt()
@@ -128,6 +132,11 @@ class AllLearners:
             return values
         own = _in_dtype_of(self.row, values)
         return [own.index_select(0, owners) for owners in self._owners]
+
+    def by_matrix(self, values: Tensor) -> Tensor:
+        """Return a round's values, one for each of `matrices`."""
+        learners = self._bank.num_learners
+        return values[:learners].repeat(len(self.matrices) // learners)
 
     def gradient_norms(self) -> Tensor:
         """Return the norm of each learner's gradient, and infinity, `[K + 1]`."""
@@ -222,6 +231,9 @@ class DeviceUpdate:
         if limit is not None:
             scale: Any = learners.spread(torch.where(norms > limit, limit / (norms + 1e-6), self._one))
             torch._foreach_mul_(row.gradients, scale)
+        if isinstance(self.optimizer, Muon) and self.optimizer.normalize_weights:
+            matrices = [matrix.of(row.weights) for matrix in learners.matrices]
+            self.optimizer.normalize(matrices, learners.by_matrix(opened))
         if averaging:
             learners.write_corrections(self.rule, averaging)
         weights, state = self._propose(self.optimizer, learners, learning_rate, step_count + 1)

@@ -32,6 +32,7 @@ class NativeStep:
     decay: float = 0.0
 
 
+_LEAST_NORM = 1e-7  # of weights that are all zero, which stay so
 Place = tuple[Matrix, Sequence[Tensor], Sequence[Tensor]]
 PerLearner = float | tuple[float, ...]
 
@@ -220,8 +221,10 @@ class Muon(Optimizer):
         w ← (1 − γ·λ)·w − γ·o
 
     s is √max(1, outputs / rest), or with adjust_lr_fn=match_rms_adamw 0.2·√max(outputs, rest), by which rates are those
-    of AdamW (Liu et al. 2025). Other parameters, as of norms, biases, embeddings, grouped convolutions, and of the
-    first and last layer, take steps of SGD in Nesterov's form, with settings of their own and the same schedule.
+    of AdamW (Liu et al. 2025). With `normalize_weights` each matrix is brought to the norm √outputs before its step and
+    any pull, so that a rate means the same throughout training (Jordan's airbench94); to a norm layer after it that
+    makes no difference. Other parameters, as of norms, biases, embeddings, grouped convolutions, and of the first and
+    last layer, take steps of SGD in Nesterov's form, with settings of their own and the same schedule.
     """
 
     NAME: ClassVar[str] = "muon"
@@ -237,6 +240,7 @@ class Muon(Optimizer):
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = setting(
         "original", "how steps follow from the shape of a matrix, as in torch.optim.Muon"
     )
+    normalize_weights: bool = setting(False, "bring each matrix to the norm √outputs before its step")
     other_learning_rate: PerLearner = setting(0.1, "γ of other parameters, before the schedule", minimum=0)
     other_momentum: PerLearner = setting(0.9, "m of other parameters", minimum=0, below=1)
     other_weight_decay: PerLearner = setting(0.0, "λ of other parameters, added to the gradient", minimum=0)
@@ -274,18 +278,37 @@ class Muon(Optimizer):
         return for_learner(self.other_learning_rate, learner) * scheduled
 
     def prepare(self, learners: Sequence[int], rows: Sequence[TrainedRow]) -> None:
-        """Move the momentum of matrices, and write their steps o in place of their gradients."""
+        """Move the momentum of matrices, and write their steps o in place of their gradients; normalise their weights.
+
+        Raises an error for lack of memory, if at all, before it changes state or weights.
+        """
         places: list[Place] = []
+        moved: list[tuple[list[Tensor], list[Tensor]]] = []
         for learner, row in zip(learners, rows, strict=True):
             momentum, count = for_learner(self.momentum, learner), row.num_matrices
-            velocity, gradients = row.state["momentum"][:count], row.gradients[:count]  # u
-            torch._foreach_mul_(velocity, momentum)
+            before, gradients = row.state["momentum"][:count], row.gradients[:count]
+            velocity = list(torch._foreach_mul(before, momentum))  # u
             torch._foreach_add_(velocity, gradients)
             if self.nesterov:
                 torch._foreach_add_(gradients, velocity, alpha=momentum)
             given = gradients if self.nesterov else velocity
             places += [(matrix, given, gradients) for matrix in row.matrices]
+            moved.append((before, velocity))
         self.orthogonalize(places)
+        for before, velocity in moved:
+            torch._foreach_copy_(before, velocity)
+        if self.normalize_weights:
+            self.normalize([matrix.of(row.weights) for row in rows for matrix in row.matrices])
+
+    def normalize(self, weights: list[Tensor], opened: Tensor | None = None) -> None:
+        """Bring matrices to the norm √outputs, in place, or only those for which `opened`, one bool each, is true."""
+        factors = list(torch._foreach_norm(weights))
+        torch._foreach_clamp_min_(factors, _LEAST_NORM)
+        torch._foreach_reciprocal_(factors)
+        torch._foreach_mul_(factors, [math.sqrt(each.shape[0]) for each in weights])
+        if opened is not None:
+            factors = list(torch.where(opened, torch.stack(factors), 1.0).unbind())  # times 1 is the same bits
+        torch._foreach_mul_(weights, factors)
 
     def orthogonalize(self, places: Sequence[Place]) -> None:
         """Write s · NS of matrices: where they are in vectors, those to read, and those to write."""

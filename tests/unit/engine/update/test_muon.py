@@ -109,9 +109,10 @@ def test_model_without_matrices_is_refused_with_the_remedy(model: nn.Module) -> 
     [
         Muon(weight_decay=0.1, other_weight_decay=0.05),
         Muon(nesterov=False, adjust_lr_fn="match_rms_adamw", ns_steps=3, other_momentum=0.0),
+        Muon(learning_rate=0.2, momentum=0.6, normalize_weights=True, weight_decay=0.1),
         Muon(learning_rate=(0.02, 0.04), momentum=(0.9, 0.5), other_learning_rate=(0.1, 0.3), decay_norm_and_bias=True),
     ],
-    ids=["original", "rms", "learners"],
+    ids=["original", "rms", "normalised", "learners"],
 )
 def test_fifty_rounds_are_those_of_numpy(optimizer: Muon, order: str) -> None:
     template = Net().double()
@@ -139,6 +140,8 @@ def test_fifty_rounds_are_those_of_numpy(optimizer: Muon, order: str) -> None:
             w, g, u = own, gradients[name].numpy(), velocity[name]
             if name in matrices:
                 m, flat = of(optimizer.momentum), (len(w), -1)
+                if optimizer.normalize_weights:
+                    w *= len(w) ** 0.5 / np.linalg.norm(w)
                 u[:] = m * u + g
                 o = newton_schulz((g + m * u if optimizer.nesterov else u).reshape(flat), optimizer.ns_steps)
                 rows, columns = o.shape
@@ -158,9 +161,10 @@ def test_fifty_rounds_are_those_of_numpy(optimizer: Muon, order: str) -> None:
 
 @pytest.mark.parametrize("averaging", [SynchronousSGD(), SMA(), Independent(), GroupedSMA(group_size=2)])
 @pytest.mark.parametrize("executor", ["threads", "fused", "fused_threads"])
-def test_executors_equal_serial(executor: str, averaging: AveragingRule) -> None:
+@pytest.mark.parametrize("normalize", [False, True])
+def test_executors_equal_serial(executor: str, averaging: AveragingRule, normalize: bool) -> None:
     """In float32 by native code, and prepared for all learners at once where they share a gradient."""
-    optimizer = Muon(weight_decay=0.05, clip_norm=0.5)
+    optimizer = Muon(weight_decay=0.05, clip_norm=0.5, normalize_weights=normalize)
 
     def trained(name: str, precision: Precision) -> ReplicaBank:
         tasks = make_tasks(
@@ -183,13 +187,13 @@ def test_executors_equal_serial(executor: str, averaging: AveragingRule) -> None
     "optimizer",
     [
         Muon(weight_decay=0.1, other_weight_decay=0.05, clip_norm=5.0),
-        Muon(nesterov=False, other_momentum=0.0),
+        Muon(nesterov=False, other_momentum=0.0, normalize_weights=True),
         Muon(
             learning_rate=(0.02, 0.04, 0.01), momentum=(0.9, 0.5, 0.0), weight_decay=(0.1, 0.0, 0.2),
             other_learning_rate=(0.1, 0.3, 0.2),
         ),
     ],
-    ids=["original", "heavy ball", "learners"],
+    ids=["original", "heavy ball, normalised", "learners"],
 )  # fmt: skip
 @pytest.mark.parametrize("together", [False, True])
 def test_steps_on_the_device_are_those_of_the_reference(optimizer: Muon, together: bool) -> None:
