@@ -3,7 +3,8 @@
 import importlib
 import pkgutil
 
-from crossbow_py.averaging.central import CentralRule, PeriodicRule
+from crossbow_py.averaging.central import CentralRule, PeriodicRule, PullingRule
+from crossbow_py.averaging.crossbow import Crossbow
 from crossbow_py.averaging.diloco import DiLoCo
 from crossbow_py.averaging.elastic import Elastic
 from crossbow_py.averaging.grouped_sma import GroupedSMA
@@ -33,6 +34,7 @@ __all__ = [
     "SMA",
     "AveragingRule",
     "CentralRule",
+    "Crossbow",
     "DiLoCo",
     "Elastic",
     "GradientMean",
@@ -42,6 +44,7 @@ __all__ = [
     "LocalSGD",
     "OuterStep",
     "PeriodicRule",
+    "PullingRule",
     "RoundAveraging",
     "SlowMo",
     "Stage",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from crossbow_py.averaging.rule import AveragingRule, LearnerMomentum, RoundAveraging, Stage
+from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import check, setting
 
 RateScaling = Literal["none", "sqrt", "linear"]
@@ -95,6 +96,34 @@ GROUPS_AND_NODES = {
     "group_size": "gradients are not averaged; averaging=grouped_sma has groups",
     "node_period": "all learners of all nodes average together",
 }
+
+
+BEYOND_Z = "replicas would be pulled further than to the average model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PullingRule(PeriodicRule):
+    """The base of rules that pull learners towards z as they step, in all nodes together or in each by itself."""
+
+    LACKS: ClassVar[Mapping[str, str]] = {
+        "group_size": GROUPS_AND_NODES["group_size"],
+        "learner_momentum": "learners continue from the average model only at a restart (restart_momentum)",
+    }
+
+    node_period: int = setting(
+        1, "H, average between nodes in every H-th averaging; in between each node is by itself", minimum=1
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.node_period > 1 and self.quadratic_period is not None:
+            raise UserError(
+                "averaging.node_period counts rounds that average, which averaging.quadratic_period spaces unevenly; "
+                "set one of them."
+            )
+
+    def joins_nodes(self, round_index: int) -> bool:
+        return self.node_period > 1 and (round_index + 1) // self.averaging_period % self.node_period == 0
 
 
 @dataclass(frozen=True, kw_only=True)

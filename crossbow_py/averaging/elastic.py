@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from crossbow_py.averaging.central import GROUPS_AND_NODES, PeriodicRule
+from crossbow_py.averaging.central import BEYOND_Z, GROUPS_AND_NODES, PeriodicRule
 from crossbow_py.averaging.rule import LinearRound, Stage
-from crossbow_py.averaging.sma import BEYOND_Z
 from crossbow_py.core.settings import setting
 
 _BETA = 0.9
@@ -28,7 +27,7 @@ class Elastic(PeriodicRule):
 
     NAME: ClassVar[str] = "elastic"
     LACKS: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("averaging_momentum", "final_correction_rate"), "that is averaging=sma"),
+        **dict.fromkeys(("averaging_momentum", "final_correction_rate"), "that is averaging=crossbow"),
         "learner_momentum": "learners continue from the average model only at a restart (restart_momentum)",
         **GROUPS_AND_NODES,
     }

@@ -3,13 +3,12 @@
 With M groups of about n = K/M learners, n ≤ `group_size`, for every learner j of group G::
 
     g   ← Σ_{i in G} g_i / n                         # a group stays equal, like one learner with a batch of n·b
-    w_j ← w_j − (optimizer step for g) − c_j         # c_j = α·(w_j − z), α = 1/M
-    z'  ← z + Σ_j c_j / n + μ·(z − z_prev)           # SMA of M learners, one a group
+    w_j ← w_j − (optimizer step for g) − c_j         # c_j = α·(w_j − z)
+    z   ← Σ_j w_j / K                                # SMA of M learners, one a group
 
 Synchronous SGD and SMA are its two extremes: with a single group no models are averaged, and z is any learner; with
-groups of one it is `sma`. Averaging gradients is best while the batch n·b is small compared with the gradient noise
-scale (McCandlish et al., 2018); beyond that larger batches do not help, and SMA still does. The learning rate is scaled
-for all K learners, as at both extremes.
+groups of one it is `sma`. A group waits for its own learners in every round, for the others only a round late. The
+learning rate is scaled for all K learners, as at both extremes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from crossbow_py.averaging.rule import GradientMean, LinearRound, Stage
-from crossbow_py.averaging.sma import BEYOND_Z, SMA
+from crossbow_py.averaging.sma import SMA
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import setting
 
@@ -29,12 +28,9 @@ class GroupedSMA(SMA):
     """SMA between groups of learners that average their gradients."""
 
     NAME: ClassVar[str] = "grouped_sma"
-    LACKS: ClassVar[Mapping[str, str]] = {"learner_momentum": SMA.LACKS["learner_momentum"]}
+    LACKS: ClassVar[Mapping[str, str]] = {key: why for key, why in SMA.LACKS.items() if key != "group_size"}
 
     group_size: int = setting(4, "learners of a device whose gradients are averaged, at most", minimum=1)
-    correction_rate: float | None = setting(
-        None, "α, the pull of z on a replica; null is 1/M, for M groups", above=0, maximum=1, why=BEYOND_Z
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,10 +44,6 @@ class GroupedSMA(SMA):
     def gradient_mean(self) -> GradientMean:
         return GradientMean(self.group_size)
 
-    @property
-    def scales_sum(self) -> bool:
-        return True
-
     def restarts(self, num_learners: int, num_devices: int) -> bool:
         """See AveragingRule: a single group does not restart, like a single learner."""
         return self.restart_on_drop and self._groups(num_learners, num_devices) > 1
@@ -60,5 +52,4 @@ class GroupedSMA(SMA):
         return self.gradient_mean.num_groups(num_learners // num_devices, num_devices)
 
     def _round(self, stage: Stage) -> LinearRound | None:
-        groups = self._groups(stage.num_learners, stage.num_devices)
-        return self._among(groups, stage.factor, copies=stage.num_learners / groups) if groups > 1 else None
+        return super()._round(stage) if self._groups(stage.num_learners, stage.num_devices) > 1 else None

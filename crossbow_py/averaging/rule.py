@@ -2,12 +2,13 @@
 
 For every round a rule gives one of two things, or nothing. With K learners on all devices:
 
-`LinearRound`: as they step, learners are pulled towards z, which moves by the sum of the pulls while they learn on;
-only the next pull waits for that::
+`LinearRound`: as they step, learners are pulled towards z, which moves while they learn on; only the next pull waits
+for that. z moves by the sum of the pulls or, if it `follows_learners`, of their new distances from it::
 
     c_j  ← correction · (w_j − z)                 per learner, from the weights before its gradient step
     w_j  ← (gradient step of w_j) − c_j
-    s    ← share · Σ_j c_j                        summed on the device in learner order, then one all-reduce of [P]
+    s    ← share · Σ_j c_j  or  share · Σ_j (w_j − z)
+                                                  summed on the device in learner order, then one all-reduce of [P]
     z'   ← z + s + momentum · (z − z_prev)        on every device; z_prev ← z
 
 `OuterStep`: after their steps learners wait for each other; z moves to their mean or beyond it, and they to z::
@@ -75,8 +76,9 @@ class LinearRound:
     """The coefficients of a round in which learners are pulled towards z as they step."""
 
     correction: float
-    momentum: float
+    momentum: float = 0.0
     share: float = 1.0
+    follows_learners: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,11 +145,6 @@ class AveragingRule(ABC):
         return False
 
     @property
-    def scales_sum(self) -> bool:
-        """Whether the share of a `LinearRound` may differ from 1."""
-        return False
-
-    @property
     def is_linear(self) -> bool:
         """Whether `corrections` and `average` are not overridden, so that native code and kernels compute them."""
         own = type(self)
@@ -191,7 +188,7 @@ class AveragingRule(ABC):
     def average(
         self, z: list[Tensor], z_prev: list[Tensor], total: list[Tensor], coefficients: LinearRound
     ) -> None:
-        """Move z in place by `total`, the all-reduced sum of corrections; z_prev becomes the old z."""
+        """Move z in place by `total`, the s above, all-reduced; z_prev becomes the old z."""
         step = list(torch._foreach_sub(z, z_prev))
         torch._foreach_mul_(step, coefficients.momentum)
         torch._foreach_add_(step, total)

@@ -6,7 +6,8 @@ With K learners that stand still, the distance of z to their mean and the last s
     | z − z_prev |  ←  |     G        μ | · | z − z_prev |        with G = share · K · α
 
 in every round that averages. The powers of this matrix vanish if and only if G < (2 − α)·(1 + μ), which for a share of
-1 is α < 2·(1 + μ) / (1 + μ + K); beyond that any difference grows, at any learning rate.
+1 is α < 2·(1 + μ) / (1 + μ + K); beyond that any difference grows, at any learning rate. If z follows learners, it goes
+to their mean, share being 1/K, and settles with any α in (0, 1].
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def settles(rule: AveragingRule, num_learners: int, num_devices: int = 1) -> boo
     """Return whether a rule is stable with `num_learners` on each of `num_devices` that average together."""
     total, period = num_learners * num_devices, rule.averaging_period
     found = rule.round(Stage(period - 1, total, rounds_apart=period, num_devices=num_devices))
-    if not isinstance(found, LinearRound):
+    if not isinstance(found, LinearRound) or found.follows_learners:
         return True
     return found.share * total * found.correction < (2 - found.correction) * (1 + found.momentum)
 

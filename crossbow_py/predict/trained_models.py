@@ -17,6 +17,7 @@ from crossbow_py.core.files import check_own, given_path
 from crossbow_py.core.settings import to_mapping
 from crossbow_py.search.events import SEARCH_FILE
 from crossbow_py.telemetry.records import BEST_FOLDER, CONFIG_FILE, SUMMARY_FILE, read_json, read_summary
+from crossbow_py.train.checkpoints.checkpoint import renamed
 from crossbow_py.train.checkpoints.weights import MODEL_FILE, load_weights
 from crossbow_py.train.config import TrainConfig, config_from_mapping
 
@@ -115,7 +116,7 @@ def _models_at(path: str) -> list[TrainedModel]:
                 f"the model yourself and load {_files_in(run)[0].name} into it."
             )
         raise UserError(f"models: {run} has no {CONFIG_FILE} and is no run; {_remedy(run)}.")
-    plain = read_yaml(run / CONFIG_FILE)
+    plain = renamed(read_yaml(run / CONFIG_FILE))
     if "space" in plain:
         report = read_json(run / SEARCH_FILE)
         raise UserError(f"models: {run} is a search without a best model ({_state(report)}); {_to_go_on(run, report)}.")

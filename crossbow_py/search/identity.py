@@ -8,7 +8,7 @@ from typing import Any
 
 from crossbow_py.core.plain_values import differences, filled, without
 from crossbow_py.search.config import SearchConfig
-from crossbow_py.train.checkpoints.checkpoint import formerly
+from crossbow_py.train.checkpoints.checkpoint import upgraded as upgraded_settings
 from crossbow_py.train.config import TrainConfig, config_to_mapping
 from crossbow_py.train.run_folder.folder import MAY_CHANGE as RUN_MAY_CHANGE
 
@@ -42,7 +42,7 @@ def upgraded(theirs: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str
 
     Keys that did not exist when it began have their defaults. Its space stays as it was.
     """
-    found = filled(filled(without(theirs, _OF_RUNS_ALONE), formerly(defaults)), defaults)
+    found = filled(upgraded_settings(without(theirs, _OF_RUNS_ALONE), defaults), defaults)
     return {**found, **({"space": theirs["space"]} if "space" in theirs else {})}
 
 

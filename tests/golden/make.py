@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from crossbow_py import SGD, SMA, CheckpointSettings, MultiStep, Trainer
+from crossbow_py import SGD, CheckpointSettings, MultiStep, Trainer
+from crossbow_py.averaging import Crossbow
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.train.checkpoints.checkpoint import FORMAT_VERSION
 from tests.ranks import on_ranks
@@ -18,6 +19,7 @@ from tests.ranks import on_ranks
 GOLDEN = Path(__file__).parent
 ROUNDS_BEFORE, ROUNDS_AFTER = 10, 10
 NUM_RANKS, NUM_LEARNERS = 2, 2  # learners of all ranks
+AS_THEY_HAD_IT = Crossbow(correction_rate=None, batch_norm="mean", recalibration_batches=32)
 
 
 def model() -> nn.Module:
@@ -28,8 +30,7 @@ def model() -> nn.Module:
 def trainer(ranks: Ranks = ALONE, **options: Any) -> Trainer:
     """Serial and in float32; 48 samples, so that the checkpoint stands inside an epoch."""
     values = torch.arange(48 * 4, dtype=torch.float64).reshape(48, 4)
-    as_they_had_it = SMA(rate_scaling="none", batch_norm="mean", recalibration_batches=32)
-    settings: dict[str, Any] = {"averaging": as_they_had_it, **options}
+    settings: dict[str, Any] = {"averaging": AS_THEY_HAD_IT, **options}
     return Trainer(
         model=model,
         train_data=(torch.sin(values).float(), torch.arange(48) % 3),

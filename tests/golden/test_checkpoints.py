@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from crossbow_py import SMA
 from crossbow_py.core.errors import CheckpointError
 from crossbow_py.distributed.ranks import ALONE
 from crossbow_py.train.checkpoints.checkpoint import FORMAT_VERSION, checkpoints, find_newest
-from tests.golden.make import GOLDEN, NUM_RANKS, ROUNDS_AFTER, ROUNDS_BEFORE, train_on, trainer
+from tests.golden.make import AS_THEY_HAD_IT, GOLDEN, NUM_RANKS, ROUNDS_AFTER, ROUNDS_BEFORE, train_on, trainer
 from tests.ranks import on_ranks
 
 FORMATS = sorted(GOLDEN.glob("format_*"))
@@ -42,8 +42,9 @@ def test_golden_checkpoint_is_resumed_and_trains_on_to_the_known_model(folder, t
 
 
 def test_setting_newer_than_a_checkpoint_is_named_with_what_it_stood_for():
+    newer = dataclasses.replace(AS_THEY_HAD_IT, rate_scaling="sqrt")
     with pytest.raises(CheckpointError, match=r"\(averaging.rate_scaling: none → sqrt\)"):
-        trainer(resume=FORMATS[0], averaging=SMA(batch_norm="mean", recalibration_batches=32))
+        trainer(resume=FORMATS[0], averaging=newer)
 
 
 def test_golden_model_is_not_where_a_fresh_run_ends():

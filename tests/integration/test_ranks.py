@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crossbow_py import PAPA, SGD, SMA, DiLoCo, Elastic, GroupedSMA, LocalSGD, SlowMo, SynchronousSGD
+from crossbow_py import PAPA, SGD, SMA, Crossbow, DiLoCo, Elastic, GroupedSMA, LocalSGD, SlowMo, SynchronousSGD
 from crossbow_py.data.build import make_feed
 from tests import rank_jobs
 from tests.rank_jobs import Ended, Values, assert_alike, distance, results
@@ -79,7 +79,7 @@ def test_gradients_summed_by_native_code_are_summed_over_ranks():
     "averaging",
     [
         SMA(averaging_period=3),
-        SMA(correction_rate=0.1, averaging_momentum=0.5),
+        Crossbow(averaging_momentum=0.5),
         SMA(restart_momentum="average"),
         SMA(batch_norm="recalibrate", recalibration_batches=5),
         Elastic(averaging_period=2, rate_scaling="sqrt"),
@@ -87,7 +87,8 @@ def test_gradients_summed_by_native_code_are_summed_over_ranks():
         DiLoCo(averaging_period=2),
         SlowMo(averaging_period=3, learner_momentum="reset"),
         PAPA(averaging_period=2, pull=0.3),
-        SMA(final_correction_rate=0.8),
+        Crossbow(final_correction_rate=0.8),
+        SMA(correction_rate=0.4),
         SynchronousSGD(rate_scaling="linear"),
         GroupedSMA(group_size=2, rate_scaling="linear"),
         SMA(average_ema=5.0),
@@ -95,8 +96,8 @@ def test_gradients_summed_by_native_code_are_summed_over_ranks():
         SynchronousSGD(average_ema=5.0),
     ],
     ids=[
-        "period", "rate", "restart", "recalibrate", "elastic", "local_sgd", "diloco", "slowmo", "papa",
-        "growing rate", "synchronous_sgd", "grouped_sma", "ema", "ema and recalibrate", "ema of synchronous_sgd",
+        "period", "crossbow", "restart", "recalibrate", "elastic", "local_sgd", "diloco", "slowmo", "papa",
+        "growing rate", "small pull", "synchronous_sgd", "grouped_sma", "ema", "ema and recalibrate", "ema of synchronous_sgd",
     ],
 )
 def test_other_settings_of_averaging_follow_one_rank(averaging):

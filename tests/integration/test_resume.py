@@ -210,7 +210,7 @@ def without_batch_norm_weights() -> nn.Module:
         ({"optimizer": AdamW(learning_rate=0.02)}, "optimizer.learning_rate: 0.01 → 0.02"),
         ({"optimizer": SGD()}, "optimizer.name: adamw → sgd"),
         ({"schedule": MultiStep(milestones=(1.0, 2.0), gamma=0.1)}, "schedule.gamma: 0.5 → 0.1"),
-        ({"averaging": SMA(averaging_momentum=0.5)}, "averaging.averaging_momentum: 0.9 → 0.5"),
+        ({"averaging": SMA(correction_rate=0.5)}, "averaging.correction_rate: 1.0 → 0.5"),
         ({"averaging": Independent()}, "averaging.name: sma → independent"),
         ({"augmentation": Augmentation(crop_padding=1, flip=True)}, "data.augmentation.crop_padding: 2 → 1"),
         ({"augmentation": Augmentation(2, "alternating")}, "data.augmentation.flip: true → alternating"),

@@ -198,7 +198,7 @@ class FusedExecutor(Executor):
         tasks, update, averaging = self.tasks, self.tasks.update, outcome.plan.averaging
         if isinstance(update, NativeUpdate) and self._rows is not None:
             steps = self._steps(update, self._rows, gradients, outcome)
-            moves = tasks.collective.is_alone and (averaging is None or averaging.share == 1)
+            moves = tasks.collective.is_alone
             update.correct_all(self._rows, averaging, steps, moves=moves)
             self._rows.gradients = tasks.bank.stacked_gradients()  # frees those of autograd
             if averaging is not None and not moves:
@@ -310,8 +310,7 @@ class FusedRounds:
         self._is_alone = alone = tasks.collective.is_alone
         if kernels:
             optimizer, rule = tasks.update.optimizer, tasks.update.rule
-            moves = alone and not rule.scales_sum
-            update, note = choose_kernel_update(tasks.bank, optimizer, rule, moves=moves)
+            update, note = choose_kernel_update(tasks.bank, optimizer, rule, moves=alone)
             notes += [note] if note else []
         self._bodies = FusedTasks(tasks, fused, update, gathers=kernels)
         averages_on = ALL_LEARNERS if alone else AVERAGING_STREAM

@@ -129,6 +129,8 @@ def update(
     *,
     correction: float | None,
     momentum: float | None,
+    share: float,
+    follows: bool,
     total_squares: Tensor,
 ) -> None:
     """Update all rows in one pass. Rows whose gate is closed do not change by a bit, and add nothing to the sum.
@@ -141,7 +143,9 @@ def update(
         optimizer: SGD or ADAMW.
         correction: α; None in a round that does not average.
         momentum: μ, to move z in the same pass; None to leave the sum in `rows.total`.
-        total_squares: float64 [T], the sum of squares of the sum of corrections in each tile.
+        share: the factor of the sum, if z moves.
+        follows: whether the sum is that of new weights' distances from z, not of corrections.
+        total_squares: float64 [T], the sum of squares in each tile of the sum by which z moves.
     """
     averages, moves = correction is not None, correction is not None and momentum is not None
     state = rows.state or (rows.weights,)
@@ -149,9 +153,9 @@ def update(
         _update, (len(tiles),),
         rows.weights, rows.gradients, state[0], state[-1], rows.weights if rows.shadow is None else rows.shadow,
         rows.z, rows.z_prev, rows.z if rows.total is None else rows.total, tiles, values, total_squares,
-        num_learners, *two_floats(correction or 0.0), *two_floats(momentum or 0.0),
+        num_learners, *two_floats(correction or 0.0), *two_floats(momentum or 0.0), *two_floats(share),
         ADAMW=optimizer == ADAMW, STATES=len(rows.state), SHADOW=rows.shadow is not None, AVERAGES=averages,
-        MOVES=moves, KEEPS_TOTAL=averages and rows.total is not None, num_warps=8,
+        FOLLOWS=follows, MOVES=moves, KEEPS_TOTAL=averages and rows.total is not None, num_warps=8,
     )  # fmt: skip
 
 
@@ -256,8 +260,9 @@ def _adamw(weights, gradient, mean, square, own, decays):
 # The values `at` of one parameter for all learners. ALIGNED: rows begin on 4 values, so four travel at once.
 @triton.jit
 def _update_tile(w, g, s0, s1, shadow, z, z_prev, total, values, squares_out, base, z_base, numel, at, decays,
-                 num_learners, rate, momentum, ALIGNED: tl.constexpr, ADAMW: tl.constexpr, STATES: tl.constexpr,
-                 SHADOW: tl.constexpr, AVERAGES: tl.constexpr, MOVES: tl.constexpr, KEEPS_TOTAL: tl.constexpr):
+                 num_learners, rate, momentum, share, ALIGNED: tl.constexpr, ADAMW: tl.constexpr, STATES: tl.constexpr,
+                 SHADOW: tl.constexpr, AVERAGES: tl.constexpr, FOLLOWS: tl.constexpr, MOVES: tl.constexpr,
+                 KEEPS_TOTAL: tl.constexpr):
     kind = w.dtype.element_ty
     if ALIGNED:
         # These are multiples of 4; this tells the compiler.
@@ -289,11 +294,15 @@ def _update_tile(w, g, s0, s1, shadow, z, z_prev, total, values, squares_out, ba
                 tl.store(s0 + row, velocity, mask=mine)
         if AVERAGES:
             weights -= pull
+            if FOLLOWS:
+                pull = weights - centre
             pulls += tl.where(mine, pull, 0.0)
         tl.store(w + row, weights, mask=mine)
         if SHADOW:
             tl.store(shadow + row, weights.to(shadow.dtype.element_ty), mask=mine)
     if AVERAGES:
+        if MOVES:
+            pulls = pulls * share
         pulls_in = tl.where(inside, pulls, 0.0).to(tl.float64)
         tl.store(squares_out, tl.sum(pulls_in * pulls_in, axis=0))
         if KEEPS_TOTAL:
@@ -307,22 +316,26 @@ def _update_tile(w, g, s0, s1, shadow, z, z_prev, total, values, squares_out, ba
 # One program for each tile.
 @triton.jit(do_not_specialize=["num_learners"])
 def _update(w, g, s0, s1, shadow, z, z_prev, total, tiles, values, total_squares, num_learners, rate_high, rate_low,
-            momentum_high, momentum_low, ADAMW: tl.constexpr, STATES: tl.constexpr, SHADOW: tl.constexpr,
-            AVERAGES: tl.constexpr, MOVES: tl.constexpr, KEEPS_TOTAL: tl.constexpr):
+            momentum_high, momentum_low, share_high, share_low, ADAMW: tl.constexpr, STATES: tl.constexpr,
+            SHADOW: tl.constexpr, AVERAGES: tl.constexpr, FOLLOWS: tl.constexpr, MOVES: tl.constexpr,
+            KEEPS_TOTAL: tl.constexpr):
     tile = tl.program_id(0)
     kind = w.dtype.element_ty
     rate = tl.zeros((1,), kind) + rate_high + rate_low
     momentum = tl.zeros((1,), kind) + momentum_high + momentum_low
+    share = tl.zeros((1,), kind) + share_high + share_low
     entry = tiles + tile * _WIDTH
     base, z_base, numel, place = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     at = (place // 4) * TILE + tl.arange(0, TILE)
     decays = (place & 1) != 0
     if (place & 2) != 0:
         _update_tile(w, g, s0, s1, shadow, z, z_prev, total, values, total_squares + tile, base, z_base, numel, at,
-                     decays, num_learners, rate, momentum, True, ADAMW, STATES, SHADOW, AVERAGES, MOVES, KEEPS_TOTAL)
+                     decays, num_learners, rate, momentum, share, True, ADAMW, STATES, SHADOW, AVERAGES, FOLLOWS,
+                     MOVES, KEEPS_TOTAL)
     else:
         _update_tile(w, g, s0, s1, shadow, z, z_prev, total, values, total_squares + tile, base, z_base, numel, at,
-                     decays, num_learners, rate, momentum, False, ADAMW, STATES, SHADOW, AVERAGES, MOVES, KEEPS_TOTAL)
+                     decays, num_learners, rate, momentum, share, False, ADAMW, STATES, SHADOW, AVERAGES, FOLLOWS,
+                     MOVES, KEEPS_TOTAL)
 
 
 # One program for each tile of z.

@@ -15,6 +15,12 @@ from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.engine.update.row_update import Step, TorchUpdate
 
 NUM_LEARNERS = 3
+# Rounds that differ in code, not only in numbers.
+ROUNDS = (
+    LinearRound(0.3, momentum=0.9),
+    LinearRound(0.7, momentum=0.2, share=1 / 3, follows_learners=True),
+    None,
+)
 _TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2**-7}  # one digit of bfloat16
 
 
@@ -49,6 +55,7 @@ def round_by_row(
             update.correct(learner, bank.trained_row(learner), averaging, step)
     if averaging is not None:
         update.sum(bank.total.trained(), [bank.corrections.trained(j) for j in range(bank.num_learners)])
+        bank.total.storage.mul_(averaging.share)
         update.move([bank.z.whole()], [bank.z_prev.whole()], [bank.total.whole()], averaging)
     return norms
 

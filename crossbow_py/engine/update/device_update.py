@@ -26,6 +26,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.engine.bank.layout import DECAYED, Rows, TrainedRow
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.update.optimizers import SGD, AdamW, Muon, Optimizer, PerLearner, for_learner
+from crossbow_py.engine.update.row_update import write_distances
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -73,6 +74,10 @@ class OneLearner:
     def write_corrections(self, rule: AveragingRule, averaging: LinearRound) -> None:
         """Write the rule's corrections for the current weights to C."""
         rule.corrections(self.row.corrections, self.row.weights, self.row.z, averaging)
+
+    def write_distances(self) -> None:
+        """Write w − z to C."""
+        write_distances(self.row)
 
 
 class AllLearners:
@@ -149,6 +154,11 @@ class AllLearners:
         for learner in range(bank.num_learners):
             row = bank.trained_row(learner)
             rule.corrections(row.corrections, row.weights, row.z, averaging)
+
+    def write_distances(self) -> None:
+        """Write w − z of all learners to C."""
+        for learner in range(self._bank.num_learners):
+            write_distances(self._bank.trained_row(learner))
 
 
 def _in_dtype_of(row: TrainedRow, values: Tensor) -> Tensor:
@@ -240,12 +250,15 @@ class DeviceUpdate:
         gate = learners.spread(opened)
         if averaging:
             torch._foreach_sub_(weights, row.corrections)
-            keep_bits(row.corrections, gate)
         old, new = list(row.weights), list(weights)
         for name, vectors in state.items():
             old += row.state[name]
             new += vectors
         select_bits(old, new, gate)
+        if averaging:
+            if averaging.follows_learners:
+                learners.write_distances()
+            keep_bits(row.corrections, gate)
         if row.shadow is not None:
             torch._foreach_copy_(row.shadow, row.weights)
         step_count.add_(opened)

@@ -18,7 +18,14 @@ from crossbow_py.engine.bank.layout import DECAYED
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import Precision
 from crossbow_py.engine.trust import why_not
-from crossbow_py.engine.update.agreement import NUM_LEARNERS, are_close, random_bank, round_by_row, written_values
+from crossbow_py.engine.update.agreement import (
+    NUM_LEARNERS,
+    ROUNDS,
+    are_close,
+    random_bank,
+    round_by_row,
+    written_values,
+)
 from crossbow_py.engine.update.optimizers import SGD, AdamW, Optimizer, as_first, for_learner
 from crossbow_py.engine.update.row_update import Step, TorchUpdate
 
@@ -93,6 +100,8 @@ class KernelUpdate:
             self._rows, self._tiles, self._values, k, self._optimizer,
             correction=None if coefficients is None else coefficients.correction,
             momentum=coefficients.momentum if coefficients is not None and self.moves else None,
+            share=1.0 if coefficients is None else coefficients.share,
+            follows=coefficients is not None and coefficients.follows_learners,
             total_squares=self._total_squares,
         )  # fmt: skip
 
@@ -149,7 +158,7 @@ def check(optimizer: Optimizer, rule: AveragingRule, device: torch.device, preci
 
     Blocks the host.
     """
-    for averaging in (LinearRound(0.3, 0.9), None):
+    for averaging in ROUNDS:
         run = partial(_checked_round, optimizer, averaging, device, precision, moves)
         *found, counts, gates = repeated("updates", run)
         bank, reference = _bank_to_check(optimizer, device, precision), TorchUpdate(optimizer, rule)
@@ -179,5 +188,6 @@ def _checked_round(
     update = KernelUpdate(bank, optimizer, moves=moves)
     update.correct(averaging, results=results, loss_column=0, finite_column=1, learning_rates=rates, step_counts=counts)
     if averaging is not None and not moves:
+        bank.total.storage.mul_(averaging.share)
         update.move(averaging)
     return [*written_values(bank), counts, results[:, 1]]

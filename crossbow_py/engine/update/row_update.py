@@ -47,6 +47,12 @@ class Step:
     is_prepared: bool = False
 
 
+def write_distances(row: TrainedRow) -> None:
+    """Set c ← w − z."""
+    torch._foreach_copy_(row.corrections, row.weights)
+    torch._foreach_sub_(row.corrections, row.z)
+
+
 class TorchUpdate:
     """The reference. Methods change only their arguments, so learners may update at the same time."""
 
@@ -61,7 +67,10 @@ class TorchUpdate:
         return norm(row.gradients)
 
     def correct(self, learner: int, row: TrainedRow, averaging: LinearRound | None, step: Step) -> None:
-        """Set g ← scale·g; c ← correction from w; w ← (optimizer step of w) − c; shadow ← w. No c without averaging."""
+        """Set g ← scale·g; c ← correction from w; w ← (optimizer step of w) − c; shadow ← w. No c without averaging.
+
+        If z follows learners, c becomes w − z afterwards.
+        """
         if not step.is_prepared:
             self.prepare([learner], [row], [step])
         scaled = row.gradients[row.num_matrices :]
@@ -72,6 +81,8 @@ class TorchUpdate:
         self.optimizer.step(learner, row, step.learning_rate, step.step_count)
         if averaging:
             torch._foreach_sub_(row.weights, row.corrections)
+            if averaging.follows_learners:
+                write_distances(row)
         if row.shadow is not None:
             torch._foreach_copy_(row.shadow, row.weights)
 
@@ -181,7 +192,8 @@ class NativeUpdate(TorchUpdate):
     ) -> None:
         """Do `correct` of all learners and `sum` in one pass; learners without a step keep their rows.
 
-        With `moves`, the pass also does `move`, which is right if the sum is not all-reduced in between.
+        With `moves`, the pass also multiplies the sum by its share and does `move`, which is right if the sum is not
+        all-reduced in between.
         """
         taken = [(learner, step) for learner, step in enumerate(steps) if step is not None and not step.is_prepared]
         if taken and self.optimizer.TAKES_MATRICES:
@@ -263,7 +275,10 @@ class StackedRows:
 def _coefficients(averaging: LinearRound | None, moves: bool) -> Averaging:
     if averaging is None:
         return Averaging()
-    return Averaging(averages=1, moves=moves, correction=averaging.correction, momentum=averaging.momentum)
+    return Averaging(
+        averages=1, moves=moves, follows=averaging.follows_learners, correction=averaging.correction,
+        momentum=averaging.momentum, share=averaging.share,
+    )  # fmt: skip
 
 
 def _num_values(vectors: Sequence[Tensor]) -> int:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from crossbow_py.averaging.rule import AveragingRule, LinearRound
+from crossbow_py.averaging.rule import AveragingRule
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import BF16
-from crossbow_py.engine.update.agreement import are_close, random_bank, round_by_row, written_values
+from crossbow_py.engine.update.agreement import ROUNDS, are_close, random_bank, round_by_row, written_values
 from crossbow_py.engine.update.native.library import NativeError, load
 from crossbow_py.engine.update.optimizers import Optimizer, as_first
 from crossbow_py.engine.update.row_update import NativeUpdate, StackedRows, Step, TorchUpdate
@@ -64,7 +64,7 @@ def _check(optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) -> N
     def bank() -> ReplicaBank:
         return random_bank(optimizer, torch.device("cpu"), BF16)
 
-    for averaging in (LinearRound(0.3, momentum=0.9), None):
+    for averaging in ROUNDS:
         in_one_pass, by_row, expected = (bank() for _ in range(3))
         rows = StackedRows(in_one_pass)
         norms = native.gradient_norms(rows), round_by_row(native, by_row, averaging, _STEPS)

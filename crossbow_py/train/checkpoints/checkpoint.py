@@ -24,6 +24,7 @@ import torch
 
 from crossbow_py.core.errors import CheckpointError, one_line
 from crossbow_py.core.files import own_file
+from crossbow_py.core.plain_values import filled
 from crossbow_py.core.settings import check, setting
 from crossbow_py.telemetry.records import METRICS_FILE, SUMMARY_FILE
 
@@ -254,8 +255,21 @@ def holds_run(folder: Path) -> bool:
     return recorded or (folder / SUMMARY_FILE).exists() or bool(checkpoints(folder))
 
 
-def formerly(settings: Mapping[str, Any]) -> dict[str, Any]:
+def upgraded(recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return recorded settings, nested plain values, with today's names, and what lacking ones of `settings` meant."""
+    return filled(renamed(recorded), _formerly(settings))
+
+
+def renamed(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return recorded settings with today's names: what was `averaging=sma` is `averaging=crossbow`."""
+    averaging = recorded.get("averaging")
+    if isinstance(averaging, Mapping) and averaging.get("name") == "sma" and "averaging_momentum" in averaging:
+        return {**recorded, "averaging": {**averaging, "name": "crossbow"}}
+    return dict(recorded)
+
+
+def _formerly(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return, as nested plain values, what earlier versions did where they lacked some of these settings."""
-    nested = {key: formerly(value) for key, value in settings.items() if isinstance(value, Mapping)}
+    nested = {key: _formerly(value) for key, value in settings.items() if isinstance(value, Mapping)}
     added = {key: _ADDED[key] for key in settings if key in _ADDED}
     return {key: settings[key] for key in ("name",) if key in settings} | nested | added

@@ -9,7 +9,7 @@ from typing import Any
 
 from crossbow_py.core.errors import CheckpointError, UserError
 from crossbow_py.core.files import given_path
-from crossbow_py.core.plain_values import differences, filled
+from crossbow_py.core.plain_values import differences
 from crossbow_py.core.settings import to_mapping
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.ranks import Ranks
@@ -18,9 +18,9 @@ from crossbow_py.train.checkpoints.checkpoint import (
     SavedCheckpoint,
     checkpoints,
     find_newest,
-    formerly,
     open_checkpoint,
     taking_from,
+    upgraded,
 )
 from crossbow_py.train.run import Run, RunState
 from crossbow_py.train.run_settings import Choices, RunSettings, choose
@@ -65,7 +65,7 @@ def restore(run: Run, checkpoint: SavedCheckpoint) -> None:
     with taking_from(checkpoint.folder):
         saved = checkpoint.part(0)
         current = identity(run)
-        if changed := differences(filled(saved["identity"], formerly(current)), current):
+        if changed := differences(upgraded(saved["identity"], current), current):
             shown = "; ".join(changed[:4]) + ("; ..." if len(changed) > 4 else "")
             raise CheckpointError(
                 f"checkpoint {run.resumed_from} is of another run ({shown}); resuming may change only stops, logging "

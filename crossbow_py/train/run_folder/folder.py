@@ -35,7 +35,7 @@ from crossbow_py.telemetry.records import (
 )
 from crossbow_py.telemetry.timeline import TRACE_FILE
 from crossbow_py.train.checkpoints.checkpoint import FOLDER as CHECKPOINTS_FOLDER
-from crossbow_py.train.checkpoints.checkpoint import checkpoints, formerly, holds_run
+from crossbow_py.train.checkpoints.checkpoint import checkpoints, holds_run, upgraded
 from crossbow_py.train.checkpoints.weights import MODEL_FILE
 from crossbow_py.train.config import TrainConfig, config_to_mapping
 
@@ -157,9 +157,9 @@ def _relaunched(config: TrainConfig, launch: Launch | None) -> TrainConfig:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return `key: old → new` for every key that differs and that a resume may not change; see `formerly`."""
+    """Return `key: old → new` for every key that differs and that a resume may not change; see `upgraded`."""
     kept = without(new, MAY_CHANGE)
-    return differences(filled(filled(without(old, MAY_CHANGE), formerly(kept)), kept), kept)
+    return differences(filled(upgraded(without(old, MAY_CHANGE), kept), kept), kept)
 
 
 def run_of(asked: Path) -> Path:

@@ -18,7 +18,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import given_path
 from crossbow_py.core.plain_values import filled
 from crossbow_py.telemetry.records import CONFIG_FILE
-from crossbow_py.train.checkpoints.checkpoint import formerly
+from crossbow_py.train.checkpoints.checkpoint import renamed, upgraded
 from crossbow_py.train.config import TrainConfig, config_from_mapping, config_to_mapping
 
 _KEY = "config="
@@ -72,13 +72,13 @@ def recorded(path: str) -> TrainConfig:
     file = asked / CONFIG_FILE if asked.is_dir() else asked.resolve()
     if not file.is_file():
         raise UserError(f"config={path} is neither the folder of a run nor a {CONFIG_FILE}; give one of them.")
-    plain = read_yaml(file)
+    plain = renamed(read_yaml(file))
     if "space" in plain:
         raise UserError(f"config={path} is of a search, which holds many runs; give the folder best in it.")
     _check_keys(path, plain)
     plain.update(_OF_THE_RUN)
     kept = config_to_mapping(config_from_mapping(plain, file))
-    return config_from_mapping(filled(filled(plain, formerly(kept)), kept))
+    return config_from_mapping(filled(upgraded(plain, kept), kept))
 
 
 def _check_keys(path: str, plain: Any) -> None:

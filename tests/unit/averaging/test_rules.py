@@ -16,6 +16,7 @@ from crossbow_py.averaging import (
     RULES,
     SMA,
     AveragingRule,
+    Crossbow,
     DiLoCo,
     Elastic,
     GroupedSMA,
@@ -76,7 +77,16 @@ class Reference:
         return RATE * factor(index) * self.u
 
 
-def sma(r: Reference, n: int, alpha: float, mu: float, period: int) -> None:
+def sma(r: Reference, n: int, alpha: float = 1.0, period: int = 1) -> None:
+    step = r.step(n)
+    if (n + 1) % period:
+        r.w = r.w - step
+        return
+    r.w = r.w - step - alpha * (r.w - r.z)
+    r.z = r.w.mean(0)
+
+
+def crossbow(r: Reference, n: int, alpha: float, mu: float, period: int = 1) -> None:
     step = r.step(n)
     if (n + 1) % period:
         r.w = r.w - step
@@ -123,12 +133,11 @@ def grouped_sma(r: Reference, n: int) -> None:
     g = r.gradients(n)
     g = np.stack([g[0], (g[1] + g[2]) / 2, (g[1] + g[2]) / 2])
     r.u = MOMENTUM * r.u + g + r.decay * r.w
-    c = (r.w - r.z) / 2
-    r.w = r.w - RATE * factor(n) * r.u - c
-    r.z, r.z_prev = r.z + c.sum(0) * 2 / 3 + 0.9 * (r.z - r.z_prev), r.z
+    r.w = r.w - RATE * factor(n) * r.u - (r.w - r.z)
+    r.z = r.w.mean(0)
 
 
-def sma_towards(r: Reference, n: int, final: float) -> None:
+def crossbow_towards(r: Reference, n: int, final: float) -> None:
     alpha = 1 / 3 + (final - 1 / 3) * (1 - math.ceil(16 * factor(n)) / 16)
     step, c = r.step(n), alpha * (r.w - r.z)
     r.w = r.w - step - c
@@ -144,14 +153,26 @@ def papa(r: Reference, n: int, period: int, pull: float) -> None:
 
 
 CASES: dict[str, tuple[AveragingRule, Callable[[Reference, int], None]]] = {
-    "sma": (SMA(), lambda r, n: sma(r, n, 1 / LEARNERS, 0.9, 1)),
-    "sma with a period": (SMA(correction_rate=0.2, averaging_period=4), lambda r, n: sma(r, n, 0.2, 0.9, 4)),
-    "sma with a correction rate that grows": (SMA(final_correction_rate=0.9), lambda r, n: sma_towards(r, n, 0.9)),
+    "sma": (SMA(), sma),
+    "sma with a small pull": (SMA(correction_rate=0.2), lambda r, n: sma(r, n, 0.2)),
+    "sma with a period": (SMA(correction_rate=0.7, averaging_period=4), lambda r, n: sma(r, n, 0.7, 4)),
+    "crossbow": (Crossbow(), lambda r, n: crossbow(r, n, 0.1, 0.9)),
+    "crossbow with a period": (
+        Crossbow(correction_rate=None, averaging_period=4),
+        lambda r, n: crossbow(r, n, 1 / LEARNERS, 0.9, 4),
+    ),
+    "crossbow with a correction rate that grows": (
+        Crossbow(correction_rate=None, final_correction_rate=0.9),
+        lambda r, n: crossbow_towards(r, n, 0.9),
+    ),
     "grouped_sma": (GroupedSMA(group_size=2), grouped_sma),
     "grouped_sma in one group": (GroupedSMA(group_size=3), synchronous_sgd),
-    "grouped_sma in groups of one": (GroupedSMA(group_size=1), lambda r, n: sma(r, n, 1 / LEARNERS, 0.9, 1)),
-    "elastic": (Elastic(), lambda r, n: sma(r, n, 0.9 / LEARNERS, 0.0, 1)),
-    "elastic with a period": (Elastic(correction_rate=0.1, averaging_period=3), lambda r, n: sma(r, n, 0.1, 0.0, 3)),
+    "grouped_sma in groups of one": (GroupedSMA(group_size=1), sma),
+    "elastic": (Elastic(), lambda r, n: crossbow(r, n, 0.9 / LEARNERS, 0.0)),
+    "elastic with a period": (
+        Elastic(correction_rate=0.1, averaging_period=3),
+        lambda r, n: crossbow(r, n, 0.1, 0.0, 3),
+    ),
     "local_sgd": (LocalSGD(averaging_period=5), lambda r, n: local_sgd(r, n, 5)),
     "diloco": (DiLoCo(averaging_period=5), lambda r, n: diloco(r, n, 5, 0.7, 0.9)),
     "diloco every round": (
@@ -203,10 +224,10 @@ def test_quadratic_rule_averages_less_often_as_the_rate_falls() -> None:
     assert rule.round(Stage(7, 4, rounds_apart=10**6, first_rate=0.0)) is None  # at rest there is nothing to average
     assert rule.linear_round(4) is None
     pulls = SMA(quadratic_period=0.4, averaging_period=2)
-    assert pulls.linear_round(4) == LinearRound(0.25, 0.9)
+    assert pulls.linear_round(4) == LinearRound(1.0, share=0.25, follows_learners=True)
     # At the end z is brought to where learners are; the mean of learners that take outer steps is there in any case.
     last = Stage(7, 4, rounds_apart=3, first_rate=0.0, is_last=True)
-    assert (pulls.round(last), rule.round(last)) == (LinearRound(0.25, 0.9), None)
+    assert (pulls.round(last), rule.round(last)) == (pulls.linear_round(4), None)
 
 
 def test_slow_momentum_at_no_learning_rate_is_the_plain_mean() -> None:
@@ -230,7 +251,7 @@ def test_learning_rate_of_four_learners_is_doubled_by_sma_unless_told_otherwise(
     ("kind", "options", "said"),
     [
         (SMA, {"correction_rate": 1.5}, r"averaging\.correction_rate must be at most 1, got 1.5: replicas would"),
-        (SMA, {"averaging_momentum": 1.0}, r"averaging\.averaging_momentum must be less than 1, got 1.0: a step of"),
+        (Crossbow, {"averaging_momentum": 1.0}, r"averaging\.averaging_momentum must be less than 1, got 1.0: a step"),
         (SMA, {"correction_rate": 0.0}, r"averaging\.correction_rate must be greater than 0"),
         (SMA, {"averaging_period": 0}, r"averaging\.averaging_period must be at least 1, got 0"),
         (SMA, {"node_period": 0}, r"averaging\.node_period must be at least 1, got 0"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from crossbow_py.averaging import SMA, Elastic, GroupedSMA, Independent, LocalSGD, Stage
+from crossbow_py.averaging import SMA, Crossbow, Elastic, GroupedSMA, Independent, LocalSGD, Stage
 from crossbow_py.averaging.stability import check_settles, most_settling
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.bank.layout import TrainedRow
@@ -29,10 +29,11 @@ def spectral_radius(curvature, momentum, alpha, mu, num_learners):
 @pytest.mark.parametrize(
     ("rule", "most"),
     [
-        (SMA(correction_rate=0.1), 36), (SMA(correction_rate=0.2), 17), (SMA(correction_rate=0.5), 5),
-        (SMA(correction_rate=0.1, averaging_momentum=0.0), 18), (Elastic(correction_rate=0.3), 5),
-        (SMA(correction_rate=0.5, averaging_period=7, quadratic_period=0.1), 5),
-        (SMA(correction_rate=0.5, final_correction_rate=0.9), 99), (SMA(), 99), (LocalSGD(), 99), (Independent(), 99),
+        (Crossbow(), 36), (Crossbow(correction_rate=0.2), 17), (Crossbow(correction_rate=0.5), 5),
+        (Crossbow(averaging_momentum=0.0), 18), (Elastic(correction_rate=0.3), 5),
+        (Crossbow(correction_rate=0.5, averaging_period=7, quadratic_period=0.1), 5),
+        (Crossbow(correction_rate=0.5, final_correction_rate=0.9), 99), (Crossbow(correction_rate=None), 99),
+        (SMA(), 99), (SMA(correction_rate=0.01), 99), (GroupedSMA(), 99), (LocalSGD(), 99), (Independent(), 99),
     ],
 )  # fmt: skip
 def test_learners_that_stand_still_settle_up_to_a_number_by_any_pull(rule, most):
@@ -55,11 +56,10 @@ def distance_apart(rule, num_learners, rounds=300):
     return abs(w - z)
 
 
-def test_groups_settle_by_their_number_and_devices_count():
-    assert most_settling(GroupedSMA(correction_rate=0.5, group_size=4), 99) == 20  # five groups of four
-    assert most_settling(SMA(correction_rate=0.1), 99, num_devices=8) == 4
+def test_learners_of_all_devices_count():
+    assert most_settling(Crossbow(), 99, num_devices=8) == 4
     with pytest.raises(UserError, match="for 8 learners on each of 8 devices: with more than 4 "):
-        check_settles(SMA(correction_rate=0.1), 8, num_devices=8)
+        check_settles(Crossbow(), 8, num_devices=8)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,16 @@ def test_two_learners_with_both_momenta_are_stable_where_the_radius_says(curvatu
     assert (final_distance(curvature, alpha) < 1) is stable
 
 
+@pytest.mark.parametrize(("num_learners", "curvature"), [(2, 0.25), (4, 0.39), (8, 0.59), (16, 0.84)])
+def test_two_momenta_bound_the_curvature_that_crossbow_can_take(num_learners, curvature):
+    """As docs/architecture.md has it, for m = μ = 0.9 and α = 1/K."""
+    assert spectral_radius(curvature - 0.01, 0.9, 1 / num_learners, 0.9, num_learners) < 1
+    assert spectral_radius(curvature + 0.01, 0.9, 1 / num_learners, 0.9, num_learners) > 1
+
+
 def final_distance(curvature, alpha, rounds=400):
     """|z| after running rule and optimizer on f(w) = w²/2 with γ = curvature, from w = z = 1."""
-    rule, optimizer = SMA(correction_rate=alpha, averaging_momentum=0.9), SGD(momentum=0.9)
+    rule, optimizer = Crossbow(correction_rate=alpha), SGD(momentum=0.9)
     weights = [torch.ones(1, dtype=torch.float64) for _ in range(2)]
     z, z_prev = torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     state = [{"momentum": [torch.zeros(1, dtype=torch.float64)]} for _ in weights]
@@ -88,3 +95,14 @@ def final_distance(curvature, alpha, rounds=400):
             total += correction
         rule.average([z], [z_prev], [total], coefficients)
     return float(z.abs())
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_learners_stay_together_by_sma_up_to_a_curvature(alpha, momentum):
+    """Distances from the mean vanish if and only if γh < (1 + m)·(2 − α); the mean itself is plain SGD's."""
+    bound = (1 + momentum) * (2 - alpha)
+    for curvature, stable in ((0.99 * bound, True), (1.01 * bound, False)):
+        # (e, γv): v ← m·v + h·e, then e ← (1 − α)·e − γ·v
+        matrix = np.array([[1 - alpha - curvature, -momentum], [curvature, momentum]])
+        assert bool(max(abs(np.linalg.eigvals(matrix))) < 1) is stable

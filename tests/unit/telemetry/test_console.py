@@ -95,7 +95,7 @@ def test_final_block_says_how_to_go_on_after_a_signal_where_there_is_a_checkpoin
 def test_header_says_how_the_rule_differs_from_its_defaults_and_what_it_makes_of_the_rate(events: Any) -> None:
     for rule, said in (
         (SMA(), "sma (rate × √K) · executor"),
-        (SMA(rate_scaling="none", averaging_momentum=0.0), "sma (rate_scaling=none, averaging_momentum=0.0) ·"),
+        (SMA(rate_scaling="none", correction_rate=0.5), "sma (rate_scaling=none, correction_rate=0.5) ·"),
         (LocalSGD(averaging_period=4, average_ema=1.0), "local_sgd (averaging_period=4) (evaluated: EMA over 1"),
         (Independent(), "independent · executor"),
     ):

@@ -125,7 +125,7 @@ def test_compose_with_debug_first_lets_it_win_over_the_experiment() -> None:
         (["~model"], ["model must be one of", "model=NAME"]),
         (["model.name=vgg"], ["model.name", "'vgg16'"]),
         (["averaging=independent", "averaging.correction_rate=0.1"], ["averaging.correction_rate means nothing to"]),
-        (["averaging=synchronous_sgd", "averaging.correction_rate=0.1"], ["leave it out, or choose averaging=sma or"]),
+        (["averaging=synchronous_sgd", "averaging.pull=0.1"], ["leave it out, or choose averaging=papa"]),
         (["averaging=independent", "averaging.average_ema=1"], ["averaging.average_ema means nothing to"]),
         (["averaging.average_ema=0"], ["averaging.average_ema must be greater than 0", "got 0", "how far back"]),
         (["seed=a"], ["seed must be a whole number", "'a'"]),
@@ -247,7 +247,7 @@ def test_rule_in_one_file_is_an_option_of_the_command_line_without_a_yaml_file(m
 
     monkeypatch.setitem(RULES, "halfway", Halfway)
     chosen = compose(["+experiment=resnet32", "averaging=halfway", "averaging.strength=0.25"], TrainConfig).averaging
-    assert (type(chosen), chosen.strength, chosen.correction_rate) == (Halfway, 0.25, None)
+    assert (type(chosen), chosen.strength, chosen.correction_rate) == (Halfway, 0.25, 1.0)
     assert "halfway" in group_options("averaging", TrainConfig)
     with pytest.raises(UserError, match="unknown averaging 'halfwy'; did you mean 'halfway'"):
         compose(["averaging=halfwy"], TrainConfig)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import SGD, SMA, DiLoCo, LocalSGD, SynchronousSGD
+from crossbow_py import SGD, SMA, Crossbow, DiLoCo, LocalSGD, SynchronousSGD
 from crossbow_py.core.errors import LearnerError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.telemetry.throughput import ThroughputMeter
@@ -95,7 +95,7 @@ def test_rank_out_of_memory_takes_part_in_every_sum_and_adds_nothing(make_runner
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_z_of_a_rank_that_sits_out_moves_by_what_the_others_add(make_runner, executor):
-    runner, run, _, loss = make_runner(executor, averaging=SMA(averaging_momentum=0.5))
+    runner, run, _, loss = make_runner(executor, averaging=Crossbow(correction_rate=None, averaging_momentum=0.5))
     bank = run.bank
     before = bank.z.flat()[0].clone()
     loss.error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")

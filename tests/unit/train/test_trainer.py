@@ -94,25 +94,21 @@ def test_fit_of_one_learner_equals_a_plain_torch_loop_with_its_schedule():
 
 
 def test_fit_of_two_learners_equals_the_equations_worked_out_by_hand():
-    trainer = make_trainer(optimizer=SGD(learning_rate=0.05, momentum=0.5), averaging=SMA(averaging_momentum=0.9))
+    trainer = make_trainer(optimizer=SGD(learning_rate=0.05, momentum=0.5), averaging=SMA(correction_rate=0.5))
     result = trainer.fit(max_rounds=6)
     models = [linear_model(), linear_model()]
     velocity = [[torch.zeros_like(p) for p in model.parameters()] for model in models]
     z = [p.detach().clone() for p in linear_model().parameters()]
-    z_prev = [p.clone() for p in z]
     rate = 0.05 * math.sqrt(2)
     for n in range(6):
-        sums = [torch.zeros_like(p) for p in z]
         for j, model in enumerate(models):
             batch = trainer.run.train_feed.batch((2 * n + j) * 4)
             parameters = list(model.parameters())
             loss = nn.functional.cross_entropy(model(batch.inputs), batch.targets)
             for i, (w, g) in enumerate(zip(parameters, torch.autograd.grad(loss, parameters), strict=True)):
                 velocity[j][i] = 0.5 * velocity[j][i] + g
-                correction = 0.5 * (w.detach() - z[i])
-                w.data -= rate * velocity[j][i] + correction
-                sums[i] += correction
-        z, z_prev = [a + s + 0.9 * (a - b) for a, b, s in zip(z, z_prev, sums, strict=True)], z
+                w.data -= rate * velocity[j][i] + 0.5 * (w.detach() - z[i])
+        z = [(a.detach() + b.detach()) / 2 for a, b in zip(*(model.parameters() for model in models), strict=True)]
     for ours, expected in zip(result.model.parameters(), z, strict=True):
         torch.testing.assert_close(ours.detach(), expected, rtol=1e-5, atol=1e-6)
 

@@ -71,7 +71,10 @@ class Learner(Structure):
 class Averaging(Structure):
     """The struct of the same name in update.c, all zero in a round that does not average."""
 
-    _fields_ = [("averages", c_int64), ("moves", c_int64), ("correction", c_float), ("momentum", c_float)]
+    _fields_ = [
+        *((name, c_int64) for name in ("averages", "moves", "follows")),
+        *((name, c_float) for name in ("correction", "momentum", "share")),
+    ]
 
 
 def load(cache: Path | None = None) -> ctypes.CDLL:

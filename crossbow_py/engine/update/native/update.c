@@ -21,7 +21,7 @@ typedef struct {
     float *weights;
     const float *gradients;
     float *state[2];
-    float *total; /* the sum of the learners' corrections is written here */
+    float *total; /* the sum by which z moves is written here */
     float *z, *z_prev;
     uint16_t *shadow; /* bfloat16 copy of the weights, or NULL */
     int64_t count, stride, gradient_stride;
@@ -37,7 +37,8 @@ typedef struct {
 typedef struct {
     int64_t averages; /* 0 in a round that does not average; the rest has no meaning then */
     int64_t moves;    /* whether z moves in the same pass */
-    float correction, momentum;
+    int64_t follows;  /* whether the sum is that of new weights' distances from z, not of corrections */
+    float correction, momentum, share;
 } Averaging;
 
 /* The form of a loop is known when it is compiled, so that no loop has branches and all are vectorised. */
@@ -78,11 +79,15 @@ INLINE uint16_t to_bfloat16(float w)
     return (uint16_t)(w != w ? 0x7FC0 : rounded);
 }
 
-/* n values of one learner; with PULLS their corrections are added to `total`, or written there without ADDS */
+/* n values of one learner; with PULLS their corrections, or their distances from z if that follows learners, are added
+ * to `total`, or written there without ADDS */
 INLINE void update_values(const int form, float *restrict w, const float *restrict g, float *restrict state0,
                           float *restrict state1, const float *restrict z, float *restrict total,
-                          uint16_t *restrict shadow, const Learner *own, int64_t decays, float correction, int64_t n)
+                          uint16_t *restrict shadow, const Learner *own, int64_t decays, const Averaging *averaging,
+                          int64_t n)
 {
+    const float correction = averaging->correction;
+    const int follows = averaging->follows != 0;
     const float scale = own->gradient_scale, decay = own->decay;
     float values[VALUES];
     memcpy(values, own->values, sizeof values);
@@ -93,8 +98,9 @@ INLINE void update_values(const int form, float *restrict w, const float *restri
                                    : sgd(form, before, gradient, state0 + i, values, decay);
         if (form & PULLS) {
             const float pulled = (before - z[i]) * correction;
-            total[i] = form & ADDS ? total[i] + pulled : pulled;
             after -= pulled;
+            const float moved = follows ? after - z[i] : pulled;
+            total[i] = form & ADDS ? total[i] + moved : moved;
         }
         w[i] = after;
         if (form & HAS_SHADOW) shadow[i] = to_bfloat16(after);
@@ -103,7 +109,7 @@ INLINE void update_values(const int form, float *restrict w, const float *restri
 
 #define FORM(form)                                                                                                     \
     case form:                                                                                                         \
-        update_values(form, w, g, state0, state1, z, total, shadow, own, v->decays, correction, n);                    \
+        update_values(form, w, g, state0, state1, z, total, shadow, own, v->decays, averaging, n);                     \
         break;
 #define FORMS_OF(step)                                                                                                 \
     FORM(step)                                                                                                         \
@@ -114,7 +120,8 @@ INLINE void update_values(const int form, float *restrict w, const float *restri
     FORM(step | HAS_SHADOW | PULLS | ADDS)
 
 /* Values [at, at + n) of learner j's row */
-static void update_row(int form, const Vector *v, const Learner *own, int64_t j, float correction, int64_t at, int64_t n)
+static void update_row(int form, const Vector *v, const Learner *own, int64_t j, const Averaging *averaging, int64_t at,
+                       int64_t n)
 {
     const int64_t in_row = j * v->stride + at;
     float *w = v->weights + in_row, *total = v->total + at;
@@ -161,12 +168,15 @@ static void update_chunk(const Vector *v, const Learner *learners, int64_t num_l
     learners += v->group * num_learners;
     for (int64_t j = 0; j < num_learners; j++) {
         if (learners[j].skipped) continue;
-        update_row(form_of(v, learners + j, optimizer) | pulls, v, learners + j, j, averaging->correction, begin, n);
+        update_row(form_of(v, learners + j, optimizer) | pulls, v, learners + j, j, averaging, begin, n);
         if (pulls) pulls = PULLS | ADDS;
     }
     if (!averaging->averages) return;
     if (!(pulls & ADDS)) memset(v->total + begin, 0, (size_t)n * sizeof(float));
-    if (averaging->moves) move(v->z + begin, v->z_prev + begin, v->total + begin, averaging->momentum, n);
+    if (!averaging->moves) return;
+    if (averaging->share != 1)
+        for (int64_t i = 0; i < n; i++) v->total[begin + i] *= averaging->share;
+    move(v->z + begin, v->z_prev + begin, v->total + begin, averaging->momentum, n);
 }
 
 /* Part `part` of `num_parts` of all vectors: gradient steps and corrections of the learners, the corrections' sum, and

@@ -119,7 +119,7 @@ def test_population_of_papa_stays_apart_when_the_rate_drops() -> None:
 
 
 def test_last_round_of_a_growing_period_averages() -> None:
-    averaging = SMA(quadratic_period=1.0, averaging_momentum=0.0)  # (1 / 0.02)² rounds, more than there are
+    averaging = SMA(quadratic_period=1.0)  # (1 / 0.02)² rounds, more than there are
     trainer = make_trainer(averaging=averaging, optimizer=SGD(learning_rate=0.02))
     result = trainer.fit(max_samples=56)
     start = make_trainer().run.bank.z.shaped()["weight"]
