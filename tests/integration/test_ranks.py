@@ -97,7 +97,8 @@ def test_gradients_summed_by_native_code_are_summed_over_ranks():
     ],
     ids=[
         "period", "crossbow", "restart", "recalibrate", "elastic", "local_sgd", "diloco", "slowmo", "papa",
-        "growing rate", "small pull", "synchronous_sgd", "grouped_sma", "ema", "ema and recalibrate", "ema of synchronous_sgd",
+        "growing rate", "small pull", "synchronous_sgd", "grouped_sma", "ema", "ema and recalibrate",
+        "ema of synchronous_sgd",
     ],
 )
 def test_other_settings_of_averaging_follow_one_rank(averaging):
