@@ -22,6 +22,7 @@ from crossbow_py.core.version import __version__
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.settings import DistributedSettings
+from crossbow_py.engine.auto_tuner import AutoTunerSettings
 from crossbow_py.engine.update.optimizers import SGD, AdamW, Muon
 from crossbow_py.predict.ensemble import Ensemble
 from crossbow_py.telemetry.events import Listener
@@ -51,6 +52,7 @@ __all__ = [
     "WSD",
     "AdamW",
     "Augmentation",
+    "AutoTunerSettings",
     "AveragingRule",
     "CheckpointError",
     "CheckpointSettings",

@@ -16,6 +16,7 @@ from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.layout import Order
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, Executor
+from crossbow_py.engine.goodput import comparison_in
 from crossbow_py.engine.modules.precision import FP64, Precision
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.update.optimizers import SGD, Optimizer
@@ -85,6 +86,7 @@ def make_tasks(
     order: Order | None = None,
     kernels: bool = False,
     channels_last: bool = True,
+    compares: bool = False,
 ) -> RoundTasks:
     """Task bodies over a bank on CPU."""
     model = make_model()
@@ -103,6 +105,7 @@ def make_tasks(
         loss=nn.functional.cross_entropy,
         seed=seed,
         collective=Collective(),
+        compares=compares,
     )
 
 
@@ -114,6 +117,7 @@ def plan(tasks: RoundTasks, index: int, learning_rate: float = 0.1, factor: floa
         starts=tuple((index * learners + learner) * size for learner in range(learners)),
         learning_rates=(learning_rate * factor,) * learners,
         together=tasks.update.rule.round(Stage(index, learners, learning_rate * factor, factor)),
+        comparison=comparison_in(index, learners) if tasks.compares else None,
     )
 
 

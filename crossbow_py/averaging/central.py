@@ -11,9 +11,12 @@ from crossbow_py.averaging.rule import AveragingRule, LearnerMomentum, RoundAver
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import check, setting
 
-RateScaling = Literal["none", "sqrt", "linear"]
+RateScaling = Literal["none", "sqrt", "linear", "adascale"]
 _POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
-RATE_SCALING = "multiply the learning rate by 1, √K or K, for K learners on all devices"
+RATE_SCALING = (
+    "multiply the learning rate by 1, √K or K, for K learners on all devices, or by AdaScale's gain, from 1 to K, as "
+    "measured"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +47,18 @@ class CentralRule(AveragingRule):
 
     def __post_init__(self) -> None:
         check(self)
+        if self.scales_by_gain and not self.compares_gradients:
+            raise UserError(
+                "averaging.rate_scaling=adascale compares the learners' gradients, which by this rule are taken at "
+                "places apart; set averaging.rate_scaling=sqrt, or choose averaging=sma or averaging=synchronous_sgd."
+            )
 
-    def rate_scale(self, num_learners: int) -> float:
-        return float(num_learners ** _POWERS[self.rate_scaling])
+    @property
+    def scales_by_gain(self) -> bool:
+        return self.rate_scaling == "adascale"
+
+    def rate_scale(self, num_learners: int, gain: float = 1.0) -> float:
+        return gain if self.scales_by_gain else float(num_learners ** _POWERS[self.rate_scaling])
 
     def round(self, stage: Stage) -> RoundAveraging | None:
         return self._round(stage) if stage.num_learners > 1 and self._averages(stage) else None
@@ -121,6 +133,10 @@ class PullingRule(PeriodicRule):
                 "averaging.node_period counts rounds that average, which averaging.quadratic_period spaces unevenly; "
                 "set one of them."
             )
+
+    @property
+    def compares_gradients(self) -> bool:
+        return self.averaging_period == 1 and self.quadratic_period is None and self.node_period == 1
 
     def joins_nodes(self, round_index: int) -> bool:
         return self.node_period > 1 and (round_index + 1) // self.averaging_period % self.node_period == 0

@@ -167,8 +167,21 @@ class AveragingRule(ABC):
         )
         return first if isinstance(first, LinearRound) else None
 
-    def rate_scale(self, num_learners: int) -> float:
-        """Return the factor of the learning rate for K learners on all devices."""
+    @property
+    def compares_gradients(self) -> bool:
+        """Whether learners are near enough that their gradients differ by noise, which may then be measured."""
+        return False
+
+    @property
+    def scales_by_gain(self) -> bool:
+        """Whether `rate_scale` follows the gain, which has gradients compared."""
+        return False
+
+    def rate_scale(self, num_learners: int, gain: float = 1.0) -> float:
+        """Return the factor of the learning rate for K learners on all devices.
+
+        `gain` is how many rounds of one learner a round of theirs is worth, see `engine/goodput.py`.
+        """
         return 1.0
 
     def restarts(self, num_learners: int, num_devices: int) -> bool:

@@ -48,5 +48,9 @@ class SynchronousSGD(CentralRule):
     restart_momentum: Literal["reset", "keep"] = setting("reset", "optimizer state at a restart: reset or keep")
 
     @property
+    def compares_gradients(self) -> bool:
+        return True
+
+    @property
     def gradient_mean(self) -> GradientMean:
         return GradientMean()

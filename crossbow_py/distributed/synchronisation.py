@@ -28,6 +28,8 @@ class Report:
         num_non_finite: learners that are gated and not reseeded yet.
         checkpoint: the state of writing the rank's part, an index into `CheckpointManager.STATUSES`.
         on_trial: whether another way for the rank's threads to wait for each other is being measured.
+        gradient_variance, squared_gradient, num_compared: sums over the rank's comparisons of gradients since the last
+            synchronisation, and their number.
     """
 
     elapsed_s: float
@@ -37,6 +39,9 @@ class Report:
     num_non_finite: float = 0
     checkpoint: float = 0
     on_trial: float = 0
+    gradient_variance: float = 0
+    squared_gradient: float = 0
+    num_compared: float = 0
 
     def to_values(self) -> list[float]:
         """Return the report as a vector."""
@@ -53,6 +58,7 @@ class Agreed:
     """The facts that all ranks know after a synchronisation.
 
     `elapsed_s` is the slowest clock's time, and `signal` the most severe signal on any rank, None for none.
+    `compared` has the sums of all ranks over comparisons of gradients, and their number.
     """
 
     elapsed_s: float
@@ -62,6 +68,7 @@ class Agreed:
     num_non_finite: int
     checkpoints: tuple[int, ...]
     on_trial: bool = False
+    compared: tuple[float, float, int] = (0.0, 0.0, 0)
 
 
 def signal_number(status: str | None) -> int:
@@ -79,6 +86,11 @@ def agree(reports: Sequence[Report]) -> Agreed:
         num_non_finite=int(sum(report.num_non_finite for report in reports)),
         checkpoints=tuple(int(report.checkpoint) for report in reports),
         on_trial=any(report.on_trial for report in reports),
+        compared=(
+            sum(report.gradient_variance for report in reports),
+            sum(report.squared_gradient for report in reports),
+            int(sum(report.num_compared for report in reports)),
+        ),
     )
 
 

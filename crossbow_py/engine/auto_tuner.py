@@ -1,8 +1,10 @@
-"""The auto-tuner chooses the number of learners of a device from measured throughput.
+"""The auto-tuner chooses the number of learners of a device from measured throughput, and from what it is worth.
 
 It is pure: a state and a throughput in, a state and a decision out; no clock, no torch, no randomness, so ranks that
-are given the same numbers make the same decision. A measurement is the median of `windows` windows of throughput. There
-are two searches:
+are given the same numbers make the same decision. A measurement is the median of `windows` windows of throughput. What
+counts is goodput: throughput times the efficiency of a sample with that many learners, which follows from the gradient
+noise scale φ (`goodput.py`). Counts whose efficiency is below a half are not tried. Without φ, or with
+objective=throughput, the efficiency is 1. There are two searches:
 
     growing     counts upwards; a count is worth it if it beats the last such count by more than `min_gain`;
     shrinking   counts downwards; a count is worth it if it is within `min_gain` of the best.
@@ -14,7 +16,8 @@ meanwhile, the larger counts were compared unfairly, and growing starts again fr
 watches: throughput that stays lower by more than `drift` starts shrinking, higher starts growing. After a drop has
 taken learners away, it also tries growing now and then: if another program frees a core that the learners do not use,
 throughput does not show it. Every new search doubles the wait before the next, up to `2 ** _MAX_BACK_OFF`
-measurements.
+measurements. As φ moves, it goes to whichever measured count is best by then, and starts growing where the next count
+would be worth much more than when the last search ended.
 
 After Crossbow's auto-tuner (Koliousis et al., VLDB 2019), which takes one sample per count and then stops.
 """
@@ -24,14 +27,18 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from crossbow_py.core.settings import check, known_fields, setting
+from crossbow_py.engine.goodput import NoiseScale, efficiency
 
+Objective = Literal["goodput", "throughput"]
 Action = Literal["grow", "shrink", "stay"]
 Phase = Literal["growing", "shrinking", "checking", "settled"]
 
 _CLIFF = 0.5
+_LEAST_EFFICIENCY = 0.5  # counts that waste more than half of their samples are not tried
+_RISE = 1.1  # the gain of the next count by efficiency, since the last search, that is worth another
 _MAX_MISSES = 2
 _MAX_BACK_OFF = 6
 
@@ -60,6 +67,7 @@ class AutoTunerState:
         before_drop: the most learners there were when a drop was seen.
         checked: whether this search has measured its choice again.
         num_searches_again: the searches after the first.
+        noise_scale: φ when the last search ended; None without.
     """
 
     num_learners: int = 1
@@ -72,6 +80,7 @@ class AutoTunerState:
     before_drop: int = 0
     checked: bool = False
     num_searches_again: int = 0
+    noise_scale: float | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
@@ -85,17 +94,33 @@ class AutoTunerState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoTuner:
-    """Decides on the number of learners per device. Its settings are frozen; the caller keeps the state."""
+class AutoTunerSettings:
+    """What num_learners=auto goes by."""
 
-    max_learners: int = setting(8, "most learners a device may have", minimum=1)
-    min_gain: float = setting(0.03, "relative gain in throughput that is worth more learners", minimum=0)
-    windows: int = setting(3, "throughput windows whose median is one measurement", minimum=1)
-    drift: float = setting(0.25, "relative change of the settled throughput that starts a new search", above=0, below=1)
-    warm_up_windows: int = setting(1, "windows dropped after the number of learners changes", minimum=0)
+    GROUP: ClassVar[str] = "auto_tuner"
+
+    objective: Objective = setting(
+        "goodput",
+        "what num_learners=auto maximises: goodput (images/s times what an image is worth in so large a batch), or "
+        "throughput (images/s)",
+    )
 
     def __post_init__(self) -> None:
         check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoTuner(AutoTunerSettings):
+    """Decides on the number of learners per device. Its settings are frozen; the caller keeps the state."""
+
+    GROUP: ClassVar[str] = ""
+
+    max_learners: int = setting(8, "most learners a device may have", minimum=1)
+    num_devices: int = setting(1, "devices whose learners train together", minimum=1)
+    min_gain: float = setting(0.03, "relative gain that is worth more learners", minimum=0)
+    windows: int = setting(3, "throughput windows whose median is one measurement", minimum=1)
+    drift: float = setting(0.25, "relative change of the settled throughput that starts a new search", above=0, below=1)
+    warm_up_windows: int = setting(1, "windows dropped after the number of learners changes", minimum=0)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -109,14 +134,15 @@ class AutoTuner:
         return tuple(sorted({limit, *(count for count in powers if count <= limit)}))
 
     def observe(
-        self, state: AutoTunerState, images_per_s: float, num_windows: int = 1
+        self, state: AutoTunerState, images_per_s: float, num_windows: int = 1, noise: NoiseScale | None = None
     ) -> tuple[AutoTunerState, Decision]:
         """Take the throughput of one window over all learners, or of a longer time that counts as several.
 
         Numbers that are not positive and finite are ignored. Windows after a change are dropped here, and need not be
-        by the caller.
+        by the caller. While the `noise` is not known well enough, nothing is decided; None is for none to be known.
         """
         stay = Decision("stay", state.num_learners)
+        noise = noise if self.objective == "goodput" else None
         if not (math.isfinite(images_per_s) and images_per_s > 0):
             return state, stay
         warms_up = state.num_windows < self.warm_up_windows
@@ -127,12 +153,14 @@ class AutoTuner:
         if len(state.recent) < self.windows:
             return state, stay
         median = statistics.median(state.recent)
-        state = replace(state, recent=())
+        if noise is not None and noise.samples is None:
+            return replace(state, recent=state.recent[1:]), stay
+        state, worth = replace(state, recent=()), _Worth(noise, self.num_devices)
         if state.phase == "settled":
-            return self._watch(state, median)
+            return self._watch(state, median, worth)
         if state.phase == "checking":
-            return self._check(state, median)
-        return self._search(replace(state, measured=(*state.measured, (state.num_learners, median))))
+            return self._check(state, median, worth)
+        return self._search(replace(state, measured=(*state.measured, (state.num_learners, median))), worth)
 
     def resumed(self, state: AutoTunerState, former_limit: int) -> AutoTunerState:
         """Return the state of a resumed run, maybe on another machine, whose `max_learners` was `former_limit`.
@@ -145,65 +173,68 @@ class AutoTuner:
         if state.num_learners > self.max_learners:
             state = replace(state, before_drop=0)
             if fitting:
-                return _move(state, self._choice(state), "settled", "")[0]
+                return _move(state, self._choice(state, _Worth()), "settled", "")[0]
             return _move(state, self.max_learners, "shrinking", "")[0]
         if self.max_learners > former_limit and state.phase in ("settled", "checking"):
             return _move(replace(state, measured=(), checked=False), state.num_learners, "growing", "")[0]
         return state
 
-    def out_of_memory(self, state: AutoTunerState) -> tuple[AutoTunerState, Decision]:
+    def out_of_memory(
+        self, state: AutoTunerState, noise: NoiseScale | None = None
+    ) -> tuple[AutoTunerState, Decision]:
         """Go back to fewer learners, because the current number did not fit in memory.
 
         It and larger ones are not tried again. The new number is the best of the smaller counts measured or, if none
-        was, the next smaller count.
+        was, the next smaller count. `noise` is as for `observe`.
         """
+        worth = _Worth(noise if self.objective == "goodput" else None, self.num_devices)
         count = state.num_learners
         assert count > 1, "one learner does not fit in memory, which the caller has to report"
         fitting = tuple(pair for pair in state.measured if pair[0] < count)
         state = replace(state, out_of_memory_at=count, measured=fitting)
-        smaller = self._choice(state) if fitting else self._neighbour(replace(state, phase="shrinking"))
+        smaller = self._choice(state, worth) if fitting else self._neighbour(replace(state, phase="shrinking"), worth)
         assert smaller is not None, f"no count below {count} in {self.counts}"
         reason = f"{count} → {_learners(smaller)}: memory does not hold {count}."
         return _move(state, smaller, "settled" if fitting else "growing", reason)
 
-    def _search(self, state: AutoTunerState) -> tuple[AutoTunerState, Decision]:
+    def _search(self, state: AutoTunerState, worth: _Worth) -> tuple[AutoTunerState, Decision]:
         """Go to the next count to measure, or settle."""
-        count, following = state.num_learners, self._following(state)
+        count, following = state.num_learners, self._following(state, worth)
         if following is None:
-            return self._settle(state)
+            return self._settle(state, worth)
         gain = ""
         if len(state.measured) > 1:
-            (before, slower), (_, faster) = state.measured[-2:]
-            gain = f", {_percent(faster / slower - 1)} on {before}"
-        beyond = "; looks one count further" if self._misses(state) else ""
-        reason = f"{count} → {_learners(following)}: {_rate(state.measured[-1])}{gain}{beyond}."
+            before, now = state.measured[-2:]
+            gain = f", {_percent(worth.of(now) / worth.of(before) - 1)} on {before[0]}"
+        beyond = "; looks one count further" if self._misses(state, worth) else ""
+        reason = f"{count} → {_learners(following)}: {worth.said(state.measured[-1])}{gain}{beyond}."
         return _move(state, following, state.phase, reason)
 
-    def _settle(self, state: AutoTunerState) -> tuple[AutoTunerState, Decision]:
-        count, choice = state.num_learners, self._choice(state)
+    def _settle(self, state: AutoTunerState, worth: _Worth) -> tuple[AutoTunerState, Decision]:
+        count, choice = state.num_learners, self._choice(state, worth)
+        state = replace(state, noise_scale=worth.scale)
         change = f"{count} → {_learners(choice)}" if choice != count else f"Settled on {_learners(count)}"
-        rate = _rate((choice, dict(state.measured)[choice]))
+        rate = worth.said((choice, dict(state.measured)[choice]))
         why = f"the fewest within {100 * self.min_gain:.3g} % of the best"
         if state.phase == "growing" and choice < count and not state.checked:
             return _move(replace(state, checked=True), choice, "checking", f"{change}: {rate}, {why}; measures again.")
         return _move(state, choice, "settled", f"{change}: {rate}, {why}.")
 
-    def _check(self, state: AutoTunerState, median: float) -> tuple[AutoTunerState, Decision]:
+    def _check(self, state: AutoTunerState, median: float, worth: _Worth) -> tuple[AutoTunerState, Decision]:
         """Settle on the choice measured again, or grow from it if a count that it was preferred to beats it now."""
         count, before = state.num_learners, dict(state.measured)[state.num_learners]
-        beaten = any(
-            images_per_s > median * (1 + self.min_gain) for other, images_per_s in state.measured if other > count
-        )
-        rate = f"{_rate((count, median))}, {_percent(median / before - 1)} since"
-        if not beaten:
-            state = replace(state, measured=(*state.measured, (count, median)))
-            return _move(state, count, "settled", f"Settled on {_learners(count)}: {rate}.")
-        state = replace(state, measured=((count, median),))
-        following = self._neighbour(replace(state, phase="growing"))
-        assert following is not None, "more learners were measured than there may be"
-        return _move(state, following, "growing", f"{count} → {_learners(following)}: {rate}.")
+        least = worth.of((count, median)) * (1 + self.min_gain)
+        beaten = any(other > count and worth.of((other, rate)) > least for other, rate in state.measured)
+        rate = f"{worth.said((count, median))}, {_percent(median / before - 1)} since"
+        if beaten:
+            state = replace(state, measured=((count, median),))
+            following = self._neighbour(replace(state, phase="growing"), worth)
+            if following is not None:  # else φ has fallen meanwhile
+                return _move(state, following, "growing", f"{count} → {_learners(following)}: {rate}.")
+        state = replace(state, measured=(*state.measured, (count, median)))
+        return _move(state, count, "settled", f"Settled on {_learners(count)}: {rate}.")
 
-    def _watch(self, state: AutoTunerState, median: float) -> tuple[AutoTunerState, Decision]:
+    def _watch(self, state: AutoTunerState, median: float, worth: _Worth) -> tuple[AutoTunerState, Decision]:
         """Compare a measurement with the one the tuner settled on, and search again if that is due."""
         change = median / dict(state.measured)[state.num_learners] - 1
         direction = (change > self.drift) - (change < -self.drift)
@@ -211,14 +242,35 @@ class AutoTuner:
         state = replace(state, drifted=in_a_row + direction)
         patience = 2 ** min(state.num_searches_again + 1, _MAX_BACK_OFF)
         if abs(state.drifted) >= patience:
-            return self._search_again(state, median, f"{_percent(change)} since it settled")
+            return self._search_again(state, median, f"{_percent(change)} since it settled", worth)
+        if direction == 0 and (moved := self._follow_noise(state, median, worth)):
+            return moved
         waited = state.num_windows >= patience * self.windows
         dropped = state.num_learners < state.before_drop
-        if direction == 0 and waited and dropped and self._neighbour(replace(state, phase="growing")) is not None:
-            return self._search_again(state, median, "looks whether more pay again")
+        if direction == 0 and waited and dropped and self._grown(state, worth) is not None:
+            return self._search_again(state, median, "looks whether more pay again", worth)
         return state, Decision("stay", state.num_learners)
 
-    def _search_again(self, state: AutoTunerState, median: float, why: str) -> tuple[AutoTunerState, Decision]:
+    def _follow_noise(
+        self, state: AutoTunerState, median: float, worth: _Worth
+    ) -> tuple[AutoTunerState, Decision] | None:
+        """Go to the measured count that is best by the φ of now, or grow again; None if the number is right."""
+        if worth.noise is None:
+            return None
+        count, choice = state.num_learners, self._choice(state, worth)
+        now, best = ((each, dict(state.measured)[each]) for each in (count, choice))
+        moved = f"the gradient noise scale is {_samples(worth.scale)}"
+        if choice != count and worth.of(best) > worth.of(now) * (1 + self.min_gain):
+            reason = f"{count} → {_learners(choice)}: {worth.said(best)}, as {moved}."
+            return _move(replace(state, num_windows=0), choice, "settled", reason)
+        following = self._grown(replace(state, num_learners=max(each for each, _ in state.measured)), worth)
+        if following is None or worth.rise(count, following, state.noise_scale) < _RISE:
+            return None
+        return self._search_again(replace(state, drifted=0), median, moved, worth)
+
+    def _search_again(
+        self, state: AutoTunerState, median: float, why: str, worth: _Worth
+    ) -> tuple[AutoTunerState, Decision]:
         """Start a search, without the old measurements, which were taken under other conditions."""
         count, dropped = state.num_learners, state.drifted < 0
         state = replace(
@@ -228,44 +280,87 @@ class AutoTuner:
             before_drop=max(state.before_drop, count) if dropped else state.before_drop,
             num_searches_again=state.num_searches_again + 1,
             checked=False,
+            noise_scale=worth.scale,
         )
-        following = self._following(state)
-        rate = f"{_rate(state.measured[0])}, {why}."
+        following = self._following(state, worth)
+        rate = f"{worth.said(state.measured[0])}, {why}."
         if following is None:
             return _move(state, count, "settled", f"{_learners(count)} still: {rate}")
         return _move(state, following, state.phase, f"{count} → {_learners(following)}: {rate}")
 
-    def _following(self, state: AutoTunerState) -> int | None:
+    def _following(self, state: AutoTunerState, worth: _Worth) -> int | None:
         """Return the count to measure next, or None if the search is over."""
         values = [images_per_s for _, images_per_s in state.measured]
         # A device that swaps or thrashes gets no more learners: on a host, these may get the process killed.
-        if self._misses(state) >= _MAX_MISSES or values[-1] < _CLIFF * max(values):
+        if self._misses(state, worth) >= _MAX_MISSES or values[-1] < _CLIFF * max(values):
             return None
-        return self._neighbour(state)
+        return self._neighbour(state, worth)
 
-    def _misses(self, state: AutoTunerState) -> int:
+    def _misses(self, state: AutoTunerState, worth: _Worth) -> int:
         """Return how many of the last counts in a row were not worth it."""
-        misses, reference = 0, state.measured[0][1]
-        for _, images_per_s in state.measured[1:]:
+        values = [worth.of(each) for each in state.measured]
+        misses, reference = 0, values[0]
+        for value in values[1:]:
             if state.phase == "growing":
-                worth = images_per_s > reference * (1 + self.min_gain)
+                pays = value > reference * (1 + self.min_gain)
             else:
-                worth = images_per_s * (1 + self.min_gain) >= reference
-            misses = 0 if worth else misses + 1
-            reference = max(reference, images_per_s) if worth else reference
+                pays = value * (1 + self.min_gain) >= reference
+            misses = 0 if pays else misses + 1
+            reference = max(reference, value) if pays else reference
         return misses
 
-    def _neighbour(self, state: AutoTunerState) -> int | None:
+    def _neighbour(self, state: AutoTunerState, worth: _Worth) -> int | None:
         """Return the next count in the direction of the search, or None at the end of the counts or of memory."""
         if state.phase == "shrinking":
             return max((count for count in self.counts if count < state.num_learners), default=None)
-        limit = state.out_of_memory_at or self.max_learners + 1
-        return min((count for count in self.counts if state.num_learners < count < limit), default=None)
+        return self._grown(state, worth)
 
-    def _choice(self, state: AutoTunerState) -> int:
+    def _grown(self, state: AutoTunerState, worth: _Worth) -> int | None:
+        """Return the next larger count; None if there may be none, or if it would waste half of its samples."""
+        limit = state.out_of_memory_at or self.max_learners + 1
+        found = min((count for count in self.counts if state.num_learners < count < limit), default=None)
+        return None if found is None or worth.efficiency(found) < _LEAST_EFFICIENCY else found
+
+    def _choice(self, state: AutoTunerState, worth: _Worth) -> int:
         """Return the fewest learners measured within `min_gain` of the best."""
-        best = max(images_per_s for _, images_per_s in state.measured)
-        return min(count for count, images_per_s in state.measured if images_per_s * (1 + self.min_gain) >= best)
+        values = {count: worth.of((count, images_per_s)) for count, images_per_s in state.measured}
+        best = max(values.values())
+        return min(count for count, value in values.items() if value * (1 + self.min_gain) >= best)
+
+
+@dataclass(frozen=True)
+class _Worth:
+    """What learners are worth at a gradient noise; without it an image is worth the same in any number."""
+
+    noise: NoiseScale | None = None
+    num_devices: int = 1
+
+    @property
+    def scale(self) -> float | None:
+        return None if self.noise is None else self.noise.samples
+
+    def efficiency(self, num_learners: int, scale: float | None = None) -> float:
+        """Return the efficiency of K learners on each device, at the φ of now or at another."""
+        scale = self.scale if scale is None else scale
+        if self.noise is None or scale is None:
+            return 1.0
+        return efficiency(scale, self.noise.batch_size, num_learners * self.num_devices)
+
+    def of(self, measurement: tuple[int, float]) -> float:
+        """Return the goodput."""
+        count, images_per_s = measurement
+        return images_per_s * self.efficiency(count)
+
+    def rise(self, count: int, following: int, scale: float | None) -> float:
+        """Return how much more a following count is worth, to `count`, than at an earlier φ."""
+        if scale is None:
+            return 1.0
+        then, now = ((self.efficiency(following, at) / self.efficiency(count, at)) for at in (scale, None))
+        return now / then
+
+    def said(self, measurement: tuple[int, float]) -> str:
+        efficiency = "" if self.noise is None else f" of efficiency {self.efficiency(measurement[0]):.2f}"
+        return f"{_rate(measurement)}{efficiency}"
 
 
 def _move(state: AutoTunerState, count: int, phase: Phase, reason: str) -> tuple[AutoTunerState, Decision]:
@@ -288,3 +383,7 @@ def _rate(measurement: tuple[int, float]) -> str:
 
 def _percent(change: float) -> str:
     return f"{'down' if change < 0 else 'up'} {100 * abs(change):.0f} %"
+
+
+def _samples(scale: float | None) -> str:
+    return "too large to tell" if scale is None or math.isinf(scale) else f"{scale:,.0f} samples"

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +18,20 @@ from torch import Tensor
 from crossbow_py.averaging.rule import GradientMean, LinearRound, OuterStep, RoundAveraging
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.bank.layout import TrainedRow
+from crossbow_py.engine.bank.layout import TrainedRow, norm
 from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.goodput import Comparison
 from crossbow_py.engine.modules.compiled import CompiledModels, Model
 from crossbow_py.engine.modules.dropout import OwnDraws, counter_seed
 from crossbow_py.engine.modules.losses import Loss, correct_of_batch, ignored_target, smoothed_cross_entropy
-from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, GradientMeanTask, LearningTask, Task
+from crossbow_py.engine.tasks import (
+    AveragingTask,
+    ComparisonTask,
+    CorrectionTask,
+    GradientMeanTask,
+    LearningTask,
+    Task,
+)
 from crossbow_py.engine.update.row_update import Step, TorchUpdate
 
 _DRAWS_LATE = (
@@ -59,6 +67,8 @@ class Round:
         together: what is averaged in this round and how, or None.
         joins_nodes: whether nodes, each with its own z, average z among them in this round.
         draws: the random numbers of each learner's dropout, if learners belong to different runs; else empty.
+        comparison: whether the learners' gradients are compared; a single learner's is kept in one round, and compared
+            in the next.
     """
 
     index: int
@@ -67,6 +77,7 @@ class Round:
     together: RoundAveraging | None
     joins_nodes: bool = False
     draws: tuple[Draws, ...] = ()
+    comparison: Literal["keep", "compare"] | None = None
 
     @property
     def averaging(self) -> LinearRound | None:
@@ -89,6 +100,7 @@ class RoundOutcome:
         num_correct: each learner's `correct_of_batch`, or None without classes.
         finite: whether each learner's loss and gradient were finite.
         gradient_norm: the norm of the sum of gradients in `bank.total`, if all learners step by it; else NaN.
+        comparison: the comparison of this device's gradients, in rounds that make one.
     """
 
     plan: Round
@@ -96,6 +108,7 @@ class RoundOutcome:
     num_correct: list[float | None] = field(init=False)
     finite: list[bool] = field(init=False)
     gradient_norm: float = math.nan
+    comparison: Comparison | None = None
 
     def __post_init__(self) -> None:
         learners = len(self.plan.starts)
@@ -116,6 +129,7 @@ class RoundTasks:
         seed: the seed of dropout, in rounds without `draws`.
         compile_model: whether modules are compiled by torch.compile.
         label_smoothing: ε of every row, `[capacity]` on the bank's device; with it the loss is cross-entropy.
+        compares: whether some rounds compare gradients.
 
     Attributes:
         notes: messages for the user, from any thread; some come once for each learner.
@@ -133,6 +147,7 @@ class RoundTasks:
         collective: Collective,
         compile_model: bool = False,
         label_smoothing: Tensor | None = None,
+        compares: bool = False,
     ) -> None:
         self._compiled = CompiledModels() if compile_model else None
         self._summed_rows: list[TrainedRow] = []
@@ -140,9 +155,10 @@ class RoundTasks:
         self._drawing: set[int] = set()  # learners to watch again, because torch's generator has moved
         self._false_alarms = 0
         self._has_told_missing_gradients = False
+        self._kept_gradients: list[Tensor] = []  # of a single learner, see `Round.comparison`
         self.notes: list[str] = []
         self.bank, self.update, self.feed, self.loss = bank, update, feed, loss
-        self.seed, self.collective, self.label_smoothing = seed, collective, label_smoothing
+        self.seed, self.collective, self.label_smoothing, self.compares = seed, collective, label_smoothing, compares
         ignored = ignored_target(loss)
         self.ignored = ignored if ignored is not None and feed.may_have_target(ignored) else None
 
@@ -168,6 +184,8 @@ class RoundTasks:
                 return self.average
             case GradientMeanTask():
                 return self.average_gradients
+            case ComparisonTask():
+                return self.compare_gradients
 
     def learn(self, learner: int, outcome: RoundOutcome) -> None:
         """Write the gradient of the learner's loss at w_j to G_j; loss and right predictions go to the outcome.
@@ -247,6 +265,28 @@ class RoundTasks:
         seed, index = plan.draws[learner] if plan.draws else (self.seed, plan.index)
         seed = counter_seed(seed, "dropout", index, 0 if plan.draws else own)
         self.bank.generators[learner].manual_seed(seed)
+
+    def compare_gradients(self, outcome: RoundOutcome) -> None:
+        """Compare the learners' gradients in the bank, see `compare`."""
+        bank = self.bank
+        self.compare([bank.gradients.trained(learner) for learner in range(bank.num_learners)], outcome)
+
+    def compare(self, gradients: Sequence[list[Tensor]], outcome: RoundOutcome) -> None:
+        """Write the comparison of all learners' gradients, matching lists, to the outcome; or keep a single one."""
+        if outcome.plan.comparison == "keep":
+            self._kept_gradients = [own.clone() for own in gradients[0]]
+            return
+        if len(gradients) == 1:
+            kept, self._kept_gradients = self._kept_gradients, []
+            if not kept:  # the executor is newer than the round that kept it
+                return
+            gradients = [kept, gradients[0]]
+        n = len(gradients)
+        mean = [own.clone() for own in gradients[0]]
+        for other in gradients[1:]:
+            torch._foreach_add_(mean, other)
+        squares = [norm(own) ** 2 for own in gradients]
+        outcome.comparison = Comparison(sum(squares) / n, (norm(mean) / n) ** 2, n)
 
     def average_gradients(self, outcome: RoundOutcome) -> None:
         """Set G_j to the mean of the gradients of j's group, in which non-finite ones count as zero.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, GradientMeanTask, LearningTask, Task
+from crossbow_py.engine.tasks import AveragingTask, ComparisonTask, CorrectionTask, GradientMeanTask, LearningTask, Task
 
 AVERAGING_STREAM = "averaging"
 
@@ -32,8 +32,8 @@ class Scheduler:
     """Issues rounds. Its only state is the last averaging task, for which the next corrections that pull wait.
 
     Learning of round n+1 depends only on its own stream, so it overlaps averaging of round n; with a period τ, so do
-    all rounds up to the corrections of the next one that averages. If gradients are averaged, learners wait for each
-    other between learning and correction.
+    all rounds up to the corrections of the next one that averages. If gradients are averaged or compared, learners wait
+    for each other between learning and correction.
 
     Args:
         num_learners: the number of learner streams, K or the number of groups of learners that run as one.
@@ -44,15 +44,23 @@ class Scheduler:
         self.num_learners, self._averages_gradients = num_learners, averages_gradients
         self._last_averaging: AveragingTask | None = None
 
-    def round(self, round_index: int, averages: bool) -> tuple[Launch, ...]:
-        """Return the launches of one round, in issue order; z moves in this round if it `averages`."""
+    def round(self, round_index: int, averages: bool, compares: bool = False) -> tuple[Launch, ...]:
+        """Return the launches of one round, in issue order.
+
+        z moves in this round if it `averages`; the learners' gradients are compared if it `compares`.
+        """
         learners = range(self.num_learners)
         launches = [Launch(LearningTask(j, round_index), learner_stream(j)) for j in learners]
         # In rounds that do not average, corrections neither read z nor write C, so averaging may still run.
         after: tuple[Task, ...] = (self._last_averaging,) if self._last_averaging and averages else ()
+        learned = tuple(launch.task for launch in launches)
+        if compares:
+            comparison = ComparisonTask(round_index)
+            launches.append(Launch(comparison, AVERAGING_STREAM, learned))
+            after = comparison, *after
         if self._averages_gradients:
             mean = GradientMeanTask(round_index)
-            launches.append(Launch(mean, AVERAGING_STREAM, tuple(launch.task for launch in launches)))
+            launches.append(Launch(mean, AVERAGING_STREAM, learned))
             after = mean, *after
         corrections = [CorrectionTask(j, round_index) for j in learners]
         launches += [Launch(task, learner_stream(task.learner), after) for task in corrections]

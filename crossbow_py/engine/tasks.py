@@ -7,6 +7,10 @@
 and, with rules that average gradients, between learning and correction:
 
     gradient mean(n)   learners take the mean of their gradients   after every learning(·, n), before corrections
+
+In rounds that compare gradients, also
+
+    comparison(n)      norms of the gradients and of their mean    after every learning(·, n), before what changes them
 """
 
 from __future__ import annotations
@@ -60,4 +64,10 @@ class GradientMeanTask(_TaskOfAll):
     NAME = "gradient mean"
 
 
-Task = LearningTask | CorrectionTask | AveragingTask | GradientMeanTask
+class ComparisonTask(_TaskOfAll):
+    """The comparison of all learners' gradients, for the gradient noise scale."""
+
+    NAME = "comparison"
+
+
+Task = LearningTask | CorrectionTask | AveragingTask | GradientMeanTask | ComparisonTask

@@ -92,6 +92,7 @@ def build_trainer(
         max_evaluation_batches=config.max_evaluation_batches,
         settings=RunSettings.of(config),
         distributed=config.distributed,
+        auto_tuner=config.auto_tuner,
         ranks=ranks,
     )
 

@@ -18,10 +18,11 @@ from crossbow_py.data.datasets import Data, as_pair, has_integers
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.distributed.settings import DistributedSettings
-from crossbow_py.engine.auto_tuner import AutoTuner
+from crossbow_py.engine.auto_tuner import AutoTuner, AutoTunerSettings
 from crossbow_py.engine.bank.average_ema import AverageEMA
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, candidates
+from crossbow_py.engine.goodput import NoiseScale
 from crossbow_py.engine.kernels.checks import serves
 from crossbow_py.engine.modules.dropout import counter_seed
 from crossbow_py.engine.modules.losses import Loss
@@ -36,7 +37,7 @@ from crossbow_py.train.checks.probe import probe, probe_evaluation
 from crossbow_py.train.checks.seeded_model import MakeModel, faithful_copy, seeded_model
 from crossbow_py.train.evaluation.evaluator import Evaluator, Metric, evaluation_batch_size
 from crossbow_py.train.ladder.ladder import check_trusted, has_failed, try_on_ranks
-from crossbow_py.train.run import DataSets, Run
+from crossbow_py.train.run import DataSets, Run, RunState
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.schedules import Constant, Schedule
 from crossbow_py.train.tuning.busy_cores import busy_cores
@@ -67,6 +68,7 @@ class RunBuilder:
     max_evaluation_batches: int | None = None
     checkpoints: CheckpointSettings = CheckpointSettings()
     distributed: DistributedSettings = DistributedSettings()
+    auto_tuner: AutoTunerSettings = AutoTunerSettings()
     output_dir: Path | None = None
     experiment: str = "custom"
     names: Mapping[str, str] | None = None
@@ -97,6 +99,7 @@ class RunBuilder:
                 seed = counter_seed(settings.seed, "initialisation", 0, learner)
                 bank.load_learner(learner, seeded_model(self.make_model, seed, self.init_from))
         model = getattr(self.make_model, "__name__", type(self.make_model).__name__)
+        tuning, noise, remarks = self._tuning(most, collective.num_devices)
         return Run(
             data=self.data, settings=settings, schedule=self.schedule, checkpoints=self.checkpoints,
             distributed=self.distributed, output_dir=self.output_dir, experiment=self.experiment,
@@ -109,11 +112,26 @@ class RunBuilder:
             ),
             train_feed=train_feed, validation_feed=validation_feed, test_feed=test_feed, collective=collective,
             ranks=ranks, nodes=ranks.nodes() if collective.apart else None, timeline=self.timeline,
-            warnings=[*warnings, *filter(None, [warning]), *notes, *bounded, *_refusals(choices)],
-            tuning=LearnerTuning(AutoTuner(max_learners=most)) if settings.num_learners == "auto" else None,
+            warnings=[*warnings, *filter(None, [warning]), *notes, *bounded, *remarks, *_refusals(choices)],
+            tuning=tuning, state=RunState(noise=noise),
             worker_autotuner=worker_autotuner(settings.num_workers, train_feed, ranks.num_local),
             busy_cores=busy_cores(choices.executor, device.type, ranks.num_local == 1 and not train_feed.STREAMS),
         )  # fmt: skip
+
+    def _tuning(self, most: int, num_devices: int) -> tuple[LearnerTuning | None, NoiseScale | None, list[str]]:
+        """Return the tuning of learners, the gradient noise if it is to be measured, and messages."""
+        rule, tuner, remarks = self.rule, None, []
+        if self.settings.num_learners == "auto":
+            tuner = AutoTuner(objective=self.auto_tuner.objective, max_learners=most, num_devices=num_devices)
+        by_goodput = tuner is not None and tuner.objective == "goodput" and most * num_devices > 1
+        if by_goodput and not rule.compares_gradients and rule.has_central_model:
+            remarks = [
+                "num_learners=auto goes by images/s alone: with these settings of averaging learners are apart, and "
+                "their gradients do not tell how much a sample is worth."
+            ]
+        compares = rule.scales_by_gain or (by_goodput and rule.compares_gradients)
+        noise = NoiseScale(self.settings.batch_size) if compares else None
+        return None if tuner is None else LearnerTuning(tuner), noise, remarks
 
     def _try_device(self) -> list[str]:
         """Find out what `executor=auto` may take on a GPU, before anything is made for kernels. Returns messages.

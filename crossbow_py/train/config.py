@@ -15,6 +15,7 @@ from crossbow_py.core.files import given_path
 from crossbow_py.core.settings import setting, to_mapping
 from crossbow_py.data.sources import SOURCES
 from crossbow_py.distributed.settings import DistributedSettings
+from crossbow_py.engine.auto_tuner import AutoTunerSettings
 from crossbow_py.engine.modules.precision import check_device
 from crossbow_py.engine.update.optimizers import OPTIMIZERS
 from crossbow_py.models import MODELS
@@ -92,6 +93,9 @@ class TrainConfig(JobConfig, RunSettings, StopConditions):
     keep_checkpoints: int = setting(2, "how many of the newest checkpoints to keep", minimum=1)
     distributed: DistributedSettings = dataclasses.field(
         default=DistributedSettings(), metadata={"help": "settings of several ranks, started by torchrun"}
+    )
+    auto_tuner: AutoTunerSettings = dataclasses.field(
+        default=AutoTunerSettings(), metadata={"help": "settings of num_learners=auto"}
     )
     averaging: Any = group("how the learners are kept together")
 

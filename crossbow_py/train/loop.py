@@ -155,6 +155,8 @@ class TrainingLoop:
 
     def _plan(self) -> Round:
         state, factor = self.state, self._factor()
+        if state.noise is not None and self.ranks.num_ranks == 1:  # else once ranks have agreed
+            state.noise = state.noise.after(state.take_compared())
         after = state.samples_seen + self._run.samples_per_round
         is_last = self.total_samples is not None and after >= self.total_samples
         apart = state.apart(self._factor(warmed_up=True))
@@ -183,6 +185,8 @@ class TrainingLoop:
         """Exchange reports with the other ranks, when due, and act on what all of them report."""
         if not self._synchronisation.is_due(self.state.round_index):
             return
+        noise = self.state.noise
+        sums = noise.sums(self.state.take_compared()) if noise is not None and self.ranks.num_ranks > 1 else (0, 0, 0)
         report = Report(
             elapsed_s=self.meter.elapsed_s,
             signal=signal_number(signals.status),
@@ -191,9 +195,14 @@ class TrainingLoop:
             num_non_finite=len(self.state.non_finite_learners),
             checkpoint=self.checkpoints.status,
             on_trial=self._run.busy_cores is not None and self._run.busy_cores.on_trial,
+            gradient_variance=sums[0],
+            squared_gradient=sums[1],
+            num_compared=sums[2],
         )
         reports = [Report.from_values(values) for values in self.ranks.gather(report.to_values())]
         self._agreed, before_s = agree(reports), self._agreed.elapsed_s
+        if noise is not None:
+            self.state.noise = noise.after_sums(*self._agreed.compared)
         every_round = self.ranks.num_ranks == 1 or self._run.train_feed.STREAMS
         period = self._run.rule.averaging_period
         self._synchronisation.synchronised(
@@ -229,7 +238,7 @@ class TrainingLoop:
         if self._agreed.on_trial:
             self._run.tuning.interrupt()
             return
-        if decision := self._run.tuning.after_round(images, self._agreed.elapsed_s):
+        if decision := self._run.tuning.after_round(images, self._agreed.elapsed_s, self.state.noise):
             self._apply(decision)
 
     def _apply(self, decision: Decision) -> None:

@@ -143,7 +143,7 @@ class RoundRunner:
         """Return the number of learners to try after the last number did not fit in memory."""
         assert self._run.tuning is not None, "only the auto-tuner changes the number of learners"
         free_memory(self._run.choices.device)
-        decision = self._run.tuning.out_of_memory()
+        decision = self._run.tuning.out_of_memory(self.state.noise)
         self.reporter.decision(decision, self.state.samples_seen)
         return decision.num_learners
 

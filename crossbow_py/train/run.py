@@ -28,6 +28,7 @@ from crossbow_py.distributed.synchronisation import differing_ranks
 from crossbow_py.engine.bank.average_ema import AverageEMA
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, Executor
+from crossbow_py.engine.goodput import Comparison, NoiseScale, comparison_in
 from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks, taken
 from crossbow_py.engine.update.optimizers import Optimizer, for_learner
@@ -85,6 +86,8 @@ class RunState:
     round, without warm-up.
     `non_finite_learners` maps learners that were gated, and wait to be reseeded, to the round in which they were.
     `wall_s` is the time of earlier processes, plus the time that building the trainer took in this one.
+    `noise` is what is known of the gradient noise, if gradients are compared; `compared` are rounds with comparisons
+    that do not count yet.
     """
 
     round_index: int = 0
@@ -105,9 +108,13 @@ class RunState:
     time_to_accuracy_s: float | None = None
     num_reseeded: int = 0
     non_finite_learners: dict[int, int] = field(default_factory=dict)
+    noise: NoiseScale | None = None
+    compared: list[tuple[int, Comparison]] = field(default_factory=list)
 
     def absorb(self, outcome: RoundOutcome) -> None:
         """Add a round's losses to the epoch; gated learners are noted and do not count."""
+        if outcome.comparison is not None:
+            self.compared.append((outcome.plan.index, outcome.comparison))
         for learner in outcome.non_finite_learners:
             self.non_finite_learners.setdefault(learner, outcome.plan.index)
         for loss, correct, finite in zip(outcome.losses, outcome.num_correct, outcome.finite, strict=True):
@@ -115,6 +122,15 @@ class RunState:
                 self.loss_sum += loss
                 self.num_losses += 1
                 self.num_correct = None if correct is None or self.num_correct is None else self.num_correct + correct
+
+    def take_compared(self) -> list[Comparison]:
+        """Remove and return the comparisons that the next round goes by: those of rounds before the last one.
+
+        The last one's may be there or not, as something may have waited for it.
+        """
+        taken = [found for index, found in self.compared if index < self.round_index - 1]
+        self.compared = [(index, found) for index, found in self.compared if index >= self.round_index - 1]
+        return taken
 
     def apart(self, factor: float) -> tuple[int, float]:
         """Return the rounds since learners averaged, the next one included, and the factor in the first of them.
@@ -162,6 +178,7 @@ class RunState:
         """Return plain values for a checkpoint, where `non_finite_learners` has its older name, `sick_learners`."""
         plain = asdict(self)
         plain["sick_learners"] = plain.pop("non_finite_learners")
+        plain["compared"] = [[index, *found] for index, found in self.compared]
         return plain
 
     @classmethod
@@ -171,7 +188,11 @@ class RunState:
         Raises TypeError or ValueError for values that no run writes.
         """
         renamed = {"non_finite_learners" if key == "sick_learners" else key: value for key, value in values.items()}
-        return cls(**known_fields(cls, renamed, least=-1))
+        noise, compared = renamed.pop("noise", None), renamed.pop("compared", [])
+        found = cls(**known_fields(cls, renamed, least=-1))
+        found.noise = None if noise is None else NoiseScale.from_plain(noise)
+        found.compared = [(int(index), Comparison(float(s), float(q), int(n))) for index, s, q, n in compared]
+        return found
 
 
 @dataclass
@@ -272,6 +293,7 @@ class Run:
             seed=self.settings.seed,
             collective=self.collective,
             compile_model=self.settings.compile_model,
+            compares=self.state.noise is not None,
             label_smoothing=smoothing_rows(self.settings.label_smoothing, self.bank),
         )
 
@@ -291,7 +313,8 @@ class Run:
         learners, batch_size = range(self.bank.num_learners), self.train_feed.batch_size
         own = cursor + self.bank.first_learner * batch_size
         devices = self.collective.num_devices
-        scale = self.rule.rate_scale(self.bank.total_learners)
+        noise, total = self.state.noise, self.bank.total_learners
+        scale = self.rule.rate_scale(total, 1.0 if noise is None else noise.gain(total))
         rates = tuple(for_learner(self.optimizer.learning_rate, j) * (factor * scale) for j in learners)
         first = for_learner(self.optimizer.learning_rate, 0) * (first_factor * scale)
         stage = Stage(index, len(learners) * devices, rates[0], factor, rounds_apart, devices, first, is_last)
@@ -301,6 +324,7 @@ class Run:
             learning_rates=rates,
             together=self.rule.round(stage),
             joins_nodes=self.collective.apart and self.rule.joins_nodes(index),
+            comparison=None if noise is None else comparison_in(index, self.bank.num_learners),
         )
 
     def sit_out(self, plan: Round) -> None:

@@ -21,6 +21,7 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.distributed.settings import DistributedSettings
+from crossbow_py.engine.auto_tuner import AutoTunerSettings
 from crossbow_py.engine.device.host import flushed_denormals
 from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.modules.precision import device_uuids, ordinary_modes
@@ -84,6 +85,7 @@ class Trainer:
         trace: write a timeline of tasks to trace.json in `output_dir`, which must be given.
         profile: write the operators of half a second of training, by time, to profile.txt and profile.json.gz.
         distributed: settings of a run over several ranks.
+        auto_tuner: what num_learners="auto" goes by.
         ranks: the ranks of `joined()`, with which one script under torchrun trains on all devices. Every rank makes the
             same calls with the same data sets and settings; samples are divided among them, and the first rank writes
             to disk.
@@ -127,6 +129,7 @@ class Trainer:
         trace: bool = False,
         profile: bool = False,
         distributed: DistributedSettings = DistributedSettings(),
+        auto_tuner: AutoTunerSettings = AutoTunerSettings(),
         ranks: Ranks = ALONE,
         executor_cache: str | Path | None = None,
         settings: RunSettings = RunSettings(),
@@ -145,6 +148,7 @@ class Trainer:
             optimizer=optimizer, rule=averaging, schedule=schedule, loss=loss, metrics=metrics,
             init_from=None if init_from is None or found else str(given_path("init_from", init_from)),
             max_evaluation_batches=max_evaluation_batches, checkpoints=checkpoint, distributed=distributed,
+            auto_tuner=auto_tuner,
             output_dir=folder, experiment=experiment, names=names,
             resumed_from=str(found.folder) if found else None, timeline=_timeline(trace, profile, folder),
             announce=self._announce, ranks=ranks,

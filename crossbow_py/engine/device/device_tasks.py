@@ -19,14 +19,15 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.data.feed import Batch, MemoryOrder
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.fusion.fused_pass import FusedPass
+from crossbow_py.engine.goodput import Comparison
 from crossbow_py.engine.modules.dropout import MaskTape
 from crossbow_py.engine.modules.losses import correct_of_batch
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.update.device_update import AllLearners, DeviceUpdate, OneLearner, keep_bits
 from crossbow_py.engine.update.kernel_update import KernelUpdate
 
-NUM_RESULTS = 4  # of a learner in a round
-LOSS, NUM_CORRECT, FINITE, STEPPED = range(NUM_RESULTS)
+NUM_RESULTS = 6  # of a learner in a round; the last two are of the device's gradients, by its first learner
+LOSS, NUM_CORRECT, FINITE, STEPPED, MEAN_SQUARE, SQUARE_OF_MEAN = range(NUM_RESULTS)
 
 
 class GroupTasks(ABC):
@@ -41,6 +42,7 @@ class GroupTasks(ABC):
 
     Attributes:
         notes: messages for the user about slower operation; the reader clears it.
+        has_kept: whether a single learner's gradient was kept, to be compared with its next.
 
     Raises UserError for an optimizer without a device update.
     """
@@ -49,6 +51,7 @@ class GroupTasks(ABC):
         self.learners, self.tasks, self._executor = learners, tasks, executor
         bank, entries = tasks.bank, len(learners) + 1
         self.notes: list[str] = []
+        self.has_kept = False
         self.update = DeviceUpdate(tasks.update.optimizer, tasks.update.rule, bank.device)
         self._rates, self._counts = (torch.zeros(entries, dtype=torch.float64, device=bank.device) for _ in range(2))
         self._results = torch.zeros(entries, NUM_RESULTS, dtype=torch.float64, device=bank.device)
@@ -127,7 +130,7 @@ class GroupTasks(ABC):
         """Run the correction tasks of a round; see `DeviceUpdate.correct`."""
 
     def report(self, host: Tensor) -> None:
-        """Copy the results to the learners' rows of `host` [K, 4], pinned memory on CUDA, without blocking."""
+        """Copy the results to the learners' rows of `host` [K, 6], pinned memory on CUDA, without blocking."""
         own = host[self.learners.start : self.learners.stop]
         own.copy_(self._results[: len(self.learners)], non_blocking=True)
 
@@ -135,8 +138,12 @@ class GroupTasks(ABC):
         """Return each learner's results of a round on the device, views `[NUM_RESULTS]`."""
         return dict(zip(self.learners, self._results, strict=False))
 
+    @property
+    def _can_compare(self) -> bool:
+        return self.tasks.bank.num_learners > 1 or self.has_kept
+
     def read(self, outcome: RoundOutcome, host: Tensor) -> None:
-        """Fill the outcome from `host` [K, 4] and count the steps in the bank. The host must have waited for `host`."""
+        """Fill the outcome from `host` [K, 6] and count the steps in the bank. The host must have waited for `host`."""
         for learner in self.learners:
             values = host[learner].tolist()
             outcome.losses[learner] = values[LOSS]
@@ -144,6 +151,9 @@ class GroupTasks(ABC):
             stepped = values[self._gate] == 1
             outcome.finite[learner] = stepped and values[FINITE] == 1
             self.tasks.bank.step_counts[learner] += stepped
+            if learner == 0 and outcome.plan.comparison == "compare" and self._can_compare:
+                n = max(2, self.tasks.bank.num_learners)
+                outcome.comparison = Comparison(values[MEAN_SQUARE], values[SQUARE_OF_MEAN], n)
 
     def count_steps(self) -> None:
         """Copy the step counts from the device to the bank. The host must have waited for all rounds."""
@@ -171,6 +181,27 @@ def average_gated(groups: Sequence[GroupTasks]) -> None:
         for learner in sharing:
             of[learner][STEPPED].copy_(some / some)
     tasks.bank.average_gradients(mean, tasks.collective)
+
+
+def compare_gradients(groups: Sequence[GroupTasks], keep: bool) -> None:
+    """Do as `RoundTasks.compare_gradients`, for the groups of a whole bank; `keep` is for a single learner's first.
+
+    It is kept in its row of corrections, as a single learner has none.
+    """
+    bank = groups[0].tasks.bank
+    if keep:
+        groups[0].has_kept = True
+        torch._foreach_copy_(bank.corrections.trained(0), bank.gradients.trained(0))
+        return
+    lists = [bank.gradients.trained(learner) for learner in range(bank.num_learners)]
+    lists = [bank.corrections.trained(0), *lists] if len(lists) == 1 else lists
+    mean = [own.clone() for own in lists[0]]
+    for other in lists[1:]:
+        torch._foreach_add_(mean, other)
+    squares = [torch.stack(torch._foreach_norm(own)).double().square().sum() for own in (*lists, mean)]
+    results = groups[0].results()[0]
+    results[MEAN_SQUARE].copy_(torch.stack(squares[:-1]).mean())
+    results[SQUARE_OF_MEAN].copy_(squares[-1] / len(lists) ** 2)
 
 
 class LearnerTasks(GroupTasks):

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from crossbow_py.core.errors import CrossbowError, LearnerError, one_line
 from crossbow_py.core.switches import KERNELS
-from crossbow_py.engine.device.device_tasks import FusedTasks, average_gated
+from crossbow_py.engine.device.device_tasks import FusedTasks, average_gated, compare_gradients
 from crossbow_py.engine.device.graphs import Body, CudaStreams
 from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.engine.device.memory import is_out_of_memory
@@ -36,7 +36,7 @@ from crossbow_py.engine.executors.on_device import CaptureError, DeviceRounds, P
 from crossbow_py.engine.executors.spans import TaskSpans
 from crossbow_py.engine.fusion.fused_agreement import outdated, trusted_pass
 from crossbow_py.engine.fusion.fused_pass import FusedPass, PassNotes
-from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
+from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch
 from crossbow_py.engine.tasks import AveragingTask
 from crossbow_py.engine.trust import why_not
@@ -196,6 +196,9 @@ class FusedExecutor(Executor):
     def _update(self, gradients: Sequence[Tensor | None], outcome: RoundOutcome) -> None:
         """Correct all learners and move z, in one pass if there is native code for it."""
         tasks, update, averaging = self.tasks, self.tasks.update, outcome.plan.averaging
+        if outcome.plan.comparison is not None:
+            given = [own for own in gradients if own is not None]
+            tasks.compare([[own[j] for own in given] for j in range(tasks.bank.num_learners)], outcome)
         if isinstance(update, NativeUpdate) and self._rows is not None:
             steps = self._steps(update, self._rows, gradients, outcome)
             moves = tasks.collective.is_alone
@@ -321,6 +324,7 @@ class FusedRounds:
         self._averaging = program("averaging", averages_on, pool)
         self._averages_gradients = tasks.gradient_mean is not None
         self._gradient_mean = program("gradient mean", ALL_LEARNERS, pool)
+        self._comparison = program("comparison", ALL_LEARNERS, pool)
         if not alone:  # sums by NCCL are not captured
             self._averaging.captures = self._gradient_mean.captures = False
         notes += [_EAGER.format(reason)] if (reason := self.rounds.no_graphs) else []
@@ -334,7 +338,7 @@ class FusedRounds:
     def _issue(self, outcome: RoundOutcome, slot: Slot) -> None:
         rounds, bodies, plan = self.rounds, self._bodies, outcome.plan
         stream, shared = rounds.streams[ALL_LEARNERS], bodies.shares(plan)
-        variant = (plan.averaging, shared) if self._is_alone else shared
+        variant = (plan.averaging, plan.comparison, shared) if self._is_alone else shared
         ahead = self._round.runs_graph(variant)
         load = partial(bodies.load, plan, bank_changed=rounds.bank_changed, masks_ahead=ahead)
         rounds.device.run("load", load, stream)
@@ -342,8 +346,8 @@ class FusedRounds:
         def learn() -> None:
             bodies.learn(shared, masks_ahead=ahead)
             if self._is_alone:
-                if self._averages_gradients:
-                    average_gated([bodies])
+                for body, _, _ in self._before_corrections(plan):
+                    body()
                 bodies.correct(plan.averaging)
 
         self._launch(self._round, learn, variant)
@@ -352,8 +356,8 @@ class FusedRounds:
             if plan.averaging is not None and not bodies.moves_z:
                 average()
         else:
-            if self._averages_gradients:
-                self._launch(self._gradient_mean, partial(average_gated, [bodies]), None)
+            for body, program, own in self._before_corrections(plan):
+                self._launch(program, body, own)
             if plan.averaging is not None:
                 rounds.wait_for_average(ALL_LEARNERS)
             self._launch(self._correction, partial(bodies.correct, plan.averaging), plan.averaging)
@@ -368,6 +372,16 @@ class FusedRounds:
             rounds.mark(slot, AVERAGING_STREAM)
             last[AVERAGING_STREAM] = "averaging"
         rounds.end(plan.index, slot, last)
+
+    def _before_corrections(self, plan: Round) -> list[tuple[Body, Program, Hashable]]:
+        """Return what is done with all learners' gradients before they step: bodies, programs and variants."""
+        found: list[tuple[Body, Program, Hashable]] = []
+        if plan.comparison is not None:
+            compare = partial(compare_gradients, [self._bodies], plan.comparison == "keep")
+            found.append((compare, self._comparison, plan.comparison))
+        if self._averages_gradients:
+            found.append((partial(average_gated, [self._bodies]), self._gradient_mean, None))
+        return found
 
     def _launch(self, program: Program, body: Body, variant: Hashable) -> None:
         """Launch a program; if it cannot be captured, everything runs eagerly from this round on."""

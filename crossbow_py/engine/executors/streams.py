@@ -22,14 +22,14 @@ from torch import Tensor
 
 from crossbow_py.core.errors import CrossbowError, LearnerError
 from crossbow_py.engine.bank.layout import Order
-from crossbow_py.engine.device.device_tasks import LearnerTasks, average_gated
+from crossbow_py.engine.device.device_tasks import LearnerTasks, average_gated, compare_gradients
 from crossbow_py.engine.device.graphs import Body, CudaStreams, Event, Stream
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.executors.on_device import CaptureError, DeviceRounds, Program
 from crossbow_py.engine.executors.spans import TaskSpans
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, learner_stream
-from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, GradientMeanTask, LearningTask, Task
+from crossbow_py.engine.tasks import AveragingTask, ComparisonTask, CorrectionTask, GradientMeanTask, LearningTask, Task
 from crossbow_py.telemetry.timeline import Timeline
 
 _DRAWS = (
@@ -66,13 +66,15 @@ class StreamsExecutor(Executor):
         learners = range(tasks.bank.num_learners)
         self._bodies = [LearnerTasks(tasks, learner) for learner in learners]
         names = [*map(learner_stream, learners), AVERAGING_STREAM]
-        between = [GradientMeanTask.NAME, *(f"learning({j})" for j in learners)] if tasks.gradient_mean else []
+        meets = bool(tasks.gradient_mean) or tasks.compares
+        between = [GradientMeanTask.NAME, ComparisonTask.NAME, *(f"learning({j})" for j in learners)] if meets else []
         self._rounds = DeviceRounds(device, self.NAME, names, tasks, between)
         program, pools = self._rounds.program, [device.new_pool() for _ in learners]
         self._learning = [program(f"learning({j})", learner_stream(j), pools[j]) for j in learners]
         self._correction = [program(f"correction({j})", learner_stream(j), pools[j]) for j in learners]
         self._averaging = program("averaging", AVERAGING_STREAM, device.new_pool())
         self._gradient_mean = program("gradient mean", AVERAGING_STREAM, device.new_pool())
+        self._comparison = program("comparison", AVERAGING_STREAM, device.new_pool())
         if not tasks.collective.is_alone:  # sums by NCCL are not captured
             self._averaging.captures = self._gradient_mean.captures = False
         if self._rounds.no_graphs:
@@ -128,6 +130,9 @@ class StreamsExecutor(Executor):
                     self._launch_program(self._averaging, partial(self.tasks.average, outcome), outcome.plan.averaging)
                 case GradientMeanTask():
                     self._launch_program(self._gradient_mean, partial(average_gated, self._bodies))
+                case ComparisonTask():
+                    keep = outcome.plan.comparison == "keep"
+                    self._launch_program(self._comparison, partial(compare_gradients, self._bodies, keep), keep)
                 case _:
                     assert_never(task)
 

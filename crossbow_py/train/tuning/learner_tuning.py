@@ -14,6 +14,7 @@ from crossbow_py.data.feed import Batch
 from crossbow_py.engine.auto_tuner import AutoTuner, AutoTunerState, Decision
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.executors.serial import SerialExecutor
+from crossbow_py.engine.goodput import NoiseScale
 from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.sizing.bound import free_bytes, learners_that_fit
 from crossbow_py.engine.sizing.memory import Job
@@ -38,8 +39,11 @@ class LearnerTuning:
         self._begun_s: float | None = None
         self._images = 0
 
-    def after_round(self, images: int, elapsed_s: float) -> Decision | None:
-        """Count a round of `images`, over at `elapsed_s` of training without pauses. Returns a decision, if any."""
+    def after_round(self, images: int, elapsed_s: float, noise: NoiseScale | None = None) -> Decision | None:
+        """Count a round of `images`, over at `elapsed_s` of training without pauses. Returns a decision, if any.
+
+        `noise` is what is known of the gradient noise; None if nothing ever will be.
+        """
         if self._begun_s is None:
             self._begun_s = elapsed_s
             return None
@@ -49,7 +53,7 @@ class LearnerTuning:
             return None
         rate = self._images / seconds
         self._begun_s, self._images = elapsed_s, 0
-        self.state, decision = self.tuner.observe(self.state, rate, int(seconds / self._window_s))
+        self.state, decision = self.tuner.observe(self.state, rate, int(seconds / self._window_s), noise)
         return decision
 
     def interrupt(self) -> None:
@@ -57,10 +61,10 @@ class LearnerTuning:
         self._begun_s, self._images = None, 0
         self.state = replace(self.state, recent=())
 
-    def out_of_memory(self) -> Decision:
+    def out_of_memory(self, noise: NoiseScale | None = None) -> Decision:
         """Note that the current number of learners does not fit in memory. Returns the decision that follows."""
         self._begun_s, self._images = None, 0
-        self.state, decision = self.tuner.out_of_memory(self.state)
+        self.state, decision = self.tuner.out_of_memory(self.state, noise)
         return decision
 
     def to_plain(self) -> dict[str, Any]:

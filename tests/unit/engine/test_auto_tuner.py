@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.auto_tuner import AutoTuner, AutoTunerState, Decision
+from crossbow_py.engine.goodput import NoiseScale
 
 START = AutoTunerState()
 POSITIVE = st.floats(min_value=1e-3, max_value=1e9)
@@ -427,3 +428,100 @@ def test_from_plain_of_an_older_checkpoint_starts_what_is_missing_at_its_default
 def test_settings_out_of_range_are_refused_by_name(setting, value):
     with pytest.raises(UserError, match=setting):
         AutoTuner(**{setting: value})
+
+
+# --- goodput ----------------------------------------------------------------------------------------------------------
+
+
+def noise(scale: float, batch_size: int = 32) -> NoiseScale:
+    return NoiseScale(batch_size, variance=scale, squared_gradient=1.0, count=100)
+
+
+def observe(tuner: AutoTuner, state: AutoTunerState, rates: list[float], at: float) -> tuple[AutoTunerState, list[str]]:
+    said = []
+    for rate in rates:
+        state, decision = tuner.observe(state, rate, noise=noise(at))
+        said.append(decision.reason)
+    return state, said
+
+
+def test_learners_that_waste_half_of_their_samples_are_not_tried() -> None:
+    # φ = 64, b = 32: 96 / (64 + 32·K) is 0.75 with 2, 0.6 with 3, 0.5 with 4 and 0.375 with 6.
+    state, said = observe(quick(), START, [100, 200, 300, 400], 64)
+    assert (state.num_learners, state.phase, state.noise_scale) == (4, "settled", 64)
+    assert said[1] == "2 → 3 learners: 200 images/s with 2 of efficiency 0.75, up 50 % on 1."
+    assert said[3] == "Settled on 4 learners: 400 images/s with 4 of efficiency 0.50, the fewest within 5 % of the best."
+
+
+def test_most_images_a_second_are_not_the_most_progress() -> None:
+    # 100, 97.5 and 84 effective images/s, where throughput grows by 30 and 40 %.
+    state, _ = observe(quick(), START, [100, 130, 140, 100], 64)
+    assert (state.num_learners, state.phase) == (1, "settled")
+    throughput = AutoTuner(max_learners=8, min_gain=0.05, windows=1, warm_up_windows=0, objective="throughput")
+    assert observe(throughput, START, [100, 130, 140, 120, 100, 140], 64)[0].num_learners == 3
+
+
+def test_nothing_is_decided_until_the_noise_is_known() -> None:
+    state, few = START, NoiseScale(32, variance=64.0, squared_gradient=1.0, count=3)
+    for _ in range(5):
+        state, decision = quick().observe(state, 100, noise=few)
+        assert decision == Decision("stay", 1)
+    assert quick().observe(state, 100, noise=noise(64))[0].num_learners == 2
+    many = AutoTuner(windows=3, warm_up_windows=0)
+    state = START
+    for rate in (1, 1, 1, 100, 100):  # the last three windows count
+        state, _ = many.observe(state, rate, noise=few)
+    state, decision = many.observe(state, 100, noise=noise(64))
+    assert decision.reason == "1 → 2 learners: 100 images/s with 1 of efficiency 1.00."
+
+
+def test_learners_come_as_the_noise_rises() -> None:
+    state, _ = observe(quick(), START, [100, 200, 300, 400], 64)
+    state, said = observe(quick(), state, [400, 410], 80)  # efficiencies of 6 to 4 learners: 0.77 for 0.75
+    assert said == ["", ""]
+    # 0.875 for 0.75
+    state, said = observe(quick(), state, [400, 600], 320)
+    assert said[0] == (
+        "4 → 6 learners: 400 images/s with 4 of efficiency 0.79, the gradient noise scale is 320 samples."
+    )
+    assert state.num_learners == 8
+    state, _ = observe(quick(), state, [800], 320)
+    assert (state.num_learners, state.phase, state.noise_scale) == (8, "settled", 320)
+
+
+def test_learners_go_as_the_noise_falls_without_a_search() -> None:
+    state, _ = observe(quick(), START, [100, 200, 300, 330], 10_000)
+    while state.phase != "settled":
+        state, _ = observe(quick(), state, [{6: 340.0, 8: 345.0, 4: 330.0, 3: 300.0}[state.num_learners]], 10_000)
+    assert state.num_learners == 4
+    # 132 / 172, 132 / 196 and 132 / 228: 100, 153, 202 and 191
+    state, said = observe(quick(), state, [330], 100)
+    assert said == ["4 → 3 learners: 300 images/s with 3 of efficiency 0.67, as the gradient noise scale is 100 samples."]
+    assert (state.num_learners, state.phase) == (3, "settled")
+    assert observe(quick(), state, [300, 300, 300], 100)[0].num_learners == 3
+
+
+def test_devices_count_and_noise_that_hides_the_gradient_makes_throughput_count() -> None:
+    tuner = AutoTuner(max_learners=8, min_gain=0.05, windows=1, warm_up_windows=0, num_devices=4)
+    assert observe(tuner, START, [100], 64)[0].phase == "settled"  # 2 learners on each of 4 devices: 96 / 320
+    state, said = observe(quick(), START, [100, 200], math.inf)
+    assert (state.num_learners, said[1]) == (3, "2 → 3 learners: 200 images/s with 2 of efficiency 1.00, up 100 % on 1.")
+
+
+def test_memory_that_ran_out_goes_back_to_the_best_by_goodput() -> None:
+    state, _ = observe(quick(), START, [100, 150, 160], 64)
+    assert state.num_learners == 4
+    assert quick().out_of_memory(state, noise(64))[0].num_learners == 2
+    assert quick().out_of_memory(state)[0].num_learners == 3
+
+
+@given(st.lists(st.tuples(POSITIVE, st.floats(0, 1e6)), min_size=1, max_size=60))
+def test_tuner_stays_within_its_counts_whatever_the_noise(script: list[tuple[float, float]]) -> None:
+    tuner, state = quick(), START
+    for rate, scale in script:
+        before = state.num_learners
+        state, decision = tuner.observe(state, rate, noise=noise(scale))
+        assert decision.num_learners == state.num_learners in tuner.counts
+        if state.num_learners > before:
+            assert noise(scale).efficiency(state.num_learners) >= 0.5  # type: ignore[operator]
+        assert AutoTunerState.from_plain(json.loads(json.dumps(state.to_plain()))) == state
