@@ -124,7 +124,7 @@ class RunBuilder:
         if self.settings.num_learners == "auto":
             tuner = AutoTuner(objective=self.auto_tuner.objective, max_learners=most, num_devices=num_devices)
         by_goodput = tuner is not None and tuner.objective == "goodput" and most * num_devices > 1
-        if by_goodput and not rule.compares_gradients and rule.has_central_model:
+        if by_goodput and not rule.compares_gradients:
             remarks = [
                 "num_learners=auto goes by images/s alone: with these settings of averaging learners are apart, and "
                 "their gradients do not tell how much a sample is worth."

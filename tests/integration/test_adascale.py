@@ -1,0 +1,124 @@
+"""The gradient noise in whole runs: learning rates that follow the gain, resumes to the bit, ranks, and bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from crossbow_py import PAPA, SGD, SMA, AutoTunerSettings, LocalSGD, SynchronousSGD, UserError
+from crossbow_py.engine.goodput import NoiseScale
+from tests import rank_jobs
+from tests.rank_jobs import assert_alike, results
+from tests.trainers import Recorder, equal_states, image_trainer, make_trainer
+
+ROUNDS = 90  # φ is known after 61, as rounds 0, 4, ... 60 compare, and used from 62 on
+
+
+def with_rates(**options):
+    """A trainer, and the learning rates and comparisons of its rounds as they come."""
+    trainer = make_trainer(optimizer=SGD(learning_rate=0.02), **options)
+    rates, found, plan, absorb = [], {}, trainer.run.plan, trainer.state.absorb
+
+    def planned(*arguments, **named):
+        made = plan(*arguments, **named)
+        rates.append((made.index, made.learning_rates[0]))
+        return made
+
+    def absorbed(outcome):
+        found[outcome.plan.index] = outcome.comparison
+        absorb(outcome)
+
+    trainer.run.plan, trainer.state.absorb = planned, absorbed
+    return trainer, rates, found
+
+
+@pytest.mark.parametrize("rule", [SMA, SynchronousSGD], ids=lambda rule: rule.NAME)
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
+def test_rate_is_that_of_the_gain_of_the_rounds_before_the_last(rule, executor):
+    trainer, rates, found = with_rates(averaging=rule(rate_scaling="adascale"), num_learners=3, executor=executor)
+    trainer.fit(max_rounds=ROUNDS)
+    rates = dict(rates)
+    assert [index for index, each in found.items() if each is not None] == list(range(0, ROUNDS, 4))
+    for index in range(ROUNDS):
+        noise = NoiseScale(4).after([each for n, each in found.items() if each is not None and n < index - 1])
+        assert rates[index] == pytest.approx(0.02 * noise.gain(3), rel=1e-12)
+    assert rates[0] == rates[61] == 0.02 < rates[62]
+    assert rates[ROUNDS - 1] <= 0.06
+
+
+def test_one_learner_has_the_rate_of_one():
+    trainer, rates, _ = with_rates(averaging=SMA(rate_scaling="adascale"), num_learners=1)
+    trainer.fit(max_rounds=ROUNDS)
+    assert {rate for _, rate in rates} == {0.02}
+    assert trainer.state.noise.count > 16
+
+
+@pytest.mark.parametrize("stop", [61, 62, 64, 65, 66, 67])
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_resumed_run_takes_the_same_course_to_the_bit(tmp_path, stop, executor):
+    options = {"averaging": SMA(rate_scaling="adascale"), "executor": executor, "num_learners": 2}
+    whole = image_trainer(**options).fit(max_rounds=80)
+    image_trainer(**options, output_dir=tmp_path).fit(max_rounds=stop)
+    resumed = image_trainer(**options, output_dir=tmp_path, resume="auto")
+    result = resumed.fit(max_rounds=80, counts_earlier_rounds=True)
+    assert equal_states(result.model, whole.model)
+
+
+def test_checkpoints_in_between_change_nothing(tmp_path):
+    options = {"averaging": SMA(rate_scaling="adascale"), "executor": "threads"}
+    plain = image_trainer(**options).fit(max_rounds=90)
+    stopped = image_trainer(**options)
+    for _ in range(30):
+        result = stopped.fit(max_rounds=3)  # drains, evaluates and goes on
+    assert equal_states(result.model, plain.model)
+
+
+def test_ranks_agree_on_the_noise_and_on_z():
+    options = {"num_learners": 2, "averaging": SMA(rate_scaling="adascale")}
+    found = results(rank_jobs.train, 2, options, {"max_rounds": 100}, True)
+    assert_alike(found)
+
+
+@pytest.mark.parametrize("rule", [LocalSGD, PAPA])
+def test_gain_is_refused_where_learners_are_apart(rule):
+    with pytest.raises(UserError, match="averaging.rate_scaling=adascale compares .* set averaging.rate_scaling=sqrt"):
+        rule(rate_scaling="adascale")
+    with pytest.raises(UserError, match="adascale"):
+        SMA(rate_scaling="adascale", averaging_period=2)
+
+
+@pytest.mark.parametrize(
+    ("averaging", "objective", "told", "measured"),
+    [
+        (SMA(), "goodput", False, True),
+        (SynchronousSGD(), "goodput", False, True),
+        (SMA(), "throughput", False, False),
+        (LocalSGD(), "goodput", True, False),
+        (SMA(averaging_period=4), "goodput", True, False),
+        (LocalSGD(), "throughput", False, False),
+    ],
+)
+def test_tuner_goes_by_goodput_where_it_can_and_says_where_it_cannot(averaging, objective, told, measured):
+    recorder = Recorder()
+    options = {"averaging": averaging, "auto_tuner": AutoTunerSettings(objective=objective)}
+    trainer = make_trainer(num_learners="auto", callbacks=[recorder], **options)
+    trainer.fit(max_rounds=80)
+    assert (trainer.state.noise is not None and trainer.state.noise.samples is not None) is measured
+    assert any("goes by images/s alone" in text for text in recorder.of("message")) is told
+
+
+def test_fixed_number_of_learners_measures_nothing():
+    trainer = make_trainer()
+    trainer.fit(max_rounds=5)
+    assert trainer.state.noise is None
+    assert not trainer.state.compared
+
+
+def test_noise_is_in_checkpoints_as_are_comparisons_that_wait(tmp_path):
+    trainer = make_trainer(averaging=SMA(rate_scaling="adascale"), output_dir=tmp_path)
+    trainer.fit(max_rounds=65)
+    again = make_trainer(averaging=SMA(rate_scaling="adascale"), output_dir=tmp_path, resume="auto")
+    assert again.state.noise == trainer.state.noise
+    assert again.state.compared == trainer.state.compared != []
+    assert dataclasses.asdict(again.state)["samples_seen"] == 65 * 8
