@@ -214,6 +214,8 @@ _CHARTS: tuple[tuple[str, str, str, Callable[[Sequence[RunRecord]], Figure | Non
      "of it.", _single("learning_rate", "learning_rate", "learning rate")),
     ("waiting", "Waiting for data", "The share of time in which nothing trained for want of data.",
      _single("data/wait_share", "data_wait_share", "share of time")),
+    ("goodput", "Efficiency", "What a sample is worth in so large a batch, to one of a single learner, by the gradient "
+     "noise scale in training.", _single("goodput/efficiency", "efficiency", "efficiency")),
     ("noise_scale", "Gradient noise scale", "What a step averages over may grow up to about as many samples.",
      _single("learning/gradient_noise_scale_samples", "gradient_noise_scale_samples", "samples")),
 )  # fmt: skip

@@ -121,7 +121,7 @@ def progress_line(progress: Progress, planned_epochs: str) -> str:
     # What a narrow terminal may cut off comes last.
     parts += [
         f"lr {progress.learning_rate:.4g}",
-        counted(progress.num_learners, "learner"),
+        counted(progress.num_learners, "learner") + _efficiency(progress),
         f"{progress.samples_seen:,} samples",
     ]
     return " · ".join(parts)
@@ -144,6 +144,8 @@ def epoch_line(record: EpochRecord, planned_epochs: str) -> str:
     if known:
         parts.append("learners " + " ".join(f"{accuracy:.4f}" for accuracy in known))
     parts += [f"{record.images_per_s:,.0f} images/s", *_waiting(record.data_wait_share)]
+    if record.efficiency is not None:
+        parts.append(counted(record.num_learners, "learner") + _efficiency(record))
     parts += [f"lr {record.learning_rate:.4g}", clock_time(record.elapsed_s)]
     return " · ".join(parts)
 
@@ -190,6 +192,14 @@ def final_lines(summary: Summary) -> list[str]:
 def folder_lines(name: str, output_dir: str) -> list[str]:
     """Return the lines that say where the files are, and how to look at the curves."""
     return [fact(name, output_dir), fact("curves", f"tensorboard --logdir {Path(output_dir) / TENSORBOARD_FOLDER}")]
+
+
+def _efficiency(found: Progress | EpochRecord) -> str:
+    """Return the efficiency of a sample and the gradient noise scale in brackets, if they are known."""
+    if found.efficiency is None:
+        return ""
+    scale = "" if found.noise_scale_samples is None else f", noise scale {found.noise_scale_samples:,.0f}"
+    return f" (efficiency {found.efficiency:.2f}{scale})"
 
 
 def _waiting(share: float | None) -> list[str]:

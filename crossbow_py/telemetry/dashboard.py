@@ -26,6 +26,9 @@ def dashboard(info: RunInfo) -> dict[str, Any]:
         },
         "How fast it trains": {
             "throughput (images/s)": (True, r"throughput/images_per_s(_per_device)?"),
+            "goodput: what they are worth (images/s)": (info.measures_noise, "goodput/images_per_s"),
+            "efficiency: what a sample is worth": (info.measures_noise, "goodput/efficiency"),
+            "gradient noise scale in training (samples)": (info.measures_noise, "goodput/noise_scale_samples"),
             "learners on a device": (True, "num_learners"),
             "training time and time to accuracy (s)": (True, r"time/(training|to_accuracy)_s"),
         },

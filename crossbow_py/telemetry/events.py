@@ -26,6 +26,7 @@ class RunInfo:
         has_accuracy: whether the targets are classes.
         several: whether there may be more than one learner.
         learning_statistics: whether epochs have them.
+        measures_noise: whether gradients are compared in training, so that there is an `efficiency`.
         hyper_parameters: plain values by the dotted keys of the command line.
     """
 
@@ -57,6 +58,7 @@ class RunInfo:
     has_accuracy: bool = True
     several: bool = True
     learning_statistics: bool = False
+    measures_noise: bool = False
     hyper_parameters: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
 
@@ -66,6 +68,8 @@ class Progress:
 
     `remaining_s` is None if no planned number of samples ends the run. `data_wait_share` is the share of the last
     seconds in which training waited for data; `num_workers` processes load it, None for data on the device.
+    `efficiency` is what a sample is worth in so large a batch, to one of a single learner, by the gradient noise scale
+    in training; both are None where they are not known, the scale also where noise hides the gradient.
     """
 
     samples_seen: int
@@ -78,6 +82,8 @@ class Progress:
     remaining_s: float | None = None
     data_wait_share: float | None = None
     num_workers: int | None = None
+    noise_scale_samples: float | None = None
+    efficiency: float | None = None
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,8 @@ class EpochRecord:
 
     Fields named `spread` and `correction_norm` are None without a central model.
     `num_non_finite` evaluated samples have outputs that are not finite, and count as wrong. `data_wait_share`, here of
-    the epoch, and `num_workers` are as in `Progress`. `learning` is None unless the user asked for it.
+    the epoch, `num_workers`, `noise_scale_samples` and `efficiency` are as in `Progress`. `learning` is None unless the
+    user asked for it.
     """
 
     epoch: float
@@ -163,6 +170,8 @@ class EpochRecord:
     num_workers: int | None = None
     learning: LearningStatistics | None = None
     num_non_finite: int = 0
+    noise_scale_samples: float | None = None
+    efficiency: float | None = None
 
 
 @dataclass(frozen=True)

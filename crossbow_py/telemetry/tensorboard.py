@@ -142,6 +142,9 @@ class TensorBoardScalars(Listener):
             "data/num_workers": found.num_workers,
             "throughput/images_per_s": found.images_per_s,
             "throughput/images_per_s_per_device": found.images_per_s / self._num_devices,
+            "goodput/noise_scale_samples": found.noise_scale_samples,
+            "goodput/efficiency": found.efficiency,
+            "goodput/images_per_s": None if found.efficiency is None else found.efficiency * found.images_per_s,
         }
 
     def _write(self, samples_seen: int, values: dict[str, float | None]) -> None:

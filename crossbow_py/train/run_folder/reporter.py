@@ -34,7 +34,7 @@ _CHANNELS = (1, 3)  # grey or RGB
 
 _PROGRESS_EVERY_S = 0.2
 _SHOWN_GROWTH = 1.5  # predictions are shown again after 1.5 times the samples
-_SCALED = {"sqrt": "rate × √K", "linear": "rate × K"}
+_SCALED = {"sqrt": "rate × √K", "linear": "rate × K", "adascale": "rate × gain"}
 
 @dataclass(frozen=True)
 class Result:
@@ -180,6 +180,7 @@ class Reporter:
             remaining_s=min(ends, default=None),
             data_wait_share=None if self.info.num_workers is None else self.meter.recent.wait_share,
             num_workers=self.info.num_workers,
+            **measured_noise(state, num_learners),
         )
         self._tell(lambda listener: None if listener.BLOCKS else listener.on_progress(progress))
         if any(listener.BLOCKS for listener in self._listeners):
@@ -280,8 +281,18 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
         has_accuracy=not (isinstance(run.data.train, tuple) and run.data.train[1].is_floating_point()),
         replicas_differ=run.rule.has_central_model and not run.bank.replicas_identical,
         learning_statistics=settings.learning_statistics,
+        measures_noise=run.state.noise is not None,
         hyper_parameters=hyper_parameters(run),
     )
+
+
+def measured_noise(state: RunState, num_learners: int) -> dict[str, float | None]:
+    """Return the gradient noise scale and the efficiency of K learners on all devices, None where not known."""
+    scale = None if state.noise is None else state.noise.samples
+    if state.noise is None or scale is None:
+        return {"noise_scale_samples": None, "efficiency": None}
+    finite = scale if math.isfinite(scale) else None
+    return {"noise_scale_samples": finite, "efficiency": state.noise.efficiency(num_learners)}
 
 
 def hyper_parameters(run: Run) -> dict[str, bool | int | float | str]:
@@ -340,6 +351,7 @@ def epoch_record(
         num_workers=run.num_workers,
         metrics=evaluation.metrics if evaluation else {},
         learning=learning,
+        **measured_noise(state, run.bank.total_learners),
         num_non_finite=evaluation.num_non_finite if evaluation else 0,
     )
 
