@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.grids import report as grids_report
-from experiments.grids.grid import AS_RECORDED, RESNET8, Grid, cells
+from experiments.grids.grid import AS_RECORDED, CROSSBOW, RESNET8, Grid, cells
 from experiments.grids.report import Result, Run, by_cell, difference, has_diverged
 from experiments.grids.running import run_grid
 from experiments.tables.markdown import NONE, markdown_table
@@ -34,6 +34,9 @@ RULES = {
     "sma, unscaled": "averaging=sma averaging.rate_scaling=none",
     "sma, sqrt": "averaging=sma averaging.rate_scaling=sqrt",
     "sma, linear": "averaging=sma averaging.rate_scaling=linear",
+    "crossbow, α=1/K, unscaled": f"{CROSSBOW} averaging.rate_scaling=none",
+    "crossbow, α=1/K, sqrt": f"{CROSSBOW} averaging.rate_scaling=sqrt",
+    "crossbow, α=1/K, linear": f"{CROSSBOW} averaging.rate_scaling=linear",
     "elastic, unscaled": "averaging=elastic",
     "elastic, linear": "averaging=elastic averaging.rate_scaling=linear",
     "local_sgd, unscaled": "averaging=local_sgd",
@@ -63,7 +66,8 @@ OF_DIGITS = {
 # Hours of training each, so that only the ends are there: averaged models, averaged gradients, and both.
 OF_RESNET32 = {
     ONE: "num_learners=1",
-    "sma, unscaled, K=4": "averaging=sma averaging.rate_scaling=none num_learners=4",
+    "crossbow, α=1/K, unscaled, K=4": f"{CROSSBOW} averaging.rate_scaling=none num_learners=4",
+    "crossbow, α=1/K, linear, K=4": f"{CROSSBOW} averaging.rate_scaling=linear num_learners=4",
     "sma, linear, K=4": "averaging=sma averaging.rate_scaling=linear num_learners=4",
     "synchronous_sgd, linear, K=4": "averaging=synchronous_sgd averaging.rate_scaling=linear num_learners=4",
     "sma, linear, K=16": "averaging=sma averaging.rate_scaling=linear num_learners=16",
@@ -75,6 +79,9 @@ OF_RESNET32 = {
 # Beyond the batches that averaged gradients can make use of, if anywhere, models averaged between groups should win.
 OF_MANY = {
     ONE: "num_learners=1",
+    "crossbow, α=1/K, unscaled": f"{CROSSBOW} averaging.rate_scaling=none",
+    "crossbow, α=1/K, sqrt": f"{CROSSBOW} averaging.rate_scaling=sqrt",
+    "crossbow, α=1/K, linear": f"{CROSSBOW} averaging.rate_scaling=linear",
     "sma, unscaled": "averaging=sma averaging.rate_scaling=none",
     "sma, sqrt": "averaging=sma averaging.rate_scaling=sqrt",
     "sma, linear": "averaging=sma averaging.rate_scaling=linear",

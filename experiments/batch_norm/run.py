@@ -16,19 +16,19 @@ from statistics import mean, median
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.batch_norm.variants import MEAN, VARIANTS
-from experiments.grids.grid import AS_RECORDED, RESNET8, Cell, Grid, cells
+from experiments.grids.grid import AS_RECORDED, CROSSBOW, RESNET8, Cell, Grid, cells
 from experiments.grids.report import Result, Run, accuracy, by_cell, estimate, has_diverged, notes
 from experiments.grids.running import run_grid
 from experiments.tables.markdown import NONE, markdown_table
 
 LEARNERS = {
-    "sma, K=4": "averaging=sma num_learners=4",
-    "sma, K=8": "averaging=sma num_learners=8",
+    "crossbow, K=4": f"{CROSSBOW} num_learners=4",
+    "crossbow, K=8": f"{CROSSBOW} num_learners=8",
     "local_sgd, K=4": "averaging=local_sgd averaging.rate_scaling=sqrt num_learners=4",
     "synchronous_sgd, linear, K=4": "averaging=synchronous_sgd_linear num_learners=4",
     "one learner": "averaging=sma num_learners=1",
     "one learner, b=8": "averaging=sma num_learners=1 batch_size=8 optimizer.learning_rate=0.025",
-    "sma, K=4, b=8": "averaging=sma num_learners=4 batch_size=8 optimizer.learning_rate=0.025",
+    "crossbow, K=4, b=8": f"{CROSSBOW} num_learners=4 batch_size=8 optimizer.learning_rate=0.025",
 }
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.grids.grid import Cell, Grid, merged
+from experiments.grids.grid import CROSSBOW, Cell, Grid, merged
 from experiments.grids.report import Reached, Result, by_cell, notes, reached, when
 from experiments.grids.running import run_grid
 from experiments.tables.markdown import NONE, markdown_table
@@ -55,14 +55,14 @@ GRIDS = {
             "digits",
             "MLP on the digits to 97 %",
             cells_of("+experiment=digits label_smoothing=0 schedule=constant max_epochs=60 target_accuracy=0.97 "
-                     "averaging=sma averaging.rate_scaling=none executor=fused precision=fp32", 0.05, 16, parts=2),
+                     f"{CROSSBOW} averaging.rate_scaling=none executor=fused precision=fp32", 0.05, 16, parts=2),
             seeds=(0, 1, 2, 3, 4), targets=(0.97,),
         ),
         Grid(
             "lenet",
             "LeNet on MNIST to 99 %",
             cells_of("+experiment=lenet label_smoothing=0 optimizer.nesterov=false schedule=constant max_epochs=10 "
-                     "target_accuracy=0.99 averaging=sma averaging.rate_scaling=none executor=fused precision=fp32",
+                     f"target_accuracy=0.99 {CROSSBOW} averaging.rate_scaling=none executor=fused precision=fp32",
                      0.03, 32, parts=4),
             targets=(0.99,),
         ),

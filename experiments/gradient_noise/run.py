@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.grids.grid import AS_RECORDED, RESNET8, Grid, cells
+from experiments.grids.grid import AS_RECORDED, CROSSBOW, RESNET8, Grid, cells
 from experiments.grids.report import Result, Run, accuracy, by_cell, estimate, has_diverged, notes
 from experiments.grids.running import run_grid
 from experiments.tables.markdown import markdown_table, number
@@ -28,7 +28,7 @@ ONE = "one learner"
 _MEASURED = f"{AS_RECORDED} batch_size=32 precision=fp32 learning_statistics=true"
 _RULES = {
     ONE: "num_learners=1",
-    "sma": "averaging=sma num_learners=4",
+    "crossbow": f"{CROSSBOW} num_learners=4",
     "local_sgd": "averaging=local_sgd averaging.rate_scaling=sqrt num_learners=4",
 }
 GRIDS = {

@@ -25,6 +25,8 @@ Label = str | int | float
 
 # As it was by default, and in the recipes, when most runs were recorded: so others can be added to these.
 AS_RECORDED = "averaging.batch_norm=mean averaging.recalibration_batches=32 label_smoothing=0"
+# SMA as it was by default then.
+CROSSBOW = "averaging=crossbow averaging.correction_rate=null averaging.rate_scaling=sqrt"
 # A ResNet that a CPU trains in minutes, for CIFAR-10.
 RESNET8 = (
     "model=custom model.target=crossbow_py.models.resnet.ResNet model.args={depth:8,in_channels:3,num_classes:10}"

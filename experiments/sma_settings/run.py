@@ -1,4 +1,4 @@
-"""Trains learners by SMA with one setting changed at a time, at equal samples, and writes results/GRID.json.
+"""Trains learners by Crossbow's SMA with one setting changed at a time, at equal samples, and writes results/GRID.json.
 
     python experiments/sma_settings/run.py digits_k4|digits_k8|lenet_k4|lenet_k8|resnet8_k4 [--cells PATTERN] [--jobs N]
 
@@ -14,24 +14,24 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.grids import report
-from experiments.grids.grid import AS_RECORDED, RESNET8, Grid, cells
+from experiments.grids.grid import AS_RECORDED, CROSSBOW, RESNET8, Grid, cells
 from experiments.grids.running import run_grid
 
 DEFAULT = "α=1/K, μ=0.9, τ=1"
 SETTINGS = {
-    DEFAULT: "averaging=sma",
-    "α=0.05": "averaging=sma averaging.correction_rate=0.05",
-    "α=0.1": "averaging=sma averaging.correction_rate=0.1",
-    "α=0.3": "averaging=sma averaging.correction_rate=0.3",  # with 8 learners 0.38 does not settle
-    "α=0.1 growing to 0.9": "averaging=sma averaging.correction_rate=0.1 averaging.final_correction_rate=0.9",
-    "α=1/K growing to 0.9": "averaging=sma averaging.final_correction_rate=0.9",
-    "μ=0": "averaging=sma averaging.averaging_momentum=0",
-    "μ=0.5": "averaging=sma averaging.averaging_momentum=0.5",
-    "τ=2": "averaging=sma averaging.averaging_period=2",
-    "τ=4": "averaging=sma averaging.averaging_period=4",
-    "τ=10": "averaging=sma averaging.averaging_period=10",
-    "rate as it is": "averaging=sma averaging.rate_scaling=none",
-    "rate · K": "averaging=sma averaging.rate_scaling=linear",
+    DEFAULT: CROSSBOW,
+    "α=0.05": f"{CROSSBOW} averaging.correction_rate=0.05",
+    "α=0.1": f"{CROSSBOW} averaging.correction_rate=0.1",
+    "α=0.3": f"{CROSSBOW} averaging.correction_rate=0.3",  # with 8 learners 0.38 does not settle
+    "α=0.1 growing to 0.9": f"{CROSSBOW} averaging.correction_rate=0.1 averaging.final_correction_rate=0.9",
+    "α=1/K growing to 0.9": f"{CROSSBOW} averaging.final_correction_rate=0.9",
+    "μ=0": f"{CROSSBOW} averaging.averaging_momentum=0",
+    "μ=0.5": f"{CROSSBOW} averaging.averaging_momentum=0.5",
+    "τ=2": f"{CROSSBOW} averaging.averaging_period=2",
+    "τ=4": f"{CROSSBOW} averaging.averaging_period=4",
+    "τ=10": f"{CROSSBOW} averaging.averaging_period=10",
+    "rate as it is": f"{CROSSBOW} averaging.rate_scaling=none",
+    "rate · K": f"{CROSSBOW} averaging.rate_scaling=linear",
     # The optimizer state of learners that go on from their mean: SMA itself never touches it but at a restart.
     "local_sgd, momentum kept": "averaging=local_sgd averaging.rate_scaling=sqrt averaging.learner_momentum=keep",
     "local_sgd, momentum reset": "averaging=local_sgd averaging.rate_scaling=sqrt averaging.learner_momentum=reset",
@@ -41,17 +41,17 @@ SETTINGS = {
 }
 # The rate drops to a tenth at half of the samples and again at three quarters; learners restart from z, or do not.
 RESTARTS = {
-    "steps, no restart": "averaging=sma averaging.restart_on_drop=false",
-    "steps, restart, momentum reset": "averaging=sma averaging.restart_momentum=reset",
-    "steps, restart, momentum kept": "averaging=sma averaging.restart_momentum=keep",
-    "steps, restart, momentum averaged": "averaging=sma averaging.restart_momentum=average",
+    "steps, no restart": f"{CROSSBOW} averaging.restart_on_drop=false",
+    "steps, restart, momentum reset": f"{CROSSBOW} averaging.restart_momentum=reset",
+    "steps, restart, momentum kept": f"{CROSSBOW} averaging.restart_momentum=keep",
+    "steps, restart, momentum averaged": f"{CROSSBOW} averaging.restart_momentum=average",
 }
 # What the average model is evaluated as, and the targets of the loss. A constant rate leaves an EMA noise to average.
 SMOOTHED = {
-    "EMA over 0.2 epochs": "averaging=sma averaging.average_ema=0.2",
-    "label smoothing 0.1": "averaging=sma label_smoothing=0.1",
-    "constant rate": "averaging=sma schedule=constant",
-    "constant rate, EMA over 0.2 epochs": "averaging=sma schedule=constant averaging.average_ema=0.2",
+    "EMA over 0.2 epochs": f"{CROSSBOW} averaging.average_ema=0.2",
+    "label smoothing 0.1": f"{CROSSBOW} label_smoothing=0.1",
+    "constant rate": f"{CROSSBOW} schedule=constant",
+    "constant rate, EMA over 0.2 epochs": f"{CROSSBOW} schedule=constant averaging.average_ema=0.2",
 }
 NUM_LEARNERS = (4, 8)
 DIGITS = f"+experiment=digits {AS_RECORDED} batch_size=16 max_epochs=20 executor=fused precision=fp32"
@@ -66,7 +66,7 @@ def grid(name: str, title: str, common: str, milestones: str, seeds: tuple[int, 
     return Grid(name, title, every, seeds=seeds, targets=(target,), reference=DEFAULT)
 
 
-# With the rate times K, for which SMA's two momenta may be too much.
+# With the rate times K, for which its two momenta may be too much.
 OF_RESNET8 = {
     DEFAULT: "",
     "μ=0": "averaging.averaging_momentum=0",
@@ -78,7 +78,7 @@ OF_RESNET8 = {
     ),
 }
 _RESNET8 = (
-    f"+experiment=resnet32_short {RESNET8} averaging=sma averaging.rate_scaling=linear {AS_RECORDED} num_learners=4 "
+    f"+experiment=resnet32_short {RESNET8} {CROSSBOW} averaging.rate_scaling=linear {AS_RECORDED} num_learners=4 "
     "batch_size=32 max_epochs=5 precision=fp32"
 )
 
