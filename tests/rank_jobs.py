@@ -260,7 +260,9 @@ def tuned(trainer: Trainer, window_s: float = 1e-4) -> None:
     tuning = trainer.run.tuning
     assert tuning is not None
     limit = tuning.tuner.max_learners
-    trainer.run.tuning = LearnerTuning(AutoTuner(max_learners=limit, windows=1, warm_up_windows=0), window_s)
+    trainer.run.tuning = LearnerTuning(
+        AutoTuner(objective="throughput", max_learners=limit, windows=1, warm_up_windows=0), window_s
+    )
 
 
 def tune(ranks: Ranks, options: dict[str, Any], stops: dict[str, Any]) -> tuple[Ended, list[int]]:

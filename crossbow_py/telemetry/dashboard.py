@@ -20,7 +20,7 @@ def dashboard(info: RunInfo) -> dict[str, Any]:
     # By section and title: whether the run has the curves, and their tags, which are regular expressions.
     sections: dict[str, dict[str, tuple[bool, str | list[str]]]] = {
         "How well it learns": {
-            "accuracy (share of samples)": (info.has_accuracy, [rf"accuracy/(train|{measured})", *learners]),
+            "accuracy (share of samples)": (info.has_accuracy, [rf"accuracy/(train|{measured}(_z)?)", *learners]),
             "loss": (True, f"loss/(train|{measured})"),
             "learning rate": (True, "learning_rate"),
         },

@@ -144,6 +144,7 @@ class EpochRecord:
     """A line of metrics.jsonl, with its keys in this order.
 
     Fields named `spread` and `correction_norm` are None without a central model.
+    `z_accuracy` is the accuracy of z itself, on the same data, where an EMA of it is evaluated.
     `num_non_finite` evaluated samples have outputs that are not finite, and count as wrong. `data_wait_share`, here of
     the epoch, `num_workers`, `noise_scale_samples` and `efficiency` are as in `Progress`. `learning` is None unless the
     user asked for it.
@@ -172,6 +173,7 @@ class EpochRecord:
     num_non_finite: int = 0
     noise_scale_samples: float | None = None
     efficiency: float | None = None
+    z_accuracy: float | None = None
 
 
 @dataclass(frozen=True)

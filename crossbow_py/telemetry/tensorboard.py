@@ -84,6 +84,7 @@ class TensorBoardScalars(Listener):
             "accuracy/train": record.train_accuracy,
             "accuracy/test": record.test_accuracy,
             "accuracy/validation": record.validation_accuracy,
+            f"accuracy/{measured}_z": record.z_accuracy,
             **{f"accuracy/{measured}_learner_{index}": accuracy for index, accuracy in learners},
             **{f"metrics/{name}": value for name, value in record.metrics.items()},
             "averaging/spread": record.spread,

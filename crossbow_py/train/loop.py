@@ -406,6 +406,7 @@ class EpochCloser:
         if measured:
             state.note_evaluation(measured[0].accuracy, measured[0].loss, self._stops.target_accuracy)
         self._final = measured if self._measured == "test" else None
+        unsmoothed = run.evaluate(self._measured, ema=False) if run.average_ema is not None else None
         learning = None
         if self._learning is not None:
             self._watch.doing = f"the statistics of learning after round {state.round_index - 1}"
@@ -415,7 +416,9 @@ class EpochCloser:
         own = state.loss_sum, state.num_losses, state.num_correct
         state.loss_sum, state.num_losses, state.num_correct = run.epoch_sums()
         lap = self._meter.lap()
-        self._reporter.epoch(epoch_record(run, lap, learning_rate, measured, self._measured, learning))
+        record = epoch_record(run, lap, learning_rate, measured, self._measured, learning)
+        z_accuracy = unsmoothed[0].accuracy if unsmoothed else None
+        self._reporter.epoch(dataclasses.replace(record, z_accuracy=z_accuracy))
         self._reporter.predictions(run, measured)
         state.last_recorded = state.samples_seen
         if is_partial:

@@ -434,8 +434,10 @@ class Run:
         assert self.average_ema is not None, "nothing asks for an EMA"
         self.average_ema.move(self._central_state(), self.state.samples_seen)
 
-    def evaluate(self, which: str) -> Measured | None:
+    def evaluate(self, which: str, ema: bool = True) -> Measured | None:
         """Evaluate the current models on the `test` or `validation` data; None if there is no such data.
+
+        With `ema` it is the EMA of the average model, if there is one.
 
         All ranks call it together; each evaluates a share of the samples. Returns the evaluation that stops look at,
         and for independent learners the evaluation of each; the first one is then their mean.
@@ -445,7 +447,7 @@ class Run:
             return None
         each = tuple(
             self.evaluator.evaluate(state, feed, self.ranks, examples=number == 0)
-            for number, state in enumerate(self.final_states())
+            for number, state in enumerate(self.final_states(ema))
         )
         return (each[0], ()) if self.rule.has_central_model else (mean_evaluation(each), each)
 

@@ -186,3 +186,15 @@ def test_statistics_of_learning_are_those_of_z() -> None:
     for of_z, with_ema in zip(*found, strict=True):
         assert of_z.sharpness == with_ema.sharpness
         assert of_z.gradient_variance == with_ema.gradient_variance
+
+
+def test_records_have_the_accuracy_of_the_average_model_itself_beside_that_of_its_ema() -> None:
+    found = []
+    for horizon in (2.0, None):
+        recorder = Recorder()
+        averaging = SMA(average_ema=horizon, batch_norm="mean")
+        trainer_of(averaging=averaging, callbacks=[recorder]).fit(max_epochs=4)
+        found.append(recorder.of("epoch"))
+    smoothed, plain = found
+    assert [record.z_accuracy for record in smoothed] == [record.test_accuracy for record in plain]
+    assert [record.z_accuracy for record in plain] == [None] * 4

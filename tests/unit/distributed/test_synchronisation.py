@@ -16,13 +16,15 @@ from crossbow_py.distributed.synchronisation import (
 
 
 def test_report_survives_the_way_to_numbers_and_back():
-    report = Report(1.5, signal=2, fails=1, out_of_memory=0, num_non_finite=3, checkpoint=2, on_trial=1)
-    assert report.to_values() == [1.5, 2.0, 1.0, 0.0, 3.0, 2.0, 1.0]
+    report = Report(
+        1.5, signal=2, fails=1, out_of_memory=0, num_non_finite=3, checkpoint=2, on_trial=1, num_compared=4
+    )
+    assert report.to_values() == [1.5, 2.0, 1.0, 0.0, 3.0, 2.0, 1.0, 0.0, 0.0, 4.0]
     assert Report.from_values(report.to_values()) == report
 
 
 def test_report_of_booleans_is_all_numbers():
-    assert Report(0.5, fails=True, out_of_memory=False).to_values() == [0.5, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert Report(0.5, fails=True, out_of_memory=False).to_values() == [0.5, 0.0, 1.0, *[0.0] * 7]
 
 
 def test_agree_takes_the_slowest_clock_and_what_came_up_on_any_rank():
@@ -129,3 +131,9 @@ def test_ranks_that_wait_for_data_synchronise_before_every_round():
 def test_ranks_synchronise_whole_averaging_periods_apart():
     # 10 ms a round are 1.67 periods of three; two, which are six rounds, are no more than twice as many.
     assert rounds_synchronised([0.03, 0.06, 0.6], period=3, first=0) == [0, 3, 9, 15]
+
+
+def test_agree_adds_what_ranks_found_by_comparing_gradients():
+    own = Report(1.0, gradient_variance=2.0, squared_gradient=-0.5, num_compared=3)
+    other = Report(1.0, gradient_variance=1.0, squared_gradient=1.5, num_compared=1)
+    assert agree([own, other, Report(1.0)]).compared == (3.0, 1.0, 4)

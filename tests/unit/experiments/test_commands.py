@@ -26,8 +26,8 @@ from tests.triton_version import has_interpreter
 Words = tuple[str, ...]
 
 _OF_GRIDS = (
-    "averaging_rules", "batch_norm", "batch_size", "gradient_noise", "num_learners_accuracy", "sma_settings",
-    "time_to_accuracy", "tuner_accuracy",
+    "averaging_rules", "batch_norm", "batch_size", "gradient_noise", "num_learners_accuracy", "optimizers",
+    "sma_settings", "time_to_accuracy", "tuner_accuracy",
 )  # fmt: skip
 # By program, and its first word where it has several jobs: what makes it one of seconds.
 SHORT: Mapping[str, str] = {

@@ -32,8 +32,8 @@ from tests.unit.experiments.samples import cells as table_cells
 from tests.unit.experiments.test_cells import MACHINE, made_up
 
 FOLDERS = (
-    "averaging_rules", "batch_norm", "batch_size", "gradient_noise", "num_learners_accuracy", "sma_settings",
-    "time_to_accuracy", "tuner_accuracy",
+    "averaging_rules", "batch_norm", "batch_size", "gradient_noise", "num_learners_accuracy", "optimizers",
+    "sma_settings", "time_to_accuracy", "tuner_accuracy",
 )  # fmt: skip
 GRIDS: dict[str, Grid] = {
     f"{folder}/{grid.name}": grid

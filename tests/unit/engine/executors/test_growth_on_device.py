@@ -21,7 +21,7 @@ class GrowsTo(LearnerTuning):
         super().__init__(AutoTuner())
         self.most, self.rounds = most, 0
 
-    def after_round(self, images, elapsed_s):
+    def after_round(self, images, elapsed_s, noise=None):
         self.rounds += 1
         before = self.state.num_learners
         if self.rounds % 6 or before == self.most:
@@ -29,7 +29,7 @@ class GrowsTo(LearnerTuning):
         self.state = AutoTunerState(num_learners=before + 1)
         return Decision("grow", before + 1, f"{before} → {before + 1}")
 
-    def out_of_memory(self):
+    def out_of_memory(self, noise=None):
         self.most = self.state.num_learners - 1
         self.state = AutoTunerState(num_learners=self.most)
         return Decision("shrink", self.most, "memory does not hold it")

@@ -123,7 +123,7 @@ def test_auto_tuner_measures_nothing_while_threads_try_another_way_to_wait(monke
         def interrupt(self) -> None:
             self.interrupted += 1
 
-        def after_round(self, images, elapsed_s):
+        def after_round(self, images, elapsed_s, noise=None):
             self.seen += 1
 
     class Trying(BusyCores):

@@ -30,14 +30,14 @@ class Scripted(LearnerTuning):
         super().__init__(AutoTuner())
         self.counts = list(counts)
 
-    def after_round(self, images, elapsed_s):
+    def after_round(self, images, elapsed_s, noise=None):
         if not self.counts:
             return None
         count = self.counts.pop(0)
         before, self.state = self.state.num_learners, AutoTunerState(num_learners=count)
         return Decision("grow" if count > before else "shrink", count, f"{before} → {count}")
 
-    def out_of_memory(self):
+    def out_of_memory(self, noise=None):
         self.state = AutoTunerState(num_learners=self.state.num_learners - 1)
         return Decision("shrink", self.state.num_learners, "memory does not hold it")
 
