@@ -157,11 +157,13 @@ def update_rows(k, precision):
     w, z, double = torch.zeros(33000), torch.zeros(5000), torch.zeros(8, 8, dtype=torch.float64)
     for optimizer, states in ((update.SGD, 0), (update.SGD, 1), (update.ADAMW, 2)):
         for correction, momentum, total in ((0.1, 0.9, None), (0.1, None, z), (None, None, None), (None, None, z)):
+            follows = correction is not None and states == 1
             shadow = w.bfloat16() if precision is BF16 else None
             rows = update.RowsToUpdate(w, w, (w,) * states, shadow, z, z, total)
             update.update(
-                rows, tiles, w, k, optimizer, correction=correction, momentum=momentum, total_squares=double[0]
-            )
+                rows, tiles, w, k, optimizer, correction=correction, momentum=momentum, share=0.5, follows=follows,
+                total_squares=double[0],
+            )  # fmt: skip
     update.move(z, z, z, 0.9)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from crossbow_py.engine.auto_tuner import AutoTuner, AutoTunerState, Decision
+from crossbow_py.engine.auto_tuner import AutoTuner, AutoTunerSettings, AutoTunerState, Decision
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.streams import StreamsExecutor
@@ -63,7 +63,10 @@ def test_capture_that_dies_for_want_of_memory_takes_the_learner_away_and_trainin
             super().__init__(tasks, devices[-1])
 
     monkeypatch.setitem(EXECUTORS, "fused", OnDevice)
-    trainer = make_trainer(num_learners="auto", executor="fused", train_data=blobs(240), test_data=blobs(30))
+    trainer = make_trainer(
+        num_learners="auto", executor="fused", train_data=blobs(240), test_data=blobs(30),
+        auto_tuner=AutoTunerSettings(objective="throughput"),
+    )  # fmt: skip
     trainer.run.tuning = GrowsTo(3)
     result = trainer.fit(max_epochs=3)
     assert [device.num_learners for device in devices] == [1, 2, 3, 2]

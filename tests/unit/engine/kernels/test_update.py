@@ -78,6 +78,7 @@ def run_reference(bank, optimizer, averaging, count=3, rate=0.1, learners=(0, 1,
         update.correct(learner, row, averaging, Step(rate, count, scale))
     if averaging is not None:
         update.sum(bank.total.trained(), [bank.corrections.trained(j) for j in learners])
+        bank.total.storage.mul_(averaging.share)
         update.move(bank.z.trained(), bank.z_prev.trained(), bank.total.trained(), averaging)
 
 
@@ -97,7 +98,11 @@ def no_memory_of_checks():
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [(FP64, 1e-13), (FP32, 2e-6), (BF16, 2e-6)])
-@pytest.mark.parametrize("averaging", [LinearRound(1 / 3, 0.9), None], ids=["averages", "alone"])
+@pytest.mark.parametrize(
+    "averaging",
+    [LinearRound(1 / 3, 0.9), LinearRound(0.7, share=1 / 3, follows_learners=True), None],
+    ids=["averages", "follows", "alone"],
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=[str(n) for n in range(len(OPTIMIZERS))])
 def test_update_of_three_learners_equals_the_reference_in_float64(optimizer, averaging, precision, tolerance):
     bank = make_bank(optimizer, precision)

@@ -118,12 +118,13 @@ def updates(kernels, dtype: torch.dtype) -> list[Tensor]:
         kernels.prepare(
             partial, settings, results, rates, counts, values, k, optimizer, loss_column=0, finite_column=1
         )
-        for momentum, kept in ((0.9, None), (None, total)):
+        for momentum, kept, follows in ((0.9, None, False), (None, total, False), (0.2, None, True)):
             rows = kernels.RowsToUpdate(w, g, tuple(state), shadow, z, z_prev, kept)
             squares = torch.empty(len(tiles), **double)
             kernels.update(
-                rows, tiles, values, k, optimizer, correction=0.3, momentum=momentum, total_squares=squares
-            )
+                rows, tiles, values, k, optimizer, correction=0.3, momentum=momentum, share=1 / 3 if follows else 1.0,
+                follows=follows, total_squares=squares,
+            )  # fmt: skip
         kernels.move(z, z_prev, total, 0.9)
         written += [w, *state, z, z_prev, total, results, counts, squares, *([] if shadow is None else [shadow])]
     return written

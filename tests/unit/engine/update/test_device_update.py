@@ -22,6 +22,7 @@ from tests.recording_streams import OnlyLaunches
 CPU = torch.device("cpu")
 LENGTHS = (300, 37, 1)
 AVERAGING = LinearRound(correction=0.3, momentum=0.9)
+FOLLOWS = LinearRound(correction=0.7, share=1 / 3, follows_learners=True)
 OPTIMIZERS = [
     SGD(momentum=0.0),
     SGD(momentum=0.9),
@@ -69,7 +70,7 @@ def reference_step(optimizer, row, averaging, learning_rate, step_count, learner
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
-@pytest.mark.parametrize("averaging", [AVERAGING, None])
+@pytest.mark.parametrize("averaging", [AVERAGING, FOLLOWS, None])
 def test_device_correction_over_several_steps_equals_the_reference(optimizer, averaging):
     ours, reference = random_row(optimizer), random_row(optimizer)
     update, steps = DeviceUpdate(optimizer, SMA(), CPU), 0
@@ -279,7 +280,7 @@ STACKED = [
 
 
 @pytest.mark.parametrize("optimizer", STACKED, ids=repr)
-@pytest.mark.parametrize("averaging", [AVERAGING, None])
+@pytest.mark.parametrize("averaging", [AVERAGING, FOLLOWS, None])
 @pytest.mark.parametrize("capacity", [3, 5])
 def test_correction_of_all_learners_at_once_equals_the_reference_one_by_one(optimizer, averaging, capacity):
     ours, reference = (random_bank(optimizer, num_learners=3, capacity=capacity) for _ in range(2))

@@ -27,6 +27,7 @@ from crossbow_py.engine.update.update_choice import choose_update
 CPU = torch.device("cpu")
 LENGTHS = (20_003, 37)  # no multiple of a chunk, a block or a vector register
 AVERAGING = LinearRound(correction=0.3, momentum=0.9)
+FOLLOWS = LinearRound(correction=0.7, momentum=0.2, share=1 / 3, follows_learners=True)
 OPTIMIZERS = [
     SGD(momentum=0.0),
     SGD(momentum=0.9, weight_decay=0.01),
@@ -54,7 +55,7 @@ def flat(row):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
-@pytest.mark.parametrize("averaging", [AVERAGING, LinearRound(correction=0.0, momentum=0.9), None])
+@pytest.mark.parametrize("averaging", [AVERAGING, FOLLOWS, LinearRound(correction=0.0, momentum=0.9), None])
 @pytest.mark.parametrize("shadow", [False, True])
 def test_native_correction_equals_torch_operators(optimizer, averaging, shadow):
     rows = []
@@ -89,7 +90,7 @@ def values_of(bank):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
-@pytest.mark.parametrize("averaging", [AVERAGING, None])
+@pytest.mark.parametrize("averaging", [AVERAGING, FOLLOWS, None], ids=["corrections", "follows", "alone"])
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("gated", [(), (0,), (0, 1, 2)], ids=str)
 def test_native_round_of_all_learners_in_one_pass_equals_learner_by_learner_bit_for_bit(
