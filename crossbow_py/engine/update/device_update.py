@@ -45,11 +45,13 @@ class OneLearner:
     Attributes:
         row: its vectors; gradients are scratch after a correction.
         matrices: where the matrices are in these vectors.
+        num_equal: how many neighbours in `matrices` belong to learners that are always equal.
     """
 
     def __init__(self, learner: int, row: TrainedRow) -> None:
         self._learner, self.row = learner, row
         self.matrices = row.matrices
+        self.num_equal = 1
 
     def part(self, first: int, end: int) -> OneLearner:
         """Return the same learner with the vectors from `first` to `end`."""
@@ -89,6 +91,7 @@ class AllLearners:
 
     def __init__(self, bank: ReplicaBank, optimizer: Optimizer) -> None:
         self._bank = bank
+        self.num_equal = bank.num_learners if bank.replicas_identical else 1
         self.row = TrainedRow(
             weights=bank.weights.end_to_end(),
             gradients=bank.gradients.end_to_end(),
@@ -336,7 +339,12 @@ def propose_muon(optimizer: Muon, learners: Learners, learning_rate: Tensor, ste
     if optimizer.nesterov:
         _add_scaled(matrices.row.gradients, velocity, momentum)
     given = matrices.row.gradients if optimizer.nesterov else velocity
-    optimizer.orthogonalize([(matrix, given, row.gradients) for matrix in learners.matrices])
+    # Where learners share a gradient and so are equal, the first one's matrices do for all; others follow it.
+    k = learners.num_equal
+    optimizer.orthogonalize([(matrix, given, row.gradients) for matrix in learners.matrices[::k]])
+    for index, matrix in enumerate(learners.matrices):
+        if index % k:
+            matrix.of(row.gradients).copy_(learners.matrices[index - index % k].of(row.gradients))
     weights, _ = propose_sgd(optimizer.plain, matrices, learning_rate, step_count)
     state = {"momentum": velocity}
     if others.row.weights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +14,17 @@ from crossbow_py.averaging import SMA, AveragingRule, GroupedSMA, Independent, S
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.engine.executors import EXECUTORS
+from crossbow_py.engine.executors import EXECUTORS, SerialExecutor
+from crossbow_py.engine.executors.fused import FusedExecutor
+from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.modules.precision import FP32, FP64, Precision
 from crossbow_py.engine.update.agreement import random_bank, written_values
 from crossbow_py.engine.update.device_update import AllLearners, DeviceUpdate, OneLearner
 from crossbow_py.engine.update.newton_schulz import COEFFICIENTS, orthogonalize
 from crossbow_py.engine.update.optimizers import Muon, for_learner
 from crossbow_py.engine.update.row_update import Step, TorchUpdate
-from tests.support import CPU, features, make_tasks, run_rounds
+from tests.recording_streams import RecordingStreams
+from tests.support import CPU, assert_learners_equal, features, make_tasks, run, run_rounds
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -218,3 +222,15 @@ def test_steps_on_the_device_are_those_of_the_reference(optimizer: Muon, togethe
     assert values["finite"][:3].tolist() == [1.0, 0.0, 1.0]
     for own, other in zip(written_values(ours), written_values(expected), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("averaging", [SynchronousSGD(), SMA(), GroupedSMA(group_size=2)], ids=lambda rule: rule.NAME)
+@pytest.mark.parametrize("kind", [FusedExecutor, StreamsExecutor])
+def test_rounds_on_a_device_equal_serial(kind: Any, averaging: AveragingRule) -> None:
+    """Where learners share a gradient, the first one's matrices are orthogonalised for all."""
+    optimizer = Muon(weight_decay=0.05, clip_norm=0.5, normalize_weights=True)
+    options: dict[str, Any] = {"data": features(64, (3, 6, 6)), "num_learners": 4, "rule": averaging}
+    ours, reference = (make_tasks(small_model, optimizer=optimizer, order="blocks", **options) for _ in range(2))
+    run(kind(ours, RecordingStreams()), ours, 8)
+    run(SerialExecutor(reference), reference, 8)
+    assert_learners_equal(ours.bank, reference.bank)
