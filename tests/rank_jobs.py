@@ -304,11 +304,14 @@ def tune_out_of_memory(
 
 
 def spoil_z(ranks: Ranks, options: dict[str, Any], stops: dict[str, Any], at: int, rank: int) -> Ended:
-    """A run in which a bit of one rank's z changes before a round; with `serial` alone."""
+    """A run in which a bit of one rank's z changes before a round; with `serial` alone.
+
+    It is one of the higher bits, as by SMA a difference of z halves in every round of two ranks.
+    """
 
     def flip(trainer: Trainer) -> None:
         if ranks.rank == rank and trainer.state.round_index == at:
-            trainer.run.bank.z.flat()[0].view(torch.int32)[3] ^= 1
+            trainer.run.bank.z.flat()[0].view(torch.int32)[3] ^= 1 << 18
 
     return train_watched(ranks, flip, options, stops)
 
