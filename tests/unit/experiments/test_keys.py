@@ -24,8 +24,8 @@ def rows(part: str) -> dict[str, list[list[str]]]:
 def test_table_of_training_has_every_key_with_default_values_and_meaning() -> None:
     found = rows("train")
     assert set(found) == {
-        *({field.name for field in dataclasses.fields(TrainConfig)} - {*TrainConfig.GROUPS, "distributed"}),
-        "distributed.timeout_s", "distributed.check_every_rounds",
+        *({field.name for field in dataclasses.fields(TrainConfig)} - {*TrainConfig.GROUPS, "auto_tuner", "distributed"}),
+        "auto_tuner.objective", "distributed.timeout_s", "distributed.check_every_rounds",
     }  # fmt: skip
     assert found["batch_size"] == [["`16`", "a whole number, at least 1", "samples a learner takes per round"]]
 
@@ -39,7 +39,7 @@ def test_table_of_a_group_has_the_keys_of_all_of_its_options(group: str) -> None
 def test_table_of_a_group_says_which_options_have_a_key_and_which_default() -> None:
     found = rows("averaging")
     assert [(cells[0], cells[-1]) for cells in found["averaging.rate_scaling"]] == [
-        ("`none`", "diloco, local_sgd, slowmo, elastic, papa, synchronous_sgd"),
+        ("`none`", "crossbow, diloco, local_sgd, slowmo, elastic, papa, synchronous_sgd"),
         ("`sqrt`", "sma, grouped_sma"),
     ]
     assert found["averaging.average_ema"][0][-1] == "all but independent"
