@@ -94,7 +94,7 @@ def test_help_and_list_are_texts_and_train_nothing(flag: str, capsys: pytest.Cap
     assert main([flag, "+experiment=nonsense"]) == 0
     said = capsys.readouterr().out
     words = ["resnet32", "sma", "multistep"]
-    own = ["LeNet on MNIST"] if flag == "--list" else ["num_learners=auto", "averaging.correction_rate=1.0", "pull of z"]
+    own = ["LeNet on MNIST"] if flag == "--list" else ["num_learners=auto", "averaging.correction_rate=1.0", "α"]
     words += own
     for word in words:
         assert word in said
