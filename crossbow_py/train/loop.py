@@ -87,7 +87,7 @@ class TrainingLoop:
 
     def start(self, messages: Sequence[str]) -> None:
         """Announce the run, and pass on the messages about it."""
-        self.reporter.start(run_info(self._run, self.total_samples), self.state.wall_s)
+        self.reporter.start(run_info(self._run, self._planned_samples), self.state.wall_s)
         for message in [*messages, *self._run.remarks(self.total_samples)]:
             self.reporter.message(message)
         self.meter.start(self.state.elapsed_s)
@@ -122,9 +122,15 @@ class TrainingLoop:
                 return "finished", reason
             self._run_round(plan if plan and len(plan.starts) == self._run.bank.num_learners else self._plan())
 
+    @property
+    def _planned_samples(self) -> int | None:
+        """The samples at which the run ends; None if that is not known."""
+        return None if self.settings.count_effective_samples else self.total_samples
+
     def _end_reached(self) -> str | None:
         state = self.state
-        return self.stops.after_round(state.samples_seen, self.num_samples, self._agreed.elapsed_s, state.round_index)
+        progress = self._run.progress
+        return self.stops.after_round(progress, self.num_samples, self._agreed.elapsed_s, state.round_index)
 
     def _check_trained(self, reason: str, first_round: int) -> None:
         """Report a resumed run that had nothing left to train. Raises UserError if nothing was ever trained."""
@@ -157,14 +163,14 @@ class TrainingLoop:
         state, factor = self.state, self._factor()
         if state.noise is not None and self.ranks.num_ranks == 1:  # else once ranks have agreed
             state.noise = state.noise.after(state.take_compared())
-        after = state.samples_seen + self._run.samples_per_round
+        after = self._run.progress + self._run.samples_per_round
         is_last = self.total_samples is not None and after >= self.total_samples
         apart = state.apart(self._factor(warmed_up=True))
         return self._run.plan(state.round_index, state.samples_seen, factor, *apart, is_last)
 
     def _factor(self, warmed_up: bool = False) -> float:
         factor = self._run.schedule.warmed_up_factor if warmed_up else self._run.schedule.factor
-        return factor(self.state.samples_seen, self.num_samples, self.total_samples)
+        return factor(self._run.progress, self.num_samples, self.total_samples)
 
     def _await_batches(self, plan: Round, signals: StopSignal) -> None:
         """Block until the next round's batches are loaded or a signal comes; keep the error if they cannot be loaded.
@@ -250,9 +256,10 @@ class TrainingLoop:
 
     def _run_round(self, plan: Round) -> None:
         state, start, bank = self.state, self.state.samples_seen, self._run.bank
+        progress = self._run.progress
         self.ranks.watch.doing = f"round {state.round_index}"
         restarts = self._run.rule.restarts(bank.total_learners, bank.num_devices)
-        if restarts and self._run.schedule.drops_between(state.last_round_start, start, self.num_samples):
+        if restarts and self._run.schedule.drops_between(state.last_round_start, progress, self.num_samples):
             self._drain()
             self.rounds.restart()
         counts = self.rounds.submit(plan)
@@ -261,7 +268,8 @@ class TrainingLoop:
         if not counts:
             return
         factor = self._factor(warmed_up=True)
-        state.note_round(self._run.samples_per_round, factor, averages=plan.together is not None)
+        averages = plan.together is not None
+        state.note_round(self._run.samples_per_round, progress, factor, averages, bank.total_learners)
         images = self.settings.batch_size * bank.total_learners
         self._images += images
         if len(state.non_finite_learners) if self.ranks.num_ranks == 1 else self._agreed.num_non_finite:
@@ -270,7 +278,7 @@ class TrainingLoop:
         self.learning_rate = plan.learning_rates[0]
         self.meter.update(images)
         rate, stops = self.learning_rate, self.stops
-        self.reporter.progress(state, rate, self.total_samples, bank.total_learners, stops.max_time_s)
+        self.reporter.progress(state, rate, self._planned_samples, bank.total_learners, stops.max_time_s)
         self.rounds.tell_notes()
         self._tune_host(images)
         if self._after_round is not None:

@@ -86,6 +86,8 @@ class RunState:
     round, without warm-up.
     `non_finite_learners` maps learners that were gated, and wait to be reseeded, to the round in which they were.
     `wall_s` is the time of earlier processes, plus the time that building the trainer took in this one.
+    `effective_samples` are samples seen, each times its efficiency then; before the noise is known a round counts as
+    that of a single learner.
     `noise` is what is known of the gradient noise, if gradients are compared; `compared` are rounds with comparisons
     that do not count yet.
     """
@@ -94,7 +96,7 @@ class RunState:
     apart_since: int = 0
     apart_factor: float = 1.0
     samples_seen: int = 0
-    last_round_start: int = 0
+    last_round_start: float = 0
     last_recorded: int = -1
     last_accuracy: float | None = None
     last_loss: float | None = None
@@ -108,6 +110,7 @@ class RunState:
     time_to_accuracy_s: float | None = None
     num_reseeded: int = 0
     non_finite_learners: dict[int, int] = field(default_factory=dict)
+    effective_samples: float = 0.0
     noise: NoiseScale | None = None
     compared: list[tuple[int, Comparison]] = field(default_factory=list)
 
@@ -140,11 +143,16 @@ class RunState:
         num_rounds = self.round_index + 1 - self.apart_since
         return num_rounds, factor if num_rounds == 1 else self.apart_factor
 
-    def note_round(self, num_samples: int, factor: float, averages: bool) -> None:
-        """Count a submitted round, with its factor as for `apart`, and whether learners average in it."""
+    def note_round(self, num_samples: int, start: float, factor: float, averages: bool, num_learners: int) -> None:
+        """Count a submitted round of K learners on all devices, with its factor as for `apart`.
+
+        It began at a `start` that the schedule knows; `averages` is whether learners average in it.
+        """
+        efficiency = 1.0 if self.noise is None else self.noise.gain(num_learners) / num_learners
+        self.effective_samples += num_samples * efficiency
         if self.apart_since == self.round_index:
             self.apart_factor = factor
-        self.round_index, self.last_round_start = self.round_index + 1, self.samples_seen
+        self.round_index, self.last_round_start = self.round_index + 1, start
         if averages:
             self.apart_since = self.round_index
         self.samples_seen += num_samples
@@ -270,6 +278,11 @@ class Run:
     def num_workers(self) -> int | None:
         """The worker processes that load training data; None if the data live on the device."""
         return self.train_feed.num_workers if self.train_feed.STREAMS else None
+
+    @property
+    def progress(self) -> float:
+        """The samples that the schedule and the planned end count: those seen, or effective ones."""
+        return self.state.effective_samples if self.settings.count_effective_samples else self.state.samples_seen
 
     @property
     def groups(self) -> dict[str, Any]:

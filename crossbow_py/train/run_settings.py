@@ -81,6 +81,9 @@ class RunSettings(JobSettings):
     on_nonfinite: Literal["stop", "reseed"] = setting(
         "stop", "a learner whose loss is not finite: stop the run, or reseed it from the average model"
     )
+    count_effective_samples: bool = setting(
+        False, "count schedule, max_epochs and max_samples by what samples are worth in so large a batch (AdaScale)"
+    )
     learning_statistics: bool = setting(
         False, "measure gradient noise scale, sharpness and agreement of learners at the end of every epoch"
     )
@@ -207,7 +210,7 @@ class StopConditions:
             )
 
     def after_round(
-        self, samples_seen: int, samples_per_epoch: int, train_time_s: float, num_rounds: int = 0
+        self, samples_seen: float, samples_per_epoch: int, train_time_s: float, num_rounds: int = 0
     ) -> str | None:
         """Return which of `max_epochs`, `max_samples`, `max_time_s` and `max_rounds` is reached, or None."""
         if self.max_epochs is not None and samples_seen >= self._epoch_samples(self.max_epochs, samples_per_epoch):

@@ -20,8 +20,8 @@ _ROUNDED = 1e-3  # relative tolerance, as runs are whole numbers of samples
 class Schedule(ABC):
     """Base class of schedules. Frozen settings, no state.
 
-    `samples` is the number of samples seen before the round, `samples_per_epoch` the size N of the training set, and
-    `total_samples` the length of the whole run, None if only accuracy, loss or time stop it.
+    `samples` is the number of samples seen before the round, or of effective ones, `samples_per_epoch` the size N of
+    the training set, and `total_samples` the length of the whole run, None if only accuracy, loss or time stop it.
     """
 
     GROUP: ClassVar[str] = "schedule"
@@ -32,7 +32,7 @@ class Schedule(ABC):
     def __post_init__(self) -> None:
         check(self)
 
-    def factor(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
+    def factor(self, samples: float, samples_per_epoch: int, total_samples: int | None) -> float:
         """Return the factor of the base learning rate after `samples` samples.
 
         Raises:
@@ -43,12 +43,12 @@ class Schedule(ABC):
         warmup = min(1.0, (samples + 1) / warmup_samples) if warmup_samples > 0 else 1.0
         return warmup * self._shape(samples, samples_per_epoch, total_samples)
 
-    def warmed_up_factor(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
+    def warmed_up_factor(self, samples: float, samples_per_epoch: int, total_samples: int | None) -> float:
         """Return `factor` without the warm-up."""
         factor = self._shape if self.warmup_epochs else self.factor
         return factor(samples, samples_per_epoch, total_samples)
 
-    def drops_between(self, before: int, after: int, samples_per_epoch: int) -> bool:
+    def drops_between(self, before: float, after: float, samples_per_epoch: int) -> bool:
         """Return whether the rate drops by a step in (before, after], in samples; averaging rules may restart then."""
         return False
 
@@ -62,7 +62,7 @@ class Schedule(ABC):
         return None
 
     @abstractmethod
-    def _shape(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
+    def _shape(self, samples: float, samples_per_epoch: int, total_samples: int | None) -> float:
         """Return the factor without warm-up."""
 
 
@@ -72,7 +72,7 @@ class Constant(Schedule):
 
     NAME: ClassVar[str] = "constant"
 
-    def _shape(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
+    def _shape(self, samples: float, samples_per_epoch: int, total_samples: int | None) -> float:
         return 1.0
 
 
@@ -82,13 +82,13 @@ class _Stepwise(Schedule):
     gamma: float
 
     @abstractmethod
-    def _drops(self, samples: int, samples_per_epoch: int) -> int:
+    def _drops(self, samples: float, samples_per_epoch: int) -> int:
         """Return the number of drops at or before `samples`."""
 
-    def drops_between(self, before: int, after: int, samples_per_epoch: int) -> bool:
+    def drops_between(self, before: float, after: float, samples_per_epoch: int) -> bool:
         return self.gamma < 1 and self._drops(after, samples_per_epoch) > self._drops(before, samples_per_epoch)
 
-    def _shape(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
+    def _shape(self, samples: float, samples_per_epoch: int, total_samples: int | None) -> float:
         return float(self.gamma ** self._drops(samples, samples_per_epoch))
 
 
@@ -109,7 +109,7 @@ class MultiStep(_Stepwise):
                 "or use schedule=constant for none."
             )
 
-    def _drops(self, samples: int, samples_per_epoch: int) -> int:
+    def _drops(self, samples: float, samples_per_epoch: int) -> int:
         return sum(_passed(samples, epochs * samples_per_epoch) > 0 for epochs in self.milestones)
 
 
@@ -122,7 +122,7 @@ class Step(_Stepwise):
     every_epochs: float = setting(20.0, "epochs between two drops", above=0)
     gamma: float = setting(0.5, "what a drop multiplies the learning rate by", above=0, maximum=1)
 
-    def _drops(self, samples: int, samples_per_epoch: int) -> int:
+    def _drops(self, samples: float, samples_per_epoch: int) -> int:
         return _passed(samples, self.every_epochs * samples_per_epoch)
 
 
@@ -148,7 +148,7 @@ class Cosine(Schedule):
             )
         return super().remark(run_epochs)
 
-    def _shape(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
+    def _shape(self, samples: float, samples_per_epoch: int, total_samples: int | None) -> float:
         total = self.epochs * samples_per_epoch if self.epochs is not None else total_samples
         if total is None:
             raise UserError(
@@ -183,7 +183,7 @@ class WSD(Schedule):
             )
         return super().remark(run_epochs)
 
-    def _shape(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
+    def _shape(self, samples: float, samples_per_epoch: int, total_samples: int | None) -> float:
         if total_samples is None:
             raise UserError(
                 "schedule=wsd needs the length of the run, got neither max_epochs nor max_samples; set one of them."
@@ -201,7 +201,7 @@ class Inverse(Schedule):
     gamma: float = setting(0.1, "how fast the learning rate falls, per epoch", minimum=0)
     power: float = setting(0.75, "exponent of the fall", minimum=0)
 
-    def _shape(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
+    def _shape(self, samples: float, samples_per_epoch: int, total_samples: int | None) -> float:
         return float((1 + self.gamma * samples / samples_per_epoch) ** -self.power)
 
 
@@ -213,11 +213,11 @@ class Exponential(Schedule):
 
     gamma: float = setting(0.95, "what an epoch multiplies the learning rate by", above=0, maximum=1)
 
-    def _shape(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
+    def _shape(self, samples: float, samples_per_epoch: int, total_samples: int | None) -> float:
         return float(self.gamma ** (samples / samples_per_epoch))
 
 
-def _passed(samples: int, period: float) -> int:
+def _passed(samples: float, period: float) -> int:
     """Return the whole periods in `samples`, each end rounded to a whole sample: 0.7 * 10 is 7 samples."""
     return math.floor((samples + 0.5) / period)
 

@@ -6,7 +6,18 @@ import dataclasses
 
 import pytest
 
-from crossbow_py import PAPA, SGD, SMA, AutoTunerSettings, LocalSGD, SynchronousSGD, UserError
+from crossbow_py import (
+    PAPA,
+    SGD,
+    SMA,
+    WSD,
+    AutoTunerSettings,
+    LocalSGD,
+    MultiStep,
+    RunSettings,
+    SynchronousSGD,
+    UserError,
+)
 from crossbow_py.engine.goodput import NoiseScale
 from tests import rank_jobs
 from tests.rank_jobs import assert_alike, results
@@ -122,3 +133,40 @@ def test_noise_is_in_checkpoints_as_are_comparisons_that_wait(tmp_path):
     assert again.state.noise == trainer.state.noise
     assert again.state.compared == trainer.state.compared != []
     assert dataclasses.asdict(again.state)["samples_seen"] == 65 * 8
+
+
+def test_effective_samples_end_the_run_and_move_the_schedule():
+    options = {"averaging": SMA(rate_scaling="adascale"), "num_learners": 4, "schedule": WSD(cooldown=1.0)}
+    trainer, rates, found = with_rates(**options, settings=RunSettings(count_effective_samples=True))
+    result = trainer.fit(max_samples=500)
+    assert result.stop_reason == "max_samples"
+    effective, rates = 0.0, dict(rates)
+    for index in range(trainer.state.round_index):
+        noise = NoiseScale(4).after([each for n, each in found.items() if each is not None and n < index - 1])
+        assert effective < 500
+        assert rates[index] == pytest.approx(0.02 * noise.gain(4) * (1 - effective / 500), rel=1e-9)
+        effective += 4 * noise.gain(4)
+    assert trainer.state.effective_samples == pytest.approx(effective)
+    assert 500 <= effective < 500 + 16 < trainer.state.samples_seen
+    assert result.summary.samples_seen == 16 * trainer.state.round_index
+
+
+def test_one_learner_counts_effective_samples_as_samples():
+    trainer = make_trainer(num_learners=1, count_effective_samples=True)
+    trainer.fit(max_epochs=10)
+    assert trainer.state.effective_samples == trainer.state.samples_seen == 400
+
+
+def test_resumed_run_that_counts_effective_samples_takes_the_same_course_to_the_bit(tmp_path):
+    options = {"averaging": SMA(rate_scaling="adascale"), "count_effective_samples": True}
+    options["schedule"] = MultiStep(milestones=(8.0, 12.0), gamma=0.5)
+    whole = image_trainer(**options).fit(max_epochs=16)
+    image_trainer(**options, output_dir=tmp_path).fit(max_rounds=70)
+    resumed = image_trainer(**options, output_dir=tmp_path, resume="auto").fit(max_epochs=16)
+    assert equal_states(resumed.model, whole.model)
+    assert resumed.summary.samples_seen == whole.summary.samples_seen > 16 * 50
+
+
+def test_effective_samples_are_refused_where_learners_are_apart():
+    with pytest.raises(UserError, match="count_effective_samples=true goes by .* noise, which averaging=local"):
+        make_trainer(averaging=LocalSGD(), count_effective_samples=True)

@@ -40,6 +40,7 @@ _ADDED: dict[str, Any] = {
     "rate_scaling": "none",
     "quadratic_period": None,
     "final_correction_rate": None,
+    "count_effective_samples": False,
     "random_erasing": 0.0,
     "average_ema": None,
 }
