@@ -51,5 +51,6 @@ class GroupedSMA(SMA):
     def _groups(self, num_learners: int, num_devices: int) -> int:
         return self.gradient_mean.num_groups(num_learners // num_devices, num_devices)
 
-    def _round(self, stage: Stage) -> LinearRound | None:
-        return super()._round(stage) if self._groups(stage.num_learners, stage.num_devices) > 1 else None
+    def round(self, stage: Stage) -> LinearRound | None:
+        """See SMA: a single group averages no models."""
+        return super().round(stage) if self._groups(stage.num_learners, stage.num_devices) > 1 else None

@@ -3,7 +3,8 @@
 For every round a rule gives one of two things, or nothing. With K learners on all devices:
 
 `LinearRound`: as they step, learners are pulled towards z, which moves while they learn on; only the next pull waits
-for that. z moves by the sum of the pulls or, if it `follows_learners`, of their new distances from it::
+for that. z moves by the sum of the pulls or, if it `follows_learners`, of their new distances from it; without
+`moves_z` learners are pulled to a z that stays::
 
     c_j  ← correction · (w_j − z)                 per learner, from the weights before its gradient step
     w_j  ← (gradient step of w_j) − c_j
@@ -79,6 +80,7 @@ class LinearRound:
     momentum: float = 0.0
     share: float = 1.0
     follows_learners: bool = False
+    moves_z: bool = True
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ gradients were averaged. With α = 1 a replica is the mean and its own last step
 wait for each other in every round, here they wait only for the average of the round before. But for z it is Crossbow's
 SMA (Koliousis et al., VLDB 2019), see `crossbow.py`.
 
+With an `averaging_period` τ > 1, z is the mean after every τ-th round, and pulls in the round after that one, when it
+is still the mean of the weights that it pulls at. In between learners go by themselves.
+
 K learners consume K times the samples of one, but move z no further in a round. γ is therefore the configured rate
 times √K (`rate_scaling`), which was best without a warm-up; with one, a factor of K was (experiments/averaging_rules).
 
@@ -47,5 +50,10 @@ class SMA(PullingRule):
     correction_rate: float = setting(1.0, "α, the pull of z on a replica", above=0, maximum=1, why=BEYOND_Z)
     rate_scaling: RateScaling = setting("sqrt", RATE_SCALING)
 
-    def _round(self, stage: Stage) -> LinearRound | None:
-        return LinearRound(self.correction_rate, share=1 / stage.num_learners, follows_learners=True)
+    def round(self, stage: Stage) -> LinearRound | None:
+        """See AveragingRule: z moves in rounds that average, and pulls in those after them."""
+        averages, pulls = self._averages(stage), stage.rounds_apart == 1
+        if stage.num_learners == 1 or not (averages or pulls):
+            return None
+        alpha = self.correction_rate if pulls else 0.0
+        return LinearRound(alpha, share=1 / stage.num_learners, follows_learners=True, moves_z=averages)

@@ -81,8 +81,13 @@ class Round:
 
     @property
     def averaging(self) -> LinearRound | None:
-        """The coefficients of corrections and averaging, if learners are pulled towards z as they step; else None."""
+        """The coefficients of corrections and averaging, in rounds of a rule that pulls learners as they step."""
         return self.together if isinstance(self.together, LinearRound) else None
+
+    @property
+    def averages(self) -> bool:
+        """Whether z moves in this round."""
+        return self.together is not None and (isinstance(self.together, OuterStep) or self.together.moves_z)
 
     @property
     def outer_step(self) -> OuterStep | None:

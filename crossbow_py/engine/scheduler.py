@@ -44,15 +44,19 @@ class Scheduler:
         self.num_learners, self._averages_gradients = num_learners, averages_gradients
         self._last_averaging: AveragingTask | None = None
 
-    def round(self, round_index: int, averages: bool, compares: bool = False) -> tuple[Launch, ...]:
+    def round(
+        self, round_index: int, averages: bool, compares: bool = False, pulls: bool | None = None
+    ) -> tuple[Launch, ...]:
         """Return the launches of one round, in issue order.
 
-        z moves in this round if it `averages`; the learners' gradients are compared if it `compares`.
+        z moves in this round if it `averages`, and is read by corrections if it `pulls`, by default if z moves. The
+        learners' gradients are compared if it `compares`.
         """
         learners = range(self.num_learners)
         launches = [Launch(LearningTask(j, round_index), learner_stream(j)) for j in learners]
-        # In rounds that do not average, corrections neither read z nor write C, so averaging may still run.
-        after: tuple[Task, ...] = (self._last_averaging,) if self._last_averaging and averages else ()
+        # In other rounds corrections neither read z nor write C, so averaging may still run.
+        pulls = averages if pulls is None else pulls
+        after: tuple[Task, ...] = (self._last_averaging,) if self._last_averaging and pulls else ()
         learned = tuple(launch.task for launch in launches)
         if compares:
             comparison = ComparisonTask(round_index)

@@ -268,7 +268,7 @@ class TrainingLoop:
         if not counts:
             return
         factor = self._factor(warmed_up=True)
-        averages = plan.together is not None
+        averages = plan.averages
         state.note_round(self._run.samples_per_round, progress, factor, averages, bank.total_learners)
         images = self.settings.batch_size * bank.total_learners
         self._images += images

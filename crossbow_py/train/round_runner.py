@@ -46,7 +46,7 @@ class RoundRunner:
         if self.out_of_memory:
             self._run.sit_out(plan)
             return True
-        if plan.together is not None or (self._run.bank.replicas_identical and not self._run.bank.is_single):
+        if plan.averages or (self._run.bank.replicas_identical and not self._run.bank.is_single):
             if not self._sums_due:  # no sum is in flight, but evaluations may have called the collective since
                 self._sums_begun = self._run.collective.num_sums
             self._sums_due.append(plan)

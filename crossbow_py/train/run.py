@@ -346,8 +346,9 @@ class Run:
         The executor is closed or drained.
         """
         if plan.averaging is not None:
-            self.bank.total.zero_row(0)
-            self._tasks().move(RoundOutcome(plan))
+            if plan.averages:
+                self.bank.total.zero_row(0)
+                self._tasks().move(RoundOutcome(plan))
         elif plan.outer_step is not None:
             self.take_outer_step(plan.outer_step, without=range(self.bank.num_learners))
         elif self.bank.replicas_identical:  # its learners do not step until they get another rank's weights

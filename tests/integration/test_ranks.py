@@ -165,7 +165,7 @@ def node_reference(num_nodes: int, per_node: int, num_rounds: int, period: int, 
             p /= p.sum(1, keepdims=True)
             p[np.arange(batch), y] -= 1
             gradient = np.concatenate([(p.T @ x / batch + decay * w[j][:12].reshape(3, 4)).ravel(), p.mean(0)])
-            correction = w[j] - z[node] if averages else 0.0 * w[j]
+            correction = w[j] - z[node] if n % period == 0 else 0.0 * w[j]
             u[j] = momentum * u[j] + gradient
             w[j] = w[j] - rate * u[j] - correction
         if averages:

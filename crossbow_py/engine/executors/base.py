@@ -119,7 +119,8 @@ class Executor(ABC):
 
     def _launches(self, plan: Round) -> tuple[Launch, ...]:
         """Plan a round's launches, once, for executors whose groups run on several streams."""
-        return self.scheduler.round(plan.index, plan.averaging is not None, plan.comparison is not None)
+        pulls = plan.averaging is not None
+        return self.scheduler.round(plan.index, pulls and plan.averages, plan.comparison is not None, pulls)
 
     def collect(self) -> list[RoundOutcome]:
         """Wait for the round before the last one issued, if it is in flight, and return its outcome.

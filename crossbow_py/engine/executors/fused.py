@@ -199,12 +199,14 @@ class FusedExecutor(Executor):
         if outcome.plan.comparison is not None:
             given = [own for own in gradients if own is not None]
             tasks.compare([[own[j] for own in given] for j in range(tasks.bank.num_learners)], outcome)
-        if isinstance(update, NativeUpdate) and self._rows is not None:
+        sums = averaging is not None and averaging.moves_z
+        # One pass over all learners writes `total`, which otherwise stays what it was.
+        if isinstance(update, NativeUpdate) and self._rows is not None and (averaging is None or sums):
             steps = self._steps(update, self._rows, gradients, outcome)
             moves = tasks.collective.is_alone
             update.correct_all(self._rows, averaging, steps, moves=moves)
             self._rows.gradients = tasks.bank.stacked_gradients()  # frees those of autograd
-            if averaging is not None and not moves:
+            if sums and not moves:
                 self._average(tasks.move, outcome)
             return
         tasks.bank.store_stacked_gradients(gradients)
@@ -212,7 +214,7 @@ class FusedExecutor(Executor):
             tasks.average_gradients(outcome)
         for learner in range(tasks.bank.num_learners):
             tasks.correct(learner, outcome)
-        if averaging is not None:
+        if sums:
             self._average(tasks.average, outcome)
 
     def _steps(
@@ -352,8 +354,9 @@ class FusedRounds:
 
         self._launch(self._round, learn, variant)
         average = partial(self._launch, self._averaging, partial(bodies.average, outcome), plan.averaging)
+        sums = plan.averaging is not None and plan.averages
         if self._is_alone:
-            if plan.averaging is not None and not bodies.moves_z:
+            if sums and not bodies.moves_z:
                 average()
         else:
             for body, program, own in self._before_corrections(plan):
@@ -364,7 +367,7 @@ class FusedRounds:
         rounds.device.run("report", partial(bodies.report, slot.results), stream)
         last = {ALL_LEARNERS: self._round.name}
         corrected = rounds.mark(slot, ALL_LEARNERS)
-        if not self._is_alone and plan.averaging is not None:
+        if not self._is_alone and sums:
             # On a stream of its own, after this round's corrections; the next that pull wait for it.
             rounds.device.wait(rounds.streams[AVERAGING_STREAM], corrected)
             with self._span("averaging", AVERAGING_STREAM, plan.index):

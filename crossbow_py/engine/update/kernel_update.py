@@ -7,6 +7,7 @@ sum of corrections, which is all-reduced before z moves.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -60,6 +61,7 @@ class KernelUpdate:
         self._values = torch.zeros(k, kernels.VALUES.value, dtype=bank.precision.master, device=device)
         self._squares = torch.zeros(len(self._tiles), k, dtype=torch.float64, device=device)
         self._total_squares = torch.zeros(len(self._tiles), dtype=torch.float64, device=device)
+        self._unused_squares = torch.zeros_like(self._total_squares)  # of rounds that leave z and `total` alone
         bank.total_squares = self._total_squares if moves else None
         # SGD without momentum does not change the state.
         states = [] if isinstance(optimizer, SGD) and optimizer.momentum == 0 else bank.state.values()
@@ -91,18 +93,19 @@ class KernelUpdate:
     ) -> None:
         """See `DeviceUpdate.correct`; also moves z if `moves`. Tensors are float64 with at least K entries."""
         kernels, k, coefficients = self._kernels, self._num_learners, averaging
+        sums = coefficients is None or coefficients.moves_z
         kernels.squares(self._rows.gradients, self._tiles, k, self._squares)
         kernels.prepare(
             self._squares, self._settings, results, learning_rates, step_counts, self._values, k, self._optimizer,
             loss_column=loss_column, finite_column=finite_column,
         )  # fmt: skip
         kernels.update(
-            self._rows, self._tiles, self._values, k, self._optimizer,
+            self._rows if sums else replace(self._rows, total=None), self._tiles, self._values, k, self._optimizer,
             correction=None if coefficients is None else coefficients.correction,
-            momentum=coefficients.momentum if coefficients is not None and self.moves else None,
+            momentum=coefficients.momentum if coefficients is not None and sums and self.moves else None,
             share=1.0 if coefficients is None else coefficients.share,
             follows=coefficients is not None and coefficients.follows_learners,
-            total_squares=self._total_squares,
+            total_squares=self._total_squares if sums else self._unused_squares,
         )  # fmt: skip
 
     def move(self, averaging: LinearRound) -> None:

@@ -78,12 +78,10 @@ class Reference:
 
 
 def sma(r: Reference, n: int, alpha: float = 1.0, period: int = 1) -> None:
-    step = r.step(n)
-    if (n + 1) % period:
-        r.w = r.w - step
-        return
-    r.w = r.w - step - alpha * (r.w - r.z)
-    r.z = r.w.mean(0)
+    pull = alpha * (r.w - r.z) if n % period == 0 else 0
+    r.w = r.w - r.step(n) - pull
+    if (n + 1) % period == 0:
+        r.z = r.w.mean(0)
 
 
 def crossbow(r: Reference, n: int, alpha: float, mu: float, period: int = 1) -> None:
@@ -224,7 +222,10 @@ def test_quadratic_rule_averages_less_often_as_the_rate_falls() -> None:
     assert rule.round(Stage(7, 4, rounds_apart=10**6, first_rate=0.0)) is None  # at rest there is nothing to average
     assert rule.linear_round(4) is None
     pulls = SMA(quadratic_period=0.4, averaging_period=2)
-    assert pulls.linear_round(4) == LinearRound(1.0, share=0.25, follows_learners=True)
+    assert pulls.linear_round(4) == LinearRound(0.0, share=0.25, follows_learners=True)
+    assert pulls.round(Stage(3, 4, rounds_apart=1, first_rate=0.1)) == LinearRound(
+        1.0, share=0.25, follows_learners=True, moves_z=False
+    )
     # At the end z is brought to where learners are; the mean of learners that take outer steps is there in any case.
     last = Stage(7, 4, rounds_apart=3, first_rate=0.0, is_last=True)
     assert (pulls.round(last), rule.round(last)) == (pulls.linear_round(4), None)

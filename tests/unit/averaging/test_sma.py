@@ -104,6 +104,8 @@ def test_feed_used_by_the_reference_is_the_one_learners_use():
 )
 def test_joins_nodes_in_every_so_many_of_the_rounds_that_average(period, node_period, joining):
     rule = SMA(averaging_period=period, node_period=node_period)
-    averages = [index for index in range(12) if rule.round(Stage(index, 4)) is not None]
+    apart = {index: index % period + 1 for index in range(12)}
+    found = {index: rule.round(Stage(index, 4, rounds_apart=apart[index])) for index in range(12)}
+    averages = [index for index, each in found.items() if each is not None and each.moves_z]
     assert averages == list(range(period - 1, 12, period))
     assert [index for index in averages if rule.joins_nodes(index)] == joining

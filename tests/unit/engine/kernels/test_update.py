@@ -118,6 +118,28 @@ def test_update_of_three_learners_equals_the_reference_in_float64(optimizer, ave
                 torch.testing.assert_close(shadow.float(), weights, rtol=2**-7, atol=0)
 
 
+@pytest.mark.parametrize("moves", [True, False], ids=["moves", "sums"])
+def test_round_that_pulls_alone_leaves_z_and_what_moved_it_last(moves):
+    optimizer, last = SGD(), LinearRound(0.3, 0.9)
+    bank, pull = make_bank(optimizer, FP64), LinearRound(0.7, share=1 / 3, follows_learners=True, moves_z=False)
+    reference = in_float64(bank, optimizer)
+    update, _, _ = run_kernels(bank, optimizer, last, moves)
+    if not moves:
+        update.move(last)
+    run_reference(reference, optimizer, last)
+    kept = [rows.storage.clone() for rows in (bank.z, bank.z_prev, bank.total)]
+    squares = bank.total_squares.clone() if moves else None
+    results, counts = torch.zeros(4, 3, dtype=torch.float64), torch.full((4,), 3.0, dtype=torch.float64)
+    results[:3, 0], rates = torch.tensor(LOSSES[:3]), torch.full((4,), 0.1, dtype=torch.float64)
+    update.correct(pull, results=results, loss_column=0, finite_column=2, learning_rates=rates, step_counts=counts)
+    for learner in range(3):
+        row = reference.trained_row(learner)
+        TorchUpdate(optimizer, SMA()).correct(learner, row, pull, Step(0.1, 4))
+    assert_close(bank, reference, 1e-12)
+    assert all(map(torch.equal, kept, [bank.z.storage, bank.z_prev.storage, bank.total.storage]))
+    assert squares is None or torch.equal(squares, bank.total_squares)
+
+
 def test_rows_to_spare_and_padding_are_left_alone():
     optimizer = SGD()
     bank = make_bank(optimizer, FP32)
