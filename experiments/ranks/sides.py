@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossbow_py import SGD, SMA, Trainer
+from crossbow_py import SGD, Crossbow, Trainer
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.ranks import ALONE, Ranks
@@ -64,7 +64,7 @@ class Sides:
 
     def _trainer(self, ranks: Ranks, period: int) -> Trainer:
         return trainer_on_noise(
-            self._model, _NUM_IMAGES, averaging=SMA(averaging_period=period), batch_size=self._batch_size,
+            self._model, _NUM_IMAGES, averaging=Crossbow(averaging_period=period), batch_size=self._batch_size,
             num_learners=1, executor="serial" if ranks is ALONE else "threads", device="cpu", precision="fp32",
             optimizer=SGD(learning_rate=LEARNING_RATE, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY), ranks=ranks,
         )  # fmt: skip

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from crossbow_py import SMA
+from crossbow_py import Crossbow
 from crossbow_py.averaging.rule import LinearRound, Stage
 from crossbow_py.core.host import LoadSnapshot, foreign_share, usable_core_ids
 from crossbow_py.distributed.collective import Collective, ProcessGroupCollective
@@ -153,7 +153,7 @@ class Rank:
 
     def _submit(self, executor: Executor, parts: Run, indices: range, period: int | None) -> None:
         rank, batch = torch.distributed.get_rank(), parts.train_feed.batch_size
-        rule = SMA(averaging_period=period or 1)
+        rule = Crossbow(averaging_period=period or 1)
         for index in indices:
             plan = parts.plan(index, (index * NUM_RANKS + rank) * batch, 1.0)
             averaging = rule.round(Stage(index, NUM_RANKS)) if period else None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import SGD, SMA, Crossbow, DiLoCo, LocalSGD, SynchronousSGD
+from crossbow_py import SGD, Crossbow, DiLoCo, LocalSGD, SynchronousSGD
 from crossbow_py.core.errors import LearnerError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.telemetry.throughput import ThroughputMeter
@@ -143,7 +143,7 @@ def test_learners_that_share_gradients_are_alike_again_after_one_ran_out_of_memo
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_rank_that_sits_out_does_so_in_the_rounds_that_average_alone(make_runner, executor):
-    runner, run, collective, loss = make_runner(executor, averaging=SMA(averaging_period=3))
+    runner, run, collective, loss = make_runner(executor, averaging=Crossbow(averaging_period=3))
     submit(runner, run, range(4))
     runner.settle()
     assert collective.num_sums == 1

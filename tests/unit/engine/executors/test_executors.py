@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.averaging import SMA, Independent
+from crossbow_py.averaging import SMA, Crossbow, Independent
 from crossbow_py.core.errors import LearnerError, UserError
 from crossbow_py.engine.executors import EXECUTORS, candidates, check_executor
 from crossbow_py.engine.executors.base import even_groups
@@ -275,7 +275,7 @@ def test_threads_learning_overlaps_averaging_and_correction_waits_for_it():
 
 
 def test_threads_with_a_period_go_on_beside_a_slow_average_until_the_next_round_that_averages():
-    tasks = make_tasks(rule=SMA(averaging_period=3))
+    tasks = make_tasks(rule=Crossbow(averaging_period=3))
     hold, average = threading.Event(), tasks.average
 
     def slow_average(outcome):
@@ -291,7 +291,7 @@ def test_threads_with_a_period_go_on_beside_a_slow_average_until_the_next_round_
     runner.drain()
     assert not torch.equal(tasks.bank.z.storage, z)
     runner.close()
-    reference = make_tasks(rule=SMA(averaging_period=3))
+    reference = make_tasks(rule=Crossbow(averaging_period=3))
     run_rounds(reference, "serial", 5)
     torch.testing.assert_close(tasks.bank.z.storage, reference.bank.z.storage)
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from crossbow_py.averaging import SMA
+from crossbow_py.averaging import Crossbow
 from crossbow_py.core.errors import LearnerError, RankLostError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors.fused import FusedExecutor
@@ -64,7 +64,7 @@ def test_next_round_learns_while_a_slow_sum_is_under_way_and_corrects_after_it(p
 
 @PRECISIONS
 def test_with_a_period_rounds_go_on_until_the_next_that_averages(precision, tolerance):
-    collective, rule = SlowSum(), SMA(averaging_period=3)
+    collective, rule = SlowSum(), Crossbow(averaging_period=3)
     tasks = tasks_of_two_devices(collective, rule=rule, precision=precision)
     runner, z = FusedExecutor(tasks), tasks.bank.z.storage.clone()
     seen = [outcome.plan.index for n in range(5) for outcome in runner.submit(plan(tasks, n))]
@@ -107,7 +107,7 @@ def test_sum_that_fails_raises_where_it_is_waited_for_and_leaves_no_thread(failu
 
 def test_sum_that_fails_is_known_to_rounds_that_do_not_average():
     collective = SlowSum(RankLostError())
-    tasks = tasks_of_two_devices(collective, rule=SMA(averaging_period=2))
+    tasks = tasks_of_two_devices(collective, rule=Crossbow(averaging_period=2))
     runner = FusedExecutor(tasks)
     collective.let_go.set()
     runner.submit(plan(tasks, 0))
@@ -120,7 +120,7 @@ def test_sum_that_fails_is_known_to_rounds_that_do_not_average():
 
 def test_close_lets_a_sum_end_that_others_wait_for():
     collective = SlowSum()
-    tasks = tasks_of_two_devices(collective, rule=SMA(averaging_period=2))
+    tasks = tasks_of_two_devices(collective, rule=Crossbow(averaging_period=2))
     runner, z = FusedExecutor(tasks), tasks.bank.z.storage.clone()
     for n in range(2):
         runner.submit(plan(tasks, n))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.averaging import SMA, Independent
+from crossbow_py.averaging import SMA, Crossbow, Independent
 from crossbow_py.core.errors import LearnerError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.device import graphs
@@ -110,7 +110,7 @@ def test_rounds_are_asked_of_the_device_in_the_order_written_here():
 
 
 def test_rounds_with_and_without_averaging_are_graphs_of_their_own():
-    tasks, device = make_tasks(rule=SMA(averaging_period=2), order="blocks"), RecordingStreams()
+    tasks, device = make_tasks(rule=Crossbow(averaging_period=2), order="blocks"), RecordingStreams()
     run(FusedExecutor(tasks, device), tasks, 12)
     assert sorted(entry.split()[2] for entry in device.log if "capture" in entry) == ["averaging", "round", "round"]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.averaging import SMA, Independent
+from crossbow_py.averaging import SMA, Crossbow, Independent
 from crossbow_py.core.errors import LearnerError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import SerialExecutor
@@ -206,7 +206,7 @@ class SlowSums(ShuffledStreams):
 @EXECUTORS
 @pytest.mark.parametrize("period", [1, 3])
 def test_outcomes_come_while_an_average_goes_on_until_a_round_needs_it(executor, period):
-    tasks, device = tasks_of_two_devices(SMA(averaging_period=period)), SlowSums(0)
+    tasks, device = tasks_of_two_devices(Crossbow(averaging_period=period)), SlowSums(0)
     runner, z = executor(tasks, device), tasks.bank.z.storage.clone()
     # The first average is after round τ − 1, and rounds up to 2τ − 2 do without it; an outcome is a round late.
     seen = [outcome.plan.index for n in range(2 * period) for outcome in runner.submit(plan(tasks, n))]
@@ -217,7 +217,7 @@ def test_outcomes_come_while_an_average_goes_on_until_a_round_needs_it(executor,
         runner.submit(plan(tasks, n))
     runner.drain()
     runner.close()
-    reference = make_tasks(num_learners=3, rule=SMA(averaging_period=period), order="blocks")
+    reference = make_tasks(num_learners=3, rule=Crossbow(averaging_period=period), order="blocks")
     run_rounds(reference, "serial", 9)
     assert_learners_equal(tasks.bank, reference.bank)
 
@@ -225,7 +225,7 @@ def test_outcomes_come_while_an_average_goes_on_until_a_round_needs_it(executor,
 @EXECUTORS
 @pytest.mark.parametrize("wait", ["settle", "drain"])
 def test_settle_and_drain_wait_for_the_last_average(executor, wait):
-    tasks, device = tasks_of_two_devices(SMA(averaging_period=2)), RecordingStreams()
+    tasks, device = tasks_of_two_devices(Crossbow(averaging_period=2)), RecordingStreams()
     runner = executor(tasks, device)
     for n in range(3):
         runner.submit(plan(tasks, n))

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from crossbow_py.averaging import SMA, Independent
+from crossbow_py.averaging import Crossbow, Independent
 from crossbow_py.core.errors import LearnerError, UserError
 from crossbow_py.core.host import prepare_environment
 from crossbow_py.engine.device.graphs import CudaStreams
@@ -94,7 +94,7 @@ def test_traced_launches_lie_between_two_times_after_what_they_wait_for_and_befo
 
 @pytest.mark.parametrize("make_device", [RecordingStreams, lambda: ShuffledStreams(1)], ids=["at once", "shuffled"])
 def test_trace_has_a_row_a_learner_and_one_for_averaging_told_by_the_devices_clock(make_device):
-    tasks, timeline = make_tasks(num_learners=3, rule=SMA(averaging_period=2)), Timeline()
+    tasks, timeline = make_tasks(num_learners=3, rule=Crossbow(averaging_period=2)), Timeline()
     runner = StreamsExecutor(tasks, make_device())
     runner.trace(timeline)
     run(runner, tasks, 6)
@@ -115,7 +115,7 @@ def test_trace_has_a_row_a_learner_and_one_for_averaging_told_by_the_devices_clo
 
 
 def test_round_without_averaging_waits_for_no_average():
-    tasks, device = make_tasks(rule=SMA(averaging_period=2)), RecordingStreams()
+    tasks, device = make_tasks(rule=Crossbow(averaging_period=2)), RecordingStreams()
     run(StreamsExecutor(tasks, device), tasks, 5)
     waits = [entry for entry in device.log if entry.startswith(("s0 wait", "s0 record", "high"))]
     # Averaging after rounds 1 and 3: only round 3 waits for the first.
