@@ -32,13 +32,13 @@ needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="on a simulated devic
 
 def tasks_on_cuda(
     make_model=norm_model, optimizer=SGD(), rule=SMA(), precision=FP64, num_learners=3, order=None, data=IMAGES,
-    batch_size=4, device="cuda",
+    batch_size=4, device="cuda", compares=False,
 ):  # fmt: skip
     """An engine on the GPU, or the same one on another device; weights, batches and order follow from seeds."""
     place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     bank = ReplicaBank(
         make_model().to(place), num_learners, device=place, precision=precision, state_names=optimizer.STATE,
-        order=order,
+        order=order, gradient_mean=rule.gradient_mean,
     )  # fmt: skip
     return RoundTasks(
         bank,
@@ -49,6 +49,7 @@ def tasks_on_cuda(
         loss=nn.functional.cross_entropy,
         seed=0,
         collective=Collective(),
+        compares=compares,
     )
 
 
