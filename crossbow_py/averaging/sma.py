@@ -43,7 +43,7 @@ class SMA(PullingRule):
         **PullingRule.LACKS,
         **dict.fromkeys(
             ("averaging_momentum", "final_correction_rate"),
-            "its average model is the learners' mean, and takes no steps of its own; averaging=crossbow has it",
+            "its average model is the learners' mean, and takes no steps of its own",
         ),
     }
 

@@ -91,6 +91,19 @@ OF_MANY = {
     "synchronous_sgd, sqrt": "averaging=synchronous_sgd averaging.rate_scaling=sqrt",
     "synchronous_sgd, linear": "averaging=synchronous_sgd averaging.rate_scaling=linear",
 }
+# Crossbow's own schedule: flat, then two drops. What is reached before the first one, z or its EMA has reached by itself.
+_EMA = "averaging.average_ema=0.2"
+OF_STEPS = {
+    f"{name}{ema}": f"{words} {_EMA if ema else ''}".strip()
+    for name, words in {
+        ONE: "num_learners=1",
+        "crossbow": "averaging=crossbow",
+        "crossbow, α=1/K, linear": f"{CROSSBOW} averaging.rate_scaling=linear",
+        "sma, linear": "averaging=sma averaging.rate_scaling=linear",
+        "synchronous_sgd, linear": "averaging=synchronous_sgd averaging.rate_scaling=linear",
+    }.items()
+    for ema in ("", ", EMA")
+}
 OF_LONG_RUNS = {name: RULES[name] for name in (ONE, "sma, linear", "synchronous_sgd, linear")}
 # One learner is tuned: of 0.01, 0.03 and 0.1 the first is best.
 _CIFAR10_LENET = (
@@ -151,6 +164,14 @@ GRIDS = {
             "ResNet-8 on CIFAR-10, learners of 32 samples, 5 epochs",
             cells(f"{_CIFAR10_RESNET8} num_learners=4", RULES),
             targets=(0.7,), reference=ONE,
+        ),
+        Grid(
+            "resnet8_steps",
+            "ResNet-8 on CIFAR-10, 4 learners of 32 samples, 4 epochs, rate ×0.1 after 2.5 and 3.5",
+            cells(f"{_CIFAR10_RESNET8} num_learners=4 max_epochs=4 precision=bf16 schedule=multistep "
+                  "schedule.milestones=[2.5,3.5] schedule.warmup_epochs=0.5 averaging.batch_norm=recalibrate", OF_STEPS,
+                  parts=2),
+            targets=(0.65, 0.7), reference=ONE,
         ),
         Grid(
             "resnet8_k16",
