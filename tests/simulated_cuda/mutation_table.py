@@ -237,7 +237,7 @@ MUTATIONS = [
     # ---- learners on streams
     Mutation(
         "corrections after averaging forgotten", SCHEDULER, "corrections are not after the averaging before",
-        "= (self._last_averaging,) if self._last_averaging and averages else ()", "= ()", (_rounds("streams"),),
+        "= (self._last_averaging,) if self._last_averaging and pulls else ()", "= ()", (_rounds("streams"),),
     ),
     Mutation(
         "averaging too early", SCHEDULER, "averaging is after the first correction alone",
@@ -315,7 +315,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fused variant forgotten", FUSED, "rounds with and without averaging share a graph",
-        "variant = (plan.averaging, shared) if self._is_alone", "variant = (None, shared) if self._is_alone",
+        "variant = (plan.averaging, plan.comparison, shared) if", "variant = (None, plan.comparison, shared) if",
         (_rounds("fused", "period"),),
     ),
     Mutation(
