@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from crossbow_py import Ensemble
-from crossbow_py.averaging import SMA, GroupedSMA, SynchronousSGD
+from crossbow_py.averaging import SMA, Crossbow, GroupedSMA, SynchronousSGD
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.build import make_feed
 from crossbow_py.distributed.collective import Collective
@@ -162,7 +162,7 @@ def test_step_counts_changed_by_the_caller_are_those_of_the_next_round(executor)
 
 
 @of_both
-@pytest.mark.parametrize("rule", [SMA(), SMA(averaging_period=3)], ids=["every", "third"])
+@pytest.mark.parametrize("rule", [SMA(), Crossbow(averaging_period=3)], ids=["every", "third"])
 def test_masks_and_rates_of_every_round_reach_its_graph(executor, rule):
     device = assert_as_serial(
         executor, 14, make_model=dropping, rule=rule, optimizer=SGD(clip_norm=0.5), rate=lambda n: 0.1 / (n + 1)
