@@ -39,11 +39,27 @@ def orthogonalize(matrices: Sequence[Tensor], iterations: int) -> list[Tensor]:
 
 
 def _iterate(x: Tensor, iterations: int) -> Tensor:
-    """Return the iterates of wide matrices `[N, rows, columns]`; `x` is scratch."""
-    a, b, c = COEFFICIENTS
+    """Return the iterates of wide matrices `[N, rows, columns]`; `x` is scratch.
+
+    An iteration multiplies X from the left by a polynomial of its Gram matrix XXᵀ. For wide matrices these polynomials
+    are multiplied with each other, `[N, rows, rows]`, and with X once; for others X itself is iterated.
+    """
     x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_(min=_LEAST_NORM)
-    for _ in range(iterations):
-        gram = torch.bmm(x, x.mT)
-        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, factor, x, beta=a)
-    return x
+    if 2 * x.shape[2] < 3 * x.shape[1]:
+        for _ in range(iterations):
+            x = torch.baddbmm(x, _polynomial(torch.bmm(x, x.mT)), x, beta=COEFFICIENTS[0])
+        return x
+    gram, product = torch.bmm(x, x.mT), None
+    for index in range(iterations):
+        factor = _polynomial(gram)
+        factor.diagonal(dim1=1, dim2=2).add_(COEFFICIENTS[0])
+        product = factor if product is None else torch.bmm(factor, product)
+        if index + 1 < iterations:
+            gram = torch.bmm(torch.bmm(factor, gram), factor)
+    assert product is not None, "there is at least one iteration"
+    return torch.bmm(product, x)
+
+
+def _polynomial(gram: Tensor) -> Tensor:
+    """Return b·G + c·G²."""
+    return torch.baddbmm(gram, gram, gram, beta=COEFFICIENTS[1], alpha=COEFFICIENTS[2])
