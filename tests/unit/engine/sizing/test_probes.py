@@ -124,7 +124,7 @@ def test_update_of_an_optimizer_that_works_on_copies_counts_when_batches_are_sma
 
 
 def test_update_that_orthogonalises_matrices_counts() -> None:
-    # Newton–Schulz holds a matrix, a factor of its shape and its next iterate (or the Gram matrix), beside the momentum.
+    # Newton–Schulz holds a matrix, a factor of its shape and its next iterate, beside the momentum to come.
     model = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(3)))
     muon = Job(nn.functional.cross_entropy, Muon(), Independent(), BF16)
     found = estimate_learner(model, Sample((1000,), torch.bfloat16), muon, most=4).activations
