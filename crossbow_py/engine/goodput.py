@@ -12,7 +12,7 @@ and from that, for any K (McCandlish et al. 2018; Pollux, Qiao et al., OSDI 2021
     gain(K)       = K · efficiency(K)           how many rounds of a single learner one round is worth
     goodput(K)    = images/s(K) · efficiency(K)
 
-φ is that of plain SGD. Other optimizers may use larger batches better (experiments/critical_batch_size says how much),
+φ is that of plain SGD. Other optimizers may use larger batches better, as Muon does (experiments/optimizers),
 and replicas that are apart have gradients that differ more than by noise, which raises φ.
 """
 
