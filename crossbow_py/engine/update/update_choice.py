@@ -79,10 +79,12 @@ def _check(optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) -> N
     torch._foreach_copy_(rows.gradients, shared.gradients.trained(0))
     native.gradient_norms(rows)
     steps = _STEPS
-    if optimizer.TAKES_MATRICES:  # which are prepared for all learners; none may be left behind
+    if optimizer.TAKES_MATRICES:  # which are prepared once for all learners, so all must be equal and take a step
         steps = (_FIRST,) * expected.num_learners
         for each in (shared, expected):
             each.settle_state("average")
+            for learner in range(1, each.num_learners):
+                each.weights.copy_row(learner, each.weights, 0)
         row = replace(shared.trained_row(0), gradients=rows.gradients)
         native.prepare_shared(shared, row, _FIRST.gradient_scale)
     native.correct_all(rows, None, [own and replace(own, is_prepared=True) for own in steps], moves=True)

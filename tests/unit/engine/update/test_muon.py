@@ -23,6 +23,7 @@ from crossbow_py.engine.update.device_update import AllLearners, DeviceUpdate, O
 from crossbow_py.engine.update.newton_schulz import COEFFICIENTS, orthogonalize
 from crossbow_py.engine.update.optimizers import Muon, for_learner
 from crossbow_py.engine.update.row_update import Step, TorchUpdate
+from crossbow_py.engine.update.update_choice import choose_update
 from tests.recording_streams import RecordingStreams
 from tests.support import CPU, assert_learners_equal, features, make_tasks, run, run_rounds
 
@@ -234,3 +235,10 @@ def test_rounds_on_a_device_equal_serial(kind: Any, averaging: AveragingRule) ->
     run(kind(ours, RecordingStreams()), ours, 8)
     run(SerialExecutor(reference), reference, 8)
     assert_learners_equal(ours.bank, reference.bank)
+
+
+@pytest.mark.parametrize("rule", [SynchronousSGD(), SMA()], ids=lambda rule: rule.NAME)
+@pytest.mark.parametrize("optimizer", [Muon(), Muon(normalize_weights=True), Muon(nesterov=False, other_momentum=0.0)])
+def test_native_code_is_taken(optimizer: Muon, rule: AveragingRule) -> None:
+    update, message = choose_update(optimizer, rule, CPU, torch.float32)
+    assert (update.NAME, message) == ("native", None)
