@@ -93,6 +93,11 @@ class Optimizer(ABC):
     def prepare(self, learners: Sequence[int], rows: Sequence[TrainedRow]) -> None:
         """Put the steps of these learners' matrices in place of their gradients, and move their state."""
 
+    @property
+    def prepares_weights(self) -> bool:
+        """Whether `prepare` changes the weights of matrices too."""
+        return False
+
     @abstractmethod
     def step(self, learner: int, row: TrainedRow, learning_rate: float, step_count: int) -> None:
         """Apply step number `step_count`, from 1, to a learner's weights and state in place; gradients are scratch.
@@ -297,8 +302,12 @@ class Muon(Optimizer):
         self.orthogonalize(places)
         for before, velocity in moved:
             torch._foreach_copy_(before, velocity)
-        if self.normalize_weights:
+        if self.prepares_weights:
             self.normalize([matrix.of(row.weights) for row in rows for matrix in row.matrices])
+
+    @property
+    def prepares_weights(self) -> bool:
+        return self.normalize_weights
 
     def normalize(self, weights: list[Tensor], opened: Tensor | None = None) -> None:
         """Bring matrices to the norm √outputs, in place, or only those for which `opened`, one bool each, is true."""
@@ -313,8 +322,10 @@ class Muon(Optimizer):
     def orthogonalize(self, places: Sequence[Place]) -> None:
         """Write s · NS of matrices: where they are in vectors, those to read, and those to write."""
         found = orthogonalize([matrix.of(given) for matrix, given, _ in places], self.ns_steps)
-        for (matrix, _, out), own in zip(places, found, strict=True):
-            torch.mul(own, self._scale(matrix), out=matrix.of(out))
+        scales = [self._scale(matrix) for matrix, _, _ in places]
+        if scaled := [index for index, scale in enumerate(scales) if scale != 1]:
+            torch._foreach_mul_([found[index] for index in scaled], [scales[index] for index in scaled])
+        torch._foreach_copy_([matrix.of(out) for matrix, _, out in places], found)
 
     def _scale(self, matrix: Matrix) -> float:
         if self.adjust_lr_fn == "original":

@@ -100,7 +100,7 @@ class TorchUpdate:
         if not self.optimizer.TAKES_MATRICES:
             return
         self.prepare([0], [row], [Step(0.0, 0, scale)])
-        for rows in [*bank.state.values(), bank.weights]:  # weights may have been normalised
+        for rows in [*bank.state.values(), *([bank.weights] if self.optimizer.prepares_weights else [])]:
             first, *others = (rows.trained(learner)[: row.num_matrices] for learner in range(bank.num_learners))
             for own in others:
                 torch._foreach_copy_(own, first)
