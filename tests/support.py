@@ -91,7 +91,7 @@ def make_tasks(
     """Task bodies over a bank on CPU."""
     model = make_model()
     bank = ReplicaBank(
-        model, num_learners, device=CPU, precision=precision, state_names=optimizer.STATE, order=order,
+        model, num_learners, device=CPU, precision=precision, state_names=optimizer.state_names, order=order,
         channels_last=channels_last, has_velocity=rule.has_velocity, gradient_mean=rule.gradient_mean,
         matrices=optimizer.matrices(model),
     )  # fmt: skip

@@ -39,7 +39,7 @@ def seconds(model: str, precision: str, compares: bool) -> float:
     data = torch.randn(4 * BATCH, *shape, generator=generator), torch.randint(0, 10, (4 * BATCH,), generator=generator)
     optimizer, rule, cpu = SGD(), SMA(), torch.device("cpu")
     bank = ReplicaBank(
-        MODELS[model]().build(shape, 10), LEARNERS, device=cpu, precision=format_, state_names=optimizer.STATE,
+        MODELS[model]().build(shape, 10), LEARNERS, device=cpu, precision=format_, state_names=optimizer.state_names,
         order="blocks",
     )  # fmt: skip
     tasks = RoundTasks(

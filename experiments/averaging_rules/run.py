@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.grids import report as grids_report
-from experiments.grids.grid import AS_RECORDED, CROSSBOW, RESNET8, Grid, cells
+from experiments.grids.grid import AS_RECORDED, CROSSBOW, RESNET8, RESNET_BY_SGD, Grid, cells
 from experiments.grids.report import Result, Run, by_cell, difference, has_diverged
 from experiments.grids.running import run_grid
 from experiments.tables.markdown import NONE, markdown_table
@@ -112,7 +112,7 @@ _CIFAR10_LENET = (
 )
 # The recipe's optimizer has Nesterov momentum already.
 _CIFAR10 = (
-    f"+experiment=resnet32_short averaging=sma {AS_RECORDED} batch_size=32 max_epochs=5 precision=fp32 "
+    f"{RESNET_BY_SGD} averaging=sma {AS_RECORDED} batch_size=32 max_epochs=5 precision=fp32 "
     "checkpoint_every_s=120"
 )
 _CIFAR10_RESNET8 = f"{_CIFAR10} {RESNET8}"

@@ -16,7 +16,7 @@ from statistics import mean, median
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.batch_norm.variants import MEAN, VARIANTS
-from experiments.grids.grid import AS_RECORDED, CROSSBOW, RESNET8, Cell, Grid, cells
+from experiments.grids.grid import AS_RECORDED, CROSSBOW, RESNET8, RESNET_BY_SGD, Cell, Grid, cells
 from experiments.grids.report import Result, Run, accuracy, by_cell, estimate, has_diverged, notes
 from experiments.grids.running import run_grid
 from experiments.tables.markdown import NONE, markdown_table
@@ -41,7 +41,7 @@ GRIDS = {
     grid.name: grid
     for grid in (
         Grid("resnet8", "ResNet-8 on CIFAR-10, 2 epochs",
-             measured(f"+experiment=resnet32_short {RESNET8} batch_size=32 max_epochs=2 precision=fp32 "
+             measured(f"{RESNET_BY_SGD} {RESNET8} batch_size=32 max_epochs=2 precision=fp32 "
                       f"checkpoint_every_s=120 {AS_RECORDED}", parts=2),
              seeds=(0, 1)),
     )

@@ -99,7 +99,7 @@ class TrainingRun:
             with _DEVICE:
                 template = subject.make_model()
             self.bank = ReplicaBank(
-                template, num_learners, device=_DEVICE, precision=FP32, state_names=SGD.STATE, order="blocks"
+                template, num_learners, device=_DEVICE, precision=FP32, state_names=SGD().state_names, order="blocks"
             )
         self.held_bytes = self._ledger.live
         self.peaks: dict[int, int] = {}

@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.grids.grid import AS_RECORDED, CROSSBOW, RESNET8, Grid, cells
+from experiments.grids.grid import AS_RECORDED, CROSSBOW, RESNET8, RESNET_BY_SGD, Grid, cells
 from experiments.grids.report import Result, Run, accuracy, by_cell, estimate, has_diverged, notes
 from experiments.grids.running import run_grid
 from experiments.tables.markdown import markdown_table, number
@@ -39,7 +39,7 @@ GRIDS = {
                    {**_RULES, "synchronous_sgd, sqrt": "averaging=synchronous_sgd_sqrt num_learners=4"}, parts=4),
              reference=ONE),
         Grid("resnet8", "ResNet-8 on CIFAR-10, learners of 32 samples",
-             cells(f"+experiment=resnet32_short {RESNET8} max_epochs=5 checkpoint_every_s=120 {_MEASURED}",
+             cells(f"{RESNET_BY_SGD} {RESNET8} max_epochs=5 checkpoint_every_s=120 {_MEASURED}",
                    {**_RULES, "synchronous_sgd, linear": "averaging=synchronous_sgd_linear num_learners=4"}, parts=2),
              seeds=(0, 1), reference=ONE),
     )

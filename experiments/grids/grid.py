@@ -27,6 +27,11 @@ Label = str | int | float
 AS_RECORDED = "averaging.batch_norm=mean averaging.recalibration_batches=32 label_smoothing=0"
 # SMA as it was by default then.
 CROSSBOW = "averaging=crossbow averaging.correction_rate=null averaging.rate_scaling=sqrt"
+# The recipe of a short run of ResNet-32 as it was until it took Muon: Nesterov SGD and a cosine.
+RESNET_BY_SGD = (
+    "+experiment=resnet32_short optimizer=resnet_short schedule=resnet_short averaging=synchronous_sgd_linear "
+    "num_learners=2 batch_size=32 max_epochs=12 label_smoothing=0"
+)
 # A ResNet that a CPU trains in minutes, for CIFAR-10.
 RESNET8 = (
     "model=custom model.target=crossbow_py.models.resnet.ResNet model.args={depth:8,in_channels:3,num_classes:10}"

@@ -158,7 +158,7 @@ def make_tasks(model: str, batch_size: int, num_learners: int, precision: Precis
     images = torch.zeros(num_images, *shape, dtype=torch.uint8)
     augmentation = Augmentation(crop_padding=4, flip=True) if shape[0] == 3 else Augmentation()
     bank = ReplicaBank(
-        build_model(model), num_learners, device=CPU, precision=formats, state_names=OPTIMIZER.STATE, order=order,
+        build_model(model), num_learners, device=CPU, precision=formats, state_names=OPTIMIZER.state_names, order=order,
         channels_last=True, has_velocity=RULE.has_velocity, gradient_mean=RULE.gradient_mean,
     )  # fmt: skip
     feed = make_feed(

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.grids import report
-from experiments.grids.grid import AS_RECORDED, CROSSBOW, RESNET8, Grid, cells
+from experiments.grids.grid import AS_RECORDED, CROSSBOW, RESNET8, RESNET_BY_SGD, Grid, cells
 from experiments.grids.running import run_grid
 
 DEFAULT = "α=1/K, μ=0.9, τ=1"
@@ -78,7 +78,7 @@ OF_RESNET8 = {
     ),
 }
 _RESNET8 = (
-    f"+experiment=resnet32_short {RESNET8} {CROSSBOW} averaging.rate_scaling=linear {AS_RECORDED} num_learners=4 "
+    f"{RESNET_BY_SGD} {RESNET8} {CROSSBOW} averaging.rate_scaling=linear {AS_RECORDED} num_learners=4 "
     "batch_size=32 max_epochs=5 precision=fp32"
 )
 

@@ -52,7 +52,7 @@ def make_bank(model: str, num_learners: int, device: torch.device, precision: Pr
     """Make a bank in the order of executor=fused, with gradients like those of training."""
     template = MODELS[model]().build(*_DATA.get(model, _CIFAR))
     bank = ReplicaBank(
-        template, num_learners, device=device, precision=precision, state_names=_OPTIMIZER.STATE, order="blocks"
+        template, num_learners, device=device, precision=precision, state_names=_OPTIMIZER.state_names, order="blocks"
     )
     bank.gradients.storage.normal_(std=1e-3, generator=torch.Generator(device).manual_seed(0))
     return bank

@@ -125,7 +125,7 @@ def _distance(own: dict[str, Tensor], other: dict[str, Tensor], initial: dict[st
 def _tasks(template: nn.Module, data: Data, executor: str) -> RoundTasks:
     optimizer, rule = SGD(), SMA()
     bank = ReplicaBank(
-        template, NUM_LEARNERS, device=torch.device("cpu"), precision=FP64, state_names=optimizer.STATE,
+        template, NUM_LEARNERS, device=torch.device("cpu"), precision=FP64, state_names=optimizer.state_names,
         order=EXECUTORS[executor].ORDER, has_velocity=rule.has_velocity, gradient_mean=rule.gradient_mean,
     )  # fmt: skip
     return RoundTasks(

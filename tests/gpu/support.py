@@ -37,7 +37,7 @@ def tasks_on_cuda(
     """An engine on the GPU, or the same one on another device; weights, batches and order follow from seeds."""
     place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     bank = ReplicaBank(
-        make_model().to(place), num_learners, device=place, precision=precision, state_names=optimizer.STATE,
+        make_model().to(place), num_learners, device=place, precision=precision, state_names=optimizer.state_names,
         order=order, gradient_mean=rule.gradient_mean,
     )  # fmt: skip
     return RoundTasks(

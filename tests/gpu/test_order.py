@@ -70,7 +70,7 @@ class Twins(Collective):
 def make_tasks(make_model=dense, optimizer=SGD(), rule=SMA(), num_learners=4, collective=None, data=IMAGES):
     device = torch.device("cuda", torch.cuda.current_device())
     bank = ReplicaBank(
-        make_model().to(device), num_learners, device=device, precision=FP64, state_names=optimizer.STATE,
+        make_model().to(device), num_learners, device=device, precision=FP64, state_names=optimizer.state_names,
         has_velocity=rule.has_velocity, gradient_mean=rule.gradient_mean,
     )  # fmt: skip
     return RoundTasks(

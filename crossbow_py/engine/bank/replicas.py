@@ -47,7 +47,7 @@ class ReplicaBank:
         num_learners: K.
         device: where the rows are.
         precision: its master dtype is that of the rows, its compute dtype that of the modules.
-        state_names: the optimizer state to keep (`Optimizer.STATE`).
+        state_names: the optimizer state to keep (`Optimizer.state_names`).
         capacity: the number of rows allocated, at least K; K by default.
         channels_last: whether 4-D weights are stored channels-last.
         order: of rows in memory, see `engine/bank/layout.py`; `rows` by default on CPU, and `blocks` elsewhere.

@@ -408,7 +408,7 @@ def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
         parameters=tuple(block.numel for block in layout.blocks),
         buffers=tuple(block.numel for block in buffer_layout(model).blocks),
         counter_bytes=sum(buffer.numel() * buffer.itemsize for buffer in others),
-        num_states=len(job.optimizer.STATE),
+        num_states=len(job.optimizer.state_names),
         master_bytes=job.precision.master.itemsize,
         compute_bytes=job.precision.compute.itemsize,
         order=job.order,

@@ -168,7 +168,7 @@ def _update_bytes(sizes: ModelSizes, job: Job) -> int:
         return [torch.empty(length, dtype=job.precision.master) for length in lengths]
 
     weights, gradients, corrections, z, z_prev = (rows() for _ in range(5))
-    state = {name: rows() for name in job.optimizer.STATE}
+    state = {name: rows() for name in job.optimizer.state_names}
     row = TrainedRow(
         weights, gradients, corrections, state, z, None, num_decayed=len(lengths), num_matrices=int(begin > 0),
         matrices=tuple(places),

@@ -37,7 +37,7 @@ def random_bank(optimizer: Optimizer, device: torch.device, precision: Precision
     layers = nn.Linear(wide, narrow, device="meta"), nn.Linear(narrow, 3, device="meta")
     bank = ReplicaBank(
         nn.Sequential(*layers).to_empty(device=device), NUM_LEARNERS, device=device, precision=precision,
-        state_names=optimizer.STATE, order="blocks", matrices=("0.weight",) if optimizer.TAKES_MATRICES else (),
+        state_names=optimizer.state_names, order="blocks", matrices=("0.weight",) if optimizer.TAKES_MATRICES else (),
     )  # fmt: skip
     generator = torch.Generator(device).manual_seed(0)
     for rows in (bank.weights, bank.gradients, *bank.state.values(), bank.z, bank.z_prev, bank.shadow):

@@ -350,9 +350,14 @@ def propose_muon(optimizer: Muon, learners: Learners, learning_rate: Tensor, ste
     if others.row.weights:
         scheduled = learning_rate / learners.setting(optimizer.learning_rate)
         rates = scheduled * learners.setting(optimizer.other_learning_rate)
-        moved, own = propose_sgd(optimizer.others, others, rates, step_count)
-        kept = own.get("momentum") or [each.clone() for each in others.row.state["momentum"]]  # proposals are scratch
-        weights, state["momentum"] = weights + moved, velocity + kept
+        before = others.row.state
+        others.row = optimizer.of_others(others.row)
+        moved, own = _PROPOSALS[type(optimizer.others)](optimizer.others, others, rates, step_count)
+        weights += moved
+        # Proposals are scratch, so that what does not change is copied.
+        for name, theirs in zip(before, optimizer.others.STATE, strict=True):
+            changed = state.get(name) or [each.clone() for each in matrices.row.state[name]]
+            state[name] = changed + (own.get(theirs) or [each.clone() for each in before[name]])
     return weights, state
 
 

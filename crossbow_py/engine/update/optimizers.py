@@ -26,8 +26,9 @@ from crossbow_py.engine.update.newton_schulz import orthogonalize
 
 @dataclass(frozen=True)
 class NativeStep:
-    """What the C function takes for some vectors: its numbers, in its order, and λ."""
+    """What the C function of this index takes for some vectors: its numbers, in its order, and λ."""
 
+    function: int
     values: tuple[float, ...]
     decay: float = 0.0
 
@@ -47,7 +48,7 @@ class Optimizer(ABC):
     """The base of all optimizers: settings, the names of the state rows, and the update of one learner.
 
     `NATIVE_STEP` is the index, in native/update.c, of the C function that does what `step` does from `native_steps`,
-    or None. With such a function there are at most two state rows and eight values.
+    or of one of them; or None. With such functions there are at most two state rows, and eight values each.
     """
 
     GROUP: ClassVar[str] = "optimizer"
@@ -92,6 +93,11 @@ class Optimizer(ABC):
 
     def prepare(self, learners: Sequence[int], rows: Sequence[TrainedRow]) -> None:
         """Put the steps of these learners' matrices in place of their gradients, and move their state."""
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The names of the state rows."""
+        return self.STATE
 
     @property
     def prepares_weights(self) -> bool:
@@ -165,7 +171,7 @@ class SGD(Optimizer):
 
     def native_steps(self, learner: int, learning_rate: float, step_count: int) -> tuple[NativeStep, ...]:
         values = for_learner(self.momentum, learner), learning_rate, float(self.nesterov)
-        return (NativeStep(values, self.decay(learner)),)
+        return (NativeStep(0, values, self.decay(learner)),)
 
 
 @dataclass(frozen=True)
@@ -211,7 +217,7 @@ class AdamW(Optimizer):
             self.epsilon,
             -learning_rate / (1 - beta1**step_count),
         )
-        return (NativeStep(values, self.decay(learner)),)
+        return (NativeStep(1, values, self.decay(learner)),)
 
 
 @dataclass(frozen=True)
@@ -229,7 +235,7 @@ class Muon(Optimizer):
     of AdamW (Liu et al. 2025). With `normalize_weights` each matrix is brought to the norm √outputs before its step and
     any pull, so that a rate means the same throughout training (Jordan's airbench94); to a norm layer after it that
     makes no difference. Other parameters, as of norms, biases, embeddings, grouped convolutions, and of the first and
-    last layer, take steps of SGD in Nesterov's form, with settings of their own and the same schedule.
+    last layer, take steps of SGD in Nesterov's form, or of AdamW, with settings of their own and the same schedule.
     """
 
     NAME: ClassVar[str] = "muon"
@@ -246,9 +252,19 @@ class Muon(Optimizer):
         "original", "how steps follow from the shape of a matrix, as in torch.optim.Muon"
     )
     normalize_weights: bool = setting(False, "bring each matrix to the norm √outputs before its step")
-    other_learning_rate: PerLearner = setting(0.1, "γ of other parameters, before the schedule", minimum=0)
-    other_momentum: PerLearner = setting(0.9, "m of other parameters", minimum=0, below=1)
-    other_weight_decay: PerLearner = setting(0.0, "λ of other parameters, added to the gradient", minimum=0)
+    other_optimizer: Literal["sgd", "adamw"] = setting("sgd", "whose steps other parameters take")
+    other_learning_rate: PerLearner = setting(
+        0.1, "γ of other parameters, before the schedule; about 0.001 with adamw", minimum=0
+    )
+    other_momentum: PerLearner = setting(0.9, "m of other parameters, or β1 of adamw", minimum=0, below=1)
+    other_beta2: PerLearner = setting(0.999, "β2 of other parameters, with adamw", minimum=0, below=1)
+    other_weight_decay: PerLearner = setting(
+        0.0, "λ of other parameters, added to the gradient, or decoupled with adamw", minimum=0
+    )
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return self.STATE if self.other_optimizer == "sgd" else (*self.STATE, "exp_avg_sq")
 
     def matrices(self, module: nn.Module) -> tuple[str, ...]:
         norms, left_out = norm_parameters(module), set[int]()
@@ -269,7 +285,7 @@ class Muon(Optimizer):
         matrices, others = row.part(0, count), row.part(count, len(row.weights))
         self.plain.step(learner, matrices, learning_rate, step_count)
         if others.weights:
-            self.others.step(learner, others, self._other_rate(learner, learning_rate), step_count)
+            self.others.step(learner, self.of_others(others), self._other_rate(learner, learning_rate), step_count)
 
     def native_steps(self, learner: int, learning_rate: float, step_count: int) -> tuple[NativeStep, ...]:
         others = self._other_rate(learner, learning_rate)
@@ -338,12 +354,22 @@ class Muon(Optimizer):
         return SGD(momentum=0.0, weight_decay=self.weight_decay)
 
     @property
-    def others(self) -> SGD:
+    def others(self) -> SGD | AdamW:
         """The step of other parameters, but for its learning rate."""
+        if self.other_optimizer == "adamw":
+            return AdamW(
+                beta1=self.other_momentum, beta2=self.other_beta2, weight_decay=self.other_weight_decay,
+                decay_norm_and_bias=self.decay_norm_and_bias,
+            )  # fmt: skip
         return SGD(
             momentum=self.other_momentum, weight_decay=self.other_weight_decay, nesterov=self.other_momentum != 0,
             decay_norm_and_bias=self.decay_norm_and_bias,
         )  # fmt: skip
+
+    def of_others(self, row: TrainedRow) -> TrainedRow:
+        """Return a row of other parameters with its state under the names that their optimizer has for it."""
+        state = zip(self.others.STATE, row.state.values(), strict=True)
+        return replace(row, state=dict(state))
 
 
 def side_by_side(each: Sequence[Optimizer]) -> Optimizer:

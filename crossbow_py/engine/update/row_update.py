@@ -128,7 +128,7 @@ class NativeUpdate(TorchUpdate):
     def __init__(self, optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) -> None:
         super().__init__(optimizer, rule)
         assert optimizer.NATIVE_STEP is not None, "an optimizer without a C function needs TorchUpdate"
-        self._library, self._step = library, optimizer.NATIVE_STEP
+        self._library = library
         self._known: WeakKeyDictionary[TrainedRow, Array[Vector]] = WeakKeyDictionary()
         self._helpers = ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "crossbow update")
 
@@ -167,7 +167,8 @@ class NativeUpdate(TorchUpdate):
         scales = [step.gradient_scale] if not self.optimizer.TAKES_MATRICES else [1.0, step.gradient_scale]
         given = self.optimizer.native_steps(learner, step.learning_rate, step.step_count)
         return [
-            Learner(0, scale, own.decay, (c_float * 8)(*own.values)) for scale, own in zip(scales, given, strict=True)
+            Learner(0, own.function, scale, own.decay, (c_float * 8)(*own.values))
+            for scale, own in zip(scales, given, strict=True)
         ]
 
     def sum(self, total: list[Tensor], corrections: Sequence[list[Tensor]]) -> None:
@@ -205,7 +206,7 @@ class NativeUpdate(TorchUpdate):
     def _update(
         self, vectors: Array[Vector], learners: tuple[Array[Learner], int], coefficients: Averaging, values: int
     ) -> None:
-        arguments = vectors, len(vectors), *learners, self._step, coefficients
+        arguments = vectors, len(vectors), *learners, coefficients
         self._spread(values, self._library.crossbow_update, *arguments)
 
     def _norms(self, vectors: Array[Vector], num_learners: int, values: int) -> list[float]:

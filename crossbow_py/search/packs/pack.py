@@ -162,7 +162,7 @@ class Pack:
     def _first_row(self, member: Member) -> dict[str, object]:
         if member.begun is not None:
             return member.begun.row
-        return new_row(member.settings.new_model().to(self.job.choices.device), self._update.optimizer.STATE)
+        return new_row(member.settings.new_model().to(self.job.choices.device), self._update.optimizer.state_names)
 
     def _settle_rows(self, rows: Sequence[int]) -> None:
         """Apply the members' own settings: optimizer, dropout, label smoothing, augmentation."""

@@ -28,7 +28,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from crossbow_py.averaging import SMA
+from crossbow_py.averaging import SMA, SynchronousSGD
 from crossbow_py.core.errors import one_line
 from crossbow_py.core.switches import KERNELS
 from crossbow_py.data.augmentation import Augmentation
@@ -38,7 +38,7 @@ from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.modules.precision import BF16, FP32, choose_device
 from crossbow_py.engine.trust import GRAPHS, why_not
-from crossbow_py.engine.update.optimizers import SGD
+from crossbow_py.engine.update.optimizers import SGD, Muon
 from crossbow_py.telemetry.events import EpochRecord, Listener
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.ladder.rungs import Job, Task
@@ -182,7 +182,8 @@ def _fell_back(found: _Trained, expected: _Trained, switched_off: Sequence[str])
 def tried(task: Task) -> str:
     """Do a task, and return why it failed, on one line; empty if it passed."""
     jobs: dict[Job, Callable[[Task], str]] = {
-        "train": _by_executor, "sum": _sum, "ranks": _by_ranks, "streamed": _streamed, "resume": _resumed,
+        "train": _by_executor, "muon": _by_muon, "sum": _sum, "ranks": _by_ranks, "streamed": _streamed,
+        "resume": _resumed,
     }  # fmt: skip
     return _by_variants(task) or jobs[task.job](task)
 
@@ -221,6 +222,17 @@ def _against_serial(task: Task, precision: str, dropout: float, num_workers: int
         return different
     device = choose_device("cuda")
     return _fell_back(found, expected, [reason for each in (*KERNELS, GRAPHS) if (reason := why_not(each, device))])
+
+
+def _by_muon(task: Task) -> str:
+    """Train with Muon: `serial` against that on the CPU, then, with averaged gradients, the executor against it."""
+    own: dict[str, Any] = {"optimizer": Muon(normalize_weights=True), "averaging": SynchronousSGD()}
+    for precision, allowed in task.tolerance.items():
+        found, expected = (_train("serial", device, precision, **own) for device in (task.device, "cpu"))
+        reason = _compare(found, expected, precision, allowed) or _against_serial(task, precision, 0.0, **own)
+        if reason:
+            return reason
+    return ""
 
 
 def _streamed(task: Task) -> str:

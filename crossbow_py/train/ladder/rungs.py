@@ -13,7 +13,7 @@ from typing import Literal
 
 from crossbow_py.core.switches import KERNELS
 
-Job = Literal["train", "sum", "ranks", "streamed", "resume"]
+Job = Literal["train", "muon", "sum", "ranks", "streamed", "resume"]
 Need = Literal["bf16", "triton", "nccl", "devices"]
 BEST = "best"  # fused if that passed, else serial
 
@@ -37,8 +37,8 @@ class Task:
     """What a rung's child process does, as it is handed over.
 
     Attributes:
-        job: train, sum (all-reduces of one rank), ranks (train on all, under torchrun), streamed (data from worker
-            processes) or resume (from a checkpoint).
+        job: train, muon (train with that optimizer), sum (all-reduces of one rank), ranks (train on all, under
+            torchrun), streamed (data from worker processes) or resume (from a checkpoint).
         device: cuda or cpu.
         executor: the executor that is tried.
         tolerance: the precisions to train in, each with the largest difference from `serial`.
@@ -120,6 +120,7 @@ RUNGS: tuple[Rung, ...] = (
     Rung("threads", "threads", executor="threads", devices=("cpu",)),
     Rung("fused_threads", "fused_threads", executor="fused_threads", after=("fused",), devices=("cpu",)),
     Rung("streams", "streams", executor="streams", proves=("streams",), devices=("cuda",)),
+    Rung("muon", "Muon", job="muon", precisions=("fp32",), dropout=False, serves_auto=False),
     Rung("sum", "{backend} of one rank", job="sum", needs=("nccl",), serves_auto=False),
     Rung("ranks", "{backend} of several ranks", job="ranks", after=("sum",), needs=("devices",), serves_auto=False),
     Rung("streamed", "streamed data", job="streamed", serves_auto=False),

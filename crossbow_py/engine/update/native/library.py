@@ -65,7 +65,11 @@ class Vector(Structure):
 class Learner(Structure):
     """The struct of the same name in update.c, with up to eight values."""
 
-    _fields_ = [("skipped", c_int64), ("gradient_scale", c_float), ("decay", c_float), ("values", c_float * 8)]
+    _fields_ = [
+        *((name, c_int64) for name in ("skipped", "function")),
+        *((name, c_float) for name in ("gradient_scale", "decay")),
+        ("values", c_float * 8),
+    ]
 
 
 class Averaging(Structure):
@@ -187,7 +191,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     values, vectors, learners = c_void_p, (POINTER(Vector), c_int64), (POINTER(Learner), c_int64)
     part = (c_int64, c_int64)
     signatures = {
-        "crossbow_update": (*vectors, *learners, c_int64, POINTER(Averaging), *part),
+        "crossbow_update": (*vectors, *learners, POINTER(Averaging), *part),
         "crossbow_sums_of_squares": (*vectors, POINTER(c_double), c_int64, c_int64, *part),
         "crossbow_sum": (values, POINTER(c_void_p), c_int64, c_int64, *part),
         "crossbow_move": (values, values, values, c_float, c_int64, *part),

@@ -30,7 +30,8 @@ typedef struct {
 } Vector;
 
 typedef struct {
-    int64_t skipped; /* its row stays as it is, and it adds nothing to the sum */
+    int64_t skipped;  /* its row stays as it is, and it adds nothing to the sum */
+    int64_t function; /* 0 for the step of SGD, 1 for that of AdamW */
     float gradient_scale, decay, values[VALUES];
 } Learner;
 
@@ -151,24 +152,24 @@ static void move(float *restrict z, float *restrict z_prev, const float *restric
     }
 }
 
-static int form_of(const Vector *v, const Learner *own, int64_t optimizer)
+static int form_of(const Vector *v, const Learner *own)
 {
     int form = v->shadow ? HAS_SHADOW : 0;
-    if (optimizer == 1) return form | (own->values[1] < 0.5f ? ADAMW : ADAMW | FAR);
+    if (own->function == 1) return form | (own->values[1] < 0.5f ? ADAMW : ADAMW | FAR);
     if (v->decays && own->decay != 0) form |= DECAYS;
     if (own->values[0] != 0) form |= own->values[2] != 0 ? MOMENTUM | NESTEROV : MOMENTUM;
     return form;
 }
 
 /* Values [begin, begin + n) of all rows, one row after the other; n <= CHUNK */
-static void update_chunk(const Vector *v, const Learner *learners, int64_t num_learners, int64_t optimizer,
-                         const Averaging *averaging, int64_t begin, int64_t n)
+static void update_chunk(const Vector *v, const Learner *learners, int64_t num_learners, const Averaging *averaging,
+                         int64_t begin, int64_t n)
 {
     int pulls = averaging->averages ? PULLS : 0;
     learners += v->group * num_learners;
     for (int64_t j = 0; j < num_learners; j++) {
         if (learners[j].skipped) continue;
-        update_row(form_of(v, learners + j, optimizer) | pulls, v, learners + j, j, averaging, begin, n);
+        update_row(form_of(v, learners + j) | pulls, v, learners + j, j, averaging, begin, n);
         if (pulls) pulls = PULLS | ADDS;
     }
     if (!averaging->averages) return;
@@ -180,16 +181,16 @@ static void update_chunk(const Vector *v, const Learner *learners, int64_t num_l
 }
 
 /* Part `part` of `num_parts` of all vectors: gradient steps and corrections of the learners, the corrections' sum, and
- * the step of z by it if `averaging` says so. `optimizer` is 0 for SGD and 1 for AdamW. */
+ * the step of z by it if `averaging` says so. */
 void crossbow_update(const Vector *vectors, int64_t num_vectors, const Learner *learners, int64_t num_learners,
-                     int64_t optimizer, const Averaging *averaging, int64_t part, int64_t num_parts)
+                     const Averaging *averaging, int64_t part, int64_t num_parts)
 {
     int64_t chunk = 0;
     for (int64_t i = 0; i < num_vectors; i++)
         for (int64_t begin = 0; begin < vectors[i].count; begin += CHUNK, chunk++) {
             if (chunk % num_parts != part) continue;
             const int64_t left = vectors[i].count - begin;
-            update_chunk(vectors + i, learners, num_learners, optimizer, averaging, begin, left < CHUNK ? left : CHUNK);
+            update_chunk(vectors + i, learners, num_learners, averaging, begin, left < CHUNK ? left : CHUNK);
         }
 }
 

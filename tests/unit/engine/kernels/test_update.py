@@ -40,7 +40,7 @@ def make_bank(optimizer, precision, num_learners=3, capacity=4):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(31, 67), nn.Linear(67, 3))
     bank = ReplicaBank(
-        model, num_learners, device=CPU, precision=precision, state_names=optimizer.STATE, capacity=capacity,
+        model, num_learners, device=CPU, precision=precision, state_names=optimizer.state_names, capacity=capacity,
         order="blocks",
     )  # fmt: skip
     for rows in (bank.weights, bank.gradients, *bank.state.values(), bank.z, bank.z_prev):

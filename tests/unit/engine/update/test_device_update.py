@@ -43,7 +43,7 @@ def random_row(optimizer, *, shadow=False, dtype=torch.float64):
         return [torch.randn(length, generator=generator, dtype=dtype) for length in LENGTHS]
 
     weights, gradients, corrections, z = (vectors() for _ in range(4))
-    state = {name: [part.abs() for part in vectors()] for name in optimizer.STATE}
+    state = {name: [part.abs() for part in vectors()] for name in optimizer.state_names}
     low = [part.to(torch.bfloat16) for part in weights] if shadow else None
     return TrainedRow(weights, gradients, corrections, state, z, low, num_decayed=2)
 
@@ -218,7 +218,8 @@ def random_bank(optimizer, *, num_learners, capacity=None, precision=FP64):
     """Every row full of random numbers, those not in use too."""
     torch.manual_seed(0)
     bank = ReplicaBank(
-        Nets(), capacity or num_learners, device=CPU, precision=precision, state_names=optimizer.STATE, order="blocks"
+        Nets(), capacity or num_learners, device=CPU, precision=precision, state_names=optimizer.state_names,
+        order="blocks",
     )
     bank.num_learners = num_learners
     generator = torch.Generator().manual_seed(1)

@@ -116,18 +116,21 @@ def test_model_without_matrices_is_refused_with_the_remedy(model: nn.Module) -> 
         Muon(nesterov=False, adjust_lr_fn="match_rms_adamw", ns_steps=3, other_momentum=0.0),
         Muon(learning_rate=0.2, momentum=0.6, normalize_weights=True, weight_decay=0.1),
         Muon(learning_rate=(0.02, 0.04), momentum=(0.9, 0.5), other_learning_rate=(0.1, 0.3), decay_norm_and_bias=True),
+        Muon(
+            other_optimizer="adamw", other_learning_rate=0.003, other_beta2=0.95, other_weight_decay=0.1, nesterov=False
+        ),
     ],
-    ids=["original", "rms", "normalised", "learners"],
-)
+    ids=["original", "rms", "normalised", "learners", "adamw"],
+)  # fmt: skip
 def test_fifty_rounds_are_those_of_numpy(optimizer: Muon, order: str) -> None:
     template = Net().double()
     matrices = optimizer.matrices(template)
     bank = ReplicaBank(
-        template, 2, device=CPU, precision=FP64, state_names=optimizer.STATE, order=order, matrices=matrices  # type: ignore[arg-type]
+        template, 2, device=CPU, precision=FP64, state_names=optimizer.state_names, order=order, matrices=matrices  # type: ignore[arg-type]
     )
     learner = 1
     expected = {name: own.detach().numpy().copy() for name, own in template.named_parameters()}
-    velocity = {name: np.zeros_like(own) for name, own in expected.items()}
+    velocity, second = ({name: np.zeros_like(own) for name, own in expected.items()} for _ in range(2))
     norms = {"norm.weight", "norm.bias"}
 
     def of(value: float | tuple[float, ...]) -> float:
@@ -154,6 +157,12 @@ def test_fifty_rounds_are_those_of_numpy(optimizer: Muon, order: str) -> None:
                 s = s if optimizer.adjust_lr_fn == "original" else 0.2 * max(rows, columns) ** 0.5
                 w *= 1 - rate * of(optimizer.weight_decay)
                 w -= rate * s * o.reshape(w.shape)
+            elif optimizer.other_optimizer == "adamw":
+                b1, b2 = of(optimizer.other_momentum), of(optimizer.other_beta2)
+                gamma, v = of(optimizer.other_learning_rate) * factor, second[name]
+                w *= 1 - gamma * of(optimizer.other_weight_decay) * (w.ndim > 1 and name not in norms)
+                u[:], v[:] = b1 * u + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+                w -= gamma * (u / (1 - b1 ** (index + 1))) / ((v / (1 - b2 ** (index + 1))) ** 0.5 + 1e-8)
             else:
                 m, decays = of(optimizer.other_momentum), w.ndim > 1 and name not in norms
                 g = g + (of(optimizer.other_weight_decay) * w if decays or optimizer.decay_norm_and_bias else 0)
@@ -166,10 +175,17 @@ def test_fifty_rounds_are_those_of_numpy(optimizer: Muon, order: str) -> None:
 
 @pytest.mark.parametrize("averaging", [SynchronousSGD(), SMA(), Independent(), GroupedSMA(group_size=2)])
 @pytest.mark.parametrize("executor", ["threads", "fused", "fused_threads"])
-@pytest.mark.parametrize("normalize", [False, True])
-def test_executors_equal_serial(executor: str, averaging: AveragingRule, normalize: bool) -> None:
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        Muon(weight_decay=0.05, clip_norm=0.5),
+        Muon(weight_decay=0.05, clip_norm=0.5, normalize_weights=True),
+        Muon(other_optimizer="adamw", other_learning_rate=0.001),
+    ],
+    ids=["original", "normalised", "adamw"],
+)
+def test_executors_equal_serial(executor: str, averaging: AveragingRule, optimizer: Muon) -> None:
     """In float32 by native code, and prepared for all learners at once where they share a gradient."""
-    optimizer = Muon(weight_decay=0.05, clip_norm=0.5, normalize_weights=normalize)
 
     def trained(name: str, precision: Precision) -> ReplicaBank:
         tasks = make_tasks(
@@ -194,11 +210,14 @@ def test_executors_equal_serial(executor: str, averaging: AveragingRule, normali
         Muon(weight_decay=0.1, other_weight_decay=0.05, clip_norm=5.0),
         Muon(nesterov=False, other_momentum=0.0, normalize_weights=True),
         Muon(
+            other_optimizer="adamw", other_learning_rate=0.003, other_beta2=0.95, other_weight_decay=0.1, nesterov=False
+        ),
+        Muon(
             learning_rate=(0.02, 0.04, 0.01), momentum=(0.9, 0.5, 0.0), weight_decay=(0.1, 0.0, 0.2),
             other_learning_rate=(0.1, 0.3, 0.2),
         ),
     ],
-    ids=["original", "heavy ball, normalised", "learners"],
+    ids=["original", "heavy ball, normalised", "adamw", "learners"],
 )  # fmt: skip
 @pytest.mark.parametrize("together", [False, True])
 def test_steps_on_the_device_are_those_of_the_reference(optimizer: Muon, together: bool) -> None:
@@ -227,9 +246,12 @@ def test_steps_on_the_device_are_those_of_the_reference(optimizer: Muon, togethe
 
 @pytest.mark.parametrize("averaging", [SynchronousSGD(), SMA(), GroupedSMA(group_size=2)], ids=lambda rule: rule.NAME)
 @pytest.mark.parametrize("kind", [FusedExecutor, StreamsExecutor])
-def test_rounds_on_a_device_equal_serial(kind: Any, averaging: AveragingRule) -> None:
+@pytest.mark.parametrize("others", ["sgd", "adamw"])
+def test_rounds_on_a_device_equal_serial(others: Any, kind: Any, averaging: AveragingRule) -> None:
     """Where learners share a gradient, the first one's matrices are orthogonalised for all."""
-    optimizer = Muon(weight_decay=0.05, clip_norm=0.5, normalize_weights=True)
+    optimizer = Muon(
+        weight_decay=0.05, clip_norm=0.5, normalize_weights=True, other_optimizer=others, other_learning_rate=0.01
+    )
     options: dict[str, Any] = {"data": features(64, (3, 6, 6)), "num_learners": 4, "rule": averaging}
     ours, reference = (make_tasks(small_model, optimizer=optimizer, order="blocks", **options) for _ in range(2))
     run(kind(ours, RecordingStreams()), ours, 8)
@@ -238,7 +260,13 @@ def test_rounds_on_a_device_equal_serial(kind: Any, averaging: AveragingRule) ->
 
 
 @pytest.mark.parametrize("rule", [SynchronousSGD(), SMA()], ids=lambda rule: rule.NAME)
-@pytest.mark.parametrize("optimizer", [Muon(), Muon(normalize_weights=True), Muon(nesterov=False, other_momentum=0.0)])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        Muon(), Muon(normalize_weights=True), Muon(nesterov=False, other_momentum=0.0),
+        Muon(other_optimizer="adamw", other_weight_decay=0.1, other_learning_rate=0.001),
+    ],
+)  # fmt: skip
 def test_native_code_is_taken(optimizer: Muon, rule: AveragingRule) -> None:
     update, message = choose_update(optimizer, rule, CPU, torch.float32)
     assert (update.NAME, message) == ("native", None)

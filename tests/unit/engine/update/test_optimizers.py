@@ -17,7 +17,7 @@ def compare(optimizer, reference_class, options, rounds=5, num_decayed=1):
     parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
     groups = [{"params": parameters[:num_decayed]}, {"params": parameters[num_decayed:], "weight_decay": 0.0}]
     reference = reference_class([group for group in groups if group["params"]], **options)
-    state = {name: [torch.zeros_like(weight) for weight in weights] for name in optimizer.STATE}
+    state = {name: [torch.zeros_like(weight) for weight in weights] for name in optimizer.state_names}
     for step in range(1, rounds + 1):
         gradients = [torch.randn(6, generator=generator, dtype=torch.float64) for _ in weights]
         for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -44,7 +44,7 @@ def random_row(optimizer, shadow, seed=0):
         return [torch.randn(length, generator=generator) for length in LENGTHS]
 
     weights, gradients, corrections, z = (vectors() for _ in range(4))
-    state = {name: [part.abs() for part in vectors()] for name in optimizer.STATE}
+    state = {name: [part.abs() for part in vectors()] for name in optimizer.state_names}
     low = [part.to(torch.bfloat16) for part in weights] if shadow else None
     return TrainedRow(weights, gradients, corrections, state, z, low, num_decayed=1)
 
@@ -76,7 +76,7 @@ def random_bank(optimizer, precision, num_learners, long=False):
     generator = torch.Generator().manual_seed(0)
     template = nn.Sequential(nn.Linear(211, 97) if long else nn.Linear(5, 3), nn.Linear(97 if long else 3, 7))
     bank = ReplicaBank(
-        template, num_learners, device=CPU, precision=precision, state_names=optimizer.STATE, order="blocks"
+        template, num_learners, device=CPU, precision=precision, state_names=optimizer.state_names, order="blocks"
     )
     for rows in (bank.weights, bank.gradients, bank.z, bank.z_prev, bank.total, *bank.state.values(), bank.shadow):
         for part in rows.stacked(num_learners if rows.num_rows > 1 else 1).values():

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from crossbow_py.engine.rounds import RoundTasks
+from crossbow_py.engine.update.optimizers import Muon, Place
 from crossbow_py.train.ladder import child
 from crossbow_py.train.ladder.child import difference, main, tried
 from crossbow_py.train.ladder.rungs import Task, Tolerance
@@ -50,6 +53,26 @@ def test_gradient_lost_once_by_one_learner_is_found(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(RoundTasks, "correct", loses)
     reason = child._compare(child._train("serial", "cpu", "fp32"), expected, "fp32", TOLERANCE["fp32"])
     assert reason.startswith("numbers in fp32 differ by 1.6e-02 of how far the weights went (1e-04 are allowed)")
+
+
+@pytest.mark.parametrize(
+    ("at", "message"), [(None, ""), (9, "numbers in fp32 differ by"), (36, "numbers in fp32 differ by")]
+)
+def test_step_of_muon_that_is_another_is_found(
+    at: int | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are four runs of nine rounds: serial on the device and on the CPU, serial again, and fused."""
+    orthogonalize, calls = Muon.orthogonalize, itertools.count(1)
+
+    def differs(optimizer: Muon, places: Sequence[Place]) -> None:
+        orthogonalize(optimizer, places)
+        if next(calls) == at:
+            for matrix, _, out in places:
+                matrix.of(out).mul_(1.1)
+
+    monkeypatch.setattr(Muon, "orthogonalize", differs)
+    found = tried(dataclasses.replace(TASK, job="muon"))
+    assert found.startswith(message) and bool(found) == bool(message)
 
 
 def test_loss_that_is_another_is_found() -> None:
