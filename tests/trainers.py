@@ -48,6 +48,12 @@ def image_model() -> nn.Module:
     )
 
 
+def deeper_image_model() -> nn.Module:
+    """As `image_model`, with matrices between the first and the last layer."""
+    first, *rest = image_model()
+    return nn.Sequential(first, nn.Conv2d(8, 8, 3, padding=1, bias=False), *rest[:-1], nn.Linear(32, 32), rest[-1])
+
+
 def make_trainer(**options: Any) -> Trainer:
     """Two serial learners of a linear model on 40 samples, batches of 4: an epoch is 5 rounds."""
     defaults: dict[str, Any] = {

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crossbow_py import PAPA, SGD, SMA, Crossbow, DiLoCo, Elastic, GroupedSMA, LocalSGD, SlowMo, SynchronousSGD
+from crossbow_py import PAPA, SGD, SMA, Crossbow, DiLoCo, Elastic, GroupedSMA, LocalSGD, Muon, SlowMo, SynchronousSGD
 from crossbow_py.data.build import make_feed
 from tests import rank_jobs
 from tests.rank_jobs import Ended, Values, assert_alike, distance, results
 from tests.support import linear_model
-from tests.trainers import blobs
+from tests.trainers import blobs, deeper_image_model
 
 EXECUTORS = ["serial", "threads", "fused"]
 
@@ -105,6 +105,18 @@ def test_other_settings_of_averaging_follow_one_rank(averaging):
     options = {"averaging": averaging, "rounds": 14}  # the rate drops at 100 samples, in round 7
     found = train(2, 2, **options)
     assert_same_run(found, train(1, 4, **options)[0], 1e-8)
+    assert_alike(found)
+
+
+@pytest.mark.parametrize("averaging", [SynchronousSGD(), SMA()], ids=lambda rule: rule.NAME)
+@pytest.mark.parametrize("others", ["sgd", "adamw"])
+def test_muon_on_ranks_follows_one_rank(averaging, others):
+    optimizer = Muon(
+        weight_decay=0.05, normalize_weights=True, other_optimizer=others, other_learning_rate=0.01, clip_norm=1.0
+    )
+    options = {"averaging": averaging, "optimizer": optimizer, "model": deeper_image_model, "rounds": 14}
+    found = train(2, 2, **options)
+    assert_same_run(found, train(1, 4, **options)[0], 1e-7)
     assert_alike(found)
 
 
