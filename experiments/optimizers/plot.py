@@ -15,6 +15,7 @@ def draw(result: Result) -> Figure:
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     axes = figure.subplots()
     lines: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
+    (batch,) = {run["summary"]["batch_size"] for run in result["runs"]}
     for name, runs in by_cell(result).items():
         labels, found = runs[0]["labels"], summarize(name, runs, ()).final
         if found is not None:
@@ -30,8 +31,8 @@ def draw(result: Result) -> Figure:
         )  # fmt: skip
     axes.set_xscale("log", base=2)
     ticks = sorted({number for points in lines.values() for number, _, _ in points})
-    axes.set_xticks(ticks, [f"{number}\n{32 * number}" for number in ticks])
-    axes.set_xlabel("learners of 32 samples, and samples a round")
+    axes.set_xticks(ticks, [f"{number}\n{batch * number}" for number in ticks])
+    axes.set_xlabel(f"learners of {batch} samples, and samples a round")
     axes.set_ylabel("test accuracy, %")
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)

@@ -1,6 +1,6 @@
 """Trains 1 to 32 learners by Nesterov SGD and by Muon, and by several rules, and writes results/GRID.json.
 
-    python experiments/optimizers/run.py resnet8 [--cells PATTERN] [--jobs N]
+    python experiments/optimizers/run.py resnet8|lenet|lenet_b1024 [--cells PATTERN] [--jobs N]
 
 README.md says what is compared. A cell that is done is not run again; `--list` says what would be run.
 """
@@ -8,13 +8,14 @@ README.md says what is compared. A cell that is done is not run again; `--list` 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.grids import report
-from experiments.grids.grid import RESNET8, Cell, Grid, Label, merged
+from experiments.grids.grid import RESNET8, RESNET_BY_SGD, Cell, Grid, Label, merged
 from experiments.grids.running import run_grid
 
 POWER = 0.75  # rates are those of one learner times K to this power, which was best at 4 and 16 (one seed)
@@ -27,50 +28,78 @@ RULES = {
     "grouped_sma of 4": "averaging=grouped_sma averaging.group_size=4",
 }
 OF_RULES = {"SGD": (4, 16), "Muon": (4, 16)}
-BEST_ONE = "Muon, K=1"
-_COMMON = (
-    f"+experiment=resnet32_short {RESNET8} data=cifar10 batch_size=32 max_epochs=2 precision=bf16 label_smoothing=0.1 "
-    "schedule=wsd schedule.cooldown=1 schedule.warmup_epochs=0.1 checkpoint_every_s=120"
-)
+_SHORT = "precision=bf16 label_smoothing=0.1 schedule=wsd schedule.cooldown=1 checkpoint_every_s=120"
+_LENET = f"+experiment=lenet data=cifar10 batch_size=32 {_SHORT} schedule.warmup_epochs=0.25"
 
 
-def optimizer(name: str, num_learners: int) -> str:
-    """The overrides of an optimizer for K learners."""
-    scale = num_learners**POWER
-    if name == "SGD":
-        return f"optimizer=resnet_short optimizer.learning_rate={0.1 * scale:.4g}"
-    return (
-        f"optimizer=muon optimizer.learning_rate={0.03 * scale:.4g} optimizer.other_learning_rate={0.1 * scale:.4g} "
-        f"optimizer.momentum={0.9 if num_learners == 1 else 0.8} optimizer.normalize_weights=true"
-    )
+@dataclass(frozen=True)
+class Model:
+    """A model with the command that trains it, and the learning rates of one learner of 32 samples."""
+
+    common: str
+    sgd: str
+    sgd_rate: float
+    muon_rate: float
+    other_rate: float
+    normalize: bool
+
+    def optimizer(self, name: str, scale: float) -> str:
+        """The overrides of an optimizer, for `scale` times the samples in a round."""
+        factor = scale**POWER
+        if name == "SGD":
+            return f"{self.sgd} optimizer.learning_rate={self.sgd_rate * factor:.4g}"
+        return (
+            f"optimizer=muon optimizer.learning_rate={self.muon_rate * factor:.4g} "
+            f"optimizer.other_learning_rate={self.other_rate * factor:.4g} "
+            f"optimizer.momentum={0.9 if scale == 1 else 0.8} "
+            f"optimizer.normalize_weights={str(self.normalize).lower()}"
+        )
+
+    def cell(self, name: str, num_learners: int, rule: str = GRADIENTS, batch: int = 32) -> Cell:
+        """Learners with an optimizer and a rule; fused where there are several, as the fastest way here."""
+        words = (
+            f"{RULES[rule]} averaging.rate_scaling=none averaging.average_ema=null batch_size={batch} "
+            f"{self.optimizer(name, num_learners * batch / 32)} num_learners={num_learners} "
+            f"executor={'serial' if num_learners == 1 else 'fused'}"
+        )
+        said = f"{name}, K={num_learners}" if rule == GRADIENTS else f"{name}, K={num_learners}, {rule}"
+        labels: dict[str, Label] = {"optimizer": name, "rule": rule, "num_learners": num_learners}
+        return Cell(said, merged(self.common.split(), words.split()), labels)
 
 
-def cell(name: str, rule: str, num_learners: int) -> Cell:
-    """Learners with an optimizer and a rule; fused where there are several, as the fastest way here."""
-    executor = "serial" if num_learners == 1 else "fused"
-    words = (
-        f"{RULES[rule]} averaging.rate_scaling=none averaging.average_ema=null {optimizer(name, num_learners)} "
-        f"num_learners={num_learners} executor={executor}"
-    )
-    said = f"{name}, K={num_learners}" if rule == GRADIENTS else f"{name}, K={num_learners}, {rule}"
-    labels: dict[str, Label] = {"optimizer": name, "rule": rule, "num_learners": num_learners}
-    return Cell(said, merged(_COMMON.split(), words.split()), labels)
+RESNET = Model(
+    f"{RESNET_BY_SGD} {RESNET8} data=cifar10 batch_size=32 max_epochs=2 {_SHORT} schedule.warmup_epochs=0.1",
+    "optimizer=resnet_short", sgd_rate=0.1, muon_rate=0.03, other_rate=0.1, normalize=True,
+)  # fmt: skip
+LENET = Model(f"{_LENET} max_epochs=5", "optimizer=lenet", 0.01, muon_rate=0.00625, other_rate=0.0125, normalize=False)
+LENET_LONG = replace(LENET, common=f"{_LENET} max_epochs=15")
 
 
 def every_cell() -> tuple[Cell, ...]:
-    found = [cell(name, GRADIENTS, k) for name in OF_RULES for k in NUM_LEARNERS]
+    found = [RESNET.cell(name, k) for name in OF_RULES for k in NUM_LEARNERS]
     for name, numbers in OF_RULES.items():
         for k in numbers:
             rules = [rule for rule in RULES if rule != GRADIENTS and not (rule.startswith("grouped") and k == 4)]
-            found += [cell(name, rule, k) for rule in rules]
+            found += [RESNET.cell(name, k, rule) for rule in rules]
     return tuple(found)
 
 
 GRIDS = {
-    "resnet8": Grid(
-        "resnet8", "ResNet-8 on CIFAR-10, learners of 32 samples, 2 epochs", every_cell(), reference=BEST_ONE
+    grid.name: grid
+    for grid in (
+        Grid("resnet8", "ResNet-8 on CIFAR-10, learners of 32 samples, 2 epochs", every_cell(), reference="Muon, K=1"),
+        Grid(
+            "lenet", "LeNet on CIFAR-10, learners of 32 samples, 5 epochs",
+            (*(LENET.cell("SGD", k) for k in (1, 4, 16)), *(LENET.cell("Muon", k) for k in (4, 16))),
+            reference="SGD, K=1",
+        ),
+        Grid(
+            "lenet_b1024", "LeNet on CIFAR-10, 1,024 samples a round, 15 epochs",
+            (LENET_LONG.cell("SGD", 1, batch=128), *(LENET_LONG.cell(name, 8, batch=128) for name in OF_RULES)),
+            reference="SGD, K=1",
+        ),
     )
-}
+}  # fmt: skip
 TABLES = report.TABLES
 main = partial(run_grid, "optimizers", GRIDS)
 

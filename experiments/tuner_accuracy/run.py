@@ -17,10 +17,12 @@ from experiments.grids import report
 from experiments.grids.grid import Grid, cells
 from experiments.grids.running import run_grid
 
-AUTO = "auto"
+AUTO = "auto, goodput"
+_AUTO = "num_learners=auto max_learners=8 auto_tuner.objective="
 LEARNERS = {
     "K=1": "num_learners=1",
-    AUTO: "num_learners=auto max_learners=8",
+    AUTO: f"{_AUTO}goodput",
+    "auto, throughput": f"{_AUTO}throughput",
     **{f"K={k}": f"num_learners={k}" for k in (2, 4, 8)},
 }
 # Long enough for the tuner, which takes 7 to 17 seconds on two cores.

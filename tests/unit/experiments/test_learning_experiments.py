@@ -26,7 +26,7 @@ from experiments.grids.running import recorded
 from experiments.time_to_accuracy import default_loop
 from experiments.time_to_accuracy import plot as time_plot
 from experiments.time_to_accuracy import run as time_to_accuracy
-from experiments.time_to_accuracy.run import DEFAULT, TUNED
+from experiments.time_to_accuracy.run import BY_MUON, BY_SGD, DEFAULT
 from tests.unit.experiments.pretended_run import epochs_of
 from tests.unit.experiments.samples import cells as table_cells
 from tests.unit.experiments.test_cells import MACHINE, made_up
@@ -145,9 +145,9 @@ def test_picture_of_gradient_noise_leaves_out_what_is_not_known() -> None:
 
 
 def sides() -> dict[str, Any]:
-    """Learners take 2 and 4 seconds, the faster tuned model 3 and 4, the default loop 10 and does not get there."""
-    seconds = {("learners, K=2", "learners"): (2.0, 4.0), ("tuned, b=32", TUNED): (6.0, 6.0),
-               ("tuned, b=64", TUNED): (3.0, 4.0), ("default", DEFAULT): (10.0, None)}  # fmt: skip
+    """Learners take 2 and 4 seconds, the faster single model 3 and 4, the default loop 10 and does not get there."""
+    seconds = {("learners, K=2", "learners"): (2.0, 4.0), ("one model, Muon, b=32", BY_MUON): (6.0, 6.0),
+               ("one model, SGD, b=64", BY_SGD): (3.0, 4.0), ("default", DEFAULT): (10.0, None)}  # fmt: skip
     return result_of(
         [
             labelled(name, seed, 0.5 if own is None else 0.99, own or 9.0, side=side)
