@@ -30,7 +30,7 @@ CROSSBOW = "averaging=crossbow averaging.correction_rate=null averaging.rate_sca
 # The recipe of a short run of ResNet-32 as it was until it took Muon: Nesterov SGD and a cosine.
 RESNET_BY_SGD = (
     "+experiment=resnet32_short optimizer=resnet_short schedule=resnet_short averaging=synchronous_sgd_linear "
-    "num_learners=2 batch_size=32 max_epochs=12 label_smoothing=0"
+    "num_learners=2 batch_size=32 max_epochs=12 label_smoothing=0 data=cifar10"
 )
 # A ResNet that a CPU trains in minutes, for CIFAR-10.
 RESNET8 = (

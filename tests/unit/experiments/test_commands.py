@@ -45,6 +45,7 @@ SHORT: Mapping[str, str] = {
     "hyperband/run": "--repetitions 1 --device cpu +experiment=search_lenet precision=fp32 num_trials=3 "
     "max_epochs=0.06 min_epochs=0.02 max_pack_size=2",
     "loader/run": "--size 16 --resize 20 --seconds 0.05",
+    "muon_cost/run": "--repetitions 1 --rounds 2 --batch-size 4",
     "memory/run": "--models mlp --num-learners 1 --batch-size 4 --device cpu",
     **{
         f"{question}/run {part}": "--quick --device cpu --max-foreign-share 9"
@@ -58,7 +59,6 @@ SHORT: Mapping[str, str] = {
     "predicted_speed/run": "--models lenet --num-learners 1 --precisions bf16",
     "preprocessing/run": "--models 1 --rounds 2 --repetitions 1",
     "ranks/run": "--model lenet --batch-size 4 --rounds 2 --repetitions 1",
-    "resnet32_cifar10/run": "--seeds 0 --runs {folder} --results {folder} +debug=fast",
     "scaling/calibrate": "--models lenet --sizes 1024 16777216 --repetitions 1 --max-foreign-share 9",
     "scaling/run": "--rounds 2",
     "scaling/validate": "--models lenet --repetitions 1 --max-foreign-share 9",

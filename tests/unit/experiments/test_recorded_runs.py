@@ -10,7 +10,6 @@ import pytest
 from experiments.flowers import run as flowers
 from experiments.grids import recorded_runs
 from experiments.grids.recorded_runs import RecordedRuns, table_of
-from experiments.resnet32_cifar10 import run as resnet32
 from experiments.tables import recorded_plot
 from tests.unit.experiments.samples import accuracy_result, cells
 
@@ -117,10 +116,10 @@ def test_runs_on_photographs_are_three_seeds_by_default(
 def test_accuracy_run_given_again_goes_on_and_keeps_no_path_of_the_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command_line = ["--name", "short", "--seeds", "0,1", "--runs", str(tmp_path), "--results", str(tmp_path / "out"),
-                    "model=mlp", "model.hidden=[16]", "data=digits", "device=cpu"]  # fmt: skip
-    assert resnet32.main([*command_line, "max_epochs=1"]) == 0
-    assert resnet32.main([*command_line, "max_epochs=2"]) == 0
+    command_line = ["--experiment", "digits", "--name", "short", "--seeds", "0,1", "--runs", str(tmp_path),
+                    "--results", str(tmp_path / "out"), "model=mlp", "model.hidden=[16]", "data=digits", "device=cpu"]  # fmt: skip
+    assert flowers.main([*command_line, "max_epochs=1"]) == 0
+    assert flowers.main([*command_line, "max_epochs=2"]) == 0
     capsys.readouterr()
     result = json.loads((tmp_path / "out" / "short.json").read_text())
     assert result["n"] == len(result["runs"]) == 2
@@ -131,6 +130,6 @@ def test_accuracy_run_given_again_goes_on_and_keeps_no_path_of_the_machine(
 
 def test_accuracy_run_that_fails_writes_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--runs", str(tmp_path), "--results", str(tmp_path), "batch_size=0"]
-    assert resnet32.main(options) == 2
+    assert flowers.main(options) == 2
     assert capsys.readouterr().err.startswith("error: batch_size")
     assert list(tmp_path.glob("*.json")) == []
