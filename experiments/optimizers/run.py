@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from experiments.grids import report
 from experiments.grids.grid import RESNET8, RESNET_BY_SGD, Cell, Grid, Label, merged
 from experiments.grids.running import run_grid
+from experiments.tables.markdown import NONE, markdown_table
 
 POWER = 0.75  # rates are those of one learner times K to this power, which was best at 4 and 16 (one seed)
 NUM_LEARNERS = (1, 2, 4, 8, 16, 32)
@@ -100,7 +101,25 @@ GRIDS = {
         ),
     )
 }  # fmt: skip
-TABLES = report.TABLES
+
+
+def by_learners(result: report.Result) -> str:
+    """Mean test accuracy by optimizer, in a column for every number of learners that average gradients."""
+    found: dict[str, dict[int, float | None]] = {}
+    for name, runs in report.by_cell(result).items():
+        labels, final = runs[0]["labels"], report.summarize(name, runs, ()).final
+        if labels["rule"] == GRADIENTS:
+            found.setdefault(labels["optimizer"], {})[labels["num_learners"]] = final and final.mean
+    numbers = sorted({number for own in found.values() for number in own})
+    rows = [[name, *(percent(own.get(number)) for number in numbers)] for name, own in found.items()]
+    return markdown_table(["test accuracy, learners", *map(str, numbers)], rows)
+
+
+def percent(value: float | None) -> str:
+    return NONE if value is None else f"{value:.1%}"
+
+
+TABLES = {**report.TABLES, "by_learners": by_learners}
 main = partial(run_grid, "optimizers", GRIDS)
 
 
