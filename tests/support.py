@@ -112,11 +112,15 @@ def make_tasks(
 def plan(tasks: RoundTasks, index: int, learning_rate: float = 0.1, factor: float = 1.0) -> Round:
     """Round `index` at a learning rate times a factor, the stream shared out among the learners."""
     learners, size, rule = tasks.bank.num_learners, tasks.feed.batch_size, tasks.update.rule
+    stage = Stage(
+        index, tasks.bank.total_learners, learning_rate * factor, factor, index % rule.averaging_period + 1,
+        num_devices=tasks.bank.num_devices,
+    )  # fmt: skip
     return Round(
         index=index,
         starts=tuple((index * learners + learner) * size for learner in range(learners)),
         learning_rates=(learning_rate * factor,) * learners,
-        together=rule.round(Stage(index, learners, learning_rate * factor, factor, index % rule.averaging_period + 1)),
+        together=rule.round(stage),
         comparison=comparison_in(index, learners) if tasks.compares else None,
     )
 

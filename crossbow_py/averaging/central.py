@@ -49,8 +49,8 @@ class CentralRule(AveragingRule):
         check(self)
         if self.scales_by_gain and not self.compares_gradients:
             raise UserError(
-                "averaging.rate_scaling=adascale compares the learners' gradients, which by this rule are taken at "
-                "places apart; set averaging.rate_scaling=sqrt, or choose averaging=sma or averaging=synchronous_sgd."
+                "averaging.rate_scaling=adascale compares the learners' gradients, which with these settings are taken "
+                f"at places apart; {self.TO_COMPARE}, or set averaging.rate_scaling=sqrt."
             )
 
     @property
@@ -121,6 +121,7 @@ class PullingRule(PeriodicRule):
         "group_size": GROUPS_AND_NODES["group_size"],
         "learner_momentum": "learners continue from the average model only at a restart (restart_momentum)",
     }
+    TO_COMPARE: ClassVar[str] = "average in every round (averaging_period=1, node_period=1, no quadratic_period)"
 
     node_period: int = setting(
         1, "H, average between nodes in every H-th averaging; in between each node is by itself", minimum=1

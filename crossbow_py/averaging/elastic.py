@@ -5,7 +5,7 @@ With correction rate α, by default the authors' β/K for β = 0.9, every τ rou
     w_j ← w_j − γ·u_j − α·(w_j − z)
     z'  ← z + Σ_j α·(w_j − z)
 
-It is SMA without momentum on z. By default its pull is a tenth smaller, and the learning rate is not scaled.
+It is `crossbow` with α = 0.9/K and without momentum on z, and the learning rate is not scaled by default.
 """
 
 from __future__ import annotations

@@ -133,6 +133,7 @@ class AveragingRule(ABC):
     has_velocity: ClassVar[bool] = False  # whether outer steps use one
     shows_mean: ClassVar[bool] = False  # whether the learners' mean is evaluated, not the z of the last averaging
     LACKS: ClassVar[Mapping[str, str]] = {}  # settings of other rules that it does not have, and the reason
+    TO_COMPARE: ClassVar[str] = "choose averaging=sma or averaging=synchronous_sgd"  # so that gradients are compared
     averaging_period: int = 1
     node_period: int = 1  # beyond 1, nodes average for themselves and z differs between them
     restart_on_drop: bool = False
@@ -162,12 +163,18 @@ class AveragingRule(ABC):
         """Return what is averaged in this round, or None."""
 
     def linear_round(self, num_learners: int) -> LinearRound | None:
-        """Return the coefficients of the first round in which learners are pulled; None if the rule has no such."""
+        """Return the coefficients of the first round that averages linearly; None if the rule has no such."""
         # One learner on each device, so that no gradient group makes all of them equal.
         first = self.round(
             Stage(self.averaging_period - 1, num_learners, rounds_apart=self.averaging_period, num_devices=num_learners)
         )
         return first if isinstance(first, LinearRound) else None
+
+    @property
+    def pulls_apart(self) -> bool:
+        """Whether learners that differ, or groups of them, are pulled to z as they step."""
+        mean = self.gradient_mean
+        return self.linear_round(2) is not None and (mean is None or mean.group_size is not None)
 
     @property
     def compares_gradients(self) -> bool:

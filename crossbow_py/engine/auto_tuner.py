@@ -154,7 +154,7 @@ class AutoTuner(AutoTunerSettings):
             return state, stay
         median = statistics.median(state.recent)
         if noise is not None and noise.samples is None:
-            return replace(state, recent=state.recent[1:]), stay
+            return replace(state, recent=state.recent[len(state.recent) - self.windows + 1 :]), stay
         state, worth = replace(state, recent=()), _Worth(noise, self.num_devices)
         if state.phase == "settled":
             return self._watch(state, median, worth)
@@ -262,7 +262,10 @@ class AutoTuner(AutoTunerSettings):
         moved = f"the gradient noise scale is {_samples(worth.scale)}"
         if choice != count and worth.of(best) > worth.of(now) * (1 + self.min_gain):
             reason = f"{count} → {_learners(choice)}: {worth.said(best)}, as {moved}."
-            return _move(replace(state, num_windows=0), choice, "settled", reason)
+            return _move(state, choice, "settled", reason)
+        is_least = count == min(each for each, _ in state.measured)
+        if is_least and count > 1 and worth.efficiency(count) < _LEAST_EFFICIENCY:
+            return self._search_again(replace(state, drifted=-1), median, moved, worth)
         following = self._grown(replace(state, num_learners=max(each for each, _ in state.measured)), worth)
         if following is None or worth.rise(count, following, state.noise_scale) < _RISE:
             return None

@@ -17,7 +17,7 @@ from crossbow_py.core.files import check_own, given_path
 from crossbow_py.core.settings import to_mapping
 from crossbow_py.search.events import SEARCH_FILE
 from crossbow_py.telemetry.records import BEST_FOLDER, CONFIG_FILE, SUMMARY_FILE, read_json, read_summary
-from crossbow_py.train.checkpoints.checkpoint import renamed
+from crossbow_py.train.checkpoints.checkpoint import lost_rule, renamed
 from crossbow_py.train.checkpoints.weights import MODEL_FILE, load_weights
 from crossbow_py.train.config import TrainConfig, config_from_mapping
 
@@ -120,6 +120,8 @@ def _models_at(path: str) -> list[TrainedModel]:
     if "space" in plain:
         report = read_json(run / SEARCH_FILE)
         raise UserError(f"models: {run} is a search without a best model ({_state(report)}); {_to_go_on(run, report)}.")
+    if lost_rule(plain):  # it is no part of the model
+        plain["averaging"] = {"name": "grouped_sma"}
     config = config_from_mapping(plain, run / CONFIG_FILE)
     files = _files_in(run) if asked == run else [asked]
     if not files:

@@ -129,12 +129,6 @@ class RunBuilder:
                 "num_learners=auto goes by images/s alone: with these settings of averaging learners are apart, and "
                 "their gradients do not tell how much a sample is worth."
             ]
-        if self.settings.count_effective_samples and not rule.compares_gradients:
-            raise UserError(
-                f"count_effective_samples=true goes by the gradient noise, which averaging={rule.NAME} does not show "
-                "with these settings, as learners are apart; choose averaging=sma or averaging=synchronous_sgd, or "
-                "leave it out."
-            )
         wanted = rule.scales_by_gain or self.settings.count_effective_samples
         compares = wanted or (by_goodput and rule.compares_gradients)
         noise = NoiseScale(self.settings.batch_size) if compares else None

@@ -209,7 +209,8 @@ class TrainingLoop:
         self._agreed, before_s = agree(reports), self._agreed.elapsed_s
         if noise is not None:
             self.state.noise = noise.after_sums(*self._agreed.compared)
-        every_round = self.ranks.num_ranks == 1 or self._run.train_feed.STREAMS
+        by_noise = self._run.rule.scales_by_gain or self.settings.count_effective_samples  # so no clock may decide
+        every_round = self.ranks.num_ranks == 1 or self._run.train_feed.STREAMS or by_noise
         period = self._run.rule.averaging_period
         self._synchronisation.synchronised(
             self.state.round_index, self._agreed.elapsed_s - before_s, period, every_round

@@ -87,8 +87,9 @@ def test_checkpoints_in_between_change_nothing(tmp_path):
 
 def test_ranks_agree_on_the_noise_and_on_z():
     options = {"num_learners": 2, "averaging": SMA(rate_scaling="adascale")}
-    found = results(rank_jobs.train, 2, options, {"max_rounds": 100}, True)
+    found, again = (results(rank_jobs.train, 2, options, {"max_rounds": 100}, True) for _ in range(2))
     assert_alike(found)
+    assert (found[0].z == again[0].z).all()  # no clock decides when they agree
 
 
 @pytest.mark.parametrize("rule", [LocalSGD, PAPA])
@@ -97,6 +98,8 @@ def test_gain_is_refused_where_learners_are_apart(rule):
         rule(rate_scaling="adascale")
     with pytest.raises(UserError, match="adascale"):
         SMA(rate_scaling="adascale", averaging_period=2)
+    with pytest.raises(UserError, match="average in every round"):
+        make_trainer(averaging=SMA(averaging_period=2), count_effective_samples=True)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +120,18 @@ def test_tuner_goes_by_goodput_where_it_can_and_says_where_it_cannot(averaging, 
     trainer.fit(max_rounds=80)
     assert (trainer.state.noise is not None and trainer.state.noise.samples is not None) is measured
     assert any("goes by images/s alone" in text for text in recorder.of("message")) is told
+
+
+@pytest.mark.parametrize(("before", "after"), [("throughput", "goodput"), ("goodput", "throughput")])
+def test_resumed_run_measures_what_its_objective_needs(tmp_path, before, after):
+    def made(objective, **options):
+        settings = AutoTunerSettings(objective=objective)
+        return make_trainer(num_learners="auto", auto_tuner=settings, output_dir=tmp_path, **options)
+
+    made(before).fit(max_rounds=40)
+    resumed = made(after, resume="auto")
+    resumed.fit(max_rounds=40)
+    assert (resumed.state.noise is not None) is (after == "goodput")
 
 
 def test_fixed_number_of_learners_measures_nothing():

@@ -111,8 +111,9 @@ def test_other_settings_of_averaging_follow_one_rank(averaging):
 @pytest.mark.parametrize("averaging", [SynchronousSGD(), SMA()], ids=lambda rule: rule.NAME)
 @pytest.mark.parametrize("others", ["sgd", "adamw"])
 def test_muon_on_ranks_follows_one_rank(averaging, others):
+    normalizes = averaging.gradient_mean is not None
     optimizer = Muon(
-        weight_decay=0.05, normalize_weights=True, other_optimizer=others, other_learning_rate=0.01, clip_norm=1.0
+        weight_decay=0.05, normalize_weights=normalizes, other_optimizer=others, other_learning_rate=0.01, clip_norm=1.0
     )
     options = {"averaging": averaging, "optimizer": optimizer, "model": deeper_image_model, "rounds": 14}
     found = train(2, 2, **options)

@@ -42,7 +42,7 @@ class GroupTasks(ABC):
 
     Attributes:
         notes: messages for the user about slower operation; the reader clears it.
-        has_kept: whether a single learner's gradient was kept, to be compared with its next.
+        kept: a single learner's gradient, to be compared with its next; empty before the first was kept.
 
     Raises UserError for an optimizer without a device update.
     """
@@ -51,7 +51,7 @@ class GroupTasks(ABC):
         self.learners, self.tasks, self._executor = learners, tasks, executor
         bank, entries = tasks.bank, len(learners) + 1
         self.notes: list[str] = []
-        self.has_kept = False
+        self.kept: list[Tensor] = []
         self.update = DeviceUpdate(tasks.update.optimizer, tasks.update.rule, bank.device)
         self._rates, self._counts = (torch.zeros(entries, dtype=torch.float64, device=bank.device) for _ in range(2))
         self._results = torch.zeros(entries, NUM_RESULTS, dtype=torch.float64, device=bank.device)
@@ -140,7 +140,7 @@ class GroupTasks(ABC):
 
     @property
     def _can_compare(self) -> bool:
-        return self.tasks.bank.num_learners > 1 or self.has_kept
+        return self.tasks.bank.num_learners > 1 or bool(self.kept)
 
     def read(self, outcome: RoundOutcome, host: Tensor) -> None:
         """Fill the outcome from `host` [K, 6] and count the steps in the bank. The host must have waited for `host`."""
@@ -186,15 +186,18 @@ def average_gated(groups: Sequence[GroupTasks]) -> None:
 def compare_gradients(groups: Sequence[GroupTasks], keep: bool) -> None:
     """Do as `RoundTasks.compare_gradients`, for the groups of a whole bank; `keep` is for a single learner's first.
 
-    It is kept in its row of corrections, as a single learner has none.
+    It is kept in memory that is made once, before a graph is captured that reads it.
     """
-    bank = groups[0].tasks.bank
-    if keep:
-        groups[0].has_kept = True
-        torch._foreach_copy_(bank.corrections.trained(0), bank.gradients.trained(0))
-        return
+    bank, first = groups[0].tasks.bank, groups[0]
     lists = [bank.gradients.trained(learner) for learner in range(bank.num_learners)]
-    lists = [bank.corrections.trained(0), *lists] if len(lists) == 1 else lists
+    if keep:
+        first.kept = first.kept or [torch.empty_like(own) for own in lists[0]]
+        torch._foreach_copy_(first.kept, lists[0])
+        return
+    if len(lists) == 1:
+        if not first.kept:  # the executor is newer than the round that kept it
+            return
+        lists = [first.kept, *lists]
     mean = [own.clone() for own in lists[0]]
     for other in lists[1:]:
         torch._foreach_add_(mean, other)

@@ -236,13 +236,19 @@ class FusedExecutor(Executor):
         return [tasks.next_step(j, norms[j], outcome) for j in learners]
 
     def _in_place(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return gradients where autograd left them, if they have the bank's strides and dtype; else in the bank."""
-        found: list[Tensor] = []
+        """Return gradients where autograd left them, if they have the bank's strides and dtype; else in the bank.
+
+        Autograd may have one tensor for two parameters, as for those of a sum, which an optimizer that writes to
+        gradients needs twice.
+        """
+        found, seen = list[Tensor](), set[int]()
         for view, gradient in zip(self.tasks.bank.stacked_gradients(), gradients, strict=True):
             if gradient is None:
                 found.append(view.zero_())
             else:
                 fits = (gradient.stride(), gradient.dtype) == (view.stride(), view.dtype)
+                fits = fits and gradient.data_ptr() not in seen
+                seen.add(gradient.data_ptr())
                 found.append(gradient if fits else view.copy_(gradient))
         return found
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
+_OF_ONE_GRAM = 5  # iterations before the Gram matrix is computed anew
 _LEAST_NORM = 1e-7  # a matrix of zeros stays one
 
 
@@ -41,23 +42,35 @@ def orthogonalize(matrices: Sequence[Tensor], iterations: int) -> list[Tensor]:
 def _iterate(x: Tensor, iterations: int) -> Tensor:
     """Return the iterates of wide matrices `[N, rows, columns]`; `x` is scratch.
 
-    An iteration multiplies X from the left by a polynomial of its Gram matrix XXᵀ. For wide matrices these polynomials
-    are multiplied with each other, `[N, rows, rows]`, and with X once; for others X itself is iterated.
+    An iteration multiplies X from the left by a polynomial of its Gram matrix XXᵀ. For wide matrices a few of these
+    polynomials are multiplied with each other, `[N, rows, rows]`, and then with X; for others X itself is iterated.
+    Only a few, because what rounding adds to a Gram matrix of low rank grows by a factor of 12 in an iteration.
     """
     x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_(min=_LEAST_NORM)
     if 2 * x.shape[2] < 3 * x.shape[1]:
         for _ in range(iterations):
             x = torch.baddbmm(x, _polynomial(torch.bmm(x, x.mT)), x, beta=COEFFICIENTS[0])
         return x
-    gram, product = torch.bmm(x, x.mT), None
-    for index in range(iterations):
-        factor = _polynomial(gram)
-        factor.diagonal(dim1=1, dim2=2).add_(COEFFICIENTS[0])
-        product = factor if product is None else torch.bmm(factor, product)
-        if index + 1 < iterations:
-            gram = torch.bmm(torch.bmm(factor, gram), factor)
-    assert product is not None, "there is at least one iteration"
-    return torch.bmm(product, x)
+    for first in range(0, iterations, _OF_ONE_GRAM):
+        x = torch.bmm(_product(torch.bmm(x, x.mT), min(_OF_ONE_GRAM, iterations - first)), x)
+    return x
+
+
+def _product(gram: Tensor, iterations: int) -> Tensor:
+    """Return the product of the polynomials that X is multiplied by in these iterations, at least one."""
+    product = factor = _factor(gram)
+    for _ in range(1, iterations):
+        gram = torch.bmm(torch.bmm(factor, gram), factor)
+        factor = _factor(gram)
+        product = torch.bmm(factor, product)
+    return product
+
+
+def _factor(gram: Tensor) -> Tensor:
+    """Return a + b·G + c·G²."""
+    factor = _polynomial(gram)
+    factor.diagonal(dim1=1, dim2=2).add_(COEFFICIENTS[0])
+    return factor
 
 
 def _polynomial(gram: Tensor) -> Tensor:

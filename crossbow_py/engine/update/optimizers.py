@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import check, setting
-from crossbow_py.engine.bank.layout import Matrix, TrainedRow, norm_parameters
+from crossbow_py.engine.bank.layout import Matrix, TrainedRow
 from crossbow_py.engine.update.newton_schulz import orthogonalize
 
 
@@ -33,6 +33,7 @@ class NativeStep:
     decay: float = 0.0
 
 
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LEAST_NORM = 1e-7  # of weights that are all zero, which stay so
 Place = tuple[Matrix, Sequence[Tensor], Sequence[Tensor]]
 PerLearner = float | tuple[float, ...]
@@ -222,20 +223,22 @@ class AdamW(Optimizer):
 
 @dataclass(frozen=True)
 class Muon(Optimizer):
-    """Momentum, orthogonalised (Jordan et al. 2024), for weights between the first and the last layer.
+    """Momentum, orthogonalised (Jordan et al. 2024), for weights of layers between the first and the last.
 
-    A weight is a matrix of its outputs by the rest of its sizes. NS is Newton–Schulz, see `newton_schulz.py`; with
-    G = U·S·Vᵀ, NS(G) is about U·Vᵀ::
+    Layers are linear, convolutional and attention's, in the order in which the model lists them. A weight is a matrix
+    of its outputs by the rest of its sizes. NS is Newton–Schulz, see `newton_schulz.py`; with G = U·S·Vᵀ, NS(G) is
+    about U·Vᵀ::
 
         u ← m·u + g
         o ← s · NS(g + m·u)  or, without Nesterov's form,  s · NS(u)
         w ← (1 − γ·λ)·w − γ·o
 
     s is √max(1, outputs / rest), or with adjust_lr_fn=match_rms_adamw 0.2·√max(outputs, rest), by which rates are those
-    of AdamW (Liu et al. 2025). With `normalize_weights` each matrix is brought to the norm √outputs before its step and
-    any pull, so that a rate means the same throughout training (Jordan's airbench94); to a norm layer after it that
-    makes no difference. Other parameters, as of norms, biases, embeddings, grouped convolutions, and of the first and
-    last layer, take steps of SGD in Nesterov's form, or of AdamW, with settings of their own and the same schedule.
+    of AdamW (Liu et al. 2025). With `normalize_weights` each matrix is brought to the norm √outputs before its step, so
+    that a rate means the same throughout training (Jordan's airbench94); to a norm layer after it that makes no
+    difference. Other parameters, as of norms, biases, embeddings, grouped and transposed convolutions, of the first and
+    last layer, and those that are no layer's weight, take steps of SGD in Nesterov's form, or of AdamW, with settings
+    of their own and the same schedule.
     """
 
     NAME: ClassVar[str] = "muon"
@@ -267,16 +270,17 @@ class Muon(Optimizer):
         return self.STATE if self.other_optimizer == "sgd" else (*self.STATE, "exp_avg_sq")
 
     def matrices(self, module: nn.Module) -> tuple[str, ...]:
-        norms, left_out = norm_parameters(module), set[int]()
+        layers = [own for each in module.modules() for own in _weights_of(each)]
+        left_out = {id(own) for own in (*layers[:1], *layers[-1:])}
         for each in module.modules():
             if isinstance(each, nn.Embedding) or getattr(each, "groups", 1) != 1:
                 left_out |= {id(own) for own in each.parameters(recurse=False)}
-        weights = [(name, own) for name, own in module.named_parameters() if own.ndim > 1 and id(own) not in norms]
-        found = tuple(name for name, own in weights[1:-1] if own.requires_grad and id(own) not in left_out)
+        taken = {id(own) for own in layers if own.requires_grad} - left_out
+        found = tuple(name for name, own in module.named_parameters() if id(own) in taken)
         if not found:
             raise UserError(
-                "optimizer=muon needs weights between the model's first and last layer, and there are none to train; "
-                "set optimizer=sgd or optimizer=adamw."
+                "optimizer=muon needs linear or convolutional layers between the model's first and last one, and there "
+                "are none to train; set optimizer=sgd or optimizer=adamw."
             )
         return found
 
@@ -370,6 +374,16 @@ class Muon(Optimizer):
         """Return a row of other parameters with its state under the names that their optimizer has for it."""
         state = zip(self.others.STATE, row.state.values(), strict=True)
         return replace(row, state=dict(state))
+
+
+def _weights_of(module: nn.Module) -> list[Tensor]:
+    """Return the weights of a layer, outputs first, that Muon may take as matrices."""
+    if isinstance(module, _LAYERS):
+        return [module.weight]
+    if isinstance(module, nn.MultiheadAttention):  # one of three, or three
+        names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+        return [own for name in names if (own := getattr(module, name)) is not None]
+    return []
 
 
 def side_by_side(each: Sequence[Optimizer]) -> Optimizer:

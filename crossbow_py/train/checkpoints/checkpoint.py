@@ -43,6 +43,7 @@ _ADDED: dict[str, Any] = {
     "count_effective_samples": False,
     "random_erasing": 0.0,
     "average_ema": None,
+    "objective": "throughput",
 }
 _SHA256 = re.compile(f"[{string.hexdigits}]{{64}}")
 
@@ -267,6 +268,12 @@ def renamed(recorded: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(averaging, Mapping) and averaging.get("name") == "sma" and "averaging_momentum" in averaging:
         return {**recorded, "averaging": {**averaging, "name": "crossbow"}}
     return dict(recorded)
+
+
+def lost_rule(recorded: Mapping[str, Any]) -> bool:
+    """Return whether recorded settings are of a rule that is gone: `grouped_sma` with Crossbow's z."""
+    rule = recorded.get("averaging")
+    return isinstance(rule, Mapping) and rule.get("name") == "grouped_sma" and "averaging_momentum" in rule
 
 
 def _formerly(settings: Mapping[str, Any]) -> dict[str, Any]:

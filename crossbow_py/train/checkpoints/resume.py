@@ -62,6 +62,7 @@ def restore(run: Run, checkpoint: SavedCheckpoint) -> None:
     With the same number of ranks every learner is restored. With another number z and the schedule are; additional
     learners are clones of z. Raises CheckpointError if the checkpoint is of another run.
     """
+    noise = run.state.noise
     with taking_from(checkpoint.folder):
         saved = checkpoint.part(0)
         current = identity(run)
@@ -79,6 +80,7 @@ def restore(run: Run, checkpoint: SavedCheckpoint) -> None:
             run.state = RunState.from_plain(own["state"])
         else:
             _take_share(run, checkpoint)
+        run.state.noise = noise and (run.state.noise or noise)  # whether it is measured may have changed
         if run.average_ema is not None:
             run.average_ema.load_state_dict(saved["average_ema"], run.state.samples_seen)
         if run.tuning and saved.get("tuner"):

@@ -86,6 +86,16 @@ def _check_policies(
                 f"optimizer.{name} has a value for each learner, and with averaging={rule.NAME} all learners step by "
                 "the same gradient; give one value for all."
             )
+    if settings.count_effective_samples and not rule.compares_gradients:
+        raise UserError(
+            f"count_effective_samples=true goes by the gradient noise, which averaging={rule.NAME} does not show with "
+            f"these settings, as learners are apart; {rule.TO_COMPARE}, or leave it out."
+        )
+    if optimizer.prepares_weights and settings.averages(rule, ranks.num_ranks) and rule.pulls_apart:
+        raise UserError(
+            f"optimizer.normalize_weights=true gives weights a norm that averaging={rule.NAME} takes from them again, "
+            "as it pulls them to an average that has another; set averaging=synchronous_sgd, or leave it out."
+        )
     if settings.label_smoothing and settled_loss(loss) is not nn.functional.cross_entropy:
         raise UserError(
             f"label_smoothing={settings.label_smoothing} is for cross-entropy, and another loss was given; "

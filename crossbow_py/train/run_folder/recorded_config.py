@@ -18,7 +18,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import given_path
 from crossbow_py.core.plain_values import filled
 from crossbow_py.telemetry.records import CONFIG_FILE
-from crossbow_py.train.checkpoints.checkpoint import renamed, upgraded
+from crossbow_py.train.checkpoints.checkpoint import lost_rule, renamed, upgraded
 from crossbow_py.train.config import TrainConfig, config_from_mapping, config_to_mapping
 
 _KEY = "config="
@@ -75,6 +75,11 @@ def recorded(path: str) -> TrainConfig:
     plain = renamed(read_yaml(file))
     if "space" in plain:
         raise UserError(f"config={path} is of a search, which holds many runs; give the folder best in it.")
+    if lost_rule(plain):
+        raise UserError(
+            f"config={path} is of averaging=grouped_sma with Crossbow's average model, which this version does not "
+            "have; start from a recipe, or copy what else it says to the command line."
+        )
     _check_keys(path, plain)
     plain.update(_OF_THE_RUN)
     kept = config_to_mapping(config_from_mapping(plain, file))

@@ -470,7 +470,8 @@ def test_nothing_is_decided_until_the_noise_is_known() -> None:
     many = AutoTuner(windows=3, warm_up_windows=0)
     state = START
     for rate in (1, 1, 1, 100, 100):  # the last three windows count
-        state, _ = many.observe(state, rate, noise=few)
+        state, _ = many.observe(state, rate, num_windows=5, noise=few)
+        assert len(state.recent) == 2
     state, decision = many.observe(state, 100, noise=noise(64))
     assert decision.reason == "1 → 2 learners: 100 images/s with 1 of efficiency 1.00."
 
@@ -500,6 +501,26 @@ def test_learners_go_as_the_noise_falls_without_a_search() -> None:
     assert why == "4 → 3 learners: 300 images/s with 3 of efficiency 0.67, as the gradient noise scale is 100 samples."
     assert (state.num_learners, state.phase) == (3, "settled")
     assert observe(quick(), state, [300, 300, 300], 100)[0].num_learners == 3
+
+
+def test_learners_that_come_to_waste_their_samples_go_though_nothing_smaller_was_measured() -> None:
+    state = AutoTunerState(num_learners=8, phase="settled", measured=((8, 800.0),), noise_scale=1000.0)
+    state, (said,) = observe(quick(), state, [800], 32)  # 64 / 288 with 8
+    assert said == "8 → 6 learners: 800 images/s with 8 of efficiency 0.22, the gradient noise scale is 32 samples."
+    rates = {6: 700.0, 4: 600.0, 3: 500.0, 2: 400.0, 1: 200.0}
+    for _ in range(40):
+        state, _ = observe(quick(), state, [rates[state.num_learners]], 32)
+    assert (state.num_learners, state.phase) == (2, "settled")  # 64 / 96 of 400
+
+
+def test_learners_that_waste_samples_and_are_the_best_stay() -> None:
+    rates = {8: 800.0, 6: 200.0, 4: 150.0, 3: 120.0, 2: 90.0, 1: 50.0}
+    state = AutoTunerState(num_learners=8, phase="settled", measured=((8, 800.0),), noise_scale=1000.0)
+    seen = []
+    for _ in range(40):
+        state, _ = observe(quick(), state, [rates[state.num_learners]], 100)  # 132 / 356 with 8
+        seen.append(state.num_learners)
+    assert set(seen[-30:]) == {8}
 
 
 def test_devices_count_and_noise_that_hides_the_gradient_makes_throughput_count() -> None:

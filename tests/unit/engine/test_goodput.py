@@ -18,6 +18,7 @@ from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.goodput import Comparison, NoiseScale, comparison_in, efficiency
 from crossbow_py.engine.modules.precision import FP32, FP64, Precision
+from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.engine.update.optimizers import SGD, Muon, Optimizer
 from tests.recording_streams import ShuffledStreams
 from tests.support import IMAGES, features, make_tasks, norm_model, run
@@ -163,13 +164,22 @@ def test_one_learner_compares_two_rounds(executor: str) -> None:
 
 @pytest.mark.parametrize("executor", [FusedExecutor, StreamsExecutor])
 @pytest.mark.parametrize("rule", [SMA(), SynchronousSGD(), GroupedSMA(group_size=2)], ids=lambda rule: rule.NAME)
-@pytest.mark.parametrize("num_learners", [1, 3])
-def test_devices_compare_in_any_order_that_events_allow(executor, rule, num_learners: int) -> None:  # type: ignore[no-untyped-def]
-    options = {"num_learners": num_learners, "rule": rule, "data": IMAGES, "compares": True, "order": "blocks"}
-    ours, reference = (make_tasks(norm_model, **options) for _ in range(2))  # type: ignore[arg-type]
+@pytest.mark.parametrize(("num_learners", "num_devices"), [(1, 1), (3, 1), (1, 2)])
+def test_devices_compare_in_any_order_that_events_allow(  # type: ignore[no-untyped-def]
+    executor, rule, num_learners: int, num_devices: int
+) -> None:
+    """One learner of several devices has corrections, which its kept gradient must not be among."""
+
+    def made() -> RoundTasks:
+        options = {"num_learners": num_learners, "rule": rule, "data": IMAGES, "compares": True, "order": "blocks"}
+        tasks = make_tasks(norm_model, **options)  # type: ignore[arg-type]
+        tasks.bank.num_devices = num_devices
+        return tasks
+
+    reference = made()
     expected = follow(reference, EXECUTORS["serial"](reference), 14)
     for seed in range(3):
-        ours = make_tasks(norm_model, **options)  # type: ignore[arg-type]
+        ours = made()
         found = follow(ours, executor(ours, ShuffledStreams(seed)), 14)
         assert [each is None for each in found] == [each is None for each in expected]
         for mine, theirs in zip(found, expected, strict=True):

@@ -117,7 +117,8 @@ def test_accuracy_run_given_again_goes_on_and_keeps_no_path_of_the_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command_line = ["--experiment", "digits", "--name", "short", "--seeds", "0,1", "--runs", str(tmp_path),
-                    "--results", str(tmp_path / "out"), "model=mlp", "model.hidden=[16]", "data=digits", "device=cpu"]  # fmt: skip
+                    "--results", str(tmp_path / "out"), "model=mlp", "model.hidden=[16]", "data=digits",
+                    "device=cpu"]  # fmt: skip
     assert flowers.main([*command_line, "max_epochs=1"]) == 0
     assert flowers.main([*command_line, "max_epochs=2"]) == 0
     capsys.readouterr()

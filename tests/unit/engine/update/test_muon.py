@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -104,8 +105,52 @@ def test_matrices_lie_between_the_first_and_the_last_layer() -> None:
 
 @pytest.mark.parametrize("model", [nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))])
 def test_model_without_matrices_is_refused_with_the_remedy(model: nn.Module) -> None:
-    with pytest.raises(UserError, match="between the model's first and last layer.*set optimizer=sgd"):
+    with pytest.raises(UserError, match="between the model's first and last one.*set optimizer=sgd"):
         Muon().matrices(model)
+
+
+class Tokens(nn.Module):
+    """A transformer as people write it: raw parameters first, attention, and a head with the embedding's weight."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.cls, self.positions = nn.Parameter(torch.zeros(1, 1, 8)), nn.Parameter(torch.zeros(1, 5, 8))
+        self.tokens = nn.Embedding(7, 8)
+        self.patches = nn.Conv2d(3, 8, 2)
+        self.attention, self.up = nn.MultiheadAttention(8, 2), nn.ConvTranspose1d(8, 8, 2)
+        self.hidden, self.head = nn.Linear(8, 8), nn.Linear(8, 7, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_no_layers_weight_is_no_matrix(tied: bool) -> None:
+    attention = ("attention.in_proj_weight", "attention.out_proj.weight")
+    assert Muon().matrices(Tokens(tied)) == (*attention, "hidden.weight")
+
+
+class Sum(nn.Module):
+    """Autograd has one tensor for the gradients of `middle` and of what is added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.shift = nn.Parameter(torch.zeros(6, 6))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.linear(self.first(inputs).relu(), self.middle.weight + self.shift)
+        return self.last(hidden.relu())  # type: ignore[no-any-return]
+
+
+def test_gradient_that_two_parameters_share_is_that_of_each() -> None:
+    found = {}
+    for executor in ("serial", "fused"):
+        tasks = make_tasks(Sum, optimizer=Muon(), precision=FP32, order=EXECUTORS[executor].ORDER)
+        run_rounds(tasks, executor, 3, learning_rate=0.02)
+        found[executor] = tasks.bank.weights.shaped(1)
+    for name, own in found["serial"].items():
+        torch.testing.assert_close(found["fused"][name], own, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("order", ["rows", "blocks"])
@@ -171,6 +216,18 @@ def test_fifty_rounds_are_those_of_numpy(optimizer: Muon, order: str) -> None:
     for name, view in bank.weights.shaped(learner).items():
         np.testing.assert_allclose(view.numpy(), expected[name], rtol=1e-8, atol=1e-9, err_msg=name)
     assert bank.weights.shaped(0)["a.weight"].equal(template.a.weight)  # the other learner has not moved
+
+
+@pytest.mark.parametrize("iterations", [5, 8, 12, 20])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_matrices_of_low_rank_stay_in_range_in_float32(rank: int, iterations: int) -> None:
+    """Small batches have such gradients. What rounding adds grows, but no singular value may leave their range."""
+    for rows, columns, seed in itertools.product((16, 64, 250), (256,), range(3)):
+        matrix = drawn(rows, rank, seed=seed) @ drawn(rank, columns, seed=seed + 10)
+        (found,) = orthogonalize([matrix.float()], iterations)
+        assert np.linalg.norm(found.numpy(), 2) < 1.21  # the most that the polynomial makes of a value in [0, 1]
+        if iterations <= 8:
+            assert np.linalg.norm(found.numpy() - newton_schulz(matrix.numpy(), iterations), 2) < 0.02
 
 
 @pytest.mark.parametrize("averaging", [SynchronousSGD(), SMA(), Independent(), GroupedSMA(group_size=2)])

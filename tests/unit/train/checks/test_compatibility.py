@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 from torch.nn.functional import cross_entropy
 
-from crossbow_py import SGD, SMA, Constant
+from crossbow_py import (
+    SGD,
+    SMA,
+    Constant,
+    Crossbow,
+    Elastic,
+    GroupedSMA,
+    Independent,
+    LocalSGD,
+    Muon,
+    SynchronousSGD,
+    UserError,
+)
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.train.checks.compatibility import check_compatible
 from crossbow_py.train.run_settings import RunSettings
@@ -15,6 +29,20 @@ from tests.thread_ranks import ThreadRanks, on_threads
 def check(ranks: Ranks = ALONE, num_learners: int = 2, node_period: int = 1) -> None:
     settings, averaging = RunSettings(num_learners=num_learners), SMA(node_period=node_period)
     check_compatible(settings, SGD(), Constant(), averaging, cross_entropy, None, ranks)
+
+
+@pytest.mark.parametrize(
+    ("averaging", "num_learners", "refused"),
+    [
+        (SMA(), 2, True), (SMA(), "auto", True), (Crossbow(), 2, True), (Elastic(), 2, True),
+        (GroupedSMA(group_size=2), 4, True), (SMA(), 1, False), (SynchronousSGD(), 4, False), (LocalSGD(), 4, False),
+        (Independent(), 4, False),
+    ],
+)  # fmt: skip
+def test_norm_that_a_pull_would_undo_is_refused(averaging, num_learners, refused):
+    given = RunSettings(num_learners=num_learners), Muon(normalize_weights=True), Constant(), averaging, cross_entropy
+    with pytest.raises(UserError, match="set averaging=synchronous_sgd") if refused else nullcontext():
+        check_compatible(*given, None, ALONE)
 
 
 def in_nodes(ranks: ThreadRanks, num_local: list[int], num_learners: int) -> None:

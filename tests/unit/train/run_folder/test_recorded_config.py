@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from crossbow_py.averaging import LocalSGD
-from crossbow_py.cli.config_files import write_yaml
+from crossbow_py.cli.config_files import read_yaml, write_yaml
 from crossbow_py.cli.configuration import compose, group_options
 from crossbow_py.cli.overrides import expand_sweeps
 from crossbow_py.core.errors import UserError
@@ -168,6 +168,23 @@ def test_key_that_an_earlier_version_did_not_have_is_what_it_stood_for_then(tmp_
     folder = run(tmp_path, "+experiment=digits", without=("averaging", "rate_scaling"))
     assert compose(["+experiment=digits"], TrainConfig).averaging.rate_scaling == "sqrt"
     assert recorded(str(folder)).averaging.rate_scaling == "none"
+
+
+def test_rule_that_is_gone_is_told_and_its_models_are_found(tmp_path: Path) -> None:
+    folder = run(tmp_path, "+experiment=digits", "averaging=grouped_sma")
+    plain = json.loads(json.dumps(read_yaml(folder / "config.yaml")))
+    plain["averaging"] |= {"averaging_momentum": 0.9, "final_correction_rate": None, "correction_rate": None}
+    (folder / "config.yaml").write_text(json.dumps(plain))
+    with pytest.raises(UserError, match="is of averaging=grouped_sma with Crossbow's average model"):
+        composed([f"config={folder}"], TrainConfig)
+    (folder / "model.safetensors").touch()
+    (found,) = find_models([str(folder)])
+    assert found.file == folder / "model.safetensors"
+
+
+def test_tuner_of_an_earlier_run_maximises_throughput(tmp_path: Path) -> None:
+    folder = run(tmp_path, "+experiment=digits", "num_learners=auto", without=("auto_tuner", "objective"))
+    assert recorded(str(folder)).auto_tuner.objective == "throughput"
 
 
 @pytest.mark.parametrize(
