@@ -92,7 +92,7 @@ OF_MANY = {
     "synchronous_sgd, linear": "averaging=synchronous_sgd averaging.rate_scaling=linear",
 }
 # Crossbow's own schedule: flat, then two drops. What comes before the first one is the doing of z, or of its EMA.
-_EMA = "averaging.average_ema=0.2"
+_EMA = "averaging.average_ema=0.05"
 OF_STEPS = {
     f"{name}{ema}": f"{words} {_EMA if ema else ''}".strip()
     for name, words in {
