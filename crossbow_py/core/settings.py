@@ -28,7 +28,7 @@ _LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 }
 _NAME = re.compile(r"\w+")
 _UPPER = ("maximum", "below")
-_LARGEST = 3.4e38  # float32
+_LARGEST, _SMALLEST = 3.4e38, 1.2e-38  # float32, of normal numbers
 _LONGEST_SHOWN = 200
 _MOST_NAMED = 3  # choices of a group that have a key
 _MOST_COUNTED = 2**62  # no counter of ours gets there
@@ -298,6 +298,8 @@ def _check_limits(path: str, value: Any, metadata: Mapping[str, Any]) -> None:
         raise UserError(f"{path} must be a finite number, got {value}.")
     if isinstance(value, float) and abs(value) > _LARGEST:
         raise UserError(f"{path} must be a number that 32 bits can hold (up to {_LARGEST:.1e}), got {value}.")
+    if isinstance(value, float) and 0 < abs(value) < _SMALLEST:
+        raise UserError(f"{path} must be a number that 32 bits can hold (0, or from {_SMALLEST:.1e} on), got {value}.")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise UserError(f"{path} must be a number of at most 63 bits, got {shown(value)}.")
     for name, (words, holds) in _LIMITS.items():

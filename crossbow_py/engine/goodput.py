@@ -29,8 +29,10 @@ EVERY_ROUNDS = 4  # gradients are compared in every so many rounds
 _HORIZON = 100  # comparisons; before there are as many, the mean is over all
 _LEAST = 16  # comparisons before φ is used
 
+ComparisonStep = Literal["keep", "compare"]
 
-def comparison_in(round_index: int, num_learners: int) -> Literal["keep", "compare"] | None:
+
+def comparison_in(round_index: int, num_learners: int) -> ComparisonStep | None:
     """Return whether a round compares gradients; one learner's is kept in a round and compared with the next one's."""
     place = round_index % EVERY_ROUNDS
     if num_learners == 1:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.layout import TrainedRow, norm
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.engine.goodput import Comparison
+from crossbow_py.engine.goodput import Comparison, ComparisonStep
 from crossbow_py.engine.modules.compiled import CompiledModels, Model
 from crossbow_py.engine.modules.dropout import OwnDraws, counter_seed
 from crossbow_py.engine.modules.losses import Loss, correct_of_batch, ignored_target, smoothed_cross_entropy
@@ -77,7 +77,7 @@ class Round:
     together: RoundAveraging | None
     joins_nodes: bool = False
     draws: tuple[Draws, ...] = ()
-    comparison: Literal["keep", "compare"] | None = None
+    comparison: ComparisonStep | None = None
 
     @property
     def averaging(self) -> LinearRound | None:
@@ -160,7 +160,6 @@ class RoundTasks:
         self._drawing: set[int] = set()  # learners to watch again, because torch's generator has moved
         self._false_alarms = 0
         self._has_told_missing_gradients = False
-        self._kept_gradients: list[Tensor] = []  # of a single learner, see `Round.comparison`
         self.notes: list[str] = []
         self.bank, self.update, self.feed, self.loss = bank, update, feed, loss
         self.seed, self.collective, self.label_smoothing, self.compares = seed, collective, label_smoothing, compares
@@ -274,18 +273,21 @@ class RoundTasks:
     def compare_gradients(self, outcome: RoundOutcome) -> None:
         """Compare the learners' gradients in the bank, see `compare`."""
         bank = self.bank
-        self.compare([bank.gradients.trained(learner) for learner in range(bank.num_learners)], outcome)
+        gradients = [bank.gradients.trained(learner) for learner in range(bank.num_learners)]
+        self.compare(gradients, lambda: bank.kept_gradient.trained(0), outcome)
 
-    def compare(self, gradients: Sequence[list[Tensor]], outcome: RoundOutcome) -> None:
-        """Write the comparison of all learners' gradients, matching lists, to the outcome; or keep a single one."""
+    def compare(
+        self, gradients: Sequence[list[Tensor]], kept: Callable[[], list[Tensor]], outcome: RoundOutcome
+    ) -> None:
+        """Write the comparison of all learners' gradients, matching lists, to the outcome; or keep a single one.
+
+        `kept` returns views, in the same order, of where that is.
+        """
         if outcome.plan.comparison == "keep":
-            self._kept_gradients = [own.clone() for own in gradients[0]]
+            torch._foreach_copy_(kept(), gradients[0])
             return
         if len(gradients) == 1:
-            kept, self._kept_gradients = self._kept_gradients, []
-            if not kept:  # the executor is newer than the round that kept it
-                return
-            gradients = [kept, gradients[0]]
+            gradients = [kept(), gradients[0]]
         n = len(gradients)
         mean = [own.clone() for own in gradients[0]]
         for other in gradients[1:]:

@@ -92,8 +92,6 @@ class RunBuilder:
         with ranks.together():
             most, bounded = learner_bound(template, batch, settings, choices, self.loss, self.optimizer, rule)
             bank, average_ema = self._bank(template, train_feed.num_samples)
-        most = most_settling(rule, most, collective.num_devices)
-        most = min(int(each) for (each,) in ranks.gather([most]))
         if not rule.has_central_model:  # learners share every batch and are never averaged
             for learner in range(1, bank.num_learners):
                 seed = counter_seed(settings.seed, "initialisation", 0, learner)
@@ -112,20 +110,31 @@ class RunBuilder:
             ),
             train_feed=train_feed, validation_feed=validation_feed, test_feed=test_feed, collective=collective,
             ranks=ranks, nodes=ranks.nodes() if collective.apart else None, timeline=self.timeline,
-            warnings=[*warnings, *filter(None, [warning]), *notes, *bounded, *remarks, *_refusals(choices)],
+            warnings=[
+                *warnings, *filter(None, [warning]), *notes, *bounded, *remarks, *_refusals(choices),
+                *self.optimizer.remarks(template),
+            ],
             tuning=tuning, state=RunState(noise=noise),
             worker_autotuner=worker_autotuner(settings.num_workers, train_feed, ranks.num_local),
             busy_cores=busy_cores(choices.executor, device.type, ranks.num_local == 1 and not train_feed.STREAMS),
         )  # fmt: skip
 
-    def _tuning(self, most: int, num_devices: int) -> tuple[LearnerTuning | None, NoiseScale | None, list[str]]:
-        """Return the tuning of learners, the gradient noise if it is to be measured, and messages."""
-        rule, tuner, remarks = self.rule, None, []
+    def _tuning(self, fitting: int, num_devices: int) -> tuple[LearnerTuning | None, NoiseScale | None, list[str]]:
+        """Return the tuning of at most `fitting` learners, the gradient noise if it is measured, and messages."""
+        rule, tuner, remarks = self.rule, None, list[str]()
+        most = most_settling(rule, fitting, num_devices)
+        if self.settings.num_learners == "auto" and most < fitting:
+            learners = "one learner" if most == 1 else f"{most} learners"
+            remarks.append(
+                f"num_learners=auto takes at most {learners}: with more, averaging={rule.NAME} is not stable at these "
+                "settings."
+            )
+        most = min(int(each) for (each,) in self.ranks.gather([most]))
         if self.settings.num_learners == "auto":
             tuner = AutoTuner(objective=self.auto_tuner.objective, max_learners=most, num_devices=num_devices)
         by_goodput = tuner is not None and tuner.objective == "goodput" and most * num_devices > 1
         if by_goodput and not rule.compares_gradients:
-            remarks = [
+            remarks += [
                 "num_learners=auto goes by images/s alone: with these settings of averaging learners are apart, and "
                 "their gradients do not tell how much a sample is worth."
             ]

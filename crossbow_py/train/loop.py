@@ -279,7 +279,7 @@ class TrainingLoop:
         self.learning_rate = plan.learning_rates[0]
         self.meter.update(images)
         rate, stops = self.learning_rate, self.stops
-        self.reporter.progress(state, rate, self._planned_samples, bank.total_learners, stops.max_time_s)
+        self.reporter.progress(state, rate, self._planned_samples, bank.num_learners, stops.max_time_s)
         self.rounds.tell_notes()
         self._tune_host(images)
         if self._after_round is not None:

@@ -28,7 +28,7 @@ from crossbow_py.distributed.synchronisation import differing_ranks
 from crossbow_py.engine.bank.average_ema import AverageEMA
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, Executor
-from crossbow_py.engine.goodput import Comparison, NoiseScale, comparison_in
+from crossbow_py.engine.goodput import Comparison, ComparisonStep, NoiseScale, comparison_in
 from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks, taken
 from crossbow_py.engine.update.optimizers import Optimizer, for_learner
@@ -337,14 +337,24 @@ class Run:
             learning_rates=rates,
             together=self.rule.round(stage),
             joins_nodes=self.collective.apart and self.rule.joins_nodes(index),
-            comparison=None if noise is None else comparison_in(index, self.bank.num_learners),
+            comparison=None if noise is None else self._comparison(index),
         )
+
+    def _comparison(self, index: int) -> ComparisonStep | None:
+        """Return whether a round compares gradients; one learner's is compared if that of the round before was kept."""
+        bank = self.bank
+        found = comparison_in(index, bank.num_learners)
+        if bank.num_learners > 1:
+            return found
+        kept_in, bank.kept_in = bank.kept_in, index if found == "keep" else None
+        return None if found == "compare" and kept_in != index - 1 else found
 
     def sit_out(self, plan: Round) -> None:
         """Take part in a round without this device's learners: they add nothing to the sum, and z moves as elsewhere.
 
         The executor is closed or drained.
         """
+        self.bank.kept_in = None
         if plan.averaging is not None:
             if plan.averages:
                 self.bank.total.zero_row(0)

@@ -33,7 +33,7 @@ from crossbow_py.telemetry.timeline import Timeline, TimelineFile
 from crossbow_py.train.build import RunBuilder
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, holds_run
 from crossbow_py.train.checkpoints.resume import choose_together, find_checkpoint, restore
-from crossbow_py.train.checks.compatibility import check_compatible
+from crossbow_py.train.checks.compatibility import check_compatible, check_tuner
 from crossbow_py.train.checks.seeded_model import MakeModel
 from crossbow_py.train.evaluation.evaluator import Evaluation, Metric
 from crossbow_py.train.loop import TrainingLoop
@@ -139,6 +139,7 @@ class Trainer:
         self.callbacks, self._continues, self._profile = callbacks, resume == "auto", profile
         own = [each.name for each in inspect.signature(Trainer).parameters.values() if each.kind is each.KEYWORD_ONLY]
         settings = settings.changed(changes, others=own)
+        check_tuner(auto_tuner)
         check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
         found, self._messages = find_checkpoint(resume, folder, ranks)
         self.run = RunBuilder(

@@ -141,6 +141,18 @@ def test_fixed_number_of_learners_measures_nothing():
     assert not trainer.state.compared
 
 
+@pytest.mark.parametrize("stop", [61, 62, 63, 64])
+@pytest.mark.parametrize("executor", ["serial", "fused"])
+def test_gradient_that_one_learner_keeps_is_in_checkpoints(tmp_path, stop, executor):
+    """Of each of two ranks, whose rates follow."""
+    options = {"averaging": SynchronousSGD(rate_scaling="adascale"), "num_learners": 1, "executor": executor}
+    whole = results(rank_jobs.train, 2, options, {"max_rounds": 80}, True)
+    results(rank_jobs.train, 2, {**options, "output_dir": tmp_path}, {"max_rounds": stop}, True)
+    options |= {"output_dir": tmp_path, "resume": "auto"}
+    resumed = results(rank_jobs.train, 2, options, {"max_rounds": 80 - stop}, True)
+    assert (resumed[0].z == whole[0].z).all()
+
+
 def test_noise_is_in_checkpoints_as_are_comparisons_that_wait(tmp_path):
     trainer = make_trainer(averaging=SMA(rate_scaling="adascale"), output_dir=tmp_path)
     trainer.fit(max_rounds=65)

@@ -42,7 +42,6 @@ class GroupTasks(ABC):
 
     Attributes:
         notes: messages for the user about slower operation; the reader clears it.
-        kept: a single learner's gradient, to be compared with its next; empty before the first was kept.
 
     Raises UserError for an optimizer without a device update.
     """
@@ -51,7 +50,6 @@ class GroupTasks(ABC):
         self.learners, self.tasks, self._executor = learners, tasks, executor
         bank, entries = tasks.bank, len(learners) + 1
         self.notes: list[str] = []
-        self.kept: list[Tensor] = []
         self.update = DeviceUpdate(tasks.update.optimizer, tasks.update.rule, bank.device)
         self._rates, self._counts = (torch.zeros(entries, dtype=torch.float64, device=bank.device) for _ in range(2))
         self._results = torch.zeros(entries, NUM_RESULTS, dtype=torch.float64, device=bank.device)
@@ -138,10 +136,6 @@ class GroupTasks(ABC):
         """Return each learner's results of a round on the device, views `[NUM_RESULTS]`."""
         return dict(zip(self.learners, self._results, strict=False))
 
-    @property
-    def _can_compare(self) -> bool:
-        return self.tasks.bank.num_learners > 1 or bool(self.kept)
-
     def read(self, outcome: RoundOutcome, host: Tensor) -> None:
         """Fill the outcome from `host` [K, 6] and count the steps in the bank. The host must have waited for `host`."""
         for learner in self.learners:
@@ -151,7 +145,7 @@ class GroupTasks(ABC):
             stepped = values[self._gate] == 1
             outcome.finite[learner] = stepped and values[FINITE] == 1
             self.tasks.bank.step_counts[learner] += stepped
-            if learner == 0 and outcome.plan.comparison == "compare" and self._can_compare:
+            if learner == 0 and outcome.plan.comparison == "compare":
                 n = max(2, self.tasks.bank.num_learners)
                 outcome.comparison = Comparison(values[MEAN_SQUARE], values[SQUARE_OF_MEAN], n)
 
@@ -184,20 +178,13 @@ def average_gated(groups: Sequence[GroupTasks]) -> None:
 
 
 def compare_gradients(groups: Sequence[GroupTasks], keep: bool) -> None:
-    """Do as `RoundTasks.compare_gradients`, for the groups of a whole bank; `keep` is for a single learner's first.
-
-    It is kept in memory that is made once, before a graph is captured that reads it.
-    """
-    bank, first = groups[0].tasks.bank, groups[0]
+    """Do as `RoundTasks.compare_gradients`, for the groups of a whole bank; `keep` is for a single learner's first."""
+    bank = groups[0].tasks.bank
     lists = [bank.gradients.trained(learner) for learner in range(bank.num_learners)]
     if keep:
-        first.kept = first.kept or [torch.empty_like(own) for own in lists[0]]
-        torch._foreach_copy_(first.kept, lists[0])
+        torch._foreach_copy_(bank.kept_gradient.trained(0), lists[0])
         return
-    if len(lists) == 1:
-        if not first.kept:  # the executor is newer than the round that kept it
-            return
-        lists = [first.kept, *lists]
+    lists = [bank.kept_gradient.trained(0), *lists] if len(lists) == 1 else lists
     mean = [own.clone() for own in lists[0]]
     for other in lists[1:]:
         torch._foreach_add_(mean, other)

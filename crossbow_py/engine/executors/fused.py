@@ -198,7 +198,15 @@ class FusedExecutor(Executor):
         tasks, update, averaging = self.tasks, self.tasks.update, outcome.plan.averaging
         if outcome.plan.comparison is not None:
             given = [own for own in gradients if own is not None]
-            tasks.compare([[own[j] for own in given] for j in range(tasks.bank.num_learners)], outcome)
+            tasks.compare(
+                [[own[j] for own in given] for j in range(tasks.bank.num_learners)],
+                lambda: [
+                    view[0]
+                    for view, own in zip(tasks.bank.kept_gradient.stacked(1).values(), gradients, strict=False)
+                    if own is not None
+                ],
+                outcome,
+            )
         sums = averaging is not None and averaging.moves_z
         # One pass over all learners writes `total`, which otherwise stays what it was.
         if isinstance(update, NativeUpdate) and self._rows is not None and (averaging is None or sums):

@@ -157,7 +157,10 @@ def _like(tensor: Tensor, dtype: torch.dtype, channels_last: bool) -> Tensor:
 
 
 def _update_bytes(sizes: ModelSizes, job: Job) -> int:
-    """Return what a gradient step, a correction and a step of z hold besides the rows, with operators."""
+    """Return what a gradient step, a correction and a step of z hold besides the rows, with operators.
+
+    Muon's steps are made while gradients may still be where autograd left them, not in the bank.
+    """
     places, begin = [], 0
     for shape in sizes.matrices:
         places.append(Matrix(0, begin, *shape))
@@ -179,7 +182,8 @@ def _update_bytes(sizes: ModelSizes, job: Job) -> int:
         update.correct(0, row, averaging, Step(learning_rate=0.1, step_count=1))
         if averaging is not None:
             update.move(z, z_prev, corrections, averaging)
-    return max(tracker.held, default=0)
+    kept = sum(map(torch.numel, gradients)) * job.precision.master.itemsize if begin else 0
+    return max(tracker.held, default=0) + kept
 
 
 def _unsized(what: str, error: Exception) -> UserError:

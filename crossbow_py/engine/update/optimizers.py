@@ -120,6 +120,10 @@ class Optimizer(ABC):
         """Return the names of the parameters to take as matrices. Raises UserError if there must be some."""
         return ()
 
+    def remarks(self, module: nn.Module) -> list[str]:
+        """Return what a user should know of how the model's parameters are taken, a line each."""
+        return []
+
     def decay(self, learner: int) -> float:
         """Return the learner's λ."""
         return for_learner(self.weight_decay, learner)
@@ -283,6 +287,14 @@ class Muon(Optimizer):
                 "are none to train; set optimizer=sgd or optimizer=adamw."
             )
         return found
+
+    def remarks(self, module: nn.Module) -> list[str]:
+        found = self.matrices(module)
+        others = sum(own.requires_grad for own in module.parameters()) - len(found)
+        which = found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
+        weights = "1 weight" if len(found) == 1 else f"{len(found)} weights"
+        left = f"{others} other parameters are left to {self.other_optimizer}"
+        return [f"Muon orthogonalises {weights} ({which}); {left}."]
 
     def step(self, learner: int, row: TrainedRow, learning_rate: float, step_count: int) -> None:
         count = row.num_matrices

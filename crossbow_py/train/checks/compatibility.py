@@ -11,6 +11,7 @@ from crossbow_py.averaging import AveragingRule
 from crossbow_py.core.errors import UserError
 from crossbow_py.distributed.process_group import launched
 from crossbow_py.distributed.ranks import ALONE, Ranks
+from crossbow_py.engine.auto_tuner import AutoTunerSettings
 from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.train.checks.losses import settled_loss, untrained
@@ -50,10 +51,9 @@ def _check_groups(optimizer: Any, schedule: Any, averaging: Any, loss: Any) -> N
         ("averaging", averaging, AveragingRule, "SMA()"),
     ):
         if not isinstance(value, base):
-            given = " ".join(repr(value).split())
-            given = given if len(given) <= _LONGEST_SHOWN else f"{given[:_LONGEST_SHOWN]}..."
             raise UserError(
-                f"{name} must be one of crossbow_py's, such as {example}, got {given}; import one from crossbow_py."
+                f"{name} must be one of crossbow_py's, such as {example}, got {_shown(value)}; import one from "
+                "crossbow_py."
             )
     if not callable(loss):
         raise UserError(
@@ -70,14 +70,21 @@ def _check_groups(optimizer: Any, schedule: Any, averaging: Any, loss: Any) -> N
         )
 
 
-def _check_policies(
-    settings: RunSettings,
-    optimizer: Optimizer,
-    rule: AveragingRule,
-    loss: Loss,
-    max_evaluation_batches: int | None,
-    ranks: Ranks,
-) -> None:
+def check_tuner(given: Any) -> None:
+    """Raise UserError for settings of the auto-tuner that are none."""
+    if not isinstance(given, AutoTunerSettings):
+        raise UserError(
+            f"auto_tuner must be AutoTunerSettings(objective=...), got {_shown(given)}; import it from crossbow_py."
+        )
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
+def check_learning(settings: RunSettings, optimizer: Optimizer, rule: AveragingRule, num_ranks: int = 1) -> None:
+    """Raise UserError for an optimizer and a rule that do not fit each other or these settings."""
     optimizer.check_learners(settings.num_learners)
     mean = rule.gradient_mean
     for name in optimizer.per_learner() if mean is not None and mean.group_size != 1 else ():
@@ -91,18 +98,29 @@ def _check_policies(
             f"count_effective_samples=true goes by the gradient noise, which averaging={rule.NAME} does not show with "
             f"these settings, as learners are apart; {rule.TO_COMPARE}, or leave it out."
         )
-    if optimizer.prepares_weights and settings.averages(rule, ranks.num_ranks) and rule.pulls_apart:
+    if optimizer.prepares_weights and settings.averages(rule, num_ranks) and rule.pulls_apart:
         raise UserError(
             f"optimizer.normalize_weights=true gives weights a norm that averaging={rule.NAME} takes from them again, "
             "as it pulls them to an average that has another; set averaging=synchronous_sgd, or leave it out."
         )
+    if settings.num_learners == "auto" and not rule.has_central_model:
+        raise UserError(f"averaging={rule.NAME} needs a fixed num_learners, got auto; set it: num_learners=4.")
+
+
+def _check_policies(
+    settings: RunSettings,
+    optimizer: Optimizer,
+    rule: AveragingRule,
+    loss: Loss,
+    max_evaluation_batches: int | None,
+    ranks: Ranks,
+) -> None:
+    check_learning(settings, optimizer, rule, ranks.num_ranks)
     if settings.label_smoothing and settled_loss(loss) is not nn.functional.cross_entropy:
         raise UserError(
             f"label_smoothing={settings.label_smoothing} is for cross-entropy, and another loss was given; "
             "set label_smoothing=0, and smooth inside the loss."
         )
-    if settings.num_learners == "auto" and not rule.has_central_model:
-        raise UserError(f"averaging={rule.NAME} needs a fixed num_learners, got auto; set it: num_learners=4.")
     if max_evaluation_batches is not None and max_evaluation_batches < 1:
         raise UserError(
             f"max_evaluation_batches must be at least 1 or None, got {max_evaluation_batches}; None evaluates on all."

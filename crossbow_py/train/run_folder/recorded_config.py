@@ -19,6 +19,7 @@ from crossbow_py.core.files import given_path
 from crossbow_py.core.plain_values import filled
 from crossbow_py.telemetry.records import CONFIG_FILE
 from crossbow_py.train.checkpoints.checkpoint import lost_rule, renamed, upgraded
+from crossbow_py.train.checks.compatibility import check_learning
 from crossbow_py.train.config import TrainConfig, config_from_mapping, config_to_mapping
 
 _KEY = "config="
@@ -32,8 +33,16 @@ _LONGEST_SHOWN = 80
 def composed(overrides: Sequence[str], kind: type[C]) -> C:
     """Compose a configuration; with `config=RUN` the other overrides are applied to that run's configuration.
 
-    Raises UserError as `compose` does, and if the run has no configuration or the command does not take `config`.
+    Raises UserError as `compose` does, if settings do not fit each other, and if the run has no configuration or the
+    command does not take `config`.
     """
+    config = _composed(overrides, kind)
+    if isinstance(config, TrainConfig):
+        check_learning(config, config.optimizer, config.averaging)
+    return config
+
+
+def _composed(overrides: Sequence[str], kind: type[C]) -> C:
     given = [read_text("config", text.removeprefix(_KEY)) for text in overrides if text.startswith(_KEY)]
     if not given:
         return compose(overrides, kind)

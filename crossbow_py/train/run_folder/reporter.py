@@ -180,7 +180,7 @@ class Reporter:
             remaining_s=min(ends, default=None),
             data_wait_share=None if self.info.num_workers is None else self.meter.recent.wait_share,
             num_workers=self.info.num_workers,
-            **measured_noise(state, num_learners),
+            **measured_noise(state, num_learners * self.info.num_devices),
         )
         self._tell(lambda listener: None if listener.BLOCKS else listener.on_progress(progress))
         if any(listener.BLOCKS for listener in self._listeners):

@@ -124,11 +124,12 @@ def test_update_of_an_optimizer_that_works_on_copies_counts_when_batches_are_sma
 
 
 def test_update_that_orthogonalises_matrices_counts() -> None:
-    # Newton–Schulz holds a matrix, a factor of its shape and its next iterate, beside the momentum to come.
+    # Newton–Schulz holds a matrix, a factor of its shape and its next iterate, beside the momentum to come, and
+    # gradients may be autograd's.
     model = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(3)))
     muon = Job(nn.functional.cross_entropy, Muon(), Independent(), BF16)
     found = estimate_learner(model, Sample((1000,), torch.bfloat16), muon, most=4).activations
-    assert 16 * 10**6 <= found.at(1) <= 16.1 * 10**6
+    assert 28 * 10**6 <= found.at(1) <= 28.1 * 10**6
 
 
 def test_probe_of_a_job_far_beyond_this_machine_takes_no_memory() -> None:
