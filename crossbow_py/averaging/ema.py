@@ -2,14 +2,13 @@
 
 With a horizon of h samples, t samples seen so far and n of them since the EMA last moved::
 
-    d   ← min(exp(−n/h), 1 − n/t)
+    d   ← min(exp(−n/h), (1 − n/t)¹⁰)
     ema ← d·ema + (1 − d)·z
 
-Up to t ≈ h the second term is the smaller one: the EMA is the plain mean of z over the samples seen, without the
-initial weights, because the first d is 0. From then on the weight of each z falls to 1/e in h samples. The effective
-horizon is thus min(h, t), as in the code of Mean Teacher (Tarvainen and Valpola, NeurIPS 2017), whose decay is
-min(α, 1 − 1/(step + 1)). With TensorFlow's min(α, (1 + step)/(10 + step)) it is t/9 at first, and reaches h only after
-9·h samples.
+Up to t ≈ 10·h the second term is the smaller one: the weight of each z is in proportion to the 9th power of its t
+(Karras et al., CVPR 2024), so that the effective horizon is t/10, and the initial weights, with d = 0 at first, have
+none. So an EMA of a model that still learns fast is not behind it. From then on the weight of each z falls to 1/e in h
+samples.
 
 Everything is counted in samples, so that it does not depend on the number of learners.
 """
@@ -18,6 +17,7 @@ from __future__ import annotations
 
 import math
 
+_SHARE = 10  # the horizon is at most this part of the samples so far
 MOVES, IN_AN_EPOCH = 20, 4  # moves in a horizon, and the least in an epoch; models between moves do not count
 
 
@@ -39,4 +39,4 @@ def decay(since: int, samples: int, horizon: float) -> float:
         samples: t, the samples seen in all.
         horizon: h, in samples.
     """
-    return min(math.exp(-since / horizon), 1 - since / samples) if samples else 0.0
+    return min(math.exp(-since / horizon), (1 - since / samples) ** _SHARE) if samples else 0.0

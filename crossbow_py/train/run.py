@@ -548,16 +548,8 @@ class Run:
                 "averaging.quadratic_period needs to know the end of the run, where learners average at the latest; "
                 "set max_epochs or max_samples."
             )
-        remarks, ema = [], self.rule.average_ema
-        if total_samples is not None:
-            epochs = total_samples / self.num_samples
-            remarks = [remark] if (remark := self.schedule.remark(epochs)) else []
-            if ema is not None and ema >= epochs:
-                remarks.append(
-                    f"averaging.average_ema={ema:g} is as long as the run of {epochs:g} epochs, or longer: its first "
-                    "models count as much as its last; take a shorter one."
-                )
-        return [*remarks, *self._remarks_on_averaging(total_samples)]
+        remark = None if total_samples is None else self.schedule.remark(total_samples / self.num_samples)
+        return [*([remark] if remark else []), *self._remarks_on_averaging(total_samples)]
 
     def _remarks_on_averaging(self, total_samples: int | None) -> list[str]:
         rule, bank = self.rule, self.bank

@@ -61,7 +61,7 @@ def reference(seen: list[Seen], horizon: int) -> Values:
         if not (passed or now is seen[-1]):
             continue
         since, last = now.samples - last, now.samples
-        share = max(1 - np.exp(-since / horizon), since / now.samples)
+        share = max(1 - np.exp(-since / horizon), 1 - (1 - since / now.samples) ** 10)
         ema = {name: (1 - share) * value + share * now.values[name] for name, value in ema.items()}
     return ema
 

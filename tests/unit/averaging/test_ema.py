@@ -20,28 +20,33 @@ def followed(values: list[float], apart: int, horizon: float) -> float:
     return found
 
 
-def test_young_ema_is_the_mean_of_what_it_saw() -> None:
-    assert [decay(10, t, 1000.0) for t in (10, 20, 40)] == [0.0, 0.5, 0.75]
-    assert followed([3.0, 5.0, 10.0], 10, horizon=1000.0) == pytest.approx(6.0)
+def test_young_ema_weighs_what_it_saw_by_the_ninth_power() -> None:
+    assert [decay(10, t, 1000.0) for t in (10, 20, 40)] == [0.0, 0.5**10, 0.75**10]
+    # The integrals of 10·s⁹ over thirds.
+    thirds = (1 / 3) ** 10, (2 / 3) ** 10 - (1 / 3) ** 10, 1 - (2 / 3) ** 10
+    expected = sum(weight * value for weight, value in zip(thirds, (3.0, 5.0, 10.0), strict=True))
+    assert followed([3.0, 5.0, 10.0], 10, horizon=1000.0) == pytest.approx(expected)
+    # Of what rises evenly it is 10/11: a tenth behind.
+    assert followed([float(n) for n in range(1, 1001)], 1, horizon=1e6) == pytest.approx(1000 * 10 / 11, rel=1e-3)
 
 
-def test_mean_counts_samples_where_moves_are_not_evenly_apart() -> None:
-    # 10 samples at 3, then 30 at 5: (10 · 3 + 30 · 5) / 40
+def test_weights_count_samples_where_moves_are_not_evenly_apart() -> None:
+    # 10 samples at 3, then 30 at 5
     d = decay(30, 40, 1000.0)
-    assert d * 3.0 + (1 - d) * 5.0 == pytest.approx(4.5)
+    assert d * 3.0 + (1 - d) * 5.0 == pytest.approx(3 * 0.25**10 + 5 * (1 - 0.25**10))
 
 
 def test_old_ema_forgets_to_one_part_in_e_over_a_horizon() -> None:
-    assert decay(50, 10_000, 1000.0) == pytest.approx(math.exp(-0.05))
-    assert decay(50, 10_000, 1000.0) ** 20 == pytest.approx(1 / math.e)
+    assert decay(50, 20_000, 1000.0) == pytest.approx(math.exp(-0.05))
+    assert decay(50, 20_000, 1000.0) ** 20 == pytest.approx(1 / math.e)
     # 1 for long, then 0 for a horizon.
     assert followed([1.0] * 1000 + [0.0] * 20, 50, horizon=1000.0) == pytest.approx(1 / math.e)
 
 
-def test_mean_turns_into_the_exponential_one_about_when_the_horizon_is_over() -> None:
-    # 1 − 50/t = exp(−0.05) at t = 50 / 0.048771 = 1025.2
-    assert decay(50, 1000, 1000.0) == 1 - 50 / 1000
-    assert decay(50, 1050, 1000.0) == math.exp(-0.05)
+def test_young_one_turns_into_the_exponential_one_about_when_ten_horizons_are_over() -> None:
+    # 1 − 50/t = exp(−0.005) at t = 50 / 0.0049875 = 10,025
+    assert decay(50, 10_000, 1000.0) == (1 - 50 / 10_000) ** 10
+    assert decay(50, 10_050, 1000.0) == math.exp(-0.05)
 
 
 def test_ema_does_not_move_where_nothing_was_seen_since_and_is_z_where_nothing_was_seen_at_all() -> None:

@@ -26,7 +26,7 @@ def states(bank, count):
 
 
 @pytest.mark.parametrize("order", ["rows", "blocks"])
-def test_ema_of_weights_and_running_statistics_is_their_mean_while_it_is_young(order):
+def test_young_ema_of_weights_and_running_statistics_weighs_them_by_samples(order):
     bank = bank_of(order=order)
     ema = AverageEMA(bank, horizon=1000.0)
     one, two = states(bank, 2)
@@ -35,7 +35,8 @@ def test_ema_of_weights_and_running_statistics_is_their_mean_while_it_is_young(o
     found = ema.at(two, 40)
     assert found.keys() == one.keys()
     for name in one.keys() - {"1.num_batches_tracked"}:
-        torch.testing.assert_close(found[name], (10 * one[name] + 30 * two[name]) / 40, rtol=1e-12, atol=1e-12)
+        expected = 0.25**10 * one[name] + (1 - 0.25**10) * two[name]
+        torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)
     assert found["1.num_batches_tracked"] == two["1.num_batches_tracked"]
 
 
@@ -64,7 +65,7 @@ def test_ema_of_a_model_without_buffers_moves():
     ema = AverageEMA(bank, horizon=1000.0)
     one, two = states(bank, 2)
     ema.move(one, 10)
-    torch.testing.assert_close(ema.at(two, 20)["weight"], (one["weight"] + two["weight"]) / 2)
+    torch.testing.assert_close(ema.at(two, 20)["weight"], torch.lerp(two["weight"], one["weight"], 0.5**10))
 
 
 def test_ema_restored_goes_on_in_the_same_bits_and_its_checkpoint_is_a_copy():

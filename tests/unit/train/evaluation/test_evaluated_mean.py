@@ -208,8 +208,7 @@ def test_restart_of_independent_learners_is_refused() -> None:
     [
         ({"schedule": Constant(warmup_epochs=2.0)}, "warmup_epochs=2 is longer than the run of 1 epochs"),
         ({"schedule": Cosine(epochs=0.5)}, "schedule.epochs=0.5 is shorter than the run of 1 epochs"),
-        ({"averaging": SMA(average_ema=1.0)}, "averaging.average_ema=1 is as long as the run of 1 epochs"),
-        ({"averaging": SMA(average_ema=1.0), "num_learners": 1}, "averaging.average_ema=1 is as long as the run"),
+        ({"averaging": SMA(average_ema=1.0)}, None),
         ({"schedule": Cosine(epochs=0.5, final_factor=0.1), "averaging": SMA(average_ema=0.5)}, None),
         ({"averaging": GroupedSMA()}, "averaging.group_size=4 puts all 2 learners into one group"),
         ({"averaging": SMA(node_period=2)}, "averaging.node_period=2 is for several nodes"),
