@@ -13,6 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -364,12 +365,12 @@ class Muon(Optimizer):
             return math.sqrt(max(1.0, matrix.rows / matrix.columns))
         return 0.2 * math.sqrt(max(matrix.rows, matrix.columns))
 
-    @property
+    @cached_property
     def plain(self) -> SGD:
         """The step along what was orthogonalised. Without momentum, λ is decoupled."""
         return SGD(momentum=0.0, weight_decay=self.weight_decay)
 
-    @property
+    @cached_property
     def others(self) -> SGD | AdamW:
         """The step of other parameters, but for its learning rate."""
         if self.other_optimizer == "adamw":
