@@ -344,10 +344,7 @@ class Run:
         """Return whether a round compares gradients; one learner's is compared if that of the round before was kept."""
         bank = self.bank
         found = comparison_in(index, bank.num_learners)
-        if bank.num_learners > 1:
-            return found
-        kept_in, bank.kept_in = bank.kept_in, index if found == "keep" else None
-        return None if found == "compare" and kept_in != index - 1 else found
+        return None if found == "compare" and bank.num_learners == 1 and bank.kept_in != index - 1 else found
 
     def sit_out(self, plan: Round) -> None:
         """Take part in a round without this device's learners: they add nothing to the sum, and z moves as elsewhere.

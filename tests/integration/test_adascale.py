@@ -19,6 +19,7 @@ from crossbow_py import (
     UserError,
 )
 from crossbow_py.engine.goodput import NoiseScale
+from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, checkpoints
 from tests import rank_jobs
 from tests.rank_jobs import assert_alike, results
 from tests.trainers import Recorder, equal_states, image_trainer, make_trainer
@@ -151,6 +152,22 @@ def test_gradient_that_one_learner_keeps_is_in_checkpoints(tmp_path, stop, execu
     options |= {"output_dir": tmp_path, "resume": "auto"}
     resumed = results(rank_jobs.train, 2, options, {"max_rounds": 80 - stop}, True)
     assert (resumed[0].z == whole[0].z).all()
+
+
+@pytest.mark.parametrize("executor", ["serial", "fused"])
+def test_checkpoints_between_rounds_that_are_compared_hold_the_first_ones_gradient(tmp_path, executor):
+    """Wherever they fall in the four rounds from one comparison to the next."""
+    often = CheckpointSettings(every_epochs=None, every_s=1e-6, keep=100)
+    options = {"averaging": SMA(rate_scaling="adascale"), "num_learners": 1, "executor": executor}
+    whole = make_trainer(**options, output_dir=tmp_path, checkpoint=often)
+    whole.fit(max_rounds=120)
+    samples = {int(each.name.rpartition("-")[2]): each for each in checkpoints(tmp_path)}
+    of_phase = {count // 4 % 4: folder for count, folder in samples.items()}  # batches of 4
+    assert of_phase.keys() == set(range(4))
+    for folder in of_phase.values():
+        resumed = make_trainer(**options, resume=str(folder))
+        resumed.fit(max_rounds=120, counts_earlier_rounds=True)
+        assert resumed.state.noise == whole.state.noise
 
 
 def test_noise_is_in_checkpoints_as_are_comparisons_that_wait(tmp_path):
