@@ -298,8 +298,8 @@ def _check_limits(path: str, value: Any, metadata: Mapping[str, Any]) -> None:
         raise UserError(f"{path} must be a finite number, got {value}.")
     if isinstance(value, float) and abs(value) > _LARGEST:
         raise UserError(f"{path} must be a number that 32 bits can hold (up to {_LARGEST:.1e}), got {value}.")
-    if isinstance(value, float) and 0 < abs(value) < _SMALLEST:
-        raise UserError(f"{path} must be a number that 32 bits can hold (0, or from {_SMALLEST:.1e} on), got {value}.")
+    if metadata.get("above") == 0 and 0 < value < _SMALLEST:  # which may become 0
+        raise UserError(f"{path} must be a number that 32 bits can hold (from {_SMALLEST:.1e} on), got {value}.")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise UserError(f"{path} must be a number of at most 63 bits, got {shown(value)}.")
     for name, (words, holds) in _LIMITS.items():
