@@ -165,7 +165,7 @@ def _composed(overrides: tuple[str, ...]) -> TrainConfig | None:
 def _said(settings: Any) -> dict[str, Any]:
     own = [each for each in fields(settings) if each.name not in TrainConfig.GROUPS]
     values = {each.name: getattr(settings, each.name) for each in own if getattr(settings, each.name) != each.default}
-    kept = {key: value for key, value in values.items() if not is_dataclass(value)}
+    kept = {key: _said(value) if is_dataclass(value) else value for key, value in values.items()}
     return json.loads(json.dumps(kept))  # type: ignore[no-any-return]  # tuples become lists
 
 
