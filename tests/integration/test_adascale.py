@@ -20,6 +20,7 @@ from crossbow_py import (
 )
 from crossbow_py.engine.goodput import NoiseScale
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, checkpoints
+from crossbow_py.train.checkpoints.manager import CheckpointManager
 from tests import rank_jobs
 from tests.rank_jobs import assert_alike, results
 from tests.trainers import Recorder, equal_states, image_trainer, make_trainer
@@ -155,19 +156,26 @@ def test_gradient_that_one_learner_keeps_is_in_checkpoints(tmp_path, stop, execu
 
 
 @pytest.mark.parametrize("executor", ["serial", "fused"])
-def test_checkpoints_between_rounds_that_are_compared_hold_the_first_ones_gradient(tmp_path, executor):
+def test_checkpoints_between_rounds_that_are_compared_hold_the_first_ones_gradient(tmp_path, monkeypatch, executor):
     """Wherever they fall in the four rounds from one comparison to the next."""
-    often = CheckpointSettings(every_epochs=None, every_s=1e-6, keep=100)
+    stops, begin = (73, 78, 83, 88), CheckpointManager.begin
+
+    def write_now(self, elapsed_s):
+        begin(self, elapsed_s)
+        self.settle()
+
+    monkeypatch.setattr(CheckpointManager, "begin", write_now)
+    monkeypatch.setattr(CheckpointManager, "is_due", lambda self, elapsed_s: trainer.state.round_index in stops)
+    often = CheckpointSettings(every_epochs=None, keep=100)
     options = {"averaging": SMA(rate_scaling="adascale"), "num_learners": 1, "executor": executor}
-    whole = make_trainer(**options, output_dir=tmp_path, checkpoint=often)
+    trainer = whole = make_trainer(**options, output_dir=tmp_path, checkpoint=often)
     whole.fit(max_rounds=120)
-    samples = {int(each.name.rpartition("-")[2]): each for each in checkpoints(tmp_path)}
-    of_phase = {count // 4 % 4: folder for count, folder in samples.items()}  # batches of 4
-    assert of_phase.keys() == set(range(4))
-    for folder in of_phase.values():
-        resumed = make_trainer(**options, resume=str(folder))
-        resumed.fit(max_rounds=120, counts_earlier_rounds=True)
-        assert resumed.state.noise == whole.state.noise
+    written = {int(each.name.rpartition("-")[2]) // 4: each for each in checkpoints(tmp_path)}  # batches of 4
+    assert {stop % 4 for stop in stops} == set(range(4)) and written.keys() == {*stops, 120}
+    for stop in stops:
+        trainer = make_trainer(**options, resume=str(written[stop]))
+        trainer.fit(max_rounds=120, counts_earlier_rounds=True)
+        assert trainer.state.noise == whole.state.noise
 
 
 def test_noise_is_in_checkpoints_as_are_comparisons_that_wait(tmp_path):
