@@ -1,6 +1,6 @@
 """Trains 1 to 32 learners by Nesterov SGD and by Muon, and by several rules, and writes results/GRID.json.
 
-    python experiments/optimizers/run.py resnet8|lenet|lenet_b1024 [--cells PATTERN] [--jobs N]
+    python experiments/optimizers/run.py resnet8|resnet8_by_muon|lenet|lenet_b1024 [--cells PATTERN] [--jobs N]
 
 README.md says what is compared. A cell that is done is not run again; `--list` says what would be run.
 """
@@ -21,16 +21,16 @@ from experiments.tables.markdown import NONE, markdown_table
 
 POWER = 0.75  # rates are those of one learner times K to this power, which was best at 4 and 16 (one seed)
 NUM_LEARNERS = (1, 2, 4, 8, 16, 32)
-GRADIENTS = "averaged gradients"
+GRADIENTS, GROUPED = "averaged gradients", "grouped_sma of 4"
 RULES = {
     GRADIENTS: "averaging=synchronous_sgd",
     "sma": "averaging=sma",
     "crossbow": "averaging=crossbow",
-    "grouped_sma of 4": "averaging=grouped_sma averaging.group_size=4",
+    GROUPED: "averaging=grouped_sma averaging.group_size=4",
 }
-OF_RULES = {"SGD": (4, 16), "Muon": (4, 16)}
-_SHORT = "precision=bf16 label_smoothing=0.1 schedule=wsd schedule.cooldown=1 checkpoint_every_s=120"
-_LENET = f"+experiment=lenet data=cifar10 batch_size=32 {_SHORT} schedule.warmup_epochs=0.25"
+OPTIMIZERS = ("SGD", "Muon")
+_SHORT = "label_smoothing=0.1 schedule=wsd schedule.cooldown=1 checkpoint_every_s=120"
+_LENET = f"+experiment=lenet data=cifar10 {_SHORT} schedule.warmup_epochs=0.25"
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,12 @@ class Model:
     """A model with the command that trains it, and the learning rates of one learner of 32 samples."""
 
     common: str
+    precision: str
     sgd: str
     sgd_rate: float
     muon_rate: float
     other_rate: float
-    normalize: bool
+    normalizes: bool
 
     def optimizer(self, name: str, scale: float) -> str:
         """The overrides of an optimizer, for `scale` times the samples in a round."""
@@ -57,9 +58,10 @@ class Model:
 
     def cell(self, name: str, num_learners: int, rule: str = GRADIENTS, batch: int = 32) -> Cell:
         """Learners with an optimizer and a rule; fused where there are several, as the fastest way here."""
-        normalizes = name == "Muon" and rule == GRADIENTS and self.normalize  # what a pull would undo, and is refused
+        normalizes = name == "Muon" and self.normalizes
         words = (
             f"{RULES[rule]} averaging.rate_scaling=none averaging.average_ema=null batch_size={batch} "
+            f"precision={self.precision} "
             f"{self.optimizer(name, num_learners * batch / 32)} num_learners={num_learners} "
             f"executor={'serial' if num_learners == 1 else 'fused'}{' optimizer.normalize_weights=true' * normalizes}"
         )
@@ -69,26 +71,32 @@ class Model:
 
 
 RESNET = Model(
-    f"{RESNET_BY_SGD} {RESNET8} data=cifar10 batch_size=32 max_epochs=2 {_SHORT} schedule.warmup_epochs=0.1",
-    "optimizer=resnet_short", sgd_rate=0.1, muon_rate=0.03, other_rate=0.1, normalize=True,
+    f"{RESNET_BY_SGD} {RESNET8} data=cifar10 max_epochs=2 {_SHORT} schedule.warmup_epochs=0.1", "bf16",
+    "optimizer=resnet_short", sgd_rate=0.1, muon_rate=0.03, other_rate=0.1, normalizes=True,
 )  # fmt: skip
-LENET = Model(f"{_LENET} max_epochs=5", "optimizer=lenet", 0.01, muon_rate=0.00625, other_rate=0.0125, normalize=False)
-LENET_LONG = replace(LENET, common=f"{_LENET} max_epochs=15")
+RESNET_PULLED = replace(RESNET, normalizes=False)  # a pull would undo it, and it is refused
+RESNET_PULLED_FP32 = replace(RESNET_PULLED, precision="fp32")
+LENET = Model(
+    f"{_LENET} max_epochs=5", "bf16", "optimizer=lenet", 0.01, muon_rate=0.00625, other_rate=0.0125, normalizes=False
+)
+LENET_LONG = replace(LENET, common=f"{_LENET} max_epochs=15", precision="fp32")
 
 
-def every_cell() -> tuple[Cell, ...]:
-    found = [RESNET.cell(name, k) for name in OF_RULES for k in NUM_LEARNERS]
-    for name, numbers in OF_RULES.items():
-        for k in numbers:
-            rules = [rule for rule in RULES if rule != GRADIENTS and not (rule.startswith("grouped") and k == 4)]
-            found += [RESNET.cell(name, k, rule) for rule in rules]
-    return tuple(found)
+def of_resnet8() -> tuple[Cell, ...]:
+    found = [RESNET.cell(name, k) for name in OPTIMIZERS for k in NUM_LEARNERS]
+    found += [RESNET.cell("SGD", k, rule) for k in (4, 16) for rule in ("sma", "crossbow")]
+    return (*found, *(RESNET_PULLED.cell(name, 16, GROUPED) for name in OPTIMIZERS))
 
 
 GRIDS = {
     grid.name: grid
     for grid in (
-        Grid("resnet8", "ResNet-8 on CIFAR-10, learners of 32 samples, 2 epochs", every_cell(), reference="Muon, K=1"),
+        Grid("resnet8", "ResNet-8 on CIFAR-10, learners of 32 samples, 2 epochs", of_resnet8(), reference="Muon, K=1"),
+        Grid(
+            "resnet8_by_muon", "ResNet-8 on CIFAR-10 by Muon, weights not normalised, 4 learners of 32, 2 epochs",
+            tuple(RESNET_PULLED_FP32.cell("Muon", 4, rule) for rule in (GRADIENTS, "sma", "crossbow")),
+            reference="Muon, K=4",
+        ),
         Grid(
             "lenet", "LeNet on CIFAR-10, learners of 32 samples, 5 epochs",
             (*(LENET.cell("SGD", k) for k in (1, 4, 16)), *(LENET.cell("Muon", k) for k in (4, 16))),
@@ -96,7 +104,7 @@ GRIDS = {
         ),
         Grid(
             "lenet_b1024", "LeNet on CIFAR-10, 1,024 samples a round, 15 epochs",
-            (LENET_LONG.cell("SGD", 1, batch=128), *(LENET_LONG.cell(name, 8, batch=128) for name in OF_RULES)),
+            (LENET_LONG.cell("SGD", 1, batch=128), *(LENET_LONG.cell(name, 8, batch=128) for name in OPTIMIZERS)),
             reference="SGD, K=1",
         ),
     )

@@ -18,7 +18,7 @@ from statistics import median
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.bench.windows import spread
-from experiments.grids.grid import TRAIN, Cell, Grid, cells
+from experiments.grids.grid import RESNET8, TRAIN, Cell, Grid, cells
 from experiments.grids.report import Result, Run, accuracy, by_cell, first_at, notes, summarize
 from experiments.grids.running import run_grid
 from experiments.tables.markdown import NONE, cores, markdown_table, spread_text
@@ -33,7 +33,7 @@ LENET = "+experiment=lenet max_epochs=2"
 RESNET32 = "+experiment=resnet32_short checkpoint_every_s=120"
 # Rates follow the samples of a round, by their power of 0.75; every side has the fewest epochs in which it got there.
 _MUON = "num_learners=1 batch_size=64 optimizer.learning_rate=0.05 optimizer.other_learning_rate=0.17"
-_SGD = "num_learners=1 batch_size=64 optimizer=resnet_short optimizer.learning_rate=0.17 max_epochs=10"
+_SGD = "num_learners=1 batch_size=64 optimizer=resnet_short optimizer.learning_rate=0.17"
 
 
 def side(name: str, common: str, own: Mapping[str, str], parts: int = 1) -> tuple[Cell, ...]:
@@ -41,6 +41,17 @@ def side(name: str, common: str, own: Mapping[str, str], parts: int = 1) -> tupl
     found = cells(common, {f"{name}, {words}": overrides for words, overrides in own.items()}, parts)
     program = DEFAULT_LOOP if name == DEFAULT else TRAIN
     return tuple(replace(cell, labels={"side": name}, program=program) for cell in found)
+
+
+def of_resnet(common: str, sgd_epochs: int) -> tuple[Cell, ...]:
+    """The sides of a ResNet: learners by the recipe, and others, of which those by SGD take `sgd_epochs`."""
+    by_sgd = f"{_SGD} max_epochs={sgd_epochs}"
+    return (
+        *side(LEARNERS, common, {"K=4, b=32": ""}),
+        *side(BY_MUON, common, {"b=64": _MUON, "b=128": "num_learners=1 batch_size=128"}),
+        *side(BY_SGD, common, {"b=64": by_sgd}),
+        *side(DEFAULT, common, {"b=64": f"{by_sgd} data.flip=true"}),
+    )
 
 
 _LENET_BATCHES = {b: f"num_learners=1 batch_size={b} optimizer.learning_rate={0.03 * b / 32:g}" for b in (32, 64, 128)}
@@ -53,11 +64,9 @@ GRIDS = {
               *side(BY_SGD, LENET, {f"b={b}": words for b, words in _LENET_BATCHES.items()}, 4),
               *side(DEFAULT, LENET, {f"b={b}": _LENET_BATCHES[b] for b in (32, 64)}, 4)),
              seeds=(0, 1, 2, 3, 4), targets=(0.99,), alone=True),
-        Grid("resnet32", "ResNet-32 on CIFAR-10",
-             (*side(LEARNERS, RESNET32, {"K=4, b=32": ""}),
-              *side(BY_MUON, RESNET32, {"b=64": _MUON, "b=128": "num_learners=1 batch_size=128"}),
-              *side(BY_SGD, RESNET32, {"b=64": _SGD}), *side(DEFAULT, RESNET32, {"b=64": f"{_SGD} data.flip=true"})),
-             targets=(0.88, 0.9), alone=True),
+        Grid("resnet8", "ResNet-8 on CIFAR-10", of_resnet(f"{RESNET32} {RESNET8} max_epochs=4", 6), targets=(0.8,),
+             alone=True),
+        Grid("resnet32", "ResNet-32 on CIFAR-10", of_resnet(RESNET32, 10), targets=(0.88, 0.9), alone=True),
     )
 }  # fmt: skip
 
