@@ -43,14 +43,13 @@ def side(name: str, common: str, own: Mapping[str, str], parts: int = 1) -> tupl
     return tuple(replace(cell, labels={"side": name}, program=program) for cell in found)
 
 
-def of_resnet(common: str, sgd_epochs: int) -> tuple[Cell, ...]:
-    """The sides of a ResNet: learners by the recipe, and others, of which those by SGD take `sgd_epochs`."""
-    by_sgd = f"{_SGD} max_epochs={sgd_epochs}"
+def of_resnet(common: str, sgd_epochs: int, default_epochs: int) -> tuple[Cell, ...]:
+    """The sides of a ResNet: learners by the recipe, and others, of which those by SGD take epochs of their own."""
     return (
         *side(LEARNERS, common, {"K=4, b=32": ""}),
         *side(BY_MUON, common, {"b=64": _MUON, "b=128": "num_learners=1 batch_size=128"}),
-        *side(BY_SGD, common, {"b=64": by_sgd}),
-        *side(DEFAULT, common, {"b=64": f"{by_sgd} data.flip=true"}),
+        *side(BY_SGD, common, {"b=64": f"{_SGD} max_epochs={sgd_epochs}"}),
+        *side(DEFAULT, common, {"b=64": f"{_SGD} max_epochs={default_epochs} data.flip=true"}),
     )
 
 
@@ -64,9 +63,9 @@ GRIDS = {
               *side(BY_SGD, LENET, {f"b={b}": words for b, words in _LENET_BATCHES.items()}, 4),
               *side(DEFAULT, LENET, {f"b={b}": _LENET_BATCHES[b] for b in (32, 64)}, 4)),
              seeds=(0, 1, 2, 3, 4), targets=(0.99,), alone=True),
-        Grid("resnet8", "ResNet-8 on CIFAR-10", of_resnet(f"{RESNET32} {RESNET8} max_epochs=3", 5), targets=(0.79,),
+        Grid("resnet8", "ResNet-8 on CIFAR-10", of_resnet(f"{RESNET32} {RESNET8} max_epochs=3", 5, 6), targets=(0.79,),
              alone=True),
-        Grid("resnet32", "ResNet-32 on CIFAR-10", of_resnet(RESNET32, 10), targets=(0.88, 0.9), alone=True),
+        Grid("resnet32", "ResNet-32 on CIFAR-10", of_resnet(RESNET32, 10, 10), targets=(0.88, 0.9), alone=True),
     )
 }  # fmt: skip
 
