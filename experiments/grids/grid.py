@@ -104,6 +104,7 @@ class Grid:
         seeds: when no others are asked for.
         targets: test accuracies; tables say when they were reached.
         reference: the cell that others are compared with, seed by seed.
+        shown_after: epochs after which tables show accuracies too, those of an evaluation each.
         alone: whether times matter, so that cells run one at a time.
     """
 
@@ -113,6 +114,7 @@ class Grid:
     seeds: tuple[int, ...] = (0, 1, 2)
     targets: tuple[float, ...] = ()
     reference: str | None = None
+    shown_after: tuple[float, ...] = ()
     alone: bool = False
 
     def with_overrides(self, extra: Sequence[str]) -> Grid:

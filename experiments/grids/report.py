@@ -29,6 +29,7 @@ def cells_table(result: Result) -> str:
     timed = any(run["alone"] for run in result["runs"])
     header = ["", "K", "b", "test accuracy", "best"]
     header += [f"− {result['reference']}"] if result["reference"] in runs else []
+    header += [f"after {epochs:g} epochs" for epochs in result.get("shown_after", ())]
     for target in result["targets"]:
         header += [f"epochs to {target}", *([f"seconds to {target}"] if timed else [])]
     header += ["n", *(["diverged"] if any(cell.diverged for cell in found) else [])]
@@ -43,6 +44,7 @@ def _row(
     row += [accuracy(cell.final), accuracy(cell.best)]
     if reference in runs:
         row.append("" if cell.name == reference else accuracy(difference(own, runs[reference]), signed=True))
+    row += [accuracy(after(own, epochs)) for epochs in result.get("shown_after", ())]
     for target in result["targets"]:
         found = cell.reached[target]
         row += [when(found, found.epochs, cell.n, "{:.2f}")]
@@ -69,7 +71,7 @@ def notes(result: Result) -> str:
     runs = result["runs"]
     together, commits = [run for run in runs if not run["alone"]], sorted({str(_of(run, "commit")) for run in runs})
     precisions = sorted({run["summary"]["precision"] for run in runs})
-    cells = len(by_cell(result))
+    cells = len({run["cell"] for run in runs})
     said = [
         f"{len(runs)} runs of {cells} cells in {' and '.join(precisions)}, at commit {', '.join(commits)}; ± is a 95 % "
         "confidence interval by Student's t over the seeds."
@@ -144,11 +146,25 @@ def student_t(degrees: int) -> float:
 
 
 def by_cell(result: Result) -> dict[str, list[Run]]:
-    """The runs of every cell, in the order of the grid."""
+    """The runs of every cell, in the order of the grid; where an EMA of z was evaluated, z has a row of its own."""
     found: dict[str, list[Run]] = {}
     for run in result["runs"]:
-        found.setdefault(run["cell"], []).append(run)
+        of_z = _of_z(run)
+        found.setdefault(run["cell"], []).append(of_z or run)
+        if of_z is not None:
+            found.setdefault(f"{run['cell']}, EMA", []).append(run)
     return found
+
+
+def _of_z(run: Run) -> Run | None:
+    """What a run would be with z evaluated instead of its EMA; None where there was no EMA."""
+    if not run["epochs"] or run["epochs"][-1].get("z_accuracy") is None:
+        return None
+    records = [{**record, "test_accuracy": record.get("z_accuracy")} for record in run["epochs"]]
+    accuracies = [record["test_accuracy"] for record in records]
+    best = max(value for value in accuracies if value is not None)
+    summary = {**run["summary"], "test_accuracy": accuracies[-1], "best_test_accuracy": best}
+    return {**run, "epochs": records, "summary": summary}
 
 
 def summaries(result: Result) -> list[CellSummary]:
@@ -181,6 +197,12 @@ def reached(runs: Sequence[Run], target: float) -> Reached:
 def first_at(run: Run, target: float) -> Mapping[str, Any] | None:
     """The record of the first evaluation at or above the target; None when there is none."""
     return next((record for record in run["epochs"] if (record["test_accuracy"] or 0.0) >= target), None)
+
+
+def after(runs: Sequence[Run], epochs: float) -> Estimate | None:
+    """The accuracy at the evaluation after so many epochs (to a hundredth), over the runs that have it."""
+    near = [record for run in runs for record in run["epochs"] if abs(record["epoch"] - epochs) < 0.01]
+    return estimate([record["test_accuracy"] for record in near if record["test_accuracy"] is not None])
 
 
 def has_diverged(run: Run) -> bool:

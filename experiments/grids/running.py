@@ -42,6 +42,7 @@ _KEPT_OF_SUMMARY = (
 )  # fmt: skip
 _KEPT_OF_EPOCH = ("epoch", "samples_seen", "elapsed_s", "num_learners", "train_loss", "test_loss", "test_accuracy")
 _KEPT_OF_LEARNING = ("learning", "spread")  # where learning_statistics=true measured them
+_KEPT_OF_EMA = ("z_accuracy",)  # where an EMA of z is evaluated
 _KEPT_OF_MACHINE = ("cpu", "cores", "gpus", "torch", "date", "commit")
 
 
@@ -182,6 +183,7 @@ def recorded(cell: Cell, seed: int, run: Path) -> dict[str, Any] | None:
 
 def _kept(record: Mapping[str, Any]) -> dict[str, Any]:
     keys = _KEPT_OF_EPOCH + (_KEPT_OF_LEARNING if record.get("learning") else ())
+    keys += () if record.get("z_accuracy") is None else _KEPT_OF_EMA
     return {key: record[key] for key in keys}
 
 
@@ -199,6 +201,7 @@ def collect(grid: Grid, places: Places, facts: Mapping[str, Any]) -> dict[str, A
         "title": grid.title,
         "targets": list(grid.targets),
         "reference": grid.reference,
+        "shown_after": list(grid.shown_after),
         "num_cells": len(grid.cells),
         "runs": runs,
     }
