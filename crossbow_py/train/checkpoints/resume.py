@@ -97,6 +97,8 @@ def _take_share(run: Run, checkpoint: SavedCheckpoint) -> None:
     whole = saved.get("epoch_sums", (state.loss_sum, state.num_losses, state.num_correct))
     none = (0.0, 0, None if state.num_correct is None else 0.0)
     state.loss_sum, state.num_losses, state.num_correct = whole if run.ranks.is_first else none
+    if not run.ranks.is_first:
+        state.compared = []  # the first rank's count once
     run.state = state
 
 
