@@ -35,12 +35,21 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm
 
 @dataclass(frozen=True)
 class Block:
-    """A parameter or buffer: its name in the module, shape `[*shape]`, number of values, and kind, which orders it."""
+    """A parameter or buffer: its name in the module, shape `[*shape]`, number of values, and kind, which orders it.
+
+    An attention's one weight for queries, keys and values is three matrices, one below the other.
+    """
 
     name: str
     shape: tuple[int, ...]
     numel: int
     kind: Kind
+    num_matrices: int = 1
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns of each of its matrices."""
+        return self.shape[0] // self.num_matrices, self.numel // self.shape[0]
 
 
 @dataclass(frozen=True)
@@ -152,10 +161,11 @@ class Rows:
 
     def matrices(self) -> tuple[Matrix, ...]:
         """Return where the matrices are in the vectors of `trained`."""
-        found = []
+        found: list[Matrix] = []
         for index, block in enumerate(self.layout.blocks[: self.layout.count("matrix")]):
-            place = (index, 0) if self.order == "blocks" else (0, self.offsets[index])
-            found.append(Matrix(*place, block.shape[0], block.numel // block.shape[0]))
+            vector, begin = (index, 0) if self.order == "blocks" else (0, self.offsets[index])
+            length = block.numel // block.num_matrices
+            found += [Matrix(vector, begin + n * length, *block.matrix_shape) for n in range(block.num_matrices)]
         return tuple(found)
 
     def shaped(self, row: int = 0) -> dict[str, Tensor]:
@@ -261,7 +271,11 @@ def parameter_layout(module: nn.Module, channels_last: bool, matrices: Collectio
             return "matrix"
         return "undecayed" if parameter.ndim < 2 or id(parameter) in norms else "decayed"
 
-    blocks = [Block(name, tuple(p.shape), p.numel(), kind(name, p)) for name, p in module.named_parameters()]
+    stacked = {id(m.in_proj_weight) for m in module.modules() if isinstance(m, nn.MultiheadAttention)}
+    blocks = [
+        Block(name, tuple(p.shape), p.numel(), kind(name, p), 3 if id(p) in stacked else 1)
+        for name, p in module.named_parameters()
+    ]
     return Layout(tuple(sorted(blocks, key=lambda block: _ORDER.index(block.kind))), channels_last)
 
 

@@ -415,5 +415,5 @@ def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
         has_velocity=job.rule.has_velocity,
         has_ema=job.rule.average_ema is not None,
         shows_mean=job.rule.shows_mean,
-        matrices=tuple((block.shape[0], block.numel // block.shape[0]) for block in matrices),
+        matrices=tuple(block.matrix_shape for block in matrices for _ in range(block.num_matrices)),
     )

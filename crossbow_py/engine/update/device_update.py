@@ -102,9 +102,9 @@ class AllLearners:
             num_decayed=sum(bank.layout.count(kind) > 0 for kind in DECAYED),
             num_matrices=int(bank.layout.count("matrix") > 0),
         )
-        learners = range(bank.num_learners)
+        learners, blocks, offsets = range(bank.num_learners), bank.layout.blocks, bank.weights.offsets
         self.matrices = tuple(
-            replace(own, vector=0, begin=bank.weights.offsets[own.vector] + learner * own.rows * own.columns)
+            replace(own, vector=0, begin=offsets[own.vector] + learner * blocks[own.vector].numel + own.begin)
             for own in bank.weights.matrices()
             for learner in learners
         )

@@ -115,8 +115,8 @@ class Tokens(nn.Module):
     def __init__(self, tied: bool) -> None:
         super().__init__()
         self.cls, self.positions = nn.Parameter(torch.zeros(1, 1, 8)), nn.Parameter(torch.zeros(1, 5, 8))
-        self.tokens = nn.Embedding(7, 8)
         self.patches = nn.Conv2d(3, 8, 2)
+        self.tokens = nn.Embedding(7, 8)
         self.attention, self.up = nn.MultiheadAttention(8, 2), nn.ConvTranspose1d(8, 8, 2)
         self.hidden, self.head = nn.Linear(8, 8), nn.Linear(8, 7, bias=False)
         if tied:
@@ -127,6 +127,43 @@ class Tokens(nn.Module):
 def test_what_is_no_layers_weight_is_no_matrix(tied: bool) -> None:
     attention = ("attention.in_proj_weight", "attention.out_proj.weight")
     assert Muon().matrices(Tokens(tied)) == (*attention, "hidden.weight")
+
+
+class Reader(nn.Module):
+    """An embedding, blocks of a transformer, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(7, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.tokens(ids)).mean(1))  # type: ignore[no-any-return]
+
+
+def test_embedding_is_the_first_layer_of_a_transformer() -> None:
+    found = Muon().matrices(Reader())
+    each = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
+    assert found == tuple(f"blocks.layers.{block}.{name}" for block in range(2) for name in each)
+
+
+@pytest.mark.parametrize("executor", ["serial", "fused"])
+def test_queries_keys_and_values_are_three_matrices(executor: str) -> None:
+    """Each takes a step of about the same size, whatever the size of its gradient."""
+    ids = torch.randint(7, (48, 5), generator=torch.Generator().manual_seed(0))
+    tasks = make_tasks(
+        Reader, optimizer=Muon(momentum=0.0, nesterov=False), precision=FP32, data=(ids, ids[:, 0] % 3),
+        order=EXECUTORS[executor].ORDER,
+    )  # fmt: skip
+    name = "blocks.layers.0.self_attn.in_proj_weight"
+    before = tasks.bank.learner_state(1)[name].clone()
+    run_rounds(tasks, executor, 1, learning_rate=0.02)
+    steps = (tasks.bank.learner_state(1)[name] - before).view(3, 8, 8)
+    for step in steps:
+        assert 0.6 < float(torch.linalg.matrix_norm(step / 0.02, 2)) < 1.3
 
 
 class Sum(nn.Module):
