@@ -10,6 +10,7 @@ from typing import Any
 
 from experiments.tables.markdown import NONE, markdown_table
 
+_EMA = ", EMA"  # of a row's name: the EMA of the cell's average model
 Run = Mapping[str, Any]
 Result = Mapping[str, Any]
 # Quantile 0.975 of Student's t for 1, 2, ... degrees of freedom.
@@ -39,17 +40,23 @@ def cells_table(result: Result) -> str:
 def _row(
     cell: CellSummary, runs: Mapping[str, Sequence[Run]], result: Result, timed: bool, diverged: bool
 ) -> list[str]:
-    own, reference = runs[cell.name], result["reference"]
+    own, reference = runs[cell.name], _reference(result, cell.name)
     row = [cell.name, *(_setting(own, key) for key in ("num_learners", "batch_size"))]
     row += [accuracy(cell.final), accuracy(cell.best)]
-    if reference in runs:
-        row.append("" if cell.name == reference else accuracy(difference(own, runs[reference]), signed=True))
+    if result["reference"] in runs:
+        found = difference(own, runs.get(reference, ()))
+        row.append("" if cell.name == reference else accuracy(found, signed=True))
     row += [accuracy(after(own, epochs)) for epochs in result.get("shown_after", ())]
     for target in result["targets"]:
-        found = cell.reached[target]
-        row += [when(found, found.epochs, cell.n, "{:.2f}")]
-        row += [when(found, found.seconds, cell.n, "{:.1f}")] if timed else []
+        then = cell.reached[target]
+        row += [when(then, then.epochs, cell.n, "{:.2f}")]
+        row += [when(then, then.seconds, cell.n, "{:.1f}")] if timed else []
     return [*row, str(cell.n), *([str(cell.diverged) if cell.diverged else ""] if diverged else [])]
+
+
+def _reference(result: Result, name: str) -> str:
+    """The row that a row is compared with: an EMA with an EMA."""
+    return f"{result['reference']}{_EMA if name.endswith(_EMA) else ''}"
 
 
 def accuracy(found: Estimate | None, signed: bool = False) -> str:
@@ -147,22 +154,23 @@ def student_t(degrees: int) -> float:
 
 def by_cell(result: Result) -> dict[str, list[Run]]:
     """The runs of every cell, in the order of the grid; where an EMA of z was evaluated, z has a row of its own."""
+    smoothed = {run["cell"] for run in result["runs"] if any("z_accuracy" in record for record in run["epochs"])}
     found: dict[str, list[Run]] = {}
     for run in result["runs"]:
-        of_z = _of_z(run)
-        found.setdefault(run["cell"], []).append(of_z or run)
-        if of_z is not None:
-            found.setdefault(f"{run['cell']}, EMA", []).append(run)
+        name = run["cell"]
+        found.setdefault(name, []).append(_of_z(run) if name in smoothed else run)
+        if name in smoothed:
+            found.setdefault(f"{name}{_EMA}", []).append(run)
     return found
 
 
-def _of_z(run: Run) -> Run | None:
-    """What a run would be with z evaluated instead of its EMA; None where there was no EMA."""
-    if not run["epochs"] or run["epochs"][-1].get("z_accuracy") is None:
-        return None
+def _of_z(run: Run) -> Run:
+    """What a run would be with z evaluated instead of its EMA."""
+    if not run["epochs"]:  # it broke before
+        return run
     records = [{**record, "test_accuracy": record.get("z_accuracy")} for record in run["epochs"]]
     accuracies = [record["test_accuracy"] for record in records]
-    best = max(value for value in accuracies if value is not None)
+    best = max((value for value in accuracies if value is not None), default=None)
     summary = {**run["summary"], "test_accuracy": accuracies[-1], "best_test_accuracy": best}
     return {**run, "epochs": records, "summary": summary}
 

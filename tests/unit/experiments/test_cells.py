@@ -141,15 +141,19 @@ def test_difference_is_taken_seed_by_seed_where_both_finished() -> None:
 
 def test_average_model_has_a_row_of_its_own_where_an_ema_of_it_was_evaluated() -> None:
     result = made_up_result() | {"shown_after": [1.0]}
-    result["runs"] = [made_up("one", 0, 0.9), made_up("sma", 0, 0.95)]
-    for record, z_accuracy in zip(result["runs"][1]["epochs"], (0.6, 0.8), strict=True):
-        record["z_accuracy"] = z_accuracy
+    broke = made_up("sma", 1, None) | {"epochs": []}
+    result["runs"] = [made_up("one", 0, 0.9), made_up("sma", 0, 0.95), broke]
+    for run, accuracies in zip(result["runs"], ((0.5, 0.7), (0.6, 0.8)), strict=False):
+        for record, z_accuracy in zip(run["epochs"], accuracies, strict=True):
+            record["z_accuracy"] = z_accuracy
     before = result["runs"][1]["epochs"][0]["test_accuracy"]
-    one, z, ema = (table_cells(report.cells_table(result), row) for row in (2, 3, 4))
-    assert (one[3], z[3:5], ema[3]) == ("0.9000", ["0.8000", "0.8000"], "0.9500")
-    assert (z[0], z[5:7]) == ("sma", ["-0.1000", "0.6000"])
-    assert (ema[0], ema[5:7]) == ("sma, EMA", ["+0.0500", f"{before:.4f}"])
-    assert "2 runs of 2 cells" in report.notes(result)
+    rows = [table_cells(report.cells_table(result), row) for row in range(2, 6)]
+    assert [row[0] for row in rows] == ["one", "one, EMA", "sma", "sma, EMA"]
+    assert [row[3] for row in rows] == ["0.7000", "0.9000", "0.8000", "0.9500"]
+    assert [row[5] for row in rows] == ["", "", "+0.1000", "+0.0500"]  # z to z, an EMA to an EMA
+    assert [rows[2][6], rows[3][6]] == ["0.6000", f"{before:.4f}"]
+    assert [row[-2:] for row in rows[2:]] == [["2", "1"], ["2", "1"]]
+    assert "3 runs of 2 cells" in report.notes(result)
 
 
 def test_curve_is_the_mean_over_seeds_as_far_as_all_go() -> None:
