@@ -16,7 +16,7 @@ from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.layout import Order
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, Executor
-from crossbow_py.engine.goodput import comparison_in
+from crossbow_py.engine.goodput import compares_in
 from crossbow_py.engine.modules.precision import FP64, Precision
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.update.optimizers import SGD, Optimizer
@@ -121,7 +121,7 @@ def plan(tasks: RoundTasks, index: int, learning_rate: float = 0.1, factor: floa
         starts=tuple((index * learners + learner) * size for learner in range(learners)),
         learning_rates=(learning_rate * factor,) * learners,
         together=rule.round(stage),
-        comparison=comparison_in(index, learners) if tasks.compares else None,
+        compares=tasks.compares and learners > 1 and compares_in(index, learners, 0),
     )
 
 

@@ -139,7 +139,8 @@ class AutoTuner(AutoTunerSettings):
         """Take the throughput of one window over all learners, or of a longer time that counts as several.
 
         Numbers that are not positive and finite are ignored. Windows after a change are dropped here, and need not be
-        by the caller. While the `noise` is not known well enough, nothing is decided; None is for none to be known.
+        by the caller. While the `noise` is not known well enough, several learners stay as many; a single one gets
+        another, with which a sample is worth half as much at least. None is for no noise to be known.
         """
         stay = Decision("stay", state.num_learners)
         noise = noise if self.objective == "goodput" else None
@@ -153,7 +154,7 @@ class AutoTuner(AutoTunerSettings):
         if len(state.recent) < self.windows:
             return state, stay
         median = statistics.median(state.recent)
-        if noise is not None and noise.samples is None:
+        if noise is not None and noise.samples is None and state.num_learners > 1:
             return replace(state, recent=state.recent[len(state.recent) - self.windows + 1 :]), stay
         state, worth = replace(state, recent=()), _Worth(noise, self.num_devices)
         if state.phase == "settled":
@@ -225,7 +226,7 @@ class AutoTuner(AutoTunerSettings):
         count, before = state.num_learners, dict(state.measured)[state.num_learners]
         least = worth.of((count, median)) * (1 + self.min_gain)
         beaten = any(other > count and worth.of((other, rate)) > least for other, rate in state.measured)
-        rate = f"{worth.said((count, median))}, {_percent(median / before - 1)} since"
+        rate = f"{worth.said((count, median))}, {_percent(median / before - 1)} since it was measured first"
         if beaten:
             state = replace(state, measured=((count, median),))
             following = self._neighbour(replace(state, phase="growing"), worth)
@@ -362,8 +363,11 @@ class _Worth:
         return now / then
 
     def said(self, measurement: tuple[int, float]) -> str:
-        efficiency = "" if self.noise is None else f" of efficiency {self.efficiency(measurement[0]):.2f}"
-        return f"{_rate(measurement)}{efficiency}"
+        if self.noise is None:
+            return _rate(measurement)
+        count, images_per_s = measurement
+        worth = f"{_number(images_per_s)} images/s × {self.efficiency(count):.2f}"
+        return f"goodput {_number(self.of(measurement))} with {count} ({worth})"
 
 
 def _move(state: AutoTunerState, count: int, phase: Phase, reason: str) -> tuple[AutoTunerState, Decision]:
@@ -380,8 +384,11 @@ def _learners(count: int) -> str:
 
 def _rate(measurement: tuple[int, float]) -> str:
     count, images_per_s = measurement
-    number = f"{images_per_s:,.0f}" if images_per_s >= 100 else f"{images_per_s:.3g}"
-    return f"{number} images/s with {count}"
+    return f"{_number(images_per_s)} images/s with {count}"
+
+
+def _number(images_per_s: float) -> str:
+    return f"{images_per_s:,.0f}" if images_per_s >= 100 else f"{images_per_s:.3g}"
 
 
 def _percent(change: float) -> str:

@@ -12,6 +12,10 @@ and from that, for any K (McCandlish et al. 2018; Pollux, Qiao et al., OSDI 2021
     gain(K)       = K · efficiency(K)           how many rounds of a single learner one round is worth
     goodput(K)    = images/s(K) · efficiency(K)
 
+All gradients of a comparison are at the same weights or, of replicas, as near as these are: one taken a step later
+would lie against what the step before had of noise. So a single learner's are those of two halves of a batch that it
+has not learned from yet.
+
 φ is that of plain SGD. Other optimizers may use larger batches better, as Muon does (experiments/optimizers),
 and replicas that are apart have gradients that differ more than by noise, which raises φ.
 """
@@ -21,36 +25,46 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from crossbow_py.core.settings import known_fields
 
-EVERY_ROUNDS = 4  # gradients are compared in every so many rounds
+EVERY_ROUNDS = 4  # gradients of several learners are compared in every so many rounds
+EVERY_ROUNDS_ALONE = 32  # those of a single one, which takes two more passes: one round in 32 is 3 % of them
 _HORIZON = 100  # comparisons; before there are as many, the mean is over all
 _LEAST = 16  # comparisons before φ is used
-
-ComparisonStep = Literal["keep", "compare"]
-
-
-def comparison_in(round_index: int, num_learners: int) -> ComparisonStep | None:
-    """Return whether a round compares gradients; one learner's is kept in a round and compared with the next one's."""
-    place = round_index % EVERY_ROUNDS
-    if num_learners == 1:
-        return "keep" if place == 0 else "compare" if place == 1 else None
-    return "compare" if place == 0 else None
-
+ROUNDS_UNKNOWN = EVERY_ROUNDS * _LEAST  # from the first round to when it is
 
 class Comparison(NamedTuple):
-    """The gradients of n learners in a round, or of one learner in n rounds: mean |g_j|², and |mean g_j|²."""
+    """The gradients of n batches: mean |g_j|², and |mean g_j|²."""
 
     mean_square: float
     square_of_mean: float
     n: int
 
+    @classmethod
+    def of_halves(cls, mean_square: float, square_of_mean: float) -> Comparison:
+        """Return what two whole batches would show on average, from the gradients of the two halves of one.
+
+        With s and q of the halves: |G|² = 2q − s and tr(Σ)/b = s − q, of which s = |G|² + tr(Σ)/b and
+        q = |G|² + tr(Σ)/2b of whole batches follow.
+        """
+        s, q = mean_square, square_of_mean
+        return cls(q, (3 * q - s) / 2, 2)
+
 
 def efficiency(scale: float, batch_size: int, num_learners: int) -> float:
     """Return how much a sample is worth with K learners of a batch size, in (0, 1], at a noise scale of φ samples."""
     return 1.0 if math.isinf(scale) else (scale + batch_size) / (scale + num_learners * batch_size)
+
+
+def compares_in(round_index: int, num_learners: int, num_known: int) -> bool:
+    """Return whether a round compares the gradients of a device's learners, after `num_known` comparisons.
+
+    Until there are enough to tell φ, a single learner's are compared as often as those of several.
+    """
+    alone = num_learners == 1 and num_known >= _LEAST
+    return round_index % (EVERY_ROUNDS_ALONE if alone else EVERY_ROUNDS) == 0
 
 
 @dataclass(frozen=True)

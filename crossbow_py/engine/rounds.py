@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from crossbow_py.averaging.rule import GradientMean, LinearRound, OuterStep, RoundAveraging
-from crossbow_py.data.feed import Feed
+from crossbow_py.core.host_randomness import kept_generators
+from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.layout import TrainedRow, norm
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.engine.goodput import Comparison, ComparisonStep
+from crossbow_py.engine.goodput import Comparison
+from crossbow_py.engine.modules.agreement import kept_buffers
 from crossbow_py.engine.modules.compiled import CompiledModels, Model
 from crossbow_py.engine.modules.dropout import OwnDraws, counter_seed
 from crossbow_py.engine.modules.losses import Loss, correct_of_batch, ignored_target, smoothed_cross_entropy
@@ -67,8 +69,7 @@ class Round:
         together: what is averaged in this round and how, or None.
         joins_nodes: whether nodes, each with its own z, average z among them in this round.
         draws: the random numbers of each learner's dropout, if learners belong to different runs; else empty.
-        comparison: whether the learners' gradients are compared; a single learner's is kept in one round, and compared
-            in the next.
+        compares: whether the gradients of several learners are compared.
     """
 
     index: int
@@ -77,7 +78,7 @@ class Round:
     together: RoundAveraging | None
     joins_nodes: bool = False
     draws: tuple[Draws, ...] = ()
-    comparison: ComparisonStep | None = None
+    compares: bool = False
 
     @property
     def averaging(self) -> LinearRound | None:
@@ -124,6 +125,16 @@ class RoundOutcome:
     def non_finite_learners(self) -> list[int]:
         """The learners whose loss or gradient was not finite."""
         return [learner for learner, finite in enumerate(self.finite) if not finite]
+
+
+def compared(gradients: Sequence[list[Tensor]]) -> Comparison:
+    """Return the comparison of gradients, matching lists."""
+    n = len(gradients)
+    mean = [own.clone() for own in gradients[0]]
+    for other in gradients[1:]:
+        torch._foreach_add_(mean, other)
+    squares = [norm(own) ** 2 for own in gradients]
+    return Comparison(sum(squares) / n, (norm(mean) / n) ** 2, n)
 
 
 class RoundTasks:
@@ -274,26 +285,25 @@ class RoundTasks:
         """Compare the learners' gradients in the bank, see `compare`."""
         bank = self.bank
         gradients = [bank.gradients.trained(learner) for learner in range(bank.num_learners)]
-        self.compare(gradients, lambda: bank.kept_gradient.trained(0), outcome)
+        outcome.comparison = compared(gradients)
 
-    def compare(
-        self, gradients: Sequence[list[Tensor]], kept: Callable[[], list[Tensor]], outcome: RoundOutcome
-    ) -> None:
-        """Write the comparison of all learners' gradients, matching lists, to the outcome; or keep a single one.
+    def compare_halves(self, learner: int, batch: Batch) -> Comparison | None:
+        """Compare the gradients of two halves of a batch at the learner's weights; None of a batch too small.
 
-        `kept` returns views, in the same order, of where that is.
+        Nothing may be in flight, and nothing is changed. Host–device synchronisation on CUDA.
         """
-        if outcome.plan.comparison == "keep":
-            torch._foreach_copy_(kept(), gradients[0])
-            return
-        if len(gradients) == 1:
-            gradients = [kept(), gradients[0]]
-        n = len(gradients)
-        mean = [own.clone() for own in gradients[0]]
-        for other in gradients[1:]:
-            torch._foreach_add_(mean, other)
-        squares = [norm(own) ** 2 for own in gradients]
-        outcome.comparison = Comparison(sum(squares) / n, (norm(mean) / n) ** 2, n)
+        bank, half = self.bank, len(batch.targets) // 2
+        if half < 2:  # BatchNorm of one sample has no statistics
+            return None
+        found = []
+        with kept_buffers(bank.module(learner)), kept_generators(bank.device):
+            for part in (slice(half), slice(half, 2 * half)):
+                output = bank.module(learner)(batch.inputs[part]).to(bank.precision.master)
+                loss = self.loss_of(learner, output, batch.targets[part])
+                own = torch.autograd.grad(loss, bank.trained_parameters(learner), allow_unused=True)
+                found.append([each.to_dense() for each in own if each is not None])
+        s, q, _ = compared(found)
+        return Comparison.of_halves(s, q)
 
     def average_gradients(self, outcome: RoundOutcome) -> None:
         """Set G_j to the mean of the gradients of j's group, in which non-finite ones count as zero.

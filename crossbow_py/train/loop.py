@@ -120,7 +120,7 @@ class TrainingLoop:
             if reason := self._end_reached():
                 self._check_trained(reason, first_round)
                 return "finished", reason
-            self._run_round(plan if plan and len(plan.starts) == self._run.bank.num_learners else self._plan())
+            self._run_round(self._plan())  # anew, by what ranks have just told each other
 
     @property
     def _planned_samples(self) -> int | None:
@@ -263,6 +263,9 @@ class TrainingLoop:
         if restarts and self._run.schedule.drops_between(state.last_round_start, progress, self.num_samples):
             self._drain()
             self.rounds.restart()
+        if self._run.compares_alone(plan):
+            self._drain()
+            self._run.compare_alone(plan)
         counts = self.rounds.submit(plan)
         if self.ranks.num_ranks == 1:
             self._handle_lost_learners(len(state.non_finite_learners), self.rounds.out_of_memory)

@@ -54,7 +54,6 @@ class RoundRunner:
                 self._sums_due.popleft()
                 self._sums_begun += 1
         done = self._attempt(self.executor.submit, plan)
-        self._run.bank.kept_in = plan.index if done and plan.comparison == "keep" else None
         if done and plan.outer_step is not None:
             done = self._take_outer_step(plan, plan.outer_step)
         return done or not self._run.collective.is_alone

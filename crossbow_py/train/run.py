@@ -28,7 +28,7 @@ from crossbow_py.distributed.synchronisation import differing_ranks
 from crossbow_py.engine.bank.average_ema import AverageEMA
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, Executor
-from crossbow_py.engine.goodput import Comparison, ComparisonStep, NoiseScale, comparison_in
+from crossbow_py.engine.goodput import ROUNDS_UNKNOWN, Comparison, NoiseScale, compares_in
 from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks, taken
 from crossbow_py.engine.update.optimizers import Optimizer, for_learner
@@ -49,6 +49,8 @@ from crossbow_py.train.schedules import Schedule
 from crossbow_py.train.tuning.busy_cores import BusyCores
 from crossbow_py.train.tuning.learner_tuning import LearnerTuning
 from crossbow_py.train.tuning.worker_autotuner import WorkerAutotuner
+
+_SHORT = 4  # times as long as the gain is unknown: in shorter runs that is much of them
 
 # An evaluation of a data set: the one that stops look at, and each learner's when learners are independent.
 Measured = tuple[Evaluation, tuple[Evaluation, ...]]
@@ -337,21 +339,31 @@ class Run:
             learning_rates=rates,
             together=self.rule.round(stage),
             joins_nodes=self.collective.apart and self.rule.joins_nodes(index),
-            comparison=None if noise is None else self._comparison(index),
+            compares=len(learners) > 1 and self._compares_in(index),
         )
 
-    def _comparison(self, index: int) -> ComparisonStep | None:
-        """Return whether a round compares gradients; one learner's is compared if that of the round before was kept."""
-        bank = self.bank
-        found = comparison_in(index, bank.num_learners)
-        return None if found == "compare" and bank.num_learners == 1 and bank.kept_in != index - 1 else found
+    def _compares_in(self, index: int) -> bool:
+        noise = self.state.noise
+        return noise is not None and compares_in(index, self.bank.num_learners, noise.count)
+
+    def compare_alone(self, plan: Round) -> None:
+        """Compare the gradients of a single learner, if it is due, by the batch of a round that has not begun.
+
+        Nothing may be in flight. Host–device synchronisation on CUDA.
+        """
+        found = self._tasks().compare_halves(0, self.train_feed.batch(plan.starts[0]))
+        if found is not None:
+            self.state.compared.append((plan.index, found))
+
+    def compares_alone(self, plan: Round) -> bool:
+        """Return whether `compare_alone` is due before a round."""
+        return len(plan.starts) == 1 and self._compares_in(plan.index)
 
     def sit_out(self, plan: Round) -> None:
         """Take part in a round without this device's learners: they add nothing to the sum, and z moves as elsewhere.
 
         The executor is closed or drained.
         """
-        self.bank.kept_in = None
         if plan.averaging is not None:
             if plan.averages:
                 self.bank.total.zero_row(0)
@@ -546,11 +558,18 @@ class Run:
                 "set max_epochs or max_samples."
             )
         remark = None if total_samples is None else self.schedule.remark(total_samples / self.num_samples)
-        return [*([remark] if remark else []), *self._remarks_on_averaging(total_samples)]
-
-    def _remarks_on_averaging(self, total_samples: int | None) -> list[str]:
-        rule, bank = self.rule, self.bank
         rounds = math.inf if total_samples is None else -(-total_samples // self.samples_per_round)
+        said = [*([remark] if remark else []), *self._remarks_on_averaging(rounds)]
+        by_gain = self.rule.scales_by_gain or self.settings.count_effective_samples
+        if by_gain and not self.bank.is_single and rounds < _SHORT * ROUNDS_UNKNOWN:
+            said.append(
+                f"AdaScale's gain counts as 1 until it is known, after {ROUNDS_UNKNOWN} rounds, and this run has about "
+                f"{rounds:.0f}; in short runs averaging.rate_scaling=sqrt learns more."
+            )
+        return said
+
+    def _remarks_on_averaging(self, rounds: float) -> list[str]:
+        rule, bank = self.rule, self.bank
         if bank.is_single or self.tuning:
             return []
         if bank.replicas_identical:

@@ -70,7 +70,7 @@ class RunSettings(JobSettings):
 
     num_learners: int | Literal["auto"] = setting(
         "auto",
-        "learners (replicas trained side by side) per device; auto finds the fastest number",
+        "learners (replicas trained side by side) per device; auto finds the one that learns fastest",
         minimum=1,
         maximum=MOST_LEARNERS,
     )

@@ -46,7 +46,7 @@ def with_trainer(train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> f
         test_data=test,
         batch_size=BATCH_SIZE,  # of each learner
         optimizer=SGD(learning_rate=0.05, momentum=0.9),
-        num_learners=2,  # "auto" looks for the fastest number
+        num_learners=2,  # "auto" looks for the one that learns fastest
         executor="serial",  # "auto" measures which is fastest
     )
     result = trainer.fit(max_epochs=EPOCHS)

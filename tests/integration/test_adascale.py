@@ -145,7 +145,7 @@ def test_fixed_number_of_learners_measures_nothing():
 
 @pytest.mark.parametrize("stop", [61, 62, 63, 64])
 @pytest.mark.parametrize("executor", ["serial", "fused"])
-def test_gradient_that_one_learner_keeps_is_in_checkpoints(tmp_path, stop, executor):
+def test_ranks_of_one_learner_resume_with_their_rates(tmp_path, stop, executor):
     """Of each of two ranks, whose rates follow."""
     options = {"averaging": SynchronousSGD(rate_scaling="adascale"), "num_learners": 1, "executor": executor}
     whole = results(rank_jobs.train, 2, options, {"max_rounds": 80}, True)
@@ -156,7 +156,7 @@ def test_gradient_that_one_learner_keeps_is_in_checkpoints(tmp_path, stop, execu
 
 
 @pytest.mark.parametrize("executor", ["serial", "fused"])
-def test_checkpoints_between_rounds_that_are_compared_hold_the_first_ones_gradient(tmp_path, monkeypatch, executor):
+def test_single_learner_resumes_with_its_noise_from_any_round(tmp_path, monkeypatch, executor):
     """Wherever they fall in the four rounds from one comparison to the next."""
     stops, begin = (73, 78, 83, 88), CheckpointManager.begin
 

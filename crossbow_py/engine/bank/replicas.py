@@ -66,7 +66,6 @@ class ReplicaBank:
         velocity: the velocity of z, `Rows [1, P]`, or None.
         total_squares: the sum of squares of each piece of `total`, where an update computes these and does not write
             `total`; else None.
-        kept_in: the round whose `kept_gradient` the next round compares with its own, or None.
         step_counts: the number of optimizer steps each learner has taken.
         has_dropout: whether the modules draw random numbers from the learners' generators.
         dropout_rates: a dropout rate for each learner, or None for what its layers say.
@@ -102,8 +101,6 @@ class ReplicaBank:
         self.z, self.z_prev, self.total = (self._rows(1) for _ in range(3)) if training else [self._rows(1)] * 3
         self.velocity = self._rows(1) if has_velocity else None
         self.total_squares: Tensor | None = None
-        self._kept: Rows | None = None
-        self.kept_in: int | None = None
         self._allocate(max(capacity or num_learners, num_learners))
         self.z.load(0, dict(self.template.named_parameters()))
         self.z_prev.copy_row(0, self.z)
@@ -228,12 +225,6 @@ class ReplicaBank:
             views = list(self.gradients.stacked(len(learners), learners.start).values())
             self._stacked_gradients[learners] = views[: self.num_trained]
         return self._stacked_gradients[learners]
-
-    @property
-    def kept_gradient(self) -> Rows:
-        """A single learner's gradient of round `kept_in`, for the next one's to be compared with; zeros at first."""
-        self._kept = self._kept or self._rows(1)
-        return self._kept
 
     def trained_row(self, learner: int) -> TrainedRow:
         """Return the vectors that a correction task works on."""
@@ -397,11 +388,7 @@ class ReplicaBank:
             "z": clone_all(self.z.shaped()),
             "z_prev": clone_all(self.z_prev.shaped()),
             **({} if self.velocity is None else {"velocity": clone_all(self.velocity.shaped())}),
-            **self._pending_comparison(),
         }
-
-    def _pending_comparison(self) -> dict[str, Any]:
-        return {} if self.kept_in is None else {"kept_in": self.kept_in, "kept": clone_all(self.kept_gradient.shaped())}
 
     def _active_rows(self) -> dict[str, Any]:
         """Return views `[K, *shape]` of the active rows, for `_load_rows`."""
@@ -420,9 +407,6 @@ class ReplicaBank:
             self.resize(num_saved(saved))
         self.load_central(saved)
         self._load_rows(saved)
-        self.kept_in = saved.get("kept_in")
-        if self.kept_in is not None:
-            self.kept_gradient.load(0, saved["kept"])
 
     def load_central(self, saved: Mapping[str, Any]) -> None:
         """Restore only z, z_prev and the velocity of a `state_dict()`."""

@@ -145,8 +145,8 @@ class GroupTasks(ABC):
             stepped = values[self._gate] == 1
             outcome.finite[learner] = stepped and values[FINITE] == 1
             self.tasks.bank.step_counts[learner] += stepped
-            if learner == 0 and outcome.plan.comparison == "compare":
-                n = max(2, self.tasks.bank.num_learners)
+            if learner == 0 and outcome.plan.compares:
+                n = self.tasks.bank.num_learners
                 outcome.comparison = Comparison(values[MEAN_SQUARE], values[SQUARE_OF_MEAN], n)
 
     def count_steps(self) -> None:
@@ -177,14 +177,10 @@ def average_gated(groups: Sequence[GroupTasks]) -> None:
     tasks.bank.average_gradients(mean, tasks.collective)
 
 
-def compare_gradients(groups: Sequence[GroupTasks], keep: bool) -> None:
-    """Do as `RoundTasks.compare_gradients`, for the groups of a whole bank; `keep` is for a single learner's first."""
+def compare_gradients(groups: Sequence[GroupTasks]) -> None:
+    """Do as `RoundTasks.compare_gradients`, for the groups of a whole bank."""
     bank = groups[0].tasks.bank
     lists = [bank.gradients.trained(learner) for learner in range(bank.num_learners)]
-    if keep:
-        torch._foreach_copy_(bank.kept_gradient.trained(0), lists[0])
-        return
-    lists = [bank.kept_gradient.trained(0), *lists] if len(lists) == 1 else lists
     mean = [own.clone() for own in lists[0]]
     for other in lists[1:]:
         torch._foreach_add_(mean, other)

@@ -120,7 +120,7 @@ class Executor(ABC):
     def _launches(self, plan: Round) -> tuple[Launch, ...]:
         """Plan a round's launches, once, for executors whose groups run on several streams."""
         pulls = plan.averaging is not None
-        return self.scheduler.round(plan.index, pulls and plan.averages, plan.comparison is not None, pulls)
+        return self.scheduler.round(plan.index, pulls and plan.averages, plan.compares, pulls)
 
     def collect(self) -> list[RoundOutcome]:
         """Wait for the round before the last one issued, if it is in flight, and return its outcome.

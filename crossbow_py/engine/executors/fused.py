@@ -36,7 +36,7 @@ from crossbow_py.engine.executors.on_device import CaptureError, DeviceRounds, P
 from crossbow_py.engine.executors.spans import TaskSpans
 from crossbow_py.engine.fusion.fused_agreement import outdated, trusted_pass
 from crossbow_py.engine.fusion.fused_pass import FusedPass, PassNotes
-from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
+from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks, compared
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch
 from crossbow_py.engine.tasks import AveragingTask
 from crossbow_py.engine.trust import why_not
@@ -196,17 +196,9 @@ class FusedExecutor(Executor):
     def _update(self, gradients: Sequence[Tensor | None], outcome: RoundOutcome) -> None:
         """Correct all learners and move z, in one pass if there is native code for it."""
         tasks, update, averaging = self.tasks, self.tasks.update, outcome.plan.averaging
-        if outcome.plan.comparison is not None:
+        if outcome.plan.compares:
             given = [own for own in gradients if own is not None]
-            tasks.compare(
-                [[own[j] for own in given] for j in range(tasks.bank.num_learners)],
-                lambda: [
-                    view[0]
-                    for view, own in zip(tasks.bank.kept_gradient.stacked(1).values(), gradients, strict=False)
-                    if own is not None
-                ],
-                outcome,
-            )
+            outcome.comparison = compared([[own[j] for own in given] for j in range(tasks.bank.num_learners)])
         sums = averaging is not None and averaging.moves_z
         # One pass over all learners writes `total`, which otherwise stays what it was.
         if isinstance(update, NativeUpdate) and self._rows is not None and (averaging is None or sums):
@@ -354,7 +346,7 @@ class FusedRounds:
     def _issue(self, outcome: RoundOutcome, slot: Slot) -> None:
         rounds, bodies, plan = self.rounds, self._bodies, outcome.plan
         stream, shared = rounds.streams[ALL_LEARNERS], bodies.shares(plan)
-        variant = (plan.averaging, plan.comparison, shared) if self._is_alone else shared
+        variant = (plan.averaging, plan.compares, shared) if self._is_alone else shared
         ahead = self._round.runs_graph(variant)
         load = partial(bodies.load, plan, bank_changed=rounds.bank_changed, masks_ahead=ahead)
         rounds.device.run("load", load, stream)
@@ -393,9 +385,8 @@ class FusedRounds:
     def _before_corrections(self, plan: Round) -> list[tuple[Body, Program, Hashable]]:
         """Return what is done with all learners' gradients before they step: bodies, programs and variants."""
         found: list[tuple[Body, Program, Hashable]] = []
-        if plan.comparison is not None:
-            compare = partial(compare_gradients, [self._bodies], plan.comparison == "keep")
-            found.append((compare, self._comparison, plan.comparison))
+        if plan.compares:
+            found.append((partial(compare_gradients, [self._bodies]), self._comparison, None))
         if self._averages_gradients:
             found.append((partial(average_gated, [self._bodies]), self._gradient_mean, None))
         return found

@@ -131,8 +131,7 @@ class StreamsExecutor(Executor):
                 case GradientMeanTask():
                     self._launch_program(self._gradient_mean, partial(average_gated, self._bodies))
                 case ComparisonTask():
-                    keep = outcome.plan.comparison == "keep"
-                    self._launch_program(self._comparison, partial(compare_gradients, self._bodies, keep), keep)
+                    self._launch_program(self._comparison, partial(compare_gradients, self._bodies))
                 case _:
                     assert_never(task)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -137,7 +138,7 @@ def test_observe_what_is_no_throughput_is_ignored(value):
                 "2 → 3 learners: 4,120 images/s with 2, up 14 % on 1.",
                 "3 → 4 learners: 4,130 images/s with 3, up 0 % on 2; looks one count further.",
                 "4 → 2 learners: 4,120 images/s with 2, the fewest within 5 % of the best; measures again.",
-                "Settled on 2 learners: 4,082 images/s with 2, down 1 % since.",
+                "Settled on 2 learners: 4,082 images/s with 2, down 1 % since it was measured first.",
             ],
         ),
         (
@@ -146,7 +147,7 @@ def test_observe_what_is_no_throughput_is_ignored(value):
             [
                 "1 → 2 learners: 1.23 images/s with 1.",
                 "2 → 1 learner: 1.23 images/s with 1, the fewest within 5 % of the best; measures again.",
-                "Settled on 1 learner: 1.25 images/s with 1, up 1 % since.",
+                "Settled on 1 learner: 1.25 images/s with 1, up 1 % since it was measured first.",
             ],
         ),
     ],
@@ -310,7 +311,7 @@ def test_observe_machine_that_slowed_down_while_growing_grows_on_from_the_choice
     assert steps(decisions) == [
         2, 3, 4, 2, 3, 4, 4,
     ]  # fmt: skip
-    assert decisions[4].reason == "2 → 3 learners: 100 images/s with 2, down 50 % since."
+    assert decisions[4].reason == "2 → 3 learners: 100 images/s with 2, down 50 % since it was measured first."
     assert (state.phase, state.measured) == ("settled", ((2, 100), (3, 150), (4, 200)))
 
 
@@ -449,8 +450,8 @@ def test_learners_that_waste_half_of_their_samples_are_not_tried() -> None:
     # φ = 64, b = 32: 96 / (64 + 32·K) is 0.75 with 2, 0.6 with 3, 0.5 with 4 and 0.375 with 6.
     state, said = observe(quick(), START, [100, 200, 300, 400], 64)
     assert (state.num_learners, state.phase, state.noise_scale) == (4, "settled", 64)
-    assert said[1] == "2 → 3 learners: 200 images/s with 2 of efficiency 0.75, up 50 % on 1."
-    assert said[3].startswith("Settled on 4 learners: 400 images/s with 4 of efficiency 0.50, the fewest within 5 %")
+    assert said[1] == "2 → 3 learners: goodput 150 with 2 (200 images/s × 0.75), up 50 % on 1."
+    assert said[3].startswith("Settled on 4 learners: goodput 200 with 4 (400 images/s × 0.50), the fewest within 5 %")
 
 
 def test_most_images_a_second_are_not_the_most_progress() -> None:
@@ -462,18 +463,19 @@ def test_most_images_a_second_are_not_the_most_progress() -> None:
 
 
 def test_nothing_is_decided_until_the_noise_is_known() -> None:
-    state, few = START, NoiseScale(32, variance=64.0, squared_gradient=1.0, count=3)
+    few = NoiseScale(32, variance=64.0, squared_gradient=1.0, count=3)
+    state, _ = quick().observe(START, 100, noise=few)  # with two a sample is worth half as much at least
     for _ in range(5):
-        state, decision = quick().observe(state, 100, noise=few)
-        assert decision == Decision("stay", 1)
-    assert quick().observe(state, 100, noise=noise(64))[0].num_learners == 2
+        state, decision = quick().observe(state, 200, noise=few)
+        assert decision == Decision("stay", 2)
+    assert quick().observe(state, 200, noise=noise(64))[0].num_learners == 3
     many = AutoTuner(windows=3, warm_up_windows=0)
-    state = START
+    state = dataclasses.replace(START, num_learners=2)
     for rate in (1, 1, 1, 100, 100):  # the last three windows count
         state, _ = many.observe(state, rate, num_windows=5, noise=few)
         assert len(state.recent) == 2
     state, decision = many.observe(state, 100, noise=noise(64))
-    assert decision.reason == "1 → 2 learners: 100 images/s with 1 of efficiency 1.00."
+    assert decision.reason == "2 → 3 learners: goodput 75 with 2 (100 images/s × 0.75)."
 
 
 def test_learners_come_as_the_noise_rises() -> None:
@@ -483,7 +485,7 @@ def test_learners_come_as_the_noise_rises() -> None:
     # 0.875 for 0.75
     state, said = observe(quick(), state, [400, 600], 320)
     assert said[0] == (
-        "4 → 6 learners: 400 images/s with 4 of efficiency 0.79, the gradient noise scale is 320 samples."
+        "4 → 6 learners: goodput 314 with 4 (400 images/s × 0.79), the gradient noise scale is 320 samples."
     )
     assert state.num_learners == 8
     state, _ = observe(quick(), state, [800], 320)
@@ -498,7 +500,8 @@ def test_learners_go_as_the_noise_falls_without_a_search() -> None:
     # 132 / 172, 132 / 196 and 132 / 228: 100, 153, 202 and 191
     state, said = observe(quick(), state, [330], 100)
     (why,) = said
-    assert why == "4 → 3 learners: 300 images/s with 3 of efficiency 0.67, as the gradient noise scale is 100 samples."
+    moved = "as the gradient noise scale is 100 samples"
+    assert why == f"4 → 3 learners: goodput 202 with 3 (300 images/s × 0.67), {moved}."
     assert (state.num_learners, state.phase) == (3, "settled")
     assert observe(quick(), state, [300, 300, 300], 100)[0].num_learners == 3
 
@@ -506,7 +509,7 @@ def test_learners_go_as_the_noise_falls_without_a_search() -> None:
 def test_learners_that_come_to_waste_their_samples_go_though_nothing_smaller_was_measured() -> None:
     state = AutoTunerState(num_learners=8, phase="settled", measured=((8, 800.0),), noise_scale=1000.0)
     state, (said,) = observe(quick(), state, [800], 32)  # 64 / 288 with 8
-    assert said == "8 → 6 learners: 800 images/s with 8 of efficiency 0.22, the gradient noise scale is 32 samples."
+    assert said == "8 → 6 learners: goodput 178 with 8 (800 images/s × 0.22), the gradient noise scale is 32 samples."
     rates = {6: 700.0, 4: 600.0, 3: 500.0, 2: 400.0, 1: 200.0}
     for _ in range(40):
         state, _ = observe(quick(), state, [rates[state.num_learners]], 32)
@@ -527,7 +530,7 @@ def test_devices_count_and_noise_that_hides_the_gradient_makes_throughput_count(
     tuner = AutoTuner(max_learners=8, min_gain=0.05, windows=1, warm_up_windows=0, num_devices=4)
     assert observe(tuner, START, [100], 64)[0].phase == "settled"  # 2 on each of 4 devices: 96 / 320
     state, (_, why) = observe(quick(), START, [100, 200], math.inf)
-    assert (state.num_learners, why) == (3, "2 → 3 learners: 200 images/s with 2 of efficiency 1.00, up 100 % on 1.")
+    assert (state.num_learners, why) == (3, "2 → 3 learners: goodput 200 with 2 (200 images/s × 1.00), up 100 % on 1.")
 
 
 def test_memory_that_ran_out_goes_back_to_the_best_by_goodput() -> None:

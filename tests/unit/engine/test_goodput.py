@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,15 +14,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from crossbow_py.averaging import SMA, AveragingRule, Crossbow, GroupedSMA, SynchronousSGD
+from crossbow_py.data.feed import Batch
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.streams import StreamsExecutor
-from crossbow_py.engine.goodput import Comparison, NoiseScale, comparison_in, efficiency
+from crossbow_py.engine.goodput import Comparison, NoiseScale, compares_in, efficiency
 from crossbow_py.engine.modules.precision import FP32, FP64, Precision
 from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.engine.update.optimizers import SGD, Muon, Optimizer
 from tests.recording_streams import ShuffledStreams
-from tests.support import IMAGES, features, make_tasks, norm_model, run
+from tests.support import IMAGES, features, make_tasks, norm_model, norm_with_dropout, plan, run
 from tests.unit.engine.update.test_muon import small_model
 
 # Gradients (3, 0) and (1, 0): s = 5, q = 4.
@@ -97,9 +99,22 @@ def test_plain_values_come_back() -> None:
         NoiseScale.from_plain({**plain, "count": "many"})
 
 
-def test_one_learner_keeps_a_gradient_and_compares_the_next() -> None:
-    assert [comparison_in(index, 1) for index in range(6)] == ["keep", "compare", None, None, "keep", "compare"]
-    assert [comparison_in(index, 3) for index in range(6)] == ["compare", None, None, None, "compare", None]
+def test_one_learner_is_compared_seldom_once_enough_is_known() -> None:
+    assert [index for index in range(70) if compares_in(index, 1, 16)] == [0, 32, 64]
+    assert [index for index in range(10) if compares_in(index, 1, 15)] == [0, 4, 8]
+    assert [index for index in range(10) if compares_in(index, 3, 100)] == [0, 4, 8]
+
+
+def test_halves_of_a_batch_show_what_whole_batches_do() -> None:
+    """By samples' gradients N(G, σ²) of P values: |G|² = P·G² and tr(Σ) = P·σ²."""
+    rng, b, num_values = np.random.default_rng(0), 8, 50
+    batches = 0.5 + 2.0 * rng.standard_normal((20_000, b, num_values))
+    halves = batches.reshape(len(batches), 2, b // 2, num_values).mean(2)
+    squares = (halves**2).sum(2).mean(1), (halves.mean(1) ** 2).sum(1)
+    found = [Comparison.of_halves(float(s), float(q)) for s, q in zip(*squares, strict=True)]
+    variance, squared, count = NoiseScale(b).sums(found)
+    assert variance / count == pytest.approx(num_values * 4.0, rel=0.01)
+    assert squared / count == pytest.approx(num_values * 0.25, rel=0.02)
 
 
 def by_numpy(gradients: list[list[torch.Tensor]]) -> Comparison:
@@ -144,32 +159,55 @@ def plainly(tasks, num_rounds: int) -> list[Comparison]:  # type: ignore[no-unty
     return found
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
-def test_one_learner_compares_two_rounds(executor: str) -> None:
-    tasks = make_tasks(norm_model, num_learners=1, data=IMAGES, compares=True)
-    found = follow(tasks, EXECUTORS[executor](tasks))
-    seen = make_tasks(norm_model, num_learners=1, data=IMAGES)
-    rows, body = [], seen.learn
+@pytest.mark.parametrize("model", [norm_model, norm_with_dropout])
+def test_single_learner_is_compared_by_halves_of_a_batch_and_stays_as_it_is(model: Callable[[], nn.Module]) -> None:
+    tasks = make_tasks(model, num_learners=1, data=IMAGES, batch_size=6)
+    bank, batch = tasks.bank, tasks.feed.batch(0)
+    bank.generators[0].manual_seed(5)
+    before = {name: own.clone() for name, own in bank.learner_state(0).items()}
+    draws = bank.generators[0].get_state(), torch.random.get_rng_state()
+    found = tasks.compare_halves(0, batch)
+    assert all(torch.equal(own, before[name]) for name, own in bank.learner_state(0).items())
+    assert torch.equal(torch.random.get_rng_state(), draws[1])
+    bank.generators[0].set_state(draws[0])
+    rows = []
+    for part in (slice(3), slice(3, 6)):
+        output = bank.module(0)(batch.inputs[part])
+        loss = nn.functional.cross_entropy(output, batch.targets[part])
+        rows.append(list(torch.autograd.grad(loss, bank.trained_parameters(0))))
+    s, q, _ = by_numpy(rows)
+    assert found == pytest.approx((q, (3 * q - s) / 2, 2), rel=1e-9)
+    assert tasks.compare_halves(0, Batch(batch.inputs[:3], batch.targets[:3])) is None
 
-    def learn(learner, outcome):  # type: ignore[no-untyped-def]
-        body(learner, outcome)
-        rows.append([part.clone() for part in seen.bank.gradients.trained(0)])
 
-    seen.learn = learn  # type: ignore[method-assign]
-    run(EXECUTORS["serial"](seen), seen, 6)
-    assert [each is not None for each in found] == [False, True, False, False, False, True]
-    assert found[1] == pytest.approx(by_numpy(rows[:2]), rel=1e-9)
-    assert found[5] == pytest.approx(by_numpy(rows[4:6]), rel=1e-9)
+def test_single_learner_knows_its_gradient_where_steps_overshoot() -> None:
+    """Near the end of stability two rounds' gradients oppose each other, and those of a batch's halves do not."""
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn((4096, 4), generator=generator), torch.randint(0, 2, (4096,), generator=generator).double()
+    model = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Flatten(0))
+    tasks = make_tasks(lambda: model, num_learners=1, data=data, batch_size=8)
+    tasks.loss = lambda output, target: 0.5 * (output - target).square().mean()
+    runner, found, truth = EXECUTORS["serial"](tasks), [], []
+    for index in range(400):
+        ahead = plan(tasks, index, 0.3)
+        found.append(tasks.compare_halves(0, tasks.feed.batch(ahead.starts[0])))
+        weights = tasks.bank.module(0)[0].weight.detach()
+        residuals = data[0].double() @ weights[0] - data[1]
+        truth.append(float((data[0].double() * residuals[:, None]).mean(0).square().sum()))
+        runner.submit(ahead)
+        runner.drain()
+    runner.close()
+    variance, squared, count = NoiseScale(8).sums([each for each in found if each is not None])
+    assert squared / count == pytest.approx(np.mean(truth), rel=0.25)
+    assert variance / count > 0
 
 
 @pytest.mark.parametrize("executor", [FusedExecutor, StreamsExecutor])
 @pytest.mark.parametrize("rule", [SMA(), SynchronousSGD(), GroupedSMA(group_size=2)], ids=lambda rule: rule.NAME)
-@pytest.mark.parametrize(("num_learners", "num_devices"), [(1, 1), (3, 1), (1, 2)])
+@pytest.mark.parametrize(("num_learners", "num_devices"), [(2, 1), (3, 1), (2, 2)])
 def test_devices_compare_in_any_order_that_events_allow(  # type: ignore[no-untyped-def]
     executor, rule, num_learners: int, num_devices: int
 ) -> None:
-    """One learner of several devices has corrections, which its kept gradient must not be among."""
-
     def made() -> RoundTasks:
         options = {"num_learners": num_learners, "rule": rule, "data": IMAGES, "compares": True, "order": "blocks"}
         tasks = make_tasks(norm_model, **options)  # type: ignore[arg-type]
