@@ -300,8 +300,9 @@ class RoundTasks:
             for part in (slice(half), slice(half, 2 * half)):
                 output = bank.module(learner)(batch.inputs[part]).to(bank.precision.master)
                 loss = self.loss_of(learner, output, batch.targets[part])
-                own = torch.autograd.grad(loss, bank.trained_parameters(learner), allow_unused=True)
-                found.append([each.to_dense() for each in own if each is not None])
+                trained = bank.trained_parameters(learner)
+                own = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
+                found.append([each.to_dense() for each in own])
         s, q, _ = compared(found)
         return Comparison.of_halves(s, q)
 

@@ -7,6 +7,7 @@ the executor, evaluate and record; write checkpoints when due; stop when told to
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -295,18 +296,20 @@ class TrainingLoop:
         wanted = after_round(RoundEnd(images, self.meter.elapsed_s, self.meter.waited_s, now, settled))
         if wanted is None:
             return
-        if not isinstance(wanted, SupportsIndex) or isinstance(wanted, bool) or not 1 <= wanted <= MOST_LEARNERS:
+        is_whole = isinstance(wanted, SupportsIndex) and not isinstance(wanted, bool)
+        count = operator.index(wanted) if is_whole else 0
+        if not 1 <= count <= MOST_LEARNERS:
             raise UserError(
                 f"after_round must return None or a whole number of learners from 1 to {MOST_LEARNERS}, got {wanted!r}"
                 "; return None to leave their number as it is."
             )
-        if tuning is None and wanted != now:
+        if tuning is None and count != now:
             raise UserError(
-                f"after_round may change the number of learners only with num_learners=auto, got {wanted} with "
+                f"after_round may change the number of learners only with num_learners=auto, got {count} with "
                 f"num_learners={now}; set num_learners=auto, or return None."
             )
         self._images = 0  # the auto-tuner does not count this round
-        self._apply(Decision("grow" if wanted > now else "shrink", int(wanted)))
+        self._apply(Decision("grow" if count > now else "shrink", count))
 
     def _check_and_average_z(self, before: int) -> None:
         """Compare z over ranks and update its EMA, each when due, after a round that began at `before` samples."""

@@ -46,7 +46,8 @@ def _iterate(x: Tensor, iterations: int) -> Tensor:
     polynomials are multiplied with each other, `[N, rows, rows]`, and then with X; for others X itself is iterated.
     Only a few, because what rounding adds to a Gram matrix of low rank grows by a factor of 12 in an iteration.
     """
-    x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_(min=_LEAST_NORM)
+    norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float64)  # squares may overflow float32
+    x /= norms.clamp_(min=_LEAST_NORM).to(x.dtype)
     if 2 * x.shape[2] < 3 * x.shape[1]:
         for _ in range(iterations):
             x = torch.baddbmm(x, _polynomial(torch.bmm(x, x.mT)), x, beta=COEFFICIENTS[0])

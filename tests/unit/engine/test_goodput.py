@@ -180,6 +180,33 @@ def test_single_learner_is_compared_by_halves_of_a_batch_and_stays_as_it_is(mode
     assert tasks.compare_halves(0, Batch(batch.inputs[:3], batch.targets[:3])) is None
 
 
+class OneOfTwo(nn.Module):
+    """Takes another layer for inputs that begin with a negative number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        layer: nn.Module = self.one if inputs[0, 0] > 0 else self.other
+        return layer(inputs)  # type: ignore[no-any-return]
+
+
+def test_weights_that_one_half_does_not_use_count_as_zero() -> None:
+    inputs, targets = features(4)
+    inputs[:2, 0], inputs[2:, 0] = 1.0, -1.0
+    tasks = make_tasks(OneOfTwo, num_learners=1, data=(inputs, targets))
+    found = tasks.compare_halves(0, Batch(inputs.double(), targets))
+    rows, module = [], tasks.bank.module(0)
+    for part in (slice(2), slice(2, 4)):
+        loss = nn.functional.cross_entropy(module(inputs[part].double()), targets[part])
+        own = torch.autograd.grad(loss, tasks.bank.trained_parameters(0), allow_unused=True, materialize_grads=True)
+        rows.append(list(own))
+    s, q, _ = by_numpy(rows)
+    assert found == pytest.approx((q, (3 * q - s) / 2, 2), rel=1e-9)
+
+
 def test_single_learner_knows_its_gradient_where_steps_overshoot() -> None:
     """Near the end of stability two rounds' gradients oppose each other, and those of a batch's halves do not."""
     generator = torch.Generator().manual_seed(0)

@@ -435,6 +435,16 @@ def test_after_round_that_returns_no_number_of_learners_is_refused(num_learners,
         make_trainer(num_learners=num_learners).fit(max_rounds=2, after_round=lambda end: wanted)
 
 
+def test_after_round_may_return_what_is_an_index():
+    class Index:
+        def __index__(self):
+            return 3
+
+    trainer = make_trainer(num_learners="auto")
+    trainer.fit(max_rounds=3, after_round=lambda end: Index())
+    assert trainer.run.bank.num_learners == 3
+
+
 def test_after_round_may_return_a_fixed_number_but_not_another():
     assert make_trainer().fit(max_rounds=2, after_round=lambda end: 2).status == "finished"
     with pytest.raises(UserError, match="only with num_learners=auto, got 3 with num_learners=2; set num_learners=au"):
