@@ -162,8 +162,10 @@ def _single(tag: str, column: str, label: str) -> Callable[[Sequence[RunRecord]]
 
 def _averaging(runs: Sequence[RunRecord]) -> Figure | None:
     figure, (spread, correction) = _axes(_HEIGHT_IN * 1.35, rows=2)
-    drawn = [_draw(spread, run.by_epoch("spread"), index, run.name) for index, run in enumerate(runs)]
-    for index, run in enumerate(runs):
+    # Learners that average gradients are all the same.
+    apart = [(index, run) for index, run in enumerate(runs) if any(value for _, value in run.by_epoch("spread"))]
+    drawn = [_draw(spread, run.by_epoch("spread"), index, run.name) for index, run in apart]
+    for index, run in apart:
         _draw(correction, run.by_epoch("correction_norm"), index, None)
     labels = ["spread, share of |z|", "|Σ corrections|"]
     return _finished(figure, [spread, correction], _SAMPLES, labels) if any(drawn) else None

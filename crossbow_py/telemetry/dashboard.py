@@ -16,7 +16,7 @@ def dashboard(info: RunInfo) -> dict[str, Any]:
     measured = "validation" if info.validates else "test"
     learners = [] if info.shares_samples else [rf"accuracy/{measured}_learner_\d+"]
     on_cuda = info.device.startswith("cuda")
-    has_spread = info.shares_samples and info.several
+    has_spread = info.shares_samples and info.several and info.replicas_differ
     # By section and title: whether the run has the curves, and their tags, which are regular expressions.
     sections: dict[str, dict[str, tuple[bool, str | list[str]]]] = {
         "How well it learns": {
@@ -34,7 +34,7 @@ def dashboard(info: RunInfo) -> dict[str, Any]:
         },
         "Averaging": {
             "spread of the learners (share of the norm of z)": (has_spread, "averaging/spread"),
-            "norm of the sum of corrections": (has_spread and info.replicas_differ, "averaging/correction_norm"),
+            "norm of the sum of corrections": (has_spread, "averaging/correction_norm"),
         },
         "The machine": {
             "GPU utilization (%)": (on_cuda, r"gpu/\d+/utilization_percent"),
