@@ -58,6 +58,7 @@ def files() -> list[str]:
         (["space.momentum=[0.5]"], ["space has no key 'momentum'", "optimizer"]),
         (["space.optimizer.momentum={low:0.9,high:0.5}"], ["space: optimizer.momentum", "0.9"]),
         (["space={}", "space.batch_size=[]"], ["space: batch_size", "choices"]),
+        (["optimizer=muon", "model.hidden=[]"], ["optimizer=muon needs linear or", "set optimizer=sgd"]),
         (["metric=f1"], ["metric must be one of accuracy, loss"]),
         (["sampler=bayes"], ["sampler must be one of random, tpe, grid"]),
         (["method=asha"], ["method must be one of hyperband"]),

@@ -124,6 +124,7 @@ class TrialRegistry:
         """Build the model and take a small batch through it. Raises UserError, or what the user's model raises."""
         settings = self._make_trial(0, params)
         model = settings.new_model().to(self.choices.device)
+        settings.optimizer.matrices(model)
         with closing(self.data.feed_of(settings.batch_size)) as feed:
             batch = feed.first_samples(min(2, settings.batch_size))
             probe(model, self.choices.precision, batch, LOSS, *self.data.num_classes, settings.label_smoothing)
