@@ -315,7 +315,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fused variant forgotten", FUSED, "rounds with and without averaging share a graph",
-        "variant = (plan.averaging, plan.comparison, shared) if", "variant = (None, plan.comparison, shared) if",
+        "variant = (plan.averaging, plan.compares, shared) if", "variant = (None, plan.compares, shared) if",
         (_rounds("fused", "period"),),
     ),
     Mutation(
