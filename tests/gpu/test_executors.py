@@ -118,7 +118,7 @@ def test_any_number_of_learners_equals_serial(executor, num_learners):
 
 @of_both
 @pytest.mark.parametrize("rule", [SMA(), SynchronousSGD()], ids=lambda rule: rule.NAME)
-@pytest.mark.parametrize("num_learners", [1, 3])
+@pytest.mark.parametrize("num_learners", [2, 3])
 def test_gradients_are_compared_as_by_serial(executor, rule, num_learners):
     found = {}
     for kind in (executor, SerialExecutor):
