@@ -564,7 +564,7 @@ class Run:
         if by_gain and not self.bank.is_single and rounds < _SHORT * ROUNDS_UNKNOWN:
             said.append(
                 f"AdaScale's gain counts as 1 until it is known, after {ROUNDS_UNKNOWN} rounds, and this run has about "
-                f"{rounds:.0f}; in short runs averaging.rate_scaling=sqrt learns more."
+                f"{rounds:.0f}; set averaging.rate_scaling=sqrt for one so short."
             )
         return said
 

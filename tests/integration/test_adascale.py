@@ -136,6 +136,16 @@ def test_resumed_run_measures_what_its_objective_needs(tmp_path, before, after):
     assert (resumed.state.noise is not None) is (after == "goodput")
 
 
+def test_run_too_short_for_a_known_gain_says_so():
+    run = make_trainer(averaging=SMA(rate_scaling="adascale")).run
+    short, long = (run.remarks(rounds * run.samples_per_round) for rounds in (255, 256))
+    assert short == [
+        "AdaScale's gain counts as 1 until it is known, after 64 rounds, and this run has about 255; set "
+        "averaging.rate_scaling=sqrt for one so short."
+    ]
+    assert long == make_trainer().run.remarks(255 * 8) == []
+
+
 def test_fixed_number_of_learners_measures_nothing():
     trainer = make_trainer()
     trainer.fit(max_rounds=5)
