@@ -7,13 +7,24 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.trees import leaves
 from crossbow_py.data.augmentation import Augmentation, check_shapes
-from crossbow_py.data.datasets import Data, MapStyleDataset, Pair, as_pair, check_data, is_clip_batch, is_image_batch
+from crossbow_py.data.datasets import (
+    Data,
+    MapStyleDataset,
+    Pair,
+    as_pair,
+    check_data,
+    is_clip_batch,
+    is_image_batch,
+    split_item,
+)
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.normalisation import BatchFormat, Normalisation, rounded_integer
-from crossbow_py.data.resident.inputs import ClipInputs, ImageInputs, ResidentInputs, RowInputs
+from crossbow_py.data.resident.inputs import ClipInputs, ImageInputs, ResidentInputs, RowInputs, TreeInputs
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.data.streaming.items import ItemData
 from crossbow_py.data.streaming.streamed_data import StreamedData
@@ -35,14 +46,15 @@ def make_feed(
     num_ranks: int = 1,
     order_seed: int | None = None,
 ) -> Feed:
-    """Build the feed for `data`: resident for a pair of tensors, streaming for every other data set.
+    """Build the feed for `data`: resident for tensors, streaming for every other data set.
 
     uint8 inputs [N, C, H, W] are images: augmented, scaled to [0, 1] and normalised. uint8 [N, C, T, H, W] are clips:
     scaled and normalised, not augmented. Floating inputs are cast to `dtype`, and normalised if `mean` and `std` are
-    given. Other inputs and all targets pass unchanged, except for masks [N, ..., H, W], which are flipped with images.
+    given, unless they are among several inputs. Other inputs and all targets pass unchanged, except for masks
+    [N, ..., H, W], which are flipped with images.
 
     Args:
-        data: a pair of tensors or a map-style data set.
+        data: tensors or a map-style data set, see `split_item`.
         batch_size: samples a batch.
         seed: seed of the sample order and the augmentation.
         device: device of the batches.
@@ -65,7 +77,8 @@ def make_feed(
     if pair is not None:
         inputs = _resident_inputs(pair, augmentation, form, kernels)
         feed = ResidentFeed(inputs, pair[1].to(form.device), batch_size, seed, order_seed)
-        feed.note_rounding(None if form.normalisation else rounded_integer(pair[0], dtype), dtype)
+        is_cast = form.normalisation is None or not isinstance(pair[0], Tensor)
+        feed.note_rounding(rounded_integer(pair[0], dtype) if is_cast else None, dtype)
         return feed
     streamed = data if isinstance(data, StreamedData) else ItemData(data)
     _check_streamed(data, augmentation)
@@ -74,6 +87,15 @@ def make_feed(
 
 def _resident_inputs(pair: Pair, augmentation: Augmentation, form: BatchFormat, kernels: bool) -> ResidentInputs:
     inputs, targets = pair
+    if not isinstance(inputs, Tensor):
+        values, tree = pytree.tree_flatten(inputs)
+        if augmentation.active and not any(map(is_image_batch, values)):
+            raise UserError(_needs_images(augmentation, f"set {Augmentation()}"))
+        parts = []
+        for each in values:
+            moved = augmentation if is_image_batch(each) else Augmentation()
+            parts.append(_resident_inputs((each, targets), moved, form.of_several(each), kernels))
+        return TreeInputs(parts, tree)
     is_images = is_image_batch(inputs)
     if augmentation.active and not is_images:
         raise UserError(_needs_images(augmentation, f"set {Augmentation()}"))
@@ -88,10 +110,12 @@ def _check_streamed(data: MapStyleDataset, augmentation: Augmentation) -> None:
         raise UserError(_needs_images(augmentation, "set data.crop_padding=0 and crop inside the data set"))
     if not augmentation.active:
         return
-    first, target = data[0]
-    if not (isinstance(first, Tensor) and is_image_batch(first.unsqueeze(0))):
+    inputs, target = split_item(data[0])  # type: ignore[misc]  # `check_data` was called
+    images = [each for each in leaves(inputs) if is_image_batch(each.unsqueeze(0))]
+    if not images:
         raise UserError(_needs_images(augmentation, f"set {Augmentation()} and augment inside the data set"))
-    check_shapes(augmentation, first.shape, np.shape(target))
+    for each in images:
+        check_shapes(augmentation, each.shape, np.shape(target))
 
 
 def _needs_images(augmentation: Augmentation, remedy: str) -> str:

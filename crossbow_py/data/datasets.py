@@ -1,55 +1,85 @@
-"""Data sets: a pair of tensors or a map-style data set. Checks of inputs and labels, subsets, the validation split."""
+"""Data sets: tensors or a map-style data set. Checks of inputs and labels, subsets, the validation split."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from crossbow_py.core.errors import UserError, one_line, raised_at
+from crossbow_py.core.trees import Tree, leaves, map_tree
 from crossbow_py.data.randomness import permutation
 from crossbow_py.data.streaming.streamed_data import StreamedData
+
+_TARGET_KEYS = ("labels", "label")  # of items that are mappings, as those of Hugging Face
 
 # The split into train and validation is a property of the data set, not of the run: the same for every seed.
 _SPLIT_SEED = 0
 
 
 class MapStyleDataset(Protocol):
-    """A data set with a length whose items are (input, target), such as a `torch.utils.data.Dataset`."""
+    """A data set with a length whose items `split_item` takes, such as a `torch.utils.data.Dataset`."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
 
     def __getitem__(self, index: int, /) -> Any:
-        """Return the (input, target) of one sample."""
+        """Return one sample."""
 
 
-Pair = tuple[Tensor, Tensor]
-Data = Pair | MapStyleDataset
+Pair = tuple[Tree, Tensor]
+Data = Pair | MapStyleDataset  # or a mapping of tensors, as `as_pair` takes it
+
+
+def split_item(item: Any) -> tuple[Any, Any] | None:
+    """Return the (inputs, target) of a sample, or of a batch of them; None if it has another form.
+
+    Of a mapping the target is the entry `labels`, or `label`. Of a tuple or list it is the last entry: `(x, y)`,
+    `(image, features, y)`, as of a TensorDataset; one entry before it is the input itself, several are a tuple.
+    """
+    if isinstance(item, Mapping):
+        key = next((key for key in _TARGET_KEYS if key in item), None)
+        return None if key is None or len(item) < 2 else ({k: v for k, v in item.items() if k != key}, item[key])
+    if not isinstance(item, tuple | list) or len(item) < 2:
+        return None
+    return (item[0] if len(item) == 2 else tuple(item[:-1])), item[-1]
 
 
 def as_pair(data: Data) -> Pair | None:
-    """Return (inputs, targets) if `data` is a pair of tensors or a TensorDataset of two, else None."""
-    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
-        return data.tensors[0], data.tensors[1]
-    return (data[0], data[1]) if _is_tensor_pair(data) else None
+    """Return (inputs, targets) if `data` is made of tensors, else None."""
+    if isinstance(data, TensorDataset):
+        return split_item(data.tensors)
+    found = split_item(data)
+    if found is None or not isinstance(found[1], Tensor) or not leaves(found[0]):
+        return None
+    return found if all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(found[0])) else None
 
 
 def check_data(data: Any, what: str) -> None:
     """Check that `data`, called `what` in the message, is a data set. Raises UserError."""
-    needs = f"{what} must be a pair of tensors (inputs, targets) or a map-style data set of (input, target) items"
-    if _is_tensor_pair(data) or isinstance(data, TensorDataset):
-        _check_tensors(data.tensors if isinstance(data, TensorDataset) else data, what, needs)
+    needs = (
+        f"{what} must be tensors (inputs, targets), where inputs may be a tuple or dict, or a map-style data set of "
+        "such items"
+    )
+    pair = as_pair(data)
+    if pair is not None:
+        _check_tensors(pair, what)
         return
-    if isinstance(data, tuple):
-        kinds = ", ".join(type(entry).__name__ for entry in data)
-        raise UserError(f"{needs}, got a tuple of ({kinds}); NumPy arrays become tensors by torch.from_numpy.")
+    if isinstance(data, tuple | Mapping | TensorDataset):
+        entries = data.tensors if isinstance(data, TensorDataset) else data
+        own = entries.items() if isinstance(entries, Mapping) else enumerate(entries)
+        kinds = ", ".join(f"{key}: {type(entry).__name__}" for key, entry in own)
+        remedy = "NumPy arrays become tensors by torch.from_numpy"
+        if isinstance(data, Mapping) and not any(key in data for key in _TARGET_KEYS):
+            remedy = f"call the targets {_TARGET_KEYS[0]}"
+        raise UserError(f"{needs}, got ({kinds}); {remedy}.")
     if isinstance(data, DataLoader):
         raise UserError(f"{needs}, got a DataLoader; give the data set in it, loader.dataset.")
     if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
@@ -67,14 +97,16 @@ def has_integers(targets: Tensor) -> bool:
 def num_samples(data: Data) -> int:
     """Return the number of samples."""
     pair = as_pair(data)
-    return len(data) if pair is None else len(pair[0])
+    return len(data) if pair is None else len(pair[1])
 
 
 def input_shape(data: Data) -> tuple[int, ...]:
-    """Return the shape of one input without the batch axis; the first item's for a map-style data set."""
+    """Return the shape of one input without the batch axis; of several inputs, that of the first."""
     pair = as_pair(data)
-    shape = np.shape(data[0][0]) if pair is None else pair[0].shape[1:]
-    return tuple(int(extent) for extent in shape)
+    if pair is not None:
+        return tuple(leaves(pair[0])[0].shape[1:])
+    inputs, _ = split_item(data[0])  # type: ignore[misc]  # `check_data` was called
+    return tuple(int(extent) for extent in np.shape(pytree.tree_leaves(inputs)[0]))
 
 
 def take(data: Data, ids: npt.NDArray[np.int64]) -> Data:
@@ -87,8 +119,12 @@ def take(data: Data, ids: npt.NDArray[np.int64]) -> Data:
     if pair is None:
         subset: Subset[Any] = Subset(data, ids.tolist())  # type: ignore[arg-type]  # typed narrower than it works
         return subset
-    index = torch.from_numpy(ids).to(pair[0].device)
-    return pair[0].index_select(0, index), pair[1].index_select(0, index.to(pair[1].device))
+    index = torch.from_numpy(ids)
+
+    def taken(values: Tensor) -> Tensor:
+        return values.index_select(0, index.to(values.device))
+
+    return map_tree(taken, pair[0]), taken(pair[1])
 
 
 def split_validation(train: Data, fraction: float) -> tuple[Data, Data | None]:
@@ -113,26 +149,22 @@ def split_validation(train: Data, fraction: float) -> tuple[Data, Data | None]:
     return take(train, np.sort(order[held_out:])), take(train, np.sort(order[:held_out]))
 
 
-def _is_tensor_pair(data: Any) -> TypeGuard[Pair]:
-    return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(entry, Tensor) for entry in data)
-
-
-def _check_tensors(tensors: tuple[Tensor, ...], what: str, needs: str) -> None:
-    if len(tensors) != 2:
-        raise UserError(f"{needs}, got a TensorDataset of {len(tensors)} tensors; give it inputs and targets alone.")
-    inputs, targets = tensors
-    if inputs.ndim < 2 or targets.ndim < 1:
-        raise UserError(
-            f"{what} must have inputs [N, ...] and targets [N], got shapes {tuple(inputs.shape)} and "
-            f"{tuple(targets.shape)}; add the missing axis."
-        )
-    _check_extents(what, inputs.shape[1:], targets.shape[1:])
-    if len(inputs) != len(targets) or len(inputs) == 0:
-        remedy = "give it samples" if len(inputs) == len(targets) else "see that both are of the same samples"
-        raise UserError(
-            f"{what} must have as many inputs as targets and at least one, got {len(inputs)} and {len(targets)}; "
-            f"{remedy}."
-        )
+def _check_tensors(pair: Pair, what: str) -> None:
+    inputs, targets = pair
+    fewest = 2 if isinstance(inputs, Tensor) else 1  # axes: a number a sample is one of several inputs, or a mistake
+    for each in leaves(inputs):
+        if each.ndim < fewest or targets.ndim < 1:
+            raise UserError(
+                f"{what} must have inputs [N, ...] and targets [N], got shapes {tuple(each.shape)} and "
+                f"{tuple(targets.shape)}; add the missing axis."
+            )
+        _check_extents(what, each.shape[1:], targets.shape[1:])
+        if len(each) != len(targets) or len(each) == 0:
+            remedy = "give it samples" if len(each) == len(targets) else "see that both are of the same samples"
+            raise UserError(
+                f"{what} must have as many inputs as targets and at least one, got {len(each)} and {len(targets)}; "
+                f"{remedy}."
+            )
 
 
 def _check_extents(what: str, *shapes: Sequence[int]) -> None:
@@ -152,19 +184,20 @@ def _check_item(data: MapStyleDataset, what: str) -> None:
             f"{what} must give an item for index 0, but raised {one_line(error)}{raised_at(error)}; have its "
             "__getitem__ return (input, target) for every number from 0 to len() - 1."
         ) from error
-    if isinstance(item, tuple | list) and len(item) == 2:
-        _check_extents(what, *(getattr(entry, "shape", ()) for entry in item))
+    if (found := split_item(item)) is not None:
+        target = getattr(found[1], "shape", ())
+        for each in pytree.tree_leaves(found[0]):
+            _check_extents(what, getattr(each, "shape", ()), target)
         return
-    needs = f"the items of {what} must be (input, target), but item 0 is"
+    needs = f"the items of {what} must be (input, target), or mappings with {_TARGET_KEYS[0]}, but item 0 is"
     if isinstance(item, Mapping):
-        keys = list(item)
-        entries = ", ".join(f"item[{key!r}]" for key in (keys[:1] + keys[-1:] if len(keys) > 1 else keys))
+        keys = ", ".join(map(str, list(item)[:8]))
         raise UserError(
-            f"{needs} a mapping with the keys {', '.join(map(str, keys[:8]))}; wrap the data set in one that returns a "
-            f"pair, as in: return {entries or '...'}."
+            f"{needs} a mapping with the keys {keys}; call its target {_TARGET_KEYS[0]}, or wrap the data set in one "
+            "that returns a pair."
         )
     size = f" with {len(item)} entries" if isinstance(item, tuple | list) else ""
-    raise UserError(f"{needs} of type {type(item).__name__}{size}; return one input and one target.")
+    raise UserError(f"{needs} of type {type(item).__name__}{size}; return inputs and a target.")
 
 
 def counted(targets: Tensor, ignored: int) -> Tensor:

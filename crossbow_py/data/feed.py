@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.trees import Tree, map_tree
 from crossbow_py.data.datasets import Classes
 from crossbow_py.data.normalisation import Rounded
 
@@ -29,10 +30,25 @@ T = TypeVar("T")
 
 
 class Batch(NamedTuple):
-    """Inputs [B, ...] and targets [B, ...], on the feed's device."""
+    """Inputs [B, ...], a tensor or a tree of them, and targets [B, ...], on the feed's device."""
 
-    inputs: Tensor
+    inputs: Tree
     targets: Tensor
+
+    @property
+    def size(self) -> int:
+        """B, of the batch of one learner."""
+        return len(self.targets)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """Return the batch with a function of each tensor in its place."""
+        return Batch(map_tree(function, self.inputs), function(self.targets))
+
+
+def stacked(batches: Sequence[Batch]) -> Batch:
+    """Return batches of one form as one, `[K, B, ...]`."""
+    inputs, targets = zip(*batches, strict=True)
+    return Batch(map_tree(lambda *each: torch.stack(each), *inputs), torch.stack(targets))
 
 
 class Feed(ABC):
@@ -67,8 +83,7 @@ class Feed(ABC):
 
     def batches(self, starts: Sequence[int]) -> Batch:
         """Return the batches at `starts`, one a learner, stacked: inputs [K, B, ...] and targets [K, B, ...]."""
-        each = [self.batch(start) for start in starts]
-        return Batch(torch.stack([batch.inputs for batch in each]), torch.stack([batch.targets for batch in each]))
+        return stacked([self.batch(start) for start in starts])
 
     @abstractmethod
     def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:

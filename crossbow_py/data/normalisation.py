@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.trees import Tree, leaves
 from crossbow_py.data.erasing import Eraser
 
 _VALUES_AT_ONCE = 2**22  # checked at a time, so that temporary copies are small
@@ -85,6 +86,10 @@ class BatchFormat(NamedTuple):
     channels_last: bool = False
     normalisation: Normalisation | None = None
 
+    def of_several(self, inputs: Tensor) -> BatchFormat:
+        """Return the form of one of several inputs: of bytes as it is, and others are not normalised."""
+        return self if inputs.dtype == torch.uint8 else self._replace(normalisation=None)
+
 
 class PixelNormaliser:
     """Normalises channels-last uint8 pixels [B, H·W·C] by one fused multiply-add. Any thread may call it.
@@ -151,11 +156,15 @@ class Rounded(NamedTuple):
         )
 
 
-def rounded_integer(inputs: Tensor, dtype: torch.dtype) -> Rounded | None:
+def rounded_integer(inputs: Tree, dtype: torch.dtype) -> Rounded | None:
     """Return the first integer in floating inputs [N, ...] that `dtype` rounds, None if there is none.
 
     It may be an id, which must not become its neighbour's. Rounding other numbers only loses noise.
     """
+    return next(filter(None, (_rounded_in(each, dtype) for each in leaves(inputs))), None)
+
+
+def _rounded_in(inputs: Tensor, dtype: torch.dtype) -> Rounded | None:
     if not inputs.is_floating_point() or torch.finfo(inputs.dtype).eps >= torch.finfo(dtype).eps:
         return None
     exact = 2 / torch.finfo(dtype).eps  # every integer up to there is exact

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from crossbow_py.averaging.rule import GradientMean, LinearRound, OuterStep, RoundAveraging
 from crossbow_py.core.host_randomness import kept_generators
+from crossbow_py.core.trees import Tree, call, detached, in_format
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.layout import TrainedRow, norm
@@ -25,7 +27,14 @@ from crossbow_py.engine.goodput import Comparison
 from crossbow_py.engine.modules.agreement import kept_buffers
 from crossbow_py.engine.modules.compiled import CompiledModels, Model
 from crossbow_py.engine.modules.dropout import OwnDraws, counter_seed
-from crossbow_py.engine.modules.losses import Loss, correct_of_batch, ignored_target, smoothed_cross_entropy
+from crossbow_py.engine.modules.losses import (
+    Compared,
+    Loss,
+    compared,
+    correct_of_batch,
+    ignored_target,
+    smoothed_cross_entropy,
+)
 from crossbow_py.engine.tasks import (
     AveragingTask,
     ComparisonTask,
@@ -127,7 +136,7 @@ class RoundOutcome:
         return [learner for learner, finite in enumerate(self.finite) if not finite]
 
 
-def compared(gradients: Sequence[list[Tensor]]) -> Comparison:
+def comparison_of(gradients: Sequence[list[Tensor]]) -> Comparison:
     """Return the comparison of gradients, matching lists."""
     n = len(gradients)
     mean = [own.clone() for own in gradients[0]]
@@ -211,8 +220,8 @@ class RoundTasks:
         if bank.has_dropout or self._may_draw(learner):
             self.seed_dropout(learner, outcome.plan)
         batch = self.feed.batch(outcome.plan.starts[learner])
-        output = self._outputs(learner, batch.inputs).to(bank.precision.master)
-        loss = self.loss_of(learner, output, batch.targets)
+        output, targets = self.read(self._outputs(learner, batch.inputs), batch.targets)
+        loss = self.loss_of(learner, output, targets)
         try:
             gradients = torch.autograd.grad(loss, bank.trained_parameters(learner), allow_unused=True)
         except RuntimeError:
@@ -222,7 +231,7 @@ class RoundTasks:
             self.tell_missing_gradients(gradients)
         bank.store_gradients(learner, gradients)
         outcome.losses[learner] = loss.item()  # host–device synchronisation on CUDA
-        correct = correct_of_batch(output.detach(), batch.targets, self.ignored)
+        correct = correct_of_batch(detached(output), targets, self.ignored, batch.size)
         outcome.num_correct[learner] = None if correct is None else float(correct.item())  # likewise
 
     def tell_missing_gradients(self, gradients: Sequence[Tensor | None]) -> None:
@@ -245,19 +254,23 @@ class RoundTasks:
         """
         return self.bank.device.type == "cpu" and self._compiled is None and learner not in self._without_draws
 
-    def _outputs(self, learner: int, inputs: Tensor) -> Tensor:
+    def read(self, output: Tree, targets: Tensor) -> Compared:
+        """Return what the loss compares, in master precision."""
+        return compared(self.loss, in_format(output, self.bank.precision.master), targets)
+
+    def _outputs(self, learner: int, inputs: Tree) -> Tree:
         """Return the learner's outputs, with random numbers from its own generator."""
         if learner in self._without_draws and self._false_alarms < _MOST_FALSE_ALARMS:
             before = torch.random.get_rng_state()
-            outputs = self.model(learner)(inputs)
+            outputs = call(self.model(learner), inputs)
             if not torch.equal(before, torch.random.get_rng_state()):
                 self._without_draws.discard(learner)
                 self._drawing.add(learner)
             return outputs
         if not self._may_draw(learner):
-            return self.model(learner)(inputs)
+            return call(self.model(learner), inputs)
         with OwnDraws(self.bank.generators[learner]) as draws:
-            outputs = self.model(learner)(inputs)
+            outputs = call(self.model(learner), inputs)
         if learner in self._drawing:
             self._drawing.discard(learner)
             if draws.has_drawn:
@@ -268,7 +281,7 @@ class RoundTasks:
             self._without_draws.add(learner)
         return outputs
 
-    def loss_of(self, learner: int, output: Tensor, targets: Tensor) -> Tensor:
+    def loss_of(self, learner: int, output: Tree, targets: Tensor) -> Tensor:
         """Return the learner's loss on a batch, a mean."""
         if self.label_smoothing is None:
             return self.loss(output, targets)
@@ -285,7 +298,7 @@ class RoundTasks:
         """Compare the learners' gradients in the bank, see `compare`."""
         bank = self.bank
         gradients = [bank.gradients.trained(learner) for learner in range(bank.num_learners)]
-        outcome.comparison = compared(gradients)
+        outcome.comparison = comparison_of(gradients)
 
     def compare_halves(self, learner: int, batch: Batch) -> Comparison | None:
         """Compare the gradients of two halves of a batch at the learner's weights; None of a batch too small.
@@ -298,12 +311,12 @@ class RoundTasks:
         found = []
         with kept_buffers(bank.module(learner)), kept_generators(bank.device):
             for part in (slice(half), slice(half, 2 * half)):
-                output = bank.module(learner)(batch.inputs[part]).to(bank.precision.master)
-                loss = self.loss_of(learner, output, batch.targets[part])
+                inputs, targets = batch.map(itemgetter(part))
+                loss = self.loss_of(learner, *self.read(call(bank.module(learner), inputs), targets))
                 trained = bank.trained_parameters(learner)
                 own = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
                 found.append([each.to_dense() for each in own])
-        s, q, _ = compared(found)
+        s, q, _ = comparison_of(found)
         return Comparison.of_halves(s, q)
 
     def average_gradients(self, outcome: RoundOutcome) -> None:

@@ -16,14 +16,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.measured import fastest
+from crossbow_py.core.trees import Tree, batch_key, call, form_of, leaves, map_tree
 from crossbow_py.data.normalisation import rounded_integer
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, check_executor
 from crossbow_py.engine.executors.on_device import CaptureError
 from crossbow_py.engine.fusion.writes import FusionError
+from crossbow_py.engine.modules.losses import scores_of
 from crossbow_py.engine.modules.precision import PrecisionName, choose_device, choose_precision
 from crossbow_py.predict.predictors import PREDICTORS, Predictor, PredictorName, candidates
 from crossbow_py.train.evaluation.evaluator import load_state
@@ -31,7 +34,6 @@ from crossbow_py.train.evaluation.evaluator import load_state
 _EVERY_MODULES = frozenset(vars(nn.Module()))  # weights, children and hooks: none of a module's own settings
 _ONLY_IN_TRAINING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
-Shape = tuple[torch.Size, torch.dtype]
 
 _MOST_CHOICES = 256
 
@@ -71,7 +73,7 @@ class Ensemble:
         self.device = choose_device(device)
         self.precision = choose_precision(precision, self.device)
         self.channels_last, self._executor = channels_last, executor
-        self.chosen: dict[Shape, str] = {}
+        self.chosen: dict[object, str] = {}
         self.notes: list[str] = []
         _check(models, executor, self.device)
         groups = same_architecture(models)
@@ -102,7 +104,7 @@ class Ensemble:
         """The number of architectures."""
         return len(self._banks)
 
-    def predict(self, batch: Tensor) -> Tensor:
+    def predict(self, batch: Tree) -> Tensor:
         """The mean of the members' probabilities `[B, classes]`, float32, of inputs `[B, ...]` as the models take them.
 
         On CUDA it is enqueued on the current stream; the host does not wait, but at the first batch of a shape.
@@ -111,15 +113,15 @@ class Ensemble:
         """
         return self._probabilities(batch).mean(0)
 
-    def members(self, batch: Tensor) -> Tensor:
+    def members(self, batch: Tree) -> Tensor:
         """Return the probabilities of every model `[K, B, classes]`, in the order they were given; see `predict`."""
         found = self._probabilities(batch)
         return found if self._order is None else found[self._order]
 
-    def _probabilities(self, batch: Tensor) -> Tensor:
+    def _probabilities(self, batch: Tree) -> Tensor:
         """Return the probabilities `[K, B, classes]` in the banks' order."""
         inputs = self._prepared(batch)
-        shape = inputs.shape, inputs.dtype
+        shape = batch_key(inputs)
         if shape not in self.chosen:
             self._try(inputs)
             if found := rounded_integer(batch, self.precision.compute):
@@ -133,13 +135,21 @@ class Ensemble:
             self._note(note)
         return probabilities
 
-    def _prepared(self, batch: object) -> Tensor:
-        if not isinstance(batch, Tensor):
-            how = "from_numpy" if isinstance(batch, np.ndarray) else "tensor"
-            raise UserError(f"a batch must be a torch.Tensor, got {type(batch).__name__}; give torch.{how}(batch).")
-        inputs = batch.to(self.device, self.precision.compute if batch.is_floating_point() else batch.dtype)
-        last = self.channels_last and inputs.ndim == 4
-        return inputs.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    def _prepared(self, batch: Tree) -> Tree:
+        odd = next((each for each in pytree.tree_leaves(batch) if not isinstance(each, Tensor)), None)
+        if odd is not None or not leaves(batch):
+            how = "from_numpy" if isinstance(odd, np.ndarray) else "tensor"
+            raise UserError(
+                f"a batch must be a torch.Tensor, or a dict or tuple of them, got {type(odd).__name__}; give "
+                f"torch.{how}(batch)."
+            )
+
+        def prepared(values: Tensor) -> Tensor:
+            inputs = values.to(self.device, self.precision.compute if values.is_floating_point() else values.dtype)
+            last = self.channels_last and inputs.ndim == 4
+            return inputs.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+
+        return map_tree(prepared, batch)
 
     def _predictor(self, name: str) -> Predictor:
         if name not in self._predictors:
@@ -147,33 +157,33 @@ class Ensemble:
         return self._predictors[name]
 
     @torch.no_grad()
-    def _try(self, inputs: Tensor) -> None:
+    def _try(self, inputs: Tree) -> None:
         """Run a model of each bank by itself: what does not work shows as that model's own error."""
-        widths = []
+        widths, size = [], len(leaves(inputs)[0])
         for bank in self._banks:
-            tried = inputs.clone()
+            tried = map_tree(torch.clone, inputs)
             try:
-                output = bank.module(0)(tried)
+                output = scores_of(call(bank.module(0), tried))
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 raise UserError(
-                    f"a batch of shape {list(inputs.shape)} and {inputs.dtype} does not go through a model of the "
+                    f"a batch of samples {form_of(inputs)} does not go through a model of the "
                     f"ensemble ({' '.join(str(error).split())[:160]}); give inputs as in training."
                 ) from error
-            if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != len(inputs):
+            if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != size:
                 got = f"a tensor {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
                 raise UserError(
                     f"models of an ensemble must give scores of classes [B, classes], got {got} for "
-                    f"{len(inputs)} inputs; choose classifiers."
+                    f"{size} inputs; choose classifiers."
                 )
             widths.append(output.shape[1])
-            self._writes_inputs |= tried._version > 0
+            self._writes_inputs |= any(own._version > 0 for own in leaves(tried))
         if len(set(widths)) > 1:
             raise UserError(
                 f"models of an ensemble must tell apart the same classes, got models of {sorted(set(widths))} classes; "
                 "choose models trained on the same data."
             )
 
-    def _settle(self, inputs: Tensor) -> str:
+    def _settle(self, inputs: Tree) -> str:
         if self._executor != "auto":
             refusal = self._not_fused(self._executor, inputs) if EXECUTORS[self._executor].FUSES else None
             if refusal is not None:
@@ -196,7 +206,7 @@ class Ensemble:
     def _note(self, note: str) -> None:
         self.notes += [note] if note not in self.notes else []
 
-    def _not_fused(self, name: str, inputs: Tensor) -> str | None:
+    def _not_fused(self, name: str, inputs: Tree) -> str | None:
         """Return why an executor that fuses cannot run the models; None if it can.
 
         Raises CaptureError, which says what to do, where a CUDA graph cannot hold them and the executor was asked for.

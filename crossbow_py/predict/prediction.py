@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.trees import Tree, batch_key, values_per_sample
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.sources import DataSource
@@ -132,7 +133,7 @@ def predict(config: PredictConfig, clock: Clock = time.perf_counter) -> Predicti
             dtype=ensemble.precision.compute, num_workers=first_workers(config.num_workers, ensemble.device, False),
         )  # fmt: skip
         try:
-            size = config.batch_size or evaluation_batch_size(feed.first_samples(1).inputs[0].numel())
+            size = config.batch_size or evaluation_batch_size(values_per_sample(feed.first_samples(1).inputs))
             probabilities, targets, rate = _run(ensemble, feed, size, clock)
             executor = next(iter(ensemble.chosen.values()))
             latencies = measure_latencies(ensemble, feed, config.latency_s, clock) if config.latency_s else {}
@@ -178,7 +179,7 @@ def measure_latencies(ensemble: Ensemble, feed: Feed, seconds: float, clock: Clo
     return {size: _latency(ensemble, feed.first_samples(size).inputs, seconds, clock) for size in sizes}
 
 
-def _latency(ensemble: Ensemble, inputs: Tensor, seconds: float, clock: Clock) -> Latency:
+def _latency(ensemble: Ensemble, inputs: Tree, seconds: float, clock: Clock) -> Latency:
     ensemble.predict(inputs)
     times: list[float] = []
     _wait(ensemble.device)
@@ -188,7 +189,7 @@ def _latency(ensemble: Ensemble, inputs: Tensor, seconds: float, clock: Clock) -
         ensemble.predict(inputs).cpu()  # a host–device synchronisation on CUDA
         times.append(1000 * (clock() - before))
     p50, p90, p99 = (float(value) for value in np.percentile(times, (50, 90, 99)))
-    return Latency(p50, p90, p99, len(times), ensemble.chosen[inputs.shape, inputs.dtype])
+    return Latency(p50, p90, p99, len(times), ensemble.chosen[batch_key(inputs)])
 
 
 def _wait(device: torch.device) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.core.measured import fastest
+from crossbow_py.core.trees import Tree, batch_key, call, map_tree
 from crossbow_py.engine import executors
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.graphs import CudaStreams, Stream
@@ -25,6 +26,7 @@ from crossbow_py.engine.device.host import intra_op_threads
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.fused_agreement import trusted_outputs
 from crossbow_py.engine.fusion.graph import FusedGraph
+from crossbow_py.engine.modules.losses import scores_of
 from crossbow_py.predict.programs import Captures, Forward, recorded
 
 PredictorName = Literal["auto", "serial", "threads", "fused", "fused_threads", "streams"]
@@ -51,7 +53,7 @@ class Predictor(ABC):
         self.notes: list[str] = []
 
     @abstractmethod
-    def probabilities(self, inputs: Tensor) -> Tensor:
+    def probabilities(self, inputs: Tree) -> Tensor:
         """Return probabilities `[K, B, classes]` of a batch `[B, ...]` as the models take it, in a new tensor.
 
         On CUDA the work is enqueued on the current stream, and the host does not wait for it.
@@ -65,14 +67,13 @@ class Predictor(ABC):
         """The modules of all rows, in the banks' order."""
         return [bank.module(row) for bank in self.banks for row in range(bank.num_learners)]
 
-    def _bodies(self, inputs: Tensor) -> list[Callable[[], Tensor]]:
+    def _bodies(self, inputs: Tree) -> list[Callable[[], Tensor]]:
         """Return for each model the function that returns its outputs."""
         return [partial(self._run, module, inputs) for module in self._modules]
 
     @torch.no_grad()  # which holds for one thread
-    def _run(self, module: nn.Module, inputs: Tensor) -> Tensor:
-        output: Tensor = module(inputs.clone() if self.writes_inputs else inputs)
-        return output
+    def _run(self, module: nn.Module, inputs: Tree) -> Tensor:
+        return scores_of(call(module, map_tree(torch.clone, inputs) if self.writes_inputs else inputs))  # type: ignore[no-any-return]
 
     def _softmax(self, outputs: Sequence[Tensor]) -> Tensor:
         """Return the probabilities of all models from the outputs of each, in master precision."""
@@ -82,7 +83,7 @@ class Predictor(ABC):
 class SerialPredictor(Predictor):
     """Runs one model after another."""
 
-    def probabilities(self, inputs: Tensor) -> Tensor:
+    def probabilities(self, inputs: Tree) -> Tensor:
         return self._softmax([body() for body in self._bodies(inputs)])
 
 
@@ -93,7 +94,7 @@ class ThreadsPredictor(Predictor):
         super().__init__(name, banks, writes_inputs)
         self._threads = _CoreThreads(len(self._modules))
 
-    def probabilities(self, inputs: Tensor) -> Tensor:
+    def probabilities(self, inputs: Tree) -> Tensor:
         return self._softmax(self._threads.run(self._bodies(inputs)))
 
     def close(self) -> None:
@@ -108,12 +109,12 @@ class ProgramsPredictor(Predictor):
         self._captures = Captures(name, banks) if banks[0].device.type == "cuda" else None
         self.notes = [] if self._captures is None else self._captures.notes
         self._branches = _Branches(banks[0].device)
-        self._programs: OrderedDict[tuple[torch.Size, torch.dtype], Forward] = OrderedDict()  # the last used ones last
+        self._programs: OrderedDict[object, Forward] = OrderedDict()  # the last used ones last
 
     @torch.no_grad()  # inputs may want gradients, and what was recorded would give them
-    def probabilities(self, inputs: Tensor) -> Tensor:
+    def probabilities(self, inputs: Tree) -> Tensor:
         """See Predictor. A call makes the program of a shape that is not kept, and then blocks the host on CUDA."""
-        shape = inputs.shape, inputs.dtype
+        shape = batch_key(inputs)
         if shape not in self._programs:
             run = self._prepared(inputs)
             self._programs[shape] = run if self._captures is None else self._captures.captured(run, inputs)
@@ -122,7 +123,7 @@ class ProgramsPredictor(Predictor):
         return self._programs[shape](inputs)
 
     @abstractmethod
-    def _prepared(self, inputs: Tensor) -> Forward:
+    def _prepared(self, inputs: Tree) -> Forward:
         """Return the program for batches like these, on CUDA before it is captured."""
 
     def close(self) -> None:
@@ -151,15 +152,15 @@ class FusedPredictor(ProgramsPredictor):
         groups_of = EXECUTORS[name].groups_of
         self._groups = [(bank, group) for bank in banks for group in groups_of(bank.num_learners)]
 
-    def _graphs(self, inputs: Tensor) -> list[FusedGraph]:
+    def _graphs(self, inputs: Tree) -> list[FusedGraph]:
         return [trusted_outputs(bank, inputs, group) for bank, group in self._groups]
 
-    def _prepared(self, inputs: Tensor) -> Forward:
+    def _prepared(self, inputs: Tree) -> Forward:
         run = partial(self._all, self._graphs(inputs))
-        return run if inputs.device.type == "cuda" else _on_fastest_threads(recorded(run, inputs), inputs)
+        return run if self.banks[0].device.type == "cuda" else _on_fastest_threads(recorded(run, inputs), inputs)
 
     @torch.no_grad()
-    def _all(self, graphs: Sequence[FusedGraph], inputs: Tensor) -> Tensor:
+    def _all(self, graphs: Sequence[FusedGraph], inputs: Tree) -> Tensor:
         bodies = [partial(graph.run, inputs, shared=True) for graph in graphs]
         outputs = self._branches.run(bodies) if len(bodies) > 1 else [bodies[0]()]
         together = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -177,7 +178,7 @@ class FusedThreadsPredictor(FusedPredictor):
         super().__init__(name, banks, writes_inputs)
         self._threads = _CoreThreads(len(self._groups))
 
-    def _prepared(self, inputs: Tensor) -> Forward:
+    def _prepared(self, inputs: Tree) -> Forward:
         runs = [recorded(partial(self._all, [graph]), inputs) for graph in self._graphs(inputs)]
         without_gradients = [torch.no_grad()(run) for run in runs]  # which holds for one thread
         return lambda batch: torch.cat(self._threads.run([partial(run, batch) for run in without_gradients]))
@@ -193,7 +194,7 @@ class StreamsPredictor(ProgramsPredictor):
     `probabilities` raises CaptureError for models that a CUDA graph cannot hold.
     """
 
-    def _prepared(self, inputs: Tensor) -> Forward:
+    def _prepared(self, inputs: Tree) -> Forward:
         return torch.no_grad()(lambda batch: self._softmax(self._branches.run(self._bodies(batch))))
 
 
@@ -259,13 +260,13 @@ class _CoreThreads:
         self._pool.shutdown()
 
 
-def _on_fastest_threads(run: Forward, inputs: Tensor) -> Forward:
+def _on_fastest_threads(run: Forward, inputs: Tree) -> Forward:
     """Return `run` on one intra-op thread or on all, whichever is faster: small batches are faster on one."""
     every = torch.get_num_threads()
     if every == 1:
         return run
 
-    def on_threads(number: int, batch: Tensor) -> Tensor:
+    def on_threads(number: int, batch: Tree) -> Tensor:
         with intra_op_threads(number):
             return run(batch)
 

@@ -1,4 +1,4 @@
-"""Programs: functions of one tensor, specialised for one shape of batch, with nothing left to decide when called."""
+"""Programs: functions of a batch, specialised for one shape of it, with nothing left to decide when called."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from torch._ops import OpOverload
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
 from crossbow_py.core.errors import one_line
+from crossbow_py.core.trees import Tree, leaves, map_tree
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.graphs import CudaStreams, Event, Graph, Pool, Stream, failed_capture
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS, CaptureError
 from crossbow_py.engine.trust import GRAPHS, why_not
 
-Forward = Callable[[Tensor], Tensor]
+Forward = Callable[[Tree], Tensor]
 _SAME = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 _NAME = "the models"
 _EAGER = "executor={} predicts without CUDA graphs, which is slower, because {}."
@@ -29,15 +31,16 @@ _DRAWS = "the models draw random numbers"
 
 
 @torch.no_grad()
-def recorded(run: Forward, inputs: Tensor) -> Forward:
-    """Record the operators that `run` calls for tensors of the shape and format of `inputs`.
+def recorded(run: Forward, inputs: Tree) -> Forward:
+    """Record the operators that `run` calls for batches of the shape and format of `inputs`.
 
     `run` has been called before, so that it decides nothing any more. Where it cannot be recorded, or where what was
     recorded gives another answer, it is `run` itself.
     """
     expected = run(inputs)
+    form = pytree.tree_structure(inputs)
     try:
-        replay = _compiled(make_fx(run)(inputs))
+        replay = _compiled(make_fx(lambda *values: run(form.unflatten(values)))(*leaves(inputs)))
         found = replay(inputs)
     except Exception:  # tracing calls what it likes, and raises what that raises
         return run
@@ -63,7 +66,7 @@ def _compiled(program: GraphModule) -> Forward:
             copies[node] = rest.create_node("get_attr", node.name, name=node.name)
     named = {node.name: value for node, value in known.items()}
     forward, own = type(GraphModule(named, rest)).forward, SimpleNamespace(**named)
-    return lambda inputs: forward(own, inputs)  # attributes of modules are slow to look up
+    return lambda inputs: forward(own, *leaves(inputs))  # attributes of modules are slow to look up
 
 
 def _is_constant(node: Node, known: dict[Node, Any]) -> bool:
@@ -100,7 +103,7 @@ class Captures:
         self._graphs: list[Graph] = []
         self.notes: list[str] = []
 
-    def captured(self, run: Forward, inputs: Tensor) -> Forward:
+    def captured(self, run: Forward, inputs: Tree) -> Forward:
         """`run` as a CUDA graph; as it is where nothing is captured, or if it draws, which a graph would repeat.
 
         `notes` says so where it stays as it is.
@@ -119,7 +122,7 @@ class Captures:
         for _ in range(WARM_UP_ROUNDS):  # rules are settled, and libraries choose algorithms and allocate workspaces
             device.run(_NAME, warm_up, self._stream)
         device.synchronize()  # host–device synchronisation
-        eager = why_not(GRAPHS, inputs.device) or failed_capture()
+        eager = why_not(GRAPHS, leaves(inputs)[0].device) or failed_capture()
         if self._random_state() != before:
             eager = eager or _DRAWS
         if eager:
@@ -128,7 +131,7 @@ class Captures:
             return partial(self._in_order, run)
         if not self._graphs:  # a pool that has lost its last graph takes no other
             self._pool = device.new_pool()
-        own = CapturedRun(run, inputs.clone(), device, self._done)
+        own = CapturedRun(run, map_tree(torch.clone, inputs), device, self._done)
         try:
             own.graph = device.capture(_NAME, own.body, self._stream, self._pool)
         except Exception as error:
@@ -152,7 +155,7 @@ class Captures:
             self._device.give_back(self._stream)
             self._stream = None
 
-    def _in_order(self, run: Forward, inputs: Tensor) -> Tensor:
+    def _in_order(self, run: Forward, inputs: Tree) -> Tensor:
         """Run a function as it is, after the last call and before the next; the host does not wait."""
         stream = self._device.callers_stream()
         self._device.wait(stream, self._done)
@@ -167,30 +170,30 @@ class Captures:
 
 
 class CapturedRun:
-    """A function of one tensor whose `body` was captured once as `graph`, and is replayed.
+    """A function of a batch whose `body` was captured once as `graph`, and is replayed.
 
     Args:
         run: what is captured; kept, as the graph reads tensors that are its own.
-        inputs: what the graph reads; every call is given a tensor of their shape, format and memory order.
+        inputs: what the graph reads; every call is given a batch of their shape, format and memory order.
         device: what replays it.
         done: the end of the last call of any graph of the pool.
     """
 
     graph: Graph
 
-    def __init__(self, run: Forward, inputs: Tensor, device: CudaStreams, done: Event) -> None:
-        self._run, self._inputs, self._outputs = run, inputs, inputs.new_empty(0)
+    def __init__(self, run: Forward, inputs: Tree, device: CudaStreams, done: Event) -> None:
+        self._run, self._inputs, self._outputs = run, inputs, torch.empty(0)
         self._device, self._done = device, done
 
     def body(self) -> None:
         """Run the function; this is what is captured."""
         self._outputs = self._run(self._inputs)
 
-    def __call__(self, inputs: Tensor) -> Tensor:
+    def __call__(self, inputs: Tree) -> Tensor:
         """Return a copy of the outputs. All on the current stream, the host does not wait."""
         device, stream = self._device, self._device.callers_stream()
         device.wait(stream, self._done)  # of the last call, which may have been made on another stream
-        self._inputs.copy_(inputs)
+        map_tree(Tensor.copy_, self._inputs, inputs)
         device.replay(self.graph, stream)
         outputs = self._outputs.clone()  # which the next call overwrites, maybe on another stream
         device.record(self._done, stream)

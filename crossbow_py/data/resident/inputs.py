@@ -9,15 +9,18 @@ order in which grouped operators take `[B, K·C, H, W]`, so that they need no co
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.trees import Tree, leaves
 from crossbow_py.data.augmentation import Augmentation, Ids, PaddedImages, flipped
 from crossbow_py.data.erasing import NUM_EDGES
 from crossbow_py.data.feed import MemoryOrder
@@ -48,7 +51,7 @@ class ResidentInputs(ABC):
         self.shape, self.dtype, self._device = shape, form.dtype, form.device
         self._channels_last = form.channels_last and len(shape) == 3
 
-    def new(self, num_batches: int, batch_size: int, order: MemoryOrder) -> Tensor:
+    def new(self, num_batches: int, batch_size: int, order: MemoryOrder) -> Tree:
         """Return zeros [K, B, *shape] for `fill`, in the memory format of batches. Only images take "channels"."""
         shape, last = (num_batches, batch_size, *self.shape), (0, 1, 3, 4, 2)
         # In the order in memory, then viewed as [K, B, ...].
@@ -77,14 +80,14 @@ class ResidentInputs(ABC):
         """Return the picks, int64 [R, B], of samples `ids` without augmentation, on the host."""
 
     @abstractmethod
-    def take(self, picks: Tensor) -> Tensor:
+    def take(self, picks: Tensor) -> Tree:
         """Return the inputs [B, ...], enqueued on the current stream; the host does not block."""
 
     def take_targets(self, picks: Tensor, all_targets: Tensor) -> Tensor:
         """Return the targets [B, ...] out of [N, ...] by sample id, flipped as the inputs are; enqueued likewise."""
         return all_targets.index_select(0, picks[0])
 
-    def fill(self, picks: Tensor, inputs: Tensor, all_targets: Tensor, targets: Tensor) -> None:
+    def fill(self, picks: Tensor, inputs: Tree, all_targets: Tensor, targets: Tensor) -> None:
         """Write the results of `take` and `take_targets` into given memory, so that a CUDA graph may capture it.
 
         Args:
@@ -93,10 +96,11 @@ class ResidentInputs(ABC):
             all_targets: [N, ...] by sample id.
             targets: [K, B, ...], contiguous, written.
         """
-        self._fill_inputs(picks, inputs)
+        self.fill_inputs(picks, inputs)
         torch.index_select(all_targets, 0, picks[0], out=targets.flatten(0, 1))
 
-    def _fill_inputs(self, picks: Tensor, inputs: Tensor) -> None:
+    def fill_inputs(self, picks: Tensor, inputs: Tree) -> None:
+        """Write the result of `take` into given memory; see `fill`."""
         inputs.copy_(self.take(picks).view(inputs.shape))
 
 
@@ -121,12 +125,12 @@ class RowInputs(ResidentInputs):
         rows = self._rows.index_select(0, picks[0])
         return rows.permute(0, 3, 1, 2) if self._channels_last else rows
 
-    def _fill_inputs(self, picks: Tensor, inputs: Tensor) -> None:
+    def fill_inputs(self, picks: Tensor, inputs: Tensor) -> None:
         rows = inputs.permute(0, 1, 3, 4, 2) if self._channels_last else inputs
         if rows.is_contiguous() and rows.dtype == self._rows.dtype:
             torch.index_select(self._rows, 0, picks[0], out=rows.flatten(0, 1))
         else:
-            super()._fill_inputs(picks, inputs)
+            super().fill_inputs(picks, inputs)
 
 
 class ClipInputs(RowInputs):
@@ -214,3 +218,44 @@ class ImageInputs(ResidentInputs):
     def _moves(self, all_targets: Tensor) -> bool:
         """Return whether the targets are masks of images that are flipped."""
         return bool(self._augmentation.flip) and all_targets.ndim > 2
+
+
+class TreeInputs(ResidentInputs):
+    """Several inputs: a tree of them. Picks are those of each part, one below the other.
+
+    Images among them are augmented alike, as draws are by sample. Masks as targets follow the first.
+    """
+
+    def __init__(self, parts: Sequence[ResidentInputs], tree: pytree.TreeSpec) -> None:
+        self._parts, self._tree = parts, tree
+        ends = [0, *itertools.accumulate(part.num_rows for part in parts)]
+        self._rows = [slice(first, last) for first, last in itertools.pairwise(ends)]
+        self.num_rows = ends[-1]
+        self._lead = next((index for index, part in enumerate(parts) if isinstance(part, ImageInputs)), 0)
+        self.shape, self.dtype = parts[self._lead].shape, parts[self._lead].dtype
+
+    def new(self, num_batches: int, batch_size: int, order: MemoryOrder) -> Tree:
+        return self._tree.unflatten([part.new(num_batches, batch_size, "stacked") for part in self._parts])
+
+    def check_augmentation(self, augmentation: Augmentation) -> None:
+        self._parts[self._lead].check_augmentation(augmentation)
+
+    def epoch_picks(self, seed: int, epoch: int, order: Ids, augmentation: Augmentation | None = None) -> Ids:
+        return np.concatenate([part.epoch_picks(seed, epoch, order, augmentation) for part in self._parts])
+
+    def plain_picks(self, ids: Ids) -> Ids:
+        return np.concatenate([part.plain_picks(ids) for part in self._parts])
+
+    def take(self, picks: Tensor) -> Tree:
+        return self._tree.unflatten([part.take(picks[own]) for part, own in zip(self._parts, self._rows, strict=True)])
+
+    def take_targets(self, picks: Tensor, all_targets: Tensor) -> Tensor:
+        return self._parts[self._lead].take_targets(picks[self._rows[self._lead]], all_targets)
+
+    def fill(self, picks: Tensor, inputs: Tree, all_targets: Tensor, targets: Tensor) -> None:
+        of_parts = zip(self._parts, self._rows, leaves(inputs), strict=True)
+        for index, (part, own, each) in enumerate(of_parts):
+            if index == self._lead:
+                part.fill(picks[own], each, all_targets, targets)
+            else:
+                part.fill_inputs(picks[own], each)

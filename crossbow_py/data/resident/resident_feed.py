@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.trees import map_tree
 from crossbow_py.data.augmentation import Augmentation, Ids, check_shapes
 from crossbow_py.data.datasets import Classes, counted, has_integers
 from crossbow_py.data.feed import Batch, EpochCache, Feed, MemoryOrder
@@ -96,7 +97,12 @@ class ResidentFeed(Feed):
 
     def batches(self, starts: Sequence[int]) -> Batch:
         """See `Feed.batches`. One gather for all learners. 4-D inputs keep their memory format within each batch."""
-        return Batch(*(tensor.view(len(starts), -1, *tensor.shape[1:]) for tensor in self._together(starts)))
+        inputs, targets = self._together(starts)
+
+        def apart(values: Tensor) -> Tensor:
+            return values.view(len(starts), -1, *values.shape[1:])
+
+        return Batch(map_tree(apart, inputs), apart(targets))
 
     def _together(self, starts: Sequence[int]) -> Batch:
         parts = self._slices(starts)
@@ -130,7 +136,9 @@ class ResidentFeed(Feed):
         Reads only `picks` and data on the device, so a CUDA graph may capture it. `out` comes from `new_batches`; a
         single batch may also be given as `[B, ...]`.
         """
-        inputs, targets = out if out.targets.ndim > self._targets.ndim else (each.unsqueeze(0) for each in out)
+        inputs, targets = out
+        if targets.ndim == self._targets.ndim:
+            inputs, targets = map_tree(lambda each: each.unsqueeze(0), inputs), targets.unsqueeze(0)
         self._inputs.fill(picks, inputs, self._targets, targets)
 
     def _slices(self, starts: Sequence[int]) -> list[Tensor]:

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import Subset, default_collate
 
 from crossbow_py.core.errors import UserError, one_line, raised_at
-from crossbow_py.data.datasets import MapStyleDataset, is_image_batch
+from crossbow_py.core.trees import Tree, map_tree
+from crossbow_py.data.datasets import MapStyleDataset, is_image_batch, split_item
 from crossbow_py.data.randomness import sample_words
 from crossbow_py.data.streaming.streamed_data import BadSample, Key, Loaded, OnSample, StreamedData
 from crossbow_py.data.streaming.worker_processes import says_no_shared_memory
 
 
 class ItemData(StreamedData):
-    """Items (input, target) of `dataset`. An item that raises is a bad sample, of which none is allowed."""
+    """Items of `dataset`, see `split_item`. An item that raises is a bad sample, of which none is allowed."""
 
     def __init__(self, dataset: MapStyleDataset) -> None:
         self.dataset = dataset
@@ -48,8 +50,7 @@ class ItemData(StreamedData):
                 reason = one_line(error) + raised_at(error)
                 bad.append(BadSample(key.sample, self.name_of(key.sample), reason, traceback.format_exc()))
         inputs, targets = _collate(items, samples) if items else (torch.empty(0), torch.empty(0))
-        if is_image_batch(inputs):
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        inputs = map_tree(_in_memory_order, inputs)
         return Loaded(inputs, targets, tuple(bad))
 
     def name_of(self, sample: int) -> str:
@@ -60,6 +61,10 @@ class ItemData(StreamedData):
         return ItemData(subset)
 
 
+def _in_memory_order(inputs: Tensor) -> Tensor:
+    return inputs.contiguous(memory_format=torch.channels_last) if is_image_batch(inputs) else inputs
+
+
 def seed_generators(seed: int, key: Key) -> None:
     """Seed the global CPU generators of Python, NumPy and torch for one sample."""
     words = sample_words(seed, "item", key.epoch, key.sample, 3)
@@ -68,24 +73,61 @@ def seed_generators(seed: int, key: Key) -> None:
     torch.default_generator.manual_seed(int(words[2] >> np.uint64(1)))
 
 
-def _collate(items: list[Any], samples: list[int]) -> tuple[Tensor, Tensor]:
-    """Stack items into (inputs, targets). Raises UserError if they cannot be stacked into two tensors."""
+def _collate(items: list[Any], samples: list[int]) -> tuple[Tree, Tensor]:
+    """Stack items into (inputs, targets). Raises UserError if they cannot be stacked into tensors."""
+    pairs = [split_item(item) for item in items]
+    if any(pair is None for pair in pairs):
+        sample, item = next((own, item) for own, item, pair in zip(samples, items, pairs, strict=True) if pair is None)
+        raise UserError(
+            f"the items of the data set must be (input, target), but item {sample} is of type {type(item).__name__}; "
+            "return inputs and a target."
+        )
+    inputs, forms = zip(*(pytree.tree_flatten(_as_tree(pair[0])) for pair in pairs if pair), strict=True)
+    if odd := next((index for index, form in enumerate(forms) if form != forms[0]), 0):
+        raise UserError(
+            f"the inputs of items {samples[0]} and {samples[odd]} have different entries ({forms[0]} and "
+            f"{forms[odd]}); return the same ones for every sample."
+        )
+    stacked = [_stack(list(values), samples) for values in zip(*inputs, strict=True)]
+    return forms[0].unflatten(stacked), _stack([pair[1] for pair in pairs if pair], samples)
+
+
+def _as_tree(value: Any) -> Any:
+    """Return an item's inputs with dicts for mappings, and arrays for lists of numbers, as Hugging Face has them."""
+    if isinstance(value, Mapping):
+        return {key: _as_tree(own) for key, own in value.items()}
+    if isinstance(value, list):
+        if value and all(isinstance(own, bool | int | float | list) for own in value):
+            return _as_array(value)
+        return [_as_tree(own) for own in value]
+    return value
+
+
+def _as_array(values: list[Any]) -> Any:
+    """Return a tensor of numbers, or of lists of them; the list itself if these are of different lengths."""
     try:
-        batch = default_collate(items)
+        array = np.asarray(values)
+    except ValueError:
+        return values
+    return torch.from_numpy(array) if array.dtype.kind in "biuf" else values
+
+
+def _stack(values: list[Any], samples: list[int]) -> Tensor:
+    try:
+        stacked = default_collate(values)
     except (TypeError, RuntimeError, ValueError) as error:
         if says_no_shared_memory(error):  # a worker process collates into shared memory
             raise
         reason, remedy = str(error).splitlines()[0], "return tensors of equal shape"
         if isinstance(error, TypeError):  # an entry is no array
             remedy = "return tensors and numbers: of an image, torch.from_numpy(numpy.array(image))"
-        shapes = [[getattr(entry, "shape", ()) for entry in item] for item in items if isinstance(item, tuple | list)]
+        shapes = [getattr(value, "shape", ()) for value in values]
         odd = next((index for index, own in enumerate(shapes) if own != shapes[0]), 0)
         reason += f", which are items {samples[0]} and {samples[odd]}" if odd else ""
         raise UserError(f"the samples of the data set cannot be stacked into a batch ({reason}); {remedy}.") from error
-    if len(batch) != 2 or not all(isinstance(entry, Tensor) for entry in batch):
-        kinds = ", ".join(type(entry).__name__ for entry in items[0])
+    if not isinstance(stacked, Tensor):
         raise UserError(
-            f"the items of the data set must be (input tensor, target), one of each, got ({kinds}); return just these "
-            "two."
+            f"the items of the data set must be tensors, arrays and numbers, got {type(values[0]).__name__} in item "
+            f"{samples[0]}; make a tensor of it, or leave it out."
         )
-    return batch[0], batch[1]
+    return stacked

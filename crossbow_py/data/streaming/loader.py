@@ -23,6 +23,7 @@ from torch.utils.data import get_worker_info
 
 from crossbow_py.core.errors import BadDataError, DataError, UserError, one_line
 from crossbow_py.core.host_randomness import kept_generators
+from crossbow_py.core.trees import leaves
 from crossbow_py.data.datasets import Classes
 from crossbow_py.data.normalisation import rounded_integer
 from crossbow_py.data.streaming.streamed_data import Key, Loaded, StreamedData
@@ -90,7 +91,7 @@ class _BatchDataset:
             if worker is not None:
                 # A lack of room in shared memory can be reported here. The queue's thread, which would move the tensors
                 # there later, prints a traceback and drops the batch, which then never arrives.
-                for tensor in (loaded.inputs, loaded.targets):
+                for tensor in leaves((loaded.inputs, loaded.targets)):
                     tensor.share_memory_()  # type: ignore[no-untyped-call]
             return loaded._replace(seconds=time.perf_counter() - begun, rounded=rounded)
         except UserError as error:

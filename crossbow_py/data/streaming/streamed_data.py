@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from crossbow_py.core.trees import Tree
 from crossbow_py.data.normalisation import Rounded
 
 OnSample = Callable[[int], None]
@@ -43,7 +44,7 @@ class Loaded(NamedTuple):
     """A batch on its way to learners: `fetch` gives the first three fields, workers the next two, the feed the others.
 
     Attributes:
-        inputs: [B, ...]. Images are uint8 [B, C, H, W], channels last in memory.
+        inputs: [B, ...], or a tree of such. Images are uint8 [B, C, H, W], channels last in memory.
         targets: [B, ...].
         bad: the samples that were left out or replaced.
         seconds: the time that one process spent on it.
@@ -53,7 +54,7 @@ class Loaded(NamedTuple):
         copied: on CUDA, the event that the copy to the device records.
     """
 
-    inputs: Tensor
+    inputs: Tree
     targets: Tensor
     bad: tuple[BadSample, ...] = ()
     seconds: float = 0.0

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import BadDataError, BadSampleError, DataError
+from crossbow_py.core.trees import Tree, form_of, joined, leaves, map_tree
 from crossbow_py.data.augmentation import Augmentation, Ids, flipped
 from crossbow_py.data.datasets import Classes, is_clip_batch, is_image_batch
 from crossbow_py.data.feed import Batch, EpochCache, Feed
@@ -144,11 +145,12 @@ class StreamingFeed(Feed):
         mirrored = [one.mirrored for one in each if one.mirrored is not None]
         erased = [one.erased for one in each if one.erased is not None]
         inputs = self._prepare(
-            torch.cat([one.inputs for one in each]),
+            joined([one.inputs for one in each]),
             torch.cat(mirrored) if mirrored else None,
             torch.cat(erased, dim=1) if erased else None,
         )
-        return Batch(inputs.view(len(starts), -1, *inputs.shape[1:]), torch.stack([one.targets for one in each]))
+        apart = map_tree(lambda values: values.view(len(starts), -1, *values.shape[1:]), inputs)
+        return Batch(apart, torch.stack([one.targets for one in each]))
 
     def aside(self, starts: Sequence[int]) -> Generator[Batch, None, None]:
         """See `Feed.aside`. Uses processes of its own for its duration; bad samples are replaced and not counted."""
@@ -180,8 +182,8 @@ class StreamingFeed(Feed):
             if len(self._accept(loaded).targets):
                 good.append(loaded)
         for batch in self._evaluation_batch(good):
-            self.sample_bytes = good[0].inputs.nbytes
-            self._has_floats = good[0].inputs.is_floating_point()
+            self.sample_bytes = sum(each.nbytes for each in leaves(good[0].inputs))
+            self._has_floats = any(each.is_floating_point() for each in leaves(good[0].inputs))
             return batch
         raise DataError(f"none of the {self.num_samples} samples can be read; look at the first ones.")
 
@@ -198,7 +200,7 @@ class StreamingFeed(Feed):
     def for_measuring(self) -> Feed:
         """See `Feed.for_measuring`. Its batches repeat the first sample."""
         if self._measuring is None:
-            batch = Batch(*(each.repeat_interleave(self.batch_size, 0) for each in self.first_samples(1)))
+            batch = self.first_samples(1).map(lambda each: each.repeat_interleave(self.batch_size, 0))
             self._measuring = _SameBatchFeed(self.num_samples, batch)
         return self._measuring
 
@@ -249,7 +251,7 @@ class StreamingFeed(Feed):
         if self._copies is None:
             return loaded._replace(targets=_moved(loaded.targets, mirrored), mirrored=mirrored, erased=erased)
         with torch.cuda.stream(self._copies):
-            inputs, targets = (each.to(self._device, non_blocking=True) for each in loaded[:2])
+            inputs, targets = Batch(*loaded[:2]).map(self._enqueue_copy)
             mirrored, erased = (
                 None if each is None else each.pin_memory().to(self._device, non_blocking=True)
                 for each in (mirrored, erased)
@@ -259,15 +261,18 @@ class StreamingFeed(Feed):
             copied.record(self._copies)
         return loaded._replace(inputs=inputs, targets=targets, mirrored=mirrored, erased=erased, copied=copied)
 
+    def _enqueue_copy(self, values: Tensor) -> Tensor:
+        return values.to(self._device, non_blocking=True)
+
     def _flips(self, start: int) -> Tensor | None:
         """Return which images of a batch are flipped, bool [B] on the host, drawn by sample."""
         if self._mirrored is None:
             return None
         return torch.cat([self._mirrored(epoch).index_select(0, ids) for epoch, ids in self._ids(start)])
 
-    def _rectangles(self, start: int, inputs: Tensor) -> Tensor | None:
+    def _rectangles(self, start: int, inputs: Tree) -> Tensor | None:
         """Return the erased rectangles of a batch's images, int32 [4, B] on the host, drawn by sample."""
-        if self._erased is None or not is_image_batch(inputs):
+        if self._erased is None or not isinstance(inputs, Tensor) or not is_image_batch(inputs):
             return None
         height, width = inputs.shape[2:]
         drawn = ((self._erased((epoch, (height, width))), ids) for epoch, ids in self._ids(start))
@@ -297,9 +302,8 @@ class StreamingFeed(Feed):
         if one.copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(one.copied)
-            for tensor in (one.inputs, one.targets, one.mirrored, one.erased):
-                if tensor is not None:
-                    tensor.record_stream(stream)  # the buffer may drop it while this stream still reads it
+            for tensor in leaves((one.inputs, one.targets, one.mirrored, one.erased)):
+                tensor.record_stream(stream)  # the buffer may drop it while this stream still reads it
         return one
 
     def _buffered(self, starts: Sequence[int]) -> list[Loaded]:
@@ -325,16 +329,16 @@ class StreamingFeed(Feed):
         parts = [one for one in held if len(one.targets)]
         if not parts:
             return
-        shapes = {(tuple(one.inputs.shape[1:]), tuple(one.targets.shape[1:])) for one in parts}
-        if len(shapes) > 1:
-            shown = " and ".join(f"input {list(each)}, target {list(target)}" for each, target in sorted(shapes)[:2])
+        forms = {f"input {form_of(one.inputs)}, target {form_of(one.targets)}" for one in parts}
+        if len(forms) > 1:
+            shown = " and ".join(sorted(forms)[:2])
             raise BadDataError(
                 f"the samples of the data set cannot be stacked into a batch ({shown}); return tensors of equal shape."
             )
-        inputs, targets = (torch.cat(each) for each in zip(*(one[:2] for one in parts), strict=True))
+        batch = Batch(joined([one.inputs for one in parts]), torch.cat([one.targets for one in parts]))
         if self._copies is not None:
-            inputs, targets = (each.to(self._device, non_blocking=True) for each in (inputs, targets))
-        yield Batch(self._prepare(inputs), targets)
+            batch = batch.map(self._enqueue_copy)
+        yield Batch(self._prepare(batch.inputs), batch.targets)
 
 
 def _moved(targets: Tensor, mirrored: Tensor | None) -> Tensor:
@@ -365,7 +369,7 @@ class _SameBatchFeed(Feed):
 
     def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
         if first == 0:  # there is only one batch
-            yield Batch(*(each[:batch_size] for each in self._batch))
+            yield self._batch.map(lambda each: each[:batch_size])
 
 
 class Preparation:
@@ -380,20 +384,25 @@ class Preparation:
         self._constants: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._pixels: dict[tuple[int, int, int], PixelNormaliser] = {}
 
-    def __call__(self, inputs: Tensor, mirrored: Tensor | None = None, erased: Tensor | None = None) -> Tensor:
+    def __call__(self, inputs: Tree, mirrored: Tensor | None = None, erased: Tensor | None = None) -> Tree:
         """Return the prepared inputs [B, ...], enqueued on the current stream; the host does not block.
 
         Args:
-            inputs: [B, ...] on the device.
+            inputs: [B, ...] on the device, or a tree of such, of which only bytes are normalised.
             mirrored: bool [B] on the device, the images to flip left to right; None for none.
             erased: int32 [4, B] on the device, (top, bottom, left, right) of rectangles to erase; None for none.
         """
+        if isinstance(inputs, Tensor):
+            return self._prepared(inputs, self._form, mirrored, erased)
+        return map_tree(lambda each: self._prepared(each, self._form.of_several(each), mirrored, erased), inputs)
+
+    def _prepared(self, inputs: Tensor, form: BatchFormat, mirrored: Tensor | None, erased: Tensor | None) -> Tensor:
         if is_image_batch(inputs):
             return self._images(inputs, mirrored, erased)
         if is_clip_batch(inputs):
-            return self._normalised(inputs, self._form.normalisation or IDENTITY)
+            return self._normalised(inputs, form.normalisation or IDENTITY)
         if inputs.is_floating_point():
-            normalisation = self._form.normalisation
+            normalisation = form.normalisation
             inputs = inputs.to(self._form.dtype) if normalisation is None else self._normalised(inputs, normalisation)
         last = self._form.channels_last and inputs.ndim == 4
         return inputs.contiguous(memory_format=torch.channels_last) if last else inputs

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.trees import call, detached, leaves
 from crossbow_py.data.feed import Batch, MemoryOrder
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.fusion.fused_pass import FusedPass
@@ -102,8 +104,8 @@ class GroupTasks(ABC):
 
     def _keep(self, batch: Batch) -> None:
         """Copy the batch to static tensors, which the first one makes. Raises UserError if shape or dtype differ."""
-        self._batch = self._batch or Batch(torch.empty_like(batch.inputs), torch.empty_like(batch.targets))
-        for kept, given in zip(self._batch, batch, strict=True):
+        self._batch = self._batch or batch.map(torch.empty_like)
+        for kept, given in zip(leaves(self._batch), leaves(batch), strict=True):
             if (kept.shape, kept.dtype) != (given.shape, given.dtype):
                 raise UserError(
                     f"executor={self._executor} needs batches of one shape, got {list(given.shape)} of {given.dtype} "
@@ -208,14 +210,14 @@ class LearnerTasks(GroupTasks):
         tasks, bank, batch, (learner,) = self.tasks, self.tasks.bank, self._batch, self.learners
         assert batch is not None, "a learning task needs a loaded batch"
         with self._tapes[shared].over(masks_ahead):
-            output = tasks.model(learner)(batch.inputs).to(bank.precision.master)
-        loss = tasks.loss_of(learner, output, batch.targets)
+            output, targets = tasks.read(call(tasks.model(learner), batch.inputs), batch.targets)
+        loss = tasks.loss_of(learner, output, targets)
         gradients = torch.autograd.grad(loss, bank.trained_parameters(learner), allow_unused=True)
         if any(gradient is None for gradient in gradients):
             tasks.tell_missing_gradients(gradients)
         bank.store_gradients(learner, gradients)
         self._results[0, LOSS].copy_(loss.detach().reshape(()))
-        right = correct_of_batch(output.detach(), batch.targets, tasks.ignored)
+        right = correct_of_batch(detached(output), targets, tasks.ignored, batch.size)
         self._classifies = right is not None
         if right is not None:
             self._results[0, NUM_CORRECT].copy_(right)
@@ -273,7 +275,7 @@ class FusedTasks(GroupTasks):
             if self._feed is not None:
                 picks, batch = self._picked[1 if shared else k]
                 self._feed.take(picks, batch)
-                batch = Batch(*(each[0] for each in batch)) if shared else batch
+                batch = batch.map(itemgetter(0)) if shared else batch
             assert batch is not None, "a round needs a loaded batch"
             learned = self._pass.learn(batch, shared)
         self.tasks.bank.store_stacked_gradients(learned.gradients, self.learners)

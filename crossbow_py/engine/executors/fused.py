@@ -36,7 +36,7 @@ from crossbow_py.engine.executors.on_device import CaptureError, DeviceRounds, P
 from crossbow_py.engine.executors.spans import TaskSpans
 from crossbow_py.engine.fusion.fused_agreement import outdated, trusted_pass
 from crossbow_py.engine.fusion.fused_pass import FusedPass, PassNotes
-from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks, compared
+from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks, comparison_of
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch
 from crossbow_py.engine.tasks import AveragingTask
 from crossbow_py.engine.trust import why_not
@@ -198,7 +198,7 @@ class FusedExecutor(Executor):
         tasks, update, averaging = self.tasks, self.tasks.update, outcome.plan.averaging
         if outcome.plan.compares:
             given = [own for own in gradients if own is not None]
-            outcome.comparison = compared([[own[j] for own in given] for j in range(tasks.bank.num_learners)])
+            outcome.comparison = comparison_of([[own[j] for own in given] for j in range(tasks.bank.num_learners)])
         sums = averaging is not None and averaging.moves_z
         # One pass over all learners writes `total`, which otherwise stays what it was.
         if isinstance(update, NativeUpdate) and self._rows is not None and (averaging is None or sums):

@@ -9,7 +9,7 @@ import logging
 import operator
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,44 +19,67 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.traceback import preserve_node_meta
+from torch.utils import _pytree as pytree
 
 from crossbow_py.core.host_randomness import host_state, kept_host_state
+from crossbow_py.core.trees import Tree, batch_key, call, leaves
 from crossbow_py.engine.fusion.regions import GradModes, cast_once, inline_blocks, is_followed
 from crossbow_py.engine.fusion.rules.registry import base_name
 from crossbow_py.engine.fusion.writes import FusionError, Write, find_writes
 from crossbow_py.engine.modules.code_lines import line_of_failure
+from crossbow_py.engine.modules.losses import scores_of
 from crossbow_py.engine.modules.precision import Precision, cast_module
 
+_CALLED = "crossbow_model"  # the attribute that holds the model in a graph of a tree of inputs
 _EXPORTED: WeakKeyDictionary[nn.Module, dict[Any, torch.export.ExportedProgram]] = WeakKeyDictionary()
 
 
+class _Called(nn.Module):
+    """A model as a function of the leaves of its inputs, which returns the scores of its output, or all of it."""
+
+    def __init__(self, model: nn.Module, inputs: Tree, scores: bool) -> None:
+        super().__init__()
+        self.train(model.training)
+        setattr(self, _CALLED, model)
+        self._tree, self._scores = pytree.tree_structure(inputs), scores
+
+    def forward(self, *values: Tensor) -> Tree:
+        output = call(getattr(self, _CALLED), self._tree.unflatten(values))
+        return scores_of(output) if self._scores else output
+
+
 def exported(
-    template: nn.Module, example: Tensor, precision: Precision, training: bool = True
+    template: nn.Module, example: Tree, precision: Precision, training: bool = True, scores: bool = True
 ) -> torch.export.ExportedProgram:
     """Return the template's graph for batches like the example; kept as long as the template, for banks of all sizes.
 
-    With `training=False` it is that of evaluation mode.
+    It takes the leaves of inputs that are a tree. With `training=False` it is that of evaluation mode, and with
+    `scores=False` it returns all of the model's output, where that has more than `scores_of` it.
 
     Raises:
-        FusionError: the model cannot be exported, does not return one tensor, or writes in a way that cannot be
-            followed.
+        FusionError: the model cannot be exported, does not return tensors, or writes in a way that cannot be followed.
     """
     graphs = _EXPORTED.setdefault(template, {})
-    key = (tuple(example.shape), example.dtype, precision.name, training)
+    key = (batch_key(example), precision.name, training, scores)
     if key not in graphs:
-        graphs[key] = _export(template, example, precision, training)
+        graphs[key] = _export(template, example, precision, training, scores)
     return graphs[key]
 
 
 def _export(
-    template: nn.Module, example: Tensor, precision: Precision, training: bool
+    template: nn.Module, example: Tree, precision: Precision, training: bool, scores: bool
 ) -> torch.export.ExportedProgram:
     module = cast_module(copy.deepcopy(template), precision).train(training)
+    called = module if isinstance(example, Tensor) else _Called(module, example, scores)
     try:
         with _quiet(), kept_host_state(), preserve_node_meta(), GradModes():
             before = host_state()
-            program = torch.export.export(module, (example,), strict=False)
+            program = torch.export.export(called, tuple(leaves(example)), strict=False)
             draws = before != host_state()
+            spec = program.call_spec.out_spec
+            if called is module and not (spec is None or spec.is_leaf()):
+                called = _Called(module, example, scores)
+                program = torch.export.export(called, tuple(leaves(example)), strict=False)
     except FusionError as error:
         raise FusionError(f"{error}{line_of_failure(error)}") from error
     except Exception as error:
@@ -70,7 +93,7 @@ def _export(
     cast_once(program.graph)
     for node in list(program.graph.nodes):
         _write_afterwards(node)
-    single_output(program)
+    outputs_of(program)
     for node in program.graph.nodes:
         _check_operator(node)
         _make_dense(node)
@@ -92,23 +115,38 @@ def _quiet() -> Iterator[None]:
 
 
 def first_names(template: nn.Module) -> dict[str, str]:
-    """Return, for each name of a parameter or buffer, the one that the bank uses; tied tensors have several names."""
+    """Return, for each name of a parameter or buffer in a graph, the one that the bank uses.
+
+    Tied tensors have several names, and a graph of a tree of inputs has longer ones.
+    """
     first: dict[int, str] = {}
     names = {}
     for tensors in (template.named_parameters(remove_duplicate=False), template.named_buffers(remove_duplicate=False)):
         for name, tensor in tensors:
-            names[name] = first.setdefault(id(tensor), name)
+            names[name] = names[f"{_CALLED}.{name}"] = first.setdefault(id(tensor), name)
     return names
 
 
-def single_output(program: torch.export.ExportedProgram) -> Node:
-    """Return the node whose value the model returns. Raises FusionError unless it returns one tensor."""
+class Outputs(NamedTuple):
+    """What a graph returns: the leaves of a tree, nodes or what is no tensor, and the form of the tree."""
+
+    values: list[Any]
+    tree: pytree.TreeSpec
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [value for value in self.values if isinstance(value, Node)]
+
+
+def outputs_of(program: torch.export.ExportedProgram) -> Outputs:
+    """Return what the model returns. Raises FusionError unless there is a tensor in it."""
     spec, returned = program.call_spec.out_spec, program.graph.output_node().args[0]
-    outputs = [entry for entry in returned if isinstance(entry, Node)] if isinstance(returned, list | tuple) else []
-    if spec is None or not spec.is_leaf() or not outputs:
-        kind = "no tensor" if spec is None or spec.is_leaf() else f"a {getattr(spec.type, '__name__', spec.type)}"
-        raise FusionError(f"it returns {kind}, and one tensor is needed")
-    return outputs[0]
+    values = list(returned) if isinstance(returned, list | tuple) else []
+    mutated = len(values) - (0 if spec is None else spec.num_leaves)  # buffers, in graphs of inference
+    found = Outputs(values[mutated:], spec or pytree.tree_structure(None))
+    if not found.nodes:
+        raise FusionError("it returns no tensor")
+    return found
 
 
 def writes_of(program: torch.export.ExportedProgram) -> dict[Node, Write]:

@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,8 +23,9 @@ from torch import Tensor, nn
 from crossbow_py.averaging import Independent
 from crossbow_py.core.errors import CrossbowError, one_line
 from crossbow_py.core.host_randomness import kept_generators
+from crossbow_py.core.trees import Tree, batch_key, call, leaves, map_tree
 from crossbow_py.core.triton_launch import KernelError
-from crossbow_py.data.feed import Batch, Feed
+from crossbow_py.data.feed import Batch, Feed, stacked
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.memory import is_out_of_memory
@@ -43,13 +45,14 @@ from crossbow_py.engine.modules.agreement import (
     kept_buffers,
     move,
     moved_weights,
+    outputs_by_name,
     projection,
     python_state,
     values_of,
 )
 from crossbow_py.engine.modules.call_watch import CallWatch
 from crossbow_py.engine.modules.dropout import OwnDraws
-from crossbow_py.engine.modules.losses import Loss
+from crossbow_py.engine.modules.losses import Loss, scores_of, takes_scores
 from crossbow_py.engine.modules.precision import Precision
 from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.engine.update.optimizers import SGD
@@ -138,10 +141,10 @@ class _Passes:
 
     def loss(self, learner: int, batch: Batch) -> Tensor:
         with OwnDraws(self.bank.generators[learner]):
-            output = self.bank.module(learner)(batch.inputs).to(self.bank.precision.master)
-        return self.loss_of(learner, output, batch.targets)
+            output, targets = self.tasks.read(call(self.bank.module(learner), batch.inputs), batch.targets)
+        return self.loss_of(learner, output, targets)
 
-    def loss_of(self, learner: int, output: Tensor, targets: Tensor) -> Tensor:
+    def loss_of(self, learner: int, output: Tree, targets: Tensor) -> Tensor:
         return self.tasks.loss_of(learner, output, targets)
 
     def alone(self, learner: int, batch: Batch) -> dict[str, Tensor]:
@@ -185,8 +188,8 @@ def outdated(tasks: RoundTasks, fused: FusedPass) -> str | None:
     batch = tasks.feed.for_measuring().batch(0)
     try:
         with kept_generators(tasks.bank.device):
-            each = [values if shared else torch.stack([values] * len(fused.learners)) for values in batch]
-            found = passes.together(fused, Batch(*each), shared, rows=1)[0]
+            given = batch if shared else batch.map(lambda values: torch.stack([values] * len(fused.learners)))
+            found = passes.together(fused, given, shared, rows=1)[0]
             expected = passes.alone(learner, batch)
             control = partial(passes.alone_with_moved_weights, learner, batch)
             difference = furthest(found, expected, control, tasks.bank.precision.compute)
@@ -202,13 +205,16 @@ def outdated(tasks: RoundTasks, fused: FusedPass) -> str | None:
 
 
 @torch.no_grad()
-def trusted_outputs(bank: ReplicaBank, inputs: Tensor, learners: range | None = None) -> FusedGraph:
+def trusted_outputs(
+    bank: ReplicaBank, inputs: Tree, learners: range | None = None, scores: bool = True
+) -> FusedGraph:
     """Return the graph of some models in evaluation mode, once it gives the outputs of the first and last of them.
 
     Args:
         bank: a bank that is not for training.
         inputs: a batch `[B, ...]` like those to come, in compute precision.
         learners: the models; by default all.
+        scores: whether only the scores of outputs are needed.
 
     Raises:
         FusionError: the models cannot be fused, or their graph gives other outputs than the models.
@@ -216,45 +222,48 @@ def trusted_outputs(bank: ReplicaBank, inputs: Tensor, learners: range | None = 
     rows = range(bank.num_learners) if learners is None else learners
     modules = [bank.module(learner) for learner in rows]
     with kept_buffers(modules[0]), kept_generators(bank.device):
-        modules[0](inputs.clone())  # before the export: see `_disagreement`
-    graph = FusedGraph(bank.template, inputs, bank, learners=learners, training=False)
-    known, key = _FOUND.setdefault(bank.template, {}), (tuple(inputs.shape), inputs.dtype, bank.precision.name)
+        call(modules[0], map_tree(torch.clone, inputs))  # before the export: see `_disagreement`
+    graph = FusedGraph(bank.template, inputs, bank, learners=learners, training=False, scores=scores)
+    known, key = _FOUND.setdefault(bank.template, {}), (batch_key(inputs), bank.precision.name, scores)
     if key in known:
         return graph
     with kept_buffers(*modules), kept_generators(bank.device):
-        outputs = graph.run(inputs.clone(), shared=True)
+        outputs = graph.run(map_tree(torch.clone, inputs), shared=True)
     for learner in sorted({rows[0], rows[-1]}):
-        found = _output_difference(bank, learner, inputs, outputs[learner - rows[0]])
+        own = map_tree(itemgetter(learner - rows[0]), outputs)
+        found = _output_difference(bank, learner, inputs, own, scores)
         if found is not None:
             raise FusionError(f"its graph gives other numbers than the model itself ({found})")
     known[key] = None
     return graph
 
 
-def _output_difference(bank: ReplicaBank, learner: int, inputs: Tensor, found: Tensor) -> Difference | None:
+def _output_difference(
+    bank: ReplicaBank, learner: int, inputs: Tree, found: Tree, scores: bool
+) -> Difference | None:
     module = bank.module(learner)
 
     def values() -> dict[str, Tensor]:
         with kept_buffers(module), kept_generators(bank.device):
-            return {"the output": module(inputs.clone())}
+            output = call(module, map_tree(torch.clone, inputs))
+            return outputs_by_name(scores_of(output) if scores else output)
 
     def control() -> dict[str, Tensor]:
         with _moved_learner(bank, learner):
             return values()
 
-    return furthest({"the output": found}, values(), control, bank.precision.compute)
+    return furthest(outputs_by_name(found), values(), control, bank.precision.compute)
 
 
 def require_agreement(compared: Comparison, kernels: bool = False) -> None:
     """Raise FusionError unless a fused pass of the model gives the model's own numbers; checked once per template."""
     example = compared.feed.for_measuring().batch(0).inputs
-    key = (
-        tuple(example.shape), example.dtype, compared.precision.name, compared.channels_last, compared.shared, kernels,
-    )  # fmt: skip
+    scores = takes_scores(compared.loss)
+    key = batch_key(example), compared.precision.name, compared.channels_last, compared.shared, kernels, scores
     known = _FOUND.setdefault(compared.template, {})
     if key not in known:
         try:
-            with kept_generators(example.device):
+            with kept_generators(leaves(example)[0].device):
                 known[key] = _disagreement(compared, kernels)
         except FusionError as error:
             known[key] = str(error)
@@ -266,18 +275,18 @@ def _disagreement(compared: Comparison, kernels: bool) -> str | None:
     if (hooked := backward_hook(compared.template)) is not None:
         return f"{hooked} has a hook on its backward pass, and a graph calls none"
     pair = _Pair(compared, kernels)
-    example = compared.feed.for_measuring().batch(0).inputs
+    example, scores = compared.feed.for_measuring().batch(0).inputs, takes_scores(compared.loss)
     try:
         # Before the export, or what a first pass keeps would be tensors without values.
         with _failing("the model itself fails on its first samples"):
             refusal = pair.examine()
     except FusionError:
-        exported(compared.template, example, compared.precision)  # whose error says more
+        exported(compared.template, example, compared.precision, scores=scores)  # whose error says more
         raise
     if refusal is not None:
         return refusal
-    program = exported(compared.template, example, compared.precision)
-    if example.device.type == "cuda" and any(
+    program = exported(compared.template, example, compared.precision, scores=scores)
+    if leaves(example)[0].device.type == "cuda" and any(
         draws.draws(node) and not draws.is_of_dropout_module(node) for node in program.graph.nodes
     ):
         return "it draws random numbers outside nn.Dropout modules, which on CUDA cannot be compared"
@@ -351,7 +360,7 @@ class _Pair(_Passes):
         found = furthest(again, self._expected[0], lambda: self._expected[0], torch.float32)
         return None if found is None else f"a second pass on the same batch differs ({found}), and a graph's would not"
 
-    def loss_of(self, learner: int, output: Tensor, targets: Tensor) -> Tensor:
+    def loss_of(self, learner: int, output: Tree, targets: Tensor) -> Tensor:
         """Return the loss; if it draws random numbers, whose order a fused pass changes, use another from then on."""
         before = torch.random.get_rng_state()
         loss = super().loss_of(learner, output, targets)
@@ -364,7 +373,7 @@ class _Pair(_Passes):
         """Return what fused passes give for both learners; if they share batches, a pass on the batch of each."""
         fused = FusedPass(self.tasks, self._kernels)
         if not self._shared:
-            both = Batch(*(torch.stack(each) for each in zip(*self._batches, strict=True)))
+            both = stacked(self._batches)
             return self.together(fused, both, shared=False, copies=self._kernels)
         return [
             self.together(fused, batch, shared=True, copies=self._kernels)[learner]
@@ -381,7 +390,7 @@ class _Pair(_Passes):
     def one_by_one(self) -> dict[str, Tensor]:
         """Return what the first learner gives with the graph's operators run as they were exported."""
         single = FusedPass(self.tasks, learners=range(1), fuses=False)
-        batch = Batch(*(each[None] for each in self._batches[0]))
+        batch = self._batches[0].map(lambda each: each[None])
         return self.together(single, batch, shared=False, copies=self._kernels)[0]
 
 
@@ -391,4 +400,4 @@ def _two_batches(feed: Feed) -> tuple[Batch, Batch]:
     few = feed.first_samples(min(2 * size, _MOST_SAMPLES, feed.num_samples))
     count = len(few.targets)
     first, second = (torch.arange(start, start + size) % count for start in (0, size if size < count else 1))
-    return Batch(*(each[first] for each in few)), Batch(*(each[second] for each in few))
+    return few.map(itemgetter(first)), few.map(itemgetter(second))

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.core.trees import Tree, detached, in_format, map_tree
 from crossbow_py.data.datasets import counted
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.kernels.checks import serves
 from crossbow_py.engine.modules.losses import (
     IGNORED,
+    compared,
     correct_of_batch,
     is_classification,
     scaled_to_batch,
     smoothed_cross_entropy,
+    takes_scores,
 )
 from crossbow_py.engine.rounds import Round, RoundTasks
 
@@ -60,7 +64,8 @@ class FusedPass:
         self._tasks, bank = tasks, tasks.bank
         self.learners = range(bank.num_learners) if learners is None else learners
         example = tasks.feed.for_measuring().batch(0).inputs
-        self.graph = FusedGraph(bank.template, example, bank, kernels, self.learners, fuses=fuses)
+        scores = takes_scores(tasks.loss)
+        self.graph = FusedGraph(bank.template, example, bank, kernels, self.learners, fuses=fuses, scores=scores)
         self.notes = self.graph.notes
         self._loss: LossOfAll | None = None
         if kernels and tasks.loss is nn.functional.cross_entropy and tasks.label_smoothing is None:
@@ -90,16 +95,19 @@ class FusedPass:
         """Return losses and their gradients at the learners' weights. Some gradients are rows of the bank."""
         bank, graph = self._tasks.bank, self.graph
         outputs = graph.run(batch.inputs, shared)
+        size = batch.targets.shape[0 if shared else 1]
         targets = batch.targets.expand(len(self.learners), *batch.targets.shape) if shared else batch.targets
+        outputs, targets = compared(self._tasks.loss, outputs, targets, lead=1)
         classes = is_classification(outputs, targets, lead=1) and targets.dtype == torch.int64
         if self._loss is not None and classes and outputs.shape[2] <= _MOST_CLASSES:
             losses, num_correct, given = self._loss(outputs.detach(), targets)
-            num_correct = scaled_to_batch(num_correct, targets, self._tasks.ignored, 1)
+            num_correct = scaled_to_batch(num_correct, targets, self._tasks.ignored, size, 1)
             return Learned(losses, num_correct, self._gradients(outputs, given))
-        outputs = outputs.to(bank.precision.master)
+        outputs = in_format(outputs, bank.precision.master)
         losses = self._losses(outputs, targets)
         gradients = self._gradients(losses.sum(), None)
-        return Learned(losses.detach(), correct_of_batch(outputs.detach(), targets, self._tasks.ignored, 1), gradients)
+        correct = correct_of_batch(detached(outputs), targets, self._tasks.ignored, size, 1)
+        return Learned(losses.detach(), correct, gradients)
 
     def _gradients(self, of: Tensor, given: Tensor | None) -> list[Tensor | None]:
         """Return gradients in the order of the layout."""
@@ -115,16 +123,17 @@ class FusedPass:
         rows = zip(trained, self._tasks.bank.stacked_gradients(self.learners), strict=True)
         return [row if name in graph.written else by_name[name] for name, row in rows]
 
-    def _losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def _losses(self, outputs: Tree, targets: Tensor) -> Tensor:
         """Return the learners' losses `[K]`: cross-entropy of classes in one call, others in a loop."""
         smoothing = self._tasks.label_smoothing
         if smoothing is not None:
             return smoothed_cross_entropy(outputs, targets, smoothing[self.learners.start : self.learners.stop])
-        if self._tasks.loss is nn.functional.cross_entropy and outputs.ndim == 3 and targets.ndim == 2:
+        is_one = isinstance(outputs, Tensor)
+        if self._tasks.loss is nn.functional.cross_entropy and is_one and outputs.ndim == 3 and targets.ndim == 2:
             each = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
             return each.view(targets.shape).sum(1) / counted(targets, IGNORED).sum(1)
-        pairs = zip(outputs.unbind(), targets.unbind(), strict=True)
-        return torch.stack([self._tasks.loss(output, target).reshape(()) for output, target in pairs])
+        losses = [self._tasks.loss(map_tree(itemgetter(row), outputs), own) for row, own in enumerate(targets)]
+        return torch.stack([loss.reshape(()) for loss in losses])
 
 
 class PassNotes:

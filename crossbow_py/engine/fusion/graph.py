@@ -23,9 +23,10 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from crossbow_py.core.trees import Tree, leaves
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.memory import is_out_of_memory
-from crossbow_py.engine.fusion.export import exported, first_names, single_output, writes_of
+from crossbow_py.engine.fusion.export import exported, first_names, outputs_of, writes_of
 from crossbow_py.engine.fusion.regions import Modes, modes_of
 from crossbow_py.engine.fusion.rules import draws, elementwise, layers, recurrent
 from crossbow_py.engine.fusion.rules.registry import RULES, Call, NotFusedError, Rule, base_name, loop
@@ -46,12 +47,13 @@ class FusedGraph:
 
     Args:
         template: the model; copied, never changed.
-        example: a batch of inputs of one learner `[B, ...]`, in compute precision.
+        example: a batch of inputs of one learner `[B, ...]`, in compute precision, or a tree of such.
         bank: the bank whose rows the learners are.
         kernels: whether units of the graph run as Triton kernels where these can be used.
         learners: K neighbouring learners; by default all.
         training: whether the model runs in training mode; else in evaluation mode, without autograd or kernels.
         fuses: whether operators are fused; else each runs as it was exported, learner by learner.
+        scores: whether only the scores of outputs are needed, see `scores_of`.
 
     Attributes:
         trained: the trained parameters `[K, *shape]`, in the order of the layout: leaves of autograd.
@@ -63,19 +65,19 @@ class FusedGraph:
         anchor: a leaf that must be among what autograd differentiates, so that it runs the backward of every unit.
 
     Raises:
-        FusionError: the model cannot be exported, does not return one tensor, or writes in a way that cannot be
-            followed.
+        FusionError: the model cannot be exported, does not return tensors, or writes in a way that cannot be followed.
     """
 
     def __init__(
         self,
         template: nn.Module,
-        example: Tensor,
+        example: Tree,
         bank: ReplicaBank,
         kernels: bool = False,
         learners: range | None = None,
         training: bool = True,
         fuses: bool = True,
+        scores: bool = True,
     ) -> None:
         assert training or not kernels, "kernels serve training"
         assert fuses or not kernels, "kernels fuse"
@@ -85,7 +87,7 @@ class FusedGraph:
         self.looped: list[str] = []
         self.written: frozenset[str] = frozenset()
         self.anchor = torch.zeros((), device=bank.device, requires_grad=True)
-        program = exported(template, example, bank.precision, training)
+        program = exported(template, example, bank.precision, training, scores)
         self._bank, self._constants = bank, program.constants
         names = first_names(template)
         self._sources = {
@@ -94,9 +96,11 @@ class FusedGraph:
         }
         nodes = list(program.graph.nodes)
         self._inputs = [node for node in nodes if node.op == "placeholder"]
+        given = [node for node in self._inputs if self._sources[node.name][0] is InputKind.USER_INPUT]
+        self._places = {node: place for place, node in enumerate(given)}
         self._rates_of_its_own: list[float | None] = [None] * bank.capacity
         self.draws = any(draws.draws(node) for node in nodes)
-        self._output = single_output(program)
+        self._outputs = outputs_of(program)
         writes = writes_of(program)
         self._written = {node.args[0] for node, write in writes.items() if write.must_write}
         self.trained, self._others = self._bind()
@@ -119,7 +123,7 @@ class FusedGraph:
             step.rule = partial(run_shortcut, shortcut)
         self._measure_units: Callable[[], list[str]] = list
         self._add_units(units)
-        free_after_use(self._steps, self._output)
+        free_after_use(self._steps, self._outputs.nodes)
         self._shared: bool | None = None
 
     def _find_counters(self, writes: Mapping[Node, Write]) -> set[Node]:
@@ -140,7 +144,7 @@ class FusedGraph:
         steps = [(step, of_last[step.node]) for step in self._steps if step.node in of_last]
         for step, unit in steps:
             step.arguments, step.named, step.is_unit = (unit.input, unit.residual), {}, True
-        reads = Counter([self._output, *(node for step in self._steps for node in step.reads)])
+        reads = Counter([*self._outputs.nodes, *(node for step in self._steps for node in step.reads)])
         name_of = {node.name: name for node in self._inputs if (name := self._sources[node.name][1])}
         gradients = dict(zip(self.trained, self._bank.stacked_gradients(learners), strict=True))
         trained, buffers = self.trained, self._bank.buffers.stacked(self._num_learners, learners.start)
@@ -199,7 +203,7 @@ class FusedGraph:
         others |= {name: PerLearner([each[name] for each in integers]) for name in names}
         return ordered, others
 
-    def run(self, inputs: Tensor, shared: bool) -> Tensor:
+    def run(self, inputs: Tree, shared: bool) -> Tree:
         """Return outputs `[K, B, ...]` of inputs `[K, B, ...]`, or of inputs `[B, ...]` that all learners share."""
         if shared is not self._shared:  # the choice of rules depends on it
             self._shared = shared
@@ -207,12 +211,16 @@ class FusedGraph:
             for step in self._steps:
                 step.settled = False
         with torch.set_grad_enabled(self._training and torch.is_grad_enabled()):
-            values: dict[Node, Any] = {node: self._leaf(node, inputs, shared) for node in self._inputs if node.users}
+            given = leaves(inputs)
+            values: dict[Node, Any] = {node: self._leaf(node, given, shared) for node in self._inputs if node.users}
             for step in self._steps:
                 self._run_step(step, values)
             if self._counting:
                 self._bank.counters[self._learners.start : self._learners.stop].add_(1)
-            return stack(_resolve(self._output, values), self._num_learners)
+            return self._outputs.tree.unflatten([self._returned(value, values) for value in self._outputs.values])
+
+    def _returned(self, value: Any, values: Mapping[Node, Any]) -> Any:
+        return stack(_resolve(value, values), self._num_learners) if isinstance(value, Node) else value
 
     def _run_step(self, step: Step, values: dict[Node, Any]) -> None:
         args = [_resolve(argument, values) for argument in step.arguments]
@@ -225,10 +233,10 @@ class FusedGraph:
         for node in step.finished:
             values.pop(node, None)
 
-    def _leaf(self, node: Node, inputs: Tensor, shared: bool) -> Fused | PerLearner:
+    def _leaf(self, node: Node, inputs: Sequence[Tensor], shared: bool) -> Fused | PerLearner:
         kind, name = self._sources[node.name]
         if kind is InputKind.USER_INPUT:
-            return Fused(inputs, Layout.SHARED if shared else Layout.STACK)
+            return Fused(inputs[self._places[node]], Layout.SHARED if shared else Layout.STACK)
         if kind is InputKind.CONSTANT_TENSOR:
             return Fused(self._constants[name], Layout.SHARED)
         if name in self.trained:
@@ -359,12 +367,12 @@ def _resolve(argument: Any, values: Mapping[Node, Any]) -> Any:
     return argument
 
 
-def free_after_use(steps: Sequence[Step], output: Node) -> None:
+def free_after_use(steps: Sequence[Step], outputs: Sequence[Node]) -> None:
     """Note at every step which values are no longer needed, so that activations are freed as early as in eager mode."""
     last: dict[Node, Step] = {}
     for step in steps:
         for node in [step.node, *step.reads]:
             last[node] = step
     for node, step in last.items():
-        if node is not output:
+        if node not in outputs:
             step.finished.append(node)

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.core.trees import Tree, leaves
 from crossbow_py.engine.modules.dropout import CounterDropout
 
 Values = Mapping[str, Tensor]
@@ -130,10 +131,21 @@ def gradients_of(loss: Tensor, module: nn.Module, names: Sequence[str]) -> dict[
     return values_of(loss, dict(zip(names, gradients, strict=True)), module)
 
 
-def projection(outputs: Tensor) -> Tensor:
+def projection(outputs: Tree) -> Tensor:
     """Return a scalar for autograd that depends on all outputs."""
+    return torch.stack([_projection(own) for own in leaves(outputs) if own.is_floating_point()]).sum()
+
+
+def _projection(outputs: Tensor) -> Tensor:
     weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs.device)
     return (outputs.to(torch.promote_types(outputs.dtype, torch.float32)) * weights).mean()
+
+
+def outputs_by_name(outputs: Tree) -> dict[str, Tensor]:
+    """Return the tensors of a model's output, under names for messages."""
+    if isinstance(outputs, Tensor):
+        return {"the output": outputs}
+    return {f"output {place}": own for place, own in enumerate(leaves(outputs))}
 
 
 def values_of(value: Tensor, gradients: Mapping[str, Tensor | None], module: nn.Module) -> dict[str, Tensor]:

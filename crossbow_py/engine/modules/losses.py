@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.data.datasets import counted
+from crossbow_py.core.trees import Tree, leaves
+from crossbow_py.data.datasets import counted, has_integers
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Any, Tensor], Tensor]
 
 IGNORED = -100  # targets that cross_entropy leaves out of its mean
+_SCORES = ("logits", "out")  # what models call their scores, those of Hugging Face and of torchvision
+
+
+def takes_scores(loss: Loss) -> bool:
+    """Return whether a loss takes the scores of an output alone, as those of torch do; others take all of it."""
+    function = loss.func if isinstance(loss, partial) else loss
+    return str(getattr(function, "__module__", "")).startswith(("torch.nn", __name__))
+
+
+def _takes_classes(loss: Loss) -> bool:
+    function = loss.func if isinstance(loss, partial) else loss
+    functions = (nn.functional.cross_entropy, nn.functional.nll_loss)
+    return function in functions or isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss)
+
+
+def scores_of(output: Tree) -> Tree:
+    """Return the scores of a model's output: its entry `logits` or `out`, or its only tensor; else all of it."""
+    if isinstance(output, Tensor):
+        return output
+    for name in _SCORES:
+        found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if isinstance(found, Tensor):
+            return found
+    found = leaves(output)
+    return found[0] if len(found) == 1 else output
 
 
 def smoothed_cross_entropy(outputs: Tensor, targets: Tensor, smoothing: Tensor) -> Tensor:
@@ -30,11 +58,13 @@ def smoothed_cross_entropy(outputs: Tensor, targets: Tensor, smoothing: Tensor) 
     return torch.lerp(each, uniform, share.expand_as(each)).sum(-1) / counts.sum(-1)
 
 
-def is_classification(outputs: Tensor, targets: Tensor, lead: int = 0) -> bool:
+def is_classification(outputs: Tree, targets: Tensor, lead: int = 0) -> bool:
     """Return whether these are scores `[..., B, classes]` and classes `[..., B]`, with `lead` dimensions before B.
 
-    A single output is no score of a class: it is a logit or a number.
+    A single output is no score of a class: it is a logit or a number. Several outputs are none either.
     """
+    if not isinstance(outputs, Tensor):
+        return False
     shaped = (outputs.ndim, targets.ndim) == (lead + 2, lead + 1) and outputs.shape[-1] > 1
     return shaped and not targets.is_floating_point()
 
@@ -46,46 +76,71 @@ def ignored_target(loss: Loss) -> int | None:
     return IGNORED if loss in (nn.functional.cross_entropy, nn.functional.nll_loss) else None
 
 
-def correct_predictions(outputs: Tensor, targets: Tensor, lead: int = 0, ignored: int | None = None) -> Tensor | None:
+def correct_predictions(outputs: Tree, targets: Tensor, lead: int = 0, ignored: int | None = None) -> Tensor | None:
     """Return the number of right predictions of each batch, with `lead` dimensions; None without classes.
 
     A sample whose largest score is not finite is predicted wrongly, but classes may be ruled out by a score of minus
     infinity. `ignored` targets have no right prediction. The result stays on the device.
     """
-    if not is_classification(outputs, targets, lead):
+    scores: Tensor = scores_of(outputs)
+    if not is_classification(scores, targets, lead):
         return None
-    largest, predicted = outputs.max(lead + 1)
-    right = (predicted == targets) & largest.isfinite()
+    largest, predicted = scores.max(lead + 1)
+    right: Tensor = (predicted == targets) & largest.isfinite()
     return (right if ignored is None or ignored < 0 else right & counted(targets, ignored)).sum(lead)
 
 
-def correct_of_batch(outputs: Tensor, targets: Tensor, ignored: int | None, lead: int = 0) -> Tensor | None:
-    """Return `correct_predictions`, scaled by `scaled_to_batch`."""
+class Compared(NamedTuple):
+    """What a loss compares: outputs [B, ...], or a tree of such, and targets [B, ...]; B are tokens, if it has some."""
+
+    outputs: Tree
+    targets: Tensor
+
+
+def compared(loss: Loss, output: Tree, targets: Tensor, lead: int = 0) -> Compared:
+    """Return what a loss takes of a model's output: its scores, see `takes_scores`, or all of it.
+
+    Where a loss of classes meets the scores of tokens [B, T, V] and targets [B, T], each token is a sample to it. That
+    is how language models have them; torch's own order is [B, V, T], which is left as it is, also if V = T.
+    """
+    output = scores_of(output) if takes_scores(loss) else output
+    if not isinstance(output, Tensor) or output.ndim != lead + 3 or output.shape[:-1] != targets.shape:
+        return Compared(output, targets)
+    if not _takes_classes(loss) or not has_integers(targets) or output.shape[-1] == output.shape[-2]:
+        return Compared(output, targets)
+    return Compared(output.flatten(lead, lead + 1), targets.flatten(lead, lead + 1))
+
+
+def correct_of_batch(
+    outputs: Tree, targets: Tensor, ignored: int | None, size: int, lead: int = 0
+) -> Tensor | None:
+    """Return `correct_predictions` by the scores of the outputs, scaled by `scaled_to_batch`."""
     correct = correct_predictions(outputs, targets, lead, ignored)
-    return None if correct is None else scaled_to_batch(correct, targets, ignored, lead)
+    return None if correct is None else scaled_to_batch(correct, targets, ignored, size, lead)
 
 
-def scaled_to_batch(correct: Tensor, targets: Tensor, ignored: int | None, lead: int = 0) -> Tensor:
-    """Return correct · B / V for batches of B samples of which V are not ignored, or `correct` if none can be.
+def scaled_to_batch(correct: Tensor, targets: Tensor, ignored: int | None, size: int, lead: int = 0) -> Tensor:
+    """Return correct · B / V for batches of `size` = B samples whose targets have V that are not ignored.
 
-    Divided by B this is the accuracy over the samples that count, as the loss is a mean over them.
+    Divided by B this is the accuracy over the targets that count, as the loss is a mean over them.
     """
     if ignored is None:
-        return correct
-    return correct.double() * targets.shape[lead] / counted(targets, ignored).sum(lead).clamp(min=1)
+        return correct if targets.shape[lead] == size else correct.double() * size / targets.shape[lead]
+    return correct.double() * size / counted(targets, ignored).sum(lead).clamp(min=1)
 
 
-def non_finite_outputs(outputs: Tensor, lead: int = 0) -> Tensor:
+def non_finite_outputs(outputs: Tree, lead: int = 0) -> Tensor:
     """Return the number of samples of outputs `[..., B, ...]` whose largest value is not finite, `lead` dimensions.
 
-    So minus infinity is an ordinary value, unless a sample has no other.
+    So minus infinity is an ordinary value, unless a sample has no other. Of several outputs the first one counts.
     """
-    if outputs.ndim <= lead or outputs.numel() == 0 or not outputs.is_floating_point():
-        return outputs.new_zeros(outputs.shape[:lead], dtype=torch.int64)
-    return (~outputs.reshape(*outputs.shape[: lead + 1], -1).amax(-1).isfinite()).sum(lead)
+    own = leaves(outputs)[0]
+    if own.ndim <= lead or own.numel() == 0 or not own.is_floating_point():
+        return own.new_zeros(own.shape[:lead], dtype=torch.int64)
+    return (~own.reshape(*own.shape[: lead + 1], -1).amax(-1).isfinite()).sum(lead)
 
 
-def count_correct(output: Tensor, targets: Tensor, ignored: int | None = None) -> float | None:
+def count_correct(output: Tree, targets: Tensor, ignored: int | None = None) -> float | None:
     """Return `correct_predictions` of one batch on the host."""
     correct = correct_predictions(output, targets, ignored=ignored)
     return None if correct is None else float(correct.item())  # host–device synchronisation on CUDA

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from crossbow_py.core.host import read_host
 from crossbow_py.core.host_randomness import kept_torch_state
 from crossbow_py.core.measured import Remembered, digest
+from crossbow_py.core.trees import Tree, call, form_of, leaves
 from crossbow_py.core.version import __version__
 from crossbow_py.engine.modules.dropout import replace_dropout
 from crossbow_py.engine.modules.precision import Precision, cast_module
@@ -32,7 +33,7 @@ def free_bytes(device: torch.device) -> int:
 
 def learners_that_fit(
     template: nn.Module,
-    inputs: Tensor,
+    inputs: Tree,
     targets: Tensor,
     job: Job,
     *,
@@ -65,7 +66,7 @@ def learners_that_fit(
     saved = saved_bytes(template, inputs, job.precision)
     sizes = model_sizes(template, job)
     weights = sizes.num_values * sizes.master_bytes
-    crude = Activations((Line(2 * weights, _CRUDE * saved / len(inputs)),))
+    crude = Activations((Line(2 * weights, _CRUDE * saved / len(targets)),))
     if LearnerModel(sizes, crude).most_learners(limit, batch_size, max_learners, in_turn) == max_learners:
         return max_learners
     known = known or Remembered("activations.json")
@@ -74,7 +75,7 @@ def learners_that_fit(
             "versions": (__version__, torch.__version__),
             "model": (type(template).__module__, type(template).__qualname__, f"{template}"),
             "parameters": [tuple(parameter.shape) for parameter in template.parameters()],
-            "inputs": (tuple(inputs.shape[1:]), str(inputs.dtype), batch_size),
+            "inputs": (form_of(inputs), batch_size),
             "job": (
                 job.precision.name,
                 job.optimizer.NAME,
@@ -92,10 +93,11 @@ def learners_that_fit(
     return max(1, probed.most_learners(limit, batch_size, max_learners, in_turn))
 
 
-def saved_bytes(template: nn.Module, inputs: Tensor, precision: Precision) -> int:
+def saved_bytes(template: nn.Module, inputs: Tree, precision: Precision) -> int:
     """Return the bytes that a forward pass of these samples keeps for its backward pass, without parameters."""
     model = cast_module(copy.deepcopy(template), precision).train()
-    replace_dropout(model, torch.Generator(inputs.device))
+    device = leaves(inputs)[0].device
+    replace_dropout(model, torch.Generator(device))
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, tuple[int, Tensor]] = {}  # holds tensors, or another one could get the same address
 
@@ -105,13 +107,12 @@ def saved_bytes(template: nn.Module, inputs: Tensor, precision: Precision) -> in
             kept[storage.data_ptr()] = storage.nbytes(), tensor
         return tensor
 
-    with kept_torch_state(inputs.device), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(inputs)
+    with kept_torch_state(device), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        call(model, inputs)
     return sum(size for size, _ in kept.values())
 
 
-def _probed(template: nn.Module, inputs: Tensor, targets: Tensor, job: Job, batch_size: int) -> int:
+def _probed(template: nn.Module, inputs: Tree, targets: Tensor, job: Job, batch_size: int) -> int:
     from crossbow_py.engine.sizing.probes import estimate_learner  # noqa: PLC0415  takes two seconds
 
-    sample = Sample(tuple(inputs.shape[1:]), inputs.dtype, tuple(targets.shape[1:]), targets.dtype)
-    return estimate_learner(template, sample, job, most=batch_size).activations.at(batch_size)
+    return estimate_learner(template, Sample.of(inputs, targets), job, most=batch_size).activations.at(batch_size)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.averaging.rule import AveragingRule
+from crossbow_py.core.trees import Tree, leaves, map_tree
 from crossbow_py.engine.bank.layout import ALIGNMENT_VALUES, Order, buffer_layout, parameter_layout
 from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.modules.precision import Precision
@@ -378,12 +379,28 @@ class Sample:
     input_dtype: torch.dtype = torch.float32
     target_shape: tuple[int, ...] = ()
     target_dtype: torch.dtype = torch.int64
+    several: Tree = None  # tensors without values, in place of one input
 
-    def batch(self, size: int, channels_last: bool) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def of(cls, inputs: Tree, targets: Tensor) -> Sample:
+        """Return the form of a batch's samples."""
+        like = map_tree(lambda own: own.new_empty(own.shape[1:], device="meta"), inputs)
+        first = leaves(like)[0]
+        several = None if isinstance(inputs, Tensor) else like
+        return cls(tuple(first.shape), first.dtype, tuple(targets.shape[1:]), targets.dtype, several)
+
+    def batch(self, size: int, channels_last: bool) -> tuple[Tree, Tensor]:
         """Return uninitialised inputs `[B, ...]` and targets `[B, ...]`, as a feed returns them."""
-        inputs = torch.empty(size, *self.input_shape, dtype=self.input_dtype)
-        if channels_last and inputs.ndim == 4:
-            inputs = torch.empty_like(inputs, memory_format=torch.channels_last)
+
+        def filled(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+            values = torch.empty(size, *shape, dtype=dtype)
+            last = channels_last and values.ndim == 4
+            return torch.empty_like(values, memory_format=torch.channels_last) if last else values
+
+        if self.several is None:
+            inputs = filled(self.input_shape, self.input_dtype)
+        else:
+            inputs = map_tree(lambda own: filled(own.shape, own.dtype), self.several)
         return inputs, torch.empty(size, *self.target_shape, dtype=self.target_dtype)
 
 

@@ -20,9 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.host_randomness import kept_torch_state
+from crossbow_py.core.trees import call, detached, in_format
 from crossbow_py.engine.bank.layout import Matrix, TrainedRow
 from crossbow_py.engine.modules.dropout import replace_dropout
-from crossbow_py.engine.modules.losses import correct_predictions
+from crossbow_py.engine.modules.losses import compared, correct_predictions
 from crossbow_py.engine.modules.precision import full_precision_parameters
 from crossbow_py.engine.sizing.memory import (
     LARGEST_BATCH,
@@ -87,11 +88,12 @@ def probe(learner: nn.Module, sample: Sample, job: Job, batch_size: int) -> Trac
         try:
             # As `RoundTasks.learn`, with the same tensors alive at the same time.
             inputs, targets = sample.batch(batch_size, job.channels_last)
-            output = learner(inputs).to(job.precision.master)
+            output = call(learner, inputs)
+            output, targets = compared(job.loss, in_format(output, job.precision.master), targets)
             loss = job.loss(output, targets)
             gradients = torch.autograd.grad(loss, trained, allow_unused=True)
             del gradients
-            correct_predictions(output.detach(), targets)
+            correct_predictions(detached(output), targets)
         except UserError:
             raise
         except Exception as error:  # the user's model may raise anything

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from crossbow_py.core.errors import CrossbowError, DataError, DeviceLostError, one_line, text_of
+from crossbow_py.core.trees import values_per_sample
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
 from crossbow_py.search.packs.policies import Waiting
@@ -187,7 +188,7 @@ class TrialRegistry:
         inputs = self.data.validation.first_samples(1).inputs
         return Evaluator(
             template, precision=self.choices.precision, loss=LOSS, metrics={},
-            batch_size=evaluation_batch_size(inputs.numel()), channels_last=self.settings.channels_last,
+            batch_size=evaluation_batch_size(values_per_sample(inputs)), channels_last=self.settings.channels_last,
         )  # fmt: skip
 
     def template(self, key: str) -> nn.Module:

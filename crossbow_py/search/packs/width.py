@@ -14,6 +14,7 @@ from torch import nn
 
 from crossbow_py.averaging import Independent
 from crossbow_py.core.measured import Remembered, fingerprint
+from crossbow_py.core.trees import form_of
 from crossbow_py.core.version import __version__
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
@@ -226,7 +227,7 @@ def _fingerprint(trials: CompatibleTrials, names: Sequence[str], limit: int, is_
         crossbow_py=__version__,
         model=(trial.model_key, _RATE.sub("p=", f"{template}")),
         parameters=[tuple(parameter.shape) for parameter in template.parameters()],
-        inputs=(tuple(inputs.shape[1:]), str(inputs.dtype), trial.batch_size),
+        inputs=(form_of(inputs), trial.batch_size),
         device=str(choices.device),
         **({"in_use": in_use(choices.device)} if choices.device.type == "cuda" else {}),
         precision=choices.precision.name,

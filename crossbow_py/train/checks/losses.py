@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.core.trees import Tree
 from crossbow_py.data.datasets import Classes, has_integers
 from crossbow_py.engine.modules.agreement import graph_nodes
 from crossbow_py.engine.modules.losses import IGNORED, Loss, ignored_target
@@ -44,9 +46,9 @@ def loss_on(device: torch.device, loss: Loss) -> Loss:
     return settled
 
 
-def classes_of(loss: Loss, output: Tensor, targets: Tensor) -> Classes | None:
+def classes_of(loss: Loss, output: Tree, targets: Tensor) -> Classes | None:
     """Return the targets that the loss takes for this output; None if they are not classes, or it is unknown."""
-    if output.ndim < 2 or not has_integers(targets):
+    if not isinstance(output, Tensor) or output.ndim < 2 or not has_integers(targets):
         return None
     ignored = ignored_target(loss)
     return None if ignored is None else Classes(output.shape[1], ignored)
@@ -66,17 +68,20 @@ def untrained(loss: Loss) -> str | None:
     return next((name for name, parameter in named if parameter.requires_grad), None)
 
 
-def hidden_parameter(value: Tensor, outputs: Tensor) -> Tensor | None:
-    """Return a parameter besides the leaf `outputs` that the loss's value depends on; None if there is none."""
-    leaves = (getattr(node, "variable", None) for node in graph_nodes(value))
-    return next((leaf for leaf in leaves if leaf is not None and leaf is not outputs), None)
+def hidden_parameter(value: Tensor, outputs: Sequence[Tensor]) -> Tensor | None:
+    """Return a parameter besides the leaves `outputs` that the loss's value depends on; None if there is none."""
+    own = {id(each) for each in outputs}
+    found = (getattr(node, "variable", None) for node in graph_nodes(value))
+    return next((leaf for leaf in found if leaf is not None and id(leaf) not in own), None)
 
 
-def misfit(loss: Callable[[Tensor, Tensor], Tensor | float], output: Tensor, targets: Tensor) -> str | None:
+def misfit(loss: Callable[[Any, Tensor], Tensor | float], output: Tree, targets: Tensor) -> str | None:
     """Return why the loss does not fit, if torch would compute nonsense or raise an error that is hard to read.
 
     One sentence with the remedy; None if nothing is known against it.
     """
+    if not isinstance(output, Tensor):
+        return None
     given = f"the loss cannot take the model's output {list(output.shape)} with targets {list(targets.shape)}"
     if loss in (_F.nll_loss, _F.cross_entropy) or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
         squeezed = targets.ndim > 1 and targets.shape[1] == 1 and (*targets.shape[:1], *targets.shape[2:])
@@ -94,8 +99,10 @@ def misfit(loss: Callable[[Tensor, Tensor], Tensor | float], output: Tensor, tar
     return None
 
 
-def remarks(loss: Loss, output: Tensor, targets: Tensor) -> list[str]:
+def remarks(loss: Loss, output: Tree, targets: Tensor) -> list[str]:
     """Return warnings about what looks wrong but may be intended."""
+    if not isinstance(output, Tensor):
+        return []
     output = output.detach().float()
     shape = f"[batch, {', '.join(map(str, output.shape[1:]))}]"
     if loss is _F.cross_entropy and output.ndim > 2 and output.shape[:-1] == targets.shape:

@@ -12,12 +12,20 @@ from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.host_randomness import host_state, kept_generators, kept_torch_state
+from crossbow_py.core.trees import Tree, call, detached, form_of, in_format, leaves, map_tree, shape_of
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.engine.bank.binding import WRITES_A_COPY, WRITES_FROZEN, bindings_of, find_rebound
-from crossbow_py.engine.modules.agreement import changed_state, fingerprint, furthest, projection, python_state
+from crossbow_py.engine.modules.agreement import (
+    changed_state,
+    fingerprint,
+    furthest,
+    outputs_by_name,
+    projection,
+    python_state,
+)
 from crossbow_py.engine.modules.call_watch import CallWatch
 from crossbow_py.engine.modules.dropout import OwnDraws, replace_dropout
-from crossbow_py.engine.modules.losses import Loss
+from crossbow_py.engine.modules.losses import Loss, compared, takes_scores
 from crossbow_py.engine.modules.precision import Precision, cast_module, full_precision_parameters
 from crossbow_py.train.checks.losses import classes_of, copied_loss, hidden_parameter, misfit, remarks
 from crossbow_py.train.evaluation.evaluator import Metric
@@ -72,20 +80,21 @@ def probe(
         UserError: the model, its output or the loss does not fit the data.
     """
     model = _runnable(template, precision).train()
-    generator = torch.Generator(batch.inputs.device)
+    generator = torch.Generator(batch.targets.device)
     replace_dropout(model, generator)
-    own = batch.inputs.device.type == "cpu" and not compile_model  # as in `RoundTasks`
+    own = batch.targets.device.type == "cpu" and not compile_model  # as in `RoundTasks`
     passes = _TwoPasses(model, batch.inputs, generator, own)
-    output = passes.first()
-    _check_output(output, batch.targets, num_classes, exact)
+    output, targets = compared(loss, passes.first(), batch.targets)
+    batch = batch._replace(targets=targets)
+    _check_output(output, targets, num_classes, exact, loss)
     if wrong := misfit(loss, output, batch.targets):
         raise UserError(wrong)
     _check_labels(loss, output, batch, feed, "training")
     of_loss = _check_loss(output, batch.targets, precision, loss)
-    if label_smoothing and (output.ndim != 2 or batch.targets.ndim != 1):
+    if label_smoothing and (not isinstance(output, Tensor) or output.ndim != 2 or batch.targets.ndim != 1):
         raise UserError(
             f"label_smoothing={label_smoothing} is for outputs [batch, classes] with a class for each sample, got "
-            f"{list(output.shape)} and targets {list(batch.targets.shape)}; set label_smoothing=0, and smooth inside a "
+            f"{shape_of(output)} and targets {list(batch.targets.shape)}; set label_smoothing=0, and smooth inside a "
             "loss of your own."
         )
     _check_backward(model, output, generator)
@@ -103,27 +112,26 @@ class _TwoPasses:
     Both begin with the same states of all generators, except those that the model has itself.
     """
 
-    def __init__(self, model: nn.Module, inputs: Tensor, generator: torch.Generator, own: bool) -> None:
+    def __init__(self, model: nn.Module, inputs: Tree, generator: torch.Generator, own: bool) -> None:
         self._model, self._inputs, self._generator, self._own = model, inputs, generator, own
         self._bound, self._seed = bindings_of(model), generator.get_state()
         self._buffers = {name: own.clone() for name, own in model.named_buffers()}
         self._watch = CallWatch(under_mode=own)
         self._draws_torch = self._draws_host = False
 
-    def first(self) -> Tensor:
+    def first(self) -> Tree:
         """Return the outputs of a first pass. Raises UserError if it fails."""
-        device = self._inputs.device
+        device = self._generator.device
         torchs, host = _generator_state(device), host_state()
         try:
             with kept_generators(device), self._draws(), self._watch:
-                output: Tensor = self._model(self._inputs)
+                output = call(self._model, self._inputs)
                 self._draws_torch = not torch.equal(torchs, _generator_state(device))
                 self._draws_host = host != host_state()
         except Exception as error:
             raise _unfit("training", self._inputs, error) from error
         self._has_drawn = not torch.equal(self._seed, self._generator.get_state())
-        if isinstance(output, Tensor):
-            self._output = output.detach().clone()  # a loss may write it
+        self._output = map_tree(lambda own: own.detach().clone(), output)  # a loss may write it
         return output
 
     def _draws(self) -> AbstractContextManager[OwnDraws | None]:
@@ -172,21 +180,22 @@ class _TwoPasses:
             for name, parameter in self._model.named_parameters():
                 parameter.copy_(before[name])
             self._generator.set_state(self._seed)
-            with torch.enable_grad(), kept_generators(self._inputs.device), self._draws():
-                again = {"the output": self._model(self._inputs).detach()}
+            with torch.enable_grad(), kept_generators(self._generator.device), self._draws():
+                again = outputs_by_name(detached(call(self._model, self._inputs)))
         except Exception:  # such as buffers that cannot be written, which other checks report
             return []
         if (changed := changed_state(state, python_state(self._model))) is not None:
             return [_KEEPS_STATE.format(changed)]
-        first = {"the output": self._output}
-        if again["the output"].shape == self._output.shape and (
+        first = outputs_by_name(self._output)
+        alike = [own.shape for own in again.values()] == [own.shape for own in first.values()]
+        if alike and (
             self._draws_torch or furthest(again, first, lambda: first, precision.compute, same_operators=True) is None
         ):
             return []
         return [_DOES_NOT_REPEAT]
 
 
-def _check_backward(model: nn.Module, output: Tensor, generator: torch.Generator) -> None:
+def _check_backward(model: nn.Module, output: Tree, generator: torch.Generator) -> None:
     """Refuse a model that draws random numbers in its backward pass: they would differ from the forward pass's."""
     parameters, before = [own for own in model.parameters() if own.requires_grad], generator.get_state()
     with kept_torch_state(generator.device), OwnDraws(generator) if generator.device.type == "cpu" else nullcontext():
@@ -216,7 +225,9 @@ def probe_evaluation(
     Raises UserError if it does not fit the model, or a metric cannot be computed on it.
     """
     try:
-        output = _runnable(template, precision).eval()(batch.inputs).to(precision.master)
+        output = call(_runnable(template, precision).eval(), batch.inputs)
+        output, targets = compared(loss, in_format(output, precision.master), batch.targets)
+        batch = batch._replace(targets=targets)
         wrong = misfit(loss, output, batch.targets)
         if wrong is None:
             _check_labels(loss, output, batch, feed, what)
@@ -234,7 +245,7 @@ def probe_evaluation(
             float(metric(output, batch.targets))
         except Exception as error:
             raise UserError(
-                f"metrics[{name!r}] cannot take the model's output {list(output.shape)} with targets "
+                f"metrics[{name!r}] cannot take the model's output {shape_of(output)} with targets "
                 f"{list(batch.targets.shape)} ({one_line(error)}); it must return one number, the mean over a batch of "
                 "any size."
             ) from error
@@ -251,11 +262,13 @@ def _runnable(template: nn.Module, precision: Precision) -> nn.Module:
         ) from error
 
 
-def _unfit(what: str, inputs: Tensor, error: Exception) -> UserError:
+def _unfit(what: str, inputs: Tree, error: Exception) -> UserError:
+    given = form_of(inputs)
+    if isinstance(inputs, Tensor):
+        given = f"of shape {list(inputs.shape[1:])} and dtype {inputs.dtype}"
     return UserError(
-        f"the model cannot take the {what} data, inputs of shape {list(inputs.shape[1:])} and dtype {inputs.dtype} "
-        f"({one_line(error)}); choose a model, data and a batch size that fit each other, precision=fp32, or, where "
-        "a view fails, channels_last=false."
+        f"the model cannot take the {what} data, inputs {given} ({one_line(error)}); choose a model, data and a batch "
+        "size that fit each other, precision=fp32, or, where a view fails, channels_last=false."
     )
 
 
@@ -263,11 +276,17 @@ def _generator_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.random.get_rng_state()
 
 
-def _check_output(output: Any, targets: Tensor, num_classes: int | None, exact: bool) -> None:
+def _check_output(output: Tree, targets: Tensor, num_classes: int | None, exact: bool, loss: Loss) -> None:
+    if not leaves(output):
+        remedy = "let forward return its output" if output is None else "return tensors"
+        raise UserError(f"the model must return a tensor, got {type(output).__name__}; {remedy}.")
     if not isinstance(output, Tensor):
-        remedy = "join several with torch.cat, and split them in the loss, or return the one that matters"
-        remedy = "let forward return its output" if output is None else remedy
-        raise UserError(f"the model must return one tensor, got {type(output).__name__}; {remedy}.")
+        if takes_scores(loss):
+            raise UserError(
+                f"the model returns {form_of(output)}, of which the loss takes one tensor; call it logits, return it "
+                "alone, or give a loss of your own that takes them all."
+            )
+        return
     if output.is_complex():
         raise UserError("the model returns complex numbers, of which losses take the real part; return real ones.")
     if num_classes is None:
@@ -282,7 +301,7 @@ def _check_output(output: Any, targets: Tensor, num_classes: int | None, exact: 
         )
 
 
-def _check_labels(loss: Loss, output: Tensor, batch: Batch, feed: Feed | None, what: str) -> None:
+def _check_labels(loss: Loss, output: Tree, batch: Batch, feed: Feed | None, what: str) -> None:
     classes = classes_of(loss, output, batch.targets)
     if classes is None:
         return
@@ -292,25 +311,26 @@ def _check_labels(loss: Loss, output: Tensor, batch: Batch, feed: Feed | None, w
         feed.check_labels(classes, what)
 
 
-def _check_loss(output: Tensor, targets: Tensor, precision: Precision, loss: Loss) -> list[str]:
+def _check_loss(output: Tree, targets: Tensor, precision: Precision, loss: Loss) -> list[str]:
     """Return warnings about side effects of the loss. Raises UserError if it does not train the whole model."""
-    leaf, tried = output.detach().to(precision.master).requires_grad_(), copied_loss(loss)
-    torchs, host, state = _generator_state(output.device), host_state(), _state_of(tried)
+    leaf, tried = map_tree(_as_leaf, in_format(output, precision.master)), copied_loss(loss)
+    device = leaves(output)[0].device
+    torchs, host, state = _generator_state(device), host_state(), _state_of(tried)
     try:
-        with kept_generators(output.device):
-            value: Any = tried(leaf.clone(), targets.clone())  # clones, as it may write to them
-            draws = not torch.equal(torchs, _generator_state(output.device)) or host != host_state()
+        with kept_generators(device):
+            value: Any = tried(map_tree(torch.clone, leaf), targets.clone())  # clones, as it may write to them
+            draws = not torch.equal(torchs, _generator_state(device)) or host != host_state()
     except Exception as error:
         raise UserError(
-            f"the loss cannot take the model's output {list(output.shape)} with targets {list(targets.shape)} "
+            f"the loss cannot take the model's output {shape_of(output)} with targets {list(targets.shape)} "
             f"({one_line(error)}); give a loss that fits them."
         ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise UserError(f"the loss must return one number, a batch mean, as a tensor, got {shape}; average it.")
-    if not value.requires_grad or not output.requires_grad:
+    if not value.requires_grad or not any(own.requires_grad for own in leaves(output)):
         raise UserError("the loss does not depend on the parameters; detach nothing on the way to it.")
-    if (hidden := hidden_parameter(value, leaf)) is not None:
+    if (hidden := hidden_parameter(value, leaves(leaf))) is not None:
         raise UserError(
             f"the loss depends on a parameter of shape {list(hidden.shape)} that it holds itself, which no learner "
             "trains; put what is to be trained into the model, and a penalty on its weights into "
@@ -320,6 +340,10 @@ def _check_loss(output: Tensor, targets: Tensor, precision: Precision, loss: Los
     if (changed := changed_state(state, _state_of(tried))) is not None:
         said.append(f"The loss changes its {changed}, which all learners share and which resumed runs start without.")
     return said
+
+
+def _as_leaf(own: Tensor) -> Tensor:
+    return own.detach().requires_grad_(own.is_floating_point())
 
 
 def _state_of(loss: Any) -> dict[str, str]:

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.host_randomness import kept_generators
+from crossbow_py.core.trees import call, in_format, map_tree
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.memory import is_out_of_memory
@@ -201,22 +202,22 @@ def _difference(
 ) -> Difference | None:
     """Return where a learner in a bank's row, with weights that were moved, differs from the model itself."""
     bank = ReplicaBank(
-        copied, 1, device=batch.inputs.device, precision=precision, state_names=(),
+        copied, 1, device=batch.targets.device, precision=precision, state_names=(),
         channels_last=channels_last, training=False,
     )  # fmt: skip
     learner, trained = bank.module(0), [name for name, own in original.named_parameters() if own.requires_grad]
-    inputs = batch.inputs.to(precision.compute) if batch.inputs.is_floating_point() else batch.inputs
+    inputs = in_format(batch.inputs, precision.compute)
 
     drawn: list[bool] = []
 
     def values(model: nn.Module) -> dict[str, Tensor]:
         # Contiguous inputs for the original show a forward that depends on strides. Not if it draws: random numbers are
         # drawn in memory order.
-        own = inputs.contiguous() if model is original and not any(drawn) else inputs
-        with kept_generators(own.device), kept_buffers(model), without_dropout(model.train()):
+        own = map_tree(Tensor.contiguous, inputs) if model is original and not any(drawn) else inputs
+        with kept_generators(batch.targets.device), kept_buffers(model), without_dropout(model.train()):
             torch.manual_seed(0)
             before = torch.random.get_rng_state()
-            found = gradients_of(projection(model(own)), model, trained)
+            found = gradients_of(projection(call(model, own)), model, trained)
             drawn.append(not torch.equal(before, torch.random.get_rng_state()))
             return found
 

@@ -8,11 +8,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from crossbow_py.core.errors import BadDataError
+from crossbow_py.core.trees import Tree, batch_key, call, in_format, leaves, map_tree
 from crossbow_py.data.datasets import counted
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.ranks import ALONE, Ranks
@@ -23,14 +26,17 @@ from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.losses import (
     Loss,
+    compared,
     correct_predictions,
     count_correct,
     ignored_target,
     non_finite_outputs,
+    scores_of,
+    takes_scores,
 )
 from crossbow_py.engine.modules.precision import Precision, cast_module
 
-Metric = Callable[[Tensor, Tensor], Tensor | float]
+Metric = Callable[[Any, Tensor], Tensor | float]
 State = Mapping[str, Tensor]  # a module's state dict, tied parameters once
 
 NUM_EXAMPLES = 24
@@ -176,7 +182,7 @@ class Evaluator:
         """Return whether these data have an accuracy: outputs are scores of classes, and targets are classes."""
         batch, own = feed.first_samples(2), self.template
         model = self._runnable({**dict(own.named_parameters()), **dict(own.named_buffers())})
-        return count_correct(model(batch.inputs), batch.targets) is not None
+        return count_correct(*compared(self.loss, call(model, batch.inputs), batch.targets)) is not None
 
     @torch.no_grad()
     def _sums(
@@ -191,29 +197,35 @@ class Evaluator:
         numbers = range(ranks.rank, most, ranks.num_ranks)
         collector = _Collector(sum(min(self.batch_size, feed.num_samples - n * self.batch_size) for n in numbers))
         for batch in itertools.islice(share, len(numbers)):
-            output = module(batch.inputs).to(self.precision.master)
+            output = in_format(call(module, batch.inputs), self.precision.master)
             if collects:
-                collector.take(*batch, output)
-            (own,) = self.batch_sums(output[None], batch.targets).tolist()  # host–device synchronisation on CUDA
+                collector.take(batch.inputs, batch.targets, scores_of(output))
+            (own,) = self.batch_sums(map_tree(lambda each: each[None], output), batch.targets).tolist()  # synchronises
             sums = [total + value for total, value in zip(sums, own, strict=True)]
             count += len(batch.targets)
         return count, sums, collector.examples(self.ignored)
 
-    def batch_sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def batch_sums(self, outputs: Tree, targets: Tensor) -> Tensor:
         """Return sums [K, 4 + metrics] over a batch, in the order of `evaluation_from_sums`, as float64 on the device.
 
         Args:
             outputs: outputs [K, B, ...] of K models.
             targets: targets [B, ...].
         """
-        size, ignored = len(targets), None if targets.is_floating_point() else self.ignored
-        weight = _scalar(size if ignored is None else counted(targets, ignored).sum(), outputs.device)
-        correct = correct_predictions(outputs, targets.expand(len(outputs), *targets.shape), 1, self.ignored)
+        size, first = len(targets), leaves(outputs)[0]
+        num_models, device = len(first), first.device
+        non_finite = non_finite_outputs(outputs, lead=1)
+        outputs, each_targets = compared(self.loss, outputs, targets.expand(num_models, *targets.shape), lead=1)
+        targets = each_targets[0]
+        ignored = None if targets.is_floating_point() else self.ignored
+        weight = _scalar(len(targets) if ignored is None else counted(targets, ignored).sum(), device)
+        correct = correct_predictions(outputs, each_targets, 1, self.ignored)
         if correct is None:
-            correct = torch.full((len(outputs),), torch.nan, device=outputs.device)
-        columns = [weight.expand(len(outputs)), non_finite_outputs(outputs, lead=1).to(weight), correct.to(weight)]
+            correct = torch.full((num_models,), torch.nan, device=device)
+        columns = [weight.expand(num_models), non_finite.to(weight), correct.to(weight)]
         functions = [self.loss, *self.metrics.values()]  # last, as they may write the outputs
-        means = [[_scalar(function(output, targets), outputs.device) for function in functions] for output in outputs]
+        each = [map_tree(itemgetter(row), outputs) for row in range(num_models)]
+        means = [[_scalar(function(output, targets), device) for function in functions] for output in each]
         found = torch.stack([torch.stack(each) for each in means])
         loss = torch.where(weight > 0, found[:, 0] * weight, 0.0)  # the mean of no targets is NaN
         return torch.column_stack([*columns, loss, found[:, 1:] * size])
@@ -227,7 +239,7 @@ class Evaluator:
         return module
 
     @torch.no_grad()
-    def recalibrate(self, state: State, inputs: Iterable[Tensor], ranks: Ranks = ALONE) -> dict[str, Tensor]:
+    def recalibrate(self, state: State, inputs: Iterable[Tree], ranks: Ranks = ALONE) -> dict[str, Tensor]:
         """Return the state with BatchNorm recalibrated: plain means over all ranks' training batches `inputs`.
 
         Batches with a non-finite value do not count. If none is left, statistics stay as they are in the state, as do
@@ -245,8 +257,8 @@ class Evaluator:
         count = 0
         with ranks.together():
             for batch in inputs if norms else ():
-                if batch.isfinite().all():  # host–device synchronisation on CUDA
-                    module(batch)
+                if all(own.isfinite().all() for own in leaves(batch)):  # host–device synchronisation on CUDA
+                    call(module, batch)
                     count += 1
         measured = {n: b for n, b in module.named_buffers() if n.endswith(("running_mean", "running_var"))}
         (total,) = ranks.sum([count])
@@ -266,8 +278,10 @@ class _Collector:
         self._seen = 0
         self._taken: list[tuple[Tensor, ...]] = []
 
-    def take(self, inputs: Tensor, targets: Tensor, outputs: Tensor) -> None:
+    def take(self, inputs: Tree, targets: Tensor, outputs: Tree) -> None:
         """Take samples of a batch, if it is images [B, C, H, W] or clips [B, C, T, H, W] of one class each."""
+        if not isinstance(inputs, Tensor) or not isinstance(outputs, Tensor):
+            return
         is_classification = outputs.ndim == 2 and targets.ndim == 1 and not targets.is_floating_point()
         size = len(targets)
         if inputs.ndim not in (4, 5) or not is_classification or not len(inputs) == size == len(outputs):
@@ -387,14 +401,14 @@ def load_state(bank: ReplicaBank, row: int, state: Mapping[str, Tensor]) -> None
 @torch.no_grad()
 def _evaluate_together(bank: ReplicaBank, evaluator: Evaluator, feed: Feed) -> list[Evaluation]:
     """Evaluate in one pass. If the last batch is smaller than the others, it gets a graph of its own."""
-    graphs: dict[torch.Size, FusedGraph] = {}
+    graphs: dict[object, FusedGraph] = {}
     count, sums = 0, torch.zeros(bank.num_learners, 4 + len(evaluator.metrics), dtype=torch.float64, device=bank.device)
     for batch in itertools.islice(feed.evaluation_batches(evaluator.batch_size), evaluator.max_batches):
-        shape = batch.inputs.shape
-        if shape not in graphs:
-            graphs[shape] = trusted_outputs(bank, batch.inputs)
-        outputs = graphs[shape].run(batch.inputs, shared=True).to(bank.precision.master)
-        sums += evaluator.batch_sums(outputs, batch.targets)
+        form = batch_key(batch.inputs)
+        if form not in graphs:
+            graphs[form] = trusted_outputs(bank, batch.inputs, scores=takes_scores(evaluator.loss))
+        outputs = graphs[form].run(batch.inputs, shared=True)
+        sums += evaluator.batch_sums(in_format(outputs, bank.precision.master), batch.targets)
         count += len(batch.targets)
     # The only host–device synchronisation, unless a metric synchronises.
     return [evaluation_from_sums(count, own, evaluator.metrics) for own in sums.tolist()]

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -19,11 +20,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from crossbow_py.core.errors import CrossbowError, one_line
 from crossbow_py.core.host_randomness import kept_torch_state
+from crossbow_py.core.trees import call, in_format, joined
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.engine.device.cudnn import cudnn_set
 from crossbow_py.engine.device.host import faster_threads, intra_op_threads
 from crossbow_py.engine.device.memory import free_memory, raise_if_lost
-from crossbow_py.engine.modules.losses import Loss, is_classification, smoothed_cross_entropy
+from crossbow_py.engine.modules.losses import Loss, compared, is_classification, scores_of, smoothed_cross_entropy
 from crossbow_py.engine.rounds import taken
 from crossbow_py.telemetry.events import LearningStatistics
 from crossbow_py.train.evaluation.evaluator import State
@@ -167,10 +169,10 @@ class LearningMeasurement:
         found: list[list[Tensor]] = [[] for _ in range(bank.num_learners)]
         samples = feed.evaluation_batches(1, 0, every)
         while batch := list(itertools.islice(samples, run.evaluator.batch_size)):
-            inputs, targets = (torch.cat(each) for each in zip(*batch, strict=True))
+            inputs, targets = joined(batch)
             for j, own in enumerate(found):
                 module = run.evaluator.module(bank.learner_state(j))
-                output = module(_in_master(inputs, module))
+                output = scores_of(call(module, in_format(inputs, _trained(module)[0].dtype)))
                 if not is_classification(output, targets):
                     return None
                 largest, predicted = output.max(1)
@@ -217,7 +219,8 @@ def hessian_eigenvalue(module: nn.Module, loss: Loss, batch: Batch) -> float:
 
 
 def _loss(module: nn.Module, loss: Loss, batch: Batch) -> Tensor:
-    return loss(module(_in_master(batch.inputs, module)), batch.targets)
+    output = call(module, in_format(batch.inputs, _trained(module)[0].dtype))
+    return loss(*compared(loss, output, batch.targets))
 
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:
@@ -232,15 +235,10 @@ def _squared(vector: Tensor) -> float:
     return float(torch.linalg.vector_norm(vector, dtype=torch.float64)) ** 2
 
 
-def _in_master(inputs: Tensor, module: nn.Module) -> Tensor:
-    """Cast floating-point inputs to the dtype of the module's weights."""
-    return inputs.to(_trained(module)[0].dtype) if inputs.is_floating_point() else inputs
-
-
 def _training_loss(run: Run) -> Loss:
     """Return the loss that learners are trained on, label smoothing included and weight decay excluded."""
     rows = smoothing_rows(run.settings.label_smoothing, run.bank)
-    return run.loss if rows is None else lambda output, targets: smoothed_cross_entropy(output, targets, rows[0])
+    return run.loss if rows is None else partial(smoothed_cross_entropy, smoothing=rows[0])
 
 
 @contextlib.contextmanager

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from crossbow_py.averaging.rule import GradientMean
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.measured import fingerprint
+from crossbow_py.core.trees import form_of
 from crossbow_py.core.version import __version__
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
@@ -154,7 +155,7 @@ def _fingerprint(
         crossbow_py=__version__,
         model=(type(template).__module__, type(template).__qualname__, f"{template}"),
         parameters=[tuple(parameter.shape) for parameter in template.parameters()],
-        inputs=(tuple(inputs.shape), str(inputs.dtype)),
+        inputs=(tuple(inputs.shape), str(inputs.dtype)) if isinstance(inputs, Tensor) else form_of(inputs),
         learners=(settings.num_learners, settings.max_learners),
         device=str(choices.device),
         **(_trusted(choices.device) if choices.device.type == "cuda" else {}),

@@ -1,0 +1,91 @@
+"""Trees of tensors: what a model takes and returns, and what its loss compares with.
+
+A tree is a tensor, or a dict, tuple, list, named tuple or registered pytree of trees. A model is called with the
+entries of a dict by keyword, and with those of a tuple or list in order:
+
+    x                          module(x)
+    {"ids": x, "mask": m}      module(ids=x, mask=m)
+    (image, features)          module(image, features)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Tree: TypeAlias = Any
+
+
+def leaves(tree: Tree) -> list[Tensor]:
+    """Return the tensors of a tree, in order. Other leaves, such as None, are left out."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def map_tree(function: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree:
+    """Return the tree with `function(leaf, *their leaves)` in place of each tensor; `others` are of the same form."""
+    if isinstance(tree, Tensor):
+        return function(tree, *others)
+
+    def of_leaf(leaf: Any, *theirs: Any) -> Any:
+        return function(leaf, *theirs) if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(of_leaf, tree, *others)
+
+
+def in_format(tree: Tree, dtype: torch.dtype) -> Tree:
+    """Return the tree with its floating tensors cast."""
+    return map_tree(lambda own: own.to(dtype) if own.is_floating_point() else own, tree)
+
+
+def detached(tree: Tree) -> Tree:
+    """Return the tree without its history of autograd."""
+    return map_tree(Tensor.detach, tree)
+
+
+def joined(trees: Sequence[Tree]) -> Tree:
+    """Return the tree of several batches, one behind the other."""
+    return map_tree(lambda *each: torch.cat(each), *trees)
+
+
+def call(module: Callable[..., Tree], inputs: Tree) -> Tree:
+    """Call a model with a batch's inputs; see the module's docstring."""
+    if isinstance(inputs, Tensor):
+        return module(inputs)
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    return module(*inputs)
+
+
+def batch_key(inputs: Tree) -> tuple[object, ...]:
+    """Return what tells batches of different forms apart: shapes, dtypes, and how they are put together."""
+    if isinstance(inputs, Tensor):
+        return inputs.shape, inputs.dtype
+    own, form = pytree.tree_flatten(inputs)
+    return str(form), *(batch_key(leaf) for leaf in own if isinstance(leaf, Tensor))
+
+
+def shape_of(tree: Tree) -> str:
+    """Return the shape of a tensor for a message, with the batch; of several tensors their form."""
+    return str(list(tree.shape)) if isinstance(tree, Tensor) else form_of(tree)
+
+
+def values_per_sample(inputs: Tree) -> int:
+    """Return how many numbers a sample of a batch has."""
+    return sum(leaf[0].numel() for leaf in leaves(inputs))
+
+
+def form_of(tree: Tree) -> str:
+    """Return the form of a tree for a message, without the batch: `[3, 32, 32] of uint8`, `{ids: [128] of int64}`."""
+    if isinstance(tree, Tensor):
+        return f"{list(tree.shape[1:])} of {str(tree.dtype).removeprefix('torch.')}"
+    if isinstance(tree, Mapping):
+        return "{" + ", ".join(f"{key}: {form_of(own)}" for key, own in tree.items()) + "}"
+    if isinstance(tree, tuple | list):
+        return "(" + ", ".join(map(form_of, tree)) + ")"
+    return type(tree).__name__

@@ -1,0 +1,205 @@
+"""Inputs and outputs that are trees: dicts, tuples and named tuples of tensors, in every executor and feed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
+
+from crossbow_py import SGD, Independent, SynchronousSGD, Trainer, UserError
+from crossbow_py.data.sampler import epoch_order
+
+SAMPLES, TOKENS, WORDS, CLASSES, BATCH = 48, 6, 20, 3, 8
+EXECUTORS = ["serial", "threads", "fused", "fused_threads"]
+
+
+class Outputs(NamedTuple):
+    """As models of torchvision return them."""
+
+    logits: Tensor
+    aux: Tensor
+
+
+class Reader(nn.Module):
+    """Reads ids with a mask, and features."""
+
+    def __init__(self, returns: str = "tensor") -> None:
+        super().__init__()
+        self.embedding, self.returns = nn.Embedding(WORDS, 8), returns
+        self.features, self.head = nn.Linear(4, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, ids: Tensor, mask: Tensor, features: Tensor) -> Any:
+        words = self.embedding(ids) * mask.unsqueeze(-1)
+        hidden = words.sum(1) / mask.sum(1, keepdim=True) + self.features(features)
+        scores = self.head(hidden.tanh())
+        match self.returns:
+            case "dict":
+                return {"hidden": hidden, "logits": scores}
+            case "named tuple":
+                return Outputs(scores, hidden)
+        return scores
+
+
+def samples(form: str = "dict") -> tuple[Any, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(WORDS, (SAMPLES, TOKENS), generator=generator)
+    mask = (torch.arange(TOKENS) < torch.randint(1, TOKENS + 1, (SAMPLES, 1), generator=generator)).float()
+    features = torch.randn(SAMPLES, 4, generator=generator)
+    targets = (ids[:, 0] + (features[:, 0] > 0)) % CLASSES
+    inputs = (ids, mask, features) if form == "tuple" else {"ids": ids, "mask": mask, "features": features}
+    return inputs, targets
+
+
+class Items(Dataset[Any]):
+    """The samples one by one, as mappings with labels, as Hugging Face has them, or as pairs."""
+
+    def __init__(self, as_lists: bool = False, pairs: bool = False) -> None:
+        self.inputs, self.targets = samples()
+        self.as_lists, self.pairs = as_lists, pairs
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        own = {key: values[index].tolist() if self.as_lists else values[index] for key, values in self.inputs.items()}
+        target = int(self.targets[index])
+        return (own, target) if self.pairs else {**own, "labels": target}
+
+
+class Trained(NamedTuple):
+    """A trainer that has trained, and its average model's weights."""
+
+    trainer: Trainer
+    weights: dict[str, Tensor]
+
+
+def trained(data: Any, executor: str = "serial", returns: str = "tensor", rounds: int = 6, **options: Any) -> Trained:
+    options = {"num_learners": 2, "averaging": SynchronousSGD(), **options}
+    trainer = Trainer(
+        model=lambda: Reader(returns), train_data=data, test_data=options.pop("test_data", data), batch_size=BATCH,
+        optimizer=SGD(learning_rate=0.2, momentum=0.9), executor=executor, device="cpu", precision="fp32", seed=3,
+        **options,
+    )  # fmt: skip
+    return Trained(trainer, dict(trainer.fit(max_rounds=rounds).model.named_parameters()))
+
+
+def plain(rounds: int, loss: Any = F.cross_entropy, returns: str = "tensor") -> dict[str, Tensor]:
+    """A loop of plain PyTorch over the batches that two learners who average gradients take."""
+    torch.manual_seed(3)
+    model = Reader(returns)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    inputs, targets = samples()
+    order = torch.cat([torch.from_numpy(epoch_order(3, epoch, SAMPLES)) for epoch in range(3)])
+    for taken in order[: rounds * 2 * BATCH].split(2 * BATCH):
+        optimizer.zero_grad()
+        loss(model(**{key: values[taken] for key, values in inputs.items()}), targets[taken]).backward()
+        optimizer.step()
+    return dict(model.named_parameters())
+
+
+def assert_alike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, own in found.items():
+        torch.testing.assert_close(own, expected[name].detach(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("form", ["dict", "tuple"])
+def test_several_inputs_train_as_in_a_plain_loop(executor: str, form: str) -> None:
+    assert_alike(trained(samples(form), executor).weights, plain(6))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("returns", ["dict", "named tuple"])
+def test_losses_of_torch_take_the_logits_of_an_output(executor: str, returns: str) -> None:
+    trainer, weights = trained(samples(), executor, returns)
+    assert_alike(weights, plain(6))
+    assert trainer.evaluate().accuracy is not None
+
+
+def both(output: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output["logits"], targets) + 0.01 * output["hidden"].square().mean()
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_loss_of_ones_own_takes_all_of_an_output(executor: str) -> None:
+    metrics = {"size": lambda output, _: output["hidden"].norm()}
+    trainer, weights = trained(samples(), executor, "dict", loss=both, metrics=metrics)
+    assert_alike(weights, plain(6, both, "dict"))
+    found = trainer.evaluate()
+    assert found.accuracy is not None and found.metrics["size"] > 0
+
+
+DATA = {
+    "a mapping of tensors": lambda: {**samples()[0], "labels": samples()[1]},
+    "a TensorDataset": lambda: TensorDataset(*samples("tuple")[0], samples()[1]),
+    "mappings with labels": Items,
+    "mappings of lists": lambda: Items(as_lists=True),
+    "pairs": lambda: Items(pairs=True),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_data_sets_of_every_form_give_the_same_numbers(name: str, num_workers: int) -> None:
+    assert_alike(trained(DATA[name](), num_workers=num_workers).weights, plain(6))
+
+
+def test_members_of_an_ensemble_train_and_predict_on_several_inputs() -> None:
+    trainer, _ = trained(samples(), "fused", averaging=Independent())
+    assert trainer.evaluate().accuracy is not None
+
+
+class Ragged(Items):
+    """Every item has as many ids as it has words."""
+
+    def __getitem__(self, index: int) -> Any:
+        own = super().__getitem__(index)
+        return {**own, "ids": own["ids"][: 1 + index % TOKENS]}
+
+
+class Changing(Items):
+    """Some items have features, others have none."""
+
+    def __getitem__(self, index: int) -> Any:
+        own = super().__getitem__(index)
+        return own if index == 0 else {key: value for key, value in own.items() if key != "features"}
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (Ragged(), "cannot be stacked"),
+        (Changing(), "cannot be stacked.*features"),
+        ({"ids": torch.zeros(4, 2)}, "call the targets labels"),
+        (({"ids": torch.zeros(4, 2), "mask": torch.zeros(3, 2)}, torch.zeros(4)), "as many inputs as targets"),
+        ((*samples()[:1], samples()[1]), None),
+    ],
+)
+def test_data_that_do_not_fit_are_refused(data: Any, says: str | None) -> None:
+    if says is None:
+        trained(data, rounds=1)
+        return
+    with pytest.raises(UserError, match=says):
+        trained(data, rounds=8)
+
+
+def test_inputs_that_the_model_does_not_take_are_refused() -> None:
+    inputs, targets = samples()
+    with pytest.raises(UserError, match=r"cannot take the training data.*ids.*labels_of_words"):
+        trained(({**inputs, "labels_of_words": inputs["ids"]}, targets))
+
+
+def test_an_output_without_scores_needs_a_loss_of_ones_own() -> None:
+    class Two(Reader):
+        def forward(self, ids: Tensor, mask: Tensor, features: Tensor) -> Any:
+            scores = super().forward(ids, mask, features)
+            return scores, scores
+
+    with pytest.raises(UserError, match="call it logits"):
+        Trainer(model=Two, train_data=samples(), batch_size=BATCH)
