@@ -6,6 +6,7 @@ from crossbow_py.models.alexnet import AlexNet
 from crossbow_py.models.base import ModelSettings
 from crossbow_py.models.custom import CustomModel
 from crossbow_py.models.densenet import DenseNet40, DenseNet121
+from crossbow_py.models.gpt import GPT
 from crossbow_py.models.lenet import LeNet
 from crossbow_py.models.mlp import MLP
 from crossbow_py.models.mobilenet import MobileNet
@@ -20,12 +21,12 @@ MODELS: dict[str, type[ModelSettings]] = {
         *(MLP, LeNet, ResNet20, ResNet32, ResNet44, ResNet56, ResNet110, VGG16),
         *(ResNet18, ResNet34, ResNet50, ResNet101, ResNet152),
         *(AlexNet, DenseNet40, DenseNet121, MobileNet, ResNet3d10, ResNet3d18),
-        CustomModel,
+        *(GPT, CustomModel),
     )
 }
 
 __all__ = [
-    "MLP", "MODELS", "VGG16", "AlexNet", "CustomModel", "DenseNet40", "DenseNet121", "LeNet", "MobileNet",
+    "GPT", "MLP", "MODELS", "VGG16", "AlexNet", "CustomModel", "DenseNet40", "DenseNet121", "LeNet", "MobileNet",
     "ModelSettings", "ResNet3d10", "ResNet3d18", "ResNet18", "ResNet20", "ResNet32", "ResNet34", "ResNet44",
     "ResNet50", "ResNet56", "ResNet101", "ResNet110", "ResNet152",
 ]  # fmt: skip

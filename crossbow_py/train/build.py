@@ -12,6 +12,7 @@ from torch import nn
 from crossbow_py.averaging import AveragingRule
 from crossbow_py.averaging.stability import check_settles, most_settling
 from crossbow_py.core.errors import UserError, one_line
+from crossbow_py.core.trees import values_per_sample
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.datasets import Data, as_pair, has_integers
@@ -105,8 +106,8 @@ class RunBuilder:
             choices=choices, bank=bank, average_ema=average_ema, update=update, loss=self.loss,
             evaluator=Evaluator(
                 template, precision=choices.precision, loss=self.loss, metrics=self.metrics or {},
-                batch_size=evaluation_batch_size(batch.inputs[0].numel()), max_batches=self.max_evaluation_batches,
-                channels_last=settings.channels_last,
+                batch_size=evaluation_batch_size(values_per_sample(batch.inputs)),
+                max_batches=self.max_evaluation_batches, channels_last=settings.channels_last,
             ),
             train_feed=train_feed, validation_feed=validation_feed, test_feed=test_feed, collective=collective,
             ranks=ranks, nodes=ranks.nodes() if collective.apart else None, timeline=self.timeline,

@@ -9,9 +9,11 @@ from crossbow_py.data.sources.digits import Digits
 from crossbow_py.data.sources.image_folder import ImageFolder
 from crossbow_py.data.sources.mnist import FashionMnist, Mnist
 from crossbow_py.data.sources.synthetic import Synthetic
+from crossbow_py.data.sources.text import Text
 
 __all__ = ["SOURCES", "DataSource", "SourceSettings"]
 
 SOURCES: dict[str, type[SourceSettings]] = {
-    source.NAME: source for source in (Digits, Mnist, FashionMnist, Cifar10, Cifar100, ImageFolder, Synthetic, Custom)
+    source.NAME: source
+    for source in (Digits, Mnist, FashionMnist, Cifar10, Cifar100, ImageFolder, Text, Synthetic, Custom)
 }
