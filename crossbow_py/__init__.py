@@ -20,9 +20,11 @@ from crossbow_py.averaging import (
 from crossbow_py.core.errors import CheckpointError, CrossbowError, LearnerError, NonFiniteError, UserError
 from crossbow_py.core.version import __version__
 from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.data.datasets import Collated
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.auto_tuner import AutoTunerSettings
+from crossbow_py.engine.modules.losses import model_loss
 from crossbow_py.engine.update.optimizers import SGD, AdamW, Muon
 from crossbow_py.predict.ensemble import Ensemble
 from crossbow_py.telemetry.events import Listener
@@ -56,6 +58,7 @@ __all__ = [
     "AveragingRule",
     "CheckpointError",
     "CheckpointSettings",
+    "Collated",
     "Constant",
     "Cosine",
     "Crossbow",
@@ -84,4 +87,5 @@ __all__ = [
     "__version__",
     "joined",
     "load_models",
+    "model_loss",
 ]

@@ -18,9 +18,9 @@ from crossbow_py.data.datasets import (
     Pair,
     as_pair,
     check_data,
+    first_sample,
     is_clip_batch,
     is_image_batch,
-    split_item,
 )
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.normalisation import BatchFormat, Normalisation, rounded_integer
@@ -110,7 +110,7 @@ def _check_streamed(data: MapStyleDataset, augmentation: Augmentation) -> None:
         raise UserError(_needs_images(augmentation, "set data.crop_padding=0 and crop inside the data set"))
     if not augmentation.active:
         return
-    inputs, target = split_item(data[0])  # type: ignore[misc]  # `check_data` was called
+    inputs, target = first_sample(data)
     images = [each for each in leaves(inputs) if is_image_batch(each.unsqueeze(0))]
     if not images:
         raise UserError(_needs_images(augmentation, f"set {Augmentation()} and augment inside the data set"))

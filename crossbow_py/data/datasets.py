@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,6 +40,41 @@ Pair = tuple[Tree, Tensor]
 Data = Pair | MapStyleDataset  # or a mapping of tensors, as `as_pair` takes it
 
 
+class Collated:
+    """A data set whose batches `collate` makes of a list of items, as the `collate_fn` of torch's DataLoader does.
+
+    Args:
+        dataset: a map-style data set, whose items may be anything.
+        collate: returns a batch's (inputs, targets), or a mapping with `labels`, see `split_item`. Worker processes
+            call it.
+        one_shape: whether all batches of a size have the same shapes, as if samples are padded to one length. Without
+            it the shapes may differ, and learners run one by one: executor=fused puts their batches together.
+    """
+
+    def __init__(self, dataset: MapStyleDataset, collate: Callable[[list[Any]], Any], one_shape: bool = False) -> None:
+        self.dataset, self.collate, self.one_shape = dataset, collate, one_shape
+        if hasattr(dataset, "classes"):
+            self.classes = dataset.classes
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return the batch of one item."""
+        return self.collate([self.dataset[index]])
+
+    def subset(self, ids: npt.NDArray[np.int64]) -> Collated:
+        """Return the items `ids`, in that order."""
+        own: Subset[Any] = Subset(self.dataset, ids.tolist())  # type: ignore[arg-type]  # narrower than it works
+        return Collated(own, self.collate, self.one_shape)
+
+
+def first_sample(data: MapStyleDataset) -> tuple[Tree, Any]:
+    """Return the (inputs, target) of the first sample of a data set that `check_data` has passed."""
+    inputs, target = split_item(data[0])  # type: ignore[misc]
+    return map_tree(itemgetter(0), (inputs, target)) if isinstance(data, Collated) else (inputs, target)
+
+
 def split_item(item: Any) -> tuple[Any, Any] | None:
     """Return the (inputs, target) of a sample, or of a batch of them; None if it has another form.
 
@@ -50,6 +87,45 @@ def split_item(item: Any) -> tuple[Any, Any] | None:
     if not isinstance(item, tuple | list) or len(item) < 2:
         return None
     return (item[0] if len(item) == 2 else tuple(item[:-1])), item[-1]
+
+
+def has_named_inputs(data: Data) -> bool:
+    """Return whether the inputs of data that `check_data` has passed are dicts."""
+    if (pair := as_pair(data)) is not None:
+        return isinstance(pair[0], Mapping)
+    streamed: Any = data
+    return not isinstance(streamed, StreamedData) and isinstance(first_sample(streamed)[0], Mapping)
+
+
+class _Labelled:
+    """A data set whose items have their targets among the inputs too, as the entry `labels`."""
+
+    def __init__(self, dataset: MapStyleDataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return _labelled(self.dataset[index])
+
+
+def _labelled(item: Any) -> tuple[Any, Any]:
+    inputs, target = split_item(item)  # type: ignore[misc]  # `check_data` was called
+    return {**inputs, _TARGET_KEYS[0]: target}, target
+
+
+def _labelled_batch(collate: Callable[[list[Any]], Any], items: list[Any]) -> tuple[Any, Any]:
+    return _labelled(collate(items))
+
+
+def with_labels(data: Data) -> Data:
+    """Return data whose inputs, dicts, have the targets among them as `labels`, for `model_loss`."""
+    if (pair := as_pair(data)) is not None:
+        return _labelled(pair)
+    if isinstance(data, Collated):
+        return Collated(data.dataset, partial(_labelled_batch, data.collate), data.one_shape)
+    return _Labelled(data)
 
 
 def as_pair(data: Data) -> Pair | None:
@@ -81,7 +157,8 @@ def check_data(data: Any, what: str) -> None:
             remedy = f"call the targets {_TARGET_KEYS[0]}"
         raise UserError(f"{needs}, got ({kinds}); {remedy}.")
     if isinstance(data, DataLoader):
-        raise UserError(f"{needs}, got a DataLoader; give the data set in it, loader.dataset.")
+        remedy = "give the data set in it, loader.dataset, with a collate of its own as Collated(dataset, collate)"
+        raise UserError(f"{needs}, got a DataLoader; {remedy}.")
     if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise UserError(f"{needs}, got {type(data).__name__}; it needs __len__ and __getitem__.")
     if len(data) == 0:
@@ -105,7 +182,7 @@ def input_shape(data: Data) -> tuple[int, ...]:
     pair = as_pair(data)
     if pair is not None:
         return tuple(leaves(pair[0])[0].shape[1:])
-    inputs, _ = split_item(data[0])  # type: ignore[misc]  # `check_data` was called
+    inputs, _ = first_sample(data)
     return tuple(int(extent) for extent in np.shape(pytree.tree_leaves(inputs)[0]))
 
 
@@ -115,6 +192,8 @@ def take(data: Data, ids: npt.NDArray[np.int64]) -> Data:
     if isinstance(streamed, StreamedData):
         view: Any = streamed.subset(ids)
         return view  # type: ignore[no-any-return]
+    if isinstance(data, Collated):
+        return data.subset(ids)
     pair = as_pair(data)
     if pair is None:
         subset: Subset[Any] = Subset(data, ids.tolist())  # type: ignore[arg-type]  # typed narrower than it works

@@ -57,11 +57,13 @@ class Feed(ABC):
     Attributes:
         STREAMS: whether batches are made while training goes on, so that they may be late.
         num_workers: processes that load batches.
+        one_shape: whether all batches are of one shape, so that those of several learners can be put together.
         rounded: the first integer among floating inputs that the dtype of batches rounds, None if none was seen yet.
     """
 
     STREAMS: ClassVar[bool] = False
     num_workers: int = 0
+    one_shape: bool = True
     rounded: Rounded | None = None
 
     def __init__(self, num_samples: int, batch_size: int) -> None:

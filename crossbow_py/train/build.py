@@ -15,7 +15,7 @@ from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.trees import values_per_sample
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.build import make_feed
-from crossbow_py.data.datasets import Data, as_pair, has_integers
+from crossbow_py.data.datasets import Data, as_pair, check_data, has_integers, has_named_inputs, with_labels
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.distributed.settings import DistributedSettings
@@ -26,7 +26,7 @@ from crossbow_py.engine.executors import EXECUTORS, candidates
 from crossbow_py.engine.goodput import NoiseScale
 from crossbow_py.engine.kernels.checks import serves
 from crossbow_py.engine.modules.dropout import counter_seed
-from crossbow_py.engine.modules.losses import Loss
+from crossbow_py.engine.modules.losses import Loss, model_loss
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.engine.update.row_update import TorchUpdate
@@ -34,7 +34,7 @@ from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.telemetry.timeline import Timeline
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.checks.losses import loss_on
-from crossbow_py.train.checks.probe import probe, probe_evaluation
+from crossbow_py.train.checks.probe import probe, probe_evaluation, takes_labels
 from crossbow_py.train.checks.seeded_model import MakeModel, faithful_copy, seeded_model
 from crossbow_py.train.evaluation.evaluator import Evaluator, Metric, evaluation_batch_size
 from crossbow_py.train.ladder.ladder import check_trusted, has_failed, try_on_ranks
@@ -53,7 +53,8 @@ _FEW_ITEMS = 32  # looked through for rounded inputs before training
 class RunBuilder:
     """Builds a run from the arguments of `Trainer`, which its fields are named after. All ranks do so together.
 
-    `choices` and `loss` are settled on the way. `announce` is given a sentence before anything that takes seconds.
+    `choices`, `loss` and `data` are settled on the way. `announce` is given a sentence before anything that takes
+    seconds.
     """
 
     make_model: MakeModel
@@ -63,7 +64,7 @@ class RunBuilder:
     optimizer: Optimizer
     rule: AveragingRule
     schedule: Schedule = Constant()
-    loss: Loss = nn.functional.cross_entropy
+    loss: Loss | None = None
     metrics: Mapping[str, Metric] | None = None
     init_from: str | None = None
     max_evaluation_batches: int | None = None
@@ -83,15 +84,14 @@ class RunBuilder:
         """Build the run, once, after small batches of every data set went through the model. Raises UserError."""
         settings, ranks, rule, device = self.settings, self.ranks, self.rule, self.choices.device
         tried = self._try_device()
-        self.loss = loss_on(device, self.loss)
         collective = ranks.collective(device, apart=rule.node_period > 1)
         check_settles(rule, settings.num_learners, collective.num_devices)
-        template, batch, (train_feed, validation_feed, test_feed), warnings = self._probed()
+        template, loss, batch, (train_feed, validation_feed, test_feed), warnings = self._probed()
         update, warning = choose_update(self.optimizer, rule, device, self.choices.precision.master)
-        notes = [*tried, *self._choose_executor(template, update, train_feed)]
+        notes = [*tried, *self._choose_executor(template, update, train_feed, loss)]
         choices = self.choices
         with ranks.together():
-            most, bounded = learner_bound(template, batch, settings, choices, self.loss, self.optimizer, rule)
+            most, bounded = learner_bound(template, batch, settings, choices, loss, self.optimizer, rule)
             bank, average_ema = self._bank(template, train_feed.num_samples)
         if not rule.has_central_model:  # learners share every batch and are never averaged
             for learner in range(1, bank.num_learners):
@@ -103,9 +103,9 @@ class RunBuilder:
             data=self.data, settings=settings, schedule=self.schedule, checkpoints=self.checkpoints,
             distributed=self.distributed, output_dir=self.output_dir, experiment=self.experiment,
             names={"model": model, "data": "custom", **(self.names or {})}, resumed_from=self.resumed_from,
-            choices=choices, bank=bank, average_ema=average_ema, update=update, loss=self.loss,
+            choices=choices, bank=bank, average_ema=average_ema, update=update, loss=loss,
             evaluator=Evaluator(
-                template, precision=choices.precision, loss=self.loss, metrics=self.metrics or {},
+                template, precision=choices.precision, loss=loss, metrics=self.metrics or {},
                 batch_size=evaluation_batch_size(values_per_sample(batch.inputs)),
                 max_batches=self.max_evaluation_batches, channels_last=settings.channels_last,
             ),
@@ -165,22 +165,47 @@ class RunBuilder:
             notes.append(f"The run had executor={saved} before, which has not passed on this GPU: it is chosen anew.")
         return notes
 
-    def _probed(self) -> tuple[nn.Module, Batch, tuple[Feed, Feed | None, Feed | None], list[str]]:
-        """Return the template, a small batch, the feeds of training, validation and test data, and warnings.
+    def _probed(self) -> tuple[nn.Module, Loss, Batch, tuple[Feed, Feed | None, Feed | None], list[str]]:
+        """Return the template, the loss, a small batch, the feeds of training, validation and test data, and warnings.
 
         All ranks have the same template.
         """
         with self.ranks.together():
             template = seeded_model(self.make_model, self.settings.seed, self.init_from).to(self.choices.device)
-            train_feed, batch, warnings = self._train_feed(template)
+            loss = self._settle_loss(template)
+            train_feed, batch, warnings = self._train_feed(template, loss)
             template = faithful_copy(template, self.choices.precision, batch, self.settings.channels_last)
-            validation_feed = self._evaluation_feed("validation", template, self.data.validation)
-            test_feed = self._evaluation_feed("test", template, self.data.test)
+            validation_feed = self._evaluation_feed("validation", template, loss, self.data.validation)
+            test_feed = self._evaluation_feed("test", template, loss, self.data.test)
         # Other libraries on a host, or a model that draws from other generators than torch's, may initialise otherwise.
         self.ranks.copy_first(value for value in template.state_dict().values() if value.is_floating_point())
-        return template, batch, (train_feed, validation_feed, test_feed), warnings
+        return template, loss, batch, (train_feed, validation_feed, test_feed), warnings
 
-    def _train_feed(self, template: nn.Module) -> tuple[Feed, Batch, list[str]]:
+    def _settle_loss(self, template: nn.Module) -> Loss:
+        """Return the loss. If it is the model's own, which the data decide where none was given, the model gets labels.
+
+        Raises UserError if the model and the data cannot have such a loss.
+        """
+        fits = False
+        if self.loss in (None, model_loss) and takes_labels(template):
+            check_data(self.data.train, "the data set")
+            fits = has_named_inputs(self.data.train)
+        loss = self.loss or (model_loss if fits else nn.functional.cross_entropy)
+        if loss is model_loss:
+            if not fits:
+                raise UserError(
+                    "loss=model_loss is for models whose forward takes `labels`, and data whose inputs are dicts; give "
+                    "another loss."
+                )
+            if self.settings.label_smoothing:
+                raise UserError(
+                    f"label_smoothing={self.settings.label_smoothing} is for cross-entropy, and the model computes its "
+                    "loss itself; set label_smoothing=0, or give loss=nn.functional.cross_entropy."
+                )
+            self.data = dataclasses.replace(self.data, labels_as_input=True)
+        return loss_on(self.choices.device, loss)
+
+    def _train_feed(self, template: nn.Module, loss: Loss) -> tuple[Feed, Batch, list[str]]:
         """Build the feed and probe the model with a small batch; in fp32 if `auto` chose bf16 and that fails."""
         data, settings, choices = self.data, self.settings, self.choices
         feed = new_feed(data.train, settings.batch_size, data.augmentation, data, settings, choices, ranks=self.ranks)
@@ -193,7 +218,7 @@ class RunBuilder:
                 if feed.rounded is not None:
                     raise UserError(feed.rounded.remark(choices.precision.compute))
             warnings = probe(
-                template, choices.precision, batch, self.loss, *count_classes(data, self.loss),
+                template, choices.precision, batch, loss, *count_classes(data, loss),
                 settings.label_smoothing, settings.compile_model, feed=feed,
                 averages=settings.averages(self.rule, self.ranks.num_ranks),
             )  # fmt: skip
@@ -204,24 +229,24 @@ class RunBuilder:
             reason, _, _ = str(error).partition("; ")  # without the remedy, which is being applied
         self.choices = dataclasses.replace(choices, precision=FP32)
         del feed  # it may hold the data on the device
-        feed, batch, warnings = self._train_feed(template)
+        feed, batch, warnings = self._train_feed(template, loss)
         return feed, batch, [f"precision is fp32, because in bf16 {reason}.", *warnings]
 
-    def _evaluation_feed(self, what: str, template: nn.Module, source: Data | None) -> Feed | None:
+    def _evaluation_feed(self, what: str, template: nn.Module, loss: Loss, source: Data | None) -> Feed | None:
         if source is None:
             return None
         feed = new_feed(source, 1, None, self.data, self.settings, self.choices, training=False, ranks=self.ranks)
         batch = feed.first_samples(2)
-        probe_evaluation(template, self.choices.precision, batch, self.loss, what, self.metrics, feed)
+        probe_evaluation(template, self.choices.precision, batch, loss, what, self.metrics, feed)
         return feed
 
-    def _choose_executor(self, template: nn.Module, update: TorchUpdate, feed: Feed) -> list[str]:
+    def _choose_executor(self, template: nn.Module, update: TorchUpdate, feed: Feed, loss: Loss) -> list[str]:
         """Take the executor that the first rank chooses. Returns its messages."""
         notes: list[str] = []
 
         def chosen() -> str:
             self.choices, found = choose_executor(
-                template, self.settings, self.choices, update, feed, self.loss, self.announce, self.ranks.num_ranks,
+                template, self.settings, self.choices, update, feed, loss, self.announce, self.ranks.num_ranks,
                 self.executor_cache,
             )  # fmt: skip
             notes.extend(found)
@@ -266,7 +291,7 @@ def new_feed(
 ) -> Feed:
     """Build the feed of one of a run's data sets. Raises UserError for data that do not fit the settings."""
     return make_feed(
-        source,
+        with_labels(source) if data.labels_as_input else source,
         batch_size,
         settings.seed,
         choices.device,

@@ -75,6 +75,7 @@ class DataSets:
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
     class_names: Sequence[str] | None = None  # None is the attribute `classes` of the test data, if there is one
+    labels_as_input: bool = False  # whether the model gets the targets too, for `model_loss`
 
 
 @dataclass

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from crossbow_py.averaging import SMA, AveragingRule
 from crossbow_py.core.errors import UserError, unwritable
 from crossbow_py.core.files import given_path
@@ -65,7 +63,8 @@ class Trainer:
         optimizer: updates a learner's weights from its gradient.
         schedule: the learning rate as a function of samples seen.
         averaging: the rule that keeps learners together.
-        loss: `f(outputs [B, ...], targets [B, ...])`, a batch mean.
+        loss: `f(outputs [B, ...], targets [B, ...])`, a batch mean. None is cross-entropy; or, if forward takes
+            `labels` and the data's inputs are dicts, `model_loss`, what the model itself returns.
         metrics: further functions like `loss` to evaluate, by name; they are in `result.summary.metrics`.
         augmentation: augmentation of training images, uint8 tensors [N, C, H, W].
         mean: mean that inputs are normalised by, one number per channel or one for all, for pixels from 0 to 1. Needs
@@ -111,7 +110,7 @@ class Trainer:
         optimizer: Optimizer = SGD(),
         schedule: Schedule = Constant(),
         averaging: AveragingRule = SMA(),
-        loss: Loss = nn.functional.cross_entropy,
+        loss: Loss | None = None,
         metrics: Mapping[str, Metric] | None = None,
         augmentation: Augmentation | None = None,
         mean: Sequence[float] | None = None,

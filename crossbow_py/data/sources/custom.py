@@ -11,7 +11,7 @@ from torch.utils.data import Subset
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import setting
 from crossbow_py.core.targets import call_target
-from crossbow_py.data.datasets import Data, as_pair, check_data, has_integers
+from crossbow_py.data.datasets import Collated, Data, as_pair, check_data, has_integers
 from crossbow_py.data.sources.base import SourceSettings
 
 _MOST_CLASSES = 2**24  # larger targets are numbers, not classes
@@ -63,7 +63,7 @@ class Custom(SourceSettings):
 
 def _classes_of(data: Any) -> int | None:
     pair = as_pair(data)
-    while pair is None and isinstance(data, Subset):
+    while pair is None and isinstance(data, Subset | Collated):
         data = data.dataset
     if pair is None and hasattr(data, "classes"):
         return len(data.classes)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import Subset, default_collate
+from torch.utils.data import default_collate
 
 from crossbow_py.core.errors import UserError, one_line, raised_at
-from crossbow_py.core.trees import Tree, map_tree
-from crossbow_py.data.datasets import MapStyleDataset, is_image_batch, split_item
+from crossbow_py.core.trees import Tree, leaves, map_tree
+from crossbow_py.data.datasets import Collated, MapStyleDataset, is_image_batch, split_item, take
 from crossbow_py.data.randomness import sample_words
 from crossbow_py.data.streaming.streamed_data import BadSample, Key, Loaded, OnSample, StreamedData
 from crossbow_py.data.streaming.worker_processes import says_no_shared_memory
@@ -31,6 +32,10 @@ class ItemData(StreamedData):
 
     def __init__(self, dataset: MapStyleDataset) -> None:
         self.dataset = dataset
+        self._items, self._collate = dataset, _collate
+        if isinstance(dataset, Collated):
+            self._items, self._collate = dataset.dataset, partial(_collate_by, dataset.collate)
+            self.one_shape = dataset.one_shape
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -44,12 +49,12 @@ class ItemData(StreamedData):
             on_sample(key.sample)
             seed_generators(seed, key)
             try:
-                items.append(self.dataset[key.sample])
+                items.append(self._items[key.sample])
                 samples.append(key.sample)
             except Exception as error:
                 reason = one_line(error) + raised_at(error)
                 bad.append(BadSample(key.sample, self.name_of(key.sample), reason, traceback.format_exc()))
-        inputs, targets = _collate(items, samples) if items else (torch.empty(0), torch.empty(0))
+        inputs, targets = self._collate(items, samples) if items else (torch.empty(0), torch.empty(0))
         inputs = map_tree(_in_memory_order, inputs)
         return Loaded(inputs, targets, tuple(bad))
 
@@ -57,7 +62,7 @@ class ItemData(StreamedData):
         return f"item {sample} of the data set"
 
     def subset(self, ids: npt.NDArray[np.int64]) -> ItemData:
-        subset: Subset[Any] = Subset(self.dataset, ids.tolist())  # type: ignore[arg-type]  # narrower than it works
+        subset: Any = take(self.dataset, ids)
         return ItemData(subset)
 
 
@@ -89,7 +94,34 @@ def _collate(items: list[Any], samples: list[int]) -> tuple[Tree, Tensor]:
             f"{forms[odd]}); return the same ones for every sample."
         )
     stacked = [_stack(list(values), samples) for values in zip(*inputs, strict=True)]
-    return forms[0].unflatten(stacked), _stack([pair[1] for pair in pairs if pair], samples)
+    return forms[0].unflatten(stacked), _stack([_as_tree(pair[1]) for pair in pairs if pair], samples)
+
+
+def _collate_by(collate: Callable[[list[Any]], Any], items: list[Any], samples: list[int]) -> tuple[Tree, Tensor]:
+    """Return what a function of the user's makes of items. Raises UserError if it is no batch of so many samples."""
+    try:
+        batch = collate(items)
+    except Exception as error:
+        raise UserError(
+            f"the collate of the data set raised {one_line(error)}{raised_at(error)} on {len(items)} items, of which "
+            f"item {samples[0]} is the first; have it make a batch of any number of items."
+        ) from error
+    found = split_item(batch)
+    inputs, targets = (None, None) if found is None else (_as_tree(found[0]), found[1])
+    odd = next((own for own in pytree.tree_leaves((inputs, targets)) if not isinstance(own, Tensor)), None)
+    if odd is not None or not isinstance(targets, Tensor):
+        kind = type(batch if found is None else odd).__name__
+        raise UserError(
+            f"the collate of the data set must return tensors (inputs, targets), or a mapping with labels, got {kind}; "
+            "make tensors of what it stacks, and leave the rest out."
+        )
+    sizes = [len(own) if own.ndim else 0 for own in (*leaves(inputs), targets)]
+    if sizes != [len(items)] * len(sizes):
+        raise UserError(
+            f"the collate of the data set must return a row for each item, got {sizes} rows for {len(items)} items; "
+            "stack samples along dimension 0."
+        )
+    return inputs, targets
 
 
 def _as_tree(value: Any) -> Any:

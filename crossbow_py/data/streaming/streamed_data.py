@@ -73,11 +73,13 @@ class StreamedData(ABC):
         patience_remedy: how the user sets `timeout_s`, as the end of a sentence; empty if that is impossible.
         remedy: what the user may do about a bad sample, as the end of a sentence.
         image_shape: (C, H, W) of inputs that are uint8 images, all of one size; None for other inputs.
+        one_shape: whether batches of one size have the same shapes, and may be put together of smaller ones.
     """
 
     max_bad: int = 0
     remedy: str = "correct the data set"
     image_shape: tuple[int, int, int] | None = None
+    one_shape: bool = True
     timeout_s: float = 120.0
     patience_remedy: str = ""
 

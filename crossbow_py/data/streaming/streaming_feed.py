@@ -77,6 +77,7 @@ class StreamingFeed(Feed):
         super().__init__(len(data), batch_size)
         self._data, self._seed, self._device = data, seed, form.device
         self._prepare, self.num_workers, self._num_ranks = Preparation(form), num_workers, num_ranks
+        self.one_shape = data.one_shape
         self.through_shared = data.image_shape is None
         order_seed = seed if order_seed is None else order_seed
         self._orders = EpochCache[int, Ids](lambda epoch: epoch_order(order_seed, epoch, self.num_samples))
@@ -167,7 +168,8 @@ class StreamingFeed(Feed):
         batches = [samples[begin : begin + batch_size] for begin in begins]
         if not batches:  # start no processes
             return
-        chunks = [cut_up(batch, _EVALUATION_CHUNK if self.num_workers else batch_size) for batch in batches]
+        chunk = _EVALUATION_CHUNK if self.num_workers and self.one_shape else batch_size
+        chunks = [cut_up(batch, chunk) for batch in batches]
         loader = self._new_loader(itertools.chain.from_iterable(chunks), self.num_workers, training=False)
         with contextlib.closing(Prefetcher(loader, lambda _, one: self._accept(one))) as found:
             self._evaluating = found  # for `close`: an error's traceback may keep this generator from closing it
@@ -176,9 +178,13 @@ class StreamingFeed(Feed):
 
     def first_samples(self, count: int) -> Batch:
         """See `Feed.first_samples`. Loaded in the caller, without bad samples. Raises DataError if all are bad."""
-        loader = self._new_loader(([Key(0, sample)] for sample in range(self.num_samples)), 0, training=False)
+        count = min(count, self.num_samples)
+        chunk = 1 if self.one_shape else count
+        starts = range(0, self.num_samples, chunk)
+        keys = ([Key(0, sample) for sample in range(at, min(at + chunk, self.num_samples))] for at in starts)
+        loader = self._new_loader(keys, 0, training=False)
         good: list[Loaded] = []
-        while len(good) < min(count, self.num_samples) and (loaded := next(loader, None)) is not None:
+        while chunk * len(good) < count and (loaded := next(loader, None)) is not None:
             if len(self._accept(loaded).targets):
                 good.append(loaded)
         for batch in self._evaluation_batch(good):
@@ -198,9 +204,12 @@ class StreamingFeed(Feed):
         self._classes = classes
 
     def for_measuring(self) -> Feed:
-        """See `Feed.for_measuring`. Its batches repeat the first sample."""
+        """See `Feed.for_measuring`. Its batches repeat the first sample, or the first batch if their shapes differ."""
         if self._measuring is None:
-            batch = self.first_samples(1).map(lambda each: each.repeat_interleave(self.batch_size, 0))
+            if self.one_shape:
+                batch = self.first_samples(1).map(lambda each: each.repeat_interleave(self.batch_size, 0))
+            else:
+                batch = self.first_samples(self.batch_size)
             self._measuring = _SameBatchFeed(self.num_samples, batch)
         return self._measuring
 

@@ -27,7 +27,7 @@ from crossbow_py.engine.fusion.regions import GradModes, cast_once, inline_block
 from crossbow_py.engine.fusion.rules.registry import base_name
 from crossbow_py.engine.fusion.writes import FusionError, Write, find_writes
 from crossbow_py.engine.modules.code_lines import line_of_failure
-from crossbow_py.engine.modules.losses import scores_of
+from crossbow_py.engine.modules.losses import Part, scores_of
 from crossbow_py.engine.modules.precision import Precision, cast_module
 
 _CALLED = "crossbow_model"  # the attribute that holds the model in a graph of a tree of inputs
@@ -35,42 +35,41 @@ _EXPORTED: WeakKeyDictionary[nn.Module, dict[Any, torch.export.ExportedProgram]]
 
 
 class _Called(nn.Module):
-    """A model as a function of the leaves of its inputs, which returns the scores of its output, or all of it."""
+    """A model as a function of the leaves of its inputs, which returns a part of its output."""
 
-    def __init__(self, model: nn.Module, inputs: Tree, scores: bool) -> None:
+    def __init__(self, model: nn.Module, inputs: Tree, part: Part) -> None:
         super().__init__()
         self.train(model.training)
         setattr(self, _CALLED, model)
-        self._tree, self._scores = pytree.tree_structure(inputs), scores
+        self._tree, self._part = pytree.tree_structure(inputs), part
 
     def forward(self, *values: Tensor) -> Tree:
-        output = call(getattr(self, _CALLED), self._tree.unflatten(values))
-        return scores_of(output) if self._scores else output
+        return self._part(call(getattr(self, _CALLED), self._tree.unflatten(values)))
 
 
 def exported(
-    template: nn.Module, example: Tree, precision: Precision, training: bool = True, scores: bool = True
+    template: nn.Module, example: Tree, precision: Precision, training: bool = True, part: Part = scores_of
 ) -> torch.export.ExportedProgram:
     """Return the template's graph for batches like the example; kept as long as the template, for banks of all sizes.
 
-    It takes the leaves of inputs that are a tree. With `training=False` it is that of evaluation mode, and with
-    `scores=False` it returns all of the model's output, where that has more than `scores_of` it.
+    It takes the leaves of inputs that are a tree, and returns a `part` of the output. With `training=False` it is that
+    of evaluation mode.
 
     Raises:
         FusionError: the model cannot be exported, does not return tensors, or writes in a way that cannot be followed.
     """
     graphs = _EXPORTED.setdefault(template, {})
-    key = (batch_key(example), precision.name, training, scores)
+    key = (batch_key(example), precision.name, training, part)
     if key not in graphs:
-        graphs[key] = _export(template, example, precision, training, scores)
+        graphs[key] = _export(template, example, precision, training, part)
     return graphs[key]
 
 
 def _export(
-    template: nn.Module, example: Tree, precision: Precision, training: bool, scores: bool
+    template: nn.Module, example: Tree, precision: Precision, training: bool, part: Part
 ) -> torch.export.ExportedProgram:
     module = cast_module(copy.deepcopy(template), precision).train(training)
-    called = module if isinstance(example, Tensor) else _Called(module, example, scores)
+    called = module if isinstance(example, Tensor) else _Called(module, example, part)
     try:
         with _quiet(), kept_host_state(), preserve_node_meta(), GradModes():
             before = host_state()
@@ -78,7 +77,7 @@ def _export(
             draws = before != host_state()
             spec = program.call_spec.out_spec
             if called is module and not (spec is None or spec.is_leaf()):
-                called = _Called(module, example, scores)
+                called = _Called(module, example, part)
                 program = torch.export.export(called, tuple(leaves(example)), strict=False)
     except FusionError as error:
         raise FusionError(f"{error}{line_of_failure(error)}") from error

@@ -52,7 +52,7 @@ from crossbow_py.engine.modules.agreement import (
 )
 from crossbow_py.engine.modules.call_watch import CallWatch
 from crossbow_py.engine.modules.dropout import OwnDraws
-from crossbow_py.engine.modules.losses import Loss, scores_of, takes_scores
+from crossbow_py.engine.modules.losses import Loss, Part, part_for, scores_of
 from crossbow_py.engine.modules.precision import Precision
 from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.engine.update.optimizers import SGD
@@ -60,6 +60,10 @@ from crossbow_py.engine.update.row_update import TorchUpdate
 
 _LEARNERS = range(2)
 _MOST_SAMPLES = 64  # samples to load; larger batches repeat them
+_MANY_SHAPES = (
+    "the batches of its data may differ in shape, and learners' batches are put together; pad samples to one length, "
+    "and say so by Collated(..., one_shape=True)"
+)
 _APART = 0.02  # relative distance of the second learner's weights from the first one's
 
 _FOUND: WeakKeyDictionary[nn.Module, dict[Any, str | None]] = WeakKeyDictionary()
@@ -206,7 +210,7 @@ def outdated(tasks: RoundTasks, fused: FusedPass) -> str | None:
 
 @torch.no_grad()
 def trusted_outputs(
-    bank: ReplicaBank, inputs: Tree, learners: range | None = None, scores: bool = True
+    bank: ReplicaBank, inputs: Tree, learners: range | None = None, part: Part = scores_of
 ) -> FusedGraph:
     """Return the graph of some models in evaluation mode, once it gives the outputs of the first and last of them.
 
@@ -214,7 +218,7 @@ def trusted_outputs(
         bank: a bank that is not for training.
         inputs: a batch `[B, ...]` like those to come, in compute precision.
         learners: the models; by default all.
-        scores: whether only the scores of outputs are needed.
+        part: gives what is needed of an output.
 
     Raises:
         FusionError: the models cannot be fused, or their graph gives other outputs than the models.
@@ -223,15 +227,15 @@ def trusted_outputs(
     modules = [bank.module(learner) for learner in rows]
     with kept_buffers(modules[0]), kept_generators(bank.device):
         call(modules[0], map_tree(torch.clone, inputs))  # before the export: see `_disagreement`
-    graph = FusedGraph(bank.template, inputs, bank, learners=learners, training=False, scores=scores)
-    known, key = _FOUND.setdefault(bank.template, {}), (batch_key(inputs), bank.precision.name, scores)
+    graph = FusedGraph(bank.template, inputs, bank, learners=learners, training=False, part=part)
+    known, key = _FOUND.setdefault(bank.template, {}), (batch_key(inputs), bank.precision.name, part)
     if key in known:
         return graph
     with kept_buffers(*modules), kept_generators(bank.device):
         outputs = graph.run(map_tree(torch.clone, inputs), shared=True)
     for learner in sorted({rows[0], rows[-1]}):
         own = map_tree(itemgetter(learner - rows[0]), outputs)
-        found = _output_difference(bank, learner, inputs, own, scores)
+        found = _output_difference(bank, learner, inputs, own, part)
         if found is not None:
             raise FusionError(f"its graph gives other numbers than the model itself ({found})")
     known[key] = None
@@ -239,14 +243,13 @@ def trusted_outputs(
 
 
 def _output_difference(
-    bank: ReplicaBank, learner: int, inputs: Tree, found: Tree, scores: bool
+    bank: ReplicaBank, learner: int, inputs: Tree, found: Tree, part: Part
 ) -> Difference | None:
     module = bank.module(learner)
 
     def values() -> dict[str, Tensor]:
         with kept_buffers(module), kept_generators(bank.device):
-            output = call(module, map_tree(torch.clone, inputs))
-            return outputs_by_name(scores_of(output) if scores else output)
+            return outputs_by_name(part(call(module, map_tree(torch.clone, inputs))))
 
     def control() -> dict[str, Tensor]:
         with _moved_learner(bank, learner):
@@ -257,9 +260,11 @@ def _output_difference(
 
 def require_agreement(compared: Comparison, kernels: bool = False) -> None:
     """Raise FusionError unless a fused pass of the model gives the model's own numbers; checked once per template."""
+    if not compared.feed.one_shape:
+        raise FusionError(_MANY_SHAPES)
     example = compared.feed.for_measuring().batch(0).inputs
-    scores = takes_scores(compared.loss)
-    key = batch_key(example), compared.precision.name, compared.channels_last, compared.shared, kernels, scores
+    part = part_for(compared.loss)
+    key = batch_key(example), compared.precision.name, compared.channels_last, compared.shared, kernels, part
     known = _FOUND.setdefault(compared.template, {})
     if key not in known:
         try:
@@ -275,17 +280,17 @@ def _disagreement(compared: Comparison, kernels: bool) -> str | None:
     if (hooked := backward_hook(compared.template)) is not None:
         return f"{hooked} has a hook on its backward pass, and a graph calls none"
     pair = _Pair(compared, kernels)
-    example, scores = compared.feed.for_measuring().batch(0).inputs, takes_scores(compared.loss)
+    example, part = compared.feed.for_measuring().batch(0).inputs, part_for(compared.loss)
     try:
         # Before the export, or what a first pass keeps would be tensors without values.
         with _failing("the model itself fails on its first samples"):
             refusal = pair.examine()
     except FusionError:
-        exported(compared.template, example, compared.precision, scores=scores)  # whose error says more
+        exported(compared.template, example, compared.precision, part=part)  # whose error says more
         raise
     if refusal is not None:
         return refusal
-    program = exported(compared.template, example, compared.precision, scores=scores)
+    program = exported(compared.template, example, compared.precision, part=part)
     if leaves(example)[0].device.type == "cuda" and any(
         draws.draws(node) and not draws.is_of_dropout_module(node) for node in program.graph.nodes
     ):

@@ -20,9 +20,9 @@ from crossbow_py.engine.modules.losses import (
     compared,
     correct_of_batch,
     is_classification,
+    part_for,
     scaled_to_batch,
     smoothed_cross_entropy,
-    takes_scores,
 )
 from crossbow_py.engine.rounds import Round, RoundTasks
 
@@ -64,8 +64,8 @@ class FusedPass:
         self._tasks, bank = tasks, tasks.bank
         self.learners = range(bank.num_learners) if learners is None else learners
         example = tasks.feed.for_measuring().batch(0).inputs
-        scores = takes_scores(tasks.loss)
-        self.graph = FusedGraph(bank.template, example, bank, kernels, self.learners, fuses=fuses, scores=scores)
+        part = part_for(tasks.loss)
+        self.graph = FusedGraph(bank.template, example, bank, kernels, self.learners, fuses=fuses, part=part)
         self.notes = self.graph.notes
         self._loss: LossOfAll | None = None
         if kernels and tasks.loss is nn.functional.cross_entropy and tasks.label_smoothing is None:

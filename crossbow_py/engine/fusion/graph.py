@@ -35,6 +35,7 @@ from crossbow_py.engine.fusion.units.units import Unit, find_units
 from crossbow_py.engine.fusion.values import Copies, Fused, Layout, PerLearner, map_values, stack, values_in, wrap
 from crossbow_py.engine.fusion.writes import NOTHING, Write
 from crossbow_py.engine.kernels.checks import serves
+from crossbow_py.engine.modules.losses import Part, scores_of
 
 _RULE_MODULES = (draws, elementwise, layers, recurrent)  # imported for the rules they register
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
@@ -53,7 +54,7 @@ class FusedGraph:
         learners: K neighbouring learners; by default all.
         training: whether the model runs in training mode; else in evaluation mode, without autograd or kernels.
         fuses: whether operators are fused; else each runs as it was exported, learner by learner.
-        scores: whether only the scores of outputs are needed, see `scores_of`.
+        part: gives what is needed of an output.
 
     Attributes:
         trained: the trained parameters `[K, *shape]`, in the order of the layout: leaves of autograd.
@@ -77,7 +78,7 @@ class FusedGraph:
         learners: range | None = None,
         training: bool = True,
         fuses: bool = True,
-        scores: bool = True,
+        part: Part = scores_of,
     ) -> None:
         assert training or not kernels, "kernels serve training"
         assert fuses or not kernels, "kernels fuse"
@@ -87,7 +88,7 @@ class FusedGraph:
         self.looped: list[str] = []
         self.written: frozenset[str] = frozenset()
         self.anchor = torch.zeros((), device=bank.device, requires_grad=True)
-        program = exported(template, example, bank.precision, training, scores)
+        program = exported(template, example, bank.precision, training, part)
         self._bank, self._constants = bank, program.constants
         names = first_names(template)
         self._sources = {

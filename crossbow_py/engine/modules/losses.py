@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.core.trees import Tree, leaves
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.trees import Tree, form_of, leaves
 from crossbow_py.data.datasets import counted, has_integers
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -18,10 +19,43 @@ IGNORED = -100  # targets that cross_entropy leaves out of its mean
 _SCORES = ("logits", "out")  # what models call their scores, those of Hugging Face and of torchvision
 
 
-def takes_scores(loss: Loss) -> bool:
-    """Return whether a loss takes the scores of an output alone, as those of torch do; others take all of it."""
+Part = Callable[[Tree], Tree]
+
+
+def model_loss(output: Tree, targets: Tensor) -> Tensor:  # noqa: ARG001
+    """Return the loss that the model has computed itself, its output's entry `loss`, as models of transformers do.
+
+    Such a model gets the targets as its argument `labels`.
+    """
+    found: Tensor = output["loss"]
+    return found
+
+
+def part_for(loss: Loss) -> Part:
+    """Return the function that gives what a loss needs of a model's output.
+
+    Losses of torch take scores, `model_loss` the loss beside them, and others everything.
+    """
+    if loss is model_loss:
+        return loss_and_scores
     function = loss.func if isinstance(loss, partial) else loss
-    return str(getattr(function, "__module__", "")).startswith(("torch.nn", __name__))
+    return scores_of if str(getattr(function, "__module__", "")).startswith(("torch.nn", __name__)) else whole_output
+
+
+def whole_output(output: Tree) -> Tree:
+    """Return the output."""
+    return output
+
+
+def loss_and_scores(output: Tree) -> Tree:
+    """Return the loss and the scores of a model's output, without states of attention and the like."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(found, Tensor):
+        raise UserError(
+            f"the model must return the loss that it computes, as an entry `loss`, got {form_of(output)}; give a loss, "
+            "such as loss=nn.functional.cross_entropy."
+        )
+    return {"loss": found, "logits": scores_of(output)}
 
 
 def _takes_classes(loss: Loss) -> bool:
@@ -98,12 +132,12 @@ class Compared(NamedTuple):
 
 
 def compared(loss: Loss, output: Tree, targets: Tensor, lead: int = 0) -> Compared:
-    """Return what a loss takes of a model's output: its scores, see `takes_scores`, or all of it.
+    """Return what a loss takes of a model's output, see `part_for`.
 
     Where a loss of classes meets the scores of tokens [B, T, V] and targets [B, T], each token is a sample to it. That
     is how language models have them; torch's own order is [B, V, T], which is left as it is, also if V = T.
     """
-    output = scores_of(output) if takes_scores(loss) else output
+    output = part_for(loss)(output)
     if not isinstance(output, Tensor) or output.ndim != lead + 3 or output.shape[:-1] != targets.shape:
         return Compared(output, targets)
     if not _takes_classes(loss) or not has_integers(targets) or output.shape[-1] == output.shape[-2]:
@@ -134,7 +168,7 @@ def non_finite_outputs(outputs: Tree, lead: int = 0) -> Tensor:
 
     So minus infinity is an ordinary value, unless a sample has no other. Of several outputs the first one counts.
     """
-    own = leaves(outputs)[0]
+    own = leaves(scores_of(outputs))[0]
     if own.ndim <= lead or own.numel() == 0 or not own.is_floating_point():
         return own.new_zeros(own.shape[:lead], dtype=torch.int64)
     return (~own.reshape(*own.shape[: lead + 1], -1).amax(-1).isfinite()).sum(lead)

@@ -26,7 +26,7 @@ def check_compatible(
     optimizer: Optimizer,
     schedule: Schedule,
     averaging: AveragingRule,
-    loss: Loss,
+    loss: Loss | None,
     max_evaluation_batches: int | None,
     ranks: Ranks,
 ) -> None:
@@ -55,6 +55,8 @@ def _check_groups(optimizer: Any, schedule: Any, averaging: Any, loss: Any) -> N
                 f"{name} must be one of crossbow_py's, such as {example}, got {_shown(value)}; import one from "
                 "crossbow_py."
             )
+    if loss is None:
+        return
     if not callable(loss):
         raise UserError(
             f"loss must be a function (outputs, targets) -> tensor, such as nn.MSELoss(), got {loss!r}; give one, or "
@@ -111,12 +113,12 @@ def _check_policies(
     settings: RunSettings,
     optimizer: Optimizer,
     rule: AveragingRule,
-    loss: Loss,
+    loss: Loss | None,
     max_evaluation_batches: int | None,
     ranks: Ranks,
 ) -> None:
     check_learning(settings, optimizer, rule, ranks.num_ranks)
-    if settings.label_smoothing and settled_loss(loss) is not nn.functional.cross_entropy:
+    if settings.label_smoothing and loss is not None and settled_loss(loss) is not nn.functional.cross_entropy:
         raise UserError(
             f"label_smoothing={settings.label_smoothing} is for cross-entropy, and another loss was given; "
             "set label_smoothing=0, and smooth inside the loss."

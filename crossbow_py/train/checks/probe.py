@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -25,7 +26,7 @@ from crossbow_py.engine.modules.agreement import (
 )
 from crossbow_py.engine.modules.call_watch import CallWatch
 from crossbow_py.engine.modules.dropout import OwnDraws, replace_dropout
-from crossbow_py.engine.modules.losses import Loss, compared, takes_scores
+from crossbow_py.engine.modules.losses import Loss, compared, part_for, scores_of
 from crossbow_py.engine.modules.precision import Precision, cast_module, full_precision_parameters
 from crossbow_py.train.checks.losses import classes_of, copied_loss, hidden_parameter, misfit, remarks
 from crossbow_py.train.evaluation.evaluator import Metric
@@ -83,6 +84,7 @@ def probe(
     generator = torch.Generator(batch.targets.device)
     replace_dropout(model, generator)
     own = batch.targets.device.type == "cpu" and not compile_model  # as in `RoundTasks`
+    _check_arguments(model, batch.inputs, "training")
     passes = _TwoPasses(model, batch.inputs, generator, own)
     output, targets = compared(loss, passes.first(), batch.targets)
     batch = batch._replace(targets=targets)
@@ -224,8 +226,10 @@ def probe_evaluation(
 
     Raises UserError if it does not fit the model, or a metric cannot be computed on it.
     """
+    model = _runnable(template, precision).eval()
+    _check_arguments(model, batch.inputs, what)
     try:
-        output = call(_runnable(template, precision).eval(), batch.inputs)
+        output = call(model, batch.inputs)
         output, targets = compared(loss, in_format(output, precision.master), batch.targets)
         batch = batch._replace(targets=targets)
         wrong = misfit(loss, output, batch.targets)
@@ -272,6 +276,34 @@ def _unfit(what: str, inputs: Tree, error: Exception) -> UserError:
     )
 
 
+def takes_labels(model: nn.Module) -> bool:
+    """Return whether forward has an argument `labels`, from which it computes a loss, as models of transformers do."""
+    return "labels" in _arguments(model)
+
+
+def _arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(model.forward).parameters
+    except (TypeError, ValueError):  # of compiled code
+        return {}
+
+
+def _check_arguments(model: nn.Module, inputs: Tree, what: str) -> None:
+    """Raise UserError for several inputs that are not what forward takes."""
+    arguments = _arguments(model)
+    if isinstance(inputs, Tensor) or not arguments:
+        return
+    try:
+        named = isinstance(inputs, Mapping)
+        call(inspect.Signature(list(arguments.values())).bind, inputs)
+    except TypeError as error:
+        given = ", ".join(inputs) if named else f"{len(inputs)} inputs"
+        raise UserError(
+            f"the model's forward takes ({', '.join(arguments)}), and a sample of the {what} data has {given} "
+            f"({error}); rename or leave out entries of the samples, or give the argument a default."
+        ) from error
+
+
 def _generator_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.random.get_rng_state()
 
@@ -281,7 +313,7 @@ def _check_output(output: Tree, targets: Tensor, num_classes: int | None, exact:
         remedy = "let forward return its output" if output is None else "return tensors"
         raise UserError(f"the model must return a tensor, got {type(output).__name__}; {remedy}.")
     if not isinstance(output, Tensor):
-        if takes_scores(loss):
+        if part_for(loss) is scores_of:
             raise UserError(
                 f"the model returns {form_of(output)}, of which the loss takes one tensor; call it logits, return it "
                 "alone, or give a loss of your own that takes them all."

@@ -31,8 +31,8 @@ from crossbow_py.engine.modules.losses import (
     count_correct,
     ignored_target,
     non_finite_outputs,
+    part_for,
     scores_of,
-    takes_scores,
 )
 from crossbow_py.engine.modules.precision import Precision, cast_module
 
@@ -368,7 +368,7 @@ def evaluate_bank(
         num_threads = min(torch.get_num_threads(), len(states))
         with ThreadPoolExecutor(num_threads, "crossbow evaluation", lambda: torch.set_num_threads(1)) as pool:
             return list(pool.map(lambda state: evaluator.evaluate(state, feed), states))
-    if len(learners) > 1:
+    if len(learners) > 1 and feed.one_shape:  # a graph is of one shape
         try:
             return _evaluate_together(prediction_bank(bank, learners), evaluator, feed)
         except FusionError:
@@ -406,7 +406,7 @@ def _evaluate_together(bank: ReplicaBank, evaluator: Evaluator, feed: Feed) -> l
     for batch in itertools.islice(feed.evaluation_batches(evaluator.batch_size), evaluator.max_batches):
         form = batch_key(batch.inputs)
         if form not in graphs:
-            graphs[form] = trusted_outputs(bank, batch.inputs, scores=takes_scores(evaluator.loss))
+            graphs[form] = trusted_outputs(bank, batch.inputs, part=part_for(evaluator.loss))
         outputs = graphs[form].run(batch.inputs, shared=True)
         sums += evaluator.batch_sums(in_format(outputs, bank.precision.master), batch.targets)
         count += len(batch.targets)

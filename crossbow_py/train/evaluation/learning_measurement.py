@@ -168,7 +168,8 @@ class LearningMeasurement:
         every = -(-feed.num_samples // _MOST_SAMPLES)
         found: list[list[Tensor]] = [[] for _ in range(bank.num_learners)]
         samples = feed.evaluation_batches(1, 0, every)
-        while batch := list(itertools.islice(samples, run.evaluator.batch_size)):
+        size = run.evaluator.batch_size if feed.one_shape else 1
+        while batch := list(itertools.islice(samples, size)):
             inputs, targets = joined(batch)
             for j, own in enumerate(found):
                 module = run.evaluator.module(bank.learner_state(j))

@@ -60,7 +60,7 @@ def choose_executor(
     rule, loss = update.rule, copied_loss(loss)
     shared = not rule.has_central_model or settings.num_learners == 1
     compared = Comparison(template, feed, loss, choices.precision, settings.channels_last, shared)
-    feed = feed.for_measuring()
+    one_shape, feed = feed.one_shape, feed.for_measuring()
     fuses = choices.executor != "auto" and EXECUTORS[choices.executor].FUSES
     if fuses and (reason := why_not_fused(compared)):
         raise UserError(f"executor={choices.executor} cannot run this model: {reason}; set executor=auto.")
@@ -68,7 +68,7 @@ def choose_executor(
         return choices, []
     known, key = RememberedChoices(cache), _fingerprint(template, settings, choices, update, feed, num_ranks)
     remembered = known.recall(key)
-    possible = _candidates(settings, choices, num_ranks)
+    possible = _candidates(settings, choices, num_ranks, one_shape)
     if remembered in possible and still_runs(remembered, compared):
         note = f"Executor {remembered} was the fastest when measured earlier (remembered in {known.path})."
         return dataclasses.replace(choices, executor=remembered), [note]
@@ -107,13 +107,20 @@ def _kept(found: Calibration, known: RememberedChoices, key: str) -> str:
     return f"{found.sentence.removesuffix('.')}; {kept}."
 
 
-def _candidates(settings: RunSettings, choices: Choices, num_ranks: int) -> list[str]:
-    """Return what `auto` chooses from. Fused executors do not run compiled models."""
-    waits = num_ranks > 1 and choices.device.type == "cpu"
+def _candidates(settings: RunSettings, choices: Choices, num_ranks: int, one_shape: bool) -> list[str]:
+    """Return what `auto` chooses from. Fused executors do not run compiled models.
+
+    They need batches of one shape, as do CUDA graphs.
+    """
+    on_cuda = choices.device.type == "cuda"
+    if on_cuda and not one_shape:
+        return [SerialExecutor.NAME]
+    waits = num_ranks > 1 and not on_cuda
     return [
         name
         for name in candidates(choices.device)
-        if not (settings.compile_model and EXECUTORS[name].FUSES) and not (waits and name == SerialExecutor.NAME)
+        if not ((settings.compile_model or not one_shape) and EXECUTORS[name].FUSES)
+        and not (waits and name == SerialExecutor.NAME)
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from crossbow_py import SGD, Independent, SynchronousSGD, Trainer, UserError
+from crossbow_py import SGD, Collated, Independent, SynchronousSGD, Trainer, UserError, model_loss
 from crossbow_py.data.sampler import epoch_order
 
 SAMPLES, TOKENS, WORDS, CLASSES, BATCH = 48, 6, 20, 3, 8
@@ -79,9 +80,9 @@ class Trained(NamedTuple):
 
 
 def trained(data: Any, executor: str = "serial", returns: str = "tensor", rounds: int = 6, **options: Any) -> Trained:
-    options = {"num_learners": 2, "averaging": SynchronousSGD(), **options}
+    options = {"num_learners": 2, "averaging": SynchronousSGD(), "model": lambda: Reader(returns), **options}
     trainer = Trainer(
-        model=lambda: Reader(returns), train_data=data, test_data=options.pop("test_data", data), batch_size=BATCH,
+        train_data=data, test_data=options.pop("test_data", data), batch_size=BATCH,
         optimizer=SGD(learning_rate=0.2, momentum=0.9), executor=executor, device="cpu", precision="fp32", seed=3,
         **options,
     )  # fmt: skip
@@ -191,7 +192,7 @@ def test_data_that_do_not_fit_are_refused(data: Any, says: str | None) -> None:
 
 def test_inputs_that_the_model_does_not_take_are_refused() -> None:
     inputs, targets = samples()
-    with pytest.raises(UserError, match=r"cannot take the training data.*ids.*labels_of_words"):
+    with pytest.raises(UserError, match=r"takes \(ids, mask, features\).*data has ids, .*, labels_of_words"):
         trained(({**inputs, "labels_of_words": inputs["ids"]}, targets))
 
 
@@ -203,3 +204,112 @@ def test_an_output_without_scores_needs_a_loss_of_ones_own() -> None:
 
     with pytest.raises(UserError, match="call it logits"):
         Trainer(model=Two, train_data=samples(), batch_size=BATCH)
+
+
+def padded(items: list[Any], length: int | None = None) -> dict[str, Tensor]:
+    """Stack items whose ids and masks are of different lengths, padded to the longest or to a length."""
+    longest = length or max(len(item["ids"]) for item in items)
+    ids, mask = torch.zeros(len(items), longest, dtype=torch.int64), torch.zeros(len(items), longest)
+    for row, item in enumerate(items):
+        ids[row, : len(item["ids"])], mask[row, : len(item["ids"])] = item["ids"], 1.0
+    features, labels = (torch.stack([torch.as_tensor(item[key]) for item in items]) for key in ("features", "labels"))
+    return {"ids": ids, "mask": mask, "features": features, "labels": labels}
+
+
+class Cut(Items):
+    """Every item has no more ids than its mask counts, as a tokenizer gives them."""
+
+    def __getitem__(self, index: int) -> Any:
+        own = super().__getitem__(index)
+        own["ids"] = own["ids"][: int(own.pop("mask").sum())]
+        return own
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads", "auto"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_of_a_collate_of_ones_own_may_differ_in_shape(executor: str, num_workers: int) -> None:
+    trainer, weights = trained(Collated(Cut(), padded), executor, num_workers=num_workers)
+    assert_alike(weights, plain(6))  # what is padded is masked
+    assert trainer.choices.executor in ("serial", "threads")
+    with_masks, _ = trained(samples(), "serial")
+    assert trainer.evaluate().loss == pytest.approx(with_masks.evaluate().loss, rel=1e-5)
+
+
+def test_fused_learners_need_batches_of_one_shape() -> None:
+    with pytest.raises(UserError, match="may differ in shape.*one_shape=True"):
+        trained(Collated(Cut(), padded), "fused")
+    data = Collated(Cut(), partial(padded, length=TOKENS), one_shape=True)
+    assert_alike(trained(data, "fused").weights, plain(6))
+
+
+def test_independent_learners_are_evaluated_on_batches_of_any_shape() -> None:
+    trainer, _ = trained(Collated(Cut(), padded), averaging=Independent(), learning_statistics=True)
+    assert trainer.evaluate().accuracy is not None
+
+
+def fails(items: list[Any]) -> Any:
+    if len(items) > 1:
+        raise ValueError("no room")
+    return padded(items)
+
+
+@pytest.mark.parametrize(
+    ("collate", "says"),
+    [
+        (fails, "collate of the data set raised.*no room.*on 2 items"),
+        (lambda items: ({"ids": "all of them"}, torch.zeros(len(items))), "must return tensors"),
+        (lambda items: (torch.zeros(len(items) + 1, 2), torch.zeros(len(items))), "a row for each item"),
+        (lambda items: torch.zeros(len(items), 2), r"must be \(input, target\)"),
+    ],
+)
+def test_a_collate_that_makes_no_batch_is_refused(collate: Any, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        trained(Collated(Cut(), collate))
+
+
+class ReaderWithLoss(Reader):
+    """Computes its loss from labels, as models of transformers do."""
+
+    def forward(self, ids: Tensor, mask: Tensor, features: Tensor, labels: Tensor | None = None) -> Any:
+        scores = super().forward(ids, mask, features)
+        loss = None if labels is None else 2 * F.cross_entropy(scores, labels)
+        return {"loss": loss, "logits": scores, "cache": (scores, 3)}
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("name", ["pairs", "a mapping of tensors", "mappings of lists"])
+def test_a_model_that_takes_labels_trains_on_the_loss_it_returns(executor: str, name: str) -> None:
+    trainer, weights = trained(DATA[name](), executor, model=ReaderWithLoss)
+    assert_alike(weights, plain(6, lambda scores, labels: 2 * F.cross_entropy(scores, labels)))
+    found = trainer.evaluate()
+    assert found.accuracy is not None
+    reader, inputs, targets = Reader(), *samples()
+    reader.load_state_dict(weights)
+    assert found.loss == pytest.approx(2 * F.cross_entropy(reader(**inputs), targets).item(), rel=1e-5)
+
+
+def test_a_loss_that_was_given_replaces_the_models_own() -> None:
+    assert_alike(trained(samples(), model=ReaderWithLoss, loss=nn.CrossEntropyLoss()).weights, plain(6))
+
+
+def test_collated_batches_reach_a_model_with_their_labels() -> None:
+    found = trained(Collated(Cut(), padded), model=ReaderWithLoss, num_workers=1)
+    assert_alike(found.weights, plain(6, lambda scores, labels: 2 * F.cross_entropy(scores, labels)))
+
+
+class NoLoss(ReaderWithLoss):
+    def forward(self, ids: Tensor, mask: Tensor, features: Tensor, labels: Tensor | None = None) -> Any:
+        return {"logits": Reader.forward(self, ids, mask, features)}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"loss": model_loss}, "whose forward takes `labels`"),
+        ({"model": ReaderWithLoss, "label_smoothing": 0.1}, "computes its loss itself"),
+        ({"model": NoLoss}, "must return the loss"),
+    ],
+)
+def test_a_loss_of_the_model_that_does_not_fit_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        trained(samples(), **options)
