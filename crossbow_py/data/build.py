@@ -114,6 +114,11 @@ def _check_streamed(data: MapStyleDataset, augmentation: Augmentation) -> None:
     images = [each for each in leaves(inputs) if is_image_batch(each.unsqueeze(0))]
     if not images:
         raise UserError(_needs_images(augmentation, f"set {Augmentation()} and augment inside the data set"))
+    if augmentation.random_erasing and len({each.shape[1:] for each in images}) > 1:
+        raise UserError(
+            "data.random_erasing needs the images of a sample to be of one size, got "
+            f"{' and '.join(str(list(each.shape)) for each in images)}; set data.random_erasing=0."
+        )
     for each in images:
         check_shapes(augmentation, each.shape, np.shape(target))
 

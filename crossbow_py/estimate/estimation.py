@@ -7,18 +7,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from crossbow_py.averaging import AveragingRule
 from crossbow_py.core.errors import CrossbowError, UserError
 from crossbow_py.core.host import Host, read_host
+from crossbow_py.core.trees import Tree, leaves, map_tree
 from crossbow_py.data.datasets import Data, as_pair, num_samples
 from crossbow_py.data.resident.inputs import num_picks
 from crossbow_py.data.sources.base import Declared
 from crossbow_py.data.sources.image_folder import ImageFolder
+from crossbow_py.data.streaming.items import ItemData
+from crossbow_py.data.streaming.streamed_data import Key, StreamedData
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.executors.fused import FusedExecutor
@@ -54,12 +57,12 @@ _TARGET_BYTES = 8
 class DataFacts:
     """The facts of the data set.
 
-    Bytes of a sample are those on the host, where its inputs are `stored` values; `fixed_bytes` lie on the device for
-    good. `through_shared` is as of `Loading`.
+    Bytes of a sample are those on the host, where it has the form `stored`; `fixed_bytes` lie on the device for good.
+    `through_shared` is as of `Loading`.
     """
 
     sample: Sample
-    stored: torch.dtype
+    stored: Sample
     num_classes: int
     num_train: int | None
     resident: bool
@@ -199,18 +202,26 @@ def _data_facts(config: EstimateConfig, precision: Precision) -> DataFacts:
         return _from_declared(config, declared, precision)
     source = config.data.load(progress=False)
     pair = as_pair(source.train)
-    inputs, targets = source.train[0] if pair is None else (pair[0][0], pair[1][0])
-    inputs, targets = torch.as_tensor(inputs), torch.as_tensor(targets)
-    floats = inputs.is_floating_point() or inputs.dtype == torch.uint8
-    sample = Sample(
-        tuple(inputs.shape), precision.compute if floats else inputs.dtype, tuple(targets.shape), targets.dtype
-    )
-    count = num_samples(source.train)
-    fixed = 0 if pair is None else (count + num_samples(source.test)) * (inputs.nbytes + targets.nbytes)
+    inputs, targets = _first(source.train) if pair is None else map_tree(lambda values: values[:1], pair)
+
+    def as_taken(values: Tensor) -> Tensor:
+        return values.to(precision.compute) if values.is_floating_point() or values.dtype == torch.uint8 else values
+
+    count, size = num_samples(source.train), sum(values.nbytes for values in leaves(inputs))
+    fixed = 0 if pair is None else (count + num_samples(source.test)) * (size + targets.nbytes)
     return DataFacts(
-        sample, inputs.dtype, source.num_classes or 0, count, pair is not None, inputs.nbytes, fixed, source.train,
-        note=None,
+        Sample.of(map_tree(as_taken, inputs), targets), Sample.of(inputs, targets), source.num_classes or 0, count,
+        pair is not None, size, fixed, source.train, note=None,
     )  # fmt: skip
+
+
+def _first(data: Any) -> tuple[Tree, Tensor]:
+    """Return the batch of the first sample. Raises UserError if it cannot be read."""
+    streamed = data if isinstance(data, StreamedData) else ItemData(data)
+    loaded = streamed.fetch([Key(0, 0)], seed=0, training=False, on_sample=lambda _: None)
+    for bad in loaded.bad:
+        raise UserError(f"{bad.name} cannot be read ({bad.reason}); {streamed.remedy}.")
+    return loaded.inputs, loaded.targets
 
 
 def _from_declared(config: EstimateConfig, declared: Declared, precision: Precision) -> DataFacts:
@@ -224,7 +235,7 @@ def _from_declared(config: EstimateConfig, declared: Declared, precision: Precis
         fixed = train * (torch.Size([channels, *padded]).numel() + 8 + picks) + test * (size + 8)
     return DataFacts(
         sample=Sample(declared.input_shape, precision.compute),
-        stored=torch.uint8,
+        stored=Sample(declared.input_shape, torch.uint8),
         num_classes=declared.num_classes,
         num_train=declared.num_train,
         resident=declared.resident,
@@ -270,8 +281,8 @@ def _measured(
     def search(executor: str) -> Measured:
         def measure(batch_size: int) -> int | None:
             settings = RunSettings.of(config, num_learners=num_learners, batch_size=batch_size, executor=executor)
-            stored = replace(facts.sample, input_dtype=facts.stored)
-            return reserved_bytes(make_model, stored, facts.num_classes, settings, config.optimizer, config.averaging)
+            rule = config.averaging
+            return reserved_bytes(make_model, facts.stored, facts.num_classes, settings, config.optimizer, rule)
 
         with within(limit_bytes - fixed, device):
             return largest_measured(measure, limit_bytes - fixed, first=max(1, expected // 3), most=most)
@@ -326,8 +337,7 @@ def within(limit_bytes: int, device: torch.device) -> Iterator[None]:
 def _made_up(sample: Sample, num_classes: int, settings: RunSettings) -> DataSets:
     """Return made-up samples: zeros, and targets that go round the classes; no classes (0) are a regression."""
     count = _BATCHES_THERE * settings.batch_size * settings.first_learners
-    inputs = torch.zeros(count, *sample.input_shape, dtype=sample.input_dtype)
-    targets = torch.zeros(count, *sample.target_shape, dtype=sample.target_dtype)
+    inputs, targets = (map_tree(torch.zero_, own) for own in sample.batch(count, channels_last=False))
     if num_classes and targets.ndim == 1:
         targets = (torch.arange(count) % num_classes).to(targets.dtype)
     return DataSets((inputs, targets), num_classes=num_classes or None)

@@ -281,9 +281,10 @@ class StreamingFeed(Feed):
 
     def _rectangles(self, start: int, inputs: Tree) -> Tensor | None:
         """Return the erased rectangles of a batch's images, int32 [4, B] on the host, drawn by sample."""
-        if self._erased is None or not isinstance(inputs, Tensor) or not is_image_batch(inputs):
+        images = [] if self._erased is None else [own for own in leaves(inputs) if is_image_batch(own)]
+        if not images or self._erased is None:
             return None
-        height, width = inputs.shape[2:]
+        height, width = images[0].shape[2:]
         drawn = ((self._erased((epoch, (height, width))), ids) for epoch, ids in self._ids(start))
         return torch.cat([table.index_select(1, ids) for table, ids in drawn], dim=1)
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import UserError
@@ -39,6 +40,31 @@ def plain(tmp_path: Path, *overrides: str) -> dict[str, Any]:
 def custom_data() -> tuple[Any, Any]:
     """Token sequences, and 5 classes."""
     return tuple((torch.zeros(n, 12, dtype=torch.int64), torch.arange(n) % 5) for n in (40, 10))
+
+
+class Rows(Dataset[Any]):
+    """Two inputs a sample, one of them a list, as Hugging Face has them."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"tokens": [index % 7] * 12, "weights": torch.ones(12), "labels": index % 5}
+
+
+def rows() -> tuple[Any, Any]:
+    return Rows(), Rows()
+
+
+class EmbedsWeighted(nn.Module):
+    """For those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(100, 16), nn.Linear(16, 5)
+
+    def forward(self, tokens: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.linear((self.embedding(tokens) * weights[..., None]).mean(1))}
 
 
 class Embeds(nn.Module):
@@ -131,6 +157,16 @@ def test_estimate_of_the_users_own_model_and_data_reads_the_data(tmp_path: Path)
     assert found["sample_bytes"] == 12 * 8
     assert found["recommendation"]["batch_size"] == 40  # all samples
     assert found["recommendation"]["limits"] == ["samples"]
+
+
+def test_estimate_of_items_with_several_inputs(tmp_path: Path) -> None:
+    found = plain(
+        tmp_path, "model=custom", f"model.target={__name__}.EmbedsWeighted", "data=custom",
+        f"data.target={__name__}.rows", "memory=1GiB", "held_back=0",
+    )  # fmt: skip
+    assert found["resident"] is False
+    assert found["sample_bytes"] == 12 * 8 + 12 * 4
+    assert found["recommendation"]["batch_size"] == 40  # all samples
 
 
 def test_estimate_with_one_learner_at_a_time_counts_one_pass() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from crossbow_py import SGD, Collated, Independent, SynchronousSGD, Trainer, UserError, model_loss
+from crossbow_py import SGD, Augmentation, Collated, Independent, SynchronousSGD, Trainer, UserError, model_loss
+from crossbow_py.data.build import make_feed
 from crossbow_py.data.sampler import epoch_order
 
 SAMPLES, TOKENS, WORDS, CLASSES, BATCH = 48, 6, 20, 3, 8
@@ -313,3 +314,44 @@ class NoLoss(ReaderWithLoss):
 def test_a_loss_of_the_model_that_does_not_fit_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         trained(samples(), **options)
+
+
+class Photographs(Dataset[Any]):
+    """Images with features beside them."""
+
+    def __init__(self, others: bool = True, shape: tuple[int, ...] = (3, 8, 8)) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.images = torch.randint(256, (20, 3, 8, 8), generator=generator, dtype=torch.uint8)
+        self.features, self.targets = torch.randn(20, 4, generator=generator), torch.arange(20)
+        self.others, self.small = others, torch.zeros(20, *shape, dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        image, target = self.images[index], int(self.targets[index])
+        return (image, self.features[index], self.small[index], target) if self.others else (image, target)
+
+
+@pytest.mark.parametrize("erases", [0.0, 0.5])
+@pytest.mark.parametrize("is_resident", [True, False])
+def test_images_among_several_inputs_are_augmented_as_alone(erases: float, is_resident: bool) -> None:
+    augmentation = Augmentation(flip=True, random_erasing=erases)
+    data, alone = Photographs(), Photographs(others=False)
+    given: Any = (((data.images, data.features, data.small), data.targets), (alone.images, alone.targets))
+    several, single = (
+        make_feed(own, 8, 5, torch.device("cpu"), augmentation, mean=[0.5], std=[0.25], num_workers=0)
+        for own in (given if is_resident else (data, alone))
+    )
+    for start in (0, 8, 16, 24):
+        found, expected = several.batch(start), single.batch(start)
+        assert torch.equal(found.inputs[0], expected.inputs)
+        assert torch.equal(found.inputs[1], data.features[expected.targets])  # not normalised
+        assert torch.equal(found.targets, expected.targets)
+        together, alone_together = several.batches([start, start + 8]), single.batches([start, start + 8])
+        assert torch.equal(together.inputs[0], alone_together.inputs)
+
+
+def test_erasing_needs_streamed_images_of_one_size() -> None:
+    with pytest.raises(UserError, match="of one size"):
+        make_feed(Photographs(shape=(3, 4, 4)), 8, 5, torch.device("cpu"), Augmentation(random_erasing=0.5))
