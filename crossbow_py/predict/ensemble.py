@@ -138,9 +138,10 @@ class Ensemble:
     def _prepared(self, batch: Tree) -> Tree:
         odd = next((each for each in pytree.tree_leaves(batch) if not isinstance(each, Tensor)), None)
         if odd is not None or not leaves(batch):
+            kind = type(batch if isinstance(batch, list) else odd).__name__
             how = "from_numpy" if isinstance(odd, np.ndarray) else "tensor"
             raise UserError(
-                f"a batch must be a torch.Tensor, or a dict or tuple of them, got {type(odd).__name__}; give "
+                f"a batch must be a torch.Tensor, or a dict or tuple of them, got {kind}; give "
                 f"torch.{how}(batch)."
             )
 

@@ -329,15 +329,15 @@ class Ragged(Counted):
 
 
 BAD_DATA = [
-    ("pair of arrays", (np.zeros((4, 2)), np.zeros(4)), r"tuple of \(ndarray, ndarray\).*torch\.from_numpy"),
+    ("pair of arrays", (np.zeros((4, 2)), np.zeros(4)), r"got \(0: ndarray, 1: ndarray\).*torch\.from_numpy"),
     ("unequal lengths", (torch.zeros(4, 2), torch.zeros(3)), "as many inputs as targets.*got 4 and 3; see that"),
     ("no samples", (torch.zeros(0, 2), torch.zeros(0)), "at least one, got 0 and 0; give it samples"),
     ("no batch axis", (torch.zeros(4), torch.zeros(4)), r"inputs \[N, \.\.\.\] and targets \[N\], got shapes \(4,\)"),
-    ("three tensors", TensorDataset(*(torch.zeros(4, 2),) * 3), "TensorDataset of 3 tensors; give it inputs"),
+    ("one tensor", TensorDataset(torch.zeros(4, 2)), r"got \(0: Tensor\)"),
     ("iterable", Endless(), "map-style data set.*got Endless"),
-    ("items not pairs", ["a", "b"], r"must be \(input, target\), but item 0 is of type str; return one input"),
-    ("items of three", [(1, 2, 3)], "item 0 is of type tuple with 3 entries; return one input and one target"),
-    ("items mappings", [{"image": 1, "label": 2}], r"keys image, label; .*: return item\['image'\], item\['label'\]\."),
+    ("items not pairs", ["a", "b"], r"but item 0 is of type str; return inputs and a target"),
+    ("items of one", [(1,)], "item 0 is of type tuple with 1 entries; return inputs and a target"),
+    ("items mappings", [{"image": 1, "class": 2}], "keys image, class; call its target labels, or wrap the data set"),
     ("items empty mappings", [{}], r"wrap the data set in one that returns a pair"),
     ("loader", DataLoader(Counted(torch.zeros(4, 2))), r"got a DataLoader; give the data set in it, loader\.dataset"),
     ("items failing", Failing(torch.zeros(4, 2)), "raised OSError: disk gone at .*; have its __getitem__ return"),
@@ -372,7 +372,7 @@ def test_make_feed_augmenting_no_uint8_tensor_is_a_user_error(data, augmentation
 
 
 def test_first_samples_of_ragged_items_are_a_user_error() -> None:
-    said = r"\(input \[1\], target \[\] and input \[2\], target \[\]\); return tensors of"
+    said = r"\(input \[1\] of float32, target \[\] of int64 and input \[2\] of float32, .*\); return tensors of"
     with pytest.raises(UserError, match=said):
         make_feed(Ragged(torch.zeros(4, 2)), 3).first_samples(2)
 
@@ -381,8 +381,8 @@ def test_first_samples_of_ragged_items_are_a_user_error() -> None:
     ("item", "said"),
     [
         ((Image.new("L", (2, 2)), 1), r"Image'>\); return tensors and numbers: of an image, torch\.from_numpy"),
-        ((torch.zeros(2), "cat"), r"one of each, got \(Tensor, str\); return just these two"),
-        (((torch.zeros(2), torch.zeros(2)), 1), r"one of each, got \(tuple, int\)"),
+        ((torch.zeros(2), "cat"), "must be tensors, arrays and numbers, got str in item .; make a tensor of it"),
+        (((torch.zeros(2), "tail"), 1), "must be tensors, arrays and numbers, got str"),
     ],
 )
 def test_map_style_items_that_are_no_tensors_are_a_user_error(item: Any, said: str) -> None:

@@ -94,7 +94,7 @@ def test_model_that_is_no_function_of_a_trainable_module_is_refused(model, messa
     ("model", "loss", "message"),
     [
         (nn.Linear(5, 3), cross_entropy, r"inputs of shape \[4\] and dtype torch.float32 \(RuntimeError"),
-        (nn.GRU(4, 3), cross_entropy, "the model must return one tensor, got tuple"),
+        (nn.GRU(4, 3), nn.functional.cross_entropy, "of which the loss takes one tensor; call it logits"),
         (nn.Linear(4, 2), cross_entropy, r"shape \[batch, 2\] and the data has 3 classes, 0 to 2; its last layer"),
         (nn.Unflatten(1, (2, 2)), cross_entropy, r"output has shape \[batch, 2, 2\] and the data has 3 classes"),
         (nn.Linear(4, 3), nn.functional.mse_loss, r"the loss cannot take .* output \[2, 3\] with targets \[2\]"),

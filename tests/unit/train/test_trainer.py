@@ -249,7 +249,7 @@ def test_init_from_starts_at_the_saved_weights(tmp_path):
         ({"model": nn.Linear(4, 3)}, "model must be a function that returns an nn.Module, got Linear"),
         ({"model": lambda: nn.Linear(5, 3)}, r"the model cannot take the training data, inputs of shape \[4\]"),
         ({"batch_size": 41}, "batch_size=41 must be between 1 and the size of the data set, which has 40 samples"),
-        ({"train_data": 40}, "the data set must be a pair of tensors"),
+        ({"train_data": 40}, "the data set must be tensors"),
         ({"train_data": (blobs(40)[0], blobs(39)[1])}, "as many inputs as targets"),
         ({"optimizer": SGD(learning_rate=[0.1, 0.2, 0.3])}, "optimizer.learning_rate lists 3 values for 2 learners"),
         ({"optimizer": "sgd"}, r"optimizer must be one of crossbow_py's, such as SGD\(\), got 'sgd'"),

@@ -214,8 +214,7 @@ def inference_mode(m, x):
             r"it computes under torch.inference_mode, which torch.export loses; use torch.no_grad in test_fusion.py, "
             r"line \d+: ",
         ),
-        (lambda m, x: (m.linear(x), x), "it returns a tuple, and one tensor is needed"),
-        (lambda m, x: {"logits": m.linear(x)}, "it returns a dict, and one tensor is needed"),
+        (lambda m, x: (m.linear(x), x), "the model itself fails on its first samples.*not tuple"),
         (WritesThroughAView, r"it writes through a view \(mul_\) in test_fusion.py, line \d+: y\[:, 0\].mul_\(2\)$"),
         (
             lambda m, x: m.linear(x) * float(m.linear.weight.norm()),

@@ -113,8 +113,8 @@ def test_right_predictions_of_a_batch_are_spread_over_it() -> None:
     outputs = torch.tensor([[YES, YES, NO, NO], [YES, YES, YES, NO]])
     targets = torch.tensor([[0, 0, -100, 0], [-100, 1, -100, -100]])
     # Two of three that count, of four samples; and none of one. Without any that is left out, the number itself.
-    assert correct_of_batch(outputs, targets, -100, lead=1).tolist() == [2 * 4 / 3, 0.0]
-    assert correct_of_batch(outputs, targets.clamp(min=0), -100, lead=1).tolist() == [2.0, 2.0]
+    assert correct_of_batch(outputs, targets, -100, 4, lead=1).tolist() == [2 * 4 / 3, 0.0]
+    assert correct_of_batch(outputs, targets.clamp(min=0), -100, 4, lead=1).tolist() == [2.0, 2.0]
 
 
 def test_pictures_show_samples_that_are_of_a_class() -> None:

@@ -76,9 +76,9 @@ def test_fit_on_an_item_whose_label_is_no_class_names_the_item(which, num_worker
 
 
 def test_trainer_of_classes_in_the_last_place_says_how_to_move_them():
-    tokens = torch.randint(0, 5, (8, 6))
+    pixels = torch.randint(0, 5, (8, 6, 7))
     with pytest.raises(UserError, match=r"takes the scores of classes from dimension 1; return output.movedim"):
-        make_trainer(model=lambda: PerToken(5), train_data=(tokens, tokens))
+        make_trainer(model=lambda: PerToken(5), train_data=(pixels, pixels))
 
 
 def test_trainer_that_cannot_tell_classes_from_places_says_where_it_looks():

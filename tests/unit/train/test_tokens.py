@@ -1,0 +1,104 @@
+"""Scores and classes of tokens: each token counts as a sample to the loss, the accuracy and the evaluation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from crossbow_py import SGD, Independent, Listener, SynchronousSGD, Trainer
+from crossbow_py.data.sampler import epoch_order
+from crossbow_py.telemetry.events import EpochRecord
+
+SAMPLES, TOKENS, WORDS, BATCH = 40, 6, 9, 4
+EXECUTORS = ["serial", "threads", "fused", "fused_threads"]
+
+
+class PerToken(nn.Module):
+    """Scores [B, T, V] of what follows each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.embedding(ids).cumsum(1).tanh())
+        return scores
+
+
+def sentences(ignores: bool) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(WORDS, (SAMPLES, TOKENS), generator=generator)
+    targets = (ids + 1) % WORDS
+    if ignores:  # as padding is
+        targets[torch.arange(TOKENS) >= torch.randint(2, TOKENS + 1, (SAMPLES, 1), generator=generator)] = -100
+    return ids, targets
+
+
+def flat_loss(scores: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), label_smoothing=smoothing)
+
+
+def plain(data: tuple[Tensor, Tensor], rounds: int, smoothing: float) -> nn.Module:
+    """The loop of plain PyTorch over what two learners take, whose gradients are averaged."""
+    torch.manual_seed(1)
+    model = PerToken()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    order = torch.cat([torch.from_numpy(epoch_order(1, epoch, SAMPLES)) for epoch in range(2)])
+    for taken in order[: rounds * 2 * BATCH].split(2 * BATCH):
+        optimizer.zero_grad()
+        for own in taken.split(BATCH):
+            (flat_loss(model(data[0][own]), data[1][own], smoothing) / 2).backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("ignores", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_tokens_train_as_in_a_plain_loop(executor: str, ignores: bool, smoothing: float) -> None:
+    data = sentences(ignores)
+    trainer = Trainer(
+        model=PerToken, train_data=data, test_data=data, batch_size=BATCH, num_learners=2, averaging=SynchronousSGD(),
+        optimizer=SGD(learning_rate=0.5, momentum=0.9), executor=executor, device="cpu", precision="fp32", seed=1,
+        label_smoothing=smoothing,
+    )  # fmt: skip
+    result, expected = trainer.fit(max_rounds=8), plain(data, 8, smoothing)
+    for found, own in zip(result.model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        scores, counted = expected(data[0]), data[1] != -100
+    measured = trainer.evaluate()
+    assert measured.loss == pytest.approx(flat_loss(scores, data[1]).item(), rel=1e-4)
+    right = (scores.argmax(-1) == data[1])[counted]
+    assert measured.accuracy == pytest.approx(right.double().mean().item(), abs=1e-9)
+
+
+def test_tokens_of_independent_learners_are_counted_alike() -> None:
+    data = sentences(ignores=True)
+    options = {"batch_size": BATCH, "num_learners": 2, "averaging": Independent(), "device": "cpu", "precision": "fp32"}
+    by_executor = []
+    for executor in ("serial", "fused"):
+        trainer = Trainer(model=PerToken, train_data=data, test_data=data, executor=executor, **options)
+        summary = trainer.fit(max_epochs=1).summary
+        by_executor.append([*summary.learner_test_accuracy, summary.test_loss])
+    assert by_executor[0] == pytest.approx(by_executor[1], rel=1e-5)
+
+
+def test_training_accuracy_is_that_of_the_tokens() -> None:
+    data = sentences(ignores=False)
+    records = []
+
+    class Kept(Listener):
+        def on_epoch(self, record: EpochRecord) -> None:
+            records.append(record)
+
+    trainer = Trainer(
+        model=PerToken, train_data=data, batch_size=SAMPLES, num_learners=1, executor="serial", device="cpu",
+        precision="fp32", seed=1, callbacks=[Kept()],
+    )  # fmt: skip
+    trainer.fit(max_epochs=1)
+    torch.manual_seed(1)
+    expected = (PerToken()(data[0]).argmax(-1) == data[1]).double().mean().item()  # of the initial weights
+    assert records[0].train_accuracy == pytest.approx(expected, abs=1e-9)
