@@ -24,7 +24,7 @@ from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.engine.rounds import Round, RoundTasks
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.engine.update.update_choice import choose_update
-from experiments.zoo.models import NUM_CLASSES, Entry
+from experiments.zoo.models import Entry
 
 EXECUTOR_NAMES = ("threads", "fused", "fused_threads")
 NUM_LEARNERS, BATCH_SIZE, NUM_ROUNDS, LEARNING_RATE = 2, 2, 2, 0.01
@@ -33,7 +33,8 @@ NUM_LEARNERS, BATCH_SIZE, NUM_ROUNDS, LEARNING_RATE = 2, 2, 2, 0.01
 TOLERANCE, MULTIPLE, CHANGE = 1e-7, 10.0, 1e-12
 
 State = list[dict[str, Tensor]]
-Data = tuple[Tensor, Tensor]
+Loss = Callable[[Any, Tensor], Tensor]
+Data = tuple[Any, Tensor]
 
 
 def compared(entry: Entry, executors: Sequence[str] = EXECUTOR_NAMES) -> dict[str, Any]:
@@ -43,18 +44,18 @@ def compared(entry: Entry, executors: Sequence[str] = EXECUTOR_NAMES) -> dict[st
     """
     try:
         torch.manual_seed(0)
-        template, data = entry.build(), _data(entry)
-        initial = after_rounds(template, data, "serial", num_rounds=0)[0]
-        serial = after_rounds(template, data, "serial")[0]
+        template, data = entry.build(), entry.data(NUM_LEARNERS * BATCH_SIZE * NUM_ROUNDS)
+        rounds = partial(after_rounds, template, data, entry.loss)
+        initial, serial = rounds("serial", num_rounds=0)[0], rounds("serial")[0]
     except Exception as error:
         return {"serial": {"outcome": "crash", "reason": one_line(error)[:300]}}
     found: dict[str, Any] = {"serial": {"outcome": "ok"}}
     control: float | None = None
     for executor in executors:
-        row = found[executor] = _against(serial, initial, template, data, executor)
+        row = found[executor] = _against(serial, initial, partial(rounds, executor))
         if row.get("difference", 0.0) > TOLERANCE:
             if control is None:
-                moved = after_rounds(_changed(template), data, "serial")[0]
+                moved = after_rounds(_changed(template), data, entry.loss, "serial")[0]
                 control = relative_difference(moved, serial, initial)
             row |= {"control": control, "outcome": "ok" if row["difference"] <= MULTIPLE * control else "DIFFERENT"}
     return found
@@ -68,9 +69,9 @@ def _changed(template: nn.Module) -> nn.Module:
     return found
 
 
-def _against(serial: State, initial: State, template: nn.Module, data: Data, executor: str) -> dict[str, Any]:
+def _against(serial: State, initial: State, rounds: Callable[[], tuple[State, list[str]]]) -> dict[str, Any]:
     try:
-        state, looped = after_rounds(template, data, executor)
+        state, looped = rounds()
     except FusionError as error:
         return {"outcome": "refused", "reason": str(error)}
     except Exception as error:
@@ -79,12 +80,12 @@ def _against(serial: State, initial: State, template: nn.Module, data: Data, exe
 
 
 def after_rounds(
-    template: nn.Module, data: Data, executor: str, num_rounds: int = NUM_ROUNDS
+    template: nn.Module, data: Data, loss: Loss, executor: str, num_rounds: int = NUM_ROUNDS
 ) -> tuple[State, list[str]]:
     """The state of every learner and of z after some rounds, and the operators that were run learner by learner."""
     # Of several groups of learners each has a thread; elsewhere one is fastest beside other models.
     torch.set_num_threads(NUM_LEARNERS if executor == "fused_threads" else 1)
-    tasks = _tasks(template, data, executor)
+    tasks = _tasks(template, data, loss, executor)
     runner = EXECUTORS[executor](tasks)
     try:
         for index in range(num_rounds):
@@ -122,7 +123,7 @@ def _distance(own: dict[str, Tensor], other: dict[str, Tensor], initial: dict[st
     return max(distance if math.isfinite(distance) else math.inf for distance in distances)
 
 
-def _tasks(template: nn.Module, data: Data, executor: str) -> RoundTasks:
+def _tasks(template: nn.Module, data: Data, loss: Loss, executor: str) -> RoundTasks:
     optimizer, rule = SGD(), SMA()
     bank = ReplicaBank(
         template, NUM_LEARNERS, device=torch.device("cpu"), precision=FP64, state_names=optimizer.state_names,
@@ -132,16 +133,10 @@ def _tasks(template: nn.Module, data: Data, executor: str) -> RoundTasks:
         bank,
         update=choose_update(optimizer, rule, bank.device, FP64.master)[0],
         feed=make_feed(data, BATCH_SIZE, 0, channels_last=True, dtype=FP64.compute),
-        loss=nn.functional.cross_entropy,
+        loss=loss,
         seed=0,
         collective=Collective(),
     )
-
-
-def _data(entry: Entry) -> Data:
-    generator, count = torch.Generator().manual_seed(1), NUM_LEARNERS * BATCH_SIZE * NUM_ROUNDS
-    draw: Callable[..., Tensor] = partial(torch.randint, 3, 50) if entry.is_text else torch.randn
-    return draw((count, *entry.shape), generator=generator), torch.arange(count) % NUM_CLASSES
 
 
 def _plan(tasks: RoundTasks, index: int) -> Round:

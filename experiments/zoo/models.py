@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.engine.modules.losses import model_loss
 from experiments.bench.torchvision import import_torchvision
 
 PACKAGES = ("timm", "transformers")
@@ -20,22 +21,42 @@ _IMAGE, _TOKENS, _VOCABULARY = 64, 12, 50
 
 
 class Entry(NamedTuple):
-    """One model: the function that makes it, and the shape of an input; tokens are integers."""
+    """One model: the function that makes it, and how it is trained.
+
+    Attributes:
+        sample: its inputs, as their shapes: one tensor, or several by name; those whose name ends in `_ids` are
+            tokens, and a `mask` leaves out the last of them.
+        has_tokens: whether its targets are the tokens themselves, of which it computes its loss.
+    """
 
     build: Callable[[], nn.Module]
-    shape: tuple[int, ...]
-    is_text: bool = False
+    sample: tuple[int, ...] | Mapping[str, tuple[int, ...]]
+    has_tokens: bool = False
 
+    @property
+    def loss(self) -> Callable[[Any, Tensor], Tensor]:
+        """The loss: cross-entropy, or the model's own."""
+        return model_loss if self.has_tokens else nn.functional.cross_entropy
 
-class _Output(nn.Module):
-    """One tensor of a model's output object, as a user wraps it."""
+    def data(self, count: int) -> tuple[Any, Tensor]:
+        """Samples to train on, drawn anew and always alike."""
+        generator = torch.Generator().manual_seed(1)
 
-    def __init__(self, model: nn.Module, take: Callable[[Any], Tensor]) -> None:
-        super().__init__()
-        self.model, self.take = model, take
+        def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
+            if name.endswith("_ids"):
+                return torch.randint(3, _VOCABULARY, (count, *shape), generator=generator)
+            if name.endswith("mask"):
+                lengths = torch.randint(shape[0] // 2, shape[0] + 1, (count, 1), generator=generator)
+                return (torch.arange(shape[0]) < lengths).long()
+            return torch.randn(count, *shape, generator=generator)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.take(self.model(inputs))
+        if not isinstance(self.sample, Mapping):
+            return drawn("images", self.sample), torch.arange(count) % NUM_CLASSES
+        inputs = {name: drawn(name, shape) for name, shape in self.sample.items()}
+        if self.has_tokens:
+            labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+            return {**inputs, "labels": labels}, labels
+        return inputs, torch.arange(count) % NUM_CLASSES
 
 
 # The smallest variant of each architecture, and what else it is told: to be shallower, and, where it learns positions,
@@ -73,7 +94,7 @@ TIMM: Mapping[str, dict[str, Any]] = {
 }  # fmt: skip
 TRANSFORMERS = (
     "Llama", "Mistral", "Qwen2", "GPT-2", "BERT", "RoBERTa", "ELECTRA", "ALBERT", "DistilBERT", "T5 encoder", "ViT",
-    "CLIP",
+    "CLIP", "Llama, next token", "GPT-2, next token", "BERT, masked tokens",
 )  # fmt: skip
 
 
@@ -96,12 +117,13 @@ def _transformers_models() -> dict[str, Entry]:
     images = {**size, "image_size": 32, "patch_size": 8}
     labels = {"num_labels": NUM_CLASSES}
 
-    def logits(maker: Any, config: Any) -> Callable[[], nn.Module]:
-        return lambda: _Output(maker(config), lambda output: output.logits)
+    sentence = {"input_ids": (_TOKENS,), "attention_mask": (_TOKENS,)}
 
     def text_entry(maker: Any, config: Any) -> Entry:
-        return Entry(logits(maker, config), (_TOKENS,), is_text=True)
+        return Entry(partial(maker, config), sentence)
 
+    gpt2 = {"vocab_size": _VOCABULARY, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    gpt2 |= {"bos_token_id": 1, "eos_token_id": 2}
     decoder = {**text, **labels, "num_key_value_heads": 1, "use_cache": False}
     return {
         "Llama": text_entry(hf.LlamaForSequenceClassification, hf.LlamaConfig(**decoder)),
@@ -109,8 +131,7 @@ def _transformers_models() -> dict[str, Entry]:
         "Qwen2": text_entry(hf.Qwen2ForSequenceClassification, hf.Qwen2Config(**decoder)),
         "GPT-2": text_entry(
             hf.GPT2ForSequenceClassification,
-            hf.GPT2Config(vocab_size=_VOCABULARY, n_positions=32, n_embd=16, n_layer=2, n_head=2, pad_token_id=0,
-                          use_cache=False, **labels),
+            hf.GPT2Config(**gpt2, pad_token_id=0, use_cache=False, **labels),
         ),
         "BERT": text_entry(hf.BertForSequenceClassification, hf.BertConfig(**text, **labels)),
         "RoBERTa": text_entry(hf.RobertaForSequenceClassification, hf.RobertaConfig(**text, **labels)),
@@ -122,17 +143,36 @@ def _transformers_models() -> dict[str, Entry]:
             hf.DistilBertForSequenceClassification,
             hf.DistilBertConfig(vocab_size=_VOCABULARY, dim=16, n_layers=2, n_heads=2, hidden_dim=32, **labels),
         ),
-        "T5 encoder": Entry(partial(_t5, hf), (_TOKENS,), is_text=True),
-        "ViT": Entry(logits(hf.ViTForImageClassification, hf.ViTConfig(**images, **labels)), (3, 32, 32)),
+        "T5 encoder": Entry(partial(_T5, hf), sentence),
+        "ViT": Entry(
+            partial(hf.ViTForImageClassification, hf.ViTConfig(**images, **labels)), {"pixel_values": (3, 32, 32)}
+        ),
         "CLIP": Entry(partial(_Clip, hf, size, images), (3, 32, 32)),
+        "Llama, next token": Entry(
+            partial(hf.LlamaForCausalLM, hf.LlamaConfig(**text, num_key_value_heads=1)), sentence, has_tokens=True
+        ),
+        "GPT-2, next token": Entry(
+            partial(hf.GPT2LMHeadModel, hf.GPT2Config(**gpt2)), sentence, has_tokens=True
+        ),
+        "BERT, masked tokens": Entry(
+            partial(hf.BertForMaskedLM, hf.BertConfig(**text)), sentence, has_tokens=True
+        ),
     }  # fmt: skip
 
 
-def _t5(hf: Any) -> nn.Module:
-    size = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-    config = hf.T5Config(vocab_size=_VOCABULARY, use_cache=False, **size)
-    encoder = _Output(hf.T5EncoderModel(config), lambda output: output.last_hidden_state.mean(1))
-    return nn.Sequential(encoder, nn.Linear(16, NUM_CLASSES))
+class _T5(nn.Module):
+    """An encoder without a head, and one on the mean of its tokens."""
+
+    def __init__(self, hf: Any) -> None:
+        super().__init__()
+        size = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+        self.encoder = hf.T5EncoderModel(hf.T5Config(vocab_size=_VOCABULARY, use_cache=False, **size))
+        self.head = nn.Linear(16, NUM_CLASSES)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        hidden = self.encoder(input_ids, attention_mask).last_hidden_state
+        scores: Tensor = self.head(hidden.mean(1))
+        return scores
 
 
 class _Clip(nn.Module):
