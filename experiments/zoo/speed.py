@@ -1,0 +1,180 @@
+"""How fast is each executor with models that people bring, and does `executor=auto` take the fastest?
+
+    python experiments/zoo/speed.py [--models test_vit resnetv2_18] [--learners 2 4 8] [--json PATH]
+
+README.md says what is measured and how.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import multiprocessing
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from crossbow_py import SGD, SynchronousSGD, Trainer
+from crossbow_py.core.errors import CrossbowError, one_line
+from crossbow_py.core.host import foreign_share
+from crossbow_py.telemetry.events import RoundEnd
+from experiments.bench.machine import machine
+from experiments.bench.results import count, measuring_parser, positive, show_and_write, write_result
+from experiments.bench.windows import Windows, by_turns, load_with_ended
+from experiments.tables.markdown import NONE, markdown_table, spread_text
+from experiments.zoo.models import PACKAGES, TIMM, entry_of
+
+Result = Mapping[str, Any]
+EXECUTORS = ("serial", "threads", "fused", "fused_threads")
+FUSED = ("fused", "fused_threads")
+BATCH_SIZE, NUM_SAMPLES = 8, 512
+LEARNERS = (2, 4, 8)
+REPETITIONS, WINDOW_S = 3, 0.4
+NEAR = 0.95  # of the fastest executor's throughput: auto has taken one that is as good
+_FEWEST_ROUNDS = 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure as asked for; prints the table and returns the exit code."""
+    parser = measuring_parser(__doc__, written="write the results there, after every model")
+    add = parser.add_argument
+    add("--models", nargs="+", metavar="NAME", help="by default all of timm")
+    add("--learners", nargs="+", type=count, default=list(LEARNERS), metavar="K", help="default %(default)s")
+    add("--repetitions", type=count, default=REPETITIONS, help="windows a side (default %(default)s)")
+    add("--seconds", type=positive, default=WINDOW_S, help="of a window (default %(default)s)")
+    options = parser.parse_args(argv)
+    wanted = options.models or list(TIMM)
+    if unknown := [name for name in wanted if name not in TIMM]:
+        print(f"error: --models must be of {', '.join(TIMM)}, got {unknown[0]}.", file=sys.stderr)
+        return 2
+    result: dict[str, Any] = {
+        "machine": machine(), "versions": {name: importlib.metadata.version(name) for name in PACKAGES[:1]},
+        "batch_size": BATCH_SIZE, "repetitions": options.repetitions, "seconds": options.seconds, "rows": [],
+    }  # fmt: skip
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:  # a model's memory goes with its process
+        for name in wanted:
+            for num_learners in options.learners:
+                row = pool.submit(measured, name, num_learners, options.repetitions, options.seconds).result()
+                result["rows"].append(row)
+                print(_line(row), flush=True)
+            if options.json:
+                write_result(options.json, result)
+    show_and_write(result, result_text, options.json)
+    return 0
+
+
+class Rate(NamedTuple):
+    """A window: samples/s of all learners, and the part of the cores that other programs took meanwhile."""
+
+    images_per_s: float
+    foreign_share: float | None
+
+
+def measured(name: str, num_learners: int, repetitions: int, seconds: float) -> dict[str, Any]:
+    """Measure every executor by turns, after `auto` has chosen one; `refused` says why one cannot run the model."""
+    warnings.simplefilter("ignore")  # packages' own
+    entry = entry_of(name)
+    data = entry.data(NUM_SAMPLES)
+    row: dict[str, Any] = {"model": name, "num_learners": num_learners, "refused": {}}
+
+    def trainer(executor: str, cache: str) -> Trainer:
+        return Trainer(
+            model=entry.build, train_data=data, batch_size=BATCH_SIZE, num_learners=num_learners, executor=executor,
+            averaging=SynchronousSGD(), optimizer=SGD(learning_rate=1e-4), device="cpu", precision="fp32",
+            executor_cache=Path(cache) / "executors.json",
+        )  # fmt: skip
+
+    with tempfile.TemporaryDirectory() as cache:
+        auto = trainer("auto", cache)
+        row |= {"auto": auto.choices.executor, "parameters": auto.run.bank.layout.num_values}
+        del auto
+        trainers = {}
+        for executor in EXECUTORS:
+            try:
+                trainers[executor] = trainer(executor, cache)
+                trainers[executor].fit(max_rounds=2)
+            except CrossbowError as error:
+                trainers.pop(executor, None)
+                row["refused"][executor] = one_line(error)[:200]
+    windows: dict[str, Windows[Rate]] = {executor: Windows() for executor in trainers}
+    for executor in by_turns(list(trainers), repetitions):
+        windows[executor].add(lambda own=trainers[executor]: _window(own, seconds))  # type: ignore[misc]
+    row["executors"] = {executor: own.figures() for executor, own in windows.items()}
+    rates = {executor: own["images_per_s"] for executor, own in row["executors"].items() if own["images_per_s"]}
+    best = max(rates, key=rates.__getitem__, default=None)
+    row |= {"best": best, "auto_over_best": windows[row["auto"]].ratio(windows[best]) if best else None}
+    fused, apart = (max((e for e in rates if (e in FUSED) is kind), key=rates.__getitem__, default=None)
+                    for kind in (True, False))  # fmt: skip
+    row["fused_over_apart"] = windows[fused].ratio(windows[apart]) if fused and apart else None
+    return row
+
+
+def _window(trainer: Trainer, seconds: float) -> Rate:
+    """Train for so long, from the end of a first round on: `fit` starts threads."""
+    ends: list[float] = []
+
+    def note(end: RoundEnd) -> None:
+        ends.append(end.elapsed_s)
+
+    before = load_with_ended()
+    trainer.fit(max_time_s=trainer.state.elapsed_s + seconds, after_round=note)
+    while len(ends) < _FEWEST_ROUNDS:
+        trainer.fit(max_rounds=_FEWEST_ROUNDS, after_round=note)
+    images = BATCH_SIZE * trainer.run.bank.num_learners * (len(ends) - 1)
+    return Rate(images / (ends[-1] - ends[0]), foreign_share(before, load_with_ended()))
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    rates = {executor: own["images_per_s"] for executor, own in row["executors"].items()}
+    return f"{row['model']} K={row['num_learners']}: {rates}, auto took {row['auto']}"
+
+
+def result_text(result: Result) -> str:
+    return "\n\n".join([summary_table(result), models_table(result)])
+
+
+def summary_table(result: Result) -> str:
+    rows = []
+    for count_, own in _by_learners(result).items():
+        both = [row["fused_over_apart"]["median"] for row in own if row["fused_over_apart"]]
+        regret = [row["auto_over_best"]["median"] for row in own if row["auto_over_best"]]
+        wins = sum(ratio > 1 for ratio in both)
+        rows.append([
+            str(count_), f"{wins} of {len(both)}", f"{median(both):.2f} ({min(both):.2f}–{max(both):.2f})",
+            f"{sum(ratio >= NEAR for ratio in regret)} of {len(regret)}", f"{min(regret):.2f}",
+        ])  # fmt: skip
+    header = ["K", "fused is faster", "fused ÷ learners apart", f"auto within {1 - NEAR:.0%} of the best", "at worst"]
+    return markdown_table(header, rows)
+
+
+def models_table(result: Result) -> str:
+    rows = []
+    for name in dict.fromkeys(row["model"] for row in result["rows"]):
+        own = {row["num_learners"]: row for row in result["rows"] if row["model"] == name}
+        rows.append([
+            name, f"{next(iter(own.values()))['parameters'] / 1e6:.1f} M",
+            *(spread_text(own[k]["fused_over_apart"]) if k in own else NONE for k in _by_learners(result)),
+            *(f"{own[k]['auto']} {own[k]['auto_over_best']['median']:.2f}" if k in own and own[k]["auto_over_best"]
+              else NONE for k in _by_learners(result)),
+        ])  # fmt: skip
+    counts = list(_by_learners(result))
+    return markdown_table(["model", "parameters", *(f"K={k}" for k in counts), *(f"auto, K={k}" for k in counts)], rows)
+
+
+def _by_learners(result: Result) -> dict[int, list[Mapping[str, Any]]]:
+    counts = sorted({row["num_learners"] for row in result["rows"]})
+    return {k: [row for row in result["rows"] if row["num_learners"] == k] for k in counts}
+
+
+TABLES = {"speed": result_text}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
