@@ -10,15 +10,15 @@ from typing import Any
 
 from torch import nn
 
-from crossbow_py.core.errors import CrossbowError, DataError, DeviceLostError, one_line, text_of
+from crossbow_py.core.errors import CrossbowError, DataError, DeviceLostError, UserError, one_line, text_of
 from crossbow_py.core.trees import values_per_sample
-from crossbow_py.data.feed import Feed
+from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
 from crossbow_py.search.packs.policies import Waiting
 from crossbow_py.search.packs.trial import LOSS, TrialSettings, own_dropout_rate, signature
 from crossbow_py.search.packs.width import BUDGET_S, CompatibleTrials, Width, measured_width
 from crossbow_py.search.space import Space
-from crossbow_py.train.checks.probe import probe, probe_evaluation
+from crossbow_py.train.checks.probe import probe, probe_evaluation, takes_labels
 from crossbow_py.train.checks.seeded_model import faithful_copy
 from crossbow_py.train.evaluation.evaluator import Evaluator, evaluation_batch_size
 from crossbow_py.train.run_settings import Choices, RunSettings
@@ -128,6 +128,7 @@ class TrialRegistry:
         settings.optimizer.matrices(model)
         with closing(self.data.feed_of(settings.batch_size)) as feed:
             batch = feed.first_samples(min(2, settings.batch_size))
+            _check_loss(model, batch)
             probe(model, self.choices.precision, batch, LOSS, *self.data.num_classes, settings.label_smoothing)
 
     def waiting(self, trial: int, described: Described, alone: bool, sample: int) -> Waiting:
@@ -174,6 +175,7 @@ class TrialRegistry:
     def _template(self, settings: TrialSettings, template: nn.Module, feed: Feed) -> nn.Module:
         """Return a model as packs copy it, once a batch went through it in training and in evaluation."""
         batch = feed.first_samples(min(2, settings.batch_size))
+        _check_loss(template, batch)
         needs = (LOSS, *self.data.num_classes, settings.label_smoothing)
         for note in probe(template, self.choices.precision, batch, *needs, feed=feed):
             self._announce(note)
@@ -203,6 +205,15 @@ class TrialRegistry:
         """Make the packs of a signature smaller, as memory did not hold more than `size` trials."""
         kind = self._kinds[key]
         self._kinds[key] = Kind(kind.template, replace(kind.width, size=max(1, size)))
+
+
+def _check_loss(model: nn.Module, batch: Batch) -> None:
+    """Refuse a model of tokens that computes its loss itself: it may shift them, which cross-entropy would not."""
+    if takes_labels(model) and isinstance(batch.inputs, Mapping) and batch.targets.ndim > 1:
+        raise UserError(
+            "a search trains by cross-entropy, and this model computes its own loss from labels of tokens; search with "
+            "a model that returns scores for targets which are shifted already, as of data=text."
+        )
 
 
 def features(space: Space, params: Mapping[str, Any]) -> tuple[float, ...]:
