@@ -38,8 +38,9 @@ from crossbow_py.train.checks.probe import probe, probe_evaluation
 from crossbow_py.train.checks.seeded_model import MakeModel, faithful_copy, seeded_model
 from crossbow_py.train.evaluation.evaluator import Evaluator, Metric, evaluation_batch_size
 from crossbow_py.train.ladder.ladder import check_trusted, has_failed, try_on_ranks
-from crossbow_py.train.run import DataSets, Run, RunState
+from crossbow_py.train.run import DataSets, Run
 from crossbow_py.train.run_settings import Choices, RunSettings
+from crossbow_py.train.run_state import RunState
 from crossbow_py.train.schedules import Constant, Schedule
 from crossbow_py.train.tuning.busy_cores import busy_cores
 from crossbow_py.train.tuning.executor_choice import choose_executor, new_bank

@@ -178,7 +178,7 @@ def choose(settings: RunSettings, saved: Mapping[str, Any] | None, num_ranks: in
 
 @dataclass(frozen=True)
 class StopConditions:
-    """The conditions that stop a run; the first one met does. At least one must be set.
+    """The conditions that stop a run, and which model it then returns. The first one met stops it; one must be set.
 
     `after_round` and `after_evaluation` return the name of the field that stops the run, or None to go on.
     """
@@ -189,19 +189,30 @@ class StopConditions:
     max_rounds: int | None = setting(None, "stop after this many rounds (one batch per learner each)", minimum=1)
     target_accuracy: float | None = setting(None, "stop at this accuracy, between 0 and 1", above=0, maximum=1)
     target_loss: float | None = setting(None, "stop at this loss or below", minimum=0)
+    patience: int | None = setting(
+        None, "stop after this many evaluations in a row that were not the best yet; returns the best model", minimum=1
+    )
+    restore_best: bool = setting(False, "return and save the model of the best evaluation, not the last one")
 
     def __post_init__(self) -> None:
         check(self)
         values = {field.name: getattr(self, field.name) for field in fields(StopConditions)}
+        del values["restore_best"]
         if all(value is None for value in values.values()):
             raise UserError(f"a run needs an end, got none; set one of {', '.join(values)}.")
 
+    @property
+    def returns_best(self) -> bool:
+        """Whether the run returns the model of its best evaluation, not the last one."""
+        return self.restore_best or self.patience is not None
+
     def check_measured(self, has_data: bool, has_accuracy: Callable[[], bool]) -> None:
-        """Raise UserError if a target is set that nothing measures, so that it could never be reached."""
-        if not has_data and (self.target_accuracy is not None or self.target_loss is not None):
+        """Raise UserError if something is set that nothing measures, such as a target that could never be reached."""
+        asked = (self.target_accuracy, self.target_loss, self.patience, self.restore_best or None)
+        if not has_data and any(value is not None for value in asked):
             raise UserError(
-                "target_accuracy and target_loss are measured on data, got neither test_data nor validation_data; "
-                "give one of them."
+                "target_accuracy, target_loss, patience and restore_best go by evaluations, got neither test_data nor "
+                "validation_data; give one of them."
             )
         if self.target_accuracy is not None and not has_accuracy():
             raise UserError(
@@ -223,12 +234,17 @@ class StopConditions:
             return "max_rounds"
         return None
 
-    def after_evaluation(self, accuracy: float | None, loss: float | None) -> str | None:
-        """Return which of `target_accuracy` and `target_loss` is reached after an evaluation, if any."""
+    def after_evaluation(self, accuracy: float | None, loss: float | None, num_stale: int = 0) -> str | None:
+        """Return which of `target_accuracy`, `target_loss` and `patience` is reached after an evaluation, if any.
+
+        The last `num_stale` evaluations were not the best yet.
+        """
         if self.target_accuracy is not None and accuracy is not None and accuracy >= self.target_accuracy:
             return "target_accuracy"
         if self.target_loss is not None and loss is not None and loss <= self.target_loss:
             return "target_loss"
+        if self.patience is not None and num_stale >= self.patience:
+            return "patience"
         return None
 
     def planned_samples(self, samples_per_epoch: int) -> int | None:

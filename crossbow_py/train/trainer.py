@@ -37,9 +37,10 @@ from crossbow_py.train.checks.compatibility import check_compatible, check_tuner
 from crossbow_py.train.checks.seeded_model import MakeModel
 from crossbow_py.train.evaluation.evaluator import Evaluation, Metric
 from crossbow_py.train.loop import TrainingLoop
-from crossbow_py.train.run import DataSets, RunState
+from crossbow_py.train.run import DataSets
 from crossbow_py.train.run_folder.reporter import Result
 from crossbow_py.train.run_settings import Choices, RunSettings, StopConditions
+from crossbow_py.train.run_state import RunState
 from crossbow_py.train.schedules import Constant, Schedule
 
 _BUILDING = threading.RLock()
@@ -180,6 +181,8 @@ class Trainer:
         max_time_s: float | None = None,
         target_accuracy: float | None = None,
         target_loss: float | None = None,
+        patience: int | None = None,
+        restore_best: bool = False,
         max_rounds: int | None = None,
         counts_earlier_rounds: bool = False,
         handle_signals: bool = False,
@@ -194,6 +197,9 @@ class Trainer:
             target_accuracy: accuracy to reach, between 0 and 1, on the validation data if there is any, else on the
                 test data.
             target_loss: loss to reach, on the same data.
+            patience: stop after this many evaluations in a row that were not the best yet, on the same data. The best
+                has the highest accuracy, or the lowest loss where there is no accuracy; the run returns its model.
+            restore_best: return and save the model of the best evaluation, not the last one; `patience` implies it.
             max_rounds: rounds of this call.
             counts_earlier_rounds: count `max_rounds` since the run began, as the other conditions, also if it is
                 resumed.
@@ -207,7 +213,9 @@ class Trainer:
             NonFiniteError: a learner's loss is not finite and `on_nonfinite` is stop.
             LearnerError: a task failed.
         """
-        stops = StopConditions(max_epochs, max_samples, max_time_s, max_rounds, target_accuracy, target_loss)
+        stops = StopConditions(
+            max_epochs, max_samples, max_time_s, max_rounds, target_accuracy, target_loss, patience, restore_best
+        )
         if max_rounds is not None and not counts_earlier_rounds:
             stops = dataclasses.replace(stops, max_rounds=self.state.round_index + max_rounds)
         if after_round is not None and not callable(after_round):
@@ -228,9 +236,9 @@ class Trainer:
 
     @ordinary_modes()
     def evaluate(self) -> Evaluation:
-        """Evaluate the current model on the test data; of independent learners return the mean.
+        """Evaluate the current model on the test data, right after `fit` the one that it returned.
 
-        Raises UserError without test data.
+        Of independent learners it is the mean. Raises UserError without test data.
         """
         try:
             measured = self.run.evaluate("test")

@@ -22,8 +22,9 @@ from crossbow_py.train.checkpoints.checkpoint import (
     taking_from,
     upgraded,
 )
-from crossbow_py.train.run import Run, RunState
+from crossbow_py.train.run import Run
 from crossbow_py.train.run_settings import Choices, RunSettings, choose
+from crossbow_py.train.run_state import BestModels, RunState
 
 # Settings that do not change results, or whose value is in `choices`.
 _CHANGEABLE = (
@@ -53,6 +54,7 @@ def state_dict(run: Run) -> dict[str, Any]:
         "bank": own,
         "average_ema": run.average_ema.state_dict() if run.average_ema and ranks.is_first else None,
         "tuner": run.tuning.to_plain() if run.tuning else None,
+        "best": run.best.to_plain() if run.best and ranks.is_first else None,
     }
 
 
@@ -83,6 +85,8 @@ def restore(run: Run, checkpoint: SavedCheckpoint) -> None:
         run.state.noise = noise and (run.state.noise or noise)  # whether it is measured may have changed
         if run.average_ema is not None:
             run.average_ema.load_state_dict(saved["average_ema"], run.state.samples_seen)
+        if saved.get("best"):
+            run.best = BestModels.from_plain(saved["best"], run.bank.learner_state(0), run.state.samples_seen)
         if run.tuning and saved.get("tuner"):
             run.tuning.restore(saved["tuner"])
             run.bank.resize(run.tuning.state.num_learners)
