@@ -68,6 +68,7 @@ class TrainingLoop:
         self._after_round = after_round
 
     def __enter__(self) -> TrainingLoop:
+        self._run.in_fit = True
         return self
 
     def __exit__(
@@ -82,6 +83,7 @@ class TrainingLoop:
         self.rounds.close()
         self.checkpoints.close()
         self._run.close_feeds()
+        self._run.in_fit = False
         if error is not None and self.reporter.started:
             status, reason = _failure_status(error)
             self.reporter.summarize(self.state, status, reason, None, SavedModels(None, {}))

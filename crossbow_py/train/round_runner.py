@@ -43,6 +43,7 @@ class RoundRunner:
         That is when it did not fit in memory. On several ranks it is never submitted again, because the other ranks
         have gone on: this rank then learns nothing from its samples.
         """
+        self._run.in_flight = True
         if self.out_of_memory:
             self._run.sit_out(plan)
             return True
@@ -77,6 +78,7 @@ class RoundRunner:
         if self.out_of_memory or not self._attempt(self.executor.drain):
             return False
         self._sums_settled()
+        self._run.in_flight = False
         self._run.adopt_learner()
         return True
 
@@ -118,6 +120,7 @@ class RoundRunner:
         """Grow or shrink the drained bank; if that does not fit in memory, the auto-tuner chooses a smaller number."""
         bank, given_up = self._run.bank, False
         self.executor.close()
+        self._run.in_flight = False
         self.reseed()
         self._run.bring_up_to_date()
         while True:
@@ -194,3 +197,4 @@ class RoundRunner:
     def close(self) -> None:
         """Close the executor."""
         self.executor.close()
+        self._run.in_flight = False

@@ -101,6 +101,8 @@ class Run:
         busy_cores: chooses how threads wait for each other, on CPUs.
         best: the models of the best evaluation, if the run is to return them.
         returned_best: whether `fit` returned them, and no round has been trained since.
+        in_fit: whether `fit` is at work.
+        in_flight: whether a round is in flight, so that nobody may read the bank.
     """
 
     data: DataSets
@@ -134,6 +136,8 @@ class Run:
     busy_cores: BusyCores | None = None
     best: BestModels | None = None
     returned_best: bool = False
+    in_fit: bool = False
+    in_flight: bool = False
     _notes: list[str] = field(default_factory=list)
 
     @property
@@ -363,8 +367,16 @@ class Run:
         return self.test_feed if which == "test" else self.validation_feed
 
     def current_states(self) -> list[State]:
-        """Return the states of `final_states`, or of the best models if `fit` has just returned these."""
-        return self.best.states if self.returned_best and self.best is not None else self.final_states()
+        """Return the states of `final_states`, or of the best models if `fit` has just returned these.
+
+        All ranks together, with nothing in flight, also after an error.
+        """
+        if self.returned_best and self.best is not None:
+            return self.best.states
+        if self.choices.device.type == "cuda":
+            torch.cuda.synchronize(self.choices.device)  # an error may have left streams at work
+        self.adopt_learner()
+        return self.final_states()
 
     def evaluate(self, which: str, states: Sequence[State] | None = None) -> Measured | None:
         """Evaluate models on the `test` or `validation` data, the current ones by default; None without such data.

@@ -234,16 +234,25 @@ class Trainer:
             status, reason = loop.run(signals)
             return loop.finish(status, reason)
 
-    @ordinary_modes()
-    def evaluate(self) -> Evaluation:
-        """Evaluate the current model on the test data, right after `fit` the one that it returned.
+    @property
+    def model(self) -> nn.Module:
+        """A copy of the current model, in float32 and evaluation mode: what `Result.model` would be.
 
-        Of independent learners it is the mean. Raises UserError without test data.
+        That is the average model or its EMA; of independent learners the first one; right after `fit` what it returned.
+        It is there before `fit`, after Ctrl-C or an error, and in `Listener.on_epoch`. All ranks ask for it together.
+
+        Raises UserError while a round is in flight, as in other callbacks or threads.
         """
-        try:
+        with self._between_rounds():
+            return self.run.models()[0]
+
+    def evaluate(self) -> Evaluation:
+        """Evaluate the current model on the test data, as `model` has it; of independent learners return the mean.
+
+        Raises UserError without test data, and while a round is in flight.
+        """
+        with self._between_rounds():
             measured = self.run.evaluate("test")
-        finally:
-            self.run.close_feeds()
         if measured is None:
             raise UserError("evaluate() needs test_data, got none; give Trainer(test_data=...).")
         return measured[0]
@@ -256,6 +265,22 @@ class Trainer:
         if not self.run.rule.has_central_model:
             raise UserError("restart() needs an average model, which independent learners lack; use averaging=SMA().")
         self.run.restart()
+
+    @contextmanager
+    def _between_rounds(self) -> Iterator[None]:
+        """Let the caller read the bank. Raises UserError while a round is in flight."""
+        if self.run.in_flight:
+            raise UserError(
+                "the current model cannot be read while a round is in flight; ask for it in Listener.on_epoch, or "
+                "before or after fit()."
+            )
+        is_own = not self.run.in_fit
+        try:
+            with ordinary_modes():
+                yield
+        finally:
+            if is_own:
+                self.run.close_feeds()
 
     def _announce(self, message: str) -> None:
         for listener in self.callbacks:
