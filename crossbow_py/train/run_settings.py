@@ -12,6 +12,7 @@ import torch
 from crossbow_py.averaging import AveragingRule
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.host import prepare_environment
+from crossbow_py.core.other_names import python_suggestion
 from crossbow_py.core.settings import check, setting, suggestion
 from crossbow_py.core.switches import read_switches
 from crossbow_py.engine.device.host import keep_freed_memory
@@ -94,15 +95,19 @@ class RunSettings(JobSettings):
         names = [field.name for field in dataclasses.fields(RunSettings)]
         return RunSettings(**{name: getattr(config, name) for name in names if hasattr(config, name)} | own)
 
-    def changed(self, changes: Mapping[str, Any], others: Collection[str] = ()) -> RunSettings:
+    def changed(
+        self, changes: Mapping[str, Any], others: Collection[str] = (), of_fit: Collection[str] = ()
+    ) -> RunSettings:
         """Return these settings with some keys changed.
 
-        Raises TypeError for an unknown key, with a suggestion among the keys and `others`, what else the caller takes.
+        Raises TypeError for an unknown key, with a suggestion among the keys and `others`, what else `Trainer` takes,
+        and `of_fit`, what `fit` does.
         """
         known = [field.name for field in dataclasses.fields(RunSettings)]
         for key in changes:
             if key not in known:
-                raise TypeError(f"unexpected keyword argument {key!r}{suggestion(key, [*known, *others])}")
+                meant = python_suggestion(key, of_fit, [*known, *others], in_fit=False)
+                raise TypeError(f"unexpected keyword argument {key!r}{meant or suggestion(key, [*known, *others])}")
         return dataclasses.replace(self, **changes)
 
     @property

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from torch import nn
 
 from crossbow_py.averaging import SMA, AveragingRule
 from crossbow_py.core.errors import UserError, unwritable
 from crossbow_py.core.files import given_path
+from crossbow_py.core.other_names import python_suggestion
+from crossbow_py.core.settings import suggestion
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data
@@ -43,6 +47,8 @@ from crossbow_py.train.run_settings import Choices, RunSettings, StopConditions
 from crossbow_py.train.run_state import RunState
 from crossbow_py.train.schedules import Constant, Schedule
 
+P = ParamSpec("P")
+
 _BUILDING = threading.RLock()
 
 
@@ -51,6 +57,26 @@ def _by_turns() -> Iterator[None]:
     """Let one thread at a time build a trainer: building seeds the process's generators and restores them."""
     with _BUILDING, ordinary_modes():
         yield
+
+
+def _keywords(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's keyword arguments."""
+    return [each.name for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]
+
+
+def _suggesting(fit: Callable[P, Result]) -> Callable[P, Result]:
+    """Have `fit` raise TypeError with a suggestion for a keyword argument that it does not take."""
+
+    @functools.wraps(fit)
+    def checked(*trainer: P.args, **given: P.kwargs) -> Result:
+        known, of_trainer = _keywords(fit), [*_keywords(Trainer), *(each.name for each in fields(RunSettings))]
+        for word in given:
+            if word not in known:
+                meant = python_suggestion(word, known, of_trainer, in_fit=True)
+                raise TypeError(f"unexpected keyword argument {word!r}{meant or suggestion(word, known)}")
+        return fit(*trainer, **given)
+
+    return checked
 
 
 class Trainer:
@@ -138,8 +164,7 @@ class Trainer:
     ) -> None:
         begun, folder = time.monotonic(), None if output_dir is None else given_path("output_dir", output_dir)
         self.callbacks, self._continues, self._profile = callbacks, resume == "auto", profile
-        own = [each.name for each in inspect.signature(Trainer).parameters.values() if each.kind is each.KEYWORD_ONLY]
-        settings = settings.changed(changes, others=own)
+        settings = settings.changed(changes, others=_keywords(Trainer), of_fit=_keywords(Trainer.fit))
         check_tuner(auto_tuner)
         check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
         found, self._messages = find_checkpoint(resume, folder, ranks)
@@ -172,6 +197,7 @@ class Trainer:
         """The values chosen for `auto`: device, precision, executor; and the seconds that choosing an executor took."""
         return self.run.choices
 
+    @_suggesting
     @ordinary_modes()
     def fit(
         self,
