@@ -29,6 +29,9 @@ _WORDS = {
     "device": "accelerator",
     "precision": "fp16 bf16 mixed_precision amp dtype",
     "compile_model": "compile torch_compile jit_compile",
+    "class_weights": "class_weight pos_weight",
+    "sampling": "sampler oversample weighted_sampling",
+    "sample_weights": "sample_weight weighted_sampler",
     "label_smoothing": "label_smoothing_factor smoothing",
     "seed": "random_seed random_state manual_seed",
     "output_dir": "default_root_dir save_dir log_dir logdir logging_dir checkpoint_dir dirpath",
@@ -95,6 +98,6 @@ def key_suggestion(word: str, known: Collection[str]) -> str | None:
         return f"; {_OTHERWISE[word]}."
     key = _OURS.get(word, word)
     key = _COMMAND_LINE.get(key, key)
-    if key in ("loss", "callbacks"):
+    if key in ("loss", "callbacks", "sample_weights"):
         return f"; it is for Python: Trainer({key}=...)."
     return f"; did you mean {key!r}?" if key != word and key.partition(".")[0] in known else None

@@ -15,7 +15,7 @@ from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.trees import values_per_sample
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.build import make_feed
-from crossbow_py.data.datasets import Data, as_pair, has_integers
+from crossbow_py.data.datasets import Data, as_pair, class_labels, has_integers
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.distributed.settings import DistributedSettings
@@ -36,6 +36,7 @@ from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.checks.losses import loss_on
 from crossbow_py.train.checks.probe import probe, probe_evaluation
 from crossbow_py.train.checks.seeded_model import MakeModel, faithful_copy, seeded_model
+from crossbow_py.train.class_balance import sample_weights, weighted_loss
 from crossbow_py.train.evaluation.evaluator import Evaluator, Metric, evaluation_batch_size
 from crossbow_py.train.ladder.ladder import check_trusted, has_failed, try_on_ranks
 from crossbow_py.train.run import DataSets, Run
@@ -84,10 +85,18 @@ class RunBuilder:
         """Build the run, once, after small batches of every data set went through the model. Raises UserError."""
         settings, ranks, rule, device = self.settings, self.ranks, self.rule, self.choices.device
         tried = self._try_device()
-        self.loss = loss_on(device, self.loss)
+        self.loss = loss_on(device, self.loss)  # that of evaluations, too
         collective = ranks.collective(device, apart=rule.node_period > 1)
         check_settles(rule, settings.num_learners, collective.num_devices)
         template, batch, (train_feed, validation_feed, test_feed), warnings = self._probed()
+        evaluator = Evaluator(
+            template, precision=self.choices.precision, loss=self.loss, metrics=self.metrics or {},
+            batch_size=evaluation_batch_size(values_per_sample(batch.inputs)),
+            max_batches=self.max_evaluation_batches, channels_last=settings.channels_last,
+        )  # fmt: skip
+        if settings.class_weights is not None:
+            width = evaluator.num_classes(train_feed)
+            self.loss = weighted_loss(settings.class_weights, class_labels(self.data.train), width).to(device)
         update, warning = choose_update(self.optimizer, rule, device, self.choices.precision.master)
         notes = [*tried, *self._choose_executor(template, update, train_feed)]
         choices = self.choices
@@ -105,11 +114,7 @@ class RunBuilder:
             distributed=self.distributed, output_dir=self.output_dir, experiment=self.experiment,
             names={"model": model, "data": "custom", **(self.names or {})}, resumed_from=self.resumed_from,
             choices=choices, bank=bank, average_ema=average_ema, update=update, loss=self.loss,
-            evaluator=Evaluator(
-                template, precision=choices.precision, loss=self.loss, metrics=self.metrics or {},
-                batch_size=evaluation_batch_size(values_per_sample(batch.inputs)),
-                max_batches=self.max_evaluation_batches, channels_last=settings.channels_last,
-            ),
+            evaluator=evaluator,
             train_feed=train_feed, validation_feed=validation_feed, test_feed=test_feed, collective=collective,
             ranks=ranks, nodes=ranks.nodes() if collective.apart else None, timeline=self.timeline,
             warnings=[
@@ -280,6 +285,7 @@ def new_feed(
         num_workers=first_workers(settings.num_workers, choices.device, training, ranks.num_local),
         num_ranks=ranks.num_ranks if training else 1,
         order_seed=settings.order_seed,
+        sample_weights=sample_weights(source, data.sample_weights, settings.sampling) if training else None,
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -78,6 +79,7 @@ class DataSets:
     augmentation: Augmentation | None = None
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
+    sample_weights: npt.ArrayLike | None = None  # [N], to draw training samples by
     class_names: Sequence[str] | None = None  # None is the attribute `classes` of the test data, if there is one
 
 

@@ -47,6 +47,10 @@ class JobSettings:
     order_seed: int | None = setting(
         None, "seed of the sample order alone; null is seed", minimum=0, maximum=2**63 - 1
     )
+    sampling: Literal["shuffle", "balanced"] = setting(
+        "shuffle",
+        "samples of an epoch: shuffle, each once; or balanced, drawn with replacement, every class as often as another",
+    )
     label_smoothing: float = setting(
         0.0, "share of the target spread over all classes, in the cross-entropy of training", minimum=0, below=1
     )
@@ -84,6 +88,12 @@ class RunSettings(JobSettings):
     )
     count_effective_samples: bool = setting(
         False, "count schedule, max_epochs and max_samples by what samples are worth in so large a batch (AdaScale)"
+    )
+    class_weights: Literal["balanced"] | tuple[float, ...] | None = setting(
+        None,
+        "weights of classes in the cross-entropy of training: a list, or balanced, inversely proportional to their "
+        "counts",
+        above=0,
     )
     learning_statistics: bool = setting(
         False, "measure gradient noise scale, sharpness and agreement of learners at the end of every epoch"

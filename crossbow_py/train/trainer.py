@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, ParamSpec
 
+import numpy.typing as npt
 from torch import nn
 
 from crossbow_py.averaging import SMA, AveragingRule
@@ -98,6 +99,8 @@ class Trainer:
         mean: mean that inputs are normalised by, one number per channel or one for all, for pixels from 0 to 1. Needs
             `std`.
         std: standard deviation that inputs are normalised by, likewise.
+        sample_weights: one weight for each training sample, [N]: an epoch is N draws with replacement in proportion to
+            them, instead of every sample once. `sampling="balanced"` weighs by class.
         class_names: names of the classes in pictures of predictions; None is `test_data.classes`, if it has them.
         output_dir: the run's folder; without it nothing is written to disk.
         resume: a run folder, its checkpoints folder, or one checkpoint to resume from; `auto` is the newest in
@@ -143,6 +146,7 @@ class Trainer:
         augmentation: Augmentation | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        sample_weights: npt.ArrayLike | None = None,
         class_names: Sequence[str] | None = None,
         output_dir: str | Path | None = None,
         resume: str | Path | None = None,
@@ -170,13 +174,13 @@ class Trainer:
         found, self._messages = find_checkpoint(resume, folder, ranks)
         self.run = RunBuilder(
             make_model=model,
-            data=DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std, class_names),
+            data=DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std, sample_weights,
+                          class_names),
             settings=settings, choices=choose_together(settings, found, ranks),
             optimizer=optimizer, rule=averaging, schedule=schedule, loss=loss, metrics=metrics,
             init_from=None if init_from is None or found else str(given_path("init_from", init_from)),
             max_evaluation_batches=max_evaluation_batches, checkpoints=checkpoint, distributed=distributed,
-            auto_tuner=auto_tuner,
-            output_dir=folder, experiment=experiment, names=names,
+            auto_tuner=auto_tuner, output_dir=folder, experiment=experiment, names=names,
             resumed_from=str(found.folder) if found else None, timeline=_timeline(trace, profile, folder),
             announce=self._announce, ranks=ranks,
             executor_cache=None if executor_cache is None else given_path("executor_cache", executor_cache),

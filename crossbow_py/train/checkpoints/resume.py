@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy.typing as npt
+import torch
 
 from crossbow_py.core.errors import CheckpointError, UserError
 from crossbow_py.core.files import given_path
@@ -157,6 +161,7 @@ def identity(run: Run) -> dict[str, Any]:
             "augmentation": to_mapping(run.data.augmentation or Augmentation()),
             "mean": list(run.data.mean or ()),
             "std": list(run.data.std or ()),
+            "sample_weights": None if run.data.sample_weights is None else _digest(run.data.sample_weights),
         },
         "model": {
             block.name: list(block.shape)
@@ -165,6 +170,12 @@ def identity(run: Run) -> dict[str, Any]:
         },
         "num_train_samples": run.num_samples,
     }
+
+
+def _digest(values: npt.ArrayLike) -> str:
+    """Return a short hash that tells arrays apart."""
+    found = torch.as_tensor(values, dtype=torch.float64).cpu().numpy()
+    return hashlib.blake2b(found.tobytes(), digest_size=8).hexdigest()
 
 
 def find_checkpoint(

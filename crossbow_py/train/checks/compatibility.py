@@ -121,6 +121,16 @@ def _check_policies(
             f"label_smoothing={settings.label_smoothing} is for cross-entropy, and another loss was given; "
             "set label_smoothing=0, and smooth inside the loss."
         )
+    if settings.class_weights is not None and settled_loss(loss) is not nn.functional.cross_entropy:
+        raise UserError(
+            "class_weights are for cross-entropy, and another loss was given; leave them out, and give that loss its "
+            "own weights, as in nn.NLLLoss(weight=...)."
+        )
+    if settings.class_weights is not None and settings.label_smoothing:
+        raise UserError(
+            f"class_weights and label_smoothing={settings.label_smoothing} do not go together; leave one out, or give "
+            "loss=nn.CrossEntropyLoss(weight=..., label_smoothing=...)."
+        )
     if max_evaluation_batches is not None and max_evaluation_batches < 1:
         raise UserError(
             f"max_evaluation_batches must be at least 1 or None, got {max_evaluation_batches}; None evaluates on all."
