@@ -47,6 +47,7 @@ from crossbow_py.train.run_folder.reporter import Result
 from crossbow_py.train.run_settings import Choices, RunSettings, StopConditions
 from crossbow_py.train.run_state import RunState
 from crossbow_py.train.schedules import Constant, Schedule
+from crossbow_py.train.tuning.range_test import LearningRateTest, find_learning_rate
 
 P = ParamSpec("P")
 
@@ -286,6 +287,22 @@ class Trainer:
         if measured is None:
             raise UserError("evaluate() needs test_data, got none; give Trainer(test_data=...).")
         return measured[0]
+
+    def find_learning_rate(
+        self, *, num_rounds: int = 100, lowest: float = 1e-6, highest: float = 10.0
+    ) -> LearningRateTest:
+        """Find a learning rate by a range test (Smith 2017): the rate at which the training loss falls fastest.
+
+        A copy of the learners trains `num_rounds` rounds on the batches that come next, at rates that rise
+        exponentially from `lowest` to `highest`, until it diverges. The trainer and the random generators stay as they
+        are. Rates are `optimizer.learning_rate`, without schedule and warm-up; those of other learners and of other
+        parameters rise in proportion. With num_learners="auto" it is about as many learners as there are now. All ranks
+        call it together.
+
+        Raises UserError for arguments that make no test, and while a round is in flight.
+        """
+        with self._between_rounds():
+            return find_learning_rate(self.run, num_rounds, lowest, highest)
 
     def restart(self) -> None:
         """Restart the learners from the average model, between two calls of `fit`; see `SMA.restart_momentum`.
