@@ -94,7 +94,9 @@ class TrainingLoop:
         """Announce the run, and pass on the messages about it."""
         self._run.returned_best = False
         self.reporter.start(run_info(self._run, self._planned_samples), self.state.wall_s)
-        for message in [*messages, *self._run.remarks(self.total_samples), *self._epochs.begin()]:
+        remarks = [each for each in self._run.remarks(self.total_samples) if each not in self._run.told]
+        self._run.told.update(remarks)
+        for message in [*messages, *remarks, *self._epochs.begin()]:
             self.reporter.message(message)
         self.meter.start(self.state.elapsed_s)
         if self._run.worker_autotuner:

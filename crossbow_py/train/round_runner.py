@@ -35,7 +35,8 @@ class RoundRunner:
         self.out_of_memory = False
         self._sums_begun = self._run.collective.num_sums
         self._sums_due: deque[Round] = deque()  # averaging rounds submitted since
-        self._told = set(run.warnings)
+        self._told = run.told
+        self._told.update(run.warnings)
 
     def submit(self, plan: Round) -> bool:
         """Submit a round and absorb the outcome of the one before. Returns False if it is to be submitted again.

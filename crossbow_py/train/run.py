@@ -103,6 +103,7 @@ class Run:
         busy_cores: chooses how threads wait for each other, on CPUs.
         best: the models of the best evaluation, if the run is to return them.
         returned_best: whether `fit` returned them, and no round has been trained since.
+        told: the messages that need not be told again, by later calls of `fit`.
         in_fit: whether `fit` is at work.
         in_flight: whether a round is in flight, so that nobody may read the bank.
     """
@@ -138,6 +139,7 @@ class Run:
     busy_cores: BusyCores | None = None
     best: BestModels | None = None
     returned_best: bool = False
+    told: set[str] = field(default_factory=set)
     in_fit: bool = False
     in_flight: bool = False
     _notes: list[str] = field(default_factory=list)

@@ -181,7 +181,7 @@ def _copy_of(run: Run) -> Run:
     state = dataclasses.replace(run.state, non_finite_learners={}, compared=[], loss_sum=0.0, num_losses=0)
     return dataclasses.replace(
         run, bank=bank, state=state, loss=copied_loss(run.loss), average_ema=None, timeline=None, tuning=None,
-        worker_autotuner=None, busy_cores=None, best=None,
+        worker_autotuner=None, busy_cores=None, best=None, told=set(),
     )  # fmt: skip
 
 
