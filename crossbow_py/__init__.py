@@ -17,7 +17,20 @@ from crossbow_py.averaging import (
     SlowMo,
     SynchronousSGD,
 )
-from crossbow_py.core.errors import CheckpointError, CrossbowError, LearnerError, NonFiniteError, UserError
+from crossbow_py.core.errors import (
+    BadDataError,
+    BadSampleError,
+    CentralModelError,
+    CheckpointError,
+    CrossbowError,
+    DataError,
+    DeviceLostError,
+    LearnerError,
+    NonFiniteError,
+    RankError,
+    RankLostError,
+    UserError,
+)
 from crossbow_py.core.version import __version__
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.process_group import joined
@@ -55,12 +68,17 @@ __all__ = [
     "Augmentation",
     "AutoTunerSettings",
     "AveragingRule",
+    "BadDataError",
+    "BadSampleError",
+    "CentralModelError",
     "CheckpointError",
     "CheckpointSettings",
     "Constant",
     "Cosine",
     "Crossbow",
     "CrossbowError",
+    "DataError",
+    "DeviceLostError",
     "DiLoCo",
     "DistributedSettings",
     "Elastic",
@@ -75,6 +93,8 @@ __all__ = [
     "MultiStep",
     "Muon",
     "NonFiniteError",
+    "RankError",
+    "RankLostError",
     "Result",
     "RunSettings",
     "SlowMo",
