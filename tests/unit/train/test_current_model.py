@@ -55,6 +55,18 @@ def test_model_after_ctrl_c_is_that_of_the_rounds_until_then(rule, num_learners)
     assert trainer.evaluate().loss == whole.summary.test_loss
 
 
+@pytest.mark.parametrize("executor", ["threads", "fused"])
+def test_trainer_interrupted_beside_working_threads_has_a_model_and_trains_on(executor):
+    trainer = image_trainer(executor=executor, num_learners=4)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(max_epochs=9, after_round=stop_at(3, KeyboardInterrupt()))
+        assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
+    result = trainer.fit(max_epochs=9)
+    assert (result.status, result.summary.epochs >= 9) == ("finished", True)
+    assert equal_states(trainer.model, result.model)
+
+
 @pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
 def test_model_is_there_after_an_error_of_the_model(executor):
     trainer = make_trainer(executor=executor, loss=FailsLater())
