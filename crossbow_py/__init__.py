@@ -17,13 +17,27 @@ from crossbow_py.averaging import (
     SlowMo,
     SynchronousSGD,
 )
-from crossbow_py.core.errors import CheckpointError, CrossbowError, LearnerError, NonFiniteError, UserError
+from crossbow_py.core.errors import (
+    BadDataError,
+    BadSampleError,
+    CentralModelError,
+    CheckpointError,
+    CrossbowError,
+    DataError,
+    DeviceLostError,
+    LearnerError,
+    NonFiniteError,
+    RankError,
+    RankLostError,
+    UserError,
+)
 from crossbow_py.core.version import __version__
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Collated
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.auto_tuner import AutoTunerSettings
+from crossbow_py.engine.modules.frozen import frozen
 from crossbow_py.engine.modules.losses import model_loss
 from crossbow_py.engine.update.optimizers import SGD, AdamW, Muon
 from crossbow_py.predict.ensemble import Ensemble
@@ -56,6 +70,9 @@ __all__ = [
     "Augmentation",
     "AutoTunerSettings",
     "AveragingRule",
+    "BadDataError",
+    "BadSampleError",
+    "CentralModelError",
     "CheckpointError",
     "CheckpointSettings",
     "Collated",
@@ -63,6 +80,8 @@ __all__ = [
     "Cosine",
     "Crossbow",
     "CrossbowError",
+    "DataError",
+    "DeviceLostError",
     "DiLoCo",
     "DistributedSettings",
     "Elastic",
@@ -77,6 +96,8 @@ __all__ = [
     "MultiStep",
     "Muon",
     "NonFiniteError",
+    "RankError",
+    "RankLostError",
     "Result",
     "RunSettings",
     "SlowMo",
@@ -85,6 +106,7 @@ __all__ = [
     "Trainer",
     "UserError",
     "__version__",
+    "frozen",
     "joined",
     "load_models",
     "model_loss",

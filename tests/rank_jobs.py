@@ -104,6 +104,11 @@ def train(ranks: Ranks, options: dict[str, Any], stops: dict[str, Any], fp64: bo
     return ended(trainer, trainer.fit(**stops), recorder)
 
 
+def find_learning_rate(ranks: Ranks, options: dict[str, Any]) -> list[float]:
+    """The losses of a range test of 30 rounds."""
+    return image_trainer(ranks, **options).find_learning_rate(num_rounds=30, lowest=1e-3, highest=0.1).losses
+
+
 def train_measured(ranks: Ranks, options: dict[str, Any], stops: dict[str, Any]) -> tuple[Ended, list[dict[str, Any]]]:
     """A whole run of images in float64, and its statistics of learning of every epoch."""
     run_settings.choose_precision = lambda name, device: FP64

@@ -29,6 +29,7 @@ from crossbow_py.cli.config_files import (
 )
 from crossbow_py.cli.overrides import PARSING_ERRORS, parse, quoted
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.other_names import key_suggestion
 from crossbow_py.core.settings import check_no_group_left_out, from_mapping, shown, suggestion, written
 
 APPENDED_GROUPS = ("experiment", "debug")  # not in the defaults list: chosen with a leading +, in this order
@@ -121,6 +122,9 @@ def compose(overrides: Sequence[str], kind: type[C]) -> C:
         name = next(str(each.value()) for each in parsed if each.key_or_group == "experiment")
         raise UserError(f'conf/experiment/{name}.yaml must begin with "# @package _global_"; add that line.')
     _check_command(plain, known)
+    for key in plain:
+        if key not in known and (meant := key_suggestion(key, known)):
+            raise UserError(f"unknown key {key}{meant}")
     check_no_group_left_out(plain, known, {group: registry.values() for group, registry in kind.GROUPS.items()})
     return from_plain(plain, kind)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -21,11 +22,13 @@ from crossbow_py.data.datasets import (
     first_sample,
     is_clip_batch,
     is_image_batch,
+    num_samples,
 )
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.normalisation import BatchFormat, Normalisation, rounded_integer
 from crossbow_py.data.resident.inputs import ClipInputs, ImageInputs, ResidentInputs, RowInputs, TreeInputs
 from crossbow_py.data.resident.resident_feed import ResidentFeed
+from crossbow_py.data.sampler import SampleOrder
 from crossbow_py.data.streaming.items import ItemData
 from crossbow_py.data.streaming.streamed_data import StreamedData
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
@@ -45,6 +48,7 @@ def make_feed(
     num_workers: int = 0,
     num_ranks: int = 1,
     order_seed: int | None = None,
+    sample_weights: npt.NDArray[np.float64] | None = None,
 ) -> Feed:
     """Build the feed for `data`: resident for tensors, streaming for every other data set.
 
@@ -67,6 +71,7 @@ def make_feed(
         num_workers: processes that load streamed data; 0 loads in the caller.
         num_ranks: ranks that take batches of the stream in turn; 1 if learners share every batch.
         order_seed: seed of the sample order; None for `seed`.
+        sample_weights: [N], to draw samples by, with replacement; None for permutations.
 
     Raises:
         UserError: the batch is larger than the data set, or the data set cannot be augmented or normalised like that.
@@ -74,15 +79,16 @@ def make_feed(
     check_data(data, "the data set")
     form = BatchFormat(torch.device(device), dtype, channels_last, Normalisation.of(mean, std))
     pair, augmentation = as_pair(data), augmentation or Augmentation()
+    order = SampleOrder(seed if order_seed is None else order_seed, num_samples(data), sample_weights)
     if pair is not None:
         inputs = _resident_inputs(pair, augmentation, form, kernels)
-        feed = ResidentFeed(inputs, pair[1].to(form.device), batch_size, seed, order_seed)
+        feed = ResidentFeed(inputs, pair[1].to(form.device), batch_size, seed, order)
         is_cast = form.normalisation is None or not isinstance(pair[0], Tensor)
         feed.note_rounding(rounded_integer(pair[0], dtype) if is_cast else None, dtype)
         return feed
     streamed = data if isinstance(data, StreamedData) else ItemData(data)
     _check_streamed(data, augmentation)
-    return StreamingFeed(streamed, batch_size, seed, form, augmentation, num_workers, num_ranks, order_seed)
+    return StreamingFeed(streamed, batch_size, seed, form, augmentation, num_workers, num_ranks, order)
 
 
 def _resident_inputs(pair: Pair, augmentation: Augmentation, form: BatchFormat, kernels: bool) -> ResidentInputs:

@@ -177,6 +177,24 @@ def num_samples(data: Data) -> int:
     return len(data) if pair is None else len(pair[1])
 
 
+def class_labels(data: Any) -> npt.NDArray[np.int64] | None:
+    """Return the integer targets of all samples, [N, ...], without loading any; None if nothing tells them.
+
+    A map-style data set tells them by an attribute `targets` or `labels`, as those of torchvision do.
+    """
+    pair = as_pair(data)
+    if pair is not None:
+        return pair[1].cpu().numpy().astype(np.int64) if has_integers(pair[1]) else None
+    if isinstance(data, Subset):
+        whole = class_labels(data.dataset)
+        return None if whole is None else whole[np.asarray(data.indices, dtype=np.int64)]
+    for name in ("targets", "labels"):
+        found = np.asarray(getattr(data, name, ()))
+        if found.shape[:1] == (len(data),) and found.dtype.kind in "iu":
+            return found.astype(np.int64)
+    return None
+
+
 def input_shape(data: Data) -> tuple[int, ...]:
     """Return the shape of one input without the batch axis; of several inputs, that of the first."""
     pair = as_pair(data)

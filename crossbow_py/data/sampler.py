@@ -1,7 +1,8 @@
 """The order of samples: a continuous stream of per-epoch permutations. Pure functions of values.
 
 Position p of the stream, counted in samples, is in epoch e = p // N and holds `epoch_order(seed, e, N)[p % N]`. A
-batch is any run of positions: it may cross an epoch's end and is never partial.
+batch is any run of positions: it may cross an epoch's end and is never partial. With weights an epoch is N draws with
+replacement, `weighted_order`, instead of a permutation.
 
 A round takes K·R adjacent batches from the cursor on: rank r of R, with K learners of its own, takes those at
 cursor + (r·K + j)·B for j < K. So a rank's next batches are K·R·B positions further on, for every rank and cursor.
@@ -17,7 +18,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from crossbow_py.data.randomness import permutation
+from crossbow_py.data.randomness import permutation, uniform
 
 T = TypeVar("T")
 
@@ -25,6 +26,58 @@ T = TypeVar("T")
 def epoch_order(seed: int, epoch: int, num_samples: int) -> npt.NDArray[np.int64]:
     """Return the order, int64 [N], in which epoch `epoch` visits the samples."""
     return permutation(seed, "sample order", epoch, num_samples)
+
+
+def weighted_order(
+    seed: int, epoch: int, weights: npt.NDArray[np.float64]
+) -> npt.NDArray[np.int64]:
+    """Return N draws with replacement, int64 [N], in which sample i has the probability w_i / Σ w, `weights` [N].
+
+    A sample of weight 0 is never drawn. As in `torch.utils.data.WeightedRandomSampler`, draws are independent.
+    """
+    edges = np.cumsum(weights)
+    places = uniform(seed, "weighted sample order", epoch, len(weights)) * edges[-1]
+    last = np.flatnonzero(weights)[-1]  # a product may round up to the end
+    drawn: npt.NDArray[np.int64] = np.searchsorted(edges, places, "right").clip(max=last).astype(np.int64, copy=False)
+    return drawn
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """The order of samples in every epoch: a permutation, or draws by weights.
+
+    Attributes:
+        seed: the seed.
+        num_samples: N.
+        weights: float64 [N], not negative; None for permutations.
+    """
+
+    seed: int
+    num_samples: int
+    weights: npt.NDArray[np.float64] | None = None
+
+    def ids(self, epoch: int) -> npt.NDArray[np.int64]:
+        """Return the samples of an epoch in their order, int64 [N]."""
+        if self.weights is None:
+            return epoch_order(self.seed, epoch, self.num_samples)
+        return weighted_order(self.seed, epoch, self.weights)
+
+    def draws(self, ids: npt.NDArray[np.int64], first: int = 0) -> npt.NDArray[np.int64]:
+        """Return by which numbers the augmentation of an epoch's samples, from place `first` on, is drawn.
+
+        That is by sample; or by place, if a sample may come several times, so that each time it looks different.
+        """
+        return ids if self.weights is None else np.arange(first, first + len(ids), dtype=np.int64)
+
+
+def balanced_weights(labels: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return weights [N] by which every class is drawn as often as another: 1 / the count of the sample's class.
+
+    Samples of negative labels, which losses leave out, have weight 0.
+    """
+    _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    weights: npt.NDArray[np.float64] = np.where(labels < 0, 0.0, 1.0 / counts[inverse])
+    return weights
 
 
 def segments(start: int, count: int, num_samples: int) -> list[tuple[int, int, int]]:

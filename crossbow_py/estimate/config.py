@@ -20,8 +20,10 @@ takes, and the keys memory, held_back and images_per_s. Neither the data set nor
   python -m crossbow_py.estimate +experiment=resnet32 memory=8GiB num_learners=4 precision=fp32
   python -m crossbow_py.estimate model=custom model.target=pkg.mod.fn data=cifar10 memory=24GiB output_dir=sized
   python -m crossbow_py.estimate +experiment=flowers
+  python -m crossbow_py.estimate +experiment=digits find_learning_rate=true
 
 With memory, tensors are counted without a device; it is taken for a GPU unless device=cpu.
+With find_learning_rate=true, it trains some rounds on the data at rising rates instead, and suggests one.
 Without memory, a visible GPU is measured by real rounds, and a CPU is held against the memory that is free now.
 Nothing is written unless output_dir is set: then estimate.json, and with matplotlib estimate.png.
 
@@ -44,6 +46,9 @@ class EstimateConfig(TrainConfig):
     )
     held_back: str | float | None = setting(
         None, "memory to leave free, an amount like those of memory; null is what the estimate says and why"
+    )
+    find_learning_rate: bool = setting(
+        False, "answer another question, on the data: the learning rate at which the loss falls fastest (a range test)"
     )
     images_per_s: float | None = setting(
         None, "what the device trains, all learners together; null measures it on this machine", above=0

@@ -182,6 +182,8 @@ def final_lines(summary: Summary) -> list[str]:
     if summary.data_wait_share is not None:
         workers = counted(summary.num_workers or 0, "worker")
         lines.append(fact("data", f"{workers}, {summary.data_wait_share:.1%} of training spent waiting for them"))
+    if summary.model_epoch is not None and summary.model_epoch < summary.epochs:
+        lines.append(fact("best model", f"of epoch {summary.model_epoch:g}"))
     if summary.model_path:
         lines.append(fact("model", summary.model_path))
     if summary.output_dir:

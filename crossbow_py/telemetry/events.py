@@ -204,7 +204,8 @@ class Summary:
     """summary.json, with its keys in this order: how the run ended.
 
     `status` is finished, target_reached, interrupted, terminated or failed.
-    `data_wait_share` and `num_workers` as in `Progress`, the former of this process's training.
+    `data_wait_share` and `num_workers` as in `Progress`, the former of this process's training. `model_epoch` is
+    `epochs`, or smaller if the run returns the model of its best evaluation.
     """
 
     experiment: str
@@ -241,6 +242,7 @@ class Summary:
     metrics: dict[str, float] = field(default_factory=dict)
     num_non_finite: int = 0
     model_sha256: dict[str, str] = field(default_factory=dict)
+    model_epoch: float | None = None
 
 
 class Listener:

@@ -47,9 +47,12 @@ def train(config: TrainConfig) -> int:
 
 
 def build_trainer(
-    config: TrainConfig, folder: RunFolder, callbacks: Sequence[Listener] = (), ranks: Ranks = ALONE
+    config: TrainConfig, folder: RunFolder | None, callbacks: Sequence[Listener] = (), ranks: Ranks = ALONE
 ) -> Trainer:
-    """Load the data, downloading them where needed, and make the trainer of one run. Raises UserError."""
+    """Load the data, downloading them where needed, and make the trainer of one run. Raises UserError.
+
+    Without a folder it writes nothing.
+    """
     source = _load(config, ranks)
 
     def make_model() -> nn.Module:
@@ -75,8 +78,8 @@ def build_trainer(
         mean=source.mean,
         std=source.std,
         class_names=source.class_names,
-        output_dir=folder.path,
-        resume=folder.resume,
+        output_dir=None if folder is None else folder.path,
+        resume=None if folder is None else folder.resume,
         init_from=config.init_from,
         checkpoint=CheckpointSettings(
             every_epochs=config.checkpoint_every_epochs,
@@ -84,7 +87,7 @@ def build_trainer(
             keep=config.keep_checkpoints,
         ),
         callbacks=callbacks,
-        notes=[*([folder.note] if folder.note else []), *source.notes],
+        notes=[*([folder.note] if folder and folder.note else []), *source.notes],
         experiment=config.experiment,
         names={"model": getattr(config.model, "target", config.model.NAME), "data": source.name},
         trace=config.trace,

@@ -15,7 +15,15 @@ from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.trees import values_per_sample
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.build import make_feed
-from crossbow_py.data.datasets import Data, as_pair, check_data, has_integers, has_named_inputs, with_labels
+from crossbow_py.data.datasets import (
+    Data,
+    as_pair,
+    check_data,
+    class_labels,
+    has_integers,
+    has_named_inputs,
+    with_labels,
+)
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.distributed.settings import DistributedSettings
@@ -36,10 +44,12 @@ from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.checks.losses import loss_on
 from crossbow_py.train.checks.probe import probe, probe_evaluation, takes_labels
 from crossbow_py.train.checks.seeded_model import MakeModel, faithful_copy, seeded_model
+from crossbow_py.train.class_balance import sample_weights, weighted_loss
 from crossbow_py.train.evaluation.evaluator import Evaluator, Metric, evaluation_batch_size
 from crossbow_py.train.ladder.ladder import check_trusted, has_failed, try_on_ranks
-from crossbow_py.train.run import DataSets, Run, RunState
+from crossbow_py.train.run import DataSets, Run
 from crossbow_py.train.run_settings import Choices, RunSettings
+from crossbow_py.train.run_state import RunState
 from crossbow_py.train.schedules import Constant, Schedule
 from crossbow_py.train.tuning.busy_cores import busy_cores
 from crossbow_py.train.tuning.executor_choice import choose_executor, new_bank
@@ -87,6 +97,14 @@ class RunBuilder:
         collective = ranks.collective(device, apart=rule.node_period > 1)
         check_settles(rule, settings.num_learners, collective.num_devices)
         template, loss, batch, (train_feed, validation_feed, test_feed), warnings = self._probed()
+        evaluator = Evaluator(
+            template, precision=self.choices.precision, loss=loss, metrics=self.metrics or {},
+            batch_size=evaluation_batch_size(values_per_sample(batch.inputs)),
+            max_batches=self.max_evaluation_batches, channels_last=settings.channels_last,
+        )  # fmt: skip
+        if settings.class_weights is not None:  # in training alone
+            width = evaluator.num_classes(train_feed)
+            loss = weighted_loss(settings.class_weights, class_labels(self.data.train), width).to(device)
         update, warning = choose_update(self.optimizer, rule, device, self.choices.precision.master)
         notes = [*tried, *self._choose_executor(template, update, train_feed, loss)]
         choices = self.choices
@@ -103,12 +121,7 @@ class RunBuilder:
             data=self.data, settings=settings, schedule=self.schedule, checkpoints=self.checkpoints,
             distributed=self.distributed, output_dir=self.output_dir, experiment=self.experiment,
             names={"model": model, "data": "custom", **(self.names or {})}, resumed_from=self.resumed_from,
-            choices=choices, bank=bank, average_ema=average_ema, update=update, loss=loss,
-            evaluator=Evaluator(
-                template, precision=choices.precision, loss=loss, metrics=self.metrics or {},
-                batch_size=evaluation_batch_size(values_per_sample(batch.inputs)),
-                max_batches=self.max_evaluation_batches, channels_last=settings.channels_last,
-            ),
+            choices=choices, bank=bank, average_ema=average_ema, update=update, loss=loss, evaluator=evaluator,
             train_feed=train_feed, validation_feed=validation_feed, test_feed=test_feed, collective=collective,
             ranks=ranks, nodes=ranks.nodes() if collective.apart else None, timeline=self.timeline,
             warnings=[
@@ -197,10 +210,10 @@ class RunBuilder:
                     "loss=model_loss is for models whose forward takes `labels`, and data whose inputs are dicts; give "
                     "another loss."
                 )
-            if self.settings.label_smoothing:
+            if self.settings.label_smoothing or self.settings.class_weights is not None:
                 raise UserError(
-                    f"label_smoothing={self.settings.label_smoothing} is for cross-entropy, and the model computes its "
-                    "loss itself; set label_smoothing=0, or give loss=nn.functional.cross_entropy."
+                    "label_smoothing and class_weights are for cross-entropy, and the model computes its loss itself; "
+                    "leave them out, or give loss=nn.functional.cross_entropy."
                 )
             self.data = dataclasses.replace(self.data, labels_as_input=True)
         return loss_on(self.choices.device, loss)
@@ -304,6 +317,7 @@ def new_feed(
         num_workers=first_workers(settings.num_workers, choices.device, training, ranks.num_local),
         num_ranks=ranks.num_ranks if training else 1,
         order_seed=settings.order_seed,
+        sample_weights=sample_weights(source, data.sample_weights, settings.sampling) if training else None,
     )
 
 

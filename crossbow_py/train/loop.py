@@ -7,6 +7,7 @@ the executor, evaluate and record; write checkpoints when due; stop when told to
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,12 +22,13 @@ from crossbow_py.engine.rounds import Round
 from crossbow_py.telemetry.events import Listener, RoundEnd
 from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.train.checkpoints.manager import CheckpointManager
-from crossbow_py.train.evaluation.evaluator import non_finite_remark
+from crossbow_py.train.evaluation.evaluator import State, non_finite_remark
 from crossbow_py.train.evaluation.learning_measurement import LearningMeasurement
 from crossbow_py.train.round_runner import RoundRunner
 from crossbow_py.train.run import Measured, Run, SavedModels
 from crossbow_py.train.run_folder.reporter import Reporter, Result, epoch_record, run_info
 from crossbow_py.train.run_settings import MOST_LEARNERS, StopConditions
+from crossbow_py.train.run_state import is_better
 
 
 class TrainingLoop:
@@ -66,6 +68,7 @@ class TrainingLoop:
         self._after_round = after_round
 
     def __enter__(self) -> TrainingLoop:
+        self._run.in_fit = True
         return self
 
     def __exit__(
@@ -80,6 +83,7 @@ class TrainingLoop:
         self.rounds.close()
         self.checkpoints.close()
         self._run.close_feeds()
+        self._run.in_fit = False
         if error is not None and self.reporter.started:
             status, reason = _failure_status(error)
             self.reporter.summarize(self.state, status, reason, None, SavedModels(None, {}))
@@ -88,8 +92,11 @@ class TrainingLoop:
 
     def start(self, messages: Sequence[str]) -> None:
         """Announce the run, and pass on the messages about it."""
+        self._run.returned_best = False
         self.reporter.start(run_info(self._run, self._planned_samples), self.state.wall_s)
-        for message in [*messages, *self._run.remarks(self.total_samples)]:
+        remarks = [each for each in self._run.remarks(self.total_samples) if each not in self._run.told]
+        self._run.told.update(remarks)
+        for message in [*messages, *remarks, *self._epochs.begin()]:
             self.reporter.message(message)
         self.meter.start(self.state.elapsed_s)
         if self._run.worker_autotuner:
@@ -99,11 +106,12 @@ class TrainingLoop:
     def run(self, signals: StopSignal) -> tuple[str, str]:
         """Train until a stop condition is met or a signal comes. Returns (status, reason)."""
         state, first_round = self.state, self.state.round_index
-        if state.last_recorded == state.samples_seen and (reason := self._target_reached()):
-            return "target_reached", reason
+        if state.last_recorded == state.samples_seen and (reason := self._stop_after_evaluation()):
+            self._check_trained(reason, first_round)
+            return _status_of(reason), reason
         while True:
             if reason := self._end_epoch():
-                return "target_reached", reason
+                return _status_of(reason), reason
             plan = None if self._end_reached() else self._plan()
             if plan:
                 self._await_batches(plan, signals)
@@ -142,7 +150,7 @@ class TrainingLoop:
             self.reporter.message(f"Nothing is left to train: the run had reached {reason}; allow more of it.")
 
     def _end_epoch(self) -> str | None:
-        """Close the epoch once all its samples are seen. Returns the target that was reached, if one was."""
+        """Close the epoch once all its samples are seen. Returns the stop that its evaluation reached, if any."""
         state, every = self.state, self._run.checkpoints.every_epochs
         if state.samples_seen < (state.closed_epochs + 1) * self.num_samples:
             return None
@@ -152,13 +160,14 @@ class TrainingLoop:
             self.meter.pause()
             self.rounds.recheck()
             self.meter.resume()
-        reason = self._target_reached()
+        reason = self._stop_after_evaluation()
         if not reason and every and state.closed_epochs % every == 0:
             self._write_checkpoint()
         return reason
 
-    def _target_reached(self) -> str | None:
-        return self.stops.after_evaluation(self.state.last_accuracy, self.state.last_loss)
+    def _stop_after_evaluation(self) -> str | None:
+        state = self.state
+        return self.stops.after_evaluation(state.last_accuracy, state.last_loss, state.num_stale)
 
     def _plan(self) -> Round:
         state, factor = self.state, self._factor()
@@ -381,12 +390,13 @@ class TrainingLoop:
         stopped_by_signal = status in StopSignal.REASONS
         if self.state.last_recorded != self.state.samples_seen and not stopped_by_signal:
             self._epochs.close(self.learning_rate, is_partial=True)
-            if target := self._target_reached():
-                status, reason = "target_reached", target
+            if target := self._stop_after_evaluation():
+                status, reason = _status_of(target), target
         if not self.checkpoints.has(self.state.samples_seen):
             self._write_checkpoint()
         self.checkpoints.settle()
         self.meter.pause()
+        self._run.returned_best = self.stops.returns_best and self._run.best is not None
         final = self._epochs.final(measures=not stopped_by_signal)
         models = self._run.models()
         saved = self._run.save_models(models)
@@ -407,6 +417,25 @@ class EpochCloser:
         self._learning = LearningMeasurement(run) if run.settings.learning_statistics else None
         self._final: Measured | None = None
 
+    def begin(self) -> list[str]:
+        """Keep the current models, if they were just evaluated. Returns a message if better ones were not kept.
+
+        All ranks together, before the first round.
+        """
+        run, state = self._run, self._state
+        is_new = self._stops.returns_best and run.best is None
+        if not is_new or state.last_loss is None:
+            return []
+        if state.last_recorded == state.samples_seen:
+            run.keep_if_best(state.last_accuracy, state.last_loss, run.final_states())
+        best_loss = math.nan if state.best_loss is None else state.best_loss
+        if run.best and not is_better(state.best_accuracy, best_loss, run.best.accuracy, run.best.loss):
+            return []
+        return [
+            "Earlier models were not kept, as neither patience nor restore_best was set: the best one is looked for "
+            "from here on."
+        ]
+
     def close(self, learning_rate: float, is_partial: bool = False) -> None:
         """Evaluate, record with the learning rate of the last round, and start the next epoch.
 
@@ -416,12 +445,18 @@ class EpochCloser:
         run.check_z()
         self._meter.pause()
         self._watch.doing = f"the evaluation after round {state.round_index - 1}"
-        measured = self._evaluate(self._measured)
+        states = run.final_states() if run.feed_of(self._measured) else []
+        measured = self._evaluate(self._measured, states)
         state.elapsed_s = self._meter.elapsed_s
         if measured:
-            state.note_evaluation(measured[0].accuracy, measured[0].loss, self._stops.target_accuracy)
+            accuracy, loss = measured[0].accuracy, measured[0].loss
+            state.note_evaluation(accuracy, loss, self._stops.target_accuracy, is_partial)
+            if self._stops.returns_best:
+                run.keep_if_best(accuracy, loss, states)
         self._final = measured if self._measured == "test" else None
-        unsmoothed = run.evaluate(self._measured, ema=False) if run.average_ema is not None else None
+        unsmoothed = None
+        if run.average_ema is not None and measured:
+            unsmoothed = run.evaluate(self._measured, run.final_states(ema=False))
         learning = None
         if self._learning is not None:
             self._watch.doing = f"the statistics of learning after round {state.round_index - 1}"
@@ -444,19 +479,24 @@ class EpochCloser:
 
     def final(self, measures: bool) -> Measured | None:
         """Return the evaluation of the final model on test data: the last epoch's, or a new one if `measures`."""
-        if self._state.last_recorded != self._state.samples_seen:
-            self._final = None  # of an earlier model
+        if not self._state.last_recorded == self._state.samples_seen == self._run.model_samples:
+            self._final = None  # of another model
         if self._final is None and measures:
             self._final = self._evaluate("test")
         return self._final
 
-    def _evaluate(self, which: str) -> Measured | None:
+    def _evaluate(self, which: str, states: Sequence[State] | None = None) -> Measured | None:
         """Evaluate on the `test` or `validation` data, and report outputs that are not finite."""
-        measured = self._run.evaluate(which)
+        measured = self._run.evaluate(which, states)
         if measured and measured[0].num_non_finite:
             what = f"{which} data after {self._state.samples_seen:,} samples"
             self._reporter.message(non_finite_remark(what, measured[0].num_non_finite, measured[0].num_samples))
         return measured
+
+
+def _status_of(reason: str) -> str:
+    """Return the status of a run that its last evaluation ended."""
+    return "finished" if reason == "patience" else "target_reached"
 
 
 def _failure_status(error: BaseException) -> tuple[str, str]:

@@ -35,7 +35,8 @@ class RoundRunner:
         self.out_of_memory = False
         self._sums_begun = self._run.collective.num_sums
         self._sums_due: deque[Round] = deque()  # averaging rounds submitted since
-        self._told = set(run.warnings)
+        self._told = run.told
+        self._told.update(run.warnings)
 
     def submit(self, plan: Round) -> bool:
         """Submit a round and absorb the outcome of the one before. Returns False if it is to be submitted again.
@@ -43,6 +44,7 @@ class RoundRunner:
         That is when it did not fit in memory. On several ranks it is never submitted again, because the other ranks
         have gone on: this rank then learns nothing from its samples.
         """
+        self._run.in_flight = True
         if self.out_of_memory:
             self._run.sit_out(plan)
             return True
@@ -77,6 +79,7 @@ class RoundRunner:
         if self.out_of_memory or not self._attempt(self.executor.drain):
             return False
         self._sums_settled()
+        self._run.in_flight = False
         self._run.adopt_learner()
         return True
 
@@ -118,6 +121,7 @@ class RoundRunner:
         """Grow or shrink the drained bank; if that does not fit in memory, the auto-tuner chooses a smaller number."""
         bank, given_up = self._run.bank, False
         self.executor.close()
+        self._run.in_flight = False
         self.reseed()
         self._run.bring_up_to_date()
         while True:
@@ -194,3 +198,4 @@ class RoundRunner:
     def close(self) -> None:
         """Close the executor."""
         self.executor.close()
+        self._run.in_flight = False

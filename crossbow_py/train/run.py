@@ -8,16 +8,16 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from crossbow_py.averaging import AveragingRule, OuterStep, Stage
 from crossbow_py.core.errors import CentralModelError, CrossbowError, UserError, is_of_data
-from crossbow_py.core.settings import known_fields
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data
 from crossbow_py.data.feed import Feed
@@ -28,7 +28,7 @@ from crossbow_py.distributed.synchronisation import differing_ranks
 from crossbow_py.engine.bank.average_ema import AverageEMA
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, Executor
-from crossbow_py.engine.goodput import ROUNDS_UNKNOWN, Comparison, NoiseScale, compares_in
+from crossbow_py.engine.goodput import ROUNDS_UNKNOWN, compares_in
 from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks, taken
 from crossbow_py.engine.update.optimizers import Optimizer, for_learner
@@ -45,6 +45,7 @@ from crossbow_py.train.evaluation.evaluator import (
     mean_evaluation,
 )
 from crossbow_py.train.run_settings import Choices, RunSettings
+from crossbow_py.train.run_state import BestModels, RunState, is_better
 from crossbow_py.train.schedules import Schedule
 from crossbow_py.train.tuning.busy_cores import BusyCores
 from crossbow_py.train.tuning.learner_tuning import LearnerTuning
@@ -57,10 +58,14 @@ Measured = tuple[Evaluation, tuple[Evaluation, ...]]
 
 
 class SavedModels(NamedTuple):
-    """The path of a run's saved models, None if there is none, and the SHA-256 of each file by its name."""
+    """The path of a run's saved models, None if there is none, and the SHA-256 of each file by its name.
+
+    `samples_seen` is how many samples the models had seen, also of a run without a folder.
+    """
 
     path: str | None
     digests: dict[str, str]
+    samples_seen: int | None = None
 
 
 @dataclass(frozen=True)
@@ -74,136 +79,9 @@ class DataSets:
     augmentation: Augmentation | None = None
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
+    sample_weights: npt.ArrayLike | None = None  # [N], to draw training samples by
     class_names: Sequence[str] | None = None  # None is the attribute `classes` of the test data, if there is one
     labels_as_input: bool = False  # whether the model gets the targets too, for `model_loss`
-
-
-@dataclass
-class RunState:
-    """Counters of a run.
-
-    `samples_seen` counts samples of submitted rounds: over all learners, or per learner when they are independent.
-    The epoch sums cover the rounds absorbed since the last epoch closed; `num_correct` is None when the task is not
-    classification. `best_accuracy` and `last_*` are of the data that stops look at: validation, where there is some.
-    `apart_since` is the first round after learners last averaged, and `apart_factor` the schedule's factor in that
-    round, without warm-up.
-    `non_finite_learners` maps learners that were gated, and wait to be reseeded, to the round in which they were.
-    `wall_s` is the time of earlier processes, plus the time that building the trainer took in this one.
-    `effective_samples` are samples seen, each times its efficiency then; before the noise is known a round counts as
-    that of a single learner.
-    `noise` is what is known of the gradient noise, if gradients are compared; `compared` are rounds with comparisons
-    that do not count yet.
-    """
-
-    round_index: int = 0
-    apart_since: int = 0
-    apart_factor: float = 1.0
-    samples_seen: int = 0
-    last_round_start: float = 0
-    last_recorded: int = -1
-    last_accuracy: float | None = None
-    last_loss: float | None = None
-    closed_epochs: int = 0
-    loss_sum: float = 0.0
-    num_losses: int = 0
-    num_correct: float | None = 0.0
-    elapsed_s: float = 0.0
-    wall_s: float = 0.0
-    best_accuracy: float | None = None
-    time_to_accuracy_s: float | None = None
-    num_reseeded: int = 0
-    non_finite_learners: dict[int, int] = field(default_factory=dict)
-    effective_samples: float = 0.0
-    noise: NoiseScale | None = None
-    compared: list[tuple[int, Comparison]] = field(default_factory=list)
-
-    def absorb(self, outcome: RoundOutcome) -> None:
-        """Add a round's losses to the epoch; gated learners are noted and do not count."""
-        if outcome.comparison is not None:
-            self.compared.append((outcome.plan.index, outcome.comparison))
-        for learner in outcome.non_finite_learners:
-            self.non_finite_learners.setdefault(learner, outcome.plan.index)
-        for loss, correct, finite in zip(outcome.losses, outcome.num_correct, outcome.finite, strict=True):
-            if finite:
-                self.loss_sum += loss
-                self.num_losses += 1
-                self.num_correct = None if correct is None or self.num_correct is None else self.num_correct + correct
-
-    def take_compared(self) -> list[Comparison]:
-        """Remove and return the comparisons that the next round goes by: those of rounds before the last one.
-
-        The last one's may be there or not, as something may have waited for it.
-        """
-        taken = [found for index, found in self.compared if index < self.round_index - 1]
-        self.compared = [(index, found) for index, found in self.compared if index >= self.round_index - 1]
-        return taken
-
-    def apart(self, factor: float) -> tuple[int, float]:
-        """Return the rounds since learners averaged, the next one included, and the factor in the first of them.
-
-        Both factors are without warm-up; `factor` is that of the next round.
-        """
-        num_rounds = self.round_index + 1 - self.apart_since
-        return num_rounds, factor if num_rounds == 1 else self.apart_factor
-
-    def note_round(self, num_samples: int, start: float, factor: float, averages: bool, num_learners: int) -> None:
-        """Count a submitted round of K learners on all devices, with its factor as for `apart`.
-
-        It began at a `start` that the schedule knows; `averages` is whether learners average in it.
-        """
-        efficiency = 1.0 if self.noise is None else self.noise.gain(num_learners) / num_learners
-        self.effective_samples += num_samples * efficiency
-        if self.apart_since == self.round_index:
-            self.apart_factor = factor
-        self.round_index, self.last_round_start = self.round_index + 1, start
-        if averages:
-            self.apart_since = self.round_index
-        self.samples_seen += num_samples
-
-    @property
-    def train_loss(self) -> float:
-        """The mean loss of the epoch so far; NaN before its first round."""
-        return self.loss_sum / self.num_losses if self.num_losses else math.nan
-
-    def train_accuracy(self, batch_size: int) -> float | None:
-        """Return the accuracy on the epoch's training samples, each when it was trained on; None without classes."""
-        if self.num_correct is None or not self.num_losses:
-            return None
-        return self.num_correct / (self.num_losses * batch_size)
-
-    def note_evaluation(self, accuracy: float | None, loss: float, target: float | None) -> None:
-        """Note the last and the best accuracy, and the training time when the target was first reached."""
-        self.last_accuracy, self.last_loss = accuracy, loss
-        if accuracy is None:
-            return
-        self.best_accuracy = accuracy if self.best_accuracy is None else max(self.best_accuracy, accuracy)
-        if target is not None and accuracy >= target and self.time_to_accuracy_s is None:
-            self.time_to_accuracy_s = self.elapsed_s
-
-    def close_epoch(self, samples_per_epoch: int) -> None:
-        """Start the next epoch's sums."""
-        self.closed_epochs = self.samples_seen // samples_per_epoch
-        self.loss_sum, self.num_losses, self.num_correct = 0.0, 0, 0.0
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return plain values for a checkpoint, where `non_finite_learners` has its older name, `sick_learners`."""
-        plain = asdict(self)
-        plain["sick_learners"] = plain.pop("non_finite_learners")
-        plain["compared"] = [[index, *found] for index, found in self.compared]
-        return plain
-
-    @classmethod
-    def from_plain(cls, values: dict[str, Any]) -> RunState:
-        """Build the state from a checkpoint; counters that a newer version added start at their defaults.
-
-        Raises TypeError or ValueError for values that no run writes.
-        """
-        renamed = {"non_finite_learners" if key == "sick_learners" else key: value for key, value in values.items()}
-        noise, compared = renamed.pop("noise", None), renamed.pop("compared", [])
-        found = cls(**known_fields(cls, renamed, least=-1))
-        found.noise = None if noise is None else NoiseScale.from_plain(noise)
-        found.compared = [(int(index), Comparison(float(s), float(q), int(n))) for index, s, q, n in compared]
-        return found
 
 
 @dataclass
@@ -224,6 +102,11 @@ class Run:
         tuning: tunes the number of learners, for num_learners=auto.
         worker_autotuner: tunes the number of workers, for num_workers=auto with streamed data.
         busy_cores: chooses how threads wait for each other, on CPUs.
+        best: the models of the best evaluation, if the run is to return them.
+        returned_best: whether `fit` returned them, and no round has been trained since.
+        told: the messages that need not be told again, by later calls of `fit`.
+        in_fit: whether `fit` is at work.
+        in_flight: whether a round is in flight, so that nobody may read the bank.
     """
 
     data: DataSets
@@ -255,6 +138,11 @@ class Run:
     tuning: LearnerTuning | None = None
     worker_autotuner: WorkerAutotuner | None = None
     busy_cores: BusyCores | None = None
+    best: BestModels | None = None
+    returned_best: bool = False
+    told: set[str] = field(default_factory=set)
+    in_fit: bool = False
+    in_flight: bool = False
     _notes: list[str] = field(default_factory=list)
 
     @property
@@ -468,26 +356,54 @@ class Run:
         assert self.average_ema is not None, "nothing asks for an EMA"
         self.average_ema.move(self._central_state(), self.state.samples_seen)
 
-    def evaluate(self, which: str, ema: bool = True) -> Measured | None:
-        """Evaluate the current models on the `test` or `validation` data; None if there is no such data.
+    def keep_if_best(self, accuracy: float | None, loss: float, states: Sequence[State]) -> None:
+        """Keep the models that were just evaluated, if they are the best that this run has kept."""
+        best = self.best
+        if best is None or is_better(accuracy, loss, best.accuracy, best.loss):
+            self.best = BestModels.of(accuracy, loss, self.state.samples_seen, states)
 
-        With `ema` it is the EMA of the average model, if there is one.
+    @property
+    def model_samples(self) -> int:
+        """The samples that the current models had seen: the run's, or those of the best models just returned."""
+        return self.best.samples_seen if self.returned_best and self.best else self.state.samples_seen
+
+    def feed_of(self, which: str) -> Feed | None:
+        """Return the feed of the `test` or `validation` data."""
+        return self.test_feed if which == "test" else self.validation_feed
+
+    def current_states(self) -> list[State]:
+        """Return the states of `final_states`, or of the best models if `fit` has just returned these.
+
+        All ranks together, with nothing in flight, also after an error.
+        """
+        if self.returned_best and self.best is not None:
+            return self.best.states
+        if self.choices.device.type == "cuda":
+            torch.cuda.synchronize(self.choices.device)  # an error may have left streams at work
+        self.adopt_learner()
+        return self.final_states()
+
+    def evaluate(self, which: str, states: Sequence[State] | None = None) -> Measured | None:
+        """Evaluate models on the `test` or `validation` data, the current ones by default; None without such data.
 
         All ranks call it together; each evaluates a share of the samples. Returns the evaluation that stops look at,
         and for independent learners the evaluation of each; the first one is then their mean.
         """
-        feed = self.test_feed if which == "test" else self.validation_feed
+        feed = self.feed_of(which)
         if feed is None:
             return None
         each = tuple(
             self.evaluator.evaluate(state, feed, self.ranks, examples=number == 0)
-            for number, state in enumerate(self.final_states(ema))
+            for number, state in enumerate(self.current_states() if states is None else states)
         )
         return (each[0], ()) if self.rule.has_central_model else (mean_evaluation(each), each)
 
     def models(self) -> list[nn.Module]:
-        """Return the average model or its EMA, or every independent learner, in float32 and evaluation mode."""
-        return [self.evaluator.module(state) for state in self.final_states()]
+        """Return the average model or its EMA, or every independent learner, in float32 and evaluation mode.
+
+        Right after a `fit` that returned the best models, these.
+        """
+        return [self.evaluator.module(state) for state in self.current_states()]
 
     def save_models(self, models: Sequence[nn.Module]) -> SavedModels:
         """Write models as safetensors to the run's folder, if it has one. All ranks call it; the first one writes.
@@ -495,7 +411,7 @@ class Run:
         Raises UserError when they cannot be written.
         """
         if self.output_dir is None:
-            return SavedModels(None, {})
+            return SavedModels(None, {}, self.model_samples)
         digests = dict[str, str]()
         single = self.rule.has_central_model
         names = [MODEL_FILE] if single else [f"model_{j}.safetensors" for j in range(len(models))]
@@ -507,7 +423,8 @@ class Run:
                     raise UserError(
                         f"cannot write {self.output_dir / name} ({error}); make room there and resume the run."
                     ) from error
-        return SavedModels(str(self.output_dir / names[0]) if single else str(self.output_dir), digests)
+        path = str(self.output_dir / names[0]) if single else str(self.output_dir)
+        return SavedModels(path, digests, self.model_samples)
 
     def newest_checkpoint(self) -> str | None:
         """Return the folder of the newest checkpoint, or None."""

@@ -12,6 +12,7 @@ import torch
 from crossbow_py.averaging import AveragingRule
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.host import prepare_environment
+from crossbow_py.core.other_names import python_suggestion
 from crossbow_py.core.settings import check, setting, suggestion
 from crossbow_py.core.switches import read_switches
 from crossbow_py.engine.device.host import keep_freed_memory
@@ -45,6 +46,10 @@ class JobSettings:
     )
     order_seed: int | None = setting(
         None, "seed of the sample order alone; null is seed", minimum=0, maximum=2**63 - 1
+    )
+    sampling: Literal["shuffle", "balanced"] = setting(
+        "shuffle",
+        "samples of an epoch: shuffle, each once; or balanced, drawn with replacement, every class as often as another",
     )
     label_smoothing: float = setting(
         0.0, "share of the target spread over all classes, in the cross-entropy of training", minimum=0, below=1
@@ -84,6 +89,12 @@ class RunSettings(JobSettings):
     count_effective_samples: bool = setting(
         False, "count schedule, max_epochs and max_samples by what samples are worth in so large a batch (AdaScale)"
     )
+    class_weights: Literal["balanced"] | tuple[float, ...] | None = setting(
+        None,
+        "weights of classes in the cross-entropy of training: a list, or balanced, inversely proportional to their "
+        "counts",
+        above=0,
+    )
     learning_statistics: bool = setting(
         False, "measure gradient noise scale, sharpness and agreement of learners at the end of every epoch"
     )
@@ -94,15 +105,19 @@ class RunSettings(JobSettings):
         names = [field.name for field in dataclasses.fields(RunSettings)]
         return RunSettings(**{name: getattr(config, name) for name in names if hasattr(config, name)} | own)
 
-    def changed(self, changes: Mapping[str, Any], others: Collection[str] = ()) -> RunSettings:
+    def changed(
+        self, changes: Mapping[str, Any], others: Collection[str] = (), of_fit: Collection[str] = ()
+    ) -> RunSettings:
         """Return these settings with some keys changed.
 
-        Raises TypeError for an unknown key, with a suggestion among the keys and `others`, what else the caller takes.
+        Raises TypeError for an unknown key, with a suggestion among the keys and `others`, what else `Trainer` takes,
+        and `of_fit`, what `fit` does.
         """
         known = [field.name for field in dataclasses.fields(RunSettings)]
         for key in changes:
             if key not in known:
-                raise TypeError(f"unexpected keyword argument {key!r}{suggestion(key, [*known, *others])}")
+                meant = python_suggestion(key, of_fit, [*known, *others], in_fit=False)
+                raise TypeError(f"unexpected keyword argument {key!r}{meant or suggestion(key, [*known, *others])}")
         return dataclasses.replace(self, **changes)
 
     @property
@@ -178,7 +193,7 @@ def choose(settings: RunSettings, saved: Mapping[str, Any] | None, num_ranks: in
 
 @dataclass(frozen=True)
 class StopConditions:
-    """The conditions that stop a run; the first one met does. At least one must be set.
+    """The conditions that stop a run, and which model it then returns. The first one met stops it; one must be set.
 
     `after_round` and `after_evaluation` return the name of the field that stops the run, or None to go on.
     """
@@ -189,19 +204,30 @@ class StopConditions:
     max_rounds: int | None = setting(None, "stop after this many rounds (one batch per learner each)", minimum=1)
     target_accuracy: float | None = setting(None, "stop at this accuracy, between 0 and 1", above=0, maximum=1)
     target_loss: float | None = setting(None, "stop at this loss or below", minimum=0)
+    patience: int | None = setting(
+        None, "stop after this many evaluations in a row that were not the best yet; returns the best model", minimum=1
+    )
+    restore_best: bool = setting(False, "return and save the model of the best evaluation, not the last one")
 
     def __post_init__(self) -> None:
         check(self)
         values = {field.name: getattr(self, field.name) for field in fields(StopConditions)}
+        del values["restore_best"]
         if all(value is None for value in values.values()):
             raise UserError(f"a run needs an end, got none; set one of {', '.join(values)}.")
 
+    @property
+    def returns_best(self) -> bool:
+        """Whether the run returns the model of its best evaluation, not the last one."""
+        return self.restore_best or self.patience is not None
+
     def check_measured(self, has_data: bool, has_accuracy: Callable[[], bool]) -> None:
-        """Raise UserError if a target is set that nothing measures, so that it could never be reached."""
-        if not has_data and (self.target_accuracy is not None or self.target_loss is not None):
+        """Raise UserError if something is set that nothing measures, such as a target that could never be reached."""
+        asked = (self.target_accuracy, self.target_loss, self.patience, self.restore_best or None)
+        if not has_data and any(value is not None for value in asked):
             raise UserError(
-                "target_accuracy and target_loss are measured on data, got neither test_data nor validation_data; "
-                "give one of them."
+                "target_accuracy, target_loss, patience and restore_best go by evaluations, got neither test_data nor "
+                "validation_data; give one of them."
             )
         if self.target_accuracy is not None and not has_accuracy():
             raise UserError(
@@ -223,12 +249,17 @@ class StopConditions:
             return "max_rounds"
         return None
 
-    def after_evaluation(self, accuracy: float | None, loss: float | None) -> str | None:
-        """Return which of `target_accuracy` and `target_loss` is reached after an evaluation, if any."""
+    def after_evaluation(self, accuracy: float | None, loss: float | None, num_stale: int = 0) -> str | None:
+        """Return which of `target_accuracy`, `target_loss` and `patience` is reached after an evaluation, if any.
+
+        The last `num_stale` evaluations were not the best yet.
+        """
         if self.target_accuracy is not None and accuracy is not None and accuracy >= self.target_accuracy:
             return "target_accuracy"
         if self.target_loss is not None and loss is not None and loss <= self.target_loss:
             return "target_loss"
+        if self.patience is not None and num_stale >= self.patience:
+            return "patience"
         return None
 
     def planned_samples(self, samples_per_epoch: int) -> int | None:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
+
+import numpy.typing as npt
+from torch import nn
 
 from crossbow_py.averaging import SMA, AveragingRule
 from crossbow_py.core.errors import UserError, unwritable
 from crossbow_py.core.files import given_path
+from crossbow_py.core.other_names import python_suggestion
+from crossbow_py.core.settings import suggestion
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data
@@ -35,10 +42,14 @@ from crossbow_py.train.checks.compatibility import check_compatible, check_tuner
 from crossbow_py.train.checks.seeded_model import MakeModel
 from crossbow_py.train.evaluation.evaluator import Evaluation, Metric
 from crossbow_py.train.loop import TrainingLoop
-from crossbow_py.train.run import DataSets, RunState
+from crossbow_py.train.run import DataSets
 from crossbow_py.train.run_folder.reporter import Result
 from crossbow_py.train.run_settings import Choices, RunSettings, StopConditions
+from crossbow_py.train.run_state import RunState
 from crossbow_py.train.schedules import Constant, Schedule
+from crossbow_py.train.tuning.range_test import LearningRateTest, find_learning_rate
+
+P = ParamSpec("P")
 
 _BUILDING = threading.RLock()
 
@@ -48,6 +59,26 @@ def _by_turns() -> Iterator[None]:
     """Let one thread at a time build a trainer: building seeds the process's generators and restores them."""
     with _BUILDING, ordinary_modes():
         yield
+
+
+def _keywords(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's keyword arguments."""
+    return [each.name for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]
+
+
+def _suggesting(fit: Callable[P, Result]) -> Callable[P, Result]:
+    """Have `fit` raise TypeError with a suggestion for a keyword argument that it does not take."""
+
+    @functools.wraps(fit)
+    def checked(*trainer: P.args, **given: P.kwargs) -> Result:
+        known, of_trainer = _keywords(fit), [*_keywords(Trainer), *(each.name for each in fields(RunSettings))]
+        for word in given:
+            if word not in known:
+                meant = python_suggestion(word, known, of_trainer, in_fit=True)
+                raise TypeError(f"unexpected keyword argument {word!r}{meant or suggestion(word, known)}")
+        return fit(*trainer, **given)
+
+    return checked
 
 
 class Trainer:
@@ -70,6 +101,8 @@ class Trainer:
         mean: mean that inputs are normalised by, one number per channel or one for all, for pixels from 0 to 1. Needs
             `std`.
         std: standard deviation that inputs are normalised by, likewise.
+        sample_weights: one weight for each training sample, [N]: an epoch is N draws with replacement in proportion to
+            them, instead of every sample once. `sampling="balanced"` weighs by class.
         class_names: names of the classes in pictures of predictions; None is `test_data.classes`, if it has them.
         output_dir: the run's folder; without it nothing is written to disk.
         resume: a run folder, its checkpoints folder, or one checkpoint to resume from; `auto` is the newest in
@@ -115,6 +148,7 @@ class Trainer:
         augmentation: Augmentation | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        sample_weights: npt.ArrayLike | None = None,
         class_names: Sequence[str] | None = None,
         output_dir: str | Path | None = None,
         resume: str | Path | None = None,
@@ -136,20 +170,19 @@ class Trainer:
     ) -> None:
         begun, folder = time.monotonic(), None if output_dir is None else given_path("output_dir", output_dir)
         self.callbacks, self._continues, self._profile = callbacks, resume == "auto", profile
-        own = [each.name for each in inspect.signature(Trainer).parameters.values() if each.kind is each.KEYWORD_ONLY]
-        settings = settings.changed(changes, others=own)
+        settings = settings.changed(changes, others=_keywords(Trainer), of_fit=_keywords(Trainer.fit))
         check_tuner(auto_tuner)
         check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
         found, self._messages = find_checkpoint(resume, folder, ranks)
         self.run = RunBuilder(
             make_model=model,
-            data=DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std, class_names),
+            data=DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std, sample_weights,
+                          class_names),
             settings=settings, choices=choose_together(settings, found, ranks),
             optimizer=optimizer, rule=averaging, schedule=schedule, loss=loss, metrics=metrics,
             init_from=None if init_from is None or found else str(given_path("init_from", init_from)),
             max_evaluation_batches=max_evaluation_batches, checkpoints=checkpoint, distributed=distributed,
-            auto_tuner=auto_tuner,
-            output_dir=folder, experiment=experiment, names=names,
+            auto_tuner=auto_tuner, output_dir=folder, experiment=experiment, names=names,
             resumed_from=str(found.folder) if found else None, timeline=_timeline(trace, profile, folder),
             announce=self._announce, ranks=ranks,
             executor_cache=None if executor_cache is None else given_path("executor_cache", executor_cache),
@@ -170,6 +203,7 @@ class Trainer:
         """The values chosen for `auto`: device, precision, executor; and the seconds that choosing an executor took."""
         return self.run.choices
 
+    @_suggesting
     @ordinary_modes()
     def fit(
         self,
@@ -179,6 +213,8 @@ class Trainer:
         max_time_s: float | None = None,
         target_accuracy: float | None = None,
         target_loss: float | None = None,
+        patience: int | None = None,
+        restore_best: bool = False,
         max_rounds: int | None = None,
         counts_earlier_rounds: bool = False,
         handle_signals: bool = False,
@@ -193,6 +229,9 @@ class Trainer:
             target_accuracy: accuracy to reach, between 0 and 1, on the validation data if there is any, else on the
                 test data.
             target_loss: loss to reach, on the same data.
+            patience: stop after this many evaluations in a row that were not the best yet, on the same data. The best
+                has the highest accuracy, or the lowest loss where there is no accuracy; the run returns its model.
+            restore_best: return and save the model of the best evaluation, not the last one; `patience` implies it.
             max_rounds: rounds of this call.
             counts_earlier_rounds: count `max_rounds` since the run began, as the other conditions, also if it is
                 resumed.
@@ -206,7 +245,9 @@ class Trainer:
             NonFiniteError: a learner's loss is not finite and `on_nonfinite` is stop.
             LearnerError: a task failed.
         """
-        stops = StopConditions(max_epochs, max_samples, max_time_s, max_rounds, target_accuracy, target_loss)
+        stops = StopConditions(
+            max_epochs, max_samples, max_time_s, max_rounds, target_accuracy, target_loss, patience, restore_best
+        )
         if max_rounds is not None and not counts_earlier_rounds:
             stops = dataclasses.replace(stops, max_rounds=self.state.round_index + max_rounds)
         if after_round is not None and not callable(after_round):
@@ -225,19 +266,44 @@ class Trainer:
             status, reason = loop.run(signals)
             return loop.finish(status, reason)
 
-    @ordinary_modes()
-    def evaluate(self) -> Evaluation:
-        """Evaluate the current model on the test data; of independent learners return the mean.
+    @property
+    def model(self) -> nn.Module:
+        """A copy of the current model, in float32 and evaluation mode: what `Result.model` would be.
 
-        Raises UserError without test data.
+        That is the average model or its EMA; of independent learners the first one; right after `fit` what it returned.
+        It is there before `fit`, after Ctrl-C or an error, and in `Listener.on_epoch`. All ranks ask for it together.
+
+        Raises UserError while a round is in flight, as in other callbacks or threads.
         """
-        try:
+        with self._between_rounds():
+            return self.run.models()[0]
+
+    def evaluate(self) -> Evaluation:
+        """Evaluate the current model on the test data, as `model` has it; of independent learners return the mean.
+
+        Raises UserError without test data, and while a round is in flight.
+        """
+        with self._between_rounds():
             measured = self.run.evaluate("test")
-        finally:
-            self.run.close_feeds()
         if measured is None:
             raise UserError("evaluate() needs test_data, got none; give Trainer(test_data=...).")
         return measured[0]
+
+    def find_learning_rate(
+        self, *, num_rounds: int = 100, lowest: float = 1e-6, highest: float = 10.0
+    ) -> LearningRateTest:
+        """Find a learning rate by a range test (Smith 2017): the rate at which the training loss falls fastest.
+
+        A copy of the learners trains `num_rounds` rounds on the batches that come next, at rates that rise
+        exponentially from `lowest` to `highest`, until it diverges. The trainer and the random generators stay as they
+        are. Rates are `optimizer.learning_rate`, without schedule and warm-up; those of other learners and of other
+        parameters rise in proportion. With num_learners="auto" it is about as many learners as there are now. All ranks
+        call it together.
+
+        Raises UserError for arguments that make no test, and while a round is in flight.
+        """
+        with self._between_rounds():
+            return find_learning_rate(self.run, num_rounds, lowest, highest)
 
     def restart(self) -> None:
         """Restart the learners from the average model, between two calls of `fit`; see `SMA.restart_momentum`.
@@ -247,6 +313,22 @@ class Trainer:
         if not self.run.rule.has_central_model:
             raise UserError("restart() needs an average model, which independent learners lack; use averaging=SMA().")
         self.run.restart()
+
+    @contextmanager
+    def _between_rounds(self) -> Iterator[None]:
+        """Let the caller read the bank. Raises UserError while a round is in flight."""
+        if self.run.in_flight:
+            raise UserError(
+                "the current model cannot be read while a round is in flight; ask for it in Listener.on_epoch, or "
+                "before or after fit()."
+            )
+        is_own = not self.run.in_fit
+        try:
+            with ordinary_modes():
+                yield
+        finally:
+            if is_own:
+                self.run.close_feeds()
 
     def _announce(self, message: str) -> None:
         for listener in self.callbacks:

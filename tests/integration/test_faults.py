@@ -19,6 +19,7 @@ from crossbow_py.data.sources.digits import Digits
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.train.checkpoints.checkpoint import MANIFEST, checkpoints, find_newest, part_name
 from experiments.faults.campaign import Campaign, figures, resumed_from
+from tests.trainers import measured
 from tests.training_processes import (
     DIGITS,
     PATIENCE_S,
@@ -67,6 +68,10 @@ def begin(folder: Path, num_checkpoints: int = 3) -> None:
         begun.wait()
 
 
+def measured_so_far(folder: Path) -> list[tuple[Any, ...]]:
+    return measured(folder) if (folder / "metrics.jsonl").exists() else []
+
+
 def samples_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
@@ -100,6 +105,23 @@ def test_muon_killed_goes_on_with_the_bits_of_an_undisturbed_run(tmp_path, optim
         assert train(own, stop, *options, num_ranks=1, executor="fused") == [0]
     assert last_resumed_from(folder) == newest
     assert outcome(folder) == outcome(undisturbed)
+
+
+def test_best_model_of_a_killed_run_is_that_of_an_undisturbed_one(tmp_path):
+    options = "restore_best=true", "optimizer.learning_rate=0.000001"  # accuracies hardly move, and the last is no best
+    folder, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    with started(folder, ENDLESS, *options, num_ranks=1) as begun:
+        await_true(lambda: any(line[0] for line in measured_so_far(folder)), begun)
+        await_checkpoints(folder, 2, begun)
+        begun.kill([0])
+        begun.wait()
+    stop = stop_after(folder)
+    for own in (folder, undisturbed):
+        assert train(own, stop, *options, num_ranks=1) == [0]
+    assert last_resumed_from(folder) is not None
+    assert outcome(folder) == outcome(undisturbed)
+    mine, whole = read_summary(folder), read_summary(undisturbed)
+    assert mine["model_epoch"] == whole["model_epoch"] < whole["epochs"]
 
 
 @pytest.mark.parametrize("killed", [(1,), pytest.param((0,), marks=slow), pytest.param((0, 1), marks=slow)])

@@ -170,6 +170,22 @@ def test_time_and_targets_stop_all_ranks_in_the_same_round(stops):
     assert_alike(results(rank_jobs.train, 2, {"executor": "threads"}, stops))
 
 
+@pytest.mark.parametrize("num_ranks", [2, 1])
+def test_patience_stops_all_ranks_at_once_and_all_have_the_best_model_also_after_a_resume(tmp_path, num_ranks):
+    # One epoch is enough to get every sample right, so no later one is better.
+    options = {**LINEAR, "train_data": blobs(96), "test_data": blobs(96), "output_dir": tmp_path}
+    first = results(rank_jobs.train, 2, options, {"max_epochs": 1, "patience": 2})
+    found = results(rank_jobs.train, num_ranks, {**options, "resume": tmp_path}, {"max_epochs": 9, "patience": 2})
+    assert_alike(found)
+    summary = read_summary(tmp_path)
+    assert (first[0].test_accuracy, found[0].reason) == (1.0, "patience")
+    assert (summary["model_epoch"], summary["epochs"]) == (1.0, 3.0)
+    for each in found:
+        assert each.z.tobytes() != first[0].z.tobytes()
+        assert each.model is not None and first[0].model is not None
+        assert all(each.model[name].tobytes() == value.tobytes() for name, value in first[0].model.items())
+
+
 # Learners gone non-finite
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import crossbow_py
+from crossbow_py.core import errors
 from crossbow_py.telemetry.events import EpochRecord, LearnerCount, LearningStatistics, Summary
 from crossbow_py.train.__main__ import main
 from tests.event_files import read_events
@@ -59,6 +60,17 @@ def test_page_of_a_runs_folder_has_every_file(averaging: str, tmp_path: Path) ->
     tags = read_events(tmp_path / "tensorboard").Tags()["scalars"]
     page = (REFERENCE / "run_folder.md").read_text(encoding="utf-8")
     assert [tag for tag in tags if f"`{re.sub('_[1-9]$', '_0', tag)}`" not in page] == []
+
+
+def test_every_error_that_a_program_may_catch_is_offered_and_in_the_table_of_errors() -> None:
+    raised = {
+        name
+        for name, error in vars(errors).items()
+        if inspect.isclass(error) and issubclass(error, errors.CrossbowError) and name != "SearchError"  # of a command
+    }
+    assert raised <= set(crossbow_py.__all__)
+    table = set(first_cells("python.md", "Errors"))
+    assert table == raised - {"CrossbowError"}
 
 
 def test_page_of_python_has_everything_that_the_package_offers_once() -> None:

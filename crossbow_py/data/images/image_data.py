@@ -63,6 +63,11 @@ class ImageFolderData(StreamedData):
         return min(self._allowed_bad, len(self) - 1)
 
     @property
+    def labels(self) -> npt.NDArray[np.int64]:  # type: ignore[override]
+        found = np.asarray(self.files.labels, dtype=np.int64)
+        return found if self._ids is None else found[self._ids]
+
+    @property
     def has_cache(self) -> bool:
         """Return whether there is a cache to read from."""
         return self._cache is not None
@@ -115,7 +120,7 @@ class ImageFolderData(StreamedData):
                 slot.zero_()
             elif training:
                 height, width, _ = found[1].shape
-                box = random_resized_box(seed, key.epoch, key.sample, width, height, self.min_area)
+                box = random_resized_box(seed, key.epoch, key.draw, width, height, self.min_area)
                 crop_resized(found[1], box, slot)
             else:
                 centre_cropped(found[1], self.resize, slot)

@@ -65,13 +65,16 @@ class ResidentInputs(ABC):
             raise UserError(f"{augmentation} need uint8 images; set {Augmentation()}.")
 
     @abstractmethod
-    def epoch_picks(self, seed: int, epoch: int, order: Ids, augmentation: Augmentation | None = None) -> Ids:
+    def epoch_picks(
+        self, seed: int, epoch: int, order: Ids, draws: Ids, augmentation: Augmentation | None = None
+    ) -> Ids:
         """Return the picks, int64 [R, N], of epoch `epoch` in stream order, on the host.
 
         Args:
             seed: seed of the augmentation.
             epoch: the epoch.
             order: sample ids [N] in stream order.
+            draws: the numbers [N] by which their augmentation is drawn, see `SampleOrder.draws`.
             augmentation: replaces the one that the inputs were made with.
         """
 
@@ -115,7 +118,9 @@ class RowInputs(ResidentInputs):
         # index_select gives contiguous results, so channels-last rows are stored as [N, H, W, C].
         self._rows = (rows.permute(0, 2, 3, 1) if self._channels_last else rows).contiguous()
 
-    def epoch_picks(self, seed: int, epoch: int, order: Ids, augmentation: Augmentation | None = None) -> Ids:
+    def epoch_picks(
+        self, seed: int, epoch: int, order: Ids, draws: Ids, augmentation: Augmentation | None = None
+    ) -> Ids:
         return order[np.newaxis]
 
     def plain_picks(self, ids: Ids) -> Ids:
@@ -179,17 +184,19 @@ class ImageInputs(ResidentInputs):
                 "augmentation that does all of it."
             )
 
-    def epoch_picks(self, seed: int, epoch: int, order: Ids, augmentation: Augmentation | None = None) -> Ids:
-        """See `ResidentInputs.epoch_picks`. Drawn by sample id, then brought into stream order."""
+    def epoch_picks(
+        self, seed: int, epoch: int, order: Ids, draws: Ids, augmentation: Augmentation | None = None
+    ) -> Ids:
+        """See `ResidentInputs.epoch_picks`. Drawn by `draws`, then brought into stream order."""
         own = augmentation or self._augmentation
         top, left, mirrored = own.draw(seed, epoch, len(order))
         inset = self._augmentation.crop_padding - own.crop_padding
         top, left = top + inset, left + inset
-        picks = np.stack([order, self._images.first_pixel(order, top[order], left[order]), mirrored[order]])
+        picks = np.stack([order, self._images.first_pixel(order, top[draws], left[draws]), mirrored[draws]])
         if self.num_rows == _NUM_PIXEL_ROWS:
             return picks
         erased = own.draw_erased(seed, epoch, len(order), self._images.extent)
-        return np.concatenate([picks, erased[:, order]])
+        return np.concatenate([picks, erased[:, draws]])
 
     def plain_picks(self, ids: Ids) -> Ids:
         corner = np.full(len(ids), self._augmentation.crop_padding, dtype=np.int64)
@@ -240,8 +247,10 @@ class TreeInputs(ResidentInputs):
     def check_augmentation(self, augmentation: Augmentation) -> None:
         self._parts[self._lead].check_augmentation(augmentation)
 
-    def epoch_picks(self, seed: int, epoch: int, order: Ids, augmentation: Augmentation | None = None) -> Ids:
-        return np.concatenate([part.epoch_picks(seed, epoch, order, augmentation) for part in self._parts])
+    def epoch_picks(
+        self, seed: int, epoch: int, order: Ids, draws: Ids, augmentation: Augmentation | None = None
+    ) -> Ids:
+        return np.concatenate([part.epoch_picks(seed, epoch, order, draws, augmentation) for part in self._parts])
 
     def plain_picks(self, ids: Ids) -> Ids:
         return np.concatenate([part.plain_picks(ids) for part in self._parts])

@@ -16,7 +16,7 @@ from crossbow_py.data.augmentation import Augmentation, Ids, check_shapes
 from crossbow_py.data.datasets import Classes, counted, has_integers
 from crossbow_py.data.feed import Batch, EpochCache, Feed, MemoryOrder
 from crossbow_py.data.resident.inputs import ResidentInputs
-from crossbow_py.data.sampler import epoch_order, segments
+from crossbow_py.data.sampler import SampleOrder, segments
 
 STREAM = 2**48  # positions of one stream, more than the samples of any run
 
@@ -46,16 +46,16 @@ class ResidentFeed(Feed):
     Args:
         inputs, targets: all samples, on the device.
         batch_size: samples a batch.
-        seed: seed of the augmentation, and of the sample order unless `order_seed` is given.
-        order_seed: seed of the sample order.
+        seed: seed of the augmentation, and of the sample order unless `order` is given.
+        order: the sample order.
     """
 
     def __init__(
-        self, inputs: ResidentInputs, targets: Tensor, batch_size: int, seed: int, order_seed: int | None = None
+        self, inputs: ResidentInputs, targets: Tensor, batch_size: int, seed: int, order: SampleOrder | None = None
     ) -> None:
         super().__init__(len(targets), batch_size)
         self._inputs, self._targets, self._seed = inputs, targets, seed
-        self._order_seed = seed if order_seed is None else order_seed
+        self._order = order or SampleOrder(seed, len(targets))
         self._variants: dict[int, Variant] = {}
         self._plain: Variant | None = None  # that of streams without their own
         self._has_target: dict[int, bool] = {}
@@ -186,8 +186,8 @@ class ResidentFeed(Feed):
     def _epoch_picks(self, key: tuple[Variant | None, int]) -> Tensor:
         variant, epoch = key
         seed, augmentation = variant or (self._seed, None)
-        order = epoch_order(self._order_seed, epoch, self.num_samples)
-        return self._upload(self._inputs.epoch_picks(seed, epoch, order, augmentation))
+        ids = self._order.ids(epoch)
+        return self._upload(self._inputs.epoch_picks(seed, epoch, ids, self._order.draws(ids), augmentation))
 
     def _upload(self, picks: Ids) -> Tensor:
         # A host–device synchronisation on purpose: from pageable memory the copy is done when this returns, so the

@@ -1,7 +1,8 @@
 """A map-style data set as streamed data: worker processes fetch its items one by one.
 
 The generators of Python, NumPy and torch, from which a data set may draw, are seeded before every item by the run's
-seed, the epoch and the sample. So its own augmentation repeats bit for bit, whichever process fetches an item.
+seed, the epoch and the sample, or its place in the epoch where samples are drawn by weights. So its own augmentation
+repeats bit for bit, whichever process fetches an item.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def _in_memory_order(inputs: Tensor) -> Tensor:
 
 def seed_generators(seed: int, key: Key) -> None:
     """Seed the global CPU generators of Python, NumPy and torch for one sample."""
-    words = sample_words(seed, "item", key.epoch, key.sample, 3)
+    words = sample_words(seed, "item", key.epoch, key.draw, 3)
     random.seed(int(words[0]))
     np.random.seed(int(words[1] >> np.uint64(32)))
     torch.default_generator.manual_seed(int(words[2] >> np.uint64(1)))

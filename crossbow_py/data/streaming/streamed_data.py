@@ -26,6 +26,12 @@ class Key(NamedTuple):
 
     epoch: int
     sample: int
+    place: int | None = None  # in the epoch, if samples may come several times in it
+
+    @property
+    def draw(self) -> int:
+        """The number by which random numbers are drawn in the epoch, see `SampleOrder.draws`."""
+        return self.sample if self.place is None else self.place
 
 
 class BadSample(NamedTuple):
@@ -68,6 +74,7 @@ class StreamedData(ABC):
     """Base of the data sets of a streaming feed. It is sent to worker processes: no locks, threads or open files in it.
 
     Attributes:
+        labels: the class of every sample [N], if they are known without loading.
         max_bad: how many different samples may be bad before training stops.
         timeout_s: a worker that takes longer for one sample counts as hanging.
         patience_remedy: how the user sets `timeout_s`, as the end of a sentence; empty if that is impossible.
@@ -76,6 +83,7 @@ class StreamedData(ABC):
         one_shape: whether batches of one size have the same shapes, and may be put together of smaller ones.
     """
 
+    labels: npt.NDArray[np.int64] | None = None
     max_bad: int = 0
     remedy: str = "correct the data set"
     image_shape: tuple[int, int, int] | None = None

@@ -25,7 +25,7 @@ from crossbow_py.data.augmentation import Augmentation, Ids, flipped
 from crossbow_py.data.datasets import Classes, is_clip_batch, is_image_batch
 from crossbow_py.data.feed import Batch, EpochCache, Feed
 from crossbow_py.data.normalisation import IDENTITY, BatchFormat, Normalisation, PixelNormaliser
-from crossbow_py.data.sampler import Positions, RankPositions, cut_up, epoch_order, segments
+from crossbow_py.data.sampler import Positions, RankPositions, SampleOrder, cut_up, segments
 from crossbow_py.data.streaming.loader import Loader
 from crossbow_py.data.streaming.producer import PrefetchBuffer, Prefetcher, Producer
 from crossbow_py.data.streaming.streamed_data import BadSample, Key, Loaded, StreamedData
@@ -53,7 +53,7 @@ class StreamingFeed(Feed):
         augmentation: flips and erasing are done here.
         num_workers: worker processes; 0 loads in the thread that waits.
         num_ranks: ranks that take batches of the stream in turn, each as many as this one.
-        order_seed: seed of the sample order; None for `seed`.
+        order: the sample order; None for permutations by `seed`.
 
     Attributes:
         loading_times: those of training batches over the life of the feed.
@@ -72,15 +72,15 @@ class StreamingFeed(Feed):
         augmentation: Augmentation,
         num_workers: int,
         num_ranks: int = 1,
-        order_seed: int | None = None,
+        order: SampleOrder | None = None,
     ) -> None:
         super().__init__(len(data), batch_size)
         self._data, self._seed, self._device = data, seed, form.device
         self._prepare, self.num_workers, self._num_ranks = Preparation(form), num_workers, num_ranks
         self.one_shape = data.one_shape
         self.through_shared = data.image_shape is None
-        order_seed = seed if order_seed is None else order_seed
-        self._orders = EpochCache[int, Ids](lambda epoch: epoch_order(order_seed, epoch, self.num_samples))
+        self._order = order or SampleOrder(seed, len(data))
+        self._orders = EpochCache[int, Ids](self._order.ids)
 
         def mirrored(epoch: int) -> Tensor:
             return torch.from_numpy(augmentation.draw_flips(seed, epoch, self.num_samples))
@@ -246,7 +246,8 @@ class StreamingFeed(Feed):
         )  # fmt: skip
 
     def _keys(self, start: int) -> list[Key]:
-        return [Key(epoch, sample) for epoch, ids in self._ids(start) for sample in ids.tolist()]
+        parts = self._ids(start)
+        return [Key(epoch, *each) for epoch, *both in parts for each in zip(*map(Tensor.tolist, both), strict=True)]
 
     def _stage(self, start: int, loaded: Loaded) -> Loaded:
         """Check and count a loaded batch, and copy it to the device."""
@@ -274,24 +275,27 @@ class StreamingFeed(Feed):
         return values.to(self._device, non_blocking=True)
 
     def _flips(self, start: int) -> Tensor | None:
-        """Return which images of a batch are flipped, bool [B] on the host, drawn by sample."""
+        """Return which images of a batch are flipped, bool [B] on the host."""
         if self._mirrored is None:
             return None
-        return torch.cat([self._mirrored(epoch).index_select(0, ids) for epoch, ids in self._ids(start)])
+        return torch.cat([self._mirrored(epoch).index_select(0, draws) for epoch, _, draws in self._ids(start)])
 
     def _rectangles(self, start: int, inputs: Tree) -> Tensor | None:
-        """Return the erased rectangles of a batch's images, int32 [4, B] on the host, drawn by sample."""
+        """Return the erased rectangles of a batch's images, int32 [4, B] on the host."""
         images = [] if self._erased is None else [own for own in leaves(inputs) if is_image_batch(own)]
         if not images or self._erased is None:
             return None
         height, width = images[0].shape[2:]
-        drawn = ((self._erased((epoch, (height, width))), ids) for epoch, ids in self._ids(start))
-        return torch.cat([table.index_select(1, ids) for table, ids in drawn], dim=1)
+        drawn = ((self._erased((epoch, (height, width))), draws) for epoch, _, draws in self._ids(start))
+        return torch.cat([table.index_select(1, draws) for table, draws in drawn], dim=1)
 
-    def _ids(self, start: int) -> list[tuple[int, Tensor]]:
-        """Return (epoch, sample ids on the host) of a batch, epoch by epoch."""
-        runs = segments(start, self.batch_size, self.num_samples)
-        return [(epoch, torch.from_numpy(self._orders(epoch)[first:last])) for epoch, first, last in runs]
+    def _ids(self, start: int) -> list[tuple[int, Tensor, Tensor]]:
+        """Return (epoch, sample ids, the numbers they are drawn by) of a batch, epoch by epoch, on the host."""
+        found = []
+        for epoch, first, last in segments(start, self.batch_size, self.num_samples):
+            ids = self._orders(epoch)[first:last]
+            found.append((epoch, torch.from_numpy(ids), torch.from_numpy(self._order.draws(ids, first))))
+        return found
 
     def _take(self, starts: Sequence[int]) -> list[Loaded]:
         """Take batches from the prefetch buffer; those that were not announced are made first.

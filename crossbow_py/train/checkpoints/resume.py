@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy.typing as npt
+import torch
 
 from crossbow_py.core.errors import CheckpointError, UserError
 from crossbow_py.core.files import given_path
@@ -22,8 +26,9 @@ from crossbow_py.train.checkpoints.checkpoint import (
     taking_from,
     upgraded,
 )
-from crossbow_py.train.run import Run, RunState
+from crossbow_py.train.run import Run
 from crossbow_py.train.run_settings import Choices, RunSettings, choose
+from crossbow_py.train.run_state import BestModels, RunState
 
 # Settings that do not change results, or whose value is in `choices`.
 _CHANGEABLE = (
@@ -53,6 +58,7 @@ def state_dict(run: Run) -> dict[str, Any]:
         "bank": own,
         "average_ema": run.average_ema.state_dict() if run.average_ema and ranks.is_first else None,
         "tuner": run.tuning.to_plain() if run.tuning else None,
+        "best": run.best.to_plain() if run.best and ranks.is_first else None,
     }
 
 
@@ -83,6 +89,8 @@ def restore(run: Run, checkpoint: SavedCheckpoint) -> None:
         run.state.noise = noise and (run.state.noise or noise)  # whether it is measured may have changed
         if run.average_ema is not None:
             run.average_ema.load_state_dict(saved["average_ema"], run.state.samples_seen)
+        if saved.get("best"):
+            run.best = BestModels.from_plain(saved["best"], run.bank.learner_state(0), run.state.samples_seen)
         if run.tuning and saved.get("tuner"):
             run.tuning.restore(saved["tuner"])
             run.bank.resize(run.tuning.state.num_learners)
@@ -153,6 +161,7 @@ def identity(run: Run) -> dict[str, Any]:
             "augmentation": to_mapping(run.data.augmentation or Augmentation()),
             "mean": list(run.data.mean or ()),
             "std": list(run.data.std or ()),
+            "sample_weights": None if run.data.sample_weights is None else _digest(run.data.sample_weights),
         },
         "model": {
             block.name: list(block.shape)
@@ -161,6 +170,12 @@ def identity(run: Run) -> dict[str, Any]:
         },
         "num_train_samples": run.num_samples,
     }
+
+
+def _digest(values: npt.ArrayLike) -> str:
+    """Return a short hash that tells arrays apart."""
+    found = torch.as_tensor(values, dtype=torch.float64).cpu().numpy()
+    return hashlib.blake2b(found.tobytes(), digest_size=8).hexdigest()
 
 
 def find_checkpoint(

@@ -118,10 +118,21 @@ def _check_policies(
     ranks: Ranks,
 ) -> None:
     check_learning(settings, optimizer, rule, ranks.num_ranks)
-    if settings.label_smoothing and loss is not None and settled_loss(loss) is not nn.functional.cross_entropy:
+    of_classes = loss is None or settled_loss(loss) is nn.functional.cross_entropy
+    if settings.label_smoothing and not of_classes:
         raise UserError(
             f"label_smoothing={settings.label_smoothing} is for cross-entropy, and another loss was given; "
             "set label_smoothing=0, and smooth inside the loss."
+        )
+    if settings.class_weights is not None and not of_classes:
+        raise UserError(
+            "class_weights are for cross-entropy, and another loss was given; leave them out, and give that loss its "
+            "own weights, as in nn.NLLLoss(weight=...)."
+        )
+    if settings.class_weights is not None and settings.label_smoothing:
+        raise UserError(
+            f"class_weights and label_smoothing={settings.label_smoothing} do not go together; leave one out, or give "
+            "loss=nn.CrossEntropyLoss(weight=..., label_smoothing=...)."
         )
     if max_evaluation_batches is not None and max_evaluation_batches < 1:
         raise UserError(

@@ -25,6 +25,7 @@ from crossbow_py.engine.fusion.fused_agreement import trusted_outputs
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.losses import (
+    Compared,
     Loss,
     compared,
     correct_predictions,
@@ -180,9 +181,19 @@ class Evaluator:
     @torch.no_grad()
     def counts_correct(self, feed: Feed) -> bool:
         """Return whether these data have an accuracy: outputs are scores of classes, and targets are classes."""
+        return count_correct(*self._first_compared(feed)) is not None
+
+    @torch.no_grad()
+    def num_classes(self, feed: Feed) -> int | None:
+        """Return the number of classes that the model tells apart, [B, classes, ...]; None if it has no such output."""
+        output, targets = self._first_compared(feed)
+        known = isinstance(output, Tensor) and output.ndim > 1 and not targets.is_floating_point()
+        return output.shape[1] if known else None
+
+    def _first_compared(self, feed: Feed) -> Compared:
         batch, own = feed.first_samples(2), self.template
         model = self._runnable({**dict(own.named_parameters()), **dict(own.named_buffers())})
-        return count_correct(*compared(self.loss, call(model, batch.inputs), batch.targets)) is not None
+        return compared(self.loss, call(model, batch.inputs), batch.targets)
 
     @torch.no_grad()
     def _sums(

@@ -47,6 +47,7 @@ _FILES = (
 DONE = ("finished", "target_reached")
 MAY_CHANGE = frozenset(
     {"max_epochs", "max_samples", "max_rounds", "max_time_s", "target_accuracy", "target_loss"}
+    | {"patience", "restore_best"}
     | {"checkpoint_every_epochs", "checkpoint_every_s", "keep_checkpoints"}
     | {"resume", "output_dir", "data.root", "on_nonfinite", "max_learners", "trace", "profile", "compile_model"}
     | {"num_workers", "data.folder", "data.cache_dir", "data.max_bad_images", "data.worker_timeout_s"}

@@ -28,7 +28,8 @@ from crossbow_py.telemetry.events import (
 from crossbow_py.telemetry.throughput import Lap, ThroughputMeter
 from crossbow_py.telemetry.timeline import TRACE_FILE
 from crossbow_py.train.evaluation.evaluator import Examples
-from crossbow_py.train.run import DataSets, Measured, Run, RunState, SavedModels
+from crossbow_py.train.run import DataSets, Measured, Run, SavedModels
+from crossbow_py.train.run_state import RunState
 
 _CHANNELS = (1, 3)  # grey or RGB
 
@@ -46,7 +47,8 @@ class Result:
         test_accuracy: accuracy of the final model, between 0 and 1; None without test data or classes, or after a
             signal.
         images_per_s: samples per second of training time.
-        model: the average model or its EMA, in float32; the first learner's if learners are independent.
+        model: the average model or its EMA, in float32; the first learner's if learners are independent. With
+            `patience` or `restore_best` it is that of the best evaluation.
         models: each learner's model if learners are independent; otherwise empty.
         summary: the summary of the run, as written to summary.json.
     """
@@ -219,6 +221,7 @@ class Reporter:
             batch_size=info.batch_size,
             epochs=state.samples_seen / info.num_train_samples,
             samples_seen=state.samples_seen,
+            model_epoch=None if saved.samples_seen is None else saved.samples_seen / info.num_train_samples,
             test_accuracy=test.accuracy if test else None,
             test_loss=test.loss if test else None,
             best_test_accuracy=None if info.validates else state.best_accuracy,

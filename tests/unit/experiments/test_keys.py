@@ -49,7 +49,7 @@ def test_table_of_search_has_what_training_has_not_or_otherwise() -> None:
     found = rows("search")
     assert {"space", "sampler", "resume", "max_epochs"} <= set(found)
     assert not {"batch_size", "trace"} & set(found)
-    assert set(rows("estimate")) == {"memory", "held_back", "images_per_s", "output_dir"}
+    assert set(rows("estimate")) == {"memory", "held_back", "find_learning_rate", "images_per_s", "output_dir"}
 
 
 def test_table_of_options_escapes_what_would_be_markup() -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from crossbow_py.engine.rounds import Round, RoundOutcome
-from crossbow_py.train.run import RunState
+from crossbow_py.train.run_state import RunState
 
 
 def outcome(losses, correct, finite):

@@ -290,8 +290,8 @@ def test_device_cuda_without_cuda_is_refused():
         ({"max_epochs": -1}, "max_epochs must be greater than 0"),
         ({"max_rounds": "3"}, "max_rounds must be a whole number"),
         ({"max_rounds": 1, "after_round": 3}, "after_round must be a function of a RoundEnd, got 3; give one"),
-        ({"target_accuracy": 0.9}, "are measured on data, got neither test_data nor validation_data"),
-        ({"target_loss": 0.1, "max_epochs": 1}, "target_loss are measured on data"),
+        ({"target_accuracy": 0.9}, "go by evaluations, got neither test_data nor validation_data"),
+        ({"target_loss": 0.1, "max_epochs": 1}, "target_loss, patience and restore_best go by evaluations"),
     ],
 )
 def test_fit_refuses_an_end_that_cannot_come(stops, message):

@@ -42,7 +42,7 @@ def expected_crop(files: ImageFiles, file: int, key: Key, short_side: int | None
     pixels = decode(files.path(file))
     pixels = pixels if short_side is None else shrunk(pixels, short_side)
     out = torch.empty((1, 3, 16, 16), dtype=torch.uint8, memory_format=torch.channels_last)
-    crop_resized(pixels, random_resized_box(3, *key, pixels.shape[1], pixels.shape[0], 0.08), out)
+    crop_resized(pixels, random_resized_box(3, key.epoch, key.sample, pixels.shape[1], pixels.shape[0], 0.08), out)
     return out[0]
 
 

@@ -15,8 +15,9 @@ from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.telemetry.events import Listener, RunInfo
 from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.train.evaluation.evaluator import Evaluation, Examples
-from crossbow_py.train.run import RunState, SavedModels
+from crossbow_py.train.run import SavedModels
 from crossbow_py.train.run_folder.reporter import Reporter, example_predictions
+from crossbow_py.train.run_state import RunState
 from tests.support import CPU
 from tests.trainers import Recorder
 

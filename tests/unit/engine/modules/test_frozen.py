@@ -1,0 +1,154 @@
+"""Frozen backbones: neither weights nor running statistics move, in training, averaging, evaluation and packs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py import SGD, SMA, Constant, Independent, SynchronousSGD, frozen
+from crossbow_py.search.packs.trial import TrialSettings
+from crossbow_py.train import run_settings
+from tests.trainers import image_trainer
+from tests.unit.search.packs import test_pack as packs
+
+EXECUTORS = ["serial", "threads", "fused", "fused_threads"]
+
+
+def backbone() -> nn.Sequential:
+    """Features as from elsewhere: always the same weights, and statistics that are not those of the data."""
+    made = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
+    )
+    first, norm = made[0], made[1]
+    nn.init.normal_(first.weight, std=0.2, generator=torch.Generator().manual_seed(9))
+    assert isinstance(norm, nn.BatchNorm2d) and norm.running_mean is not None and norm.running_var is not None
+    norm.running_mean.copy_(torch.linspace(-0.5, 0.5, 8))
+    norm.running_var.copy_(torch.linspace(0.3, 2.0, 8))
+    return made
+
+
+def by_helper() -> nn.Module:
+    return nn.Sequential(frozen(backbone()), nn.BatchNorm1d(32), nn.Linear(32, 3))
+
+
+class ByTrain(nn.Sequential):
+    """As the guide on fine-tuning has it: `train()` keeps a part in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__(backbone().requires_grad_(False), nn.BatchNorm1d(32), nn.Linear(32, 3))
+
+    def train(self, mode: bool = True) -> ByTrain:
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
+WAYS = [by_helper, ByTrain]
+
+
+def still_part(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name.startswith("0.")}
+
+
+def assert_still(state: dict[str, Any]) -> None:
+    expected = {f"0.{name}": value for name, value in backbone().state_dict().items()}
+    assert still_part(state).keys() == expected.keys()
+    assert all(torch.equal(value, expected[name].to(value)) for name, value in still_part(state).items())
+
+
+@pytest.mark.parametrize("make_model", WAYS)
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_one_learner_trains_as_a_plain_loop_does(make_model: Callable[[], nn.Module], executor: str) -> None:
+    trainer = image_trainer(
+        model=make_model, num_learners=1, executor=executor, optimizer=SGD(learning_rate=0.05, momentum=0.9),
+        schedule=Constant(), augmentation=None, averaging=SMA(batch_norm="mean"),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = make_model()
+    result = trainer.fit(max_rounds=12)
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert len(trained) == 4
+    reference = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
+    for n in range(12):
+        batch = trainer.run.train_feed.batch(4 * n)
+        reference.zero_grad()
+        nn.functional.cross_entropy(model(batch.inputs), batch.targets).backward()
+        reference.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(result.model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+    assert_still(result.model.state_dict())
+
+
+@pytest.mark.parametrize("make_model", WAYS)
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(
+    "rule",
+    [SMA(batch_norm="recalibrate"), SMA(average_ema=1.0), SynchronousSGD(), Independent()],
+    ids=["recalibrated", "ema", "synchronous", "independent"],
+)
+def test_frozen_part_of_several_learners_keeps_every_bit(make_model: Any, executor: str, rule: Any) -> None:
+    result = image_trainer(model=make_model, executor=executor, averaging=rule).fit(max_epochs=2)
+    for model in result.models or [result.model]:
+        assert_still(model.state_dict())
+        moved = model.state_dict()["1.running_mean"]  # what is not frozen is measured
+        assert moved.abs().max() > 0
+
+
+@pytest.mark.parametrize("make_model", WAYS)
+def test_recalibration_measures_the_other_norms_behind_the_frozen_ones(make_model: Any) -> None:
+    averaging = SMA(batch_norm="recalibrate", recalibration_batches=3)
+    trainer = image_trainer(model=make_model, averaging=averaging)
+    result = trainer.fit(max_rounds=7)
+    features = backbone().eval()
+    cursor = trainer.state.samples_seen
+    batches = [features(trainer.run.train_feed.batch(cursor + 4 * n).inputs) for n in range(3)]
+    mean = torch.stack([batch.mean(0) for batch in batches]).mean(0)
+    var = torch.stack([batch.var(0) for batch in batches]).mean(0)
+    torch.testing.assert_close(result.model.state_dict()["1.running_mean"], mean, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(result.model.state_dict()["1.running_var"], var, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make_model", WAYS)
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_trials_of_a_pack_keep_it_and_are_what_each_is_alone(
+    make_model: Any, executor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_settings, "choose_precision", lambda name, device: packs.FP64)
+    trials = [
+        TrialSettings(
+            seed=0, make_model=make_model, model_key="frozen", batch_size=packs.BATCH, schedule=Constant(),
+            optimizer=SGD(learning_rate=rate),
+        )
+        for rate in (0.01, 0.1)
+    ]  # fmt: skip
+    pack = packs.pack_of(trials, executor)
+    packs.run(pack)
+    for row, own in enumerate(trials):
+        packs.assert_as_alone(pack, row, packs.trained_alone(own, 2.0, "cpu"))
+        assert_still(pack._bank.learner_state(row))
+
+
+def test_frozen_module_stays_so_in_copies_and_wherever_its_layers_go() -> None:
+    for found in (by_helper(), copy.deepcopy(by_helper()), pickle.loads(pickle.dumps(by_helper()))):
+        found.train()
+        still, moving = found[0][1], found[1]
+        assert isinstance(still, nn.BatchNorm2d) and not still.training and moving.training
+        assert not any(parameter.requires_grad for parameter in found[0].parameters())
+    again = nn.Sequential(*found[0], nn.Linear(32, 3)).train()
+    assert [type(layer).__name__ for layer in again if not layer.training] == ["BatchNorm2d"]
+    assert again.state_dict().keys() == nn.Sequential(*backbone(), nn.Linear(32, 3)).state_dict().keys()
+
+
+def test_freezing_twice_is_freezing_once_and_dropout_goes_by_the_mode() -> None:
+    once = frozen(nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5)))
+    kind = type(once[0])
+    twice = frozen(once).train()
+    assert twice is once and type(twice[0]) is kind and type(copy.deepcopy(twice)[0]) is kind
+    assert [layer.training for layer in twice] == [False, True]
