@@ -307,6 +307,13 @@ def copy_present(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) ->
             view.zero_()
 
 
+def add_present(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Add gradients to views; a missing gradient is zero."""
+    pairs = [(view, g.to_dense()) for view, g in zip(views, gradients, strict=True) if g is not None]
+    if pairs:
+        torch._foreach_add_([view for view, _ in pairs], [gradient for _, gradient in pairs])
+
+
 def clone_all(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies on the host."""
     return {name: value.detach().to("cpu", copy=True) for name, value in values.items()}

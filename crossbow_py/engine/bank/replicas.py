@@ -24,6 +24,7 @@ from crossbow_py.engine.bank.layout import (
     Order,
     Rows,
     TrainedRow,
+    add_present,
     buffer_layout,
     clone_all,
     copy_present,
@@ -213,6 +214,10 @@ class ReplicaBank:
     def store_gradients(self, learner: int, gradients: Sequence[Tensor | None]) -> None:
         """Write gradients, in layout order, to a row of G in master precision; a missing gradient is zero."""
         copy_present(self._gradient_views[learner], gradients)
+
+    def add_gradients(self, learner: int, gradients: Sequence[Tensor | None]) -> None:
+        """Add gradients, as of `store_gradients`, to a row of G in master precision."""
+        add_present(self._gradient_views[learner], gradients)
 
     def store_stacked_gradients(self, gradients: Sequence[Tensor | None], learners: range | None = None) -> None:
         """Write gradients `[K, *shape]`, in layout order, to the rows of `learners` as `store_gradients` does."""

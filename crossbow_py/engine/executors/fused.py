@@ -60,7 +60,7 @@ def learn_fused(tasks: RoundTasks, fused: FusedPass, outcome: RoundOutcome) -> S
     plan, own = outcome.plan, slice(fused.learners.start, fused.learners.stop)
     for learner in fused.learners if fused.graph.draws else ():
         tasks.seed_dropout(learner, plan)
-    learned = fused.learn(fused.batch(plan), fused.shares(plan))
+    learned = fused.learn_in_parts(fused.batch(plan), fused.shares(plan))
     outcome.losses[own] = learned.losses.tolist()  # host–device synchronisation on CUDA
     if learned.num_correct is not None:
         outcome.num_correct[own] = [float(count) for count in learned.num_correct.tolist()]

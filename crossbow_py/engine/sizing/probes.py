@@ -77,7 +77,8 @@ def estimate_learner(
         # BatchNorm saves a batch's moments in master precision, but fake ones in its input's.
         unseen = sum(sizes.buffers) * (sizes.master_bytes - sizes.compute_bytes)
         found = activations(small, large, _update_bytes(sizes, job), unseen)
-    return LearnerModel(sizes, found, staged_sample_bytes, fixed_bytes, most)
+        found = found.in_batches_of(job.accumulate, sample.nbytes)
+    return LearnerModel(sizes, found, staged_sample_bytes * job.accumulate, fixed_bytes, most)
 
 
 def probe(learner: nn.Module, sample: Sample, job: Job, batch_size: int) -> Trace:

@@ -37,6 +37,7 @@ _ADDED: dict[str, Any] = {
     "node_period": 1,
     "order_seed": None,
     "label_smoothing": 0.0,
+    "accumulate": 1,
     "rate_scaling": "none",
     "quadratic_period": None,
     "final_correction_rate": None,
