@@ -23,6 +23,7 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.auto_tuner import AutoTunerSettings
+from crossbow_py.engine.update.groups import ParameterGroup
 from crossbow_py.engine.update.optimizers import SGD, AdamW, Muon
 from crossbow_py.predict.ensemble import Ensemble
 from crossbow_py.telemetry.events import Listener
@@ -74,6 +75,7 @@ __all__ = [
     "MultiStep",
     "Muon",
     "NonFiniteError",
+    "ParameterGroup",
     "Result",
     "RunSettings",
     "SlowMo",

@@ -370,6 +370,8 @@ class RoundTasks:
         bank = self.bank
         if not self.update.KEEPS_GRADIENTS or self.gradient_mean is None or not bank.replicas_identical:
             return []
+        if self.update.optimizer.clips_groups:  # which need the norms of the mean's parts
+            return []
         if len(self._summed_rows) != bank.num_learners:
             total = bank.total.trained()
             self._summed_rows = [replace(bank.trained_row(j), gradients=total) for j in range(bank.num_learners)]
@@ -422,6 +424,8 @@ class RoundTasks:
         else:
             row = self.bank.trained_row(learner)
             step = self.next_step(learner, self.update.gradient_norm(row), outcome)
+            if step is not None and self.update.optimizer.clips_groups:
+                step = replace(step, group_scales=self.update.optimizer.group_scales(row))
         if step is not None:
             self.update.correct(learner, row, outcome.plan.averaging, step)
         elif outcome.plan.averaging is not None:  # in other rounds averaging may still read C

@@ -59,6 +59,7 @@ class ReplicaBank:
         has_velocity: whether the averaging rule keeps a velocity of z.
         gradient_mean: the averaging rule's groups of learners that share a gradient.
         matrices: the names of the parameters that the optimizer takes as matrices.
+        groups: the optimizer's groups of parameters, for those in one.
 
     Attributes:
         weights, gradients, corrections, state: `Rows [capacity, P]`; the optimizer's state by name.
@@ -90,11 +91,12 @@ class ReplicaBank:
         has_velocity: bool = False,
         gradient_mean: GradientMean | None = None,
         matrices: Collection[str] = (),
+        groups: Mapping[str, int] | None = None,
     ) -> None:
         self.device, self.precision, self.state_names = device, precision, state_names
         self.num_devices, self.device_index = num_devices, device_index
         self.template = template
-        self.layout = parameter_layout(template, channels_last, matrices)
+        self.layout = parameter_layout(template, channels_last, matrices, groups)
         self.buffer_layout = buffer_layout(template)
         self.order: Order = order or ("rows" if device.type == "cpu" else "blocks")
         self.num_trained = self.layout.count(*TRAINED)
@@ -175,6 +177,7 @@ class ReplicaBank:
                 num_decayed=self.weights.num_decayed,
                 num_matrices=self.weights.num_matrices,
                 matrices=self.weights.matrices(),
+                groups=self.weights.groups,
             )
             for learner in range(trained)
         ]

@@ -99,7 +99,8 @@ class FusedExecutor(Executor):
         elif bank.order == "blocks":
             device = device or CudaStreams(bank.device)
         self._pass_notes = PassNotes()
-        self._rows = StackedRows(bank) if bank.order == "blocks" else None
+        in_one = bank.order == "blocks" and not tasks.update.optimizer.clips_groups  # whose norms are taken row by row
+        self._rows = StackedRows(bank) if in_one else None
         self._device = device
         # On CPU a sum over devices blocks the thread that asks for it; with NCCL the host does not wait.
         blocks = bank.device.type == "cpu" and device is None and not tasks.collective.is_alone

@@ -434,7 +434,8 @@ class Job:
 def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
     """Return the sizes that follow from the shapes of a model."""
     others = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
-    layout = parameter_layout(model, job.channels_last, job.optimizer.matrices(model))
+    optimizer = job.optimizer
+    layout = parameter_layout(model, job.channels_last, optimizer.matrices(model), optimizer.group_numbers(model))
     matrices = layout.blocks[: layout.count("matrix")]
     return ModelSizes(
         parameters=tuple(block.numel for block in layout.blocks),

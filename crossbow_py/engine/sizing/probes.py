@@ -70,7 +70,7 @@ def estimate_learner(
     _tracker()  # imported first, because tensors that torch makes on import must be real
     largest = max(most, SMALL_BATCH + 1)
     with _shapes_alone():
-        model = _made(source)
+        model = job.optimizer.freeze(_made(source))
         sizes = model_sizes(model, job)
         learner = _as_learner(model, job)
         small, large = (probe(learner, sample, job, size) for size in (SMALL_BATCH, largest))

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import check, setting
-from crossbow_py.engine.bank.layout import Matrix, TrainedRow
+from crossbow_py.engine.bank.layout import Matrix, TrainedRow, norm
+from crossbow_py.engine.update.groups import ParameterGroup, as_groups, freeze, group_numbers
 from crossbow_py.engine.update.newton_schulz import orthogonalize
 
 
@@ -63,24 +64,28 @@ class Optimizer(ABC):
     weight_decay: PerLearner
     clip_norm: float | None = setting(None, "largest gradient norm of a learner; null does not clip", above=0)
     decay_norm_and_bias: bool = setting(False, "apply weight decay to normalisation parameters and biases too")
+    groups: tuple[ParameterGroup, ...] = setting(
+        (), "groups of parameters, each with names and, of its own, rate, weight_decay, clip_norm or frozen"
+    )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", as_groups(self.groups))
         check(self)
 
     def check_learners(self, num_learners: int | Literal["auto"]) -> None:
         """Raise UserError if a list of a setting has not exactly one value for each learner."""
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name in self.per_learner():
+            value = getattr(self, name)
             if not isinstance(value, tuple):
                 continue
             if num_learners == "auto":
                 raise UserError(
-                    f"optimizer.{field.name} lists {len(value)} values, and num_learners is auto; give one value for "
+                    f"optimizer.{name} lists {len(value)} values, and num_learners is auto; give one value for "
                     f"all, or set num_learners={len(value)}."
                 )
             if len(value) != num_learners:
                 raise UserError(
-                    f"optimizer.{field.name} lists {len(value)} values for {num_learners} learners; "
+                    f"optimizer.{name} lists {len(value)} values for {num_learners} learners; "
                     "give one value for all, or one for each learner."
                 )
 
@@ -117,6 +122,69 @@ class Optimizer(ABC):
         """Return what the C function takes: for all vectors, or for those of matrices and for the others."""
         raise NotImplementedError(f"{self.NAME} has no native step")
 
+    @property
+    def has_groups(self) -> bool:
+        """Whether some groups of parameters take other steps."""
+        return any(group.acts for group in self.groups)
+
+    @property
+    def clips_groups(self) -> bool:
+        """Whether some groups of parameters are clipped by themselves."""
+        return any(group.clip_norm is not None for group in self.groups)
+
+    def freeze(self, module: nn.Module) -> nn.Module:
+        """Freeze the parameters of frozen groups, and return the model. Raises UserError for groups without any."""
+        if self.groups:
+            freeze(self.groups, module)
+        return module
+
+    def group_numbers(self, module: nn.Module) -> dict[str, int]:
+        """Return the groups, from 1 on, of the parameters that take other steps, by name."""
+        found = group_numbers(self.groups, module)
+        return {name: number for name, number in found.items() if number and self.groups[number - 1].acts}
+
+    def of_group(self, number: int) -> Optimizer:
+        """Return the optimizer of a group's parameters, but for its learning rate."""
+        return self._of_groups[number]
+
+    def rate_of(self, number: int) -> float:
+        """Return the factor of a group's learning rate."""
+        return self.groups[number - 1].rate if number else 1.0
+
+    @cached_property
+    def _of_groups(self) -> tuple[Optimizer, ...]:
+        decays = [None, *(group.weight_decay for group in self.groups)]
+        plain = replace(self, groups=())
+        return tuple(plain if decay is None else plain.with_weight_decay(decay) for decay in decays)
+
+    def with_weight_decay(self, decay: float) -> Optimizer:
+        """Return the optimizer with another λ for all parameters and learners."""
+        return replace(self, weight_decay=decay)
+
+    def step_by_group(self, learner: int, row: TrainedRow, learning_rate: float, step_count: int) -> None:
+        """Apply `step` to each group of a learner's parameters."""
+        numbers = sorted(set(row.groups))
+        if numbers in ([], [0]):
+            self.step(learner, row, learning_rate, step_count)
+            return
+        for number in numbers:
+            rate = learning_rate * self.rate_of(number)
+            self.of_group(number).step(learner, row.of_group(number), rate, step_count)
+
+    def group_scales(self, row: TrainedRow) -> tuple[float, ...]:
+        """Return the factors that clip the gradients of every group, where some are clipped by themselves.
+
+        Those that are not are clipped together, by the norm of all of them. Host–device synchronisation on CUDA.
+        """
+        limits = [None, *(group.clip_norm for group in self.groups)]
+        alone = [number if limit is not None else 0 for number, limit in enumerate(limits)]
+        scales = dict[int, float]()
+        for number in set(alone):
+            own = [each for each, of in zip(row.gradients, row.groups, strict=True) if alone[of] == number]
+            limit = limits[number] if number else self.clip_norm
+            scales[number] = clip_scale(norm(own), limit) if own else 1.0
+        return tuple(scales[number] for number in alone)
+
     def matrices(self, module: nn.Module) -> tuple[str, ...]:
         """Return the names of the parameters to take as matrices. Raises UserError if there must be some."""
         return ()
@@ -134,9 +202,13 @@ class Optimizer(ABC):
         return len(row.weights) if self.decay_norm_and_bias else row.num_decayed
 
     def gradient_scale(self, norm: float) -> float:
-        """Return the factor that clips a gradient of this norm, as torch does."""
-        limit = self.clip_norm
-        return limit / (norm + 1e-6) if limit is not None and norm > limit else 1.0
+        """Return the factor that clips a gradient of this norm."""
+        return clip_scale(norm, self.clip_norm)
+
+
+def clip_scale(norm: float, limit: float | None) -> float:
+    """Return the factor that clips a gradient of a norm to a limit, if there is one, as torch does."""
+    return limit / (norm + 1e-6) if limit is not None and norm > limit else 1.0
 
 
 @dataclass(frozen=True)
@@ -303,7 +375,8 @@ class Muon(Optimizer):
     def step(self, learner: int, row: TrainedRow, learning_rate: float, step_count: int) -> None:
         count = row.num_matrices
         matrices, others = row.part(0, count), row.part(count, len(row.weights))
-        self.plain.step(learner, matrices, learning_rate, step_count)
+        if matrices.weights:  # not every group of parameters has some
+            self.plain.step(learner, matrices, learning_rate, step_count)
         if others.weights:
             self.others.step(learner, self.of_others(others), self._other_rate(learner, learning_rate), step_count)
 
@@ -340,6 +413,9 @@ class Muon(Optimizer):
             torch._foreach_copy_(before, velocity)
         if self.prepares_weights:
             self.normalize([matrix.of(row.weights) for row in rows for matrix in row.matrices])
+
+    def with_weight_decay(self, decay: float) -> Optimizer:
+        return replace(self, weight_decay=decay, other_weight_decay=decay)
 
     @property
     def prepares_weights(self) -> bool:
@@ -412,7 +488,7 @@ def side_by_side(each: Sequence[Optimizer]) -> Optimizer:
 
 def as_first(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer with the first learner's settings for all learners."""
-    settings = {field.name: getattr(optimizer, field.name) for field in fields(optimizer)}
+    settings = {name: getattr(optimizer, name) for name in optimizer.per_learner()}
     return replace(optimizer, **{name: value[0] for name, value in settings.items() if isinstance(value, tuple)})
 
 

@@ -42,7 +42,7 @@ class TrialSettings:
 
     def new_model(self) -> nn.Module:
         """Return the model as the trial begins. Raises UserError, or what `make_model` raises."""
-        return seeded_model(self.make_model, self.seed, None)
+        return self.optimizer.freeze(seeded_model(self.make_model, self.seed, None))
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ _ADDED: dict[str, Any] = {
     "order_seed": None,
     "label_smoothing": 0.0,
     "accumulate": 1,
+    "groups": [],
     "rate_scaling": "none",
     "quadratic_period": None,
     "final_correction_rate": None,

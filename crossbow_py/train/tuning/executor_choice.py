@@ -195,5 +195,5 @@ def new_bank(
         template, num_learners, device=choices.device, precision=choices.precision, state_names=optimizer.state_names,
         channels_last=settings.channels_last, order=EXECUTORS[executor].ORDER, num_devices=num_devices,
         device_index=device_index, has_velocity=has_velocity, gradient_mean=gradient_mean,
-        matrices=optimizer.matrices(template),
+        matrices=optimizer.matrices(template), groups=optimizer.group_numbers(template),
     )  # fmt: skip
