@@ -24,7 +24,7 @@ from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.auto_tuner import AutoTunerSettings
 from crossbow_py.engine.update.groups import ParameterGroup
-from crossbow_py.engine.update.optimizers import SGD, AdamW, Muon
+from crossbow_py.engine.update.optimizers import SGD, AdamW, Muon, TorchOptimizer
 from crossbow_py.predict.ensemble import Ensemble
 from crossbow_py.telemetry.events import Listener
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
@@ -81,6 +81,7 @@ __all__ = [
     "SlowMo",
     "Step",
     "SynchronousSGD",
+    "TorchOptimizer",
     "Trainer",
     "UserError",
     "__version__",

@@ -93,11 +93,12 @@ def make_tasks(
     smoothing: float = 0.0,
 ) -> RoundTasks:
     """Task bodies over a bank on CPU. A learner's step takes `accumulate` batches."""
-    model = optimizer.freeze(make_model())
+    model = optimizer.prepared(make_model())
     bank = ReplicaBank(
         model, num_learners, device=CPU, precision=precision, state_names=optimizer.state_names, order=order,
         channels_last=channels_last, has_velocity=rule.has_velocity, gradient_mean=rule.gradient_mean,
         matrices=optimizer.matrices(model), groups=optimizer.group_numbers(model),
+        row_optimizer=optimizer.row_optimizer,
     )  # fmt: skip
     feed = make_feed(
         data or features(64), batch_size * accumulate, seed, channels_last=True, dtype=precision.compute,

@@ -172,7 +172,7 @@ class RunBuilder:
         """
         with self.ranks.together():
             template = seeded_model(self.make_model, self.settings.seed, self.init_from)
-            template = self.optimizer.freeze(template).to(self.choices.device)
+            template = self.optimizer.prepared(template).to(self.choices.device)
             train_feed, batch, warnings = self._train_feed(template)
             template = faithful_copy(template, self.choices.precision, batch, self.settings.channels_last)
             validation_feed = self._evaluation_feed("validation", template, self.data.validation)

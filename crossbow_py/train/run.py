@@ -376,8 +376,7 @@ class Run:
         if bank.replicas_identical:
             found = self.ranks.gather([is_intact, bank.step_counts[0]])
             source = next((rank for rank, (intact, _) in enumerate(found) if intact), 0)
-            row = bank.trained_row(0)
-            self.ranks.copy_from(source, [*row.weights, *(part for parts in row.state.values() for part in parts)])
+            self.ranks.copy_from(source, bank.replica_tensors(0, all(steps for _, steps in found)))
             bank.step_counts[0] = int(found[source][1])
             bank.refresh_shadow(0)
         bank.align_groups()

@@ -19,7 +19,7 @@ The bank (rows = capacity) and flat vectors such as z (rows = 1) have the same l
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 ALIGNMENT_BYTES = 128
 ALIGNMENT_VALUES = 64  # 128 bytes of bfloat16; the same for all dtypes, so that their rows line up
 Order = Literal["blocks", "rows"]
+GroupSettings = Callable[[int, bool], Mapping[str, float]]
 Kind = Literal["matrix", "decayed", "undecayed", "frozen"]
 _ORDER: tuple[Kind, ...] = ("matrix", "decayed", "undecayed", "frozen")
 TRAINED, DECAYED = _ORDER[:3], _ORDER[:2]
@@ -256,7 +257,8 @@ class TrainedRow:
     """The trained values of one learner's row in every buffer, as lists of matching vectors.
 
     The first `num_decayed` of each list take weight decay, and the first `num_matrices` of these hold `matrices`.
-    `groups` are those that they are of, empty if all are of none.
+    `groups` are those that they are of, empty if all are of none. `step` is that of the row's own optimizer of torch,
+    if there is one, with the settings of each group, and of what is decayed in it.
     `shadow` is None where the module computes with the weights themselves.
     """
 
@@ -270,6 +272,7 @@ class TrainedRow:
     num_matrices: int = 0
     matrices: tuple[Matrix, ...] = ()
     groups: tuple[int, ...] = ()
+    step: Callable[[GroupSettings], None] | None = None
 
     def part(self, first: int, end: int) -> TrainedRow:
         """Return the vectors from `first` to `end`, without what is known of matrices."""

@@ -441,7 +441,7 @@ def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
         parameters=tuple(block.numel for block in layout.blocks),
         buffers=tuple(block.numel for block in buffer_layout(model).blocks),
         counter_bytes=sum(buffer.numel() * buffer.itemsize for buffer in others),
-        num_states=len(job.optimizer.state_names),
+        num_states=job.optimizer.num_states,
         master_bytes=job.precision.master.itemsize,
         compute_bytes=job.precision.compute.itemsize,
         order=job.order,

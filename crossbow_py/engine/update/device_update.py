@@ -214,7 +214,7 @@ class DeviceUpdate:
         if not knows(optimizer):
             raise UserError(
                 f"executor=streams knows the optimizers {', '.join(known.NAME for known in _PROPOSALS)}, got "
-                f"optimizer={optimizer.NAME}; set executor=serial."
+                f"optimizer={optimizer.NAME}; set executor=fused or executor=serial."
             )
         self.optimizer, self.rule = optimizer, rule
         self._propose = _PROPOSALS[type(optimizer)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import check, setting
-from crossbow_py.engine.bank.layout import Matrix, TrainedRow, norm
+from crossbow_py.engine.bank.layout import Block, Matrix, TrainedRow, norm
+from crossbow_py.engine.bank.row_optimizer import RowOptimizer
 from crossbow_py.engine.update.groups import ParameterGroup, as_groups, freeze, group_numbers
 from crossbow_py.engine.update.newton_schulz import orthogonalize
+from crossbow_py.engine.update.torch_target import Facts, facts, made, path_of
 
 
 @dataclass(frozen=True)
@@ -132,11 +134,27 @@ class Optimizer(ABC):
         """Whether some groups of parameters are clipped by themselves."""
         return any(group.clip_norm is not None for group in self.groups)
 
-    def freeze(self, module: nn.Module) -> nn.Module:
-        """Freeze the parameters of frozen groups, and return the model. Raises UserError for groups without any."""
+    def prepared(self, module: nn.Module) -> nn.Module:
+        """Freeze the parameters of frozen groups, and return the model. Raises UserError for what cannot train it."""
         if self.groups:
             freeze(self.groups, module)
         return module
+
+    def row_optimizer(
+        self, blocks: Sequence[Block], weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+    ) -> RowOptimizer | None:
+        """Return what steps a row and keeps its state, where that is no state in rows; see `RowOptimizer`."""
+        return None
+
+    @property
+    def num_states(self) -> int:
+        """The number of values that a step keeps for each weight."""
+        return len(self.state_names)
+
+    @property
+    def sized_as(self) -> Optimizer:
+        """The optimizer whose step takes as much memory besides state, and can be probed by shapes alone."""
+        return self
 
     def group_numbers(self, module: nn.Module) -> dict[str, int]:
         """Return the groups, from 1 on, of the parameters that take other steps, by name."""
@@ -468,6 +486,64 @@ class Muon(Optimizer):
         return replace(row, state=dict(state))
 
 
+@dataclass(frozen=True)
+class TorchOptimizer(Optimizer):
+    """Any optimizer that is a class derived from `torch.optim.Optimizer`, one object for each learner.
+
+    It is slower than those above, as it steps parameter by parameter. `target` is the class or its dotted path, which
+    is called with `args`. Learning rate and weight decay are set before each step, the latter to 0 for biases and
+    norms, as for the other optimizers; what the class has as its default does not count.
+    """
+
+    NAME: ClassVar[str] = "torch"
+    STATE: ClassVar[tuple[str, ...]] = ()
+
+    learning_rate: PerLearner = setting(0.01, "γ before the schedule; a list gives each learner its own", minimum=0)
+    weight_decay: PerLearner = setting(0.0, "λ, whatever the target makes of it", minimum=0)
+    target: str | type[torch.optim.Optimizer] = setting("", "class of an optimizer, such as torch.optim.RMSprop")
+    args: dict[str, Any] = setting({}, "keyword arguments of the target")
+
+    @cached_property
+    def _facts(self) -> Facts:
+        return facts(self.target, for_learner(self.learning_rate, 0), self.args)
+
+    @property
+    def num_states(self) -> int:
+        return self._facts.num_states
+
+    @property
+    def sized_as(self) -> Optimizer:
+        return SGD()
+
+    def prepared(self, module: nn.Module) -> nn.Module:
+        decays = [self.weight_decay, *(group.weight_decay for group in self.groups)]
+        if not self._facts.decays and any(decays):
+            raise UserError(
+                f"optimizer.target={path_of(self.target)} has no weight_decay, got one; set it to 0, and give what it "
+                "has in optimizer.args."
+            )
+        return super().prepared(module)
+
+    def row_optimizer(
+        self, blocks: Sequence[Block], weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+    ) -> RowOptimizer:
+        rate = for_learner(self.learning_rate, 0)
+        return RowOptimizer(lambda groups: made(self.target, groups, rate, self.args), blocks, weights, gradients)
+
+    def step_by_group(self, learner: int, row: TrainedRow, learning_rate: float, step_count: int) -> None:
+        self.step(learner, row, learning_rate, step_count)
+
+    def step(self, learner: int, row: TrainedRow, learning_rate: float, step_count: int) -> None:
+        assert row.step is not None, "the bank has a RowOptimizer for each row"
+
+        def settings(number: int, decays: bool) -> dict[str, float]:
+            decay = self.of_group(number).decay(learner) if decays or self.decay_norm_and_bias else 0.0
+            rate = {"lr": learning_rate * self.rate_of(number)}
+            return {**rate, "weight_decay": decay} if self._facts.decays else rate
+
+        row.step(settings)
+
+
 def _weights_of(module: nn.Module) -> list[Tensor]:
     """Return the weights of a layer, outputs first, that Muon may take as matrices if it is not the first or last."""
     if isinstance(module, (*_LAYERS, nn.Embedding, nn.EmbeddingBag)):
@@ -492,4 +568,4 @@ def as_first(optimizer: Optimizer) -> Optimizer:
     return replace(optimizer, **{name: value[0] for name, value in settings.items() if isinstance(value, tuple)})
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {each.NAME: each for each in (SGD, AdamW, Muon)}
+OPTIMIZERS: dict[str, type[Optimizer]] = {each.NAME: each for each in (SGD, AdamW, Muon, TorchOptimizer)}

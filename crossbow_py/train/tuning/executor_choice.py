@@ -196,4 +196,5 @@ def new_bank(
         channels_last=settings.channels_last, order=EXECUTORS[executor].ORDER, num_devices=num_devices,
         device_index=device_index, has_velocity=has_velocity, gradient_mean=gradient_mean,
         matrices=optimizer.matrices(template), groups=optimizer.group_numbers(template),
+        row_optimizer=optimizer.row_optimizer,
     )  # fmt: skip

@@ -219,7 +219,7 @@ def test_parameters_of_a_kind_lie_in_the_order_of_their_groups():
 )
 def test_group_that_matches_nothing_is_refused(groups, refusal):
     with pytest.raises(UserError) as error:
-        SGD(groups=groups).freeze(Network())
+        SGD(groups=groups).prepared(Network())
     assert refusal in str(error.value)
 
 
