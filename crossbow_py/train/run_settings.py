@@ -18,7 +18,14 @@ from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.engine.executors import EXECUTORS, check_executor, check_name
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.executors.streams import StreamsExecutor
-from crossbow_py.engine.modules.precision import Precision, PrecisionName, check_device, choose_device, choose_precision
+from crossbow_py.engine.modules.precision import (
+    Precision,
+    PrecisionName,
+    check_device,
+    check_precision,
+    choose_device,
+    choose_precision,
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,7 @@ class JobSettings:
 
     def __post_init__(self) -> None:
         check_device(self.device)
+        check_precision(self.precision)
         check(self)
         check_name(self.executor)
 
