@@ -39,7 +39,8 @@ from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.auto_tuner import AutoTunerSettings
 from crossbow_py.engine.modules.frozen import frozen
 from crossbow_py.engine.modules.losses import model_loss
-from crossbow_py.engine.update.optimizers import SGD, AdamW, Muon
+from crossbow_py.engine.update.groups import ParameterGroup
+from crossbow_py.engine.update.optimizers import SGD, AdamW, Muon, TorchOptimizer
 from crossbow_py.predict.ensemble import Ensemble
 from crossbow_py.telemetry.events import Listener
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
@@ -96,6 +97,7 @@ __all__ = [
     "MultiStep",
     "Muon",
     "NonFiniteError",
+    "ParameterGroup",
     "RankError",
     "RankLostError",
     "Result",
@@ -103,6 +105,7 @@ __all__ = [
     "SlowMo",
     "Step",
     "SynchronousSGD",
+    "TorchOptimizer",
     "Trainer",
     "UserError",
     "__version__",

@@ -17,6 +17,7 @@ from crossbow_py.engine.bank.layout import Order
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.goodput import compares_in
+from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.modules.precision import FP64, Precision
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.update.optimizers import SGD, Optimizer
@@ -87,25 +88,32 @@ def make_tasks(
     kernels: bool = False,
     channels_last: bool = True,
     compares: bool = False,
+    loss: Loss = nn.functional.cross_entropy,
+    accumulate: int = 1,
+    smoothing: float = 0.0,
 ) -> RoundTasks:
-    """Task bodies over a bank on CPU."""
-    model = make_model()
+    """Task bodies over a bank on CPU. A learner's step takes `accumulate` batches."""
+    model = optimizer.prepared(make_model())
     bank = ReplicaBank(
         model, num_learners, device=CPU, precision=precision, state_names=optimizer.state_names, order=order,
         channels_last=channels_last, has_velocity=rule.has_velocity, gradient_mean=rule.gradient_mean,
-        matrices=optimizer.matrices(model),
+        matrices=optimizer.matrices(model), groups=optimizer.group_numbers(model),
+        row_optimizer=optimizer.row_optimizer,
     )  # fmt: skip
     feed = make_feed(
-        data or features(64), batch_size, seed, channels_last=True, dtype=precision.compute, kernels=kernels
-    )
+        data or features(64), batch_size * accumulate, seed, channels_last=True, dtype=precision.compute,
+        kernels=kernels,
+    )  # fmt: skip
     return RoundTasks(
         bank,
         update=choose_update(optimizer, rule, CPU, precision.master)[0],
         feed=feed,
-        loss=nn.functional.cross_entropy,
+        loss=loss,
         seed=seed,
         collective=Collective(),
         compares=compares,
+        accumulate=accumulate,
+        label_smoothing=torch.full((num_learners,), smoothing) if smoothing else None,
     )
 
 

@@ -32,7 +32,9 @@ _LARGEST, _SMALLEST = 3.4e38, 1.2e-38  # float32, of normal numbers
 _LONGEST_SHOWN = 200
 _MOST_NAMED = 3  # choices of a group that have a key
 _MOST_COUNTED = 2**62  # no counter of ours gets there
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
+_WORDS = {
+    int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping", type: "a class",
+}  # fmt: skip
 
 
 def setting(
@@ -125,6 +127,8 @@ def to_mapping(settings: Any) -> dict[str, Any]:
     """Return a settings object as plain values (dict, list, str, int, float, bool, None), nested ones included."""
 
     def plain(value: Any) -> Any:
+        if isinstance(value, type):
+            return f"{value.__module__}.{value.__qualname__}"
         if isinstance(value, Mapping):
             return {str(key): plain(item) for key, item in value.items()}
         return [plain(item) for item in value] if isinstance(value, list | tuple) else value
@@ -265,6 +269,8 @@ def _describe(hint: Any) -> str:
             words.append(("one of " if len(names) > 1 else "") + ", ".join(map(str, names)))
         elif typing.get_origin(option) is tuple:
             words.append(f"a list, each {_describe(typing.get_args(option)[0])}")
+        elif dataclasses.is_dataclass(option):
+            words.append("a mapping")
         else:
             words.append(_WORDS.get(typing.get_origin(option) or option, getattr(option, "__name__", str(option))))
     return " or ".join(words)

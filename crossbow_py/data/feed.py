@@ -44,6 +44,14 @@ class Batch(NamedTuple):
         """Return the batch with a function of each tensor in its place."""
         return Batch(map_tree(function, self.inputs), function(self.targets))
 
+    def parts(self, count: int, dim: int = 0) -> list[Batch]:
+        """Return `count` micro-batches, views along a dimension, of sizes that differ by one sample at most."""
+
+        def part(n: int) -> Batch:
+            return self.map(lambda own: torch.tensor_split(own, count, dim)[n])
+
+        return [part(n) for n in range(count)]
+
 
 def stacked(batches: Sequence[Batch]) -> Batch:
     """Return batches of one form as one, `[K, B, ...]`."""

@@ -30,9 +30,11 @@ from crossbow_py.engine.modules.dropout import OwnDraws, counter_seed
 from crossbow_py.engine.modules.losses import (
     Compared,
     Loss,
+    Share,
     compared,
-    correct_of_batch,
+    correct_of_parts,
     ignored_target,
+    num_averaged,
     smoothed_cross_entropy,
 )
 from crossbow_py.engine.tasks import (
@@ -155,6 +157,7 @@ class RoundTasks:
         compile_model: whether modules are compiled by torch.compile.
         label_smoothing: ε of every row, `[capacity]` on the bank's device; with it the loss is cross-entropy.
         compares: whether some rounds compare gradients.
+        accumulate: into how many micro-batches a learner's batch is split, whose gradients are added.
 
     Attributes:
         notes: messages for the user, from any thread; some come once for each learner.
@@ -173,6 +176,7 @@ class RoundTasks:
         compile_model: bool = False,
         label_smoothing: Tensor | None = None,
         compares: bool = False,
+        accumulate: int = 1,
     ) -> None:
         self._compiled = CompiledModels() if compile_model else None
         self._summed_rows: list[TrainedRow] = []
@@ -183,6 +187,7 @@ class RoundTasks:
         self.notes: list[str] = []
         self.bank, self.update, self.feed, self.loss = bank, update, feed, loss
         self.seed, self.collective, self.label_smoothing, self.compares = seed, collective, label_smoothing, compares
+        self.accumulate = accumulate
         ignored = ignored_target(loss)
         self.ignored = ignored if ignored is not None and feed.may_have_target(ignored) else None
 
@@ -220,19 +225,36 @@ class RoundTasks:
         if bank.has_dropout or self._may_draw(learner):
             self.seed_dropout(learner, outcome.plan)
         batch = self.feed.batch(outcome.plan.starts[learner])
-        output, targets = self.read(self._outputs(learner, batch.inputs), batch.targets)
-        loss = self.loss_of(learner, output, targets)
-        try:
-            gradients = torch.autograd.grad(loss, bank.trained_parameters(learner), allow_unused=True)
-        except RuntimeError:
-            bank.check_bindings(averages=False)  # explains it, if forward has frozen a parameter
-            raise
-        if any(gradient is None for gradient in gradients):
-            self.tell_missing_gradients(gradients)
-        bank.store_gradients(learner, gradients)
-        outcome.losses[learner] = loss.item()  # host–device synchronisation on CUDA
-        correct = correct_of_batch(detached(output), targets, self.ignored, batch.size)
+        losses, parts = list[Tensor](), list[Compared]()
+        for part, share in self.micro_batches(batch):
+            output, targets = self.read(self._outputs(learner, part.inputs), part.targets)
+            loss = self.loss_of(learner, output, targets, share)
+            try:
+                gradients = torch.autograd.grad(loss, bank.trained_parameters(learner), allow_unused=True)
+            except RuntimeError:
+                bank.check_bindings(averages=False)  # explains it, if forward has frozen a parameter
+                raise
+            if any(gradient is None for gradient in gradients):
+                self.tell_missing_gradients(gradients)
+            (bank.add_gradients if losses else bank.store_gradients)(learner, gradients)
+            losses.append(loss.detach())
+            parts.append(Compared(detached(output), targets))
+        # Host–device synchronisation on CUDA.
+        outcome.losses[learner] = losses[0].item() if len(losses) == 1 else float(torch.stack(losses).sum())
+        correct = correct_of_parts(parts, self.ignored, batch.size)
         outcome.num_correct[learner] = None if correct is None else float(correct.item())  # likewise
+
+    def micro_batches(self, batch: Batch, lead: int = 0, count: int | None = None) -> list[tuple[Batch, Share | None]]:
+        """Return a batch in `count` parts, by default `accumulate`, with their shares of its mean loss.
+
+        The batch has `lead` dimensions before that of samples. A whole one has no share.
+        """
+        count = self.accumulate if count is None else count
+        if count == 1:
+            return [(batch, None)]
+        whole = num_averaged(self.loss, batch.targets, lead)
+        parts = batch.parts(count, lead)
+        return [(part, Share(num_averaged(self.loss, part.targets, lead), whole)) for part in parts]
 
     def tell_missing_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Note once which parameters got no gradient. `gradients` are in the order of the layout."""
@@ -281,11 +303,12 @@ class RoundTasks:
             self._without_draws.add(learner)
         return outputs
 
-    def loss_of(self, learner: int, output: Tree, targets: Tensor) -> Tensor:
-        """Return the learner's loss on a batch, a mean."""
+    def loss_of(self, learner: int, output: Tree, targets: Tensor, share: Share | None = None) -> Tensor:
+        """Return the learner's loss on a batch, a mean, or a micro-batch's share of it."""
         if self.label_smoothing is None:
-            return self.loss(output, targets)
-        return smoothed_cross_entropy(output, targets, self.label_smoothing[learner])
+            loss = self.loss(output, targets)
+            return loss if share is None else share.of(loss)
+        return smoothed_cross_entropy(output, targets, self.label_smoothing[learner], share and share.whole)
 
     def seed_dropout(self, learner: int, plan: Round) -> None:
         """Seed the learner's generator for the round's dropout masks."""
@@ -306,18 +329,26 @@ class RoundTasks:
         Nothing may be in flight, and nothing is changed. Host–device synchronisation on CUDA.
         """
         bank, half = self.bank, len(batch.targets) // 2
-        if half < 2:  # BatchNorm of one sample has no statistics
+        count = -(-self.accumulate // 2)  # parts of a half, no larger than micro-batches
+        if half < 2 * count:  # BatchNorm of one sample has no statistics
             return None
-        found = []
         with kept_buffers(bank.module(learner)), kept_generators(bank.device):
-            for part in (slice(half), slice(half, 2 * half)):
-                inputs, targets = batch.map(itemgetter(part))
-                loss = self.loss_of(learner, *self.read(call(bank.module(learner), inputs), targets))
-                trained = bank.trained_parameters(learner)
-                own = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
-                found.append([each.to_dense() for each in own])
+            found = [
+                self._gradient_in_parts(learner, batch.map(itemgetter(part)), count)
+                for part in (slice(half), slice(half, 2 * half))
+            ]
         s, q, _ = comparison_of(found)
         return Comparison.of_halves(s, q)
+
+    def _gradient_in_parts(self, learner: int, batch: Batch, count: int) -> list[Tensor]:
+        """Return the gradient of the learner's loss on a batch, by `count` parts; nothing is written to the bank."""
+        module, trained, total = self.bank.module(learner), self.bank.trained_parameters(learner), list[Tensor]()
+        for part, share in self.micro_batches(batch, count=count):
+            loss = self.loss_of(learner, *self.read(call(module, part.inputs), part.targets), share)
+            found = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
+            own = [each.to_dense() for each in found]
+            total = list(torch._foreach_add(total, own)) if total else own
+        return total
 
     def average_gradients(self, outcome: RoundOutcome) -> None:
         """Set G_j to the mean of the gradients of j's group, in which non-finite ones count as zero.
@@ -338,6 +369,8 @@ class RoundTasks:
         """The learners' rows with the sum of all gradients in place of their own; empty if they do not share it."""
         bank = self.bank
         if not self.update.KEEPS_GRADIENTS or self.gradient_mean is None or not bank.replicas_identical:
+            return []
+        if self.update.optimizer.clips_groups:  # which need the norms of the mean's parts
             return []
         if len(self._summed_rows) != bank.num_learners:
             total = bank.total.trained()
@@ -391,6 +424,8 @@ class RoundTasks:
         else:
             row = self.bank.trained_row(learner)
             step = self.next_step(learner, self.update.gradient_norm(row), outcome)
+            if step is not None and self.update.optimizer.clips_groups:
+                step = replace(step, group_scales=self.update.optimizer.group_scales(row))
         if step is not None:
             self.update.correct(learner, row, outcome.plan.averaging, step)
         elif outcome.plan.averaging is not None:  # in other rounds averaging may still read C

@@ -137,7 +137,7 @@ def estimate(config: EstimateConfig) -> Estimate:
         module: nn.Module = config.model.build(facts.sample.input_shape, facts.num_classes)
         return module
 
-    most = min(LARGEST_BATCH, facts.num_train or LARGEST_BATCH)
+    most = max(1, min(LARGEST_BATCH, facts.num_train or LARGEST_BATCH) // config.accumulate)
     staged = 0 if facts.resident else facts.sample_bytes + _TARGET_BYTES
     model = estimate_learner(
         make_model, facts.sample, job, staged_sample_bytes=staged, fixed_bytes=facts.fixed_bytes, most=most
@@ -169,7 +169,7 @@ def estimate(config: EstimateConfig) -> Estimate:
         table=model.table(limit, max(k, config.max_learners), in_turn),
         fitting_learners=model.most_learners(limit, config.batch_size, max(k, config.max_learners), in_turn),
         measured=measured,
-        recommendation=recommend(largest, loading, host, facts.num_train) if largest else None,
+        recommendation=_recommended(config, largest, loading, host, facts.num_train) if largest else None,
         loading=loading,
         host=host,
         notes=(facts.note,) if facts.note else (),
@@ -177,12 +177,21 @@ def estimate(config: EstimateConfig) -> Estimate:
     )
 
 
+def _recommended(
+    config: EstimateConfig, largest: int, loading: Loading, host: Host, num_train: int | None
+) -> Recommendation:
+    """Return the recommendation for batches of a learner's step, which have as many samples as are accumulated."""
+    n = config.accumulate
+    held = replace(loading, sample_bytes=loading.sample_bytes * n)
+    return recommend(largest, held, host, None if num_train is None else max(1, num_train // n))
+
+
 def _job(config: EstimateConfig, precision: Precision, on_gpu: bool) -> Job:
     executor = EXECUTORS.get(config.executor)
     order = executor.ORDER if executor is not None else None
     return Job(
         nn.functional.cross_entropy, config.optimizer, config.averaging, precision, config.channels_last,
-        order or ("blocks" if on_gpu else "rows"),
+        order or ("blocks" if on_gpu else "rows"), config.accumulate,
     )  # fmt: skip
 
 
@@ -336,7 +345,7 @@ def within(limit_bytes: int, device: torch.device) -> Iterator[None]:
 
 def _made_up(sample: Sample, num_classes: int, settings: RunSettings) -> DataSets:
     """Return made-up samples: zeros, and targets that go round the classes; no classes (0) are a regression."""
-    count = _BATCHES_THERE * settings.batch_size * settings.first_learners
+    count = _BATCHES_THERE * settings.samples_per_step * settings.first_learners
     inputs, targets = (map_tree(torch.zero_, own) for own in sample.batch(count, channels_last=False))
     if num_classes and targets.ndim == 1:
         targets = (torch.arange(count) % num_classes).to(targets.dtype)
@@ -354,7 +363,7 @@ def _train(
     executor = run.new_executor()
     try:
         for index in range(_ROUNDS):
-            executor.submit(calibration_round(index, run.bank.num_learners, settings.batch_size, rule))
+            executor.submit(calibration_round(index, run.bank.num_learners, settings.samples_per_step, rule))
         executor.drain()
     finally:
         executor.close()

@@ -12,7 +12,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import given_path
 from crossbow_py.core.settings import check, setting
 from crossbow_py.data.sources import SOURCES
-from crossbow_py.engine.modules.precision import PrecisionName, check_device
+from crossbow_py.engine.modules.precision import PrecisionName, check_device, check_precision
 from crossbow_py.predict.predictors import PredictorName
 
 _USAGE = """\
@@ -71,6 +71,7 @@ class PredictConfig:
 
     def __post_init__(self) -> None:
         check_device(self.device)
+        check_precision(self.precision)
         check(self)
         models = (self.models,) if isinstance(self.models, str) else self.models
         object.__setattr__(self, "models", models)

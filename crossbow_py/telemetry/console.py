@@ -94,10 +94,11 @@ def header_lines(info: RunInfo) -> list[str]:
     """Return the lines that describe the run."""
     settings = f" ({', '.join(info.averaging_settings)})" if info.averaging_settings else ""
     ema = "" if info.average_ema is None else f" (evaluated: EMA over {counted(info.average_ema, 'epoch')})"
+    times = f" × {info.accumulate} accumulated" if info.accumulate > 1 else ""
     lines = [
         f"{info.experiment}: {info.model} ({info.num_parameters:,} parameters) on {info.data} "
         f"({info.num_train_samples:,} training and {info.num_test_samples:,} test samples)",
-        f"{counted(info.num_learners, 'learner')} of batch size {info.batch_size} on "
+        f"{counted(info.num_learners, 'learner')} of batch size {info.batch_size}{times} on "
         f"{'each of ' if info.num_devices > 1 else ''}{counted(info.num_devices, 'device')} ({info.device}) · "
         f"averaging {info.averaging}{settings}{ema} · executor {info.executor} · {info.precision} · seed {info.seed}",
     ]

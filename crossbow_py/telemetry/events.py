@@ -57,6 +57,7 @@ class RunInfo:
     replicas_differ: bool = True
     has_accuracy: bool = True
     several: bool = True
+    accumulate: int = 1
     learning_statistics: bool = False
     measures_noise: bool = False
     hyper_parameters: Mapping[str, bool | int | float | str] = field(default_factory=dict)

@@ -22,6 +22,7 @@ from crossbow_py.data.datasets import (
     class_labels,
     has_integers,
     has_named_inputs,
+    num_samples,
     with_labels,
 )
 from crossbow_py.data.feed import Batch, Feed
@@ -126,7 +127,7 @@ class RunBuilder:
             ranks=ranks, nodes=ranks.nodes() if collective.apart else None, timeline=self.timeline,
             warnings=[
                 *warnings, *filter(None, [warning]), *notes, *bounded, *remarks, *_refusals(choices),
-                *self.optimizer.remarks(template),
+                *self.optimizer.remarks(template), *_of_micro_batches(settings, template),
             ],
             tuning=tuning, state=RunState(noise=noise),
             worker_autotuner=worker_autotuner(settings.num_workers, train_feed, ranks.num_local),
@@ -154,7 +155,7 @@ class RunBuilder:
             ]
         wanted = rule.scales_by_gain or self.settings.count_effective_samples
         compares = wanted or (by_goodput and rule.compares_gradients)
-        noise = NoiseScale(self.settings.batch_size) if compares else None
+        noise = NoiseScale(self.settings.samples_per_step) if compares else None
         return None if tuner is None else LearnerTuning(tuner), noise, remarks
 
     def _try_device(self) -> list[str]:
@@ -184,7 +185,8 @@ class RunBuilder:
         All ranks have the same template.
         """
         with self.ranks.together():
-            template = seeded_model(self.make_model, self.settings.seed, self.init_from).to(self.choices.device)
+            template = seeded_model(self.make_model, self.settings.seed, self.init_from)
+            template = self.optimizer.prepared(template).to(self.choices.device)
             loss = self._settle_loss(template)
             train_feed, batch, warnings = self._train_feed(template, loss)
             template = faithful_copy(template, self.choices.precision, batch, self.settings.channels_last)
@@ -221,7 +223,9 @@ class RunBuilder:
     def _train_feed(self, template: nn.Module, loss: Loss) -> tuple[Feed, Batch, list[str]]:
         """Build the feed and probe the model with a small batch; in fp32 if `auto` chose bf16 and that fails."""
         data, settings, choices = self.data, self.settings, self.choices
-        feed = new_feed(data.train, settings.batch_size, data.augmentation, data, settings, choices, ranks=self.ranks)
+        check_step(settings, num_samples(data.train))
+        size = settings.samples_per_step
+        feed = new_feed(data.train, size, data.augmentation, data, settings, choices, ranks=self.ranks)
         # No more samples than a batch: BatchNorm over single values, say, trains with two samples but not with one.
         batch = feed.first_samples(min(2, settings.batch_size))
         may_fall_back = settings.precision == "auto" and choices.precision != FP32
@@ -319,6 +323,27 @@ def new_feed(
         order_seed=settings.order_seed,
         sample_weights=sample_weights(source, data.sample_weights, settings.sampling) if training else None,
     )
+
+
+def check_step(settings: RunSettings, num_samples: int) -> None:
+    """Raise UserError if a learner's step takes more samples than there are. A batch alone is the feed's to check."""
+    if settings.accumulate > 1 and settings.samples_per_step > num_samples >= settings.batch_size:
+        raise UserError(
+            f"accumulate={settings.accumulate} takes {settings.samples_per_step} samples a step with "
+            f"batch_size={settings.batch_size}, and the data set has {num_samples}; set at most "
+            f"accumulate={num_samples // settings.batch_size}."
+        )
+
+
+def _of_micro_batches(settings: RunSettings, template: nn.Module) -> list[str]:
+    """Return a message if gradients are added, and the model takes statistics over batches."""
+    normalises = any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in template.modules())
+    if settings.accumulate == 1 or not normalises:
+        return []
+    return [
+        f"BatchNorm takes its statistics over micro-batches of {settings.batch_size}, {settings.accumulate} times a "
+        "step: gradients are not those of the whole batch."
+    ]
 
 
 def _refusals(choices: Choices) -> list[str]:

@@ -16,7 +16,7 @@ from crossbow_py.core.settings import setting, to_mapping
 from crossbow_py.data.sources import SOURCES
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.auto_tuner import AutoTunerSettings
-from crossbow_py.engine.modules.precision import check_device
+from crossbow_py.engine.modules.precision import check_device, check_precision
 from crossbow_py.engine.update.optimizers import OPTIMIZERS
 from crossbow_py.models import MODELS
 from crossbow_py.train.run_settings import JobSettings, RunSettings, StopConditions
@@ -101,6 +101,7 @@ class TrainConfig(JobConfig, RunSettings, StopConditions):
 
     def __post_init__(self) -> None:
         check_device(self.device)
+        check_precision(self.precision)
         StopConditions.__post_init__(self)  # checks every field, and that something ends the run
         super().__post_init__()
 

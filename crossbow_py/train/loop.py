@@ -284,7 +284,7 @@ class TrainingLoop:
         factor = self._factor(warmed_up=True)
         averages = plan.averages
         state.note_round(self._run.samples_per_round, progress, factor, averages, bank.total_learners)
-        images = self.settings.batch_size * bank.total_learners
+        images = self.settings.samples_per_step * bank.total_learners
         self._images += images
         if len(state.non_finite_learners) if self.ranks.num_ranks == 1 else self._agreed.num_non_finite:
             self._reseed()
@@ -334,7 +334,7 @@ class TrainingLoop:
         """Tune the number of workers, and how threads wait for each other on a busy machine; numbers stay the same."""
         elapsed_s, waited_s = self.meter.elapsed_s, self.meter.waited_s
         if self._run.worker_autotuner:
-            batches = self.state.samples_seen // self.settings.batch_size // self.ranks.num_ranks
+            batches = self.state.samples_seen // self.settings.samples_per_step // self.ranks.num_ranks
             if said := self._run.worker_autotuner.after_round(elapsed_s, waited_s, batches):
                 self.reporter.message(said)
                 self.reporter.workers(self._run.train_feed.num_workers)

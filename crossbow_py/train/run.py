@@ -38,12 +38,7 @@ from crossbow_py.telemetry.timeline import Timeline
 from crossbow_py.train.checkpoints import checkpoint
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.checkpoints.weights import MODEL_FILE, save_weights
-from crossbow_py.train.evaluation.evaluator import (
-    Evaluation,
-    Evaluator,
-    State,
-    mean_evaluation,
-)
+from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, State, mean_evaluation
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.run_state import BestModels, RunState, is_better
 from crossbow_py.train.schedules import Schedule
@@ -158,7 +153,7 @@ class Run:
     @property
     def samples_per_round(self) -> int:
         """The samples by which a round moves the cursor; independent learners all take the same batch."""
-        return self.settings.batch_size * (self.bank.total_learners if self.rule.has_central_model else 1)
+        return self.settings.samples_per_step * (self.bank.total_learners if self.rule.has_central_model else 1)
 
     @property
     def num_samples(self) -> int:
@@ -197,6 +192,7 @@ class Run:
             seed=self.settings.seed,
             collective=self.collective,
             compile_model=self.settings.compile_model,
+            accumulate=self.settings.accumulate,
             compares=self.state.noise is not None,
             label_smoothing=smoothing_rows(self.settings.label_smoothing, self.bank),
         )
@@ -269,8 +265,7 @@ class Run:
         if bank.replicas_identical:
             found = self.ranks.gather([is_intact, bank.step_counts[0]])
             source = next((rank for rank, (intact, _) in enumerate(found) if intact), 0)
-            row = bank.trained_row(0)
-            self.ranks.copy_from(source, [*row.weights, *(part for parts in row.state.values() for part in parts)])
+            self.ranks.copy_from(source, bank.replica_tensors(0, all(steps for _, steps in found)))
             bank.step_counts[0] = int(found[source][1])
             bank.refresh_shadow(0)
         bank.align_groups()
@@ -331,7 +326,8 @@ class Run:
         starts = [self.state.samples_seen + number * self.train_feed.batch_size for number in share]
         try:
             with contextlib.closing(self.train_feed.aside(starts)) as batches:
-                return self.evaluator.recalibrate(state, (batch.inputs for batch in batches), self.ranks)
+                parts = (part.inputs for batch in batches for part in batch.parts(self.settings.accumulate))
+                return self.evaluator.recalibrate(state, parts, self.ranks)
         except CrossbowError as error:
             if not is_of_data(error):
                 raise

@@ -17,8 +17,16 @@ from crossbow_py.core.settings import check, setting, suggestion
 from crossbow_py.core.switches import read_switches
 from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.engine.executors import EXECUTORS, check_executor, check_name
+from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.executors.streams import StreamsExecutor
-from crossbow_py.engine.modules.precision import Precision, PrecisionName, check_device, choose_device, choose_precision
+from crossbow_py.engine.modules.precision import (
+    Precision,
+    PrecisionName,
+    check_device,
+    check_precision,
+    choose_device,
+    choose_precision,
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,7 @@ class JobSettings:
 
     def __post_init__(self) -> None:
         check_device(self.device)
+        check_precision(self.precision)
         check(self)
         check_name(self.executor)
 
@@ -80,6 +89,7 @@ class RunSettings(JobSettings):
         maximum=MOST_LEARNERS,
     )
     max_learners: int = setting(8, "most learners that num_learners=auto may take per device", minimum=1)
+    accumulate: int = setting(1, "batches of batch_size whose gradients are added for a learner's step", minimum=1)
     compile_model: bool = setting(
         False, "run learners' models through torch.compile first (serial, threads, streams); takes up to minutes"
     )
@@ -119,6 +129,11 @@ class RunSettings(JobSettings):
                 meant = python_suggestion(key, of_fit, [*known, *others], in_fit=False)
                 raise TypeError(f"unexpected keyword argument {key!r}{meant or suggestion(key, [*known, *others])}")
         return dataclasses.replace(self, **changes)
+
+    @property
+    def samples_per_step(self) -> int:
+        """The samples of a learner's batch, by which it takes a step in each round."""
+        return self.batch_size * self.accumulate
 
     @property
     def first_learners(self) -> int:
@@ -188,7 +203,17 @@ def choose(settings: RunSettings, saved: Mapping[str, Any] | None, num_ranks: in
                 f"compile_model=true is for executors that run one model after another, got executor={executor}; "
                 "set compile_model=false, or another executor."
             )
+        if not accumulates(settings, executor, device):
+            raise UserError(
+                f"accumulate={settings.accumulate} is for executors that begin each pass from the host, and rounds of "
+                f"executor={executor} on CUDA are graphs; set executor=serial, or accumulate=1."
+            )
     return Choices(device, choose_precision(precision, device), executor)
+
+
+def accumulates(settings: RunSettings, executor: str, device: torch.device) -> bool:
+    """Return whether an executor can add the gradients of as many micro-batches as the settings say."""
+    return settings.accumulate == 1 or device.type == "cpu" or executor == SerialExecutor.NAME
 
 
 @dataclass(frozen=True)
@@ -201,7 +226,7 @@ class StopConditions:
     max_epochs: float | None = setting(None, "stop after this many epochs", above=0)
     max_samples: int | None = setting(None, "stop after this many samples", minimum=1)
     max_time_s: float | None = setting(None, "stop after this many seconds of training, without evaluation", above=0)
-    max_rounds: int | None = setting(None, "stop after this many rounds (one batch per learner each)", minimum=1)
+    max_rounds: int | None = setting(None, "stop after this many rounds (one step per learner each)", minimum=1)
     target_accuracy: float | None = setting(None, "stop at this accuracy, between 0 and 1", above=0, maximum=1)
     target_loss: float | None = setting(None, "stop at this loss or below", minimum=0)
     patience: int | None = setting(

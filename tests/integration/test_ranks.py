@@ -9,8 +9,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from crossbow_py import PAPA, SGD, SMA, Crossbow, DiLoCo, Elastic, GroupedSMA, LocalSGD, Muon, SlowMo, SynchronousSGD
+from crossbow_py import (
+    PAPA,
+    SGD,
+    SMA,
+    Crossbow,
+    DiLoCo,
+    Elastic,
+    GroupedSMA,
+    LocalSGD,
+    Muon,
+    ParameterGroup,
+    SlowMo,
+    SynchronousSGD,
+    TorchOptimizer,
+)
 from crossbow_py.data.build import make_feed
 from tests import rank_jobs
 from tests.rank_jobs import Ended, Values, assert_alike, distance, results
@@ -118,6 +133,22 @@ def test_muon_on_ranks_follows_one_rank(averaging, others):
     options = {"averaging": averaging, "optimizer": optimizer, "model": deeper_image_model, "rounds": 14}
     found = train(2, 2, **options)
     assert_same_run(found, train(1, 4, **options)[0], 1e-7)
+    assert_alike(found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate": 3, "batch_size": 2},
+        {"optimizer": SGD(learning_rate=0.05, groups=(ParameterGroup("7", rate=0.5, clip_norm=0.1),))},
+        {"optimizer": TorchOptimizer(learning_rate=0.005, target=torch.optim.NAdam, weight_decay=0.1)},
+    ],
+    ids=["accumulate", "groups", "torch"],
+)
+@pytest.mark.parametrize("averaging", [SynchronousSGD(), SMA()], ids=lambda rule: rule.NAME)
+def test_other_settings_of_learning_follow_one_rank(options, averaging):
+    found = train(2, 2, averaging=averaging, rounds=10, **options)
+    assert_same_run(found, train(1, 4, averaging=averaging, rounds=10, **options)[0], 1e-7)
     assert_alike(found)
 
 

@@ -1,5 +1,7 @@
 """The memory layout of parameters, in one allocation of aligned blocks: matrices | decayed | undecayed | frozen.
 
+Those of one kind are ordered by the group of parameters that the optimizer has them in.
+
 Blocks are aligned to 128 bytes. *Matrices* are the weights that an optimizer takes as such (Muon); others have none.
 
 The bank (rows = capacity) and flat vectors such as z (rows = 1) have the same layout, in one of two orders:
@@ -16,9 +18,9 @@ The bank (rows = capacity) and flat vectors such as z (rows = 1) have the same l
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 ALIGNMENT_BYTES = 128
 ALIGNMENT_VALUES = 64  # 128 bytes of bfloat16; the same for all dtypes, so that their rows line up
 Order = Literal["blocks", "rows"]
+GroupSettings = Callable[[int, bool], Mapping[str, float]]
 Kind = Literal["matrix", "decayed", "undecayed", "frozen"]
 _ORDER: tuple[Kind, ...] = ("matrix", "decayed", "undecayed", "frozen")
 TRAINED, DECAYED = _ORDER[:3], _ORDER[:2]
@@ -37,6 +40,7 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm
 class Block:
     """A parameter or buffer: its name in the module, shape `[*shape]`, number of values, and kind, which orders it.
 
+    `group` is the number of its group of parameters, of the optimizer's, or 0; it orders those of one kind.
     An attention's one weight for queries, keys and values is three matrices, one below the other.
     """
 
@@ -45,6 +49,7 @@ class Block:
     numel: int
     kind: Kind
     num_matrices: int = 1
+    group: int = 0
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -72,6 +77,13 @@ class Layout:
     def count(self, *kinds: Kind) -> int:
         """Return the number of blocks of these kinds."""
         return sum(block.kind in kinds for block in self.blocks)
+
+    @property
+    def sections(self) -> tuple[range, ...]:
+        """The blocks that are trained, in sections of one kind and group."""
+        trained = range(self.count(*TRAINED))
+        found = itertools.groupby(trained, lambda index: (self.blocks[index].kind, self.blocks[index].group))
+        return tuple(range(own[0], own[-1] + 1) for own in (list(each) for _, each in found))
 
 
 class Rows:
@@ -117,10 +129,9 @@ class Rows:
             self._trained = [self._pieces(self.storage[row * length : (row + 1) * length]) for row in range(rows)]
 
     def _pieces(self, whole: Tensor) -> list[Tensor]:
-        """Return the trained values of a storage in a piece for each kind; empty ones are left out."""
+        """Return the trained values of a storage in a piece for each kind and group."""
         starts = [*self.offsets, self._row_length]
-        ends = [0, *(starts[self.layout.count(*TRAINED[: index + 1])] for index in range(len(TRAINED)))]
-        return [whole[first:end] for first, end in pairwise(ends) if end > first]
+        return [whole[starts[own.start] : starts[own.stop]] for own in self.layout.sections]
 
     def flat(self, row: int = 0) -> list[Tensor]:
         """Return views `[numel]` of a row, one for each block, in layout order."""
@@ -135,7 +146,7 @@ class Rows:
         return self._trained[row]
 
     def end_to_end(self) -> list[Tensor]:
-        """Return the trained values of all rows, with padding, in a piece for each kind."""
+        """Return the trained values of all rows, with padding, in a piece for each kind and group."""
         assert self.order == "blocks", "order=rows does not separate values by kind"
         return self._pieces(self.storage)
 
@@ -155,17 +166,32 @@ class Rows:
         """The number of vectors of `trained`, from the first, that hold matrices."""
         return self._num_vectors("matrix")
 
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The groups of parameters that the vectors of `trained` are of."""
+        return tuple(block.group for block in self._firsts)
+
+    @property
+    def _firsts(self) -> list[Block]:
+        """The first block of each vector of `trained`."""
+        blocks = self.layout.blocks
+        if self.order == "blocks":
+            return list(blocks[: self.layout.count(*TRAINED)])
+        return [blocks[own.start] for own in self.layout.sections]
+
     def _num_vectors(self, *kinds: Kind) -> int:
-        counts = [self.layout.count(kind) for kind in kinds]
-        return sum(counts) if self.order == "blocks" else sum(min(count, 1) for count in counts)
+        return sum(block.kind in kinds for block in self._firsts)
 
     def matrices(self) -> tuple[Matrix, ...]:
         """Return where the matrices are in the vectors of `trained`."""
         found: list[Matrix] = []
-        for index, block in enumerate(self.layout.blocks[: self.layout.count("matrix")]):
-            vector, begin = (index, 0) if self.order == "blocks" else (0, self.offsets[index])
-            length = block.numel // block.num_matrices
-            found += [Matrix(vector, begin + n * length, *block.matrix_shape) for n in range(block.num_matrices)]
+        num_blocks = range(self.layout.count("matrix"))
+        sections = [range(i, i + 1) for i in num_blocks] if self.order == "blocks" else self.layout.sections
+        for vector, section in enumerate(sections):
+            for index in section if section.start in num_blocks else ():
+                block, begin = self.layout.blocks[index], self.offsets[index] - self.offsets[section.start]
+                length = block.numel // block.num_matrices
+                found += [Matrix(vector, begin + n * length, *block.matrix_shape) for n in range(block.num_matrices)]
         return tuple(found)
 
     def shaped(self, row: int = 0) -> dict[str, Tensor]:
@@ -231,6 +257,8 @@ class TrainedRow:
     """The trained values of one learner's row in every buffer, as lists of matching vectors.
 
     The first `num_decayed` of each list take weight decay, and the first `num_matrices` of these hold `matrices`.
+    `groups` are those that they are of, empty if all are of none. `step` is that of the row's own optimizer of torch,
+    if there is one, with the settings of each group, and of what is decayed in it.
     `shadow` is None where the module computes with the weights themselves.
     """
 
@@ -243,26 +271,42 @@ class TrainedRow:
     num_decayed: int
     num_matrices: int = 0
     matrices: tuple[Matrix, ...] = ()
+    groups: tuple[int, ...] = ()
+    step: Callable[[GroupSettings], None] | None = None
 
     def part(self, first: int, end: int) -> TrainedRow:
         """Return the vectors from `first` to `end`, without what is known of matrices."""
+        return replace(self._taken(range(first, end)), num_matrices=0)
+
+    def of_group(self, number: int) -> TrainedRow:
+        """Return the vectors of a group, without `matrices`."""
+        return self._taken([index for index, own in enumerate(self.groups) if own == number])
+
+    def _taken(self, indices: Sequence[int]) -> TrainedRow:
+        def taken(vectors: list[Tensor]) -> list[Tensor]:
+            return [vectors[index] for index in indices]
+
         return TrainedRow(
-            weights=self.weights[first:end],
-            gradients=self.gradients[first:end],
-            corrections=self.corrections[first:end],
-            state={name: vectors[first:end] for name, vectors in self.state.items()},
-            z=self.z[first:end],
-            shadow=None if self.shadow is None else self.shadow[first:end],
-            num_decayed=max(0, min(end, self.num_decayed) - first),
+            weights=taken(self.weights),
+            gradients=taken(self.gradients),
+            corrections=taken(self.corrections),
+            state={name: taken(vectors) for name, vectors in self.state.items()},
+            z=taken(self.z),
+            shadow=None if self.shadow is None else taken(self.shadow),
+            num_decayed=sum(index < self.num_decayed for index in indices),
+            num_matrices=sum(index < self.num_matrices for index in indices),
+            groups=tuple(self.groups[index] for index in indices if self.groups),
         )
 
 
-def parameter_layout(module: nn.Module, channels_last: bool, matrices: Collection[str] = ()) -> Layout:
+def parameter_layout(
+    module: nn.Module, channels_last: bool, matrices: Collection[str] = (), groups: Mapping[str, int] | None = None
+) -> Layout:
     """Return the layout of a module's parameters; tied ones are stored once, under their first name.
 
-    `matrices` are the names of those that the optimizer takes as matrices.
+    `matrices` are the names of those that the optimizer takes as matrices, and `groups` the groups of those in one.
     """
-    norms = norm_parameters(module)
+    norms, groups = norm_parameters(module), groups or {}
 
     def kind(name: str, parameter: nn.Parameter) -> Kind:
         if not parameter.requires_grad:
@@ -273,10 +317,10 @@ def parameter_layout(module: nn.Module, channels_last: bool, matrices: Collectio
 
     stacked = {id(m.in_proj_weight) for m in module.modules() if isinstance(m, nn.MultiheadAttention)}
     blocks = [
-        Block(name, tuple(p.shape), p.numel(), kind(name, p), 3 if id(p) in stacked else 1)
+        Block(name, tuple(p.shape), p.numel(), kind(name, p), 3 if id(p) in stacked else 1, groups.get(name, 0))
         for name, p in module.named_parameters()
     ]
-    return Layout(tuple(sorted(blocks, key=lambda block: _ORDER.index(block.kind))), channels_last)
+    return Layout(tuple(sorted(blocks, key=lambda block: (_ORDER.index(block.kind), block.group))), channels_last)
 
 
 def norm_parameters(module: nn.Module) -> set[int]:
@@ -305,6 +349,13 @@ def copy_present(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) ->
     for view, gradient in pairs:
         if gradient is None:
             view.zero_()
+
+
+def add_present(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Add gradients to views; a missing gradient is zero."""
+    pairs = [(view, g.to_dense()) for view, g in zip(views, gradients, strict=True) if g is not None]
+    if pairs:
+        torch._foreach_add_([view for view, _ in pairs], [gradient for _, gradient in pairs])
 
 
 def clone_all(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,19 +21,23 @@ from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.binding import bind, bindings_of, find_rebound, find_written
 from crossbow_py.engine.bank.layout import (
     TRAINED,
+    Block,
     Order,
     Rows,
     TrainedRow,
+    add_present,
     buffer_layout,
     clone_all,
     copy_present,
     norm,
     parameter_layout,
 )
+from crossbow_py.engine.bank.row_optimizer import RowOptimizer
 from crossbow_py.engine.modules.dropout import replace_dropout
 from crossbow_py.engine.modules.precision import Precision
 
 Add = Callable[[Tensor], None]  # sums a vector over devices in place
+MakeRowOptimizer = Callable[[Sequence[Block], Mapping[str, Tensor], Mapping[str, Tensor]], RowOptimizer | None]
 CENTRAL = ("z", "z_prev", "velocity")  # keys of `state_dict()` that belong to no learner; not all rules have the last
 _COUNTER = "num_batches_tracked"
 _CHECKED_AT_ONCE = 2**20  # values a chunk in `checksum`, so that their integer copies take little memory
@@ -58,6 +62,8 @@ class ReplicaBank:
         has_velocity: whether the averaging rule keeps a velocity of z.
         gradient_mean: the averaging rule's groups of learners that share a gradient.
         matrices: the names of the parameters that the optimizer takes as matrices.
+        groups: the optimizer's groups of parameters, for those in one.
+        row_optimizer: makes what steps a row from its blocks, weights and gradients, if that keeps its own state.
 
     Attributes:
         weights, gradients, corrections, state: `Rows [capacity, P]`; the optimizer's state by name.
@@ -66,6 +72,7 @@ class ReplicaBank:
         velocity: the velocity of z, `Rows [1, P]`, or None.
         total_squares: the sum of squares of each piece of `total`, where an update computes these and does not write
             `total`; else None.
+        optimizers: what steps each row, see `RowOptimizer`; empty where states are rows.
         step_counts: the number of optimizer steps each learner has taken.
         has_dropout: whether the modules draw random numbers from the learners' generators.
         dropout_rates: a dropout rate for each learner, or None for what its layers say.
@@ -89,11 +96,14 @@ class ReplicaBank:
         has_velocity: bool = False,
         gradient_mean: GradientMean | None = None,
         matrices: Collection[str] = (),
+        groups: Mapping[str, int] | None = None,
+        row_optimizer: MakeRowOptimizer | None = None,
     ) -> None:
         self.device, self.precision, self.state_names = device, precision, state_names
+        self._row_optimizer = row_optimizer
         self.num_devices, self.device_index = num_devices, device_index
         self.template = template
-        self.layout = parameter_layout(template, channels_last, matrices)
+        self.layout = parameter_layout(template, channels_last, matrices, groups)
         self.buffer_layout = buffer_layout(template)
         self.order: Order = order or ("rows" if device.type == "cpu" else "blocks")
         self.num_trained = self.layout.count(*TRAINED)
@@ -163,6 +173,9 @@ class ReplicaBank:
         named = [dict(module.named_parameters()) for module in self._modules]
         self._trained = [[own[name] for name in self.layout.names[: self.num_trained]] for own in named]
         self._gradient_views = [list(self.gradients.shaped(j).values())[: self.num_trained] for j in range(trained)]
+        blocks = self.layout.blocks[: self.num_trained]
+        make, views = self._row_optimizer, [(self.weights.shaped(j), self.gradients.shaped(j)) for j in range(trained)]
+        self.optimizers = [own for pair in views if make is not None and (own := make(blocks, *pair)) is not None]
         self._trained_rows = [
             TrainedRow(
                 weights=self.weights.trained(learner),
@@ -174,6 +187,8 @@ class ReplicaBank:
                 num_decayed=self.weights.num_decayed,
                 num_matrices=self.weights.num_matrices,
                 matrices=self.weights.matrices(),
+                groups=self.weights.groups,
+                step=self.optimizers[learner].step if self.optimizers else None,
             )
             for learner in range(trained)
         ]
@@ -214,6 +229,10 @@ class ReplicaBank:
         """Write gradients, in layout order, to a row of G in master precision; a missing gradient is zero."""
         copy_present(self._gradient_views[learner], gradients)
 
+    def add_gradients(self, learner: int, gradients: Sequence[Tensor | None]) -> None:
+        """Add gradients, as of `store_gradients`, to a row of G in master precision."""
+        add_present(self._gradient_views[learner], gradients)
+
     def store_stacked_gradients(self, gradients: Sequence[Tensor | None], learners: range | None = None) -> None:
         """Write gradients `[K, *shape]`, in layout order, to the rows of `learners` as `store_gradients` does."""
         copy_present(self.stacked_gradients(learners), gradients)
@@ -229,6 +248,14 @@ class ReplicaBank:
     def trained_row(self, learner: int) -> TrainedRow:
         """Return the vectors that a correction task works on."""
         return self._trained_rows[learner]
+
+    def replica_tensors(self, learner: int, has_state: bool = True) -> list[Tensor]:
+        """Return a learner's trained weights and optimizer state; without `has_state` torch's own begins anew."""
+        row = self._trained_rows[learner]
+        found = [*row.weights, *(part for parts in row.state.values() for part in parts)]
+        if self.optimizers and not has_state:
+            self.optimizers[learner].reset()
+        return found + (self.optimizers[learner].tensors() if self.optimizers else [])
 
     def refresh_shadow(self, learner: int) -> None:
         """Update the compute-precision copy of a row, where there is one, after its weights have changed."""
@@ -334,6 +361,8 @@ class ReplicaBank:
     def _zero_state(self, learner: int) -> None:
         for rows in (self.corrections, *self.state.values()) if self._training else ():
             rows.zero_row(learner)
+        if self.optimizers:
+            self.optimizers[learner].reset()
         self.step_counts[learner] = 0
 
     def adopt_learner(self) -> None:
@@ -385,6 +414,7 @@ class ReplicaBank:
             "buffers": clone_all(rows["buffers"]),
             "integer_buffers": [clone_all(buffers) for buffers in rows["integer_buffers"]],
             "step_counts": rows["step_counts"],
+            **({"optimizers": rows["optimizers"]} if self.optimizers else {}),
             "z": clone_all(self.z.shaped()),
             "z_prev": clone_all(self.z_prev.shaped()),
             **({} if self.velocity is None else {"velocity": clone_all(self.velocity.shaped())}),
@@ -399,6 +429,7 @@ class ReplicaBank:
             "buffers": self.buffers.stacked(k),
             "integer_buffers": [self._integer_buffers(j) for j in range(k)],
             "step_counts": self.step_counts[:k],
+            "optimizers": [own.state() for own in self.optimizers[:k]],
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -425,6 +456,8 @@ class ReplicaBank:
         for rows, values in [(self.weights, saved["weights"]), (self.buffers, saved["buffers"]), *states]:
             rows.load(row, {name: value[saved_row] for name, value in values.items()})
         self._load_counters(row, saved, saved_row)
+        if self.optimizers:
+            self.optimizers[row].load(saved["optimizers"][saved_row])
         self.step_counts[row] = saved["step_counts"][saved_row]
         self.refresh_shadow(row)
 
@@ -474,6 +507,8 @@ class ReplicaBank:
                 if learner != chosen:
                     for rows in (self.weights, *self.state.values()):
                         rows.copy_row(learner, rows, chosen)
+                    if self.optimizers:
+                        self.optimizers[learner].load(self.optimizers[chosen].state())
                     self.step_counts[learner] = self.step_counts[chosen]
                     self.refresh_shadow(learner)
 

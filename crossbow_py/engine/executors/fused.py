@@ -60,7 +60,7 @@ def learn_fused(tasks: RoundTasks, fused: FusedPass, outcome: RoundOutcome) -> S
     plan, own = outcome.plan, slice(fused.learners.start, fused.learners.stop)
     for learner in fused.learners if fused.graph.draws else ():
         tasks.seed_dropout(learner, plan)
-    learned = fused.learn(fused.batch(plan), fused.shares(plan))
+    learned = fused.learn_in_parts(fused.batch(plan), fused.shares(plan))
     outcome.losses[own] = learned.losses.tolist()  # host–device synchronisation on CUDA
     if learned.num_correct is not None:
         outcome.num_correct[own] = [float(count) for count in learned.num_correct.tolist()]
@@ -99,7 +99,8 @@ class FusedExecutor(Executor):
         elif bank.order == "blocks":
             device = device or CudaStreams(bank.device)
         self._pass_notes = PassNotes()
-        self._rows = StackedRows(bank) if bank.order == "blocks" else None
+        in_one = bank.order == "blocks" and not tasks.update.optimizer.clips_groups  # whose norms are taken row by row
+        self._rows = StackedRows(bank) if in_one else None
         self._device = device
         # On CPU a sum over devices blocks the thread that asks for it; with NCCL the host does not wait.
         blocks = bank.device.type == "cpu" and device is None and not tasks.collective.is_alone

@@ -73,7 +73,7 @@ _FOUND: WeakKeyDictionary[nn.Module, dict[Any, str | None]] = WeakKeyDictionary(
 class Comparison:
     """Everything a comparison depends on: the model, the data and loss that it is to be trained on, and its bank.
 
-    `shared` says whether learners take the same batches.
+    `shared` says whether learners take the same batches, and `accumulate` in how many micro-batches each.
     """
 
     template: nn.Module
@@ -82,6 +82,12 @@ class Comparison:
     precision: Precision
     channels_last: bool
     shared: bool
+    accumulate: int = 1
+
+    @property
+    def example(self) -> Tree:
+        """Inputs of one micro-batch."""
+        return self.feed.for_measuring().batch(0).parts(self.accumulate)[0].inputs
 
 
 def trusted_pass(tasks: RoundTasks, kernels: bool = False, learners: range | None = None) -> FusedPass:
@@ -92,7 +98,8 @@ def trusted_pass(tasks: RoundTasks, kernels: bool = False, learners: range | Non
     """
     bank = tasks.bank
     compared = Comparison(
-        bank.template, tasks.feed, tasks.loss, bank.precision, bank.layout.channels_last, _shares_batches(tasks)
+        bank.template, tasks.feed, tasks.loss, bank.precision, bank.layout.channels_last, _shares_batches(tasks),
+        tasks.accumulate,
     )  # fmt: skip
     require_agreement(compared)
     notes = []
@@ -189,7 +196,7 @@ def outdated(tasks: RoundTasks, fused: FusedPass) -> str | None:
     """
     passes, learner = _Passes(tasks), fused.learners.start
     shared = _shares_batches(tasks)
-    batch = tasks.feed.for_measuring().batch(0)
+    batch = tasks.feed.for_measuring().batch(0).parts(tasks.accumulate)[0]
     try:
         with kept_generators(tasks.bank.device):
             given = batch if shared else batch.map(lambda values: torch.stack([values] * len(fused.learners)))
@@ -262,7 +269,7 @@ def require_agreement(compared: Comparison, kernels: bool = False) -> None:
     """Raise FusionError unless a fused pass of the model gives the model's own numbers; checked once per template."""
     if not compared.feed.one_shape:
         raise FusionError(_MANY_SHAPES)
-    example = compared.feed.for_measuring().batch(0).inputs
+    example = compared.example
     part = part_for(compared.loss)
     key = batch_key(example), compared.precision.name, compared.channels_last, compared.shared, kernels, part
     known = _FOUND.setdefault(compared.template, {})
@@ -280,7 +287,7 @@ def _disagreement(compared: Comparison, kernels: bool) -> str | None:
     if (hooked := backward_hook(compared.template)) is not None:
         return f"{hooked} has a hook on its backward pass, and a graph calls none"
     pair = _Pair(compared, kernels)
-    example, part = compared.feed.for_measuring().batch(0).inputs, part_for(compared.loss)
+    example, part = compared.example, part_for(compared.loss)
     try:
         # Before the export, or what a first pass keeps would be tensors without values.
         with _failing("the model itself fails on its first samples"):
@@ -333,10 +340,12 @@ class _Pair(_Passes):
         move(list(bank.weights.shaped(1).values()), _APART)
         bank.refresh_shadow(1)
         update = TorchUpdate(SGD(), Independent())
-        super().__init__(
-            RoundTasks(bank, update=update, feed=compared.feed, loss=compared.loss, seed=0, collective=Collective())
-        )
-        self._batches, self._shared, self._kernels = _two_batches(compared.feed), compared.shared, kernels
+        tasks = RoundTasks(
+            bank, update=update, feed=compared.feed, loss=compared.loss, seed=0, collective=Collective(),
+            accumulate=compared.accumulate,
+        )  # fmt: skip
+        super().__init__(tasks)
+        self._batches, self._shared, self._kernels = _two_batches(compared), compared.shared, kernels
         self._expected: dict[int, dict[str, Tensor]] = {}
         self._controls = [cache(partial(self.alone_with_moved_weights, *pair)) for pair in enumerate(self._batches)]
 
@@ -399,9 +408,9 @@ class _Pair(_Passes):
         return self.together(single, batch, shared=False, copies=self._kernels)[0]
 
 
-def _two_batches(feed: Feed) -> tuple[Batch, Batch]:
-    """Return two batches of real samples, different if there are enough; small data and large batches repeat some."""
-    size = feed.batch_size
+def _two_batches(compared: Comparison) -> tuple[Batch, Batch]:
+    """Return two micro-batches of real samples, different if there are enough; else some are repeated."""
+    feed, size = compared.feed, compared.feed.batch_size // compared.accumulate
     few = feed.first_samples(min(2 * size, _MOST_SAMPLES, feed.num_samples))
     count = len(few.targets)
     first, second = (torch.arange(start, start + size) % count for start in (0, size if size < count else 1))

@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from crossbow_py.core.trees import Tree, detached, in_format, map_tree
 from crossbow_py.data.datasets import counted
 from crossbow_py.data.feed import Batch
+from crossbow_py.engine.bank.layout import add_present, copy_present
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.kernels.checks import serves
 from crossbow_py.engine.modules.losses import (
     IGNORED,
+    Compared,
+    Share,
     compared,
-    correct_of_batch,
+    correct_of_parts,
     is_classification,
     part_for,
     scaled_to_batch,
@@ -63,7 +66,7 @@ class FusedPass:
     ) -> None:
         self._tasks, bank = tasks, tasks.bank
         self.learners = range(bank.num_learners) if learners is None else learners
-        example = tasks.feed.for_measuring().batch(0).inputs
+        example = tasks.feed.for_measuring().batch(0).parts(tasks.accumulate)[0].inputs
         part = part_for(tasks.loss)
         self.graph = FusedGraph(bank.template, example, bank, kernels, self.learners, fuses=fuses, part=part)
         self.notes = self.graph.notes
@@ -91,13 +94,34 @@ class FusedPass:
         """Return whether the learners take the same batch."""
         return len(set(plan.starts[self.learners.start : self.learners.stop])) == 1
 
+    def learn_in_parts(self, batch: Batch, shared: bool) -> Learned:
+        """Return what `learn` does on a batch, by micro-batches whose gradients are added in the bank."""
+        tasks, lead = self._tasks, 0 if shared else 1
+        if tasks.accumulate == 1:
+            return self.learn(batch, shared)
+        assert not self.graph.written, "kernels write gradients to where those of micro-batches are added"
+        rows, losses, parts = tasks.bank.stacked_gradients(self.learners), list[Tensor](), list[Compared]()
+        for part, share in tasks.micro_batches(batch, lead):
+            # A copy, because operators over learners need those of a part end to end.
+            outputs, targets = self._compared(part if shared else part.map(torch.clone), shared)
+            outputs = in_format(outputs, tasks.bank.precision.master)
+            own = self._losses(outputs, targets, share)
+            (add_present if losses else copy_present)(rows, self._gradients(own.sum(), None))
+            losses.append(own.detach())
+            parts.append(Compared(detached(outputs), targets))
+        correct = correct_of_parts(parts, tasks.ignored, batch.targets.shape[lead], 1)
+        return Learned(torch.stack(losses).sum(0), correct, rows)
+
+    def _compared(self, batch: Batch, shared: bool) -> Compared:
+        """Return what the losses of all learners compare, `[K, B, ...]`."""
+        outputs = self.graph.run(batch.inputs, shared)
+        targets = batch.targets.expand(len(self.learners), *batch.targets.shape) if shared else batch.targets
+        return compared(self._tasks.loss, outputs, targets, lead=1)
+
     def learn(self, batch: Batch, shared: bool) -> Learned:
         """Return losses and their gradients at the learners' weights. Some gradients are rows of the bank."""
-        bank, graph = self._tasks.bank, self.graph
-        outputs = graph.run(batch.inputs, shared)
-        size = batch.targets.shape[0 if shared else 1]
-        targets = batch.targets.expand(len(self.learners), *batch.targets.shape) if shared else batch.targets
-        outputs, targets = compared(self._tasks.loss, outputs, targets, lead=1)
+        bank, size = self._tasks.bank, batch.targets.shape[0 if shared else 1]
+        outputs, targets = self._compared(batch, shared)
         classes = is_classification(outputs, targets, lead=1) and targets.dtype == torch.int64
         if self._loss is not None and classes and outputs.shape[2] <= _MOST_CLASSES:
             losses, num_correct, given = self._loss(outputs.detach(), targets)
@@ -106,7 +130,7 @@ class FusedPass:
         outputs = in_format(outputs, bank.precision.master)
         losses = self._losses(outputs, targets)
         gradients = self._gradients(losses.sum(), None)
-        correct = correct_of_batch(detached(outputs), targets, self._tasks.ignored, size, 1)
+        correct = correct_of_parts([(detached(outputs), targets)], self._tasks.ignored, size, 1)
         return Learned(losses.detach(), correct, gradients)
 
     def _gradients(self, of: Tensor, given: Tensor | None) -> list[Tensor | None]:
@@ -123,17 +147,18 @@ class FusedPass:
         rows = zip(trained, self._tasks.bank.stacked_gradients(self.learners), strict=True)
         return [row if name in graph.written else by_name[name] for name, row in rows]
 
-    def _losses(self, outputs: Tree, targets: Tensor) -> Tensor:
-        """Return the learners' losses `[K]`: cross-entropy of classes in one call, others in a loop."""
-        smoothing = self._tasks.label_smoothing
+    def _losses(self, outputs: Tree, targets: Tensor, share: Share | None = None) -> Tensor:
+        """Return the learners' losses `[K]`, or shares of them: cross-entropy in one call, others in a loop."""
+        smoothing, whole = self._tasks.label_smoothing, share and share.whole
         if smoothing is not None:
-            return smoothed_cross_entropy(outputs, targets, smoothing[self.learners.start : self.learners.stop])
+            return smoothed_cross_entropy(outputs, targets, smoothing[self.learners.start : self.learners.stop], whole)
         is_one = isinstance(outputs, Tensor)
         if self._tasks.loss is nn.functional.cross_entropy and is_one and outputs.ndim == 3 and targets.ndim == 2:
             each = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
-            return each.view(targets.shape).sum(1) / counted(targets, IGNORED).sum(1)
+            return each.view(targets.shape).sum(1) / (counted(targets, IGNORED).sum(1) if whole is None else whole)
         losses = [self._tasks.loss(map_tree(itemgetter(row), outputs), own) for row, own in enumerate(targets)]
-        return torch.stack([loss.reshape(()) for loss in losses])
+        stacked = torch.stack([loss.reshape(()) for loss in losses])
+        return stacked if share is None else share.of(stacked)
 
 
 class PassNotes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -76,20 +76,22 @@ def scores_of(output: Tree) -> Tree:
     return found[0] if len(found) == 1 else output
 
 
-def smoothed_cross_entropy(outputs: Tensor, targets: Tensor, smoothing: Tensor) -> Tensor:
+def smoothed_cross_entropy(
+    outputs: Tensor, targets: Tensor, smoothing: Tensor, whole: Tensor | None = None
+) -> Tensor:
     """Return losses `[...]`, batch means, of outputs `[..., B, C]` and classes `[..., B]` with smoothing ε `[...]`.
 
         (1 − ε)·(−log p_target) + ε·mean_c(−log p_c)
 
     (Szegedy et al. 2016, section 7, as in `torch.nn.functional.cross_entropy`.) The leading dimension is that of
-    learners, or missing.
+    learners, or missing. Of a micro-batch it is the share of the mean over `whole` targets.
     """
     log_p = outputs.log_softmax(-1)
     each = nn.functional.nll_loss(log_p.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
     counts = counted(targets, IGNORED)
     uniform = log_p.mean(-1).neg() * counts
     share = smoothing.to(outputs.dtype).unsqueeze(-1)
-    return torch.lerp(each, uniform, share.expand_as(each)).sum(-1) / counts.sum(-1)
+    return torch.lerp(each, uniform, share.expand_as(each)).sum(-1) / (counts.sum(-1) if whole is None else whole)
 
 
 def is_classification(outputs: Tree, targets: Tensor, lead: int = 0) -> bool:
@@ -124,6 +126,33 @@ def correct_predictions(outputs: Tree, targets: Tensor, lead: int = 0, ignored: 
     return (right if ignored is None or ignored < 0 else right & counted(targets, ignored)).sum(lead)
 
 
+class Share(NamedTuple):
+    """A micro-batch's share of its batch's mean loss, `own / whole`: what the mean divides by, of part and whole."""
+
+    own: Tensor
+    whole: Tensor
+
+    def of(self, loss: Tensor) -> Tensor:
+        """Return the loss's share. Without targets that count a mean has no value, and its share is zero."""
+        known = torch.where(self.own > 0, loss, loss.nan_to_num())
+        return known * (self.own.double() / self.whole.double()).to(loss.dtype)
+
+
+def num_averaged(loss: Loss, targets: Tensor, lead: int = 0) -> Tensor:
+    """Return what the mean loss of each batch divides by, with `lead` dimensions of batches.
+
+    With classes these are the targets that are not ignored, each times the weight of its class; other losses are taken
+    for means over samples.
+    """
+    if not _takes_classes(loss) or targets.is_floating_point():
+        return targets.new_full(targets.shape[:lead], targets.shape[lead], dtype=torch.int64)
+    function, given = (loss.func, loss.keywords) if isinstance(loss, partial) else (loss, {})
+    counts = counted(targets, given.get("ignore_index", getattr(function, "ignore_index", IGNORED)))
+    weight: Tensor | None = given.get("weight", getattr(function, "weight", None))
+    each = counts if weight is None else weight[targets.long().clamp(min=0) * counts] * counts
+    return each.flatten(lead).sum(lead)
+
+
 class Compared(NamedTuple):
     """What a loss compares: outputs [B, ...], or a tree of such, and targets [B, ...]; B are tokens, if it has some."""
 
@@ -149,8 +178,19 @@ def correct_of_batch(
     outputs: Tree, targets: Tensor, ignored: int | None, size: int, lead: int = 0
 ) -> Tensor | None:
     """Return `correct_predictions` by the scores of the outputs, scaled by `scaled_to_batch`."""
-    correct = correct_predictions(outputs, targets, lead, ignored)
-    return None if correct is None else scaled_to_batch(correct, targets, ignored, size, lead)
+    return correct_of_parts([(outputs, targets)], ignored, size, lead)
+
+
+def correct_of_parts(
+    parts: Sequence[Compared | tuple[Tree, Tensor]], ignored: int | None, size: int, lead: int = 0
+) -> Tensor | None:
+    """Return `correct_of_batch` of a batch in micro-batches."""
+    found = [correct_predictions(outputs, targets, lead, ignored) for outputs, targets in parts]
+    correct = [each for each in found if each is not None]
+    if not correct:
+        return None
+    targets = torch.cat([own for _, own in parts], lead) if len(parts) > 1 else parts[0][1]
+    return scaled_to_batch(torch.stack(correct).sum(0), targets, ignored, size, lead)
 
 
 def scaled_to_batch(correct: Tensor, targets: Tensor, ignored: int | None, size: int, lead: int = 0) -> Tensor:

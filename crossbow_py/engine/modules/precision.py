@@ -71,6 +71,15 @@ def choose_precision(name: PrecisionName, device: torch.device) -> Precision:
     return BF16 if name == "bf16" else FP32
 
 
+def check_precision(name: object) -> None:
+    """Raise UserError for float16, whose remedy is another format with as many bits."""
+    if str(name) in ("fp16", "float16", "half", "16"):
+        raise UserError(
+            f"precision must be one of auto, fp32, bf16, got {str(name)!r}: gradients below 6e-8 become 0 in float16 "
+            "unless losses are scaled, which learners do not; set precision=bf16, which has the range of float32."
+        )
+
+
 def check_device(name: object) -> None:
     """Raise UserError for `cuda:N`, whose remedy is not among the names of devices."""
     kind, colon, number = str(name).partition(":")

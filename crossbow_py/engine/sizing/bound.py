@@ -62,11 +62,11 @@ def learners_that_fit(
         UserError: memory is not ample by a crude guess, and the model does not run under fake tensors or this torch
             cannot count them.
     """
-    limit = _SHARE * limit_bytes
-    saved = saved_bytes(template, inputs, job.precision)
+    limit, saved = _SHARE * limit_bytes, saved_bytes(template, inputs, job.precision)
     sizes = model_sizes(template, job)
     weights = sizes.num_values * sizes.master_bytes
-    crude = Activations((Line(2 * weights, _CRUDE * saved / len(targets)),))
+    line, sample = Line(2 * weights, _CRUDE * saved / len(targets)), Sample.of(inputs, targets)
+    crude = Activations((line,)).in_batches_of(job.accumulate, sample.nbytes)
     if LearnerModel(sizes, crude).most_learners(limit, batch_size, max_learners, in_turn) == max_learners:
         return max_learners
     known = known or Remembered("activations.json")
@@ -75,7 +75,7 @@ def learners_that_fit(
             "versions": (__version__, torch.__version__),
             "model": (type(template).__module__, type(template).__qualname__, f"{template}"),
             "parameters": [tuple(parameter.shape) for parameter in template.parameters()],
-            "inputs": (form_of(inputs), batch_size),
+            "inputs": (form_of(inputs), batch_size, *([job.accumulate] if job.accumulate > 1 else [])),
             "job": (
                 job.precision.name,
                 job.optimizer.NAME,

@@ -72,6 +72,11 @@ class Activations:
         """Return the bytes with a batch of this size, rounded up."""
         return -int(-max(line.at(batch_size) for line in self.lines) // 1)
 
+    def in_batches_of(self, count: int, sample_bytes: int) -> Activations:
+        """Return the peak of passes over one after another of `count` micro-batches, which are there all the time."""
+        beyond = (count - 1) * sample_bytes
+        return Activations(tuple(Line(each.fixed, each.per_sample + beyond) for each in self.lines), self.probes)
+
     @property
     def per_sample(self) -> float:
         """The bytes of one more sample in a large batch."""
@@ -389,6 +394,12 @@ class Sample:
         several = None if isinstance(inputs, Tensor) else like
         return cls(tuple(first.shape), first.dtype, tuple(targets.shape[1:]), targets.dtype, several)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of a sample and its target on the device."""
+        inputs, targets = self.batch(1, channels_last=False)
+        return targets.nbytes + sum(own.nbytes for own in leaves(inputs))
+
     def batch(self, size: int, channels_last: bool) -> tuple[Tree, Tensor]:
         """Return uninitialised inputs `[B, ...]` and targets `[B, ...]`, as a feed returns them."""
 
@@ -406,7 +417,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Job:
-    """The settings of training that memory depends on. `order` is that of the bank's rows."""
+    """The settings of training that memory depends on.
+
+    `order` is that of the bank's rows, and `accumulate` the number of micro-batches of a learner's step.
+    """
 
     loss: Loss
     optimizer: Optimizer
@@ -414,18 +428,20 @@ class Job:
     precision: Precision
     channels_last: bool = True
     order: Order = "blocks"
+    accumulate: int = 1
 
 
 def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
     """Return the sizes that follow from the shapes of a model."""
     others = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
-    layout = parameter_layout(model, job.channels_last, job.optimizer.matrices(model))
+    optimizer = job.optimizer
+    layout = parameter_layout(model, job.channels_last, optimizer.matrices(model), optimizer.group_numbers(model))
     matrices = layout.blocks[: layout.count("matrix")]
     return ModelSizes(
         parameters=tuple(block.numel for block in layout.blocks),
         buffers=tuple(block.numel for block in buffer_layout(model).blocks),
         counter_bytes=sum(buffer.numel() * buffer.itemsize for buffer in others),
-        num_states=len(job.optimizer.state_names),
+        num_states=job.optimizer.num_states,
         master_bytes=job.precision.master.itemsize,
         compute_bytes=job.precision.compute.itemsize,
         order=job.order,

@@ -70,14 +70,15 @@ def estimate_learner(
     _tracker()  # imported first, because tensors that torch makes on import must be real
     largest = max(most, SMALL_BATCH + 1)
     with _shapes_alone():
-        model = _made(source)
+        model = job.optimizer.prepared(_made(source))
         sizes = model_sizes(model, job)
         learner = _as_learner(model, job)
         small, large = (probe(learner, sample, job, size) for size in (SMALL_BATCH, largest))
         # BatchNorm saves a batch's moments in master precision, but fake ones in its input's.
         unseen = sum(sizes.buffers) * (sizes.master_bytes - sizes.compute_bytes)
         found = activations(small, large, _update_bytes(sizes, job), unseen)
-    return LearnerModel(sizes, found, staged_sample_bytes, fixed_bytes, most)
+        found = found.in_batches_of(job.accumulate, sample.nbytes)
+    return LearnerModel(sizes, found, staged_sample_bytes * job.accumulate, fixed_bytes, most)
 
 
 def probe(learner: nn.Module, sample: Sample, job: Job, batch_size: int) -> Trace:
@@ -173,12 +174,13 @@ def _update_bytes(sizes: ModelSizes, job: Job) -> int:
         return [torch.empty(length, dtype=job.precision.master) for length in lengths]
 
     weights, gradients, corrections, z, z_prev = (rows() for _ in range(5))
-    state = {name: rows() for name in job.optimizer.state_names}
+    optimizer = job.optimizer.sized_as
+    state = {name: rows() for name in optimizer.state_names}
     row = TrainedRow(
         weights, gradients, corrections, state, z, None, num_decayed=len(lengths), num_matrices=int(begin > 0),
         matrices=tuple(places),
     )  # fmt: skip
-    update, averaging = TorchUpdate(job.optimizer, job.rule), job.rule.linear_round(num_learners=2)
+    update, averaging = TorchUpdate(optimizer, job.rule), job.rule.linear_round(num_learners=2)
     tracker = _tracker(*weights, *gradients, *corrections, *z, *z_prev, *(v for own in state.values() for v in own))
     with tracker:
         update.correct(0, row, averaging, Step(learning_rate=0.1, step_count=1))

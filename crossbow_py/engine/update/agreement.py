@@ -26,6 +26,7 @@ _TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2**-7} 
 
 # Inputs and outputs of the first layer, odd ones: rows of several tiles, and on CUDA of hundreds.
 _LARGE, _SMALL = (509, 521), (53, 41)
+_GROUPED = ("1.weight", "0.bias", "0.weight")  # the last bias is in no group
 
 
 def random_bank(optimizer: Optimizer, device: torch.device, precision: Precision, least: float = 0.0) -> ReplicaBank:
@@ -34,10 +35,12 @@ def random_bank(optimizer: Optimizer, device: torch.device, precision: Precision
     Draws nothing from torch's own generators, which are those of the run.
     """
     wide, narrow = _LARGE if device.type == "cuda" and not interprets() else _SMALL
+    groups = optimizer.groups
     layers = nn.Linear(wide, narrow, device="meta"), nn.Linear(narrow, 3, device="meta")
     bank = ReplicaBank(
         nn.Sequential(*layers).to_empty(device=device), NUM_LEARNERS, device=device, precision=precision,
         state_names=optimizer.state_names, order="blocks", matrices=("0.weight",) if optimizer.TAKES_MATRICES else (),
+        groups={name: 1 + number % len(groups) for number, name in enumerate(_GROUPED)} if groups else None,
     )  # fmt: skip
     generator = torch.Generator(device).manual_seed(0)
     for rows in (bank.weights, bank.gradients, *bank.state.values(), bank.z, bank.z_prev, bank.shadow):

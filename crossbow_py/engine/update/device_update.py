@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,8 +35,8 @@ Factor = float | Tensor | list[Tensor]
 
 
 def knows(optimizer: Optimizer) -> bool:
-    """Return whether `DeviceUpdate` has the optimizer's step."""
-    return type(optimizer) in _PROPOSALS
+    """Return whether `DeviceUpdate` has the optimizer's step. It has one of all parameters, and none of groups."""
+    return type(optimizer) in _PROPOSALS and not optimizer.has_groups
 
 
 class OneLearner:
@@ -117,7 +117,7 @@ class AllLearners:
         self._gradients = [vector for learner in learners for vector in bank.gradients.trained(learner)]
         self._norm_of_no_learner = torch.full((1,), torch.inf, dtype=torch.float64, device=bank.device)
         # Made here, because no value may come from the host while a graph is captured.
-        given = (getattr(optimizer, field.name) for field in fields(optimizer))
+        given = (getattr(optimizer, name) for name in optimizer.per_learner())
         self._tables = {
             value: torch.tensor([*value, value[-1]], dtype=torch.float64, device=bank.device)
             for value in given
@@ -206,10 +206,15 @@ class DeviceUpdate:
     """
 
     def __init__(self, optimizer: Optimizer, rule: AveragingRule, device: torch.device) -> None:
+        if optimizer.has_groups:
+            raise UserError(
+                "executor=streams takes one step of all parameters, and optimizer.groups has others for some; set "
+                "executor=fused or executor=serial."
+            )
         if not knows(optimizer):
             raise UserError(
                 f"executor=streams knows the optimizers {', '.join(known.NAME for known in _PROPOSALS)}, got "
-                f"optimizer={optimizer.NAME}; set executor=serial."
+                f"optimizer={optimizer.NAME}; set executor=fused or executor=serial."
             )
         self.optimizer, self.rule = optimizer, rule
         self._propose = _PROPOSALS[type(optimizer)]

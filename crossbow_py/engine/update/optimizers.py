@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -21,8 +21,11 @@ from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import check, setting
-from crossbow_py.engine.bank.layout import Matrix, TrainedRow
+from crossbow_py.engine.bank.layout import Block, Matrix, TrainedRow, norm
+from crossbow_py.engine.bank.row_optimizer import RowOptimizer
+from crossbow_py.engine.update.groups import ParameterGroup, as_groups, freeze, group_numbers
 from crossbow_py.engine.update.newton_schulz import orthogonalize
+from crossbow_py.engine.update.torch_target import Facts, facts, made, path_of
 
 
 @dataclass(frozen=True)
@@ -63,24 +66,28 @@ class Optimizer(ABC):
     weight_decay: PerLearner
     clip_norm: float | None = setting(None, "largest gradient norm of a learner; null does not clip", above=0)
     decay_norm_and_bias: bool = setting(False, "apply weight decay to normalisation parameters and biases too")
+    groups: tuple[ParameterGroup, ...] = setting(
+        (), "groups of parameters, each with names and, of its own, rate, weight_decay, clip_norm or frozen"
+    )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", as_groups(self.groups))
         check(self)
 
     def check_learners(self, num_learners: int | Literal["auto"]) -> None:
         """Raise UserError if a list of a setting has not exactly one value for each learner."""
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name in self.per_learner():
+            value = getattr(self, name)
             if not isinstance(value, tuple):
                 continue
             if num_learners == "auto":
                 raise UserError(
-                    f"optimizer.{field.name} lists {len(value)} values, and num_learners is auto; give one value for "
+                    f"optimizer.{name} lists {len(value)} values, and num_learners is auto; give one value for "
                     f"all, or set num_learners={len(value)}."
                 )
             if len(value) != num_learners:
                 raise UserError(
-                    f"optimizer.{field.name} lists {len(value)} values for {num_learners} learners; "
+                    f"optimizer.{name} lists {len(value)} values for {num_learners} learners; "
                     "give one value for all, or one for each learner."
                 )
 
@@ -117,6 +124,85 @@ class Optimizer(ABC):
         """Return what the C function takes: for all vectors, or for those of matrices and for the others."""
         raise NotImplementedError(f"{self.NAME} has no native step")
 
+    @property
+    def has_groups(self) -> bool:
+        """Whether some groups of parameters take other steps."""
+        return any(group.acts for group in self.groups)
+
+    @property
+    def clips_groups(self) -> bool:
+        """Whether some groups of parameters are clipped by themselves."""
+        return any(group.clip_norm is not None for group in self.groups)
+
+    def prepared(self, module: nn.Module) -> nn.Module:
+        """Freeze the parameters of frozen groups, and return the model. Raises UserError for what cannot train it."""
+        if self.groups:
+            freeze(self.groups, module)
+        return module
+
+    def row_optimizer(
+        self, blocks: Sequence[Block], weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+    ) -> RowOptimizer | None:
+        """Return what steps a row and keeps its state, where that is no state in rows; see `RowOptimizer`."""
+        return None
+
+    @property
+    def num_states(self) -> int:
+        """The number of values that a step keeps for each weight."""
+        return len(self.state_names)
+
+    @property
+    def sized_as(self) -> Optimizer:
+        """The optimizer whose step takes as much memory besides state, and can be probed by shapes alone."""
+        return self
+
+    def group_numbers(self, module: nn.Module) -> dict[str, int]:
+        """Return the groups, from 1 on, of the parameters that take other steps, by name."""
+        found = group_numbers(self.groups, module)
+        return {name: number for name, number in found.items() if number and self.groups[number - 1].acts}
+
+    def of_group(self, number: int) -> Optimizer:
+        """Return the optimizer of a group's parameters, but for its learning rate."""
+        return self._of_groups[number]
+
+    def rate_of(self, number: int) -> float:
+        """Return the factor of a group's learning rate."""
+        return self.groups[number - 1].rate if number else 1.0
+
+    @cached_property
+    def _of_groups(self) -> tuple[Optimizer, ...]:
+        decays = [None, *(group.weight_decay for group in self.groups)]
+        plain = replace(self, groups=())
+        return tuple(plain if decay is None else plain.with_weight_decay(decay) for decay in decays)
+
+    def with_weight_decay(self, decay: float) -> Optimizer:
+        """Return the optimizer with another λ for all parameters and learners."""
+        return replace(self, weight_decay=decay)
+
+    def step_by_group(self, learner: int, row: TrainedRow, learning_rate: float, step_count: int) -> None:
+        """Apply `step` to each group of a learner's parameters."""
+        numbers = sorted(set(row.groups))
+        if numbers in ([], [0]):
+            self.step(learner, row, learning_rate, step_count)
+            return
+        for number in numbers:
+            rate = learning_rate * self.rate_of(number)
+            self.of_group(number).step(learner, row.of_group(number), rate, step_count)
+
+    def group_scales(self, row: TrainedRow) -> tuple[float, ...]:
+        """Return the factors that clip the gradients of every group, where some are clipped by themselves.
+
+        Those that are not are clipped together, by the norm of all of them. Host–device synchronisation on CUDA.
+        """
+        limits = [None, *(group.clip_norm for group in self.groups)]
+        alone = [number if limit is not None else 0 for number, limit in enumerate(limits)]
+        scales = dict[int, float]()
+        for number in set(alone):
+            own = [each for each, of in zip(row.gradients, row.groups, strict=True) if alone[of] == number]
+            limit = limits[number] if number else self.clip_norm
+            scales[number] = clip_scale(norm(own), limit) if own else 1.0
+        return tuple(scales[number] for number in alone)
+
     def matrices(self, module: nn.Module) -> tuple[str, ...]:
         """Return the names of the parameters to take as matrices. Raises UserError if there must be some."""
         return ()
@@ -134,9 +220,13 @@ class Optimizer(ABC):
         return len(row.weights) if self.decay_norm_and_bias else row.num_decayed
 
     def gradient_scale(self, norm: float) -> float:
-        """Return the factor that clips a gradient of this norm, as torch does."""
-        limit = self.clip_norm
-        return limit / (norm + 1e-6) if limit is not None and norm > limit else 1.0
+        """Return the factor that clips a gradient of this norm."""
+        return clip_scale(norm, self.clip_norm)
+
+
+def clip_scale(norm: float, limit: float | None) -> float:
+    """Return the factor that clips a gradient of a norm to a limit, if there is one, as torch does."""
+    return limit / (norm + 1e-6) if limit is not None and norm > limit else 1.0
 
 
 @dataclass(frozen=True)
@@ -303,7 +393,8 @@ class Muon(Optimizer):
     def step(self, learner: int, row: TrainedRow, learning_rate: float, step_count: int) -> None:
         count = row.num_matrices
         matrices, others = row.part(0, count), row.part(count, len(row.weights))
-        self.plain.step(learner, matrices, learning_rate, step_count)
+        if matrices.weights:  # not every group of parameters has some
+            self.plain.step(learner, matrices, learning_rate, step_count)
         if others.weights:
             self.others.step(learner, self.of_others(others), self._other_rate(learner, learning_rate), step_count)
 
@@ -340,6 +431,9 @@ class Muon(Optimizer):
             torch._foreach_copy_(before, velocity)
         if self.prepares_weights:
             self.normalize([matrix.of(row.weights) for row in rows for matrix in row.matrices])
+
+    def with_weight_decay(self, decay: float) -> Optimizer:
+        return replace(self, weight_decay=decay, other_weight_decay=decay)
 
     @property
     def prepares_weights(self) -> bool:
@@ -392,6 +486,64 @@ class Muon(Optimizer):
         return replace(row, state=dict(state))
 
 
+@dataclass(frozen=True)
+class TorchOptimizer(Optimizer):
+    """Any optimizer that is a class derived from `torch.optim.Optimizer`, one object for each learner.
+
+    It is slower than those above, as it steps parameter by parameter. `target` is the class or its dotted path, which
+    is called with `args`. Learning rate and weight decay are set before each step, the latter to 0 for biases and
+    norms, as for the other optimizers; what the class has as its default does not count.
+    """
+
+    NAME: ClassVar[str] = "torch"
+    STATE: ClassVar[tuple[str, ...]] = ()
+
+    learning_rate: PerLearner = setting(0.01, "γ before the schedule; a list gives each learner its own", minimum=0)
+    weight_decay: PerLearner = setting(0.0, "λ, whatever the target makes of it", minimum=0)
+    target: str | type[torch.optim.Optimizer] = setting("", "class of an optimizer, such as torch.optim.RMSprop")
+    args: dict[str, Any] = setting({}, "keyword arguments of the target")
+
+    @cached_property
+    def _facts(self) -> Facts:
+        return facts(self.target, for_learner(self.learning_rate, 0), self.args)
+
+    @property
+    def num_states(self) -> int:
+        return self._facts.num_states
+
+    @property
+    def sized_as(self) -> Optimizer:
+        return SGD()
+
+    def prepared(self, module: nn.Module) -> nn.Module:
+        decays = [self.weight_decay, *(group.weight_decay for group in self.groups)]
+        if not self._facts.decays and any(decays):
+            raise UserError(
+                f"optimizer.target={path_of(self.target)} has no weight_decay, got one; set it to 0, and give what it "
+                "has in optimizer.args."
+            )
+        return super().prepared(module)
+
+    def row_optimizer(
+        self, blocks: Sequence[Block], weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+    ) -> RowOptimizer:
+        rate = for_learner(self.learning_rate, 0)
+        return RowOptimizer(lambda groups: made(self.target, groups, rate, self.args), blocks, weights, gradients)
+
+    def step_by_group(self, learner: int, row: TrainedRow, learning_rate: float, step_count: int) -> None:
+        self.step(learner, row, learning_rate, step_count)
+
+    def step(self, learner: int, row: TrainedRow, learning_rate: float, step_count: int) -> None:
+        assert row.step is not None, "the bank has a RowOptimizer for each row"
+
+        def settings(number: int, decays: bool) -> dict[str, float]:
+            decay = self.of_group(number).decay(learner) if decays or self.decay_norm_and_bias else 0.0
+            rate = {"lr": learning_rate * self.rate_of(number)}
+            return {**rate, "weight_decay": decay} if self._facts.decays else rate
+
+        row.step(settings)
+
+
 def _weights_of(module: nn.Module) -> list[Tensor]:
     """Return the weights of a layer, outputs first, that Muon may take as matrices if it is not the first or last."""
     if isinstance(module, (*_LAYERS, nn.Embedding, nn.EmbeddingBag)):
@@ -412,8 +564,8 @@ def side_by_side(each: Sequence[Optimizer]) -> Optimizer:
 
 def as_first(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer with the first learner's settings for all learners."""
-    settings = {field.name: getattr(optimizer, field.name) for field in fields(optimizer)}
+    settings = {name: getattr(optimizer, name) for name in optimizer.per_learner()}
     return replace(optimizer, **{name: value[0] for name, value in settings.items() if isinstance(value, tuple)})
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {each.NAME: each for each in (SGD, AdamW, Muon)}
+OPTIMIZERS: dict[str, type[Optimizer]] = {each.NAME: each for each in (SGD, AdamW, Muon, TorchOptimizer)}

@@ -38,6 +38,7 @@ class Step:
         learning_rate: γ.
         step_count: the number of the step, from 1.
         gradient_scale: the factor of the gradient.
+        group_scales: those of every group of parameters, if some are clipped by themselves.
         is_prepared: whether the steps of matrices are in place of their gradients already, see `Optimizer.prepare`.
     """
 
@@ -45,6 +46,19 @@ class Step:
     step_count: int
     gradient_scale: float = 1.0
     is_prepared: bool = False
+    group_scales: tuple[float, ...] = ()
+
+    def scale_of(self, group: int) -> float:
+        """Return the factor of a group's gradient."""
+        return self.group_scales[group] if self.group_scales else self.gradient_scale
+
+    def scale(self, row: TrainedRow, first: int, end: int) -> None:
+        """Multiply the gradients of the row's vectors from `first` to `end` by their factors."""
+        gradients = row.gradients[first:end]
+        if self.group_scales and gradients:
+            torch._foreach_mul_(gradients, [self.group_scales[group] for group in row.groups[first:end]])
+        elif self.gradient_scale != 1 and gradients:
+            torch._foreach_mul_(gradients, self.gradient_scale)
 
 
 def write_distances(row: TrainedRow) -> None:
@@ -73,12 +87,10 @@ class TorchUpdate:
         """
         if not step.is_prepared:
             self.prepare([learner], [row], [step])
-        scaled = row.gradients[row.num_matrices :]
-        if step.gradient_scale != 1 and scaled:
-            torch._foreach_mul_(scaled, step.gradient_scale)
+        step.scale(row, row.num_matrices, len(row.gradients))
         if averaging:
             self.rule.corrections(row.corrections, row.weights, row.z, averaging)
-        self.optimizer.step(learner, row, step.learning_rate, step.step_count)
+        self.optimizer.step_by_group(learner, row, step.learning_rate, step.step_count)
         if averaging:
             torch._foreach_sub_(row.weights, row.corrections)
             if averaging.follows_learners:
@@ -91,8 +103,7 @@ class TorchUpdate:
         if not self.optimizer.TAKES_MATRICES:
             return
         for row, step in zip(rows, steps, strict=True):
-            if step.gradient_scale != 1:
-                torch._foreach_mul_(row.gradients[: row.num_matrices], step.gradient_scale)
+            step.scale(row, 0, row.num_matrices)
         self.optimizer.prepare(learners, rows)
 
     def prepare_shared(self, bank: ReplicaBank, row: TrainedRow, scale: float) -> None:
@@ -156,20 +167,27 @@ class NativeUpdate(TorchUpdate):
     def _learners(self, steps: Sequence[Step | None], first: int = 0) -> tuple[Array[Learner], int]:
         """Return the structs of learners from `first` on, group by group, and the number of learners."""
         each = [self._groups(first + index, step) for index, step in enumerate(steps)]
-        groups = 2 if self.optimizer.TAKES_MATRICES else 1
+        groups = (2 if self.optimizer.TAKES_MATRICES else 1) * (1 + len(self.optimizer.groups))
         flat = (own[group] if own else Learner(skipped=1) for group in range(groups) for own in each)
         return (Learner * (groups * len(each)))(*flat), len(each)
 
     def _groups(self, learner: int, step: Step | None) -> list[Learner]:
-        """Return a learner's structs: one, or one for its matrices, which are prepared, and one for other vectors."""
+        """Return a learner's structs, for each group of parameters.
+
+        It is one, or one for matrices, which are prepared, and one for other vectors.
+        """
+        found: list[Learner] = []
         if step is None:
-            return []
-        scales = [step.gradient_scale] if not self.optimizer.TAKES_MATRICES else [1.0, step.gradient_scale]
-        given = self.optimizer.native_steps(learner, step.learning_rate, step.step_count)
-        return [
-            Learner(0, own.function, scale, own.decay, (c_float * 8)(*own.values))
-            for scale, own in zip(scales, given, strict=True)
-        ]
+            return found
+        for number in range(1 + len(self.optimizer.groups)):
+            rate, scale = step.learning_rate * self.optimizer.rate_of(number), step.scale_of(number)
+            scales = [1.0, scale] if self.optimizer.TAKES_MATRICES else [scale]
+            given = self.optimizer.of_group(number).native_steps(learner, rate, step.step_count)
+            found += [
+                Learner(0, own.function, scale, own.decay, (c_float * 8)(*own.values))
+                for scale, own in zip(scales, given, strict=True)
+            ]
+        return found
 
     def sum(self, total: list[Tensor], corrections: Sequence[list[Tensor]]) -> None:
         for index, out in enumerate(total):
@@ -265,6 +283,7 @@ class StackedRows:
                 shadow=bank.shadow.trained(0) if bank.precision.has_shadow else None,
                 num_decayed=bank.weights.num_decayed,
                 num_matrices=bank.weights.num_matrices,
+                groups=bank.weights.groups,
             )
             self._array = _vectors(first, optimizer, bank.z_prev.trained())
         for vector, gradient in zip(self._array, self.gradients, strict=True):
@@ -289,6 +308,7 @@ def _num_values(vectors: Sequence[Tensor]) -> int:
 def _vectors(row: TrainedRow, optimizer: Optimizer, z_prev: Sequence[Tensor] | None = None) -> Array[Vector]:
     """Return the structs of a row; `z_prev` is needed only if z may move."""
     states, num_decayed = list(row.state.values()), optimizer.num_decayed(row)
+    groups = row.groups or (0,) * len(row.weights)
     return (Vector * len(row.weights))(
         *(
             Vector(
@@ -303,8 +323,8 @@ def _vectors(row: TrainedRow, optimizer: Optimizer, z_prev: Sequence[Tensor] | N
                 stride=weights.numel(),
                 gradient_stride=weights.numel(),
                 decays=int(index < num_decayed),
-                group=int(index >= row.num_matrices) if optimizer.TAKES_MATRICES else 0,
+                group=2 * group + int(index >= row.num_matrices) if optimizer.TAKES_MATRICES else group,
             )
-            for index, weights in enumerate(row.weights)
+            for index, (weights, group) in enumerate(zip(row.weights, groups, strict=True))
         )
     )

@@ -42,7 +42,7 @@ class TrialSettings:
 
     def new_model(self) -> nn.Module:
         """Return the model as the trial begins. Raises UserError, or what `make_model` raises."""
-        return seeded_model(self.make_model, self.seed, None)
+        return self.optimizer.prepared(seeded_model(self.make_model, self.seed, None))
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ def new_row(model: nn.Module, state_names: tuple[str, ...]) -> Row:
         "buffers": {name: value.unsqueeze(0) for name, value in buffers.items() if value.is_floating_point()},
         "integer_buffers": [{name: value for name, value in buffers.items() if not value.is_floating_point()}],
         "step_counts": [0],
+        "optimizers": [None],
     }
 
 
@@ -107,6 +108,7 @@ def read_row(bank: ReplicaBank, row: int) -> Row:
         "buffers": {name: _copy(value) for name, value in buffers.items()},
         "integer_buffers": [{name: value.detach().cpu().clone() for name, value in integers.items()}],
         "step_counts": [bank.step_counts[row]],
+        "optimizers": [own.state() for own in bank.optimizers[row : row + 1]],
     }
 
 

@@ -40,6 +40,8 @@ _ADDED: dict[str, Any] = {
     "sampling": "shuffle",
     "class_weights": None,
     "sample_weights": None,
+    "accumulate": 1,
+    "groups": [],
     "rate_scaling": "none",
     "quadratic_period": None,
     "final_correction_rate": None,

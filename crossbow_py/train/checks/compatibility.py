@@ -13,7 +13,7 @@ from crossbow_py.distributed.process_group import launched
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.engine.auto_tuner import AutoTunerSettings
 from crossbow_py.engine.modules.losses import Loss
-from crossbow_py.engine.update.optimizers import Optimizer
+from crossbow_py.engine.update.optimizers import Optimizer, TorchOptimizer
 from crossbow_py.train.checks.losses import settled_loss, untrained
 from crossbow_py.train.run_settings import RunSettings
 from crossbow_py.train.schedules import Schedule
@@ -105,8 +105,19 @@ def check_learning(settings: RunSettings, optimizer: Optimizer, rule: AveragingR
             f"optimizer.normalize_weights=true gives weights a norm that averaging={rule.NAME} takes from them again, "
             "as it pulls them to an average that has another; set averaging=synchronous_sgd, or leave it out."
         )
+    if isinstance(optimizer, TorchOptimizer) and (key := _averages_state(rule)):
+        raise UserError(
+            f"averaging.{key}=average has no meaning for the state of optimizer=torch, which may be of any form; set "
+            f"averaging.{key}=reset."
+        )
     if settings.num_learners == "auto" and not rule.has_central_model:
         raise UserError(f"averaging={rule.NAME} needs a fixed num_learners, got auto; set it: num_learners=4.")
+
+
+def _averages_state(rule: AveragingRule) -> str | None:
+    """Return the setting by which the rule averages optimizer state; None if it does not."""
+    names = ("restart_momentum", "learner_momentum")
+    return next((name for name in names if getattr(rule, name, None) == "average"), None)
 
 
 def _check_policies(

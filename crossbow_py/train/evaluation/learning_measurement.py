@@ -122,13 +122,14 @@ class LearningMeasurement:
     def _noise(self, state: State) -> GradientNoise | None:
         """Measure the gradient noise on the next epoch's first batches; None if an epoch has only one."""
         run, num_samples = self._run, self._run.num_samples
-        b = run.train_feed.batch_size
+        b, n, step = run.settings.batch_size, run.settings.accumulate, run.settings.samples_per_step
         begin = -(-self._run.state.samples_seen // num_samples) * num_samples
-        starts = range(begin, begin + min(_MOST_BATCHES, num_samples // b) * b, b)
-        if len(starts) < 2:
+        starts = range(begin, begin + min(_MOST_BATCHES // n or 1, num_samples // step) * step, step)
+        if len(starts) * n < 2:
             return None
         module, loss = run.evaluator.module(state), _training_loss(run)
-        with contextlib.closing(run.train_feed.aside(starts)) as batches, _differentiable(module):
+        with contextlib.closing(run.train_feed.aside(starts)) as steps, _differentiable(module):
+            batches = (part for batch in steps for part in batch.parts(n))
             first = next(batches)
             with self._threads("noise", lambda: gradient_norms(module, loss, [first])):
                 squared_norms, squared_norm = gradient_norms(module, loss, itertools.chain([first], batches))
@@ -137,9 +138,10 @@ class LearningMeasurement:
     def _sharpness(self, state: State) -> float:
         """Measure the sharpness on the run's first samples: as many as are evaluated at once, but at least a batch."""
         run = self._run
-        b = run.train_feed.batch_size
+        b, n, step = run.settings.batch_size, run.settings.accumulate, run.settings.samples_per_step
         num_batches = max(1, min(run.evaluator.batch_size, self._run.num_samples) // b)
-        with contextlib.closing(run.train_feed.aside(range(0, num_batches * b, b))) as batches:
+        with contextlib.closing(run.train_feed.aside(range(0, -(-num_batches // n) * step, step))) as steps:
+            batches = itertools.islice((part for batch in steps for part in batch.parts(n)), num_batches)
             inputs, targets = (torch.cat(each) for each in zip(*batches, strict=True))
         module, loss, batch = run.evaluator.module(state), _training_loss(run), Batch(inputs, targets)
         with _differentiable(module), self._threads("sharpness", lambda: gradient_norms(module, loss, [batch])):

@@ -28,7 +28,7 @@ from crossbow_py.engine.trust import in_use
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.train.checks.losses import copied_loss
-from crossbow_py.train.run_settings import Choices, RunSettings
+from crossbow_py.train.run_settings import Choices, RunSettings, accumulates
 from crossbow_py.train.tuning.calibration import (
     Calibration,
     Candidate,
@@ -59,7 +59,7 @@ def choose_executor(
     """
     rule, loss = update.rule, copied_loss(loss)
     shared = not rule.has_central_model or settings.num_learners == 1
-    compared = Comparison(template, feed, loss, choices.precision, settings.channels_last, shared)
+    compared = Comparison(template, feed, loss, choices.precision, settings.channels_last, shared, settings.accumulate)
     one_shape, feed = feed.one_shape, feed.for_measuring()
     fuses = choices.executor != "auto" and EXECUTORS[choices.executor].FUSES
     if fuses and (reason := why_not_fused(compared)):
@@ -82,7 +82,7 @@ def choose_executor(
             bank = new_bank(template, num_learners, name, settings, choices, update.optimizer, gradient_mean=mean)
             tasks = RoundTasks(
                 bank, update=update, feed=feed, loss=loss, seed=settings.seed, collective=Collective(),
-                compile_model=settings.compile_model,
+                compile_model=settings.compile_model, accumulate=settings.accumulate,
             )  # fmt: skip
             batch_size, rule = feed.batch_size, update.rule
             return EXECUTORS[name](tasks), lambda index: calibration_round(index, num_learners, batch_size, rule)
@@ -91,7 +91,7 @@ def choose_executor(
 
     found = calibrate(
         [candidate(name, k) for name in possible for k in _counts(name, settings)],
-        settings.batch_size,
+        settings.samples_per_step,
         choices.device,
         Effort(is_alone=num_ranks == 1), announce=announce,
     )  # fmt: skip
@@ -121,6 +121,7 @@ def _candidates(settings: RunSettings, choices: Choices, num_ranks: int, one_sha
         for name in candidates(choices.device)
         if not ((settings.compile_model or not one_shape) and EXECUTORS[name].FUSES)
         and not (waits and name == SerialExecutor.NAME)
+        and accumulates(settings, name, choices.device)
     ]
 
 
@@ -171,6 +172,7 @@ def _fingerprint(
         **({"gradients": update.rule.gradient_mean.group_size} if update.rule.gradient_mean else {}),
         **({"compiled": True} if settings.compile_model else {}),
         **({"ranks": num_ranks} if num_ranks > 1 else {}),
+        **({"accumulate": settings.accumulate} if settings.accumulate > 1 else {}),
     )
 
 
@@ -199,5 +201,6 @@ def new_bank(
         template, num_learners, device=choices.device, precision=choices.precision, state_names=optimizer.state_names,
         channels_last=settings.channels_last, order=EXECUTORS[executor].ORDER, num_devices=num_devices,
         device_index=device_index, has_velocity=has_velocity, gradient_mean=gradient_mean,
-        matrices=optimizer.matrices(template),
+        matrices=optimizer.matrices(template), groups=optimizer.group_numbers(template),
+        row_optimizer=optimizer.row_optimizer,
     )  # fmt: skip

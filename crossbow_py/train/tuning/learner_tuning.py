@@ -93,7 +93,7 @@ def learner_bound(
     if settings.num_learners != "auto" or settings.max_learners == 1:
         return settings.max_learners, []
     order = EXECUTORS[choices.executor].ORDER or ("rows" if choices.device.type == "cpu" else "blocks")
-    job = Job(loss, optimizer, rule, choices.precision, settings.channels_last, order)
+    job = Job(loss, optimizer, rule, choices.precision, settings.channels_last, order, settings.accumulate)
     try:
         fitting = learners_that_fit(
             template, batch.inputs, batch.targets, job,

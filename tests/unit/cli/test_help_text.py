@@ -39,6 +39,7 @@ def test_help_text_of_a_key_whose_default_differs_names_the_options_that_have_it
         ("0.1", "(sgd)"),
         ("0.001", "(adamw)"),
         ("0.02", "(muon)"),
+        ("0.01", "(torch)"),
     ]
 
 

@@ -13,10 +13,12 @@ from crossbow_py.engine.modules.precision import (
     FP32,
     FP64,
     cast_module,
+    check_precision,
     choose_device,
     choose_precision,
     full_precision_parameters,
 )
+from crossbow_py.train.run_settings import RunSettings
 from tests.support import CPU, norm_model
 
 
@@ -35,6 +37,14 @@ def test_bf16_on_cpu_is_fast_with_either_kind_of_instructions(monkeypatch, instr
     assert precision.has_fast_bf16(CPU)
     monkeypatch.setattr(torch.cpu, instructions, lambda: False)
     assert not precision.has_fast_bf16(CPU)
+
+
+@pytest.mark.parametrize("name", ["float16", "fp16", "16"])
+def test_float16_is_refused_with_what_to_set_instead(name):
+    with pytest.raises(UserError, match=f"got '{name}': gradients below .* set precision=bf16"):
+        check_precision(name)
+    with pytest.raises(UserError, match="set precision=bf16"):
+        RunSettings(precision=name)
 
 
 def test_masters_are_never_below_float32_and_only_bf16_has_a_shadow():

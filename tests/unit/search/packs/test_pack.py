@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import SGD, SMA, AdamW, Augmentation, Cosine, MultiStep, Step, Trainer
+from crossbow_py import SGD, SMA, AdamW, Augmentation, Cosine, MultiStep, ParameterGroup, Step, TorchOptimizer, Trainer
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
@@ -67,6 +67,17 @@ ADAM = tuple(
     replace(own, optimizer=AdamW(learning_rate=0.003 * (1 + index), beta1=0.8 + 0.05 * index, weight_decay=0.1 * index))
     for index, own in enumerate(TRIALS)
 )
+
+GROUPS = (
+    ParameterGroup("7", rate=3.0, clip_norm=0.5),
+    ParameterGroup("0", weight_decay=0.3),
+    ParameterGroup("1", frozen=True),
+)
+OF_TORCH = tuple(
+    replace(own, optimizer=TorchOptimizer(0.003 * (1 + n), weight_decay=0.1 * n, target=torch.optim.NAdam))
+    for n, own in enumerate(TRIALS)
+)
+GROUPED = tuple(replace(own, optimizer=replace(own.optimizer, groups=GROUPS)) for own in TRIALS)
 
 
 def job_of(executor: str, epochs: float) -> PackJob:
@@ -129,7 +140,7 @@ def assert_as_alone(pack: Pack, row: int, expected: dict[str, torch.Tensor], tol
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
-@pytest.mark.parametrize("trials", [TRIALS, ADAM], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("trials", [TRIALS, ADAM, GROUPED, OF_TORCH], ids=["sgd", "adamw", "groups", "torch"])
 def test_pack_of_different_trials_is_what_each_is_alone(
     alone: Callable[..., Any], executor: str, trials: tuple[TrialSettings, ...]
 ) -> None:
