@@ -36,7 +36,8 @@ from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.checks.losses import loss_on
 from crossbow_py.train.checks.probe import probe, probe_evaluation
 from crossbow_py.train.checks.seeded_model import MakeModel, faithful_copy, seeded_model
-from crossbow_py.train.evaluation.evaluator import Evaluator, Metric, evaluation_batch_size
+from crossbow_py.train.evaluation.evaluator import Evaluator, evaluation_batch_size
+from crossbow_py.train.evaluation.metrics import Metric, checked_metrics
 from crossbow_py.train.ladder.ladder import check_trusted, has_failed, try_on_ranks
 from crossbow_py.train.run import DataSets, Run, RunState
 from crossbow_py.train.run_settings import Choices, RunSettings
@@ -53,7 +54,8 @@ _FEW_ITEMS = 32  # looked through for rounded inputs before training
 class RunBuilder:
     """Builds a run from the arguments of `Trainer`, which its fields are named after. All ranks do so together.
 
-    `choices` and `loss` are settled on the way. `announce` is given a sentence before anything that takes seconds.
+    `choices`, `loss` and `metrics` are settled on the way. `announce` is given a sentence before anything that takes
+    seconds.
     """
 
     make_model: MakeModel
@@ -84,6 +86,8 @@ class RunBuilder:
         settings, ranks, rule, device = self.settings, self.ranks, self.rule, self.choices.device
         tried = self._try_device()
         self.loss = loss_on(device, self.loss)
+        with ranks.together():
+            self.metrics = checked_metrics(self.metrics, ranks.num_ranks)
         collective = ranks.collective(device, apart=rule.node_period > 1)
         check_settles(rule, settings.num_learners, collective.num_devices)
         template, batch, (train_feed, validation_feed, test_feed), warnings = self._probed()
@@ -108,6 +112,7 @@ class RunBuilder:
                 template, precision=choices.precision, loss=self.loss, metrics=self.metrics or {},
                 batch_size=evaluation_batch_size(values_per_sample(batch.inputs)),
                 max_batches=self.max_evaluation_batches, channels_last=settings.channels_last,
+                class_names=self.data.names_of_classes,
             ),
             train_feed=train_feed, validation_feed=validation_feed, test_feed=test_feed, collective=collective,
             ranks=ranks, nodes=ranks.nodes() if collective.apart else None, timeline=self.timeline,
@@ -212,7 +217,10 @@ class RunBuilder:
             return None
         feed = new_feed(source, 1, None, self.data, self.settings, self.choices, training=False, ranks=self.ranks)
         batch = feed.first_samples(2)
-        probe_evaluation(template, self.choices.precision, batch, self.loss, what, self.metrics, feed)
+        probe_evaluation(
+            template, self.choices.precision, batch, self.loss, what, self.metrics, feed, self.data.names_of_classes,
+            self.ranks.num_ranks,
+        )  # fmt: skip
         return feed
 
     def _choose_executor(self, template: nn.Module, update: TorchUpdate, feed: Feed) -> list[str]:

@@ -38,12 +38,7 @@ from crossbow_py.telemetry.timeline import Timeline
 from crossbow_py.train.checkpoints import checkpoint
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.checkpoints.weights import MODEL_FILE, save_weights
-from crossbow_py.train.evaluation.evaluator import (
-    Evaluation,
-    Evaluator,
-    State,
-    mean_evaluation,
-)
+from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, State, mean_evaluation
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.schedules import Schedule
 from crossbow_py.train.tuning.busy_cores import BusyCores
@@ -75,6 +70,11 @@ class DataSets:
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
     class_names: Sequence[str] | None = None  # None is the attribute `classes` of the test data, if there is one
+
+    @property
+    def names_of_classes(self) -> tuple[str, ...]:
+        """The names of the classes; empty if they are not known."""
+        return tuple(map(str, self.class_names or getattr(self.test, "classes", None) or ()))
 
 
 @dataclass

@@ -127,6 +127,13 @@ def test_help_and_list_are_texts_and_train_nothing(flag: str, capsys: pytest.Cap
         (["+experiment=digits", "+experiment=lenet"], ["error: experiment is chosen 2 times; choose it once.\n"]),
         (["+experiment=digits", "model.hidden=[4096,4096]", "num_learners=16384"],
          ["num_learners=16384 replicas of this model cannot be allocated on cpu", "lower num_learners.\n"]),
+        (["metrics.f1.num_classes=3"], ["metrics.f1 must have a target, the dotted name of a metric"]),
+        (["metrics.f1.target=os.getcwd", "metrics.f1.x=1"], ["metrics.f1.target=os.getcwd cannot be made with"]),
+        (["metrics.f1.target=math.pi"], ["metrics.f1.target=math.pi must be callable, got float"]),
+        (["metrics.loss.target=torch.nn.L1Loss"], ["metrics must have names of their own", "got 'loss'"]),
+        (["metrics.m.target=torch.nn.L1Loss"], ["metrics['m']: the loss cannot take the model's output [2, 10]"]),
+        (["metrics.f1.target=tests.state_metrics.MacroF1", "metrics.f1.num_classes=3"],
+         ["metrics['f1'] cannot take the model's output [2, 10] with targets [2] (ValueError: preds must be [B, 3])"]),
         pytest.param(["device=cuda"], ["device=cuda"],
                      marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")),
     ],
@@ -140,6 +147,25 @@ def test_mistake_is_one_error_line_and_exit_code_2(
     for word in words:
         assert word in said
     assert not list(Path("runs").rglob("config.yaml"))
+
+
+def test_metrics_by_their_targets_are_recorded_and_may_change_when_the_run_goes_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    f1 = ["metrics.f1.target=tests.state_metrics.MacroF1", "metrics.f1.num_classes=10"]
+    margin = ["metrics.margin.target=torch.nn.functional.multi_margin_loss", "metrics.margin.p=2"]
+    assert train("max_epochs=1", "output_dir=run", *f1, *margin) == 0
+    summary = read_summary(Path("run"))
+    assert set(summary["metrics"]) == {"f1", "margin"}
+    assert 0.5 < summary["metrics"]["f1"] < 1 and abs(summary["metrics"]["f1"] - summary["test_accuracy"]) < 0.1
+    assert f" f1 {summary['metrics']['f1']:.4g} " in capsys.readouterr().out
+    (line,) = read_metrics(Path("run/metrics.jsonl"))
+    assert line["metrics"] == summary["metrics"]
+    tags = read_events("run/tensorboard").Tags()["scalars"]
+    assert {"metrics/f1", "metrics/margin"} <= set(tags)
+    each = [*f1, "metrics.f1.average=null"]
+    assert train("max_epochs=2", "output_dir=run", "resume=auto", *each) == 0
+    assert set(read_summary(Path("run"))["metrics"]) == {f"f1/{digit}" for digit in range(10)}
 
 
 def test_run_that_cannot_be_gone_on_with_is_one_error_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,8 +131,7 @@ class Reporter:
             return
         examples, data, samples_seen = self._unshown
         self._unshown = None
-        class_names = data.class_names or getattr(data.test, "classes", None) or ()
-        found = example_predictions(examples, Normalisation.of(data.mean, data.std), [*map(str, class_names)])
+        found = example_predictions(examples, Normalisation.of(data.mean, data.std), data.names_of_classes)
         if found is not None:
             self._tell(lambda listener: listener.on_predictions(found, samples_seen))
 
