@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from crossbow_py.report.reading import Point, RunRecord, Span
-from crossbow_py.telemetry.figures import number
+from crossbow_py.telemetry.figures import metric_names, number
 from crossbow_py.telemetry.timeline import ordered_rows
 
 ROUNDS_SHOWN = 3
@@ -28,6 +29,7 @@ _TASK_COLOURS = {
     "gradient mean": "#b279a2",
 }  # fmt: skip
 _OTHER_TASK = "#9d9da1"
+_Kind = tuple[str, str, str, Callable[[Sequence[RunRecord]], Figure | None]]  # name, title, caption, drawing
 _WIDTH_IN, _HEIGHT_IN = 7.2, 3.4
 _SAMPLES = "samples seen"
 
@@ -44,7 +46,7 @@ class Chart:
 
 def all_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
     """Every chart that has something to show, in the order of the page; a timeline for each run that has one."""
-    for name, title, caption, draw in _CHARTS:
+    for name, title, caption, draw in (*_LEARNING, *_metrics(runs), *_OTHERS):
         figure = draw(runs)
         if figure is not None:
             yield Chart(name, title, caption, figure)
@@ -91,7 +93,7 @@ def _draw(axes: Axes, points: Sequence[Point], index: int, label: str | None, st
 
 def _finished(figure: Figure, panels: Sequence[Axes], x_label: str, y_labels: Sequence[str]) -> Figure:
     for axes, y_label in zip(panels, y_labels, strict=True):
-        axes.set_ylabel(y_label)
+        axes.set_ylabel(_plain(y_label))
         if len(axes.get_legend_handles_labels()[0]) > 1:
             axes.legend(fontsize=8, frameon=False)
     panels[-1].set_xlabel(x_label)
@@ -160,6 +162,15 @@ def _single(tag: str, column: str, label: str) -> Callable[[Sequence[RunRecord]]
     return draw
 
 
+def _metrics(runs: Sequence[RunRecord]) -> list[_Kind]:
+    """Return a chart for each metric, without metrics of many values."""
+    return [
+        (f"metric_{number}_{re.sub(r'[^0-9A-Za-z]+', '_', name)[:40]}", name, _MEASURED,
+         _single(f"metrics/{name}", f"metrics/{name}", name))
+        for number, name in enumerate(metric_names(runs))
+    ]  # fmt: skip
+
+
 def _averaging(runs: Sequence[RunRecord]) -> Figure | None:
     figure, (spread, correction) = _axes(_HEIGHT_IN * 1.35, rows=2)
     # Learners that average gradients are all the same.
@@ -202,12 +213,15 @@ _TIMELINE = (
     "A row is a stream, a bar a task while it ran, its number the round. Where averaging overlaps the next round's "
     "learning, learners did not wait for it. The whole of it is in trace.json: open it in ui.perfetto.dev."
 )
-_CHARTS: tuple[tuple[str, str, str, Callable[[Sequence[RunRecord]], Figure | None]], ...] = (
+_MEASURED = "Of the test data, or the validation data where there is some."
+_LEARNING: tuple[_Kind, ...] = (
     ("accuracy", "Accuracy", "Of the test data, or the validation data where there is some; dotted: of training.",
      _accuracy),
     ("accuracy_by_time", "Accuracy over time", "Evaluation does not count as training; dashed: the target was reached.",
      _accuracy_by_time),
     ("loss", "Loss", "Of the test data, or the validation data where there is some; dotted: of training.", _loss),
+)  # fmt: skip
+_OTHERS: tuple[_Kind, ...] = (
     ("throughput", "Throughput and learners", "Below, what the auto-tuner made of the number of learners, if asked to.",
      _throughput),
     ("averaging", "Averaging", "How far learners are from the average model z, and how far a round moves it.",

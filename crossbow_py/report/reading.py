@@ -168,9 +168,15 @@ def _read_metrics(folder: Path, notes: list[str]) -> tuple[list[dict[str, Any]],
     if damaged:
         notes.append(f"{METRICS_FILE} has {damaged} line{'s' if damaged > 1 else ''} that cannot be read")
     lines.sort(key=lambda line: int(line["samples_seen"]))
-    return [line for line in lines if "event" not in line], [
+    return [_with_metrics(line) for line in lines if "event" not in line], [
         line for line in lines if line.get("event") == "auto_tuner"
     ]
+
+
+def _with_metrics(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of an epoch with its metrics as columns, `metrics/name`, which are also their tags."""
+    own = line.get("metrics")
+    return {**line, **{f"metrics/{name}": value for name, value in own.items()}} if isinstance(own, dict) else line
 
 
 def _read_config(folder: Path, notes: list[str]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class RunInfo:
         several: whether there may be more than one learner.
         learning_statistics: whether epochs have them.
         measures_noise: whether gradients are compared in training, so that there is an `efficiency`.
+        metrics: names of the metrics of evaluations, each of which may have several values: `name`, or `name/...`.
         hyper_parameters: plain values by the dotted keys of the command line.
     """
 
@@ -59,6 +60,7 @@ class RunInfo:
     several: bool = True
     learning_statistics: bool = False
     measures_noise: bool = False
+    metrics: tuple[str, ...] = ()
     hyper_parameters: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
 

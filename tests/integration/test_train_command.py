@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import pytest
 import torch
 from torch import nn
 
+import crossbow_py.report.__main__
 import crossbow_py.train.__main__
 from crossbow_py.core.errors import LearnerError
 from crossbow_py.core.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from crossbow_py.telemetry.console import ConsoleListener
 from crossbow_py.telemetry.records import read_metrics, read_summary
+from crossbow_py.telemetry.screen import fact
 from crossbow_py.train.__main__ import main
 from tests.event_files import read_events
 from tests.said import error_line
@@ -166,6 +169,34 @@ def test_metrics_by_their_targets_are_recorded_and_may_change_when_the_run_goes_
     each = [*f1, "metrics.f1.average=null"]
     assert train("max_epochs=2", "output_dir=run", "resume=auto", *each) == 0
     assert set(read_summary(Path("run"))["metrics"]) == {f"f1/{digit}" for digit in range(10)}
+
+
+def test_language_model_shows_its_perplexity_everywhere_without_being_asked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("text.txt").write_text("to be or not to be, that is the question. " * 40)
+    arguments = [
+        "model=gpt", "model.depth=1", "model.width=16", "model.heads=2", "data=text", "data.file=text.txt",
+        "data.context=8", "data.vocabulary=characters", "max_epochs=2", "num_learners=2", "executor=serial",
+        "device=cpu", "output_dir=run",
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    summary, lines = read_summary(Path("run")), read_metrics(Path("run/metrics.jsonl"))
+    for record in (summary, *lines):
+        assert record["metrics"] == {"perplexity": pytest.approx(math.exp(record["test_loss"]), rel=1e-12)}
+    said = capsys.readouterr().out
+    assert f" · perplexity {lines[0]['metrics']['perplexity']:.4g} · " in said
+    assert fact("perplexity", f"{summary['metrics']['perplexity']:.4g}") in said
+    events = read_events("run/tensorboard")
+    assert [each.value for each in events.Scalars("metrics/perplexity")] == [
+        pytest.approx(line["metrics"]["perplexity"], rel=1e-6) for line in lines
+    ]
+    charts = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    assert b"perplexity" in charts
+    assert crossbow_py.report.__main__.main(["run"]) == 0
+    page = Path("run/report/report.html").read_text()
+    assert f"<td>perplexity</td><td>{summary['metrics']['perplexity']:,.4g}</td>" in page
+    assert Path("run/report/metric_0_perplexity.png").is_file()
 
 
 def test_run_that_cannot_be_gone_on_with_is_one_error_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,13 @@ def _takes_classes(loss: Loss) -> bool:
     return function in functions or isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss)
 
 
+def is_surprise(loss: Loss) -> bool:
+    """Return whether a loss is the plain mean of −log p of the targets, whose exponential is the perplexity."""
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        return loss.weight is None and not getattr(loss, "label_smoothing", 0.0) and loss.reduction == "mean"
+    return loss in (nn.functional.cross_entropy, nn.functional.nll_loss)
+
+
 def scores_of(output: Tree) -> Tree:
     """Return the scores of a model's output: its entry `logits` or `out`, or its only tensor; else all of it."""
     if isinstance(output, Tensor):
@@ -104,11 +111,17 @@ def compared(loss: Loss, output: Tree, targets: Tensor, lead: int = 0) -> Compar
     is how language models have them; torch's own order is [B, V, T], which is left as it is, also if V = T.
     """
     output = scores_of(output) if takes_scores(loss) else output
-    if not isinstance(output, Tensor) or output.ndim != lead + 3 or output.shape[:-1] != targets.shape:
-        return Compared(output, targets)
-    if not _takes_classes(loss) or not has_integers(targets) or output.shape[-1] == output.shape[-2]:
+    if not has_tokens(loss, output, targets, lead):
         return Compared(output, targets)
     return Compared(output.flatten(lead, lead + 1), targets.flatten(lead, lead + 1))
+
+
+def has_tokens(loss: Loss, output: Tree, targets: Tensor, lead: int = 0) -> bool:
+    """Return whether a loss of classes meets the scores of tokens [..., B, T, V] and targets [..., B, T]."""
+    output = scores_of(output) if takes_scores(loss) else output
+    if not isinstance(output, Tensor) or output.ndim != lead + 3 or output.shape[:-1] != targets.shape:
+        return False
+    return _takes_classes(loss) and has_integers(targets) and output.shape[-1] != output.shape[-2]
 
 
 def correct_of_batch(

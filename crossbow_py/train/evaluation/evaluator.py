@@ -28,7 +28,9 @@ from crossbow_py.engine.modules.losses import (
     compared,
     correct_predictions,
     count_correct,
+    has_tokens,
     ignored_target,
+    is_surprise,
     non_finite_outputs,
     scores_of,
     takes_scores,
@@ -39,8 +41,10 @@ from crossbow_py.train.evaluation.metrics import Metric, RunningMetrics, has_sta
 State = Mapping[str, Tensor]  # a module's state dict, tied parameters once
 
 NUM_EXAMPLES = 24
+PERPLEXITY = "perplexity"
 
 _MOST_SAMPLES, _FEWEST_SAMPLES = 256, 8
+_LARGEST_EXPONENT = 709.0
 _MOST_VALUES = 2**22  # in a batch: 27 images of 224 x 224
 
 
@@ -62,8 +66,9 @@ class Evaluation:
     """Means over `num_samples`; `accuracy` is a fraction, None when the task is not classification.
 
     If the loss ignores some targets (see `ignored_target`), `loss` and `accuracy` are means over the others, such as
-    the pixels of masks that count. `num_non_finite` samples have outputs that are not finite; they count as wrong.
-    Only the first rank has `examples`.
+    the pixels of masks that count. `metrics` has the perplexity, exp(loss), where the loss is the plain cross-entropy
+    of tokens. `num_non_finite` samples have outputs that are not finite; they count as wrong. Only the first rank has
+    `examples`.
     """
 
     loss: float
@@ -164,9 +169,19 @@ class Evaluator:
     @torch.no_grad()
     def counts_correct(self, feed: Feed) -> bool:
         """Return whether these data have an accuracy: outputs are scores of classes, and targets are classes."""
+        return count_correct(*compared(self.loss, *self._tried(feed))) is not None
+
+    @torch.no_grad()
+    def metric_names(self, feed: Feed) -> tuple[str, ...]:
+        """Return the names of what evaluations of these data have in `metrics`; a name may stand for several values."""
+        own = PERPLEXITY if is_surprise(self.loss) and has_tokens(self.loss, *self._tried(feed)) else None
+        return tuple(filter(None, [own, *self.metrics]))
+
+    def _tried(self, feed: Feed) -> tuple[Tree, Tensor]:
+        """Return the template's outputs of two samples, and their targets."""
         batch, own = feed.first_samples(2), self.template
         model = self._runnable({**dict(own.named_parameters()), **dict(own.named_buffers())})
-        return count_correct(*compared(self.loss, call(model, batch.inputs), batch.targets)) is not None
+        return call(model, batch.inputs), batch.targets
 
     @torch.no_grad()
     def _tally(self, state: State, feed: Feed, ranks: Ranks, collects: bool) -> tuple[Tally, Examples | None]:
@@ -235,7 +250,7 @@ class Tally:
         self._evaluator, self._num_models = evaluator, num_models
         self._functions = {name: own for name, own in evaluator.metrics.items() if not has_states(own)}
         self._running = [RunningMetrics(evaluator.metrics, device) for _ in range(num_models)]
-        self._num_samples = 0
+        self._num_samples, self._has_tokens = 0, False
         self._sums = torch.zeros(num_models, 4 + len(self._functions), dtype=torch.float64, device=device)
 
     def add(self, outputs: Tree, targets: Tensor) -> None:
@@ -243,9 +258,9 @@ class Tally:
         evaluator, size, device = self._evaluator, len(targets), self._sums.device
         self._num_samples += size
         non_finite = non_finite_outputs(outputs, lead=1)
-        outputs, each_targets = compared(
-            evaluator.loss, outputs, targets.expand(self._num_models, *targets.shape), lead=1
-        )
+        every = targets.expand(self._num_models, *targets.shape)
+        self._has_tokens |= has_tokens(evaluator.loss, outputs, every, lead=1)
+        outputs, each_targets = compared(evaluator.loss, outputs, every, lead=1)
         targets = each_targets[0]
         ignored = None if targets.is_floating_point() else evaluator.ignored
         weight = _scalar(len(targets) if ignored is None else counted(targets, ignored).sum(), device)
@@ -269,14 +284,19 @@ class Tally:
         """
         found = []
         for own, running in zip(self._sums.tolist(), self._running, strict=True):  # host–device synchronisation on CUDA
-            count, *sums = ranks.sum([self._num_samples, *own])
+            count, with_tokens, *sums = ranks.sum([self._num_samples, self._has_tokens, *own])
             running.merge(ranks)
             with ranks.together():
-                found.append(self._evaluation(round(count), sums, running, examples))
+                found.append(self._evaluation(round(count), sums, with_tokens > 0, running, examples))
         return found
 
     def _evaluation(
-        self, num_samples: int, sums: Sequence[float], running: RunningMetrics, examples: Examples | None
+        self,
+        num_samples: int,
+        sums: Sequence[float],
+        has_tokens: bool,
+        running: RunningMetrics,
+        examples: Examples | None,
     ) -> Evaluation:
         num_counted, num_non_finite, correct, loss, *others = sums
         if not num_counted:
@@ -284,9 +304,12 @@ class Tally:
                 f"the loss leaves out every target of {num_samples:,} samples that are to be evaluated, so there is "
                 "nothing to measure; give targets that are classes, or leave these data out."
             )
+        mean_loss = loss / num_counted
         means = {name: total / num_samples for name, total in zip(self._functions, others, strict=True)}
+        if has_tokens and is_surprise(self._evaluator.loss):
+            means = {PERPLEXITY: math.exp(mean_loss) if mean_loss < _LARGEST_EXPONENT else math.inf, **means}
         return Evaluation(
-            loss=loss / num_counted,
+            loss=mean_loss,
             accuracy=None if math.isnan(correct) else correct / num_counted,
             num_samples=num_samples,
             metrics={**means, **running.values(self._evaluator.class_names)},

@@ -251,6 +251,7 @@ class Reporter:
 def run_info(run: Run, planned_samples: int | None) -> RunInfo:
     """Return the facts that are fixed when training starts."""
     settings, several = run.settings, run.settings.has_several(run.ranks.num_ranks)
+    measured = run.validation_feed or run.test_feed
     return RunInfo(
         experiment=run.experiment,
         model=run.names["model"],
@@ -281,6 +282,7 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
         replicas_differ=run.rule.has_central_model and not run.bank.replicas_identical,
         learning_statistics=settings.learning_statistics,
         measures_noise=run.state.noise is not None,
+        metrics=run.evaluator.metric_names(measured) if measured else (),
         hyper_parameters=hyper_parameters(run),
     )
 
