@@ -13,6 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from crossbow_py.report.reading import Point, RunRecord, Span
+from crossbow_py.telemetry.confusion_picture import confusion_picture
+from crossbow_py.telemetry.events import Images
 from crossbow_py.telemetry.figures import metric_names, number
 from crossbow_py.telemetry.timeline import ordered_rows
 
@@ -31,17 +33,19 @@ _TASK_COLOURS = {
 _OTHER_TASK = "#9d9da1"
 _Kind = tuple[str, str, str, Callable[[Sequence[RunRecord]], Figure | None]]  # name, title, caption, drawing
 _WIDTH_IN, _HEIGHT_IN = 7.2, 3.4
+_PAGE_DPI = 96
 _SAMPLES = "samples seen"
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture; `name` is that of its PNG, `caption` says how to read it."""
+    """A picture; `name` is that of its PNG, `caption` says how to read it, `is_wide` whether it has a row to itself."""
 
     name: str
     title: str
     caption: str
     figure: Figure
+    is_wide: bool = False
 
 
 def all_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
@@ -50,6 +54,12 @@ def all_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
         figure = draw(runs)
         if figure is not None:
             yield Chart(name, title, caption, figure)
+    for index, run in enumerate(runs):
+        if run.class_counts is not None:
+            several = len(runs) > 1
+            title = "Confusion matrix" + (f": {run.name}" if several else "")
+            name = f"confusion_{index}" if several else "confusion"
+            yield Chart(name, title, _CONFUSION, _picture(confusion_picture(run.class_counts)), is_wide=True)
     caption = _TIMELINE
     for index, run in enumerate(runs):
         strip = typical_rounds(run.spans)
@@ -209,6 +219,19 @@ def _timeline(strip: Strip) -> Figure:
     return figure
 
 
+def _picture(pixels: Images) -> Figure:
+    """Return a figure that is the picture; on a page a pixel is one of the picture's."""
+    height, width, _ = pixels.shape
+    figure = Figure(figsize=(width / _PAGE_DPI, height / _PAGE_DPI), dpi=_PAGE_DPI)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    axes.imshow(pixels, interpolation="antialiased", aspect="auto")
+    return figure
+
+
+_CONFUSION = (
+    "A row is a class, a column what it was predicted as; the redder, the more of the row. The folder has the counts."
+)
 _TIMELINE = (
     "A row is a stream, a bar a task while it ran, its number the round. Where averaging overlaps the next round's "
     "learning, learners did not wait for it. The whole of it is in trace.json: open it in ui.perfetto.dev."

@@ -112,7 +112,7 @@ class RunBuilder:
                 template, precision=choices.precision, loss=self.loss, metrics=self.metrics or {},
                 batch_size=evaluation_batch_size(values_per_sample(batch.inputs)),
                 max_batches=self.max_evaluation_batches, channels_last=settings.channels_last,
-                class_names=self.data.names_of_classes,
+                class_names=self.data.names_of_classes, counts_classes=True,
             ),
             train_feed=train_feed, validation_feed=validation_feed, test_feed=test_feed, collective=collective,
             ranks=ranks, nodes=ranks.nodes() if collective.apart else None, timeline=self.timeline,

@@ -76,6 +76,40 @@ def is_classification(outputs: Tree, targets: Tensor, lead: int = 0) -> bool:
     return shaped and not targets.is_floating_point()
 
 
+def has_classes(loss: Loss, outputs: Tree, targets: Tensor, lead: int = 0) -> bool:
+    """Return whether these are `is_classification`, or a class for each position, `[..., B, C, *]` and `[..., B, *]`.
+
+    The latter only to a loss of classes; others may compare anything.
+    """
+    if is_classification(outputs, targets, lead):
+        return True
+    if not isinstance(outputs, Tensor) or not has_integers(targets) or not _takes_classes(loss):
+        return False
+    at = lead + 1  # of the classes
+    around = (*outputs.shape[:at], *outputs.shape[at + 1 :])
+    return outputs.ndim > at + 1 and outputs.shape[at] > 1 and around == targets.shape
+
+
+def confusion_indices(scores: Tensor, targets: Tensor, ignored: int | None) -> Tensor:
+    """Return where each prediction counts in confusion matrices [K, C, C + 1] that are flat, with one place more each.
+
+    A row is a class, a column a prediction, the last one of scores that are not finite. Targets that are no class, or
+    `ignored`, count at the additional place. Nothing waits for the device.
+
+    Args:
+        scores: scores [K, B, C, ...].
+        targets: classes [B, ...].
+    """
+    num_classes = scores.shape[2]
+    largest, predicted = scores.max(2)
+    predicted = predicted.masked_fill(~largest.isfinite(), num_classes)
+    counts = (targets >= 0) & (targets < num_classes)
+    if ignored is not None:
+        counts &= counted(targets, ignored)
+    places = targets.long() * (num_classes + 1) + predicted
+    return places.masked_fill(~counts, num_classes * (num_classes + 1)).flatten(1)
+
+
 def ignored_target(loss: Loss) -> int | None:
     """Return the target that the loss leaves out of its mean; None if there is none, or if it is unknown."""
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):

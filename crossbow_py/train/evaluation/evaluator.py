@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,8 +27,10 @@ from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.losses import (
     Loss,
     compared,
+    confusion_indices,
     correct_predictions,
     count_correct,
+    has_classes,
     has_tokens,
     ignored_target,
     is_surprise,
@@ -36,12 +39,14 @@ from crossbow_py.engine.modules.losses import (
     takes_scores,
 )
 from crossbow_py.engine.modules.precision import Precision, cast_module
+from crossbow_py.telemetry.class_counts import ClassCounts
 from crossbow_py.train.evaluation.metrics import Metric, RunningMetrics, has_states
 
 State = Mapping[str, Tensor]  # a module's state dict, tied parameters once
 
 NUM_EXAMPLES = 24
 PERPLEXITY = "perplexity"
+MOST_CLASSES = 1000  # whose confusion matrix, with a million numbers, is counted
 
 _MOST_SAMPLES, _FEWEST_SAMPLES = 256, 8
 _LARGEST_EXPONENT = 709.0
@@ -67,8 +72,8 @@ class Evaluation:
 
     If the loss ignores some targets (see `ignored_target`), `loss` and `accuracy` are means over the others, such as
     the pixels of masks that count. `metrics` has the perplexity, exp(loss), where the loss is the plain cross-entropy
-    of tokens. `num_non_finite` samples have outputs that are not finite; they count as wrong. Only the first rank has
-    `examples`.
+    of tokens. `num_non_finite` samples have outputs that are not finite; they count as wrong. `class_counts` are
+    there for at most `MOST_CLASSES` classes, if the evaluator was asked for them. Only the first rank has `examples`.
     """
 
     loss: float
@@ -76,6 +81,7 @@ class Evaluation:
     num_samples: int
     metrics: dict[str, float] = field(default_factory=dict)
     num_non_finite: int = 0
+    class_counts: ClassCounts | None = field(default=None, compare=False, repr=False)
     examples: Examples | None = field(default=None, compare=False, repr=False)
 
 
@@ -88,7 +94,10 @@ def non_finite_remark(what: str, num_non_finite: int, num_samples: int) -> str:
 
 
 def mean_evaluation(each: Sequence[Evaluation]) -> Evaluation:
-    """Return the plain mean of several evaluations of the same samples, as of independent learners."""
+    """Return the plain mean of several evaluations of the same samples, as of independent learners.
+
+    Their confusion matrices are added, so that accuracy is that of the sum, too.
+    """
 
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(each)
@@ -104,8 +113,14 @@ def mean_evaluation(each: Sequence[Evaluation]) -> Evaluation:
             if all(name in one.metrics for one in each)
         },
         num_non_finite=max(one.num_non_finite for one in each),
+        class_counts=_summed([one.class_counts for one in each]),
         examples=each[0].examples,
     )
+
+
+def _summed(each: Sequence[ClassCounts | None]) -> ClassCounts | None:
+    known = [own for own in each if own is not None]
+    return replace(known[0], counts=np.sum([own.counts for own in known], axis=0)) if len(known) == len(each) else None
 
 
 def evaluation_batch_size(values_per_sample: int) -> int:
@@ -124,7 +139,8 @@ class Evaluator:
         batch_size: samples per batch.
         max_batches: stop after this many batches; None is the whole data set.
         channels_last: whether 4-D weights are in channels-last format.
-        class_names: names of the classes, for metrics with a value for each.
+        class_names: names of the classes, for metrics with a value for each, and for the confusion matrix.
+        counts_classes: whether to count a confusion matrix, if samples have classes.
     """
 
     def __init__(
@@ -138,11 +154,12 @@ class Evaluator:
         max_batches: int | None = None,
         channels_last: bool = True,
         class_names: Sequence[str] = (),
+        counts_classes: bool = False,
     ) -> None:
         self.template, self.precision = template, precision
         self.loss, self.metrics, self.ignored = loss, dict(metrics), ignored_target(loss)
         self.batch_size, self.max_batches, self.channels_last = batch_size, max_batches, channels_last
-        self.class_names = class_names
+        self.class_names, self.counts_classes = class_names, counts_classes
 
     def module(self, state: State) -> nn.Module:
         """Return a module with this state, in master precision and evaluation mode."""
@@ -174,8 +191,9 @@ class Evaluator:
     @torch.no_grad()
     def metric_names(self, feed: Feed) -> tuple[str, ...]:
         """Return the names of what evaluations of these data have in `metrics`; a name may stand for several values."""
-        own = PERPLEXITY if is_surprise(self.loss) and has_tokens(self.loss, *self._tried(feed)) else None
-        return tuple(filter(None, [own, *self.metrics]))
+        may_have_tokens = is_surprise(self.loss) and feed.first_samples(2).targets.ndim == 2
+        own = [PERPLEXITY] if may_have_tokens and has_tokens(self.loss, *self._tried(feed)) else []
+        return (*own, *self.metrics)
 
     def _tried(self, feed: Feed) -> tuple[Tree, Tensor]:
         """Return the template's outputs of two samples, and their targets."""
@@ -251,6 +269,8 @@ class Tally:
         self._functions = {name: own for name, own in evaluator.metrics.items() if not has_states(own)}
         self._running = [RunningMetrics(evaluator.metrics, device) for _ in range(num_models)]
         self._num_samples, self._has_tokens = 0, False
+        self._matrices: Tensor | None = None  # [K, C·(C + 1) + 1], see `confusion_indices`
+        self._num_classes, self._of_positions = 0, False
         self._sums = torch.zeros(num_models, 4 + len(self._functions), dtype=torch.float64, device=device)
 
     def add(self, outputs: Tree, targets: Tensor) -> None:
@@ -271,11 +291,37 @@ class Tally:
         each = [map_tree(itemgetter(row), outputs) for row in range(self._num_models)]
         for running, output in zip(self._running, each, strict=True):
             running.update(output, targets, ignored)
+        if evaluator.counts_classes:
+            self._count_classes(scores_of(outputs), each_targets)
         functions = [evaluator.loss, *self._functions.values()]  # last, as they may write the outputs
         means = [[_scalar(function(output, targets), device) for function in functions] for output in each]
         found = torch.stack([torch.stack(own) for own in means])
         loss = torch.where(weight > 0, found[:, 0] * weight, 0.0)  # the mean of no targets is NaN
         self._sums += torch.column_stack([*columns, loss, found[:, 1:] * size])
+
+    def _count_classes(self, scores: Tree, targets: Tensor) -> None:
+        if not has_classes(self._evaluator.loss, scores, targets, lead=1) or scores.shape[2] > MOST_CLASSES:
+            return
+        if self._matrices is None:
+            self._num_classes, self._of_positions = scores.shape[2], targets.ndim > 2
+            size = self._num_classes * (self._num_classes + 1) + 1
+            self._matrices = torch.zeros(self._num_models, size, dtype=torch.int64, device=scores.device)
+        indices = confusion_indices(scores, targets[0], self._evaluator.ignored)
+        self._matrices.scatter_add_(1, indices, torch.ones_like(indices))
+
+    def _class_counts(self, row: int, ranks: Ranks) -> ClassCounts | None:
+        """Return the confusion matrix of a model over all ranks. All ranks together."""
+        every = ranks.gather([self._num_classes, self._of_positions]) if self._evaluator.counts_classes else []
+        num_classes = int(max((own for own, _ in every), default=0))
+        if num_classes == 0:
+            return None
+        shape = num_classes, num_classes + 1
+        total = torch.zeros(shape, dtype=torch.int64)  # also where a rank has no batch
+        if self._matrices is not None:
+            total += self._matrices[row, :-1].view(shape).cpu()
+        ranks.add(total)
+        of_positions = any(own for _, own in every)
+        return ClassCounts(total.numpy(), tuple(self._evaluator.class_names), of_positions)
 
     def evaluations(self, ranks: Ranks = ALONE, examples: Examples | None = None) -> list[Evaluation]:
         """Return the evaluation of each model over all ranks' batches. All ranks together.
@@ -283,20 +329,17 @@ class Tally:
         Raises BadDataError if the loss ignores every target, UserError if a metric fails.
         """
         found = []
-        for own, running in zip(self._sums.tolist(), self._running, strict=True):  # host–device synchronisation on CUDA
+        for row, own in enumerate(self._sums.tolist()):  # host–device synchronisation on CUDA
             count, with_tokens, *sums = ranks.sum([self._num_samples, self._has_tokens, *own])
-            running.merge(ranks)
+            self._running[row].merge(ranks)
+            class_counts = self._class_counts(row, ranks)
             with ranks.together():
-                found.append(self._evaluation(round(count), sums, with_tokens > 0, running, examples))
+                evaluation = self._evaluation(round(count), sums, with_tokens > 0, self._running[row])
+            found.append(replace(evaluation, class_counts=class_counts, examples=examples))
         return found
 
     def _evaluation(
-        self,
-        num_samples: int,
-        sums: Sequence[float],
-        has_tokens: bool,
-        running: RunningMetrics,
-        examples: Examples | None,
+        self, num_samples: int, sums: Sequence[float], has_tokens: bool, running: RunningMetrics
     ) -> Evaluation:
         num_counted, num_non_finite, correct, loss, *others = sums
         if not num_counted:
@@ -314,7 +357,6 @@ class Tally:
             num_samples=num_samples,
             metrics={**means, **running.values(self._evaluator.class_names)},
             num_non_finite=round(num_non_finite),
-            examples=examples,
         )
 
 
