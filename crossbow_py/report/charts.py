@@ -39,13 +39,17 @@ _SAMPLES = "samples seen"
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture; `name` is that of its PNG, `caption` says how to read it, `is_wide` whether it has a row to itself."""
+    """A picture; `name` is that of its PNG, `caption` says how to read it, `is_wide` whether it has a row to itself.
+
+    It `is_folded` up on a page where there are more of its kind.
+    """
 
     name: str
     title: str
     caption: str
     figure: Figure
     is_wide: bool = False
+    is_folded: bool = False
 
 
 def all_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
@@ -59,7 +63,8 @@ def all_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
             several = len(runs) > 1
             title = "Confusion matrix" + (f": {run.name}" if several else "")
             name = f"confusion_{index}" if several else "confusion"
-            yield Chart(name, title, _CONFUSION, _picture(confusion_picture(run.class_counts)), is_wide=True)
+            figure = _picture(confusion_picture(run.class_counts))
+            yield Chart(name, title, _CONFUSION, figure, is_wide=True, is_folded=several)
     caption = _TIMELINE
     for index, run in enumerate(runs):
         strip = typical_rounds(run.spans)
@@ -175,7 +180,7 @@ def _single(tag: str, column: str, label: str) -> Callable[[Sequence[RunRecord]]
 def _metrics(runs: Sequence[RunRecord]) -> list[_Kind]:
     """Return a chart for each metric, without metrics of many values."""
     return [
-        (f"metric_{number}_{re.sub(r'[^0-9A-Za-z]+', '_', name)[:40]}", name, _MEASURED,
+        (f"metric_{number}_{re.sub(r'[^0-9A-Za-z]+', '_', name)[:40]}", name[:1].upper() + name[1:], _MEASURED,
          _single(f"metrics/{name}", f"metrics/{name}", name))
         for number, name in enumerate(metric_names(runs))
     ]  # fmt: skip

@@ -79,11 +79,13 @@ def _figure(chart: Chart) -> str:
     picture = io.BytesIO()
     chart.figure.savefig(picture, format="svg", metadata={"Date": None})
     content = base64.b64encode(picture.getvalue()).decode("ascii")
-    kind = ' class="wide"' if chart.is_wide else ""
-    return (
-        f'<figure{kind}><h2>{escape(chart.title)}</h2><img alt="{escape(chart.title)}" '
-        f'src="data:image/svg+xml;base64,{content}"><p class="caption">{escape(chart.caption)}</p></figure>\n'
+    kind, title = ' class="wide"' if chart.is_wide else "", escape(chart.title)
+    shown = (
+        f'<img alt="{title}" src="data:image/svg+xml;base64,{content}"><p class="caption">{escape(chart.caption)}</p>'
     )
+    if chart.is_folded:
+        return f"<figure{kind}><details><summary>{title}</summary>{shown}</details></figure>\n"
+    return f"<figure{kind}><h2>{title}</h2>{shown}</figure>\n"
 
 
 def _classes(runs: Sequence[RunRecord]) -> str:

@@ -43,8 +43,7 @@ def figures(runs: Sequence[RecordedRun]) -> Rows:
     Figures that no run has are left out.
     """
     return [
-        *_rows(_RESULTS, runs),
-        *_rows([(name, _metric(name)) for name in metric_names(runs)], runs),
+        *_rows([*_MEASURED, *((name, _metric(name)) for name in metric_names(runs)), *_SPENT], runs),
         *((name, values) for name, values in _rows(_SETTINGS, runs) if len(set(values)) > 1),
     ]
 
@@ -116,11 +115,13 @@ def _setting(key: str) -> Callable[[RecordedRun], str]:
 
 
 _Kind = tuple[str, Callable[[RecordedRun], str]]
-_RESULTS: tuple[_Kind, ...] = (
+_MEASURED: tuple[_Kind, ...] = (
     ("status", lambda run: run.status.replace("_", " ")),
     ("test accuracy", _number("test_accuracy", ".4f", "test_accuracy")),
     ("best test accuracy", _number("best_test_accuracy", ".4f")),
     ("best validation accuracy", _number("best_validation_accuracy", ".4f")),
+)
+_SPENT: tuple[_Kind, ...] = (
     ("time to accuracy", _time("time_to_accuracy_s")),
     ("time of training", _time("train_time_s", "elapsed_s")),
     ("time in all", _time("wall_time_s")),

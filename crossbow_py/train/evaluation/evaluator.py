@@ -140,7 +140,7 @@ class Evaluator:
         max_batches: stop after this many batches; None is the whole data set.
         channels_last: whether 4-D weights are in channels-last format.
         class_names: names of the classes, for metrics with a value for each, and for the confusion matrix.
-        counts_classes: whether to count a confusion matrix, if samples have classes.
+        counts_classes: whether to count a confusion matrix, if samples have classes, or tokens have some with names.
     """
 
     def __init__(
@@ -291,7 +291,8 @@ class Tally:
         each = [map_tree(itemgetter(row), outputs) for row in range(self._num_models)]
         for running, output in zip(self._running, each, strict=True):
             running.update(output, targets, ignored)
-        if evaluator.counts_classes:
+        # The next token of a text is a class, but a matrix of what has no names tells nothing.
+        if evaluator.counts_classes and (evaluator.class_names or not self._has_tokens):
             self._count_classes(scores_of(outputs), each_targets)
         functions = [evaluator.loss, *self._functions.values()]  # last, as they may write the outputs
         means = [[_scalar(function(output, targets), device) for function in functions] for output in each]

@@ -45,6 +45,8 @@ def test_metrics_are_figures_but_for_those_of_many_values() -> None:
         "perplexity": ["1,235", "2", ""],
         "roc/a": ["0.25", "", ""],
     }
+    names = [name for name, _ in figures([recorded("finished", summary={**SUMMARY, "metrics": {"roc": 0.25}})])]
+    assert names[:4] == ["status", "test accuracy", "roc", "time to accuracy"]
 
 
 def test_settings_that_are_alike_stand_apart_from_the_table() -> None:

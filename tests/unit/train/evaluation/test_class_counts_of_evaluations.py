@@ -78,11 +78,12 @@ def test_masks_count_their_pixels() -> None:
     assert found.figures()[0].iou == pytest.approx(one[0] / (one.sum() + found.counts[1:, 0].sum()))
 
 
-def test_tokens_are_counted_as_samples() -> None:
+def test_tokens_are_counted_as_samples_if_their_classes_have_names() -> None:
     ids = torch.randint(7, (10, 5), generator=torch.Generator().manual_seed(0))
     targets = (ids % 3).masked_fill(torch.arange(5) > 2, -100)
     model = Tokens().double()
-    found = counted(model, ids, targets)
+    assert counted(model, ids, targets) is None
+    found = counted(model, ids, targets, class_names=("none", "person", "place"))
     assert found.counts.tolist() == reference(model(ids).detach().reshape(-1, 3).numpy(), targets.flatten().numpy())
     assert not found.of_positions
 
