@@ -61,6 +61,11 @@ class JobConfig(JobSettings):
     resume: str | None = setting(None, "null, auto (newest valid checkpoint) or the path of a run or checkpoint folder")
     output_dir: str | None = setting(None, "the run's folder; null is runs/<experiment>/<time>")
     checkpoint_every_s: float | None = setting(None, "seconds between checkpoints; null for none", above=0)
+    metrics: dict[str, Any] = setting(
+        {},
+        "further metrics of evaluations: metrics.NAME.target=package.module.name, with its arguments beside it, as in "
+        "metrics.f1.num_classes=10",
+    )
     model: Any = group("the network")
     data: Any = group("the data set, its augmentation and where its files are")
     optimizer: Any = group("each learner's own optimizer")
@@ -84,11 +89,6 @@ class TrainConfig(JobConfig, RunSettings, StopConditions):
 
     max_epochs: float | None = setting(10.0, "stop after this many passes over the training set", above=0)
     max_evaluation_batches: int | None = setting(None, "the most batches to evaluate on; null is all", minimum=1)
-    metrics: dict[str, Any] = setting(
-        {},
-        "further metrics of evaluations: metrics.NAME.target=package.module.name, with its arguments beside it, as in "
-        "metrics.f1.num_classes=10",
-    )
     init_from: str | None = setting(None, "safetensors file with the initial weights (fine-tuning)")
     trace: bool = setting(
         False, "write a timeline of tasks to trace.json in the run's folder (open it in ui.perfetto.dev)"
