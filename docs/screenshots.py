@@ -40,6 +40,7 @@ PAGES = {
     "tensorboard_hparams": ("hparams", (1500, 560)),
 }
 REPORTS = {"report": 1640, "report_top": 800}  # the page and its beginning, as high as that
+CONFUSION = "confusion_matrix"  # of the first run, a picture of the report
 _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -99,7 +100,11 @@ def screenshot(url: str, path: Path, size: tuple[int, int]) -> None:
             f"--virtual-time-budget={_PAGE_MS}", f"--screenshot={path}", url,
         ]  # fmt: skip
         subprocess.run(command, check=True, timeout=180, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    Image.open(path).convert("RGB").quantize(_COLOURS).save(path, optimize=True)
+    _reduce(path, path)
+
+
+def _reduce(source: Path, path: Path) -> None:
+    Image.open(source).convert("RGB").quantize(_COLOURS).save(path, optimize=True)
 
 
 def train(folder: Path) -> None:
@@ -125,7 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         subprocess.run(report, cwd=folder, check=True)
         for name, height in REPORTS.items():
             screenshot((folder / "report" / "report.html").resolve().as_uri(), IMAGES / f"{name}.png", (1200, height))
-    print(f"written to {IMAGES.relative_to(ROOT)}: {', '.join([*PAGES, *REPORTS])}")
+        _reduce(folder / "report" / "confusion_0.png", IMAGES / f"{CONFUSION}.png")
+    print(f"written to {IMAGES.relative_to(ROOT)}: {', '.join([*PAGES, *REPORTS, CONFUSION])}")
     return 0
 
 

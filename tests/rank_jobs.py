@@ -27,6 +27,7 @@ from crossbow_py.train.evaluation.learning_measurement import LearningMeasuremen
 from crossbow_py.train.tuning.learner_tuning import LearnerTuning
 from tests import trainers
 from tests.ranks import Raised, on_ranks
+from tests.state_metrics import MacroF1
 from tests.trainers import Recorder, image_model, images, make_trainer
 
 Values = npt.NDArray[np.float64]
@@ -224,14 +225,15 @@ def starts_taken(ranks: Ranks, options: dict[str, Any], num_rounds: int) -> list
 
 
 def evaluate_twice(ranks: Ranks, options: dict[str, Any]) -> tuple[Any, Any]:
-    """(over all ranks, by this rank alone): loss, accuracy, number of samples and a metric of one state."""
-    trainer = image_trainer(ranks, metrics={"largest": lambda outputs, targets: outputs.abs().mean()}, **options)
+    """(over all ranks, by this rank alone): loss, accuracy, number of samples and metrics of one state."""
+    metrics = {"largest": lambda outputs, targets: outputs.abs().mean(), "f1": MacroF1(3)}
+    trainer = image_trainer(ranks, metrics=metrics, **options)
     parts = trainer.run
     parts.evaluator.batch_size = 4
     trainer.fit(max_rounds=5)
     (state,) = parts.final_states(0)
     found = [parts.evaluator.evaluate(state, parts.test_feed, each) for each in (ranks, Ranks())]
-    shared, alone = ((each.loss, each.accuracy, each.num_samples, each.metrics["largest"]) for each in found)
+    shared, alone = ((each.loss, each.accuracy, each.num_samples, *each.metrics.values()) for each in found)
     return shared, alone
 
 

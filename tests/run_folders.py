@@ -7,6 +7,7 @@ from typing import Any
 
 from crossbow_py.cli.config_files import write_yaml
 from crossbow_py.cli.configuration import compose
+from crossbow_py.telemetry.class_counts import ClassCounts
 from crossbow_py.telemetry.events import LearnerCount
 from crossbow_py.telemetry.records import CONFIG_FILE, file_listeners
 from crossbow_py.telemetry.timeline import TRACE_FILE, Timeline
@@ -16,19 +17,34 @@ from tests.unit.telemetry.conftest import Events
 MS = 1_000_000  # in nanoseconds
 
 
-def write_run(folder: Path, *overrides: str, epochs: int = 3, summary: dict[str, Any] | None = None) -> Path:
+def write_run(
+    folder: Path,
+    *overrides: str,
+    epochs: int = 3,
+    summary: dict[str, Any] | None = None,
+    class_counts: ClassCounts | None = None,
+) -> Path:
     """A run of two learners that ended, with a decision of the auto-tuner after its first epoch."""
-    _begin(folder, overrides, epochs, {} if summary is None else summary)
+    classes = {} if class_counts is None else {"per_class": class_counts.figures()}
+    _begin(folder, overrides, epochs, {**classes, **(summary or {})}, class_counts)
     return folder
 
 
-def write_unfinished(folder: Path, *overrides: str, epochs: int = 3) -> Path:
+def write_unfinished(
+    folder: Path, *overrides: str, epochs: int = 3, class_counts: ClassCounts | None = None
+) -> Path:
     """One that was killed."""
-    _begin(folder, overrides, epochs, None)
+    _begin(folder, overrides, epochs, None, class_counts)
     return folder
 
 
-def _begin(folder: Path, overrides: tuple[str, ...], epochs: int, summary: dict[str, Any] | None) -> None:
+def _begin(
+    folder: Path,
+    overrides: tuple[str, ...],
+    epochs: int,
+    summary: dict[str, Any] | None,
+    class_counts: ClassCounts | None = None,
+) -> None:
     folder.mkdir(parents=True)
     plain = config_to_mapping(compose(["+experiment=digits", *overrides], TrainConfig))
     (folder / CONFIG_FILE).write_text(write_yaml(plain), encoding="utf-8")
@@ -40,6 +56,8 @@ def _begin(folder: Path, overrides: tuple[str, ...], epochs: int, summary: dict[
             listener.on_epoch(Events.epoch_record(epoch, test_accuracy=0.5 + epoch / 10))
             if epoch == 1:
                 listener.on_learner_count(LearnerCount("grow", 2, "1 → 2 learners: 250 images/s with 1.", 1000, 4.0))
+        if class_counts is not None:
+            listener.on_class_counts(class_counts, "test", 1000 * epochs)
         if summary is not None:
             listener.on_end(Events.summary(**summary))
         listener.close()

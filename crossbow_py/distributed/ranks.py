@@ -6,7 +6,9 @@ raised on all; the first rank prints it.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,6 +56,23 @@ class Ranks:
     def gather_texts(self, text: str) -> list[str]:
         """Return every rank's text, in rank order. Blocks until all ranks have called it."""
         return [text]
+
+    def gather_tensors(self, values: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return every rank's tensors on the host, in rank order and to the bit. All ranks call it together.
+
+        Ranks may give other numbers of tensors, of other shapes and dtypes.
+        """
+        if self.num_ranks == 1:
+            return [list(values)]
+        own = [_as_bytes(each) for each in values]
+        forms = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in values]
+        every = [json.loads(text) for text in self.gather_texts(json.dumps([forms, sum(map(len, own))]))]
+        starts = [0, *itertools.accumulate(size for _, size in every)]
+        held = torch.zeros(starts[-1], dtype=torch.uint8)
+        if own:
+            held[starts[self.rank] : starts[self.rank + 1]] = torch.cat(own)
+        self.add(held)  # every byte is zero on all ranks but one
+        return [_from_bytes(held[start:], rank_forms) for start, (rank_forms, _) in zip(starts, every, strict=False)]
 
     def nodes(self) -> list[int]:
         """Return, for every rank in rank order, the first rank on the same node."""
@@ -122,6 +141,21 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the process group. Does not raise."""
+
+
+def _as_bytes(values: Tensor) -> Tensor:
+    return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _from_bytes(held: Tensor, forms: Sequence[tuple[str, Sequence[int]]]) -> list[Tensor]:
+    """Return the tensors whose bytes are one behind the other, given their dtypes and shapes."""
+    found, at = [], 0
+    for name, shape in forms:
+        dtype: torch.dtype = getattr(torch, name)
+        size = math.prod(shape) * dtype.itemsize
+        found.append(held[at : at + size].clone().view(dtype).view(list(shape)))
+        at += size
+    return found
 
 
 ALONE = Ranks()

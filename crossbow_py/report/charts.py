@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from crossbow_py.report.reading import Point, RunRecord, Span
-from crossbow_py.telemetry.figures import number
+from crossbow_py.telemetry.confusion_picture import confusion_picture
+from crossbow_py.telemetry.events import Images
+from crossbow_py.telemetry.figures import metric_names, number
 from crossbow_py.telemetry.timeline import ordered_rows
 
 ROUNDS_SHOWN = 3
@@ -28,26 +31,40 @@ _TASK_COLOURS = {
     "gradient mean": "#b279a2",
 }  # fmt: skip
 _OTHER_TASK = "#9d9da1"
+_Kind = tuple[str, str, str, Callable[[Sequence[RunRecord]], Figure | None]]  # name, title, caption, drawing
 _WIDTH_IN, _HEIGHT_IN = 7.2, 3.4
+_PAGE_DPI = 96
 _SAMPLES = "samples seen"
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture; `name` is that of its PNG, `caption` says how to read it."""
+    """A picture; `name` is that of its PNG, `caption` says how to read it, `is_wide` whether it has a row to itself.
+
+    It `is_folded` up on a page where there are more of its kind.
+    """
 
     name: str
     title: str
     caption: str
     figure: Figure
+    is_wide: bool = False
+    is_folded: bool = False
 
 
 def all_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
     """Every chart that has something to show, in the order of the page; a timeline for each run that has one."""
-    for name, title, caption, draw in _CHARTS:
+    for name, title, caption, draw in (*_LEARNING, *_metrics(runs), *_OTHERS):
         figure = draw(runs)
         if figure is not None:
             yield Chart(name, title, caption, figure)
+    for index, run in enumerate(runs):
+        if run.class_counts is not None:
+            several = len(runs) > 1
+            title = "Confusion matrix" + (f": {run.name}" if several else "")
+            name = f"confusion_{index}" if several else "confusion"
+            figure = _picture(confusion_picture(run.class_counts))
+            yield Chart(name, title, _CONFUSION, figure, is_wide=True, is_folded=several)
     caption = _TIMELINE
     for index, run in enumerate(runs):
         strip = typical_rounds(run.spans)
@@ -91,7 +108,7 @@ def _draw(axes: Axes, points: Sequence[Point], index: int, label: str | None, st
 
 def _finished(figure: Figure, panels: Sequence[Axes], x_label: str, y_labels: Sequence[str]) -> Figure:
     for axes, y_label in zip(panels, y_labels, strict=True):
-        axes.set_ylabel(y_label)
+        axes.set_ylabel(_plain(y_label))
         if len(axes.get_legend_handles_labels()[0]) > 1:
             axes.legend(fontsize=8, frameon=False)
     panels[-1].set_xlabel(x_label)
@@ -160,6 +177,15 @@ def _single(tag: str, column: str, label: str) -> Callable[[Sequence[RunRecord]]
     return draw
 
 
+def _metrics(runs: Sequence[RunRecord]) -> list[_Kind]:
+    """Return a chart for each metric, without metrics of many values."""
+    return [
+        (f"metric_{number}_{re.sub(r'[^0-9A-Za-z]+', '_', name)[:40]}", name[:1].upper() + name[1:], _MEASURED,
+         _single(f"metrics/{name}", f"metrics/{name}", name))
+        for number, name in enumerate(metric_names(runs))
+    ]  # fmt: skip
+
+
 def _averaging(runs: Sequence[RunRecord]) -> Figure | None:
     figure, (spread, correction) = _axes(_HEIGHT_IN * 1.35, rows=2)
     # Learners that average gradients are all the same.
@@ -198,16 +224,32 @@ def _timeline(strip: Strip) -> Figure:
     return figure
 
 
+def _picture(pixels: Images) -> Figure:
+    """Return a figure that is the picture; on a page a pixel is one of the picture's."""
+    height, width, _ = pixels.shape
+    figure = Figure(figsize=(width / _PAGE_DPI, height / _PAGE_DPI), dpi=_PAGE_DPI)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    axes.imshow(pixels, interpolation="antialiased", aspect="auto")
+    return figure
+
+
+_CONFUSION = (
+    "A row is a class, a column what it was predicted as; the redder, the more of the row. The folder has the counts."
+)
 _TIMELINE = (
     "A row is a stream, a bar a task while it ran, its number the round. Where averaging overlaps the next round's "
     "learning, learners did not wait for it. The whole of it is in trace.json: open it in ui.perfetto.dev."
 )
-_CHARTS: tuple[tuple[str, str, str, Callable[[Sequence[RunRecord]], Figure | None]], ...] = (
+_MEASURED = "Of the test data, or the validation data where there is some."
+_LEARNING: tuple[_Kind, ...] = (
     ("accuracy", "Accuracy", "Of the test data, or the validation data where there is some; dotted: of training.",
      _accuracy),
     ("accuracy_by_time", "Accuracy over time", "Evaluation does not count as training; dashed: the target was reached.",
      _accuracy_by_time),
     ("loss", "Loss", "Of the test data, or the validation data where there is some; dotted: of training.", _loss),
+)  # fmt: skip
+_OTHERS: tuple[_Kind, ...] = (
     ("throughput", "Throughput and learners", "Below, what the auto-tuner made of the number of learners, if asked to.",
      _throughput),
     ("averaging", "Averaging", "How far learners are from the average model z, and how far a round moves it.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from html import escape
 
@@ -13,7 +13,11 @@ from crossbow_py.core.settings import written
 from crossbow_py.core.version import __version__
 from crossbow_py.report.charts import Chart, colour
 from crossbow_py.report.reading import RunRecord
+from crossbow_py.telemetry.class_counts import MEAN, ClassFigures, mean_figures, written_share
 from crossbow_py.telemetry.figures import figures, number, same_settings
+
+_CLASS_FIGURES = {"precision": "precision", "recall": "recall", "f1": "F1", "iou": "IoU"}
+_MOST_CLASSES = 25  # in a table that is open
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; }
@@ -26,6 +30,7 @@ th:first-child, td:first-child { text-align: left; } td.text { text-align: left;
 .charts { display: grid; gap: 1.6rem 1.2rem; margin-top: 2rem;
   grid-template-columns: repeat(auto-fit, minmax(470px, 1fr)); }
 figure { margin: 0; } figure img { background: #fff; border-radius: 6px; width: 100%; }
+figure.wide { grid-column: 1 / -1; } figure.wide img { max-width: fit-content; }
 figure h2 { margin: 0 0 .3rem; } .dot { border-radius: 50%; display: inline-block; height: .7em; width: .7em; }
 pre { background: var(--soft); overflow-x: auto; padding: .8rem; } ul { padding-left: 1.2rem; }
 """
@@ -40,6 +45,7 @@ def as_html(runs: Sequence[RunRecord], charts: Sequence[Chart], now: datetime) -
         f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>" if notes else "",
         _figures(runs),
         f'<div class="charts">{"".join(map(_figure, charts))}</div>',
+        _classes(runs),
         _decisions(runs),
         _differences(runs),
         *(_configuration(run) for run in runs),
@@ -73,10 +79,58 @@ def _figure(chart: Chart) -> str:
     picture = io.BytesIO()
     chart.figure.savefig(picture, format="svg", metadata={"Date": None})
     content = base64.b64encode(picture.getvalue()).decode("ascii")
-    return (
-        f'<figure><h2>{escape(chart.title)}</h2><img alt="{escape(chart.title)}" '
-        f'src="data:image/svg+xml;base64,{content}"><p class="caption">{escape(chart.caption)}</p></figure>\n'
+    kind, title = ' class="wide"' if chart.is_wide else "", escape(chart.title)
+    shown = (
+        f'<img alt="{title}" src="data:image/svg+xml;base64,{content}"><p class="caption">{escape(chart.caption)}</p>'
     )
+    if chart.is_folded:
+        return f"<figure{kind}><details><summary>{title}</summary>{shown}</details></figure>\n"
+    return f"<figure{kind}><h2>{title}</h2>{shown}</figure>\n"
+
+
+def _classes(runs: Sequence[RunRecord]) -> str:
+    """Return the table of classes: of one run all figures, of several each run's F1, or IoU of masks."""
+    found = [_class_figures(run) for run in runs]
+    names = dict.fromkeys(each.name for own in found for each in own)
+    if not names:
+        return ""
+    if len(runs) == 1:
+        shown = [kind for kind in _CLASS_FIGURES if any(getattr(each, kind) is not None for each in found[0])]
+        heads = ["class", *(_CLASS_FIGURES[kind] for kind in shown), "support"]
+        rows = [
+            [escape(each.name), *(written_share(getattr(each, kind)) for kind in shown), f"{each.support:,}"]
+            for each in (*found[0], mean_figures(found[0]))
+        ]
+        title = "Classes"
+    else:
+        kind = "iou" if any(each.iou is not None for own in found for each in own) else "f1"
+        by_name = [{each.name: getattr(each, kind) for each in (*own, mean_figures(own))} for own in found]
+        heads = ["class", *_names(runs)]
+        rows = [
+            [escape(name), *(written_share(own.get(name)) for own in by_name)] for name in (*names, MEAN)
+        ]
+        title = f"{_CLASS_FIGURES[kind]} of the classes"
+    table = f"<h2>{title}</h2>" + _table(heads, rows)
+    if len(names) <= _MOST_CLASSES:
+        return table
+    return f"<details><summary>{title}, {len(names)} of them</summary>{_table(heads, rows)}</details>"
+
+
+def _class_figures(run: RunRecord) -> tuple[ClassFigures, ...]:
+    """Return the summary's figures; without a summary those of the newest confusion matrix."""
+    saved = run.summary.get("per_class")
+    if isinstance(saved, list) and (found := [_read_figures(each) for each in saved]) and all(found):
+        return tuple(each for each in found if each)
+    return run.class_counts.figures() if run.class_counts else ()
+
+
+def _read_figures(saved: object) -> ClassFigures | None:
+    """Return the figures of a class in a summary, which may be damaged."""
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("name"), str):
+        return None
+    support = number(saved.get("support"))
+    shares = {kind: number(saved.get(kind)) for kind in _CLASS_FIGURES}
+    return ClassFigures(name=saved["name"], support=int(support or 0), **shares)
 
 
 def _decisions(runs: Sequence[RunRecord]) -> str:

@@ -11,11 +11,13 @@ from typing import Any
 from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.file_locks import is_held
-from crossbow_py.core.files import check_own
+from crossbow_py.core.files import check_own, read_text
 from crossbow_py.search.events import SEARCH_FILE
+from crossbow_py.telemetry.class_counts import ClassCounts, from_csv
 from crossbow_py.telemetry.figures import MOST_RUNS, RecordedRun, number
 from crossbow_py.telemetry.records import (
     CONFIG_FILE,
+    CONFUSION_FILES,
     METRICS_FILE,
     SUMMARY_FILE,
     TENSORBOARD_FOLDER,
@@ -51,6 +53,7 @@ class RunRecord(RecordedRun):
         decisions: those of the auto-tuner.
         curves: scalars by tag, as (samples seen, value).
         spans: of the timeline, in the order they began.
+        class_counts: the confusion matrix of the test data, or of the validation data in a run that has not ended.
         notes: what is missing or cannot be read.
     """
 
@@ -58,6 +61,7 @@ class RunRecord(RecordedRun):
     decisions: Sequence[Mapping[str, Any]] = ()
     curves: Mapping[str, Sequence[Point]] = field(default_factory=dict)
     spans: Sequence[Span] = ()
+    class_counts: ClassCounts | None = None
     notes: Sequence[str] = ()
 
     def by_epoch(self, key: str, x: str = "samples_seen") -> list[Point]:
@@ -151,6 +155,7 @@ def _read_run(folder: Path, name: str) -> RunRecord:
         summary=summary,
         curves=_read_curves(folder / TENSORBOARD_FOLDER, epochs, notes),
         spans=_read_spans(folder / TRACE_FILE, notes),
+        class_counts=_read_class_counts(folder, notes),
         notes=notes,
     )
 
@@ -168,9 +173,15 @@ def _read_metrics(folder: Path, notes: list[str]) -> tuple[list[dict[str, Any]],
     if damaged:
         notes.append(f"{METRICS_FILE} has {damaged} line{'s' if damaged > 1 else ''} that cannot be read")
     lines.sort(key=lambda line: int(line["samples_seen"]))
-    return [line for line in lines if "event" not in line], [
+    return [_with_metrics(line) for line in lines if "event" not in line], [
         line for line in lines if line.get("event") == "auto_tuner"
     ]
+
+
+def _with_metrics(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of an epoch with its metrics as columns, `metrics/name`, which are also their tags."""
+    own = line.get("metrics")
+    return {**line, **{f"metrics/{name}": value for name, value in own.items()}} if isinstance(own, dict) else line
 
 
 def _read_config(folder: Path, notes: list[str]) -> dict[str, Any]:
@@ -223,6 +234,17 @@ def _read_curves(folder: Path, epochs: Sequence[Mapping[str, Any]], notes: list[
     if epochs and last < epochs[-1]["samples_seen"] and number(epochs[-1].get("train_loss")) is not None:
         notes.append(f"{TENSORBOARD_FOLDER}/ ends before {METRICS_FILE} does: some of it cannot be read")
     return curves
+
+
+def _read_class_counts(folder: Path, notes: list[str]) -> ClassCounts | None:
+    """Return the confusion matrix; None without one, as of data without classes."""
+    for name in CONFUSION_FILES.values():
+        if (folder / name).is_file():
+            try:
+                return from_csv(read_text(folder / name))
+            except (OSError, ValueError):
+                notes.append(f"{name} cannot be read")
+    return None
 
 
 def _read_spans(path: Path, notes: list[str]) -> list[Span]:

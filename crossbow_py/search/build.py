@@ -55,6 +55,7 @@ from crossbow_py.telemetry.records import BEST_FOLDER, read_json
 from crossbow_py.train.build import count_classes, new_feed
 from crossbow_py.train.checkpoints.weights import MODEL_FILE
 from crossbow_py.train.config import TrainConfig, config_to_mapping
+from crossbow_py.train.evaluation.metrics import Metric, checked_metrics, metrics_of
 from crossbow_py.train.ladder.ladder import check_trusted, try_once
 from crossbow_py.train.run import DataSets
 from crossbow_py.train.run_folder.recorded_config import train_command
@@ -94,16 +95,17 @@ class SearchRun:
         brackets = config.brackets()
         num_trials = sum(bracket.num_trials for bracket in brackets)
         most = 1 if config.packing == "none" else min(config.max_pack_size, num_trials)
+        metrics = checked_metrics(metrics_of(config.metrics), num_ranks=1)
         self.rules = SearchRules(
             brackets, config.metric, config.packing, config.seed, lookahead=most,
-            checkpoint_every_s=config.checkpoint_every_s,
+            checkpoint_every_s=config.checkpoint_every_s, maximize=_maximizes(config, metrics),
         )  # fmt: skip
         self.source: DataSource = config.data.load(progress=sys.stderr.isatty())
         space = config.parsed_space
         data = self._search_data()
         self.registry = TrialRegistry(
             self.trial_settings, space, data, self.settings, self.choices, most, self._say,
-            total_samples(brackets, data.num_samples),
+            total_samples(brackets, data.num_samples), metrics=metrics,
         )  # fmt: skip
         self._check_corners()
         self._loading_s = time.perf_counter() - self._begun
@@ -401,6 +403,20 @@ class SearchRun:
             num_finished_segments=len(self.study.results()),
             output_dir=str(self.folder.path),
         )
+
+
+def _maximizes(config: SearchConfig, metrics: Mapping[str, Metric]) -> bool:
+    """Return whether greater values are better. Raises UserError if neither the user nor the metric says so."""
+    if config.metric in ("accuracy", "loss"):
+        return config.metric == "accuracy"
+    own = metrics.get(config.metric) or metrics.get(config.metric.partition("/")[0])
+    said = getattr(own, "higher_is_better", None) if config.maximize is None else config.maximize
+    if not isinstance(said, bool):
+        raise UserError(
+            f"metric={config.metric} does not say whether greater values are better; set maximize=true or "
+            "maximize=false."
+        )
+    return said
 
 
 def _name(model: Any, params: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from crossbow_py.cli.configuration import group_options, read_option
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.settings import setting, suggestion
+from crossbow_py.core.settings import setting, suggestion, written
 from crossbow_py.search.hyperband import Bracket, Method, make_brackets
 from crossbow_py.search.packs.policies import Policy
 from crossbow_py.search.space import Space, laid_over
@@ -19,6 +19,7 @@ from crossbow_py.train.run_folder.recorded_config import as_override
 
 _SEARCHED_GROUPS = ("model", "optimizer", "schedule")
 _SEARCHED = ("batch_size", "label_smoothing", "seed", "data.crop_padding", "data.flip", "data.random_erasing")
+_MEASURED = ("accuracy", "loss")
 # Keys of the whole search: a trial alone has the default of a run.
 _OF_THE_SEARCH = ("experiment", "output_dir", "resume", "max_time_s", "target_accuracy", "checkpoint_every_s")
 
@@ -33,6 +34,7 @@ test data is measured once, for the best.
   python -m crossbow_py.search +experiment=search_digits
   python -m crossbow_py.search +experiment=search_lenet sampler=tpe num_trials=60 max_epochs=9
   python -m crossbow_py.search +experiment=search_digits '+space.batch_size=[16,32]' packing=none
+  python -m crossbow_py.search +experiment=search_digits metric=f1 metrics.f1.target=pkg.mod.F1 maximize=true
   python -m crossbow_py.search model=lenet data=mnist '+space.optimizer.learning_rate={low:0.001,high:0.5,log:true}'
 
 The space of an experiment, in YAML; conf/experiment/search_digits.yaml is one to copy:
@@ -89,8 +91,11 @@ class SearchConfig(JobConfig):
     num_trials: int | None = setting(None, "trials in all; null is one pass of the method", minimum=1)
     min_epochs: float = setting(1.0, "epochs before trials are compared for the first time", above=0)
     eta: int = setting(3, "one in that many trials goes on from rung to rung", minimum=2)
-    metric: Literal["accuracy", "loss"] = setting(
-        "accuracy", "what is compared, of the validation data: accuracy (greater is better) or loss"
+    metric: str = setting(
+        "accuracy", "what is compared, of the validation data: accuracy (greater is better), loss, or one of metrics"
+    )
+    maximize: bool | None = setting(
+        None, "whether greater values of a metric are better; null is what it says itself, as those of torchmetrics do"
     )
     packing: Policy = setting(
         "signature",
@@ -110,6 +115,15 @@ class SearchConfig(JobConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.metric not in _MEASURED and not {self.metric, self.metric.partition("/")[0]} & set(self.metrics):
+            raise UserError(
+                f"metric must be one of {', '.join([*_MEASURED, *self.metrics])}, got {self.metric!r}; name one of "
+                f"them, or give metrics.{self.metric or 'NAME'}.target."
+            )
+        if self.metric in _MEASURED and self.maximize is not None:
+            raise UserError(
+                f"maximize={written(self.maximize)} is for a metric of metrics, got metric={self.metric}; leave it out."
+            )
         if self.target_accuracy is not None and self.metric != "accuracy":
             raise UserError(
                 f"target_accuracy ends a search by metric=accuracy, got metric={self.metric}; leave one of them out."

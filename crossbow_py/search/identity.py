@@ -12,7 +12,9 @@ from crossbow_py.train.checkpoints.checkpoint import upgraded as upgraded_settin
 from crossbow_py.train.config import TrainConfig, config_to_mapping
 from crossbow_py.train.run_folder.folder import MAY_CHANGE as RUN_MAY_CHANGE
 
-_MAY_CHANGE = frozenset(RUN_MAY_CHANGE - {"max_epochs"} | {"lease_s", "max_pack_size", "packing", "storage", "study"})
+_MAY_CHANGE = frozenset(
+    RUN_MAY_CHANGE - {"max_epochs", "metrics"} | {"lease_s", "max_pack_size", "packing", "storage", "study"}
+)
 # Searches of earlier versions have every key of a run, those that mean nothing to a search too.
 _OF_RUNS_ALONE = frozenset(
     {field.name for field in dataclasses.fields(TrainConfig)}
@@ -53,7 +55,7 @@ def changes(recorded: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
 
 def _defaults(kind: type) -> dict[str, Any]:
     """Return the defaults of the fields that have one, as plain values."""
-    given = {
-        field.name: field.default for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING
-    }
+    fields = dataclasses.fields(kind)
+    given = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    given |= {each.name: each.default_factory() for each in fields if each.default_factory is not dataclasses.MISSING}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}

@@ -43,10 +43,11 @@ class SearchRules:
 
     Attributes:
         brackets: the trials, and how far each is trained.
-        metric: what is measured on the validation data; `accuracy` is maximized, `loss` minimized.
+        metric: what is measured on the validation data: `accuracy`, `loss`, or the name of a metric's value.
         policy: which trials are packed together.
         lookahead: new trials that are sampled before there is room for them, for policies to choose from.
         checkpoint_every_s: how often a segment in progress is saved; None saves only when a stop ends it.
+        maximize: whether greater values are better.
     """
 
     brackets: tuple[Bracket, ...]
@@ -55,11 +56,7 @@ class SearchRules:
     seed: int
     lookahead: int
     checkpoint_every_s: float | None = None
-
-    @property
-    def maximize(self) -> bool:
-        """Whether greater values are better."""
-        return self.metric == "accuracy"
+    maximize: bool = True
 
 
 @dataclass
@@ -343,18 +340,27 @@ class Search:
                 slot.member.failure = evaluation
             elif not math.isfinite(evaluation.loss):
                 slot.member.failure = "its loss on the validation data is not finite"
+            elif not math.isfinite(value := self._value(evaluation)):
+                slot.member.failure = f"its {self.rules.metric} on the validation data is not finite"
             else:
-                self._finish(slot, evaluation)
+                self._finish(slot, evaluation, value)
         for slot in over:
             if slot.member.failure is not None:
                 self._fail(slot.segment, slot.member.failure)
         self.slots = [slot for slot in self.slots if not slot.member.is_over]
         self._is_stale = True  # who is admitted next takes their rows
 
-    def _finish(self, slot: Slot, evaluation: Evaluation) -> None:
-        value = evaluation.accuracy if self.rules.metric == "accuracy" else evaluation.loss
-        if value is None:
+    def _value(self, evaluation: Evaluation) -> float:
+        """Return what trials are compared by. Raises UserError if the evaluation does not have it."""
+        name, metrics = self.rules.metric, evaluation.metrics
+        value = {"accuracy": evaluation.accuracy, "loss": evaluation.loss, **metrics}.get(name)
+        if value is None and name == "accuracy":
             raise UserError("metric=accuracy needs targets that are classes; set metric=loss.")
+        if value is None:
+            raise UserError(f"metric={name} is none of what the metrics give, {', '.join(metrics)}; set one of these.")
+        return value
+
+    def _finish(self, slot: Slot, evaluation: Evaluation, value: float) -> None:
         segment, member = slot.segment, slot.member
         self.states.save(segment, self.packs.checkpoint(slot))
         attrs = {

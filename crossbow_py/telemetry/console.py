@@ -21,6 +21,7 @@ from crossbow_py.telemetry.events import (
     RunInfo,
     Summary,
 )
+from crossbow_py.telemetry.figures import few_values
 from crossbow_py.telemetry.records import TENSORBOARD_FOLDER
 from crossbow_py.telemetry.screen import Screen, ScreenConsole, clock_time, counted, fact
 
@@ -140,7 +141,7 @@ def epoch_line(record: EpochRecord, planned_epochs: str) -> str:
             parts.append(f"{data} accuracy {accuracy:.4f}")
         elif loss is not None:
             parts.append(f"{data} loss {_loss(loss)}")
-    parts += [f"{name} {value:.4g}" for name, value in record.metrics.items()]
+    parts += [f"{name} {value:.4g}" for name, value in few_values(record.metrics).items()]
     known = [accuracy for accuracy in record.learner_accuracy or () if accuracy is not None]
     if known:
         parts.append("learners " + " ".join(f"{accuracy:.4f}" for accuracy in known))
@@ -170,7 +171,7 @@ def final_lines(summary: Summary) -> list[str]:
         lines.append(fact("test accuracy", f"{summary.test_accuracy:.4f}{best}"))
     elif summary.test_loss is not None:
         lines.append(fact("test loss", f"{summary.test_loss:.4f}"))
-    lines += [fact(name, f"{value:.4g}") for name, value in summary.metrics.items()]
+    lines += [fact(name, f"{value:.4g}") for name, value in few_values(summary.metrics).items()]
     known = [accuracy for accuracy in summary.learner_test_accuracy or () if accuracy is not None]
     if known:
         lines.append(fact("", f"the mean of the learners' {' '.join(f'{accuracy:.4f}' for accuracy in known)}"))

@@ -6,6 +6,7 @@ several runs.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from crossbow_py.telemetry.events import RunInfo
@@ -22,6 +23,7 @@ def dashboard(info: RunInfo) -> dict[str, Any]:
         "How well it learns": {
             "accuracy (share of samples)": (info.has_accuracy, [rf"accuracy/(train|{measured}(_z)?)", *learners]),
             "loss": (True, f"loss/(train|{measured})"),
+            **{name: (True, rf"metrics/{re.escape(name)}(/.+)?") for name in info.metrics},
             "learning rate": (True, "learning_rate"),
         },
         "How fast it trains": {

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from crossbow_py.telemetry.class_counts import ClassCounts, ClassFigures
+
 Images = np.ndarray[Any, np.dtype[np.uint8]]
 
 
@@ -27,6 +29,7 @@ class RunInfo:
         several: whether there may be more than one learner.
         learning_statistics: whether epochs have them.
         measures_noise: whether gradients are compared in training, so that there is an `efficiency`.
+        metrics: names of the metrics of evaluations, each of which may have several values: `name`, or `name/...`.
         hyper_parameters: plain values by the dotted keys of the command line.
     """
 
@@ -60,6 +63,7 @@ class RunInfo:
     accumulate: int = 1
     learning_statistics: bool = False
     measures_noise: bool = False
+    metrics: tuple[str, ...] = ()
     hyper_parameters: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
 
@@ -205,8 +209,9 @@ class Summary:
     """summary.json, with its keys in this order: how the run ended.
 
     `status` is finished, target_reached, interrupted, terminated or failed.
-    `data_wait_share` and `num_workers` as in `Progress`, the former of this process's training. `model_epoch` is
-    `epochs`, or smaller if the run returns the model of its best evaluation.
+    `data_wait_share` and `num_workers` as in `Progress`, the former of this process's training. `per_class` are the
+    figures of every class on the test data, for at most a thousand classes. `model_epoch` is `epochs`, or smaller if
+    the run returns the model of its best evaluation.
     """
 
     experiment: str
@@ -241,6 +246,7 @@ class Summary:
     data_wait_share: float | None = None
     num_workers: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    per_class: tuple[ClassFigures, ...] | None = None
     num_non_finite: int = 0
     model_sha256: dict[str, str] = field(default_factory=dict)
     model_epoch: float | None = None
@@ -266,6 +272,9 @@ class Listener:
 
     def on_predictions(self, predictions: Predictions, samples_seen: int) -> None:
         """Called with example predictions of classified images, ever more rarely, and after the last evaluation."""
+
+    def on_class_counts(self, counts: ClassCounts, which: str, samples_seen: int) -> None:
+        """Called with the confusion matrix of the `which` ("test" or "validation") data, as often as predictions."""
 
     def on_learner_count(self, change: LearnerCount) -> None:
         """Called when the auto-tuner has decided about the number of learners."""

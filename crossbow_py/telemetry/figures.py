@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from crossbow_py.telemetry.screen import clock_time
 
+MOST_VALUES = 4  # of a metric that are shown side by side; with more, as of a hundred classes, none of them is
 MOST_RUNS = 12  # more curves cannot be told apart
 _LARGEST = 1e30
 _SECONDS_SPELLED_OUT = 120  # from there on minutes
 
+T = TypeVar("T")
 Rows = list[tuple[str, list[str]]]
 
 
@@ -40,9 +43,20 @@ def figures(runs: Sequence[RecordedRun]) -> Rows:
     Figures that no run has are left out.
     """
     return [
-        *_rows(_RESULTS, runs),
+        *_rows([*_MEASURED, *((name, _metric(name)) for name in metric_names(runs)), *_SPENT], runs),
         *((name, values) for name, values in _rows(_SETTINGS, runs) if len(set(values)) > 1),
     ]
+
+
+def few_values(metrics: Mapping[str, T]) -> dict[str, T]:
+    """Return the values of metrics without those of a metric that has many, `name/...`."""
+    groups = Counter(name.partition("/")[0] for name in metrics)
+    return {name: value for name, value in metrics.items() if groups[name.partition("/")[0]] <= MOST_VALUES}
+
+
+def metric_names(runs: Sequence[RecordedRun]) -> list[str]:
+    """Return the names of the metrics that runs have, each once, without those of many values."""
+    return list(few_values({name: None for run in runs for name in _metrics(run)}))
 
 
 def same_settings(runs: Sequence[RecordedRun]) -> list[tuple[str, str]]:
@@ -61,6 +75,20 @@ def _newest(run: RecordedRun, key: str, key_of_epochs: str | None) -> float | No
     if value is None and key_of_epochs and run.epochs:
         return number(run.epochs[-1].get(key_of_epochs))
     return value
+
+
+def _metrics(run: RecordedRun) -> Mapping[str, Any]:
+    """Return the summary's metrics; without a summary the newest epoch's."""
+    found = run.summary.get("metrics") or (run.epochs[-1].get("metrics") if run.epochs else None)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _metric(name: str) -> Callable[[RecordedRun], str]:
+    def text(run: RecordedRun) -> str:
+        value = number(_metrics(run).get(name))
+        return "" if value is None else f"{value:,.4g}"
+
+    return text
 
 
 def _number(key: str, form: str, key_of_epochs: str | None = None) -> Callable[[RecordedRun], str]:
@@ -87,11 +115,13 @@ def _setting(key: str) -> Callable[[RecordedRun], str]:
 
 
 _Kind = tuple[str, Callable[[RecordedRun], str]]
-_RESULTS: tuple[_Kind, ...] = (
+_MEASURED: tuple[_Kind, ...] = (
     ("status", lambda run: run.status.replace("_", " ")),
     ("test accuracy", _number("test_accuracy", ".4f", "test_accuracy")),
     ("best test accuracy", _number("best_test_accuracy", ".4f")),
     ("best validation accuracy", _number("best_validation_accuracy", ".4f")),
+)
+_SPENT: tuple[_Kind, ...] = (
     ("time to accuracy", _time("time_to_accuracy_s")),
     ("time of training", _time("train_time_s", "elapsed_s")),
     ("time in all", _time("wall_time_s")),

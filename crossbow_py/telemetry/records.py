@@ -15,11 +15,13 @@ from typing import Any
 
 from crossbow_py.core.errors import unwritable
 from crossbow_py.core.files import check_own, own_file, read_text, replacing
+from crossbow_py.telemetry.class_counts import ClassCounts, as_csv
 from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, NotingListener, RunInfo, Summary
 from crossbow_py.telemetry.system import SystemMonitor
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
+CONFUSION_FILES = {which: f"confusion_{which}.csv" for which in ("test", "validation")}
 DIGESTS = "model_sha256"  # in a summary: of the files with weights, by name
 CONFIG_FILE = "config.yaml"
 BEST_FOLDER = "best"  # in a search's folder: its best trial, as a run's
@@ -46,7 +48,8 @@ def file_listeners(
 
     config = output_dir / CONFIG_FILE
     try:
-        check_own(output_dir, (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE), (TENSORBOARD_FOLDER,))
+        files = (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, *CONFUSION_FILES.values())
+        check_own(output_dir, files, (TENSORBOARD_FOLDER,))
         text = read_text(config) if config.exists() else None
     except OSError as error:
         raise unwritable(output_dir, error) from error
@@ -62,17 +65,19 @@ def file_listeners(
 
 
 class RunRecords(NotingListener):
-    """Appends to metrics.jsonl and writes summary.json, each line or file whole or not at all."""
+    """Appends to metrics.jsonl, writes summary.json and confusion matrices, each line or file whole or not at all."""
 
     def __init__(self, output_dir: Path, resumed_samples: int | None, closed_epochs: int = 0) -> None:
         self._metrics, self._summary = output_dir / METRICS_FILE, output_dir / SUMMARY_FILE
+        self._confusion = {which: output_dir / name for which, name in CONFUSION_FILES.items()}
         self._resumed_samples, self._closed_epochs = resumed_samples, closed_epochs
 
     def on_start(self, info: RunInfo) -> None:
         """Drop records that a resumed run will write again, and an earlier summary: the run is unfinished now."""
         self._summary.unlink(missing_ok=True)
         if self._resumed_samples is None:
-            self._metrics.unlink(missing_ok=True)
+            for path in (self._metrics, *self._confusion.values()):
+                path.unlink(missing_ok=True)
             return
         is_there = self._metrics.exists()
         lines, damaged = read_records(self._metrics) if is_there else ([], 0)
@@ -92,6 +97,9 @@ class RunRecords(NotingListener):
     def on_epoch(self, record: EpochRecord) -> None:
         """Append one line and flush it, so that a killed run only lacks the epoch it was in."""
         self._append(finite(dataclasses.asdict(record)))
+
+    def on_class_counts(self, counts: ClassCounts, which: str, samples_seen: int) -> None:
+        write_atomically(self._confusion[which], as_csv(counts))
 
     def on_learner_count(self, change: LearnerCount) -> None:
         self._append({"event": "auto_tuner", **dataclasses.asdict(change)})

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from crossbow_py.telemetry.class_counts import ClassCounts, markdown_table
+from crossbow_py.telemetry.confusion_picture import confusion_picture
 from crossbow_py.telemetry.dashboard import dashboard
 from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, Predictions, Progress, RunInfo, Summary
 from crossbow_py.telemetry.hyper_parameters import columns_of_runs, ended, started
@@ -100,6 +102,12 @@ class TensorBoardScalars(Listener):
     def on_predictions(self, predictions: Predictions, samples_seen: int) -> None:
         if self._writer is not None:
             self._writer.add_image("predictions", prediction_grid(predictions), samples_seen, dataformats="HWC")
+
+    def on_class_counts(self, counts: ClassCounts, which: str, samples_seen: int) -> None:
+        if self._writer is not None:
+            picture, table = confusion_picture(counts), markdown_table(counts.figures())
+            self._writer.add_image(f"confusion_matrix/{which}", picture, samples_seen, dataformats="HWC")
+            self._writer.add_text(f"classes/{which}", table, samples_seen)
 
     def on_learner_count(self, change: LearnerCount) -> None:
         if self._writer is not None:

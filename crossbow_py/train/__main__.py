@@ -22,6 +22,7 @@ from crossbow_py.telemetry.console import CONSOLE_LOG, ConsoleListener
 from crossbow_py.telemetry.events import Listener
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.config import TrainConfig, config_to_mapping
+from crossbow_py.train.evaluation.metrics import metrics_of
 from crossbow_py.train.run_folder.folder import RunFolder, open_run
 from crossbow_py.train.run_folder.recorded_config import composed
 from crossbow_py.train.run_settings import RunSettings, StopConditions
@@ -73,6 +74,7 @@ def build_trainer(
         num_classes=source.num_classes,
         optimizer=config.optimizer,
         schedule=config.schedule,
+        metrics=metrics_of(config.metrics),
         averaging=config.averaging,
         augmentation=source.augmentation,
         mean=source.mean,

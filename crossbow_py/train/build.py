@@ -46,7 +46,8 @@ from crossbow_py.train.checks.losses import loss_on
 from crossbow_py.train.checks.probe import probe, probe_evaluation, takes_labels
 from crossbow_py.train.checks.seeded_model import MakeModel, faithful_copy, seeded_model
 from crossbow_py.train.class_balance import sample_weights, weighted_loss
-from crossbow_py.train.evaluation.evaluator import Evaluator, Metric, evaluation_batch_size
+from crossbow_py.train.evaluation.evaluator import Evaluator, evaluation_batch_size
+from crossbow_py.train.evaluation.metrics import Metric, checked_metrics
 from crossbow_py.train.ladder.ladder import check_trusted, has_failed, try_on_ranks
 from crossbow_py.train.run import DataSets, Run
 from crossbow_py.train.run_settings import Choices, RunSettings
@@ -64,8 +65,8 @@ _FEW_ITEMS = 32  # looked through for rounded inputs before training
 class RunBuilder:
     """Builds a run from the arguments of `Trainer`, which its fields are named after. All ranks do so together.
 
-    `choices`, `loss` and `data` are settled on the way. `announce` is given a sentence before anything that takes
-    seconds.
+    `choices`, `loss`, `metrics` and `data` are settled on the way. `announce` is given a sentence before anything that
+    takes seconds.
     """
 
     make_model: MakeModel
@@ -95,6 +96,8 @@ class RunBuilder:
         """Build the run, once, after small batches of every data set went through the model. Raises UserError."""
         settings, ranks, rule, device = self.settings, self.ranks, self.rule, self.choices.device
         tried = self._try_device()
+        with ranks.together():
+            self.metrics = checked_metrics(self.metrics, ranks.num_ranks)
         collective = ranks.collective(device, apart=rule.node_period > 1)
         check_settles(rule, settings.num_learners, collective.num_devices)
         template, loss, batch, (train_feed, validation_feed, test_feed), warnings = self._probed()
@@ -102,6 +105,7 @@ class RunBuilder:
             template, precision=self.choices.precision, loss=loss, metrics=self.metrics or {},
             batch_size=evaluation_batch_size(values_per_sample(batch.inputs)),
             max_batches=self.max_evaluation_batches, channels_last=settings.channels_last,
+            class_names=self.data.names_of_classes, counts_classes=True,
         )  # fmt: skip
         if settings.class_weights is not None:  # in training alone
             width = evaluator.num_classes(train_feed)
@@ -254,7 +258,10 @@ class RunBuilder:
             return None
         feed = new_feed(source, 1, None, self.data, self.settings, self.choices, training=False, ranks=self.ranks)
         batch = feed.first_samples(2)
-        probe_evaluation(template, self.choices.precision, batch, loss, what, self.metrics, feed)
+        probe_evaluation(
+            template, self.choices.precision, batch, loss, what, self.metrics, feed, self.data.names_of_classes,
+            self.ranks.num_ranks,
+        )  # fmt: skip
         return feed
 
     def _choose_executor(self, template: nn.Module, update: TorchUpdate, feed: Feed, loss: Loss) -> list[str]:

@@ -61,6 +61,11 @@ class JobConfig(JobSettings):
     resume: str | None = setting(None, "null, auto (newest valid checkpoint) or the path of a run or checkpoint folder")
     output_dir: str | None = setting(None, "the run's folder; null is runs/<experiment>/<time>")
     checkpoint_every_s: float | None = setting(None, "seconds between checkpoints; null for none", above=0)
+    metrics: dict[str, Any] = setting(
+        {},
+        "further metrics of evaluations: metrics.NAME.target=package.module.name, with its arguments beside it, as in "
+        "metrics.f1.num_classes=10",
+    )
     model: Any = group("the network")
     data: Any = group("the data set, its augmentation and where its files are")
     optimizer: Any = group("each learner's own optimizer")

@@ -469,7 +469,7 @@ class EpochCloser:
         record = epoch_record(run, lap, learning_rate, measured, self._measured, learning)
         z_accuracy = unsmoothed[0].accuracy if unsmoothed else None
         self._reporter.epoch(dataclasses.replace(record, z_accuracy=z_accuracy))
-        self._reporter.predictions(run, measured)
+        self._reporter.predictions(run, measured, self._measured)
         state.last_recorded = state.samples_seen
         if is_partial:
             state.loss_sum, state.num_losses, state.num_correct = own

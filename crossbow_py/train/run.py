@@ -78,6 +78,11 @@ class DataSets:
     class_names: Sequence[str] | None = None  # None is the attribute `classes` of the test data, if there is one
     labels_as_input: bool = False  # whether the model gets the targets too, for `model_loss`
 
+    @property
+    def names_of_classes(self) -> tuple[str, ...]:
+        """The names of the classes; empty if they are not known."""
+        return tuple(map(str, self.class_names or getattr(self.test, "classes", None) or ()))
+
 
 @dataclass
 class Run:

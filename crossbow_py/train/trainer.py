@@ -40,7 +40,8 @@ from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, holds_r
 from crossbow_py.train.checkpoints.resume import choose_together, find_checkpoint, restore
 from crossbow_py.train.checks.compatibility import check_compatible, check_tuner
 from crossbow_py.train.checks.seeded_model import MakeModel
-from crossbow_py.train.evaluation.evaluator import Evaluation, Metric
+from crossbow_py.train.evaluation.evaluator import Evaluation
+from crossbow_py.train.evaluation.metrics import Metric
 from crossbow_py.train.loop import TrainingLoop
 from crossbow_py.train.run import DataSets
 from crossbow_py.train.run_folder.reporter import Result
@@ -96,7 +97,8 @@ class Trainer:
         averaging: the rule that keeps learners together.
         loss: `f(outputs [B, ...], targets [B, ...])`, a batch mean. None is cross-entropy; or, if forward takes
             `labels` and the data's inputs are dicts, `model_loss`, what the model itself returns.
-        metrics: further functions like `loss` to evaluate, by name; they are in `result.summary.metrics`.
+        metrics: further functions like `loss` to evaluate, by name, or metrics with states, as torchmetrics has them;
+            they are in `result.summary.metrics`.
         augmentation: augmentation of training images, uint8 tensors [N, C, H, W].
         mean: mean that inputs are normalised by, one number per channel or one for all, for pixels from 0 to 1. Needs
             `std`.

@@ -88,6 +88,22 @@ def test_metric_loss_keeps_the_trials_with_the_least() -> None:
     assert report()["info"]["metric"] == "validation_loss"
 
 
+F1 = ["metrics.f1.target=tests.state_metrics.MacroF1", "metrics.f1.num_classes=10"]
+
+
+@pytest.mark.usefixtures("packs_of_three")
+@pytest.mark.parametrize("maximize", [True, False])
+def test_metric_of_ones_own_decides_which_trials_go_on(maximize: bool) -> None:
+    assert search_digits(*F1, "metric=f1", f"maximize={str(maximize).lower()}", "num_trials=3") == 0
+    first = {trial: own["1"] for trial, own in values().items()}
+    best = (max if maximize else min)(first, key=lambda trial: first[trial])
+    assert [trial for trial, own in values().items() if "3" in own] == [best]
+    assert report()["info"]["metric"] == "validation_f1" and report()["info"]["maximize"] is maximize
+    found = trained_by_command()
+    assert found["metrics"]["f1"] == pytest.approx(report()["best"]["value"], abs=1e-6)
+    assert found["metrics"]["f1"] != found["validation_accuracy"]
+
+
 @pytest.mark.usefixtures("packs_of_three")
 def test_batch_sizes_in_the_space_train_in_packs_of_their_own_as_they_would_alone() -> None:
     space = ["space.batch_size=[16,64]", "space.optimizer.learning_rate=[0.02,0.2]", "metric=loss"]

@@ -47,6 +47,9 @@ class Tiring(nn.Module):
         return self.linear(inputs.flatten(1))  # type: ignore[no-any-return]
 
 
+F1 = ["metrics.f1.target=tests.state_metrics.MacroF1", "metrics.f1.num_classes=10"]
+
+
 def files() -> list[str]:
     return sorted(str(path) for path in Path().rglob("*") if path.is_file())
 
@@ -59,7 +62,13 @@ def files() -> list[str]:
         (["space.optimizer.momentum={low:0.9,high:0.5}"], ["space: optimizer.momentum", "0.9"]),
         (["space={}", "space.batch_size=[]"], ["space: batch_size", "choices"]),
         (["optimizer=muon", "model.hidden=[]"], ["optimizer=muon needs linear or", "set optimizer=sgd"]),
-        (["metric=f1"], ["metric must be one of accuracy, loss"]),
+        (["metric=f1"], ["metric must be one of accuracy, loss, got 'f1'; name one of them, or give metrics.f1."]),
+        (["maximize=true"], ["maximize=true is for a metric of metrics, got metric=accuracy; leave it out"]),
+        (["metric=f1", *F1], ["metric=f1 does not say whether greater values are better; set maximize=true"]),
+        (["metric=f1/11", "maximize=true", *F1], ["metric=f1/11 is none of what the metrics give, f1; set one of"]),
+        (["metric=f1", "maximize=true", F1[0], "metrics.f1.num_classes=3"],
+         ["metrics['f1'] cannot take the model's output [2, 10] with targets [2]"]),
+        (["metric=f1", "maximize=true", F1[0]], ["metrics.f1.target=tests.state_metrics.MacroF1 cannot be made"]),
         (["sampler=bayes"], ["sampler must be one of random, tpe, grid"]),
         (["method=asha"], ["method must be one of hyperband"]),
         (["packing=all"], ["packing must be one of signature"]),

@@ -396,7 +396,7 @@ def test_no_page_or_makefile_tells_anyone_to_listen_on_all_addresses() -> None:
         assert not re.search(r"bind_all|0\.0\.0\.0|--host[ =]\*", page.read_text()), page
 
 
-RECORDS = ["console.log", ".lock", "metrics.jsonl", "summary.json", "config.yaml"]
+RECORDS = ["console.log", ".lock", "metrics.jsonl", "summary.json", "confusion_test.csv", "config.yaml"]
 
 
 @pytest.mark.usefixtures("run")

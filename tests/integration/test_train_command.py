@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import pytest
 import torch
 from torch import nn
 
+import crossbow_py.report.__main__
 import crossbow_py.train.__main__
 from crossbow_py.core.errors import LearnerError
 from crossbow_py.core.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from crossbow_py.telemetry.console import ConsoleListener
 from crossbow_py.telemetry.records import read_metrics, read_summary
+from crossbow_py.telemetry.screen import fact
 from crossbow_py.train.__main__ import main
 from tests.event_files import read_events
 from tests.said import error_line
@@ -127,6 +130,13 @@ def test_help_and_list_are_texts_and_train_nothing(flag: str, capsys: pytest.Cap
         (["+experiment=digits", "+experiment=lenet"], ["error: experiment is chosen 2 times; choose it once.\n"]),
         (["+experiment=digits", "model.hidden=[4096,4096]", "num_learners=16384"],
          ["num_learners=16384 replicas of this model cannot be allocated on cpu", "lower num_learners.\n"]),
+        (["metrics.f1.num_classes=3"], ["metrics.f1 must have a target, the dotted name of a metric"]),
+        (["metrics.f1.target=os.getcwd", "metrics.f1.x=1"], ["metrics.f1.target=os.getcwd cannot be made with"]),
+        (["metrics.f1.target=math.pi"], ["metrics.f1.target=math.pi must be callable, got float"]),
+        (["metrics.loss.target=torch.nn.L1Loss"], ["metrics must have names of their own", "got 'loss'"]),
+        (["metrics.m.target=torch.nn.L1Loss"], ["metrics['m']: the loss cannot take the model's output [2, 10]"]),
+        (["metrics.f1.target=tests.state_metrics.MacroF1", "metrics.f1.num_classes=3"],
+         ["metrics['f1'] cannot take the model's output [2, 10] with targets [2] (ValueError: preds must be [B, 3])"]),
         pytest.param(["device=cuda"], ["device=cuda"],
                      marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")),
     ],
@@ -140,6 +150,53 @@ def test_mistake_is_one_error_line_and_exit_code_2(
     for word in words:
         assert word in said
     assert not list(Path("runs").rglob("config.yaml"))
+
+
+def test_metrics_by_their_targets_are_recorded_and_may_change_when_the_run_goes_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    f1 = ["metrics.f1.target=tests.state_metrics.MacroF1", "metrics.f1.num_classes=10"]
+    margin = ["metrics.margin.target=torch.nn.functional.multi_margin_loss", "metrics.margin.p=2"]
+    assert train("max_epochs=1", "output_dir=run", *f1, *margin) == 0
+    summary = read_summary(Path("run"))
+    assert set(summary["metrics"]) == {"f1", "margin"}
+    assert 0.5 < summary["metrics"]["f1"] < 1 and abs(summary["metrics"]["f1"] - summary["test_accuracy"]) < 0.1
+    assert f" f1 {summary['metrics']['f1']:.4g} " in capsys.readouterr().out
+    (line,) = read_metrics(Path("run/metrics.jsonl"))
+    assert line["metrics"] == summary["metrics"]
+    tags = read_events("run/tensorboard").Tags()["scalars"]
+    assert {"metrics/f1", "metrics/margin"} <= set(tags)
+    each = [*f1, "metrics.f1.average=null"]
+    assert train("max_epochs=2", "output_dir=run", "resume=auto", *each) == 0
+    assert set(read_summary(Path("run"))["metrics"]) == {f"f1/{digit}" for digit in range(10)}
+
+
+def test_language_model_shows_its_perplexity_everywhere_without_being_asked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("text.txt").write_text("to be or not to be, that is the question. " * 40)
+    arguments = [
+        "model=gpt", "model.depth=1", "model.width=16", "model.heads=2", "data=text", "data.file=text.txt",
+        "data.context=8", "data.vocabulary=characters", "max_epochs=2", "num_learners=2", "executor=serial",
+        "device=cpu", "output_dir=run",
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    summary, lines = read_summary(Path("run")), read_metrics(Path("run/metrics.jsonl"))
+    for record in (summary, *lines):
+        assert record["metrics"] == {"perplexity": pytest.approx(math.exp(record["test_loss"]), rel=1e-12)}
+    said = capsys.readouterr().out
+    assert f" · perplexity {lines[0]['metrics']['perplexity']:.4g} · " in said
+    assert fact("perplexity", f"{summary['metrics']['perplexity']:.4g}") in said
+    events = read_events("run/tensorboard")
+    assert [each.value for each in events.Scalars("metrics/perplexity")] == [
+        pytest.approx(line["metrics"]["perplexity"], rel=1e-6) for line in lines
+    ]
+    charts = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    assert b"perplexity" in charts
+    assert crossbow_py.report.__main__.main(["run"]) == 0
+    page = Path("run/report/report.html").read_text()
+    assert f"<td>perplexity</td><td>{summary['metrics']['perplexity']:,.4g}</td>" in page
+    assert Path("run/report/metric_0_perplexity.png").is_file()
 
 
 def test_run_that_cannot_be_gone_on_with_is_one_error_line(capsys: pytest.CaptureFixture[str]) -> None:

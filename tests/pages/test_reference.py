@@ -11,6 +11,7 @@ import pytest
 
 import crossbow_py
 from crossbow_py.core import errors
+from crossbow_py.telemetry.class_counts import ClassFigures
 from crossbow_py.telemetry.events import EpochRecord, LearnerCount, LearningStatistics, Summary
 from crossbow_py.train.__main__ import main
 from tests.event_files import read_events
@@ -36,6 +37,7 @@ def names(record: type) -> list[str]:
     ("heading", "fields"),
     [
         ("summary.json", names(Summary)),
+        ("Classes", names(ClassFigures)),
         ("metrics.jsonl", names(EpochRecord)),
         ("Lines of the auto-tuner", ["event", *names(LearnerCount)]),
         ("Statistics of learning", names(LearningStatistics)),

@@ -64,6 +64,13 @@ def _takes_classes(loss: Loss) -> bool:
     return function in functions or isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss)
 
 
+def is_surprise(loss: Loss) -> bool:
+    """Return whether a loss is the plain mean of −log p of the targets, whose exponential is the perplexity."""
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        return loss.weight is None and not getattr(loss, "label_smoothing", 0.0) and loss.reduction == "mean"
+    return loss in (nn.functional.cross_entropy, nn.functional.nll_loss)
+
+
 def scores_of(output: Tree) -> Tree:
     """Return the scores of a model's output: its entry `logits` or `out`, or its only tensor; else all of it."""
     if isinstance(output, Tensor):
@@ -103,6 +110,40 @@ def is_classification(outputs: Tree, targets: Tensor, lead: int = 0) -> bool:
         return False
     shaped = (outputs.ndim, targets.ndim) == (lead + 2, lead + 1) and outputs.shape[-1] > 1
     return shaped and not targets.is_floating_point()
+
+
+def has_classes(loss: Loss, outputs: Tree, targets: Tensor, lead: int = 0) -> bool:
+    """Return whether these are `is_classification`, or a class for each position, `[..., B, C, *]` and `[..., B, *]`.
+
+    The latter only to a loss of classes; others may compare anything.
+    """
+    if is_classification(outputs, targets, lead):
+        return True
+    if not isinstance(outputs, Tensor) or not has_integers(targets) or not _takes_classes(loss):
+        return False
+    at = lead + 1  # of the classes
+    around = (*outputs.shape[:at], *outputs.shape[at + 1 :])
+    return outputs.ndim > at + 1 and outputs.shape[at] > 1 and around == targets.shape
+
+
+def confusion_indices(scores: Tensor, targets: Tensor, ignored: int | None) -> Tensor:
+    """Return where each prediction counts in confusion matrices [K, C, C + 1] that are flat, with one place more each.
+
+    A row is a class, a column a prediction, the last one of scores that are not finite. Targets that are no class, or
+    `ignored`, count at the additional place. Nothing waits for the device.
+
+    Args:
+        scores: scores [K, B, C, ...].
+        targets: classes [B, ...].
+    """
+    num_classes = scores.shape[2]
+    largest, predicted = scores.max(2)
+    predicted = predicted.masked_fill(~largest.isfinite(), num_classes)
+    counts = (targets >= 0) & (targets < num_classes)
+    if ignored is not None:
+        counts &= counted(targets, ignored)
+    places = targets.long() * (num_classes + 1) + predicted
+    return places.masked_fill(~counts, num_classes * (num_classes + 1)).flatten(1)
 
 
 def ignored_target(loss: Loss) -> int | None:
@@ -167,11 +208,17 @@ def compared(loss: Loss, output: Tree, targets: Tensor, lead: int = 0) -> Compar
     is how language models have them; torch's own order is [B, V, T], which is left as it is, also if V = T.
     """
     output = part_for(loss)(output)
-    if not isinstance(output, Tensor) or output.ndim != lead + 3 or output.shape[:-1] != targets.shape:
-        return Compared(output, targets)
-    if not _takes_classes(loss) or not has_integers(targets) or output.shape[-1] == output.shape[-2]:
+    if not has_tokens(loss, output, targets, lead):
         return Compared(output, targets)
     return Compared(output.flatten(lead, lead + 1), targets.flatten(lead, lead + 1))
+
+
+def has_tokens(loss: Loss, output: Tree, targets: Tensor, lead: int = 0) -> bool:
+    """Return whether a loss of classes meets the scores of tokens [..., B, T, V] and targets [..., B, T]."""
+    output = part_for(loss)(output)
+    if not isinstance(output, Tensor) or output.ndim != lead + 3 or output.shape[:-1] != targets.shape:
+        return False
+    return _takes_classes(loss) and has_integers(targets) and output.shape[-1] != output.shape[-2]
 
 
 def correct_of_batch(

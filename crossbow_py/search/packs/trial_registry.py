@@ -21,6 +21,7 @@ from crossbow_py.search.space import Space
 from crossbow_py.train.checks.probe import probe, probe_evaluation, takes_labels
 from crossbow_py.train.checks.seeded_model import faithful_copy
 from crossbow_py.train.evaluation.evaluator import Evaluator, evaluation_batch_size
+from crossbow_py.train.evaluation.metrics import Metric
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.calibration import Effort
 
@@ -73,6 +74,7 @@ class TrialRegistry:
         most: the most trials side by side.
         announce: takes sentences for the user: before what takes long, and what was found.
         total_samples: the samples of the whole search; measuring packs may take a tenth of their time.
+        metrics: further metrics of evaluations.
 
     Attributes:
         settings, choices: those of all trials.
@@ -85,9 +87,11 @@ class TrialRegistry:
     def __init__(
         self, make_trial: MakeTrial, space: Space, data: SearchData, settings: RunSettings, choices: Choices,
         most: int, announce: Callable[[str], None], total_samples: int | None = None,
+        metrics: Mapping[str, Metric] | None = None,
     ) -> None:  # fmt: skip
         self._make_trial, self._space, self.data = make_trial, space, data
         self.settings, self.choices = settings, choices
+        self._metrics = metrics or {}
         self._most, self._announce, self._total_samples = most, announce, total_samples
         self.stopped: Callable[[], bool] = lambda: False
         self.is_alone = True
@@ -122,7 +126,7 @@ class TrialRegistry:
         return self._described[trial]
 
     def check(self, params: Mapping[str, Any]) -> None:
-        """Build the model and take a small batch through it. Raises UserError, or what the user's model raises."""
+        """Build the model and take small batches through it. Raises UserError, or what the user's model raises."""
         settings = self._make_trial(0, params)
         model = settings.new_model().to(self.choices.device)
         settings.optimizer.matrices(model)
@@ -130,6 +134,9 @@ class TrialRegistry:
             batch = feed.first_samples(min(2, settings.batch_size))
             _check_loss(model, batch)
             probe(model, self.choices.precision, batch, LOSS, *self.data.num_classes, settings.label_smoothing)
+        if self._metrics:
+            few = self.data.validation.first_samples(2)
+            probe_evaluation(model, self.choices.precision, few, LOSS, "validation", self._metrics)
 
     def waiting(self, trial: int, described: Described, alone: bool, sample: int) -> Waiting:
         """Return a trial as policies see it; one that trains alone, or is at an unknown `sample` (-1), fits with none.
@@ -182,14 +189,14 @@ class TrialRegistry:
         template = faithful_copy(template, self.choices.precision, batch, self.settings.channels_last)
         validation = self.data.validation
         few = validation.first_samples(2)
-        probe_evaluation(template, self.choices.precision, few, LOSS, "validation", feed=validation)
+        probe_evaluation(template, self.choices.precision, few, LOSS, "validation", self._metrics, validation)
         return template
 
     def evaluator(self, template: nn.Module) -> Evaluator:
         """Return an evaluator of the trials of an architecture."""
         inputs = self.data.validation.first_samples(1).inputs
         return Evaluator(
-            template, precision=self.choices.precision, loss=LOSS, metrics={},
+            template, precision=self.choices.precision, loss=LOSS, metrics=self._metrics,
             batch_size=evaluation_batch_size(values_per_sample(inputs)), channels_last=self.settings.channels_last,
         )  # fmt: skip
 

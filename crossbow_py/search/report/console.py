@@ -256,7 +256,7 @@ def live_table(
     names = short_names([parameter.key for parameter in info.space.parameters])
     columns: list[tuple[str, int, JustifyMethod]] = [("trial", _TRIAL_WIDTH, "right")]
     columns += [("bracket", _BRACKET_WIDTH, "right")] if info.num_brackets > 1 else []
-    value = info.metric.rsplit("_", maxsplit=1)[-1]
+    value = info.metric.removeprefix("validation_")
     columns += [("epochs", _EPOCHS_WIDTH, "right"), ("state", _STATE_WIDTH, "left"), (value, _VALUE_WIDTH, "right")]
     shown = _fitting(names, rows, size[0] - sum(width + _PADDING for _, width, _ in columns))
     columns += [(_two_lines(names[key]), width, "right") for key, width in shown.items()]

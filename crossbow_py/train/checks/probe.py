@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,10 +26,10 @@ from crossbow_py.engine.modules.agreement import (
 )
 from crossbow_py.engine.modules.call_watch import CallWatch
 from crossbow_py.engine.modules.dropout import OwnDraws, replace_dropout
-from crossbow_py.engine.modules.losses import Loss, compared, part_for, scores_of
+from crossbow_py.engine.modules.losses import Loss, compared, ignored_target, part_for, scores_of
 from crossbow_py.engine.modules.precision import Precision, cast_module, full_precision_parameters
 from crossbow_py.train.checks.losses import classes_of, copied_loss, hidden_parameter, misfit, remarks
-from crossbow_py.train.evaluation.evaluator import Metric
+from crossbow_py.train.evaluation.metrics import Metric, has_states, try_metric
 
 _KEEPS_STATE = (
     "The model's forward changes its attribute {}. Every learner has its own, and evaluations, saved models and "
@@ -221,10 +221,12 @@ def probe_evaluation(
     what: str,
     metrics: Mapping[str, Metric] | None = None,
     feed: Feed | None = None,
+    class_names: Sequence[str] = (),
+    num_ranks: int = 1,
 ) -> None:
     """Run one small batch of the `what` ("test" or "validation") data through a copy of the model.
 
-    Raises UserError if it does not fit the model, or a metric cannot be computed on it.
+    Raises UserError if it does not fit the model, or a metric cannot be computed on it, or not by several ranks.
     """
     model = _runnable(template, precision).eval()
     _check_arguments(model, batch.inputs, what)
@@ -242,7 +244,11 @@ def probe_evaluation(
         raise _unfit(what, batch.inputs, error) from error
     if wrong is not None:
         raise UserError(f"of the {what} data, {wrong}")
+    ignored = None if batch.targets.is_floating_point() else ignored_target(loss)
     for name, metric in (metrics or {}).items():
+        if has_states(metric):
+            try_metric(name, metric, output, batch.targets, ignored, class_names, num_ranks)
+            continue
         if wrong := misfit(metric, output, batch.targets):
             raise UserError(f"metrics[{name!r}]: {wrong}")
         try:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,24 +25,31 @@ from crossbow_py.engine.fusion.fused_agreement import trusted_outputs
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.losses import (
-    Compared,
     Loss,
     compared,
+    confusion_indices,
     correct_predictions,
     count_correct,
+    has_classes,
+    has_tokens,
     ignored_target,
+    is_surprise,
     non_finite_outputs,
     part_for,
     scores_of,
 )
 from crossbow_py.engine.modules.precision import Precision, cast_module
+from crossbow_py.telemetry.class_counts import ClassCounts
+from crossbow_py.train.evaluation.metrics import Metric, RunningMetrics, has_states
 
-Metric = Callable[[Any, Tensor], Tensor | float]
 State = Mapping[str, Tensor]  # a module's state dict, tied parameters once
 
 NUM_EXAMPLES = 24
+PERPLEXITY = "perplexity"
+MOST_CLASSES = 1000  # whose confusion matrix, with a million numbers, is counted
 
 _MOST_SAMPLES, _FEWEST_SAMPLES = 256, 8
+_LARGEST_EXPONENT = 709.0
 _MOST_VALUES = 2**22  # in a batch: 27 images of 224 x 224
 
 
@@ -64,8 +71,9 @@ class Evaluation:
     """Means over `num_samples`; `accuracy` is a fraction, None when the task is not classification.
 
     If the loss ignores some targets (see `ignored_target`), `loss` and `accuracy` are means over the others, such as
-    the pixels of masks that count. `num_non_finite` samples have outputs that are not finite; they count as wrong.
-    Only the first rank has `examples`.
+    the pixels of masks that count. `metrics` has the perplexity, exp(loss), where the loss is the plain cross-entropy
+    of tokens. `num_non_finite` samples have outputs that are not finite; they count as wrong. `class_counts` are
+    there for at most `MOST_CLASSES` classes, if the evaluator was asked for them. Only the first rank has `examples`.
     """
 
     loss: float
@@ -73,6 +81,7 @@ class Evaluation:
     num_samples: int
     metrics: dict[str, float] = field(default_factory=dict)
     num_non_finite: int = 0
+    class_counts: ClassCounts | None = field(default=None, compare=False, repr=False)
     examples: Examples | None = field(default=None, compare=False, repr=False)
 
 
@@ -85,7 +94,10 @@ def non_finite_remark(what: str, num_non_finite: int, num_samples: int) -> str:
 
 
 def mean_evaluation(each: Sequence[Evaluation]) -> Evaluation:
-    """Return the plain mean of several evaluations of the same samples, as of independent learners."""
+    """Return the plain mean of several evaluations of the same samples, as of independent learners.
+
+    Their confusion matrices are added, so that accuracy is that of the sum, too.
+    """
 
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(each)
@@ -95,38 +107,25 @@ def mean_evaluation(each: Sequence[Evaluation]) -> Evaluation:
         loss=mean(one.loss for one in each),
         accuracy=mean(accuracies) if accuracies else None,
         num_samples=each[0].num_samples,
-        metrics={name: mean(one.metrics[name] for one in each) for name in each[0].metrics},
+        metrics={
+            name: mean(one.metrics[name] for one in each)
+            for name in each[0].metrics
+            if all(name in one.metrics for one in each)
+        },
         num_non_finite=max(one.num_non_finite for one in each),
+        class_counts=_summed([one.class_counts for one in each]),
         examples=each[0].examples,
     )
+
+
+def _summed(each: Sequence[ClassCounts | None]) -> ClassCounts | None:
+    known = [own for own in each if own is not None]
+    return replace(known[0], counts=np.sum([own.counts for own in known], axis=0)) if len(known) == len(each) else None
 
 
 def evaluation_batch_size(values_per_sample: int) -> int:
     """Return the samples to evaluate at once: 256, or fewer large ones, to need no more memory than training."""
     return max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, _MOST_VALUES // values_per_sample))
-
-
-def evaluation_from_sums(
-    num_samples: float, sums: Sequence[float], metrics: Iterable[str], examples: Examples | None = None
-) -> Evaluation:
-    """Build an evaluation of `num_samples` from sums. Raises BadDataError if the loss ignores every target.
-
-    `sums` are: targets that count, non-finite outputs, correct predictions (NaN without classes), loss, each metric.
-    """
-    num_counted, num_non_finite, correct, loss, *others = sums
-    if not num_counted:
-        raise BadDataError(
-            f"the loss leaves out every target of {round(num_samples):,} samples that are to be evaluated, so there is "
-            "nothing to measure; give targets that are classes, or leave these data out."
-        )
-    return Evaluation(
-        loss=loss / num_counted,
-        accuracy=None if math.isnan(correct) else correct / num_counted,
-        num_samples=round(num_samples),
-        metrics={name: total / num_samples for name, total in zip(metrics, others, strict=True)},
-        num_non_finite=round(num_non_finite),
-        examples=examples,
-    )
 
 
 class Evaluator:
@@ -136,10 +135,12 @@ class Evaluator:
         template: the architecture; copied, never changed.
         precision: models run in its compute dtype, losses in its master dtype.
         loss, metrics: `f(outputs [B, ...], targets [B, ...])`, a batch mean. It is weighted by the batch size, or by
-            the number of targets that count if the loss ignores some.
+            the number of targets that count if the loss ignores some. Metrics may have states instead, see `metrics`.
         batch_size: samples per batch.
         max_batches: stop after this many batches; None is the whole data set.
         channels_last: whether 4-D weights are in channels-last format.
+        class_names: names of the classes, for metrics with a value for each, and for the confusion matrix.
+        counts_classes: whether to count a confusion matrix, if samples have classes, or tokens have some with names.
     """
 
     def __init__(
@@ -152,10 +153,13 @@ class Evaluator:
         batch_size: int = 256,
         max_batches: int | None = None,
         channels_last: bool = True,
+        class_names: Sequence[str] = (),
+        counts_classes: bool = False,
     ) -> None:
         self.template, self.precision = template, precision
         self.loss, self.metrics, self.ignored = loss, dict(metrics), ignored_target(loss)
         self.batch_size, self.max_batches, self.channels_last = batch_size, max_batches, channels_last
+        self.class_names, self.counts_classes = class_names, counts_classes
 
     def module(self, state: State) -> nn.Module:
         """Return a module with this state, in master precision and evaluation mode."""
@@ -171,37 +175,44 @@ class Evaluator:
 
         With `examples` the first rank's evaluation has some, if samples are images or clips of one class each.
 
-        Raises DataError, also if the loss ignores every target, and RankError if another rank failed.
+        Raises DataError, also if the loss ignores every target, UserError if a metric fails, and RankError if another
+        rank failed.
         """
         with ranks.together():
-            count, own, found = self._sums(state, feed, ranks, examples and ranks.is_first)
-        count, *sums = ranks.sum([count, *own])
-        return evaluation_from_sums(count, sums, self.metrics, found)
+            tally, found = self._tally(state, feed, ranks, examples and ranks.is_first)
+        (evaluation,) = tally.evaluations(ranks, found)
+        return evaluation
 
     @torch.no_grad()
     def counts_correct(self, feed: Feed) -> bool:
         """Return whether these data have an accuracy: outputs are scores of classes, and targets are classes."""
-        return count_correct(*self._first_compared(feed)) is not None
+        return count_correct(*compared(self.loss, *self._tried(feed))) is not None
 
     @torch.no_grad()
     def num_classes(self, feed: Feed) -> int | None:
         """Return the number of classes that the model tells apart, [B, classes, ...]; None if it has no such output."""
-        output, targets = self._first_compared(feed)
+        output, targets = compared(self.loss, *self._tried(feed))
         known = isinstance(output, Tensor) and output.ndim > 1 and not targets.is_floating_point()
         return output.shape[1] if known else None
 
-    def _first_compared(self, feed: Feed) -> Compared:
+    @torch.no_grad()
+    def metric_names(self, feed: Feed) -> tuple[str, ...]:
+        """Return the names of what evaluations of these data have in `metrics`; a name may stand for several values."""
+        may_have_tokens = is_surprise(self.loss) and feed.first_samples(2).targets.ndim == 2
+        own = [PERPLEXITY] if may_have_tokens and has_tokens(self.loss, *self._tried(feed)) else []
+        return (*own, *self.metrics)
+
+    def _tried(self, feed: Feed) -> tuple[Tree, Tensor]:
+        """Return the template's outputs of two samples, and their targets."""
         batch, own = feed.first_samples(2), self.template
         model = self._runnable({**dict(own.named_parameters()), **dict(own.named_buffers())})
-        return compared(self.loss, call(model, batch.inputs), batch.targets)
+        return call(model, batch.inputs), batch.targets
 
     @torch.no_grad()
-    def _sums(
-        self, state: State, feed: Feed, ranks: Ranks, collects: bool
-    ) -> tuple[float, list[float], Examples | None]:
-        """Return the rank's number of samples, the sums for `evaluation_from_sums`, and examples if asked for."""
+    def _tally(self, state: State, feed: Feed, ranks: Ranks, collects: bool) -> tuple[Tally, Examples | None]:
+        """Return what the rank's share of the samples adds up to, and examples if asked for."""
         module = self._runnable(state)
-        count, sums = 0, [0.0] * (4 + len(self.metrics))
+        tally = Tally(self, 1, next((own.device for own in state.values()), torch.device("cpu")))
         share = feed.evaluation_batches(self.batch_size, ranks.rank, ranks.num_ranks)
         num_batches = -(-feed.num_samples // self.batch_size)
         most = num_batches if self.max_batches is None else min(num_batches, self.max_batches)
@@ -211,35 +222,8 @@ class Evaluator:
             output = in_format(call(module, batch.inputs), self.precision.master)
             if collects:
                 collector.take(batch.inputs, batch.targets, scores_of(output))
-            (own,) = self.batch_sums(map_tree(lambda each: each[None], output), batch.targets).tolist()  # synchronises
-            sums = [total + value for total, value in zip(sums, own, strict=True)]
-            count += len(batch.targets)
-        return count, sums, collector.examples(self.ignored)
-
-    def batch_sums(self, outputs: Tree, targets: Tensor) -> Tensor:
-        """Return sums [K, 4 + metrics] over a batch, in the order of `evaluation_from_sums`, as float64 on the device.
-
-        Args:
-            outputs: outputs [K, B, ...] of K models.
-            targets: targets [B, ...].
-        """
-        size, first = len(targets), leaves(outputs)[0]
-        num_models, device = len(first), first.device
-        non_finite = non_finite_outputs(outputs, lead=1)
-        outputs, each_targets = compared(self.loss, outputs, targets.expand(num_models, *targets.shape), lead=1)
-        targets = each_targets[0]
-        ignored = None if targets.is_floating_point() else self.ignored
-        weight = _scalar(len(targets) if ignored is None else counted(targets, ignored).sum(), device)
-        correct = correct_predictions(outputs, each_targets, 1, self.ignored)
-        if correct is None:
-            correct = torch.full((num_models,), torch.nan, device=device)
-        columns = [weight.expand(num_models), non_finite.to(weight), correct.to(weight)]
-        functions = [self.loss, *self.metrics.values()]  # last, as they may write the outputs
-        each = [map_tree(itemgetter(row), outputs) for row in range(num_models)]
-        means = [[_scalar(function(output, targets), device) for function in functions] for output in each]
-        found = torch.stack([torch.stack(each) for each in means])
-        loss = torch.where(weight > 0, found[:, 0] * weight, 0.0)  # the mean of no targets is NaN
-        return torch.column_stack([*columns, loss, found[:, 1:] * size])
+            tally.add(map_tree(lambda each: each[None], output), batch.targets)
+        return tally, collector.examples(self.ignored)
 
     def _runnable(self, state: State) -> nn.Module:
         module = cast_module(self.module(state), self.precision)
@@ -278,6 +262,110 @@ class Evaluator:
         if ranks.num_ranks > 1:
             measured = _weighted_means(measured, count, ranks)
         return {**state, **{name: value.to(self.precision.master) for name, value in measured.items()}}
+
+
+class Tally:
+    """Adds up what an evaluation measures of K models, batch by batch, on their device.
+
+    The columns of `sums` [K, 4 + functions], float64, are: targets that count, non-finite outputs, correct predictions
+    (NaN without classes), loss, each metric that is a function.
+    """
+
+    def __init__(self, evaluator: Evaluator, num_models: int, device: torch.device) -> None:
+        self._evaluator, self._num_models = evaluator, num_models
+        self._functions = {name: own for name, own in evaluator.metrics.items() if not has_states(own)}
+        self._running = [RunningMetrics(evaluator.metrics, device) for _ in range(num_models)]
+        self._num_samples, self._has_tokens = 0, False
+        self._matrices: Tensor | None = None  # [K, C·(C + 1) + 1], see `confusion_indices`
+        self._num_classes, self._of_positions = 0, False
+        self._sums = torch.zeros(num_models, 4 + len(self._functions), dtype=torch.float64, device=device)
+
+    def add(self, outputs: Tree, targets: Tensor) -> None:
+        """Add a batch: outputs [K, B, ...] of K models, and targets [B, ...]."""
+        evaluator, size, device = self._evaluator, len(targets), self._sums.device
+        self._num_samples += size
+        non_finite = non_finite_outputs(outputs, lead=1)
+        every = targets.expand(self._num_models, *targets.shape)
+        self._has_tokens |= has_tokens(evaluator.loss, outputs, every, lead=1)
+        outputs, each_targets = compared(evaluator.loss, outputs, every, lead=1)
+        targets = each_targets[0]
+        ignored = None if targets.is_floating_point() else evaluator.ignored
+        weight = _scalar(len(targets) if ignored is None else counted(targets, ignored).sum(), device)
+        correct = correct_predictions(outputs, each_targets, 1, evaluator.ignored)
+        if correct is None:
+            correct = torch.full((self._num_models,), torch.nan, device=device)
+        columns = [weight.expand(self._num_models), non_finite.to(weight), correct.to(weight)]
+        each = [map_tree(itemgetter(row), outputs) for row in range(self._num_models)]
+        for running, output in zip(self._running, each, strict=True):
+            running.update(output, targets, ignored)
+        # The next token of a text is a class, but a matrix of what has no names tells nothing.
+        if evaluator.counts_classes and (evaluator.class_names or not self._has_tokens):
+            self._count_classes(scores_of(outputs), each_targets)
+        functions = [evaluator.loss, *self._functions.values()]  # last, as they may write the outputs
+        means = [[_scalar(function(output, targets), device) for function in functions] for output in each]
+        found = torch.stack([torch.stack(own) for own in means])
+        loss = torch.where(weight > 0, found[:, 0] * weight, 0.0)  # the mean of no targets is NaN
+        self._sums += torch.column_stack([*columns, loss, found[:, 1:] * size])
+
+    def _count_classes(self, scores: Tree, targets: Tensor) -> None:
+        if not has_classes(self._evaluator.loss, scores, targets, lead=1) or scores.shape[2] > MOST_CLASSES:
+            return
+        if self._matrices is None:
+            self._num_classes, self._of_positions = scores.shape[2], targets.ndim > 2
+            size = self._num_classes * (self._num_classes + 1) + 1
+            self._matrices = torch.zeros(self._num_models, size, dtype=torch.int64, device=scores.device)
+        indices = confusion_indices(scores, targets[0], self._evaluator.ignored)
+        self._matrices.scatter_add_(1, indices, torch.ones_like(indices))
+
+    def _class_counts(self, row: int, ranks: Ranks) -> ClassCounts | None:
+        """Return the confusion matrix of a model over all ranks. All ranks together."""
+        every = ranks.gather([self._num_classes, self._of_positions]) if self._evaluator.counts_classes else []
+        num_classes = int(max((own for own, _ in every), default=0))
+        if num_classes == 0:
+            return None
+        shape = num_classes, num_classes + 1
+        total = torch.zeros(shape, dtype=torch.int64)  # also where a rank has no batch
+        if self._matrices is not None:
+            total += self._matrices[row, :-1].view(shape).cpu()
+        ranks.add(total)
+        of_positions = any(own for _, own in every)
+        return ClassCounts(total.numpy(), tuple(self._evaluator.class_names), of_positions)
+
+    def evaluations(self, ranks: Ranks = ALONE, examples: Examples | None = None) -> list[Evaluation]:
+        """Return the evaluation of each model over all ranks' batches. All ranks together.
+
+        Raises BadDataError if the loss ignores every target, UserError if a metric fails.
+        """
+        found = []
+        for row, own in enumerate(self._sums.tolist()):  # host–device synchronisation on CUDA
+            count, with_tokens, *sums = ranks.sum([self._num_samples, self._has_tokens, *own])
+            self._running[row].merge(ranks)
+            class_counts = self._class_counts(row, ranks)
+            with ranks.together():
+                evaluation = self._evaluation(round(count), sums, with_tokens > 0, self._running[row])
+            found.append(replace(evaluation, class_counts=class_counts, examples=examples))
+        return found
+
+    def _evaluation(
+        self, num_samples: int, sums: Sequence[float], has_tokens: bool, running: RunningMetrics
+    ) -> Evaluation:
+        num_counted, num_non_finite, correct, loss, *others = sums
+        if not num_counted:
+            raise BadDataError(
+                f"the loss leaves out every target of {num_samples:,} samples that are to be evaluated, so there is "
+                "nothing to measure; give targets that are classes, or leave these data out."
+            )
+        mean_loss = loss / num_counted
+        means = {name: total / num_samples for name, total in zip(self._functions, others, strict=True)}
+        if has_tokens and is_surprise(self._evaluator.loss):
+            means = {PERPLEXITY: math.exp(mean_loss) if mean_loss < _LARGEST_EXPONENT else math.inf, **means}
+        return Evaluation(
+            loss=mean_loss,
+            accuracy=None if math.isnan(correct) else correct / num_counted,
+            num_samples=num_samples,
+            metrics={**means, **running.values(self._evaluator.class_names)},
+            num_non_finite=round(num_non_finite),
+        )
 
 
 class _Collector:
@@ -413,16 +501,14 @@ def load_state(bank: ReplicaBank, row: int, state: Mapping[str, Tensor]) -> None
 def _evaluate_together(bank: ReplicaBank, evaluator: Evaluator, feed: Feed) -> list[Evaluation]:
     """Evaluate in one pass. If the last batch is smaller than the others, it gets a graph of its own."""
     graphs: dict[object, FusedGraph] = {}
-    count, sums = 0, torch.zeros(bank.num_learners, 4 + len(evaluator.metrics), dtype=torch.float64, device=bank.device)
+    tally = Tally(evaluator, bank.num_learners, bank.device)
     for batch in itertools.islice(feed.evaluation_batches(evaluator.batch_size), evaluator.max_batches):
         form = batch_key(batch.inputs)
         if form not in graphs:
             graphs[form] = trusted_outputs(bank, batch.inputs, part=part_for(evaluator.loss))
         outputs = graphs[form].run(batch.inputs, shared=True)
-        sums += evaluator.batch_sums(in_format(outputs, bank.precision.master), batch.targets)
-        count += len(batch.targets)
-    # The only host–device synchronisation, unless a metric synchronises.
-    return [evaluation_from_sums(count, own, evaluator.metrics) for own in sums.tolist()]
+        tally.add(in_format(outputs, bank.precision.master), batch.targets)
+    return tally.evaluations()
 
 
 def _scalar(value: Tensor | float, device: torch.device) -> Tensor:

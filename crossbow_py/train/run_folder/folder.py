@@ -27,6 +27,7 @@ from crossbow_py.telemetry.console import CONSOLE_LOG
 from crossbow_py.telemetry.profile import PROFILE_FILE, TABLE_FILE
 from crossbow_py.telemetry.records import (
     CONFIG_FILE,
+    CONFUSION_FILES,
     METRICS_FILE,
     SUMMARY_FILE,
     TENSORBOARD_FOLDER,
@@ -42,7 +43,7 @@ from crossbow_py.train.config import TrainConfig, config_to_mapping
 LOCK_FILE = ".lock"
 _FILES = (
     CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, MODEL_FILE, CONSOLE_LOG, LOCK_FILE, LAUNCH_FILE, TRACE_FILE, PROFILE_FILE,
-    TABLE_FILE,
+    TABLE_FILE, *CONFUSION_FILES.values(),
 )  # fmt: skip
 DONE = ("finished", "target_reached")
 MAY_CHANGE = frozenset(
@@ -52,6 +53,7 @@ MAY_CHANGE = frozenset(
     | {"resume", "output_dir", "data.root", "on_nonfinite", "max_learners", "trace", "profile", "compile_model"}
     | {"num_workers", "data.folder", "data.cache_dir", "data.max_bad_images", "data.worker_timeout_s"}
     | {"distributed.timeout_s", "distributed.check_every_rounds", "auto_tuner.objective", "learning_statistics"}
+    | {"metrics"}
 )
 
 _NOTHING_TO_RESUME = (

@@ -56,16 +56,19 @@ def _composed(overrides: Sequence[str], kind: type[C]) -> C:
         raise UserError(f"config={given[0]} is a whole run, as +experiment is; leave one of them out.")
     chosen = [key for key in keys if key in kind.GROUPS]
     run = recorded(given[0])
-    _check_targets(run, given[0], keys)
+    _check_targets(run, given[0], keys, [text for text in own if text.startswith("~")])
     words = [text for text in overrides_of(run) if text.split("=")[0].split(".")[0] not in chosen]
     return compose([*words, *own], kind)
 
 
-def _check_targets(run: TrainConfig, path: str, keys: Sequence[str]) -> None:
+def _check_targets(run: TrainConfig, path: str, keys: Sequence[str], deleted: Sequence[str]) -> None:
     """Raise UserError for code that the run names and the user does not: the folder may be somebody else's."""
-    for group in TrainConfig.GROUPS:
-        target = getattr(getattr(run, group), "target", None)
-        if target is not None and group not in keys and f"{group}.target" not in keys:
+    targets = {group: getattr(getattr(run, group), "target", None) for group in TrainConfig.GROUPS if group not in keys}
+    for name, entry in run.metrics.items() if "~metrics" not in deleted else ():
+        if f"~metrics.{name}" not in deleted:  # metrics={...} alone would be laid over the recorded ones
+            targets[f"metrics.{name}"] = entry.get("target") if isinstance(entry, Mapping) else entry
+    for group, target in targets.items():
+        if target is not None and f"{group}.target" not in keys:
             raise UserError(
                 f"config={path} names {group}.target={target}, code that would be run; if it is yours, say it again: "
                 f"{group}.target={target}."

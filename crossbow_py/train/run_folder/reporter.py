@@ -27,7 +27,7 @@ from crossbow_py.telemetry.events import (
 )
 from crossbow_py.telemetry.throughput import Lap, ThroughputMeter
 from crossbow_py.telemetry.timeline import TRACE_FILE
-from crossbow_py.train.evaluation.evaluator import Examples
+from crossbow_py.train.evaluation.evaluator import Evaluation, Examples
 from crossbow_py.train.run import DataSets, Measured, Run, SavedModels
 from crossbow_py.train.run_state import RunState
 
@@ -78,7 +78,8 @@ class Reporter:
         self._next_progress_s = -math.inf
         self._started_s, self._wall_before_s = clock(), 0.0
         self._closed = False
-        self._unshown: tuple[Examples, DataSets, int] | None = None  # the newest predictions, until shown
+        self._unshown: tuple[Evaluation, str, DataSets, int] | None = None  # the newest evaluation, until shown
+        self._shown: Evaluation | None = None
         self._next_shown_samples = 0.0
 
     def _tell(self, call: Callable[[Listener], None]) -> None:
@@ -119,11 +120,14 @@ class Reporter:
         """Pass on the record of an epoch."""
         self._tell(lambda listener: listener.on_epoch(record))
 
-    def predictions(self, run: Run, measured: Measured | None) -> None:
-        """Show an evaluation's examples: at growing intervals, as making pictures takes time, and at the end."""
-        if measured is None or measured[0].examples is None or not self._listeners:
+    def predictions(self, run: Run, measured: Measured | None, which: str) -> None:
+        """Show examples and confusions of an evaluation of the `which` data, `test` or `validation`.
+
+        It is done at growing intervals, as making pictures takes time, and at the end.
+        """
+        if measured is None or not self._listeners:
             return
-        self._unshown = measured[0].examples, run.data, run.state.samples_seen
+        self._unshown = measured[0], which, run.data, run.state.samples_seen
         if run.state.samples_seen >= self._next_shown_samples:
             self._next_shown_samples = run.state.samples_seen * _SHOWN_GROWTH
             self._show_predictions()
@@ -131,12 +135,17 @@ class Reporter:
     def _show_predictions(self) -> None:
         if self._unshown is None:
             return
-        examples, data, samples_seen = self._unshown
-        self._unshown = None
-        class_names = data.class_names or getattr(data.test, "classes", None) or ()
-        found = example_predictions(examples, Normalisation.of(data.mean, data.std), [*map(str, class_names)])
+        evaluation, which, data, samples_seen = self._unshown
+        self._unshown, examples = None, evaluation.examples
+        self._show_classes(evaluation, which, samples_seen)
+        found = example_predictions(examples, Normalisation.of(data.mean, data.std), data.names_of_classes)
         if found is not None:
             self._tell(lambda listener: listener.on_predictions(found, samples_seen))
+
+    def _show_classes(self, evaluation: Evaluation, which: str, samples_seen: int) -> None:
+        if (counts := evaluation.class_counts) is not None and evaluation is not self._shown:
+            self._shown = evaluation
+            self._tell(lambda listener: listener.on_class_counts(counts, which, samples_seen))
 
     def decision(self, decision: Decision, samples_seen: int) -> None:
         """Announce a decision of the auto-tuner."""
@@ -195,6 +204,8 @@ class Reporter:
     ) -> Summary:
         """Build the summary and announce the end."""
         self._show_predictions()
+        if final is not None:
+            self._show_classes(final[0], "test", state.samples_seen)
         summary = self._summary(state, status, stop_reason, final, saved)
         self._tell(lambda listener: listener.on_end(summary))
         return summary
@@ -230,6 +241,7 @@ class Reporter:
             data_wait_share=None if info.num_workers is None else self.meter.whole.wait_share,
             num_workers=info.num_workers,
             metrics=test.metrics if test else {},
+            per_class=test.class_counts.figures() if test and test.class_counts else None,
             num_non_finite=test.num_non_finite if test else 0,
             time_to_accuracy_s=state.time_to_accuracy_s,
             train_time_s=train_time_s,
@@ -255,6 +267,7 @@ class Reporter:
 def run_info(run: Run, planned_samples: int | None) -> RunInfo:
     """Return the facts that are fixed when training starts."""
     settings, several = run.settings, run.settings.has_several(run.ranks.num_ranks)
+    measured = run.validation_feed or run.test_feed
     return RunInfo(
         experiment=run.experiment,
         model=run.names["model"],
@@ -286,6 +299,7 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
         replicas_differ=run.rule.has_central_model and not run.bank.replicas_identical,
         learning_statistics=settings.learning_statistics,
         measures_noise=run.state.noise is not None,
+        metrics=run.evaluator.metric_names(measured) if measured else (),
         hyper_parameters=hyper_parameters(run),
     )
 

@@ -77,7 +77,7 @@ def test_help_text_of_search_shows_a_space_that_can_be_parsed() -> None:
 
 def test_help_text_of_search_shows_commands_that_can_be_composed() -> None:
     shown = [line.strip() for line in help_text(SearchConfig).splitlines() if line.startswith("  python -m")]
-    assert len(shown) == 4
+    assert len(shown) == 5
     for line in shown:
         config = compose(shlex.split(line)[3:], SearchConfig)
         assert config.parsed_space.parameters

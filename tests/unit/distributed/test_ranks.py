@@ -51,6 +51,23 @@ def test_copy_first_gives_all_the_values_of_the_first():
     assert copied(ALONE) == [own, own, 0.5]
 
 
+def tensors_of(ranks: Ranks) -> list[list[torch.Tensor]]:
+    nan = torch.tensor([-0.0, torch.nan, torch.inf])
+    own = [nan.bfloat16(), torch.tensor([[True, False]]), torch.tensor(2**62 + 1), torch.empty(0, 3), nan[:2].double()]
+    return ranks.gather_tensors(own[: 2 * ranks.rank])
+
+
+def test_tensors_of_all_ranks_are_gathered_to_the_bit():
+    for found in on_threads(tensors_of, 3):
+        assert [len(each) for each in found] == [0, 2, 4]
+        minus, flags = found[1]
+        assert (minus.dtype, flags.tolist()) == (torch.bfloat16, [[True, False]])
+        assert minus.isnan().tolist() == [False, True, False] and bool(minus[0].signbit())
+        assert found[2][2].item() == 2**62 + 1 and found[2][2].shape == ()
+        assert found[2][3].shape == (0, 3)
+    assert [each.tolist() for each in ALONE.gather_tensors([torch.ones(1)])[0]] == [[1.0]]
+
+
 def nodes_of(ranks: Ranks) -> list[int]:
     ranks.node = (1, 0, 1)[ranks.rank]
     return ranks.nodes()

@@ -37,6 +37,14 @@ def test_validation_accuracy_stands_where_it_was_measured() -> None:
     assert found["accuracy"] == [[(1000, 0.125), (2000, 0.125), (3000, 0.125)]]
 
 
+def test_every_metric_has_a_chart_whose_name_is_that_of_a_file() -> None:
+    epochs = [{**line, "metrics": {"top/3 $x": line["test_accuracy"]}, "metrics/top/3 $x": line["test_accuracy"]}
+              for line in EPOCHS]  # fmt: skip
+    found = charts(RunRecord(name="a", folder=Path("a"), status="finished", epochs=epochs))
+    assert found["metric_0_top_3_x"] == [[(1000, 0.25), (2000, 0.5), (3000, 0.75)]]
+    assert list(found).index("metric_0_top_3_x") == list(found).index("loss") + 1
+
+
 def test_a_run_has_one_colour_in_every_chart_and_a_name_where_there_are_several() -> None:
     runs = [RunRecord(name=name, folder=Path(name), status="finished", epochs=EPOCHS) for name in "ab"]
     for chart in all_charts(runs):

@@ -7,11 +7,13 @@ from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from crossbow_py.report.charts import all_charts
 from crossbow_py.report.page import as_html
 from crossbow_py.report.reading import RunRecord, read_runs
+from crossbow_py.telemetry.class_counts import ClassCounts
 from tests.run_folders import write_run, write_trace, write_unfinished
 
 NOW = datetime(2026, 1, 2, 3, 4)
@@ -67,6 +69,58 @@ def test_page_of_two_runs_shows_in_what_they_differ(tmp_path: Path) -> None:
     assert re.search(r"<td>seed</td><td>1</td><td>2</td>", text)
     assert "b: no summary.json" in text
     assert "<td>batch_size</td>" not in text
+
+
+def cats_and_dogs(right: int, of_positions: bool = False, size: int = 2) -> ClassCounts:
+    counts = np.zeros((size, size + 1), dtype=np.int64)
+    counts[0, :2] = right, 4 - right
+    return ClassCounts(counts, ("cat", "<dog>"), of_positions)
+
+
+def test_page_of_a_run_with_classes_has_their_figures_and_confusions(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "digits" / "a", class_counts=cats_and_dogs(3))
+    text = page([folder])
+    assert headings(text)[-3:] == ["Confusion matrix", "Classes", "Decisions of the auto-tuner"]
+    assert "<td>cat</td><td>1.0000</td><td>0.7500</td><td>0.8571</td><td>4</td>" in text
+    assert "<td>&lt;dog&gt;</td><td>0.0000</td><td>–</td><td>0.0000</td><td>0</td>" in text
+    assert "<td>mean of the classes</td><td>0.5000</td><td>0.7500</td><td>0.4286</td><td>4</td>" in text
+    assert "IoU" not in text and "<details><summary>Classes" not in text
+    assert '<figure class="wide">' in text
+    balance = Balance(text)
+    assert (balance.open, balance.wrong) == ([], [])
+
+
+def test_page_of_several_runs_compares_the_f1_of_their_classes_or_the_iou_of_masks(tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path / "a", class_counts=cats_and_dogs(3)),
+        write_unfinished(tmp_path / "b", class_counts=cats_and_dogs(4)),  # whose file of the matrix alone is there
+        write_run(tmp_path / "c", epochs=1),
+    ]
+    text = page(folders)
+    assert "F1 of the classes" in headings(text)
+    assert re.findall("<details><summary>(Confusion.*?)</summary>", text) == [
+        "Confusion matrix: a", "Confusion matrix: b",
+    ]  # fmt: skip
+    balance = Balance(text)
+    assert (balance.open, balance.wrong) == ([], [])
+    assert "<td>cat</td><td>0.8571</td><td>1.0000</td><td>–</td>" in text
+    assert "<td>mean of the classes</td><td>0.4286</td><td>1.0000</td><td>–</td>" in text
+    masks = [write_run(tmp_path / name, class_counts=cats_and_dogs(3, of_positions=True)) for name in "de"]
+    assert "<td>cat</td><td>0.7500</td><td>0.7500</td>" in page(masks)
+    assert "IoU of the classes" in page(masks)
+
+
+def test_many_classes_are_folded_up(tmp_path: Path) -> None:
+    text = page([write_run(tmp_path / "a", class_counts=cats_and_dogs(3, size=26))])
+    assert "<details><summary>Classes, 26 of them</summary>" in text
+
+
+@pytest.mark.parametrize("saved", [3, [], [3], [{"name": 3}], [{}], {"name": "a"}])
+def test_damaged_figures_of_classes_are_those_of_the_matrix(saved: object) -> None:
+    run = RunRecord(
+        name="a", folder=Path("a"), status="finished", summary={"per_class": saved}, class_counts=cats_and_dogs(3)
+    )
+    assert "<td>cat</td><td>1.0000</td><td>0.7500</td><td>0.8571</td><td>4</td>" in as_html([run], [], NOW)
 
 
 def test_page_of_runs_alike_says_so(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.file_locks import locked
 from crossbow_py.report.reading import RunRecord, find_runs, read_runs
+from crossbow_py.telemetry.class_counts import ClassCounts
 from crossbow_py.telemetry.figures import number
 from tests.run_folders import write_run, write_trace, write_unfinished
 
@@ -56,6 +58,16 @@ def test_an_unfinished_run_has_what_it_has_recorded_and_a_note(tmp_path: Path) -
     assert run.status == "unfinished"
     assert len(run.epochs) == 3
     assert [note for note in run.notes if "summary.json" in note] == list(run.notes)
+
+
+@pytest.mark.parametrize("content", [b"", b"class,0,1\n", b"\xff\xfe", b"class,0,not finite\n0,x,1\n"])
+def test_damaged_matrix_is_named(tmp_path: Path, content: bytes) -> None:
+    folder = write_run(tmp_path / "a", class_counts=ClassCounts(np.array([[1, 2, 3], [4, 5, 6]])))
+    assert read(folder).class_counts.counts.tolist() == [[1, 2, 3], [4, 5, 6]]  # type: ignore[union-attr]
+    (folder / "confusion_test.csv").write_bytes(content)
+    run = read(folder)
+    assert run.class_counts is None
+    assert list(run.notes) == ["confusion_test.csv cannot be read"]
 
 
 def test_torn_and_foreign_lines_are_left_out_and_counted(tmp_path: Path) -> None:

@@ -55,6 +55,11 @@ def test_plain_run_has_no_control_codes_and_is_also_in_the_log(tmp_path: Path, e
         assert fact in said
 
 
+def test_metrics_of_many_values_are_left_to_the_records(events: Any) -> None:
+    metrics = {"perplexity": 12.345, **{f"f1/{digit}": 0.5 for digit in range(5)}}
+    assert " · perplexity 12.35 · 250 images/s" in epoch_line(events.epoch_record(1, metrics=metrics), "4")
+
+
 def test_final_block_says_accuracy_time_throughput_and_where_the_files_are(events: Any) -> None:
     stream = io.StringIO()
     ConsoleListener(stream=stream).on_end(events.summary(time_to_accuracy_s=12.0))

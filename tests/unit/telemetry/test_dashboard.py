@@ -88,6 +88,13 @@ def test_every_chart_of_the_dashboard_has_a_curve_and_every_tag_of_a_section_a_c
     }  # fmt: skip
 
 
+def test_every_metric_has_a_chart_of_all_of_its_values(events: Any) -> None:
+    charts = dashboard(events.run_info(metrics=("perplexity", "f1 (a+b)")))["How well it learns"]
+    tags = ["metrics/perplexity", "metrics/perplexity2", "metrics/f1 (a+b)", "metrics/f1 (a+b)/cat", "loss/test"]
+    assert _found(charts["perplexity"][1], tags) == ["metrics/perplexity"]
+    assert _found(charts["f1 (a+b)"][1], tags) == ["metrics/f1 (a+b)", "metrics/f1 (a+b)/cat"]
+
+
 def test_charts_of_independent_learners_have_each_of_them(events: Any) -> None:
     charts = dashboard(events.run_info(shares_samples=False, replicas_differ=False))["How well it learns"]
     _, patterns = charts["accuracy (share of samples)"]

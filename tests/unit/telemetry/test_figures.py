@@ -35,6 +35,20 @@ def test_figures_of_a_run_that_ended_are_those_of_its_summary_and_of_another_tho
     assert same_settings([ended, killed]) == []
 
 
+def test_metrics_are_figures_but_for_those_of_many_values() -> None:
+    each = {f"f1/{digit}": 0.5 for digit in range(5)}
+    ended = recorded("finished", summary={"metrics": {"perplexity": 1234.567, "roc/a": 0.25, **each}})
+    killed = recorded("unfinished", epochs=[{"metrics": {"perplexity": 2.0, "odd": "text"}}])
+    damaged = recorded("unfinished", summary={"metrics": [3]})
+    assert dict(figures([ended, killed, damaged])) == {
+        "status": ["finished", "unfinished", "unfinished"],
+        "perplexity": ["1,235", "2", ""],
+        "roc/a": ["0.25", "", ""],
+    }
+    names = [name for name, _ in figures([recorded("finished", summary={**SUMMARY, "metrics": {"roc": 0.25}})])]
+    assert names[:4] == ["status", "test accuracy", "roc", "time to accuracy"]
+
+
 def test_settings_that_are_alike_stand_apart_from_the_table() -> None:
     runs = [recorded("finished", summary={"model": "mlp", "seed": seed, "precision": "fp32"}) for seed in range(2)]
     assert dict(figures(runs)) == {"status": ["finished"] * 2, "seed": ["0", "1"]}

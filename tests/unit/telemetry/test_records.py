@@ -8,8 +8,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from crossbow_py.telemetry.class_counts import ClassCounts
 from crossbow_py.telemetry.records import RunRecords, file_listeners, read_metrics, read_summary, write_atomically
 
 
@@ -123,6 +125,32 @@ def test_write_atomically_that_fails_keeps_the_old_file_and_leaves_nothing_besid
         write_atomically(tmp_path / "a", "new")
     assert (tmp_path / "a").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_confusion_matrices_are_files_that_a_fresh_run_removes_and_a_resumed_one_keeps(
+    tmp_path: Path, events: Any
+) -> None:
+    records = RunRecords(tmp_path, None)
+    records.on_class_counts(ClassCounts(np.array([[1, 2, 0], [0, 3, 1]]), ("cat",)), "validation", 1000)
+    records.on_class_counts(ClassCounts(np.array([[1, 0, 0], [0, 1, 0]])), "test", 2000)
+    files = {path.name: path.read_text() for path in tmp_path.glob("*.csv")}
+    assert files == {
+        "confusion_validation.csv": "class,cat,1,not finite\ncat,1,2,0\n1,0,3,1\n",
+        "confusion_test.csv": "class,0,1,not finite\n0,1,0,0\n1,0,1,0\n",
+    }
+    RunRecords(tmp_path, 1000).on_start(events.run_info())
+    assert len(list(tmp_path.glob("*.csv"))) == 2
+    RunRecords(tmp_path, None).on_start(events.run_info())
+    assert list(tmp_path.glob("*.csv")) == []
+
+
+def test_summary_has_the_figures_of_every_class(tmp_path: Path, events: Any) -> None:
+    figures = ClassCounts(np.array([[1, 0, 0], [0, 0, 0]])).figures()
+    RunRecords(tmp_path, None).on_end(events.summary(per_class=figures))
+    assert read_summary(tmp_path)["per_class"] == [
+        {"name": "0", "precision": 1.0, "recall": 1.0, "f1": 1.0, "support": 1, "iou": None},
+        {"name": "1", "precision": None, "recall": None, "f1": None, "support": 0, "iou": None},
+    ]
 
 
 def test_file_listeners_through_a_run_leave_the_files_of_the_run(tmp_path: Path, events: Any) -> None:

@@ -20,6 +20,8 @@ from tensorboard.plugins.hparams.metadata import (
     parse_session_start_info_plugin_data,
 )
 
+from crossbow_py.telemetry.class_counts import ClassCounts, markdown_table
+from crossbow_py.telemetry.confusion_picture import confusion_picture
 from crossbow_py.telemetry.events import LearningStatistics, Predictions
 from crossbow_py.telemetry.system import SystemMonitor
 from crossbow_py.telemetry.tensorboard import TensorBoardScalars
@@ -87,6 +89,17 @@ def test_scalars_of_a_run_with_validation_data_are_named_so_and_not_finite_ones_
     assert "accuracy/validation" in tags
     assert "accuracy/test" not in tags
     assert "loss/validation" not in tags
+
+
+def test_classes_have_a_picture_of_their_confusions_and_a_table(tmp_path: Path, events: Any) -> None:
+    counts = ClassCounts(np.array([[3, 1, 0], [0, 2, 0]]), ("cat", "dog"))
+    with writing(tmp_path, events) as scalars:
+        scalars.on_class_counts(counts, "validation", 1500)
+    read = read_events(tmp_path)
+    (image,) = read.Images("confusion_matrix/validation")
+    assert (image.step, image.height, image.width) == (1500, *confusion_picture(counts).shape[:2])
+    (text,) = read.Tensors("classes/validation/text_summary")
+    assert text.tensor_proto.string_val[0].decode() == markdown_table(counts.figures())
 
 
 def test_progress_faster_than_the_interval_is_thinned_out(tmp_path: Path, events: Any) -> None:

@@ -171,7 +171,7 @@ def test_fit_with_output_dir_leaves_records_checkpoints_and_the_model(tmp_path):
     folder = tmp_path / "new" / "run"
     result = make_trainer(test_data=blobs(30), output_dir=folder).fit(max_epochs=2)
     assert {path.name for path in folder.iterdir()} == {
-        "metrics.jsonl", "summary.json", "tensorboard", "checkpoints", "model.safetensors",
+        "metrics.jsonl", "summary.json", "confusion_test.csv", "tensorboard", "checkpoints", "model.safetensors",
     }  # fmt: skip
     assert [line["epoch"] for line in read_metrics(folder / "metrics.jsonl")] == [1, 2]
     assert read_summary(folder)["test_accuracy"] == result.test_accuracy

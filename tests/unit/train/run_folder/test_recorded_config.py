@@ -141,6 +141,17 @@ def test_code_that_a_recorded_run_names_is_called_only_when_it_is_named_again(tm
     assert composed([f"config={folder}", "model.target=mine.net"], TrainConfig).model.target == "mine.net"
 
 
+def test_metric_that_a_recorded_run_names_is_called_only_when_it_is_named_again(tmp_path: Path) -> None:
+    folder = run(tmp_path, "+experiment=digits", "metrics.m.target=os.system", "metrics.m.command='true'")
+    for words in ([], ["metrics={}"], ["metrics.m={x: 1}"], ["metrics.n.target=mine.metric"]):
+        with pytest.raises(UserError, match="names metrics.m.target=os.system, code that would be run; .* say it aga"):
+            composed([f"config={folder}", *words], TrainConfig)
+    for words in (["~metrics"], ["~metrics.m"]):
+        assert composed([f"config={folder}", *words], TrainConfig).metrics == {}
+    again = composed([f"config={folder}", "metrics.m.target=mine.metric"], TrainConfig)
+    assert again.metrics == {"m": {"target": "mine.metric", "command": "true"}}
+
+
 def test_keys_and_groups_are_laid_over_a_recorded_run_wherever_they_stand(tmp_path: Path) -> None:
     folder = run(tmp_path, *TOLD)
     own = ["averaging=local_sgd", "optimizer.beta1=0.5", "seed=7", f"config={folder}", "+debug=fast", "resume=auto"]
