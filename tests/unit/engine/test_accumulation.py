@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.averaging import Independent
+from crossbow_py.averaging import SMA, Independent, SynchronousSGD
 from crossbow_py.core.measured import Remembered
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.modules.losses import num_averaged
-from crossbow_py.engine.modules.precision import FP32
+from crossbow_py.engine.modules.precision import BF16, FP32
 from crossbow_py.engine.rounds import RoundOutcome
 from crossbow_py.engine.sizing.bound import learners_that_fit
 from crossbow_py.engine.sizing.memory import Activations, Job, Line, Sample
@@ -167,6 +167,30 @@ def test_native_code_in_float32_takes_the_same_steps():
     (whole, losses), (ours, own) = two_runs("serial", "rows", data=features(64), precision=FP32)
     assert (whole.update.NAME, own) == ("native", pytest.approx(losses, rel=1e-5))
     assert_learners_equal(ours.bank, whole.bank, 1e-5)
+
+
+@pytest.mark.parametrize("rule", [SMA(), SynchronousSGD()], ids=lambda rule: rule.NAME)
+@pytest.mark.parametrize(("executor", "order"), [("threads", "rows"), ("fused", "blocks")])
+@pytest.mark.parametrize(("precision", "tolerance"), [(FP32, 1e-5), (BF16, 0.02)], ids=["fp32", "bf16"])
+def test_averaged_learners_of_native_code_step_alike(precision, tolerance, executor, order, rule, two_cores):
+    (whole, _), (ours, _) = two_runs(
+        executor, order, make_model=convolutions, num_learners=3, rule=rule, data=IMAGES, precision=precision
+    )
+    assert_learners_equal(ours.bank, whole.bank, tolerance)
+
+
+def test_gradients_of_bfloat16_are_added_in_float32():
+    tasks = make_tasks(batch_size=1, accumulate=64, num_learners=1, precision=BF16)
+    tasks.learn(0, RoundOutcome(plan(tasks, 0)))
+    inputs, targets = tasks.feed.batch(0)
+    weights = [own.detach() for own in tasks.bank.module(0).parameters()]
+    expected = torch.zeros(3, 4)
+    for x, target in zip(inputs, targets, strict=True):  # of one sample: (p - 1[class]) xᵀ, whose factors are bfloat16
+        scores = nn.functional.linear(x[None], *weights).float().requires_grad_()
+        (given,) = torch.autograd.grad(nn.functional.cross_entropy(scores, target[None]) / 64, scores)
+        expected += (given.bfloat16().t() @ x[None]).float()
+    found = tasks.bank.gradients.shaped(0)["weight"]
+    assert (found - expected).norm() < 1e-4 * expected.norm()  # one sum in bfloat16 would be off by 4e-3
 
 
 def test_learners_pass_over_a_micro_batch_at_a_time():
