@@ -299,7 +299,7 @@ class Trainer:
         A copy of the learners trains `num_rounds` rounds on the batches that come next, at rates that rise
         exponentially from `lowest` to `highest`, until it diverges. The trainer and the random generators stay as they
         are. Rates are `optimizer.learning_rate`, without schedule and warm-up; those of other learners and of other
-        parameters rise in proportion. With num_learners="auto" it is about as many learners as there are now. All ranks
+        parameters rise in proportion. With num_learners="auto" it takes as many learners as there are now. All ranks
         call it together.
 
         Raises UserError for arguments that make no test, and while a round is in flight.
