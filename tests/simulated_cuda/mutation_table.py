@@ -383,13 +383,13 @@ MUTATIONS = [
     ),
     Mutation(
         "batch freed too early", STREAMED, "the allocator is not told who uses a batch",
-        "                    tensor.record_stream(stream)  # the buffer may drop it while this stream still reads it\n",
-        "                    pass\n", _STREAMED,
+        "                tensor.record_stream(stream)  # the buffer may drop it while this stream still reads it\n",
+        "                pass\n", _STREAMED,
     ),
     Mutation(
         "flips freed too early", STREAMED, "the allocator is not told who uses flips and rectangles",
-        "for tensor in (one.inputs, one.targets, one.mirrored, one.erased):",
-        "for tensor in (one.inputs, one.targets):",
+        "for tensor in leaves((one.inputs, one.targets, one.mirrored, one.erased)):",
+        "for tensor in leaves((one.inputs, one.targets)):",
         _STREAMED,
     ),
     Mutation(
@@ -408,8 +408,8 @@ MUTATIONS = [
     ),
     Mutation(
         "copies block", STREAMED, "the producer waits for every copy",
-        "inputs, targets = (each.to(self._device, non_blocking=True) for each in loaded[:2])",
-        "inputs, targets = (each.to(self._device) for each in loaded[:2])",
+        "return values.to(self._device, non_blocking=True)",
+        "return values.to(self._device)",
         (f"{_ORDER}streamed_batches_are_made_without_waiting_from_pinned_memory",),
     ),
     Mutation(
@@ -470,7 +470,7 @@ MUTATIONS = [
     ),
     Mutation(
         "batch of the first caller", PROGRAMS, "a graph reads the tensor that its first caller gave",
-        "own = CapturedRun(run, inputs.clone(), device, self._done)",
+        "own = CapturedRun(run, map_tree(torch.clone, inputs), device, self._done)",
         "own = CapturedRun(run, inputs, device, self._done)",
         (f"{_ORDER}captured_ensemble_leaves_the_batch_of_its_first_call_as_it_is",),
     ),
