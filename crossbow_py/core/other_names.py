@@ -6,11 +6,20 @@ is in no table may still be near to a key of ours by spelling, see `core.setting
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Collection
+from typing import Any, TypeVar
+
+from crossbow_py.core.settings import suggestion
+
+T = TypeVar("T")
 
 _WORDS = {
     "optimizer.learning_rate": "lr learning_rate base_lr lr_max",
     "optimizer.momentum": "momentum",
+    "optimizer.beta1": "betas",
+    "optimizer.epsilon": "eps",
     "optimizer.weight_decay": "weight_decay wd l2",
     "optimizer.clip_norm": "clip_norm clipnorm grad_clip gradient_clip gradient_clip_val max_grad_norm clip_grad_norm",
     "optimizer": "opt opt_func",
@@ -101,3 +110,21 @@ def key_suggestion(word: str, known: Collection[str]) -> str | None:
     if key in ("loss", "callbacks", "sample_weights"):
         return f"; it is for Python: Trainer({key}=...)."
     return f"; did you mean {key!r}?" if key != word and key.partition(".")[0] in known else None
+
+
+def answers_other_names(group: str, cls: type[T]) -> type[T]:
+    """Have the settings class of a group refuse an unknown keyword with its own name for it. Returns the class."""
+    init = cls.__init__
+    known = [*inspect.signature(cls).parameters]
+
+    @functools.wraps(init)
+    def checked(self: T, *args: Any, **given: Any) -> None:
+        for word in given:
+            if word not in known:
+                _, _, name = _OURS.get(word, "").removeprefix(f"{group}.").rpartition(".")
+                meant = f"; did you mean {name!r}?" if name in known else suggestion(word, known)
+                raise TypeError(f"{cls.__name__}() got an unexpected keyword argument {word!r}{meant}")
+        init(self, *args, **given)
+
+    cls.__init__ = checked  # type: ignore[method-assign,assignment]
+    return cls

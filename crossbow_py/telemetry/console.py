@@ -115,7 +115,7 @@ def progress_line(progress: Progress, planned_epochs: str) -> str:
     parts = [
         f"epoch {progress.epoch:.2f}/{planned_epochs}",
         f"loss {_loss(progress.train_loss)}",
-        f"{progress.images_per_s:,.0f} images/s",
+        _throughput(progress),
         *_waiting(progress.data_wait_share),
     ]
     if progress.remaining_s is not None:
@@ -145,7 +145,7 @@ def epoch_line(record: EpochRecord, planned_epochs: str) -> str:
     known = [accuracy for accuracy in record.learner_accuracy or () if accuracy is not None]
     if known:
         parts.append("learners " + " ".join(f"{accuracy:.4f}" for accuracy in known))
-    parts += [f"{record.images_per_s:,.0f} images/s", *_waiting(record.data_wait_share)]
+    parts += [_throughput(record), *_waiting(record.data_wait_share)]
     if record.efficiency is not None:
         parts.append(counted(record.num_learners, "learner") + _efficiency(record))
     parts += [f"lr {record.learning_rate:.4g}", clock_time(record.elapsed_s)]
@@ -180,7 +180,7 @@ def final_lines(summary: Summary) -> list[str]:
     if summary.time_to_accuracy_s is not None:
         lines.append(fact("to the target", f"{summary.time_to_accuracy_s:.1f} s of training"))
     lines.append(fact("time", f"{summary.train_time_s:.1f} s training, {summary.wall_time_s:.1f} s in all"))
-    lines.append(fact("throughput", f"{summary.images_per_s:,.0f} images/s"))
+    lines.append(fact("throughput", _throughput(summary)))
     if summary.data_wait_share is not None:
         workers = counted(summary.num_workers or 0, "worker")
         lines.append(fact("data", f"{workers}, {summary.data_wait_share:.1%} of training spent waiting for them"))
@@ -196,6 +196,12 @@ def final_lines(summary: Summary) -> list[str]:
 def folder_lines(name: str, output_dir: str) -> list[str]:
     """Return the lines that say where the files are, and how to look at the curves."""
     return [fact(name, output_dir), fact("curves", f"tensorboard --logdir {Path(output_dir) / TENSORBOARD_FOLDER}")]
+
+
+def _throughput(found: Progress | EpochRecord | Summary) -> str:
+    if found.tokens_per_s is not None:
+        return f"{found.tokens_per_s:,.0f} tokens/s"
+    return f"{found.images_per_s:,.0f} images/s"
 
 
 def _efficiency(found: Progress | EpochRecord) -> str:

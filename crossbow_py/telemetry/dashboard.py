@@ -27,7 +27,8 @@ def dashboard(info: RunInfo) -> dict[str, Any]:
             "learning rate": (True, "learning_rate"),
         },
         "How fast it trains": {
-            "throughput (images/s)": (True, r"throughput/images_per_s(_per_device)?"),
+            "throughput (tokens/s)": (info.tokens_per_sample is not None, "throughput/tokens_per_s"),
+            "throughput (images/s)": (info.tokens_per_sample is None, r"throughput/images_per_s(_per_device)?"),
             "goodput: what they are worth (images/s)": (info.measures_noise, "goodput/images_per_s"),
             "efficiency: what a sample is worth": (info.measures_noise, "goodput/efficiency"),
             "gradient noise scale in training (samples)": (info.measures_noise, "goodput/noise_scale_samples"),

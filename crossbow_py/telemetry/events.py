@@ -28,6 +28,7 @@ class RunInfo:
         has_accuracy: whether the targets are classes.
         several: whether there may be more than one learner.
         learning_statistics: whether epochs have them.
+        tokens_per_sample: tokens with a target of their own, in each sample of a language model; else None.
         measures_noise: whether gradients are compared in training, so that there is an `efficiency`.
         metrics: names of the metrics of evaluations, each of which may have several values: `name`, or `name/...`.
         hyper_parameters: plain values by the dotted keys of the command line.
@@ -62,6 +63,7 @@ class RunInfo:
     several: bool = True
     accumulate: int = 1
     learning_statistics: bool = False
+    tokens_per_sample: int | None = None
     measures_noise: bool = False
     metrics: tuple[str, ...] = ()
     hyper_parameters: Mapping[str, bool | int | float | str] = field(default_factory=dict)
@@ -74,7 +76,8 @@ class Progress:
     `remaining_s` is None if no planned number of samples ends the run. `data_wait_share` is the share of the last
     seconds in which training waited for data; `num_workers` processes load it, None for data on the device.
     `efficiency` is what a sample is worth in so large a batch, to one of a single learner, by the gradient noise scale
-    in training; both are None where they are not known, the scale also where noise hides the gradient.
+    in training; both are None where they are not known, the scale also where noise hides the gradient. `tokens_per_s`
+    is None but for language models.
     """
 
     samples_seen: int
@@ -89,6 +92,7 @@ class Progress:
     num_workers: int | None = None
     noise_scale_samples: float | None = None
     efficiency: float | None = None
+    tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -151,8 +155,8 @@ class EpochRecord:
     Fields named `spread` and `correction_norm` are None without a central model.
     `z_accuracy` is the accuracy of z itself, on the same data, where an EMA of it is evaluated.
     `num_non_finite` evaluated samples have outputs that are not finite, and count as wrong. `data_wait_share`, here of
-    the epoch, `num_workers`, `noise_scale_samples` and `efficiency` are as in `Progress`. `learning` is None unless the
-    user asked for it.
+    the epoch, `num_workers`, `noise_scale_samples`, `efficiency` and `tokens_per_s` are as in `Progress`. `learning` is
+    None unless the user asked for it.
     """
 
     epoch: float
@@ -179,6 +183,7 @@ class EpochRecord:
     noise_scale_samples: float | None = None
     efficiency: float | None = None
     z_accuracy: float | None = None
+    tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -250,6 +255,7 @@ class Summary:
     num_non_finite: int = 0
     model_sha256: dict[str, str] = field(default_factory=dict)
     model_epoch: float | None = None
+    tokens_per_s: float | None = None
 
 
 class Listener:

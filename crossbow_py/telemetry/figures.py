@@ -126,6 +126,7 @@ _SPENT: tuple[_Kind, ...] = (
     ("time of training", _time("train_time_s", "elapsed_s")),
     ("time in all", _time("wall_time_s")),
     ("images/s", _number("images_per_s", ",.0f", "images_per_s")),
+    ("tokens/s", _number("tokens_per_s", ",.0f", "tokens_per_s")),
     ("epochs", _number("epochs", ".4g", "epoch")),
     ("samples seen", _number("samples_seen", ",.0f", "samples_seen")),
 )

@@ -150,6 +150,7 @@ class TensorBoardScalars(Listener):
             "data/wait_share": found.data_wait_share,
             "data/num_workers": found.num_workers,
             "throughput/images_per_s": found.images_per_s,
+            "throughput/tokens_per_s": found.tokens_per_s,
             "throughput/images_per_s_per_device": found.images_per_s / self._num_devices,
             "goodput/noise_scale_samples": found.noise_scale_samples,
             "goodput/efficiency": found.efficiency,

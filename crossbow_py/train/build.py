@@ -133,7 +133,7 @@ class RunBuilder:
                 *warnings, *filter(None, [warning]), *notes, *bounded, *remarks, *_refusals(choices),
                 *self.optimizer.remarks(template), *_of_micro_batches(settings, template),
             ],
-            tuning=tuning, state=RunState(noise=noise),
+            tokens_per_sample=evaluator.tokens_per_sample(train_feed), tuning=tuning, state=RunState(noise=noise),
             worker_autotuner=worker_autotuner(settings.num_workers, train_feed, ranks.num_local),
             busy_cores=busy_cores(choices.executor, device.type, ranks.num_local == 1 and not train_feed.STREAMS),
         )  # fmt: skip

@@ -99,6 +99,7 @@ class Run:
         nodes: `Ranks.nodes`, if every node has an average model of its own; else None.
         timeline: records a span of every task, if there is one.
         warnings: messages for the user when training starts.
+        tokens_per_sample: as of `RunInfo`.
         tuning: tunes the number of learners, for num_learners=auto.
         worker_autotuner: tunes the number of workers, for num_workers=auto with streamed data.
         busy_cores: chooses how threads wait for each other, on CPUs.
@@ -135,6 +136,7 @@ class Run:
     warnings: list[str]
 
     state: RunState = field(default_factory=RunState)
+    tokens_per_sample: int | None = None
     tuning: LearnerTuning | None = None
     worker_autotuner: WorkerAutotuner | None = None
     busy_cores: BusyCores | None = None

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.other_names import answers_other_names
 from crossbow_py.core.settings import check, setting
 from crossbow_py.engine.bank.layout import Block, Matrix, TrainedRow, norm
 from crossbow_py.engine.bank.row_optimizer import RowOptimizer
@@ -568,4 +569,6 @@ def as_first(optimizer: Optimizer) -> Optimizer:
     return replace(optimizer, **{name: value[0] for name, value in settings.items() if isinstance(value, tuple)})
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {each.NAME: each for each in (SGD, AdamW, Muon, TorchOptimizer)}
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    each.NAME: answers_other_names(each.GROUP, each) for each in (SGD, AdamW, Muon, TorchOptimizer)
+}

@@ -34,6 +34,7 @@ from crossbow_py.engine.modules.losses import (
     has_tokens,
     ignored_target,
     is_surprise,
+    model_loss,
     non_finite_outputs,
     part_for,
     scores_of,
@@ -201,6 +202,18 @@ class Evaluator:
         may_have_tokens = is_surprise(self.loss) and feed.first_samples(2).targets.ndim == 2
         own = [PERPLEXITY] if may_have_tokens and has_tokens(self.loss, *self._tried(feed)) else []
         return (*own, *self.metrics)
+
+    @torch.no_grad()
+    def tokens_per_sample(self, feed: Feed) -> int | None:
+        """Return T of scores [B, T, V] and targets [B, T], whose batches have all the same; else None."""
+        if not feed.one_shape or feed.first_samples(2).targets.ndim != 2:
+            return None
+        output, targets = self._tried(feed)
+        found = part_for(self.loss)(output)
+        counts = has_tokens(self.loss, output, targets) or self.loss is model_loss
+        scores = scores_of(found)
+        fits = isinstance(scores, Tensor) and scores.ndim == 3 and scores.shape[:2] == targets.shape
+        return targets.shape[1] if counts and fits else None
 
     def _tried(self, feed: Feed) -> tuple[Tree, Tensor]:
         """Return the template's outputs of two samples, and their targets."""

@@ -191,6 +191,7 @@ class Reporter:
             remaining_s=min(ends, default=None),
             data_wait_share=None if self.info.num_workers is None else self.meter.recent.wait_share,
             num_workers=self.info.num_workers,
+            tokens_per_s=tokens_per_s(rate, self.info.tokens_per_sample),
             **measured_noise(state, num_learners * self.info.num_devices),
         )
         self._tell(lambda listener: None if listener.BLOCKS else listener.on_progress(progress))
@@ -217,6 +218,7 @@ class Reporter:
         # Over the whole run, earlier processes included. Independent learners each see all samples.
         images = state.samples_seen * (1 if info.shares_samples else info.num_learners)
         train_time_s = self.meter.elapsed_s
+        images_per_s = images / train_time_s if train_time_s > 0 else 0.0
         return Summary(
             experiment=info.experiment,
             status=status,
@@ -246,7 +248,8 @@ class Reporter:
             time_to_accuracy_s=state.time_to_accuracy_s,
             train_time_s=train_time_s,
             wall_time_s=self.wall_s,
-            images_per_s=images / train_time_s if train_time_s > 0 else 0.0,
+            images_per_s=images_per_s,
+            tokens_per_s=tokens_per_s(images_per_s, info.tokens_per_sample),
             seed=info.seed,
             num_reseeded=state.num_reseeded,
             resumed_from=info.resumed_from,
@@ -262,6 +265,11 @@ class Reporter:
             self._closed = True
             for listener in [*self._listeners, *self._dropped]:
                 listener.close()
+
+
+def tokens_per_s(samples_per_s: float, tokens_per_sample: int | None) -> float | None:
+    """Return the tokens that are trained on in a second; None but for language models."""
+    return None if tokens_per_sample is None else samples_per_s * tokens_per_sample
 
 
 def run_info(run: Run, planned_samples: int | None) -> RunInfo:
@@ -298,6 +306,7 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
         has_accuracy=not (isinstance(run.data.train, tuple) and run.data.train[1].is_floating_point()),
         replicas_differ=run.rule.has_central_model and not run.bank.replicas_identical,
         learning_statistics=settings.learning_statistics,
+        tokens_per_sample=run.tokens_per_sample,
         measures_noise=run.state.noise is not None,
         metrics=run.evaluator.metric_names(measured) if measured else (),
         hyper_parameters=hyper_parameters(run),
@@ -360,6 +369,7 @@ def epoch_record(
         learner_accuracy=tuple(one.accuracy for one in each) or None,
         images_per_s=images_per_s,
         images_per_s_per_device=images_per_s / run.ranks.num_ranks,
+        tokens_per_s=tokens_per_s(images_per_s, run.tokens_per_sample),
         num_learners=run.bank.num_learners,
         learning_rate=learning_rate,
         elapsed_s=state.elapsed_s,

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from crossbow_py import SGD, Independent, Listener, SynchronousSGD, Trainer
 from crossbow_py.data.sampler import epoch_order
+from crossbow_py.telemetry.console import final_lines
 from crossbow_py.telemetry.events import EpochRecord
 
 SAMPLES, TOKENS, WORDS, BATCH = 40, 6, 9, 4
@@ -98,7 +99,20 @@ def test_training_accuracy_is_that_of_the_tokens() -> None:
         model=PerToken, train_data=data, batch_size=SAMPLES, num_learners=1, executor="serial", device="cpu",
         precision="fp32", seed=1, callbacks=[Kept()],
     )  # fmt: skip
-    trainer.fit(max_epochs=1)
+    summary = trainer.fit(max_epochs=1).summary
     torch.manual_seed(1)
     expected = (PerToken()(data[0]).argmax(-1) == data[1]).double().mean().item()  # of the initial weights
     assert records[0].train_accuracy == pytest.approx(expected, abs=1e-9)
+    assert records[0].tokens_per_s == pytest.approx(TOKENS * records[0].images_per_s)
+    assert summary.tokens_per_s == pytest.approx(TOKENS * summary.images_per_s)
+    assert f"{summary.tokens_per_s:,.0f} tokens/s" in "".join(final_lines(summary))
+
+
+@pytest.mark.parametrize("targets", [torch.zeros(SAMPLES, dtype=torch.int64), torch.zeros(SAMPLES, TOKENS)])
+def test_only_samples_of_tokens_have_tokens_a_second(targets: Tensor) -> None:
+    loss = nn.MSELoss() if targets.is_floating_point() else None
+    trainer = Trainer(
+        model=lambda: nn.Linear(TOKENS, TOKENS), train_data=(torch.zeros(SAMPLES, TOKENS), targets), loss=loss,
+        batch_size=BATCH, num_learners=1, executor="serial", device="cpu", precision="fp32",
+    )  # fmt: skip
+    assert trainer.fit(max_rounds=1).summary.tokens_per_s is None
