@@ -48,7 +48,7 @@ KINDS = {
 }  # fmt: skip
 EXAMPLES = ROOT / "docs" / "examples"
 # Programs that take a minute each; test_examples.py runs them in a short form.
-IN_SHORT = frozenset({"tabular.py", "segmentation.py", "bert_classifier.py", "char_gpt.py"})
+IN_SHORT = frozenset({"tabular.py", "segmentation.py", "bert_classifier.py", "char_gpt.py", "fine_tune.py"})
 ONLY_ON_CUDA = {"device=cuda", "executor=streams"}
 _ASSIGNMENT = re.compile(r"[A-Z_]+=")
 

@@ -6,8 +6,9 @@ import importlib.util
 import inspect
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,6 +16,7 @@ from torch import nn
 
 from tests.pages.commands import EXAMPLES, IN_SHORT
 from tests.pages.snippets import ROOT
+from tests.unit.data.images.pictures import save
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +85,33 @@ def test_learners_of_an_example_score_as_the_plain_loop(name: str, short: dict[s
     (plain, _), (learners, _) = example(name).main(**short, num_learners=2, executor="serial")
     assert min(plain, learners) > least
     assert learners == pytest.approx(plain, abs=0.06)
+
+
+@pytest.mark.timeout(300)
+def test_fine_tuned_model_of_timm_learns_the_photographs_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CROSSBOW_DATA_DIR", str(tmp_path))
+    draw = np.random.default_rng(0)
+    for part, per_class in (("train", 16), ("val", 8)):
+        for channel, name in enumerate(("red", "green", "blue")):
+            for number in range(per_class):
+                pixels = draw.integers(0, 150, (40, 48, 3), dtype=np.uint8)
+                pixels[..., channel] += 60
+                save(tmp_path / "flowers_300" / part / name / f"{number}.png", pixels)
+    monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(create_model=small_model))  # which has no weights to load
+    (plain, _), (learners, _) = example("fine_tune").main(epochs=6, num_learners=1, executor="serial", num_workers=0)
+    assert min(plain, learners) > 0.8  # of three classes
+
+
+def small_model(name: str, pretrained: bool, num_classes: int) -> nn.Module:
+    """Stands in for `timm.create_model`."""
+    assert (name, pretrained) == ("resnet18", True)
+    model = nn.Sequential()
+    model.features = nn.Sequential(nn.Conv2d(3, 8, 8, stride=8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+    model.fc = nn.Linear(32, num_classes)
+    model.get_classifier = lambda: model.fc
+    return model
 
 
 @pytest.mark.timeout(300)
