@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from experiments.bench.machine import machine, usable_cores
 from experiments.bench.results import count, measuring_parser, show_and_write, write_result
 from experiments.tables.markdown import NONE, markdown_table
+from experiments.zoo import speed
 from experiments.zoo.comparison import BATCH_SIZE, CHANGE, MULTIPLE, NUM_LEARNERS, NUM_ROUNDS, TOLERANCE, compared
 from experiments.zoo.models import PACKAGES, TIMM, TRANSFORMERS, entry_of
 
@@ -120,6 +121,7 @@ def _outcome(rows: Mapping[str, Mapping[str, Any]], executor: str) -> str:
 
 
 TABLES = {"all": result_text}
+TABLES_OF_KIND = {speed.KIND: {"all": speed.result_text}}
 
 
 if __name__ == "__main__":

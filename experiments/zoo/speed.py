@@ -36,6 +36,7 @@ FUSED = ("fused", "fused_threads")
 BATCH_SIZE, NUM_SAMPLES = 8, 512
 LEARNERS = (2, 4, 8)
 REPETITIONS, WINDOW_S = 3, 0.4
+KIND = "speed"
 NEAR = 0.95  # of the fastest executor's throughput: auto has taken one that is as good
 _FEWEST_ROUNDS = 3
 
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: --models must be of {', '.join(TIMM)}, got {unknown[0]}.", file=sys.stderr)
         return 2
     result: dict[str, Any] = {
-        "machine": machine(), "versions": {name: importlib.metadata.version(name) for name in PACKAGES[:1]},
+        "kind": KIND, "machine": machine(), "versions": {name: importlib.metadata.version(name) for name in PACKAGES[:1]},
         "batch_size": BATCH_SIZE, "repetitions": options.repetitions, "seconds": options.seconds, "rows": [],
     }  # fmt: skip
     context = multiprocessing.get_context("spawn")
@@ -171,9 +172,6 @@ def models_table(result: Result) -> str:
 def _by_learners(result: Result) -> dict[int, list[Mapping[str, Any]]]:
     counts = sorted({row["num_learners"] for row in result["rows"]})
     return {k: [row for row in result["rows"] if row["num_learners"] == k] for k in counts}
-
-
-TABLES = {"speed": result_text}
 
 
 if __name__ == "__main__":

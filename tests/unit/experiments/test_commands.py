@@ -68,7 +68,9 @@ SHORT: Mapping[str, str] = {
     "--max-foreign-share 9 --device cpu",
     "update_bandwidth/run": "--model mlp --num-learners 2 --seconds 0.05 --device cpu",
     "workers/run": "--batch-sizes 2 --workers 1 --seconds 0.2 --repetitions 1",
+    "tasks/run": "--tasks tabular accumulation --learners 2 --repetitions 1 --seconds 0.05",
     "zoo/run": "--models test_vit --processes 1",
+    "zoo/speed": "--models test_vit --learners 2 --repetitions 1 --seconds 0.05",
 }
 QUICK = {"tables", "scaling/run", "update_bandwidth/run", "loader/run"}  # others take seconds
 # These take minutes together; cells of all grids run in test_learning_experiments.py as well.
@@ -145,7 +147,7 @@ def test_command_of_a_page_runs(words: Words, tmp_path: Path, monkeypatch: pytes
         arguments.append(f"output_dir={tmp_path}/run")
         assert importlib.import_module("crossbow_py.train.__main__").main(arguments) == 0
         return
-    if program == "zoo/run" and importlib.util.find_spec("timm") is None:
+    if program.startswith("zoo/") and importlib.util.find_spec("timm") is None:
         pytest.skip("timm is not installed")
     if program == "predicted_speed/run" and not has_interpreter():
         pytest.skip("Triton's interpreter is needed")

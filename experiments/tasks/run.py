@@ -1,0 +1,176 @@
+"""Do tasks that people bring come to plain PyTorch's numbers, in how many lines, and how fast?
+
+    python experiments/tasks/run.py [--tasks text tabular ...] [--repetitions 3] [--json PATH]
+
+README.md says what is compared and how.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+import torch
+from torch import Tensor, nn
+
+from crossbow_py import SynchronousSGD
+from crossbow_py.core.host import foreign_share
+from crossbow_py.data.sampler import epoch_order
+from crossbow_py.telemetry.events import RoundEnd
+from experiments.bench.machine import machine
+from experiments.bench.results import count, measuring_parser, positive, show_and_write
+from experiments.bench.windows import Windows, by_turns, load_with_ended
+from experiments.tables.markdown import NONE, markdown_table, spread_text
+from experiments.tasks.tasks import BATCH_SIZE, TASKS, Task
+
+Result = Mapping[str, Any]
+COMPARED_ROUNDS, SEED = 48, 0
+LEARNERS = 8
+_MOST_STEPS = 1_000_000
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare and measure as asked for; prints the table and returns the exit code: 1 where numbers differ."""
+    parser = measuring_parser(__doc__)
+    add = parser.add_argument
+    add("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="NAME", help="by default all of them")
+    add("--learners", type=count, default=LEARNERS, help="side by side (default %(default)s)")
+    add("--repetitions", type=count, default=3, help="windows a side (default %(default)s)")
+    add("--seconds", type=positive, default=1.0, help="of a window (default %(default)s)")
+    options = parser.parse_args(argv)
+    warnings.simplefilter("ignore")  # packages' own
+    rows = []
+    for name in options.tasks:
+        row = {"task": name, "note": TASKS[name].note, **compared(TASKS[name])}
+        row |= timed(TASKS[name], options.learners, options.repetitions, options.seconds)
+        print(f"{name}: difference {row['difference']:.1e}", flush=True)
+        rows.append(row)
+    method = {"rounds": COMPARED_ROUNDS, "batch_size": BATCH_SIZE, "num_learners": options.learners,
+              "repetitions": options.repetitions, "seconds": options.seconds, "tolerance": TOLERANCE}  # fmt: skip
+    show_and_write({"machine": machine(), **method, "rows": rows}, result_text, options.json)
+    return int(any(row["difference"] > TOLERANCE for row in rows))
+
+
+# The largest ‖a − b‖ of all weights against how far the loop moved them; float32 rounds otherwise at 1e-7 a step.
+TOLERANCE = 1e-4
+
+
+def compared(task: Task) -> dict[str, Any]:
+    """Train with one learner in float32, and by the plain loop on the same batches; and count lines."""
+    torch.manual_seed(SEED)
+    model = task.model().train()
+    initial = _weights(model)
+    data = task.data()
+    size = len(data["labels"] if isinstance(data, dict) else data[1])
+    task.plain(model, data, _order(size, COMPARED_ROUNDS))
+    trainer = task.trainer(
+        num_learners=1, batch_size=BATCH_SIZE, executor="serial", device="cpu", precision="fp32", seed=SEED
+    )
+    steps = trainer.run.settings.accumulate
+    found = trainer.fit(max_rounds=COMPARED_ROUNDS // steps).model
+    moved = (_weights(model) - initial).norm()
+    return {
+        "difference": float((_weights(found) - _weights(model)).norm() / moved),
+        "plain_lines": _lines(task.plain),
+        "trainer_lines": _lines(task.trainer),
+    }
+
+
+def _order(num_samples: int, num_batches: int) -> list[Tensor]:
+    """Return the batches that a run of this seed takes."""
+    epochs = -(-num_batches * BATCH_SIZE // num_samples)
+    order = torch.cat([torch.from_numpy(epoch_order(SEED, epoch, num_samples)) for epoch in range(epochs)])
+    return list(order[: num_batches * BATCH_SIZE].split(BATCH_SIZE))
+
+
+def _weights(model: nn.Module) -> Tensor:
+    return torch.cat([own.detach().double().flatten() for own in model.parameters()])
+
+
+def _lines(function: Callable[..., Any]) -> int:
+    return sum(bool(line.strip()) for line in inspect.getsource(function).splitlines())
+
+
+class Rate(NamedTuple):
+    """A window: samples/s, and the part of the cores that other programs took meanwhile."""
+
+    images_per_s: float
+    foreign_share: float | None
+
+
+def timed(task: Task, num_learners: int, repetitions: int, seconds: float) -> dict[str, Any]:
+    """Measure samples/s of the plain loop and of learners, by turns."""
+    model, data = task.model().train(), task.data()
+    size = len(data["labels"] if isinstance(data, dict) else data[1])
+    trainer = task.trainer(num_learners=num_learners, batch_size=BATCH_SIZE, averaging=SynchronousSGD(), device="cpu")
+    trainer.fit(max_rounds=2)
+
+    def plain() -> Rate:
+        before, ends = load_with_ended(), [0.0]
+
+        def batches() -> Any:
+            begun = time.perf_counter()
+            for batch in _order(size, _MOST_BATCHES):
+                yield batch
+                ends.append(time.perf_counter() - begun)
+                if ends[-1] >= seconds:
+                    return
+
+        task.plain(model, data, batches())  # only iterated over
+        return Rate(BATCH_SIZE * (len(ends) - 1) / ends[-1], foreign_share(before, load_with_ended()))
+
+    def learners() -> Rate:
+        ends: list[float] = []
+
+        def note(end: RoundEnd) -> None:
+            ends.append(end.elapsed_s)
+
+        before = load_with_ended()
+        trainer.fit(max_time_s=trainer.state.elapsed_s + seconds, after_round=note)
+        samples = trainer.run.samples_per_round * (len(ends) - 1)
+        return Rate(samples / (ends[-1] - ends[0]), foreign_share(before, load_with_ended()))
+
+    windows: dict[str, Windows[Rate]] = {"plain": Windows(), "learners": Windows()}
+    take = {"plain": plain, "learners": learners}
+    for side in by_turns(list(take), repetitions):
+        windows[side].add(take[side])
+    return {
+        "executor": trainer.choices.executor,
+        **{side: own.figures() for side, own in windows.items()},
+        "ratio": windows["learners"].ratio(windows["plain"]),
+    }
+
+
+_MOST_BATCHES = 20_000
+
+
+def result_text(result: Result) -> str:
+    rows = [
+        [
+            row["task"], row["note"], f"{row['difference']:.0e}", str(row["plain_lines"]), str(row["trainer_lines"]),
+            _rate(row["plain"]), f"{_rate(row['learners'])} ({row['executor']})",
+            spread_text(row["ratio"]) if row["ratio"] else NONE,
+        ]
+        for row in result["rows"]
+    ]  # fmt: skip
+    header = ["task", "", "difference", "lines, plain", "lines, Trainer", "plain loop, samples/s",
+              f"K = {result['num_learners']} learners, samples/s", "learners ÷ plain"]  # fmt: skip
+    return markdown_table(header, rows)
+
+
+def _rate(figures: Mapping[str, Any]) -> str:
+    return NONE if figures["images_per_s"] is None else f"{figures['images_per_s']:,.0f}"
+
+
+TABLES = {"all": result_text}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
