@@ -2,10 +2,11 @@
 
     python -m experiments.time_to_accuracy.default_loop PARTS key=value ...
 
-A `Dataset` that augments and normalises one image at a time on the CPU, a `DataLoader` with two workers, the model in
-its default layout and float32, `torch.optim.SGD`, a look at the loss in every step. Data set, model, learning rate,
-schedule, batch size and length are those of the settings; PARTS times an epoch it is evaluated, outside of the time
-that counts. It writes metrics.jsonl and summary.json as a run does, begins anew every time, and has one learner.
+A `Dataset` that augments and normalises an image at a time on the CPU, or takes tokens as they are, a `DataLoader` with
+two workers, the model in its default layout and float32, `torch.optim.SGD` or AdamW, a look at the loss in every step.
+Data set, model, learning rate, schedule, batch size and length are those of the settings; PARTS times an epoch it is
+evaluated, outside of the time that counts. It writes metrics.jsonl and summary.json as a run does, begins anew every
+time, and has one learner.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.datasets import Data, as_pair
 from crossbow_py.data.sources.base import DataSource
 from crossbow_py.engine.modules.precision import choose_device
-from crossbow_py.engine.update.optimizers import SGD, PerLearner
+from crossbow_py.engine.update.optimizers import SGD, AdamW, PerLearner
 from crossbow_py.telemetry.records import METRICS_FILE, SUMMARY_FILE, finite, write_atomically
 from crossbow_py.train.config import TrainConfig
 from experiments.grids.parts import stops
@@ -61,6 +62,16 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return (image - self._mean) / self._std, self._labels[index]
 
 
+def samples(pair: tuple[Tensor, Tensor], source: DataSource, augments: bool) -> Dataset[tuple[Tensor, ...]]:
+    """Return images one by one, or tokens as they are."""
+    return Images(pair, source, augments) if source.mean is not None else TensorDataset(*pair)
+
+
+def flat(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scores and classes; of tokens, each as a sample."""
+    return (output.flatten(0, 1), targets.flatten()) if output.ndim > targets.ndim > 1 else (output, targets)
+
+
 @dataclass
 class _Trained:
     samples: int = 0
@@ -84,18 +95,20 @@ def main(argv: Sequence[str]) -> int:
         records.append(record)
         write_atomically(folder / METRICS_FILE, "".join(json.dumps(finite(each)) + "\n" for each in records))
         print(f"epoch {record['epoch']:.4g}: test accuracy {record['test_accuracy']:.4f}", flush=True)
-    write_atomically(folder / SUMMARY_FILE, json.dumps(finite(_summary(config, device, records)), indent=1) + "\n")
+    tokens = None if source.mean is not None else source.input_shape[0]
+    summary = finite(_summary(config, device, records, tokens))
+    write_atomically(folder / SUMMARY_FILE, json.dumps(summary, indent=1) + "\n")
     return 0
 
 
 def check_known(config: TrainConfig, source: DataSource) -> None:
     """Refuse settings that the loop would not follow. Raises UserError."""
     settings, augmentation = config.optimizer, source.augmentation
-    of_optimizer = isinstance(settings, SGD) and settings.clip_norm is None
+    of_optimizer = isinstance(settings, SGD | AdamW) and not settings.groups
     of_images = augmentation.flip in (True, False) and not augmentation.random_erasing
     if not (of_optimizer and of_images) or config.num_learners != 1:
         raise UserError(
-            "the default loop has one learner, SGD, crops and random flips, and neither clipping, erasing nor "
+            "the default loop has one learner, SGD or AdamW, crops and random flips, and neither groups, erasing nor "
             "alternating flips; leave what is more out."
         )
 
@@ -105,7 +118,7 @@ def train(
 ) -> Iterator[dict[str, Any]]:
     """Train to the end, or to the target accuracy, or until the loss is not finite; a record an evaluation."""
     assert config.max_epochs is not None, "cells say it"
-    assert isinstance(config.optimizer, SGD), "the recipes are of SGD"
+    assert isinstance(config.optimizer, SGD | AdamW), "the recipes are of these"
     loader, optimizer = _loader(source, config), _optimizer(model, config.optimizer)
     criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
     count = len(_pair(source.train)[1])
@@ -115,10 +128,12 @@ def train(
         begun = time.perf_counter()
         for images, labels in loader:
             for group in optimizer.param_groups:
-                group["lr"] = config.optimizer.learning_rate * config.schedule.factor(state.samples, count, total)
+                group["lr"] = _one(config.optimizer.learning_rate) * config.schedule.factor(state.samples, count, total)
             optimizer.zero_grad()
-            loss = criterion(model(images.to(device)), labels.to(device))
+            loss = criterion(*flat(model(images.to(device)), labels.to(device)))
             loss.backward()
+            if config.optimizer.clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
             optimizer.step()
             state.loss_sum, state.steps = state.loss_sum + loss.item(), state.steps + 1
             state.samples += len(labels)
@@ -138,8 +153,8 @@ def _is_over(record: dict[str, Any], config: TrainConfig) -> bool:
     return reached or not math.isfinite(record["train_loss"])
 
 
-def _loader(source: DataSource, config: TrainConfig) -> DataLoader[tuple[Tensor, Tensor]]:
-    data = Images(_pair(source.train), source, augments=True)
+def _loader(source: DataSource, config: TrainConfig) -> DataLoader[tuple[Tensor, ...]]:
+    data = samples(_pair(source.train), source, augments=True)
     return DataLoader(data, config.batch_size, shuffle=True, num_workers=_WORKERS)
 
 
@@ -149,7 +164,12 @@ def _pair(data: Data) -> tuple[Tensor, Tensor]:
     return pair
 
 
-def _optimizer(model: nn.Module, settings: SGD) -> torch.optim.SGD:
+def _optimizer(model: nn.Module, settings: SGD | AdamW) -> torch.optim.Optimizer:
+    if isinstance(settings, AdamW):
+        return torch.optim.AdamW(
+            model.parameters(), _one(settings.learning_rate), betas=(_one(settings.beta1), _one(settings.beta2)),
+            eps=settings.epsilon, weight_decay=_one(settings.weight_decay),
+        )  # fmt: skip
     return torch.optim.SGD(
         model.parameters(), _one(settings.learning_rate), momentum=_one(settings.momentum),
         weight_decay=_one(settings.weight_decay), nesterov=settings.nesterov,
@@ -182,15 +202,19 @@ def evaluate(model: nn.Module, source: DataSource, device: torch.device) -> tupl
     pair = _pair(source.test)
     model.eval()
     right, loss = 0, 0.0
-    for images, labels in DataLoader(Images(pair, source, augments=False), _TEST_BATCH):
-        output = model(images.to(device)).cpu()
+    count = 0
+    for images, targets in DataLoader(samples(pair, source, augments=False), _TEST_BATCH):
+        output, labels = flat(model(images.to(device)).cpu(), targets)
+        count += len(labels)
         right += int((output.argmax(1) == labels).sum())
         loss += float(nn.functional.cross_entropy(output, labels, reduction="sum"))
     model.train()
-    return right / len(pair[1]), loss / len(pair[1])
+    return right / count, loss / count
 
 
-def _summary(config: TrainConfig, device: torch.device, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _summary(
+    config: TrainConfig, device: torch.device, records: Sequence[dict[str, Any]], tokens: int | None
+) -> dict[str, Any]:
     last, diverged = records[-1], not math.isfinite(records[-1]["train_loss"])
     return {
         "status": "failed" if diverged else "finished",
@@ -208,6 +232,7 @@ def _summary(config: TrainConfig, device: torch.device, records: Sequence[dict[s
         "test_accuracy": None if diverged else last["test_accuracy"],
         "best_test_accuracy": max(record["test_accuracy"] for record in records),
         "train_time_s": last["elapsed_s"],
+        "tokens_per_s": None if tokens is None else tokens * last["samples_seen"] / last["elapsed_s"],
     }
 
 

@@ -1,6 +1,6 @@
 """Seconds to a target accuracy: learners, one model by Muon and by SGD, and PyTorch's default loop.
 
-    python experiments/time_to_accuracy/run.py lenet|resnet8|resnet32 [--cells PATTERN] [--seeds 0,1,...]
+    python experiments/time_to_accuracy/run.py lenet|resnet8|resnet32|gpt [--cells PATTERN] [--seeds 0,1,...]
 
 Writes results/GRID.json. README.md says what the sides are. Sides take turns, seed by seed; a run that is done is not
 made again.
@@ -27,9 +27,11 @@ Times = dict[int, float]
 _ON_FIRST_PAGE = (("resnet8", 0.79, "ResNet-8 on CIFAR-10 to {}, s"), ("lenet", 0.99, "LeNet on MNIST to {}, s"))
 LEARNERS, DEFAULT = "learners", "PyTorch's default loop"
 BY_MUON, BY_SGD = "one model, Muon", "one model, SGD"
-BASES = (BY_MUON, BY_SGD, DEFAULT)  # what learners are compared with
+BY_ADAMW = "one model, AdamW"
+BASES = (BY_MUON, BY_SGD, BY_ADAMW, DEFAULT)  # what learners are compared with
 DEFAULT_LOOP = "experiments.time_to_accuracy.default_loop"
 LENET = "+experiment=lenet max_epochs=2"
+GPT = "+experiment=gpt_tiny max_epochs=0.3 data.test_fraction=0.02"
 RESNET32 = "+experiment=resnet32_short checkpoint_every_s=120"
 # Rates follow the samples of a round, by their power of 0.75; every side has the fewest epochs in which it got there.
 _MUON = "num_learners=1 batch_size=64 optimizer.learning_rate=0.05 optimizer.other_learning_rate=0.17"
@@ -65,6 +67,11 @@ GRIDS = {
              seeds=(0, 1, 2, 3, 4), targets=(0.99,), alone=True),
         Grid("resnet8", "ResNet-8 on CIFAR-10", of_resnet(f"{RESNET32} {RESNET8} max_epochs=3", 5, 6), targets=(0.79,),
              alone=True),
+        Grid("gpt", "a GPT of 0.84 M on bytes of Python",
+             (*side(LEARNERS, GPT, {"K=2, b=16": "num_learners=2", "K=4, b=16": "num_learners=4"}, 20),
+              *side(BY_ADAMW, GPT, {f"b={b}": f"num_learners=1 batch_size={b}" for b in (16, 32, 64)}, 20),
+              *side(DEFAULT, GPT, {f"b={b}": f"num_learners=1 batch_size={b}" for b in (16,)}, 20)),
+             targets=(0.45,), alone=True),
         Grid("resnet32", "ResNet-32 on CIFAR-10", of_resnet(RESNET32, 10, 10), targets=(0.88, 0.9), alone=True),
     )
 }  # fmt: skip
@@ -75,8 +82,9 @@ def sides_table(result: Result, target: float) -> str:
     there = {own[0]["labels"]["side"] for own in runs.values()}
     sides = [name for name in BASES if name in there]
     bases = [fastest(result, (name,), times) for name in sides]
+    of_tokens = any(run["summary"].get("tokens_per_s") for own in runs.values() for run in own)
     header = ["", "K", "b", "precision", "executor", "test accuracy", f"seconds to {target}", "epochs",
-              *(f"{name} ÷" for name in sides), "others took", "n"]  # fmt: skip
+              *(f"{name} ÷" for name in sides), *(["tokens/s"] if of_tokens else []), "others took", "n"]  # fmt: skip
     rows = []
     for name, own in runs.items():
         summary = own[0]["summary"]
@@ -88,6 +96,7 @@ def sides_table(result: Result, target: float) -> str:
                 _spread(list(times[name].values()), len(own), ".1f"),
                 _spread(_epochs(own, target), len(own), ".2f"),
                 *(_ratio(times[base], times[name]) if base else NONE for base in bases),
+                *([_spread(_tokens_per_s(own), len(own), ",.0f")] if of_tokens else []),
                 _foreign(own),
                 str(len(own)),
             ]
@@ -135,6 +144,10 @@ def _own(cell: str) -> str:
 
 def _epochs(runs: list[Run], target: float) -> list[float]:
     return [record["epoch"] for run in runs if (record := first_at(run, target)) is not None]
+
+
+def _tokens_per_s(runs: list[Run]) -> list[float]:
+    return [found for run in runs if (found := run["summary"].get("tokens_per_s"))]
 
 
 def _foreign(runs: list[Run]) -> str:

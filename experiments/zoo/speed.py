@@ -28,7 +28,7 @@ from experiments.bench.machine import machine
 from experiments.bench.results import count, measuring_parser, positive, show_and_write, write_result
 from experiments.bench.windows import Windows, by_turns, load_with_ended
 from experiments.tables.markdown import NONE, markdown_table, spread_text
-from experiments.zoo.models import PACKAGES, TIMM, entry_of
+from experiments.zoo.models import TIMM, entry_of
 
 Result = Mapping[str, Any]
 EXECUTORS = ("serial", "threads", "fused", "fused_threads")
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: --models must be of {', '.join(TIMM)}, got {unknown[0]}.", file=sys.stderr)
         return 2
     result: dict[str, Any] = {
-        "kind": KIND, "machine": machine(), "versions": {name: importlib.metadata.version(name) for name in PACKAGES[:1]},
+        "kind": KIND, "machine": machine(), "versions": {"timm": importlib.metadata.version("timm")},
         "batch_size": BATCH_SIZE, "repetitions": options.repetitions, "seconds": options.seconds, "rows": [],
     }  # fmt: skip
     context = multiprocessing.get_context("spawn")

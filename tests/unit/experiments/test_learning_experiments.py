@@ -229,7 +229,7 @@ def test_default_loop_learns_the_digits_and_writes_the_records_of_a_run(
     assert json.loads((tmp_path / "summary.json").read_text())["epochs"] < 5
 
 
-@pytest.mark.parametrize("word", ["optimizer=adamw", "data.flip=alternating", "num_learners=2"])
+@pytest.mark.parametrize("word", ["optimizer=muon", "data.flip=alternating", "num_learners=2"])
 def test_default_loop_refuses_what_it_would_not_follow(word: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the default loop has one learner, SGD"):
         default_loop.main(["1", "+experiment=digits", "num_learners=1", f"output_dir='{tmp_path}'", word])
