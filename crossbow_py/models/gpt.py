@@ -17,7 +17,7 @@ _DEVIATION = 0.02  # of initial weights, as GPT-2's
 
 @dataclass(frozen=True)
 class GPT(ModelSettings):
-    """Language model on token ids `[B, T]`. With the defaults and 256 tokens it has 0.9 million parameters."""
+    """Language model on token ids `[B, T]`. With the defaults and 256 tokens it has 0.84 million parameters."""
 
     NAME = "gpt"
 
