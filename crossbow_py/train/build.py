@@ -189,6 +189,7 @@ class RunBuilder:
         All ranks have the same template.
         """
         with self.ranks.together():
+            check_data(self.data.train, "the data set")
             template = seeded_model(self.make_model, self.settings.seed, self.init_from)
             template = self.optimizer.prepared(template).to(self.choices.device)
             loss = self._settle_loss(template)
@@ -205,10 +206,7 @@ class RunBuilder:
 
         Raises UserError if the model and the data cannot have such a loss.
         """
-        fits = False
-        if self.loss in (None, model_loss) and takes_labels(template):
-            check_data(self.data.train, "the data set")
-            fits = has_named_inputs(self.data.train)
+        fits = takes_labels(template) and has_named_inputs(self.data.train)
         loss = self.loss or (model_loss if fits else nn.functional.cross_entropy)
         if loss is model_loss:
             if not fits:

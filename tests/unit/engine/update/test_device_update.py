@@ -201,7 +201,7 @@ def test_optimizer_it_does_not_know_is_refused_with_the_remedy():
 
     odd = Odd()
     assert isinstance(odd, Optimizer)
-    with pytest.raises(UserError, match=r"sgd, adamw, muon, got optimizer=odd; set executor=serial"):
+    with pytest.raises(UserError, match=r"sgd, adamw, muon, got optimizer=odd; set executor=fused or"):
         DeviceUpdate(odd, SMA(), CPU)
 
 
