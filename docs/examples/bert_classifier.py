@@ -61,10 +61,11 @@ def learners(train: dict[str, Tensor], test: dict[str, Tensor], epochs: int, **o
     return result.test_accuracy or 0.0, result.summary.train_time_s
 
 
-def main(count: int = 4000, epochs: int = 4, **options: Any) -> tuple[tuple[float, float], ...]:
+def main(count: int = 4000, epochs: int = 4, seed: int = 0, **options: Any) -> tuple[tuple[float, float], ...]:
     data = rows(count, seed=1), rows(1000, seed=2)
-    torch.manual_seed(0)
-    return plain_loop.show("accuracy", plain(*data, epochs), learners(*data, epochs, **{"num_learners": 4, **options}))
+    torch.manual_seed(seed)
+    given = {"num_learners": 4, "seed": seed, **options}
+    return plain_loop.show("accuracy", plain(*data, epochs), learners(*data, epochs, **given))
 
 
 if __name__ == "__main__":

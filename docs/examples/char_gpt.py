@@ -55,12 +55,12 @@ def generate(model: nn.Module, text: str, length: int = 200) -> str:
     return bytes(ids[0].tolist()).decode(errors="replace")
 
 
-def main(file: str | None = None, epochs: float = 0.2, **options: Any) -> tuple[tuple[float, float], ...]:
+def main(file: str | None = None, epochs: float = 0.2, seed: int = 0, **options: Any) -> Any:
     text = Text(file=file, context=CONTEXT).load(progress=False)
     test = tuple(values[:256] for values in text.test)
-    torch.manual_seed(0)
-    sides = plain(text.train, test, epochs), learners(text.train, test, epochs, **{"num_learners": 2, **options})
-    return plain_loop.show("loss of a byte", *sides)
+    torch.manual_seed(seed)
+    given = {"num_learners": 2, "seed": seed, **options}
+    return plain_loop.show("loss", plain(text.train, test, epochs), learners(text.train, test, epochs, **given))
 
 
 if __name__ == "__main__":

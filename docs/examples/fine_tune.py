@@ -77,12 +77,12 @@ def learners(train: Any, test: Any, epochs: int, pretrained: bool, **options: An
 
 
 def main(
-    folder: str = "flowers_300", epochs: int = 4, pretrained: bool = True, **options: Any
+    folder: str = "flowers_300", epochs: int = 4, pretrained: bool = True, seed: int = 0, **options: Any
 ) -> tuple[tuple[float, float], ...]:
     root = Path(os.environ.get("CROSSBOW_DATA_DIR", ".")) / folder  # has train/CLASS and val/CLASS
     data = Folder(root / "train"), Folder(root / "val")
-    torch.manual_seed(0)
-    given = {"num_learners": 2, **options}
+    torch.manual_seed(seed)
+    given = {"num_learners": 2, "seed": seed, **options}
     return plain_loop.show("accuracy", plain(*data, epochs, pretrained), learners(*data, epochs, pretrained, **given))
 
 

@@ -68,10 +68,11 @@ def learners(train: Pictures, test: Pictures, epochs: int, **options: Any) -> tu
     return result.summary.metrics["right_pixels"], result.summary.train_time_s
 
 
-def main(count: int = 1000, epochs: int = 4, **options: Any) -> tuple[tuple[float, float], ...]:
+def main(count: int = 1000, epochs: int = 4, seed: int = 0, **options: Any) -> tuple[tuple[float, float], ...]:
     data = pictures(count, seed=1), pictures(200, seed=2)
-    torch.manual_seed(0)
-    return plain_loop.show("pixels", plain(*data, epochs), learners(*data, epochs, **{"num_learners": 2, **options}))
+    torch.manual_seed(seed)
+    given = {"num_learners": 2, "seed": seed, **options}
+    return plain_loop.show("pixels", plain(*data, epochs), learners(*data, epochs, **given))
 
 
 if __name__ == "__main__":

@@ -55,10 +55,11 @@ def learners(train: Rows, test: Rows, epochs: int, **options: Any) -> tuple[floa
     return result.test_accuracy or 0.0, result.summary.train_time_s
 
 
-def main(count: int = 20_000, epochs: int = 5, **options: Any) -> tuple[tuple[float, float], ...]:
+def main(count: int = 20_000, epochs: int = 5, seed: int = 0, **options: Any) -> tuple[tuple[float, float], ...]:
     data = rows(count, seed=1), rows(5000, seed=2)
-    torch.manual_seed(0)
-    return plain_loop.show("accuracy", plain(*data, epochs), learners(*data, epochs, **{"num_learners": 4, **options}))
+    torch.manual_seed(seed)
+    given = {"num_learners": 4, "seed": seed, **options}
+    return plain_loop.show("accuracy", plain(*data, epochs), learners(*data, epochs, **given))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from experiments.bench.machine import machine
 from experiments.bench.results import count, measuring_parser, positive, show_and_write
 from experiments.bench.windows import Windows, by_turns, load_with_ended
 from experiments.tables.markdown import NONE, markdown_table, spread_text
+from experiments.tasks import examples
 from experiments.tasks.tasks import BATCH_SIZE, TASKS, Task
 
 Result = Mapping[str, Any]
@@ -170,6 +171,7 @@ def _rate(figures: Mapping[str, Any]) -> str:
 
 
 TABLES = {"all": result_text}
+TABLES_OF_KIND = {examples.KIND: {"all": examples.result_text}}
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ SHORT: Mapping[str, str] = {
     "update_bandwidth/run": "--model mlp --num-learners 2 --seconds 0.05 --device cpu",
     "workers/run": "--batch-sizes 2 --workers 1 --seconds 0.2 --repetitions 1",
     "tasks/run": "--tasks tabular accumulation --learners 2 --repetitions 1 --seconds 0.05",
+    "tasks/examples": "--examples tabular --repetitions 1",
     "zoo/run": "--models test_vit --processes 1",
     "zoo/speed": "--models test_vit --learners 2 --repetitions 1 --seconds 0.05",
 }
