@@ -150,10 +150,13 @@ class TrainingLoop:
             self.reporter.message(f"Nothing is left to train: the run had reached {reason}; allow more of it.")
 
     def _end_epoch(self) -> str | None:
-        """Close the epoch once all its samples are seen. Returns the stop that its evaluation reached, if any."""
+        """Close the epoch once all its samples are seen. Returns the stop that its evaluation reached, if any.
+
+        Evaluations within an epoch come here, too; they only depend on the samples seen, and change nothing.
+        """
         state, every = self.state, self._run.checkpoints.every_epochs
         if state.samples_seen < (state.closed_epochs + 1) * self.num_samples:
-            return None
+            return self._stop_after_evaluation() if self._evaluate_within() else None
         self._drain()
         self._epochs.close(self.learning_rate)
         if state.closed_epochs.bit_count() == 1:  # after epochs 1, 2, 4, ...: it costs a round or two
@@ -164,6 +167,16 @@ class TrainingLoop:
         if not reason and every and state.closed_epochs % every == 0:
             self._write_checkpoint()
         return reason
+
+    def _evaluate_within(self) -> bool:
+        """Evaluate if another part of the epoch is over. Returns whether it was."""
+        state, parts = self.state, self.settings.evaluations_per_epoch
+        ended, recorded = (max(0, at) * parts // self.num_samples for at in (state.samples_seen, state.last_recorded))
+        if ended <= recorded:
+            return False
+        self._drain()
+        self._epochs.close(self.learning_rate)
+        return True
 
     def _stop_after_evaluation(self) -> str | None:
         state = self.state
@@ -389,7 +402,7 @@ class TrainingLoop:
         self._drain()
         stopped_by_signal = status in StopSignal.REASONS
         if self.state.last_recorded != self.state.samples_seen and not stopped_by_signal:
-            self._epochs.close(self.learning_rate, is_partial=True)
+            self._epochs.close(self.learning_rate, is_stop=True)
             if target := self._stop_after_evaluation():
                 status, reason = _status_of(target), target
         if not self.checkpoints.has(self.state.samples_seen):
@@ -408,7 +421,10 @@ class TrainingLoop:
 
 
 class EpochCloser:
-    """Evaluates and records at the end of an epoch. The training loop drains before each call. All ranks together."""
+    """Evaluates and records at the end of an epoch, or of a part of it. The training loop drains before each call.
+
+    All ranks together.
+    """
 
     def __init__(self, run: Run, reporter: Reporter, meter: ThroughputMeter, stops: StopConditions) -> None:
         self._run, self._state, self._stops = run, run.state, stops
@@ -436,10 +452,10 @@ class EpochCloser:
             "from here on."
         ]
 
-    def close(self, learning_rate: float, is_partial: bool = False) -> None:
-        """Evaluate, record with the learning rate of the last round, and start the next epoch.
+    def close(self, learning_rate: float, is_stop: bool = False) -> None:
+        """Evaluate, record with the learning rate of the last round, and start the sums until the next evaluation.
 
-        An epoch that `is_partial`, in which a run stops, keeps its sums, for a resume with a later stop.
+        A stop anywhere else keeps the sums, for a resume with a later stop.
         """
         run, state = self._run, self._state
         run.check_z()
@@ -450,7 +466,7 @@ class EpochCloser:
         state.elapsed_s = self._meter.elapsed_s
         if measured:
             accuracy, loss = measured[0].accuracy, measured[0].loss
-            state.note_evaluation(accuracy, loss, self._stops.target_accuracy, is_partial)
+            state.note_evaluation(accuracy, loss, self._stops.target_accuracy, is_stop)
             if self._stops.returns_best:
                 run.keep_if_best(accuracy, loss, states)
         self._final = measured if self._measured == "test" else None
@@ -471,10 +487,10 @@ class EpochCloser:
         self._reporter.epoch(dataclasses.replace(record, z_accuracy=z_accuracy))
         self._reporter.predictions(run, measured, self._measured)
         state.last_recorded = state.samples_seen
-        if is_partial:
+        if is_stop:
             state.loss_sum, state.num_losses, state.num_correct = own
         else:
-            state.close_epoch(run.num_samples)
+            state.start_sums(run.num_samples)
         self._meter.resume()
 
     def final(self, measures: bool) -> Measured | None:

@@ -105,6 +105,7 @@ class RunSettings(JobSettings):
         "counts",
         above=0,
     )
+    evaluations_per_epoch: int = setting(1, "evaluations in an epoch, evenly spaced", minimum=1)
     learning_statistics: bool = setting(
         False, "measure gradient noise scale, sharpness and agreement of learners at the end of every epoch"
     )

@@ -63,9 +63,9 @@ class RunState:
     """Counters of a run.
 
     `samples_seen` counts samples of submitted rounds: over all learners, or per learner when they are independent.
-    The epoch sums cover the rounds absorbed since the last epoch closed; `num_correct` is None when the task is not
-    classification. `best_*` and `last_*` are of the data that stops look at: validation, where there is some. The last
-    `num_stale` evaluations at an epoch's end were not the best yet.
+    The sums cover the rounds absorbed since the last evaluation at the end of an epoch or a part of it; `num_correct`
+    is None when the task is not classification. `best_*` and `last_*` are of the data that stops look at: validation,
+    where there is some. The last `num_stale` such evaluations were not the best yet.
     `apart_since` is the first round after learners last averaged, and `apart_factor` the schedule's factor in that
     round, without warm-up.
     `non_finite_learners` maps learners that were gated, and wait to be reseeded, to the round in which they were.
@@ -155,15 +155,15 @@ class RunState:
         return self.num_correct / (self.num_losses * batch_size)
 
     def note_evaluation(
-        self, accuracy: float | None, loss: float, target: float | None, is_partial: bool = False
+        self, accuracy: float | None, loss: float, target: float | None, is_stop: bool = False
     ) -> None:
         """Note the last and the best evaluation, and the training time when the target was first reached.
 
-        One inside an epoch, `is_partial`, is never stale: a run without that stop has no such evaluation.
+        One at a stop inside an epoch, `is_stop`, is never stale: a run without that stop has no such evaluation.
         """
         if is_better(accuracy, loss, self.best_accuracy, self.best_loss):
             self.num_stale = 0
-        elif not is_partial:
+        elif not is_stop:
             self.num_stale += 1
         self.last_accuracy, self.last_loss = accuracy, loss
         if self.best_loss is None or not loss >= self.best_loss:
@@ -174,8 +174,8 @@ class RunState:
         if target is not None and accuracy >= target and self.time_to_accuracy_s is None:
             self.time_to_accuracy_s = self.elapsed_s
 
-    def close_epoch(self, samples_per_epoch: int) -> None:
-        """Start the next epoch's sums."""
+    def start_sums(self, samples_per_epoch: int) -> None:
+        """Start the sums until the next evaluation, and the next epoch once the last one is over."""
         self.closed_epochs = self.samples_seen // samples_per_epoch
         self.loss_sum, self.num_losses, self.num_correct = 0.0, 0, 0.0
 

@@ -33,7 +33,7 @@ from crossbow_py.train.run_state import BestModels, RunState
 # Settings that do not change results, or whose value is in `choices`.
 _CHANGEABLE = (
     "device", "executor", "compile_model", "precision", "on_nonfinite", "max_learners", "num_workers",
-    "learning_statistics",
+    "learning_statistics", "evaluations_per_epoch",
 )  # fmt: skip
 
 

@@ -47,9 +47,9 @@ def test_absorb_notes_gated_learners_once_until_they_are_reseeded():
 
 
 @pytest.mark.parametrize(("samples_seen", "closed"), [(10, 1), (13, 1), (32, 3)])
-def test_close_epoch_counts_every_epoch_passed_and_empties_the_sums(samples_seen, closed):
+def test_start_sums_counts_every_epoch_passed_and_empties_the_sums(samples_seen, closed):
     state = RunState(samples_seen=samples_seen, loss_sum=4.0, num_losses=2, num_correct=3.0)
-    state.close_epoch(samples_per_epoch=10)
+    state.start_sums(samples_per_epoch=10)
     assert (state.closed_epochs, state.loss_sum, state.num_losses, state.num_correct) == (closed, 0.0, 0, 0.0)
 
 
