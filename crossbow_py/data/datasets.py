@@ -188,6 +188,8 @@ def class_labels(data: Any) -> npt.NDArray[np.int64] | None:
     if isinstance(data, Subset):
         whole = class_labels(data.dataset)
         return None if whole is None else whole[np.asarray(data.indices, dtype=np.int64)]
+    if isinstance(data, Collated):
+        return class_labels(data.dataset)
     for name in ("targets", "labels"):
         found = np.asarray(getattr(data, name, ()))
         if found.shape[:1] == (len(data),) and found.dtype.kind in "iu":

@@ -306,8 +306,8 @@ class RoundTasks:
     def loss_of(self, learner: int, output: Tree, targets: Tensor, share: Share | None = None) -> Tensor:
         """Return the learner's loss on a batch, a mean, or a micro-batch's share of it."""
         if self.label_smoothing is None:
-            loss = self.loss(output, targets)
-            return loss if share is None else share.of(loss)
+            loss = partial(self.loss, output, targets)
+            return loss() if share is None else share.of(loss, output)
         return smoothed_cross_entropy(output, targets, self.label_smoothing[learner], share and share.whole)
 
     def seed_dropout(self, learner: int, plan: Round) -> None:

@@ -35,7 +35,7 @@ from crossbow_py.engine.executors import EXECUTORS, candidates
 from crossbow_py.engine.goodput import NoiseScale
 from crossbow_py.engine.kernels.checks import serves
 from crossbow_py.engine.modules.dropout import counter_seed
-from crossbow_py.engine.modules.losses import Loss, model_loss
+from crossbow_py.engine.modules.losses import Loss, TokenLoss, model_loss, plain_loss
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.engine.update.row_update import TorchUpdate
@@ -43,7 +43,7 @@ from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.telemetry.timeline import Timeline
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.checks.losses import loss_on
-from crossbow_py.train.checks.probe import probe, probe_evaluation, takes_labels
+from crossbow_py.train.checks.probe import probe, probe_evaluation, settled_on_tokens, takes_labels
 from crossbow_py.train.checks.seeded_model import MakeModel, faithful_copy, seeded_model
 from crossbow_py.train.class_balance import sample_weights, weighted_loss
 from crossbow_py.train.evaluation.evaluator import Evaluator, evaluation_batch_size
@@ -109,7 +109,8 @@ class RunBuilder:
         )  # fmt: skip
         if settings.class_weights is not None:  # in training alone
             width = evaluator.num_classes(train_feed)
-            loss = weighted_loss(settings.class_weights, class_labels(self.data.train), width).to(device)
+            weighted = weighted_loss(settings.class_weights, class_labels(self.data.train), width).to(device)
+            loss = TokenLoss(weighted) if isinstance(loss, TokenLoss) else weighted
         update, warning = choose_update(self.optimizer, rule, device, self.choices.precision.master)
         notes = [*tried, *self._choose_executor(template, update, train_feed, loss)]
         choices = self.choices
@@ -193,7 +194,7 @@ class RunBuilder:
             template = seeded_model(self.make_model, self.settings.seed, self.init_from)
             template = self.optimizer.prepared(template).to(self.choices.device)
             loss = self._settle_loss(template)
-            train_feed, batch, warnings = self._train_feed(template, loss)
+            train_feed, batch, loss, warnings = self._train_feed(template, loss)
             template = faithful_copy(template, self.choices.precision, batch, self.settings.channels_last)
             validation_feed = self._evaluation_feed("validation", template, loss, self.data.validation)
             test_feed = self._evaluation_feed("test", template, loss, self.data.test)
@@ -222,7 +223,7 @@ class RunBuilder:
             self.data = dataclasses.replace(self.data, labels_as_input=True)
         return loss_on(self.choices.device, loss)
 
-    def _train_feed(self, template: nn.Module, loss: Loss) -> tuple[Feed, Batch, list[str]]:
+    def _train_feed(self, template: nn.Module, loss: Loss) -> tuple[Feed, Batch, Loss, list[str]]:
         """Build the feed and probe the model with a small batch; in fp32 if `auto` chose bf16 and that fails."""
         data, settings, choices = self.data, self.settings, self.choices
         check_step(settings, num_samples(data.train))
@@ -236,20 +237,21 @@ class RunBuilder:
                 feed.look_through(_FEW_ITEMS)
                 if feed.rounded is not None:
                     raise UserError(feed.rounded.remark(choices.precision.compute))
+            loss = settled_on_tokens(loss, template, choices.precision, batch)
             warnings = probe(
                 template, choices.precision, batch, loss, *count_classes(data, loss),
                 settings.label_smoothing, settings.compile_model, feed=feed,
                 averages=settings.averages(self.rule, self.ranks.num_ranks),
             )  # fmt: skip
-            return feed, batch, warnings
+            return feed, batch, loss, warnings
         except UserError as error:
             if not may_fall_back:
                 raise
             reason, _, _ = str(error).partition("; ")  # without the remedy, which is being applied
         self.choices = dataclasses.replace(choices, precision=FP32)
         del feed  # it may hold the data on the device
-        feed, batch, warnings = self._train_feed(template, loss)
-        return feed, batch, [f"precision is fp32, because in bf16 {reason}.", *warnings]
+        feed, batch, loss, warnings = self._train_feed(template, loss)
+        return feed, batch, loss, [f"precision is fp32, because in bf16 {reason}.", *warnings]
 
     def _evaluation_feed(self, what: str, template: nn.Module, loss: Loss, source: Data | None) -> Feed | None:
         if source is None:
@@ -368,7 +370,7 @@ def count_classes(data: DataSets, loss: Loss) -> tuple[int | None, bool]:
 
     If it was not given, it is at least the largest target of the training tensors plus one.
     """
-    if loss is not nn.functional.cross_entropy:
+    if plain_loss(loss) is not nn.functional.cross_entropy:
         return None, False
     pair = as_pair(data.train)
     if data.num_classes is not None or pair is None or pair[1].ndim != 1 or not has_integers(pair[1]):

@@ -439,10 +439,9 @@ class EpochCloser:
         All ranks together, before the first round.
         """
         run, state = self._run, self._state
-        is_new = self._stops.returns_best and run.best is None
-        if not is_new or state.last_loss is None:
+        if not self._stops.returns_best or state.last_loss is None:
             return []
-        if state.last_recorded == state.samples_seen:
+        if run.best is None and state.last_recorded == state.samples_seen:
             run.keep_if_best(state.last_accuracy, state.last_loss, run.final_states())
         best_loss = math.nan if state.best_loss is None else state.best_loss
         if run.best and not is_better(state.best_accuracy, best_loss, run.best.accuracy, run.best.loss):

@@ -166,8 +166,8 @@ class RunState:
         elif not is_stop:
             self.num_stale += 1
         self.last_accuracy, self.last_loss = accuracy, loss
-        if self.best_loss is None or not loss >= self.best_loss:
-            self.best_loss = None if math.isnan(loss) else loss
+        if not math.isnan(loss) and (self.best_loss is None or loss < self.best_loss):
+            self.best_loss = loss
         if accuracy is None:
             return
         self.best_accuracy = accuracy if self.best_accuracy is None else max(self.best_accuracy, accuracy)

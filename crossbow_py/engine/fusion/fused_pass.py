@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from crossbow_py.engine.modules.losses import (
     correct_of_parts,
     is_classification,
     part_for,
+    plain_loss,
     scaled_to_batch,
     smoothed_cross_entropy,
 )
@@ -71,7 +73,7 @@ class FusedPass:
         self.graph = FusedGraph(bank.template, example, bank, kernels, self.learners, fuses=fuses, part=part)
         self.notes = self.graph.notes
         self._loss: LossOfAll | None = None
-        if kernels and tasks.loss is nn.functional.cross_entropy and tasks.label_smoothing is None:
+        if kernels and plain_loss(tasks.loss) is nn.functional.cross_entropy and tasks.label_smoothing is None:
             if refusal := serves("loss", bank.device, bank.precision.compute):
                 self.notes.append(refusal)
             else:
@@ -153,12 +155,16 @@ class FusedPass:
         if smoothing is not None:
             return smoothed_cross_entropy(outputs, targets, smoothing[self.learners.start : self.learners.stop], whole)
         is_one = isinstance(outputs, Tensor)
-        if self._tasks.loss is nn.functional.cross_entropy and is_one and outputs.ndim == 3 and targets.ndim == 2:
+        is_cross_entropy = plain_loss(self._tasks.loss) is nn.functional.cross_entropy
+        if is_cross_entropy and is_one and outputs.ndim == 3 and targets.ndim == 2:
             each = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
             return each.view(targets.shape).sum(1) / (counted(targets, IGNORED).sum(1) if whole is None else whole)
-        losses = [self._tasks.loss(map_tree(itemgetter(row), outputs), own) for row, own in enumerate(targets)]
-        stacked = torch.stack([loss.reshape(()) for loss in losses])
-        return stacked if share is None else share.of(stacked)
+        losses = []
+        for row, own in enumerate(targets):
+            output = map_tree(itemgetter(row), outputs)
+            loss = partial(self._tasks.loss, output, own)
+            losses.append((loss() if share is None else share.at(row).of(loss, output)).reshape(()))
+        return torch.stack(losses)
 
 
 class PassNotes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,6 +32,28 @@ def model_loss(output: Tree, targets: Tensor) -> Tensor:  # noqa: ARG001
     return found
 
 
+@dataclass(frozen=True)
+class TokenLoss:
+    """A loss of classes to which each token of scores [B, T, V] and targets [B, T] is a sample, also if V = T."""
+
+    of_classes: Loss
+
+    def __call__(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of scores [B·T, V] and classes [B·T]."""
+        return self.of_classes(scores, targets)
+
+
+def plain_loss(loss: Loss) -> Loss:
+    """Return the loss of classes of a `TokenLoss`; another loss is returned as it is."""
+    return loss.of_classes if isinstance(loss, TokenLoss) else loss
+
+
+def _with_keywords(loss: Loss) -> tuple[Loss, Mapping[str, Any]]:
+    """Return a loss without the keyword arguments of `partial`, and these."""
+    loss = plain_loss(loss)
+    return (loss.func, loss.keywords) if isinstance(loss, partial) else (loss, {})
+
+
 def part_for(loss: Loss) -> Part:
     """Return the function that gives what a loss needs of a model's output.
 
@@ -38,7 +61,7 @@ def part_for(loss: Loss) -> Part:
     """
     if loss is model_loss:
         return loss_and_scores
-    function = loss.func if isinstance(loss, partial) else loss
+    function, _ = _with_keywords(loss)
     return scores_of if str(getattr(function, "__module__", "")).startswith(("torch.nn", __name__)) else whole_output
 
 
@@ -59,16 +82,18 @@ def loss_and_scores(output: Tree) -> Tree:
 
 
 def _takes_classes(loss: Loss) -> bool:
-    function = loss.func if isinstance(loss, partial) else loss
-    functions = (nn.functional.cross_entropy, nn.functional.nll_loss)
+    function, _ = _with_keywords(loss)
+    functions = (nn.functional.cross_entropy, nn.functional.nll_loss, smoothed_cross_entropy)
     return function in functions or isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss)
 
 
-def is_surprise(loss: Loss) -> bool:
+def is_mean_nll(loss: Loss) -> bool:
     """Return whether a loss is the plain mean of −log p of the targets, whose exponential is the perplexity."""
-    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
-        return loss.weight is None and not getattr(loss, "label_smoothing", 0.0) and loss.reduction == "mean"
-    return loss in (nn.functional.cross_entropy, nn.functional.nll_loss)
+    function, given = _with_keywords(loss)
+    if isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss):
+        smoothed = getattr(function, "label_smoothing", 0.0)
+        return function.weight is None and not smoothed and function.reduction == "mean"
+    return function in (nn.functional.cross_entropy, nn.functional.nll_loss) and set(given) <= {"ignore_index"}
 
 
 def scores_of(output: Tree) -> Tree:
@@ -148,9 +173,11 @@ def confusion_indices(scores: Tensor, targets: Tensor, ignored: int | None) -> T
 
 def ignored_target(loss: Loss) -> int | None:
     """Return the target that the loss leaves out of its mean; None if there is none, or if it is unknown."""
-    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
-        return loss.ignore_index
-    return IGNORED if loss in (nn.functional.cross_entropy, nn.functional.nll_loss) else None
+    function, given = _with_keywords(loss)
+    if isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss):
+        return function.ignore_index
+    known = function in (nn.functional.cross_entropy, nn.functional.nll_loss)
+    return int(given.get("ignore_index", IGNORED)) if known else None
 
 
 def correct_predictions(outputs: Tree, targets: Tensor, lead: int = 0, ignored: int | None = None) -> Tensor | None:
@@ -173,21 +200,31 @@ class Share(NamedTuple):
     own: Tensor
     whole: Tensor
 
-    def of(self, loss: Tensor) -> Tensor:
-        """Return the loss's share. Without targets that count a mean has no value, and its share is zero."""
-        known = torch.where(self.own > 0, loss, loss.nan_to_num())
-        return known * (self.own.double() / self.whole.double()).to(loss.dtype)
+    def at(self, row: int) -> Share:
+        """Return that of one of several learners, who may share one."""
+        return self if self.own.ndim == 0 else Share(self.own[row], self.whole[row])
+
+    def of(self, loss: Callable[[], Tensor], output: Tree) -> Tensor:
+        """Return the share of a part's mean loss, a function, of its output. Host–device synchronisation on CUDA.
+
+        Without targets that count there is no mean, nor a gradient of it: the share is zero.
+        """
+        if not self.own > 0:
+            return torch.stack([own.sum() for own in leaves(output) if own.is_floating_point()]).sum() * 0
+        found = loss()
+        return found * (self.own.double() / self.whole.double()).to(found.dtype)
 
 
 def num_averaged(loss: Loss, targets: Tensor, lead: int = 0) -> Tensor:
     """Return what the mean loss of each batch divides by, with `lead` dimensions of batches.
 
-    With classes these are the targets that are not ignored, each times the weight of its class; other losses are taken
-    for means over samples.
+    With classes these are the targets that are not ignored, each times the weight of its class. The loss that a model
+    computes of labels is taken for a mean over those that are not -100, as transformers do, and others for means over
+    samples.
     """
-    if not _takes_classes(loss) or targets.is_floating_point():
+    if not (_takes_classes(loss) or loss is model_loss) or targets.is_floating_point():
         return targets.new_full(targets.shape[:lead], targets.shape[lead], dtype=torch.int64)
-    function, given = (loss.func, loss.keywords) if isinstance(loss, partial) else (loss, {})
+    function, given = _with_keywords(loss)
     counts = counted(targets, given.get("ignore_index", getattr(function, "ignore_index", IGNORED)))
     weight: Tensor | None = given.get("weight", getattr(function, "weight", None))
     each = counts if weight is None else weight[targets.long().clamp(min=0) * counts] * counts
@@ -205,7 +242,8 @@ def compared(loss: Loss, output: Tree, targets: Tensor, lead: int = 0) -> Compar
     """Return what a loss takes of a model's output, see `part_for`.
 
     Where a loss of classes meets the scores of tokens [B, T, V] and targets [B, T], each token is a sample to it. That
-    is how language models have them; torch's own order is [B, V, T], which is left as it is, also if V = T.
+    is how language models have them; torch's own order is [B, V, T], which is left as it is. If V = T only a
+    `TokenLoss` tells them apart.
     """
     output = part_for(loss)(output)
     if not has_tokens(loss, output, targets, lead):
@@ -218,7 +256,8 @@ def has_tokens(loss: Loss, output: Tree, targets: Tensor, lead: int = 0) -> bool
     output = part_for(loss)(output)
     if not isinstance(output, Tensor) or output.ndim != lead + 3 or output.shape[:-1] != targets.shape:
         return False
-    return _takes_classes(loss) and has_integers(targets) and output.shape[-1] != output.shape[-2]
+    is_known = isinstance(loss, TokenLoss) or output.shape[-1] != output.shape[-2]
+    return is_known and _takes_classes(loss) and has_integers(targets)
 
 
 def correct_of_batch(

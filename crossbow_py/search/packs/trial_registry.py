@@ -11,14 +11,16 @@ from typing import Any
 from torch import nn
 
 from crossbow_py.core.errors import CrossbowError, DataError, DeviceLostError, UserError, one_line, text_of
-from crossbow_py.core.trees import values_per_sample
+from crossbow_py.core.trees import call, values_per_sample
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
+from crossbow_py.engine.modules.losses import TokenLoss, has_tokens
+from crossbow_py.engine.modules.precision import Precision
 from crossbow_py.search.packs.policies import Waiting
 from crossbow_py.search.packs.trial import LOSS, TrialSettings, own_dropout_rate, signature
 from crossbow_py.search.packs.width import BUDGET_S, CompatibleTrials, Width, measured_width
 from crossbow_py.search.space import Space
-from crossbow_py.train.checks.probe import probe, probe_evaluation, takes_labels
+from crossbow_py.train.checks.probe import probe, probe_evaluation, settled_on_tokens, takes_labels
 from crossbow_py.train.checks.seeded_model import faithful_copy
 from crossbow_py.train.evaluation.evaluator import Evaluator, evaluation_batch_size
 from crossbow_py.train.evaluation.metrics import Metric
@@ -132,7 +134,7 @@ class TrialRegistry:
         settings.optimizer.matrices(model)
         with closing(self.data.feed_of(settings.batch_size)) as feed:
             batch = feed.first_samples(min(2, settings.batch_size))
-            _check_loss(model, batch)
+            _check_loss(model, batch, self.choices.precision)
             probe(model, self.choices.precision, batch, LOSS, *self.data.num_classes, settings.label_smoothing)
         if self._metrics:
             few = self.data.validation.first_samples(2)
@@ -182,7 +184,7 @@ class TrialRegistry:
     def _template(self, settings: TrialSettings, template: nn.Module, feed: Feed) -> nn.Module:
         """Return a model as packs copy it, once a batch went through it in training and in evaluation."""
         batch = feed.first_samples(min(2, settings.batch_size))
-        _check_loss(template, batch)
+        _check_loss(template, batch, self.choices.precision)
         needs = (LOSS, *self.data.num_classes, settings.label_smoothing)
         for note in probe(template, self.choices.precision, batch, *needs, feed=feed):
             self._announce(note)
@@ -214,12 +216,18 @@ class TrialRegistry:
         self._kinds[key] = Kind(kind.template, replace(kind.width, size=max(1, size)))
 
 
-def _check_loss(model: nn.Module, batch: Batch) -> None:
-    """Refuse a model of tokens that computes its loss itself: it may shift them, which cross-entropy would not."""
+def _check_loss(model: nn.Module, batch: Batch, precision: Precision) -> None:
+    """Refuse a model of tokens that computes its loss itself, as it may shift them, and as many tokens as classes."""
     if takes_labels(model) and isinstance(batch.inputs, Mapping) and batch.targets.ndim > 1:
         raise UserError(
             "a search trains by cross-entropy, and this model computes its own loss from labels of tokens; search with "
             "a model that returns scores for targets which are shifted already, as of data=text."
+        )
+    settled = settled_on_tokens(LOSS, model, precision, batch)
+    if isinstance(settled, TokenLoss) and not has_tokens(LOSS, call(model.eval(), batch.inputs), batch.targets):
+        raise UserError(
+            f"a search cannot tell the {batch.targets.shape[1]} tokens of a sample from as many classes; cut samples "
+            "to another length, by data.context."
         )
 
 

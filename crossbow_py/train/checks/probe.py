@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.host_randomness import host_state, kept_generators, kept_torch_state
 from crossbow_py.core.trees import Tree, call, detached, form_of, in_format, leaves, map_tree, shape_of
+from crossbow_py.data.datasets import has_integers
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.engine.bank.binding import WRITES_A_COPY, WRITES_FROZEN, bindings_of, find_rebound
 from crossbow_py.engine.modules.agreement import (
@@ -27,7 +28,16 @@ from crossbow_py.engine.modules.agreement import (
 )
 from crossbow_py.engine.modules.call_watch import CallWatch
 from crossbow_py.engine.modules.dropout import OwnDraws, replace_dropout
-from crossbow_py.engine.modules.losses import Loss, compared, ignored_target, part_for, scores_of
+from crossbow_py.engine.modules.losses import (
+    Loss,
+    TokenLoss,
+    compared,
+    has_tokens,
+    ignored_target,
+    part_for,
+    plain_loss,
+    scores_of,
+)
 from crossbow_py.engine.modules.precision import Precision, cast_module, full_precision_parameters
 from crossbow_py.train.checks.losses import classes_of, copied_loss, hidden_parameter, misfit, remarks
 from crossbow_py.train.evaluation.metrics import Metric, has_states, try_metric
@@ -94,7 +104,7 @@ def probe(
             f"the model's {failing[0]} is a GroupNorm to train on what is frozen, for which torch {torch.__version__} "
             "ends the process in channels-last format; set channels_last=false, or freeze it too."
         )
-    batch = batch._replace(targets=targets)
+    batch, loss = batch._replace(targets=targets), plain_loss(loss)
     _check_output(output, targets, num_classes, exact, loss)
     if wrong := misfit(loss, output, batch.targets):
         raise UserError(wrong)
@@ -263,7 +273,7 @@ def probe_evaluation(
     try:
         output = call(model, batch.inputs)
         output, targets = compared(loss, in_format(output, precision.master), batch.targets)
-        batch = batch._replace(targets=targets)
+        batch, loss = batch._replace(targets=targets), plain_loss(loss)
         wrong = misfit(loss, output, batch.targets)
         if wrong is None:
             _check_labels(loss, output, batch, feed, what)
@@ -310,6 +320,30 @@ def _unfit(what: str, inputs: Tree, error: Exception) -> UserError:
         f"the model cannot take the {what} data, inputs {given} ({one_line(error)}); choose a model, data and a batch "
         "size that fit each other, precision=fp32, or, where a view fails, channels_last=false."
     )
+
+
+@torch.no_grad()
+def settled_on_tokens(loss: Loss, template: nn.Module, precision: Precision, batch: Batch) -> Loss:
+    """Return a `TokenLoss` if the model gives scores [B, T, V] of tokens; the loss itself if not, or if it is unknown.
+
+    Where V = T, the model is asked for scores of fewer tokens.
+    """
+    if batch.targets.ndim != 2 or not has_integers(batch.targets):
+        return loss
+    model, num_tokens = _runnable(template, precision).eval(), batch.targets.shape[1]
+
+    def cut(values: Tensor) -> Tensor:
+        return values[:, :-1] if values.ndim > 1 and values.shape[1] == num_tokens else values
+
+    try:
+        with kept_generators(batch.targets.device):
+            if has_tokens(loss, call(model, batch.inputs), batch.targets):
+                return TokenLoss(loss)
+            output = part_for(loss)(call(model, map_tree(cut, batch.inputs)))
+    except Exception:  # which the probe reports, or it takes no fewer
+        return loss
+    asked = TokenLoss(loss)
+    return asked if num_tokens > 1 and has_tokens(asked, output, cut(batch.targets)) else loss
 
 
 def takes_labels(model: nn.Module) -> bool:

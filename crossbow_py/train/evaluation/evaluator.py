@@ -33,9 +33,10 @@ from crossbow_py.engine.modules.losses import (
     has_classes,
     has_tokens,
     ignored_target,
-    is_surprise,
+    is_mean_nll,
     model_loss,
     non_finite_outputs,
+    num_averaged,
     part_for,
     scores_of,
 )
@@ -104,19 +105,26 @@ def mean_evaluation(each: Sequence[Evaluation]) -> Evaluation:
         return sum(values) / len(each)
 
     accuracies = [one.accuracy for one in each if one.accuracy is not None]
+    loss = mean(one.loss for one in each)
+    perplexity = {PERPLEXITY: _perplexity(loss)} if all(PERPLEXITY in one.metrics for one in each) else {}
     return Evaluation(
-        loss=mean(one.loss for one in each),
+        loss=loss,
         accuracy=mean(accuracies) if accuracies else None,
         num_samples=each[0].num_samples,
         metrics={
             name: mean(one.metrics[name] for one in each)
             for name in each[0].metrics
             if all(name in one.metrics for one in each)
-        },
+        }
+        | perplexity,
         num_non_finite=max(one.num_non_finite for one in each),
         class_counts=_summed([one.class_counts for one in each]),
         examples=each[0].examples,
     )
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf
 
 
 def _summed(each: Sequence[ClassCounts | None]) -> ClassCounts | None:
@@ -199,7 +207,7 @@ class Evaluator:
     @torch.no_grad()
     def metric_names(self, feed: Feed) -> tuple[str, ...]:
         """Return the names of what evaluations of these data have in `metrics`; a name may stand for several values."""
-        may_have_tokens = is_surprise(self.loss) and feed.first_samples(2).targets.ndim == 2
+        may_have_tokens = is_mean_nll(self.loss) and feed.first_samples(2).targets.ndim == 2
         own = [PERPLEXITY] if may_have_tokens and has_tokens(self.loss, *self._tried(feed)) else []
         return (*own, *self.metrics)
 
@@ -210,7 +218,7 @@ class Evaluator:
             return None
         output, targets = self._tried(feed)
         found = part_for(self.loss)(output)
-        counts = has_tokens(self.loss, output, targets) or self.loss is model_loss
+        counts = has_tokens(self.loss, output, targets) or self.loss is model_loss  # which may shift them
         scores = scores_of(found)
         fits = isinstance(scores, Tensor) and scores.ndim == 3 and scores.shape[:2] == targets.shape
         return targets.shape[1] if counts and fits else None
@@ -280,8 +288,8 @@ class Evaluator:
 class Tally:
     """Adds up what an evaluation measures of K models, batch by batch, on their device.
 
-    The columns of `sums` [K, 4 + functions], float64, are: targets that count, non-finite outputs, correct predictions
-    (NaN without classes), loss, each metric that is a function.
+    The columns of `sums` [K, 6 + functions], float64, are: targets that count, non-finite outputs, correct predictions
+    (NaN without classes), samples or tokens, what means of the loss divide by, loss, each metric that is a function.
     """
 
     def __init__(self, evaluator: Evaluator, num_models: int, device: torch.device) -> None:
@@ -291,23 +299,26 @@ class Tally:
         self._num_samples, self._has_tokens = 0, False
         self._matrices: Tensor | None = None  # [K, C·(C + 1) + 1], see `confusion_indices`
         self._num_classes, self._of_positions = 0, False
-        self._sums = torch.zeros(num_models, 4 + len(self._functions), dtype=torch.float64, device=device)
+        self._sums = torch.zeros(num_models, 6 + len(self._functions), dtype=torch.float64, device=device)
 
     def add(self, outputs: Tree, targets: Tensor) -> None:
         """Add a batch: outputs [K, B, ...] of K models, and targets [B, ...]."""
-        evaluator, size, device = self._evaluator, len(targets), self._sums.device
-        self._num_samples += size
+        evaluator, device = self._evaluator, self._sums.device
+        self._num_samples += len(targets)
         non_finite = non_finite_outputs(outputs, lead=1)
         every = targets.expand(self._num_models, *targets.shape)
         self._has_tokens |= has_tokens(evaluator.loss, outputs, every, lead=1)
         outputs, each_targets = compared(evaluator.loss, outputs, every, lead=1)
         targets = each_targets[0]
         ignored = None if targets.is_floating_point() else evaluator.ignored
-        weight = _scalar(len(targets) if ignored is None else counted(targets, ignored).sum(), device)
+        count = _scalar(len(targets) if ignored is None else counted(targets, ignored).sum(), device)
+        weight = _scalar(num_averaged(evaluator.loss, targets), device)
         correct = correct_predictions(outputs, each_targets, 1, evaluator.ignored)
         if correct is None:
             correct = torch.full((self._num_models,), torch.nan, device=device)
-        columns = [weight.expand(self._num_models), non_finite.to(weight), correct.to(weight)]
+        size = len(targets)  # of what the loss compares
+        columns = [each.to(weight) for each in (count.expand(self._num_models), non_finite, correct)]
+        columns += [weight.new_full((self._num_models,), size), weight.expand(self._num_models)]
         each = [map_tree(itemgetter(row), outputs) for row in range(self._num_models)]
         for running, output in zip(self._running, each, strict=True):
             running.update(output, targets, ignored)
@@ -362,16 +373,16 @@ class Tally:
     def _evaluation(
         self, num_samples: int, sums: Sequence[float], has_tokens: bool, running: RunningMetrics
     ) -> Evaluation:
-        num_counted, num_non_finite, correct, loss, *others = sums
-        if not num_counted:
+        num_counted, num_non_finite, correct, num_compared, weight, loss, *others = sums
+        if not weight:
             raise BadDataError(
                 f"the loss leaves out every target of {num_samples:,} samples that are to be evaluated, so there is "
                 "nothing to measure; give targets that are classes, or leave these data out."
             )
-        mean_loss = loss / num_counted
-        means = {name: total / num_samples for name, total in zip(self._functions, others, strict=True)}
-        if has_tokens and is_surprise(self._evaluator.loss):
-            means = {PERPLEXITY: math.exp(mean_loss) if mean_loss < _LARGEST_EXPONENT else math.inf, **means}
+        mean_loss = loss / weight
+        means = {name: total / num_compared for name, total in zip(self._functions, others, strict=True)}
+        if has_tokens and is_mean_nll(self._evaluator.loss):
+            means = {PERPLEXITY: _perplexity(mean_loss), **means}
         return Evaluation(
             loss=mean_loss,
             accuracy=None if math.isnan(correct) else correct / num_counted,

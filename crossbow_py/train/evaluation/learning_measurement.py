@@ -25,7 +25,14 @@ from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.engine.device.cudnn import cudnn_set
 from crossbow_py.engine.device.host import faster_threads, intra_op_threads
 from crossbow_py.engine.device.memory import free_memory, raise_if_lost
-from crossbow_py.engine.modules.losses import Loss, compared, is_classification, scores_of, smoothed_cross_entropy
+from crossbow_py.engine.modules.losses import (
+    Loss,
+    TokenLoss,
+    compared,
+    is_classification,
+    scores_of,
+    smoothed_cross_entropy,
+)
 from crossbow_py.engine.rounds import taken
 from crossbow_py.telemetry.events import LearningStatistics
 from crossbow_py.train.evaluation.evaluator import State
@@ -142,7 +149,7 @@ class LearningMeasurement:
         num_batches = max(1, min(run.evaluator.batch_size, self._run.num_samples) // b)
         with contextlib.closing(run.train_feed.aside(range(0, -(-num_batches // n) * step, step))) as steps:
             batches = itertools.islice((part for batch in steps for part in batch.parts(n)), num_batches)
-            inputs, targets = (torch.cat(each) for each in zip(*batches, strict=True))
+            inputs, targets = joined(list(batches)) if run.train_feed.one_shape else next(batches)
         module, loss, batch = run.evaluator.module(state), _training_loss(run), Batch(inputs, targets)
         with _differentiable(module), self._threads("sharpness", lambda: gradient_norms(module, loss, [batch])):
             return hessian_eigenvalue(module, loss, batch)
@@ -241,7 +248,10 @@ def _squared(vector: Tensor) -> float:
 def _training_loss(run: Run) -> Loss:
     """Return the loss that learners are trained on, label smoothing included and weight decay excluded."""
     rows = smoothing_rows(run.settings.label_smoothing, run.bank)
-    return run.loss if rows is None else partial(smoothed_cross_entropy, smoothing=rows[0])
+    if rows is None:
+        return run.loss
+    smoothed = partial(smoothed_cross_entropy, smoothing=rows[0])
+    return TokenLoss(smoothed) if isinstance(run.loss, TokenLoss) else smoothed
 
 
 @contextlib.contextmanager

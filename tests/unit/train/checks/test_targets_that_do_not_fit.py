@@ -84,7 +84,12 @@ def test_trainer_of_classes_in_the_last_place_says_how_to_move_them():
 def test_trainer_that_cannot_tell_classes_from_places_says_where_it_looks():
     tokens = torch.randint(0, 5, (8, 5))
     recorder = Recorder()
-    make_trainer(model=lambda: PerToken(5), train_data=(tokens, tokens), callbacks=[recorder]).fit(max_rounds=1)
+
+    class OfFive(PerToken):  # or it would be asked for fewer
+        def forward(self, tokens):
+            return super().forward(tokens.view(-1, 5))
+
+    make_trainer(model=lambda: OfFive(5), train_data=(tokens, tokens), callbacks=[recorder]).fit(max_rounds=1)
     assert any("is [batch, 5, 5]: classes are in dimension 1" in message for message in recorder.of("message"))
 
 
