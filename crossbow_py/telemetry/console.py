@@ -59,7 +59,7 @@ class ConsoleListener(ScreenConsole, Listener):
         self._planned_samples, self._trace_path = info.planned_samples, info.trace_path
         self._has_checkpoint = info.resumed_from is not None
         if info.planned_samples is not None:
-            self._planned_epochs = f"{info.planned_samples / info.num_train_samples:g}"
+            self._planned_epochs = f"{info.planned_samples / info.num_train_samples:.4g}"
         self._begin(header_lines(info))
         self._next_line_s = self._clock() + PLAIN_INTERVAL_S
 
