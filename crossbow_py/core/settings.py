@@ -219,7 +219,7 @@ def _fits_one(value: Any, hint: Any) -> bool:
     if hint is Any:
         return True
     if origin is typing.Literal:
-        return value in typing.get_args(hint)
+        return any(type(value) is type(option) and value == option for option in typing.get_args(hint))
     if origin is tuple:
         if not isinstance(value, tuple):
             return False

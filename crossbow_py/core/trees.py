@@ -11,6 +11,7 @@ entries of a dict by keyword, and with those of a tuple or list in order:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -56,10 +57,13 @@ def joined(trees: Sequence[Tree]) -> Tree:
 def call(module: Callable[..., Tree], inputs: Tree) -> Tree:
     """Call a model with a batch's inputs; see the module's docstring."""
     if isinstance(inputs, Tensor):
-        return module(inputs)
-    if isinstance(inputs, Mapping):
-        return module(**inputs)
-    return module(*inputs)
+        output = module(inputs)
+    else:
+        output = module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
+    kind = type(output)
+    if is_dataclass(kind) and kind not in pytree.SUPPORTED_NODES:
+        pytree.register_dataclass(kind)  # so that it is a tree of its fields, here and for torch.export
+    return output
 
 
 def batch_key(inputs: Tree) -> tuple[object, ...]:

@@ -198,9 +198,20 @@ class RunBuilder:
             template = faithful_copy(template, self.choices.precision, batch, self.settings.channels_last)
             validation_feed = self._evaluation_feed("validation", template, loss, self.data.validation)
             test_feed = self._evaluation_feed("test", template, loss, self.data.test)
+        self._check_sizes(train_feed, validation_feed, test_feed)
         # Other libraries on a host, or a model that draws from other generators than torch's, may initialise otherwise.
         self.ranks.copy_first(value for value in template.state_dict().values() if value.is_floating_point())
         return template, loss, batch, (train_feed, validation_feed, test_feed), warnings
+
+    def _check_sizes(self, *feeds: Feed | None) -> None:
+        """Raise UserError on all ranks if they have data sets of different sizes."""
+        every = self.ranks.gather([0 if feed is None else feed.num_samples for feed in feeds])
+        if any(own != every[0] for own in every):
+            sizes = " and ".join(f"{int(own[0])} and {int(own[2])}" for own in every)
+            raise UserError(
+                f"all ranks must have the same data sets, got {sizes} training and test samples; load them alike on "
+                "every rank."
+            )
 
     def _settle_loss(self, template: nn.Module) -> Loss:
         """Return the loss. If it is the model's own, which the data decide where none was given, the model gets labels.
@@ -256,6 +267,9 @@ class RunBuilder:
     def _evaluation_feed(self, what: str, template: nn.Module, loss: Loss, source: Data | None) -> Feed | None:
         if source is None:
             return None
+        check_data(source, f"the {what} data")
+        if self.data.labels_as_input and not has_named_inputs(source):
+            raise UserError(f"the {what} data must have dicts of inputs, as the training data have; name them alike.")
         feed = new_feed(source, 1, None, self.data, self.settings, self.choices, training=False, ranks=self.ranks)
         batch = feed.first_samples(2)
         probe_evaluation(

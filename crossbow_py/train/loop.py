@@ -74,7 +74,7 @@ class TrainingLoop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
-        if is_of_data(error):
+        if is_of_data(error) or (isinstance(error, UserError) and self._is_evaluating):
             self._save_after_data_error()
         elif error is not None and self.ranks.num_ranks == 1:
             self.checkpoints.settle()  # what is being written precedes the error
@@ -148,6 +148,10 @@ class TrainingLoop:
             raise UserError(f"{reason}={limit:g} was reached before the first round, so nothing was trained; raise it.")
         if self._run.resumed_from and self.state.round_index == first_round:
             self.reporter.message(f"Nothing is left to train: the run had reached {reason}; allow more of it.")
+
+    @property
+    def _is_evaluating(self) -> bool:
+        return self.ranks.num_ranks == 1 and self._epochs.is_evaluating
 
     def _end_epoch(self) -> str | None:
         """Close the epoch once all its samples are seen. Returns the stop that its evaluation reached, if any.
@@ -432,6 +436,7 @@ class EpochCloser:
         self._measured = "validation" if run.validation_feed else "test"
         self._learning = LearningMeasurement(run) if run.settings.learning_statistics else None
         self._final: Measured | None = None
+        self.is_evaluating = False
 
     def begin(self) -> list[str]:
         """Keep the current models, if they were just evaluated. Returns a message if better ones were not kept.
@@ -502,7 +507,9 @@ class EpochCloser:
 
     def _evaluate(self, which: str, states: Sequence[State] | None = None) -> Measured | None:
         """Evaluate on the `test` or `validation` data, and report outputs that are not finite."""
+        self.is_evaluating = True
         measured = self._run.evaluate(which, states)
+        self.is_evaluating = False
         if measured and measured[0].num_non_finite:
             what = f"{which} data after {self._state.samples_seen:,} samples"
             self._reporter.message(non_finite_remark(what, measured[0].num_non_finite, measured[0].num_samples))

@@ -56,7 +56,7 @@ class Text(SourceSettings):
         """Return the number of tokens."""
         if self.vocabulary == "bytes":
             return _NUM_BYTES
-        return 1 + max(int(targets.max()) for targets in _targets(train, test))
+        return 1 + max(int(tokens.max()) for data in (train, test) for tokens in as_pair(data) or ())
 
     def notes(self, train: Data, test: Data) -> tuple[str, ...]:
         of_train, of_test = (targets.numel() for targets in _targets(train, test))

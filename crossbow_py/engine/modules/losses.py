@@ -81,7 +81,8 @@ def loss_and_scores(output: Tree) -> Tree:
     return {"loss": found, "logits": scores_of(output)}
 
 
-def _takes_classes(loss: Loss) -> bool:
+def takes_classes(loss: Loss) -> bool:
+    """Return whether targets are classes to a loss, one of torch's."""
     function, _ = _with_keywords(loss)
     functions = (nn.functional.cross_entropy, nn.functional.nll_loss, smoothed_cross_entropy)
     return function in functions or isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss)
@@ -144,7 +145,7 @@ def has_classes(loss: Loss, outputs: Tree, targets: Tensor, lead: int = 0) -> bo
     """
     if is_classification(outputs, targets, lead):
         return True
-    if not isinstance(outputs, Tensor) or not has_integers(targets) or not _takes_classes(loss):
+    if not isinstance(outputs, Tensor) or not has_integers(targets) or not takes_classes(loss):
         return False
     at = lead + 1  # of the classes
     around = (*outputs.shape[:at], *outputs.shape[at + 1 :])
@@ -222,7 +223,7 @@ def num_averaged(loss: Loss, targets: Tensor, lead: int = 0) -> Tensor:
     computes of labels is taken for a mean over those that are not -100, as transformers do, and others for means over
     samples.
     """
-    if not (_takes_classes(loss) or loss is model_loss) or targets.is_floating_point():
+    if not (takes_classes(loss) or loss is model_loss) or targets.is_floating_point():
         return targets.new_full(targets.shape[:lead], targets.shape[lead], dtype=torch.int64)
     function, given = _with_keywords(loss)
     counts = counted(targets, given.get("ignore_index", getattr(function, "ignore_index", IGNORED)))
@@ -257,7 +258,7 @@ def has_tokens(loss: Loss, output: Tree, targets: Tensor, lead: int = 0) -> bool
     if not isinstance(output, Tensor) or output.ndim != lead + 3 or output.shape[:-1] != targets.shape:
         return False
     is_known = isinstance(loss, TokenLoss) or output.shape[-1] != output.shape[-2]
-    return is_known and _takes_classes(loss) and has_integers(targets)
+    return is_known and takes_classes(loss) and has_integers(targets)
 
 
 def correct_of_batch(

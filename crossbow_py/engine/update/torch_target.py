@@ -73,11 +73,18 @@ def made(
     return made
 
 
+def _kept_outside(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return what an optimizer's own attributes are, as text, but for what torch's base class keeps."""
+    known = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)), "state", "param_groups"}
+    return {name: repr(value) for name, value in vars(optimizer).items() if name not in known}
+
+
 def facts(target: str | type, rate: float, args: Mapping[str, Any]) -> Facts:
     """Return what a step of a small parameter shows. Raises UserError if it fails."""
     parameter = nn.Parameter(torch.ones(3, 2))
     parameter.grad = torch.full((3, 2), 0.1)
     optimizer = made(target, [{"params": [parameter]}], rate, args)
+    before = _kept_outside(optimizer)
     try:
         with torch.no_grad():
             optimizer.step()
@@ -86,6 +93,17 @@ def facts(target: str | type, rate: float, args: Mapping[str, Any]) -> Facts:
             f"{_KEY}={path_of(target)} cannot take a step ({one_line(error)}); correct optimizer.args, or choose "
             "another."
         ) from error
+    if "lr" not in optimizer.param_groups[0]:
+        raise UserError(
+            f"{_KEY}={path_of(target)} has no lr in its param_groups, which the schedule sets; let it read its "
+            "rate from there."
+        )
+    after = _kept_outside(optimizer)
+    if changed := [name for name, value in after.items() if before.get(name) != value]:
+        raise UserError(
+            f"{_KEY}={path_of(target)} keeps its {changed[0]} outside of its state, which checkpoints would miss; "
+            "keep it in self.state[parameter]."
+        )
     kept = pytree.tree_leaves([dict(optimizer.state[parameter]), *optimizer.param_groups])
     for value in kept:
         if not isinstance(value, Tensor | int | float | str | None):

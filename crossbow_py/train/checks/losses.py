@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from crossbow_py.core.trees import Tree
 from crossbow_py.data.datasets import Classes, has_integers
 from crossbow_py.engine.modules.agreement import graph_nodes
-from crossbow_py.engine.modules.losses import IGNORED, Loss, ignored_target
+from crossbow_py.engine.modules.losses import IGNORED, Loss, ignored_target, model_loss, scores_of, takes_classes
 
 _F = nn.functional
 _ELEMENTWISE = (
@@ -48,6 +48,10 @@ def loss_on(device: torch.device, loss: Loss) -> Loss:
 
 def classes_of(loss: Loss, output: Tree, targets: Tensor) -> Classes | None:
     """Return the targets that the loss takes for this output; None if they are not classes, or it is unknown."""
+    if loss is model_loss and has_integers(targets):  # of labels that may be shifted
+        scores = scores_of(output)
+        fits = isinstance(scores, Tensor) and scores.shape[:-1] == targets.shape and scores.shape[-1] > 1
+        return Classes(scores.shape[-1], IGNORED) if fits else None
     if not isinstance(output, Tensor) or output.ndim < 2 or not has_integers(targets):
         return None
     ignored = ignored_target(loss)
@@ -105,7 +109,7 @@ def remarks(loss: Loss, output: Tree, targets: Tensor) -> list[str]:
         return []
     output = output.detach().float()
     shape = f"[batch, {', '.join(map(str, output.shape[1:]))}]"
-    if loss is _F.cross_entropy and output.ndim > 2 and output.shape[:-1] == targets.shape:
+    if takes_classes(loss) and output.ndim > 2 and output.shape[:-1] == targets.shape:
         return [
             f"The model's output is {shape}: classes are in dimension 1. If the model has them in the last one, it "
             "trains on something else; then return output.movedim(-1, 1)."

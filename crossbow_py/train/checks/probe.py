@@ -367,7 +367,7 @@ def _check_arguments(model: nn.Module, inputs: Tree, what: str) -> None:
         named = isinstance(inputs, Mapping)
         call(inspect.Signature(list(arguments.values())).bind, inputs)
     except TypeError as error:
-        given = ", ".join(inputs) if named else f"{len(inputs)} inputs"
+        given = ", ".join(map(str, inputs)) if named else f"{len(inputs)} inputs"
         raise UserError(
             f"the model's forward takes ({', '.join(arguments)}), and a sample of the {what} data has {given} "
             f"({error}); rename or leave out entries of the samples, or give the argument a default."

@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.core.errors import BadDataError
+from crossbow_py.core.errors import BadDataError, UserError, one_line, raised_at
 from crossbow_py.core.trees import Tree, batch_key, call, in_format, leaves, map_tree
 from crossbow_py.data.datasets import counted
 from crossbow_py.data.feed import Feed
@@ -121,6 +122,23 @@ def mean_evaluation(each: Sequence[Evaluation]) -> Evaluation:
         class_counts=_summed([one.class_counts for one in each]),
         examples=each[0].examples,
     )
+
+
+def _asked(name: str, function: Callable[[Any, Tensor], Any], output: Tree, targets: Tensor) -> Any:
+    try:
+        return function(output, targets)
+    except Exception as error:
+        raise UserError(
+            f"metrics[{name!r}] fails on a batch with targets {list(targets.shape)} "
+            f"({one_line(error)}{raised_at(error)}); it must return one number for a batch of any size."
+        ) from error
+
+
+def _together(means: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
+    """Return the values of all metrics. Raises UserError if two have one name."""
+    if both := means.keys() & others.keys():
+        raise UserError(f"metrics has two values of the name {min(both)!r}; give one of them another name.")
+    return {**means, **others}
 
 
 def _perplexity(loss: float) -> float:
@@ -325,8 +343,12 @@ class Tally:
         # The next token of a text is a class, but a matrix of what has no names tells nothing.
         if evaluator.counts_classes and (evaluator.class_names or not self._has_tokens):
             self._count_classes(scores_of(outputs), each_targets)
-        functions = [evaluator.loss, *self._functions.values()]  # last, as they may write the outputs
-        means = [[_scalar(function(output, targets), device) for function in functions] for output in each]
+        # Last, as they may write the outputs.
+        means = [
+            [_scalar(evaluator.loss(output, targets), device)]
+            + [_scalar(_asked(name, function, output, targets), device) for name, function in self._functions.items()]
+            for output in each
+        ]
         found = torch.stack([torch.stack(own) for own in means])
         loss = torch.where(weight > 0, found[:, 0] * weight, 0.0)  # the mean of no targets is NaN
         self._sums += torch.column_stack([*columns, loss, found[:, 1:] * size])
@@ -387,7 +409,7 @@ class Tally:
             loss=mean_loss,
             accuracy=None if math.isnan(correct) else correct / num_counted,
             num_samples=num_samples,
-            metrics={**means, **running.values(self._evaluator.class_names)},
+            metrics=_together(means, running.values(self._evaluator.class_names)),
             num_non_finite=round(num_non_finite),
         )
 

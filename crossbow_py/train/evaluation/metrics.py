@@ -202,7 +202,10 @@ class RunningMetrics:
         """Return the values over all batches, see `named_values`. Raises UserError if a metric fails."""
         found: dict[str, float] = {}
         for name, metric in self._copies.items():
-            found |= named_values(name, _asked(name, metric.compute, "what it was given"), class_names)
+            values = named_values(name, _asked(name, metric.compute, "outputs, all together"), class_names)
+            if both := found.keys() & values.keys():
+                raise UserError(f"metrics has two values of the name {min(both)!r}; give one of them another name.")
+            found |= values
         return found
 
 

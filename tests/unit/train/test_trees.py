@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -355,3 +356,49 @@ def test_images_among_several_inputs_are_augmented_as_alone(erases: float, is_re
 def test_erasing_needs_streamed_images_of_one_size() -> None:
     with pytest.raises(UserError, match="of one size"):
         make_feed(Photographs(shape=(3, 4, 4)), 8, 5, torch.device("cpu"), Augmentation(random_erasing=0.5))
+
+
+@dataclasses.dataclass
+class Scored:
+    """An output of fields, as newer libraries have them."""
+
+    logits: Tensor
+    hidden: Tensor | None = None
+
+
+class ReturnsFields(Reader):
+    def forward(self, ids: Tensor, mask: Tensor, features: Tensor) -> Any:
+        return Scored(super().forward(ids, mask, features))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_outputs_may_be_dataclasses(executor: str) -> None:
+    assert_alike(trained(samples(), executor, model=ReturnsFields).weights, plain(6))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"test_data": (torch.zeros(4, 2), torch.zeros(4).long()), "model": ReaderWithLoss},
+            "the test data must have dicts of inputs",
+        ),
+        ({"test_data": {"ids": torch.zeros(4, 2)}}, "the test data must be tensors.*call the targets labels"),
+        ({"metrics": {"size": lambda output, _: 1 / (len(output) - SAMPLES)}}, r"metrics\['size'\] fails on a batch"),
+    ],
+)
+def test_what_does_not_fit_the_evaluation_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        trained(samples(), rounds=20, **options)
+
+
+def test_data_whose_keys_are_no_words_are_refused() -> None:
+    inputs, targets = samples()
+    with pytest.raises(UserError, match=r"takes \(ids, mask, features\).*has 0, 1"):
+        trained(({0: inputs["ids"], 1: inputs["mask"]}, targets))
+
+
+def test_a_label_that_is_no_class_of_a_model_with_its_own_loss_is_refused() -> None:
+    inputs, targets = samples()
+    with pytest.raises(UserError, match="has the class 3, and the model tells 3 classes apart"):
+        trained((inputs, torch.where(torch.arange(SAMPLES) == 20, 3, targets)), model=ReaderWithLoss)

@@ -133,6 +133,7 @@ def test_trials_of_a_pack_keep_it_and_are_what_each_is_alone(
     for row, own in enumerate(trials):
         packs.assert_as_alone(pack, row, packs.trained_alone(own, 2.0, "cpu"))
         assert_still(pack._bank.learner_state(row))
+    pack.close()
 
 
 def test_frozen_module_stays_so_in_copies_and_wherever_its_layers_go() -> None:
