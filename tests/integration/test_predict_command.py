@@ -256,7 +256,7 @@ def test_what_cannot_be_loaded_is_the_users_error(paths: list[str], message: str
 def test_code_that_a_folder_names_is_called_only_when_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     monkeypatch.setattr("os.getcwdb", lambda: called.append("model"))
-    monkeypatch.setattr("os.getpid", lambda: called.append("data"))
+    monkeypatch.setattr("os.getpgrp", lambda: called.append("data"))
     shutil.copytree("narrow", "theirs")
     plain = read_yaml(Path("theirs/config.yaml"))
     plain["model"] = {"name": "custom", "target": "os.getcwdb"}
@@ -267,9 +267,9 @@ def test_code_that_a_folder_names_is_called_only_when_it_is_allowed(monkeypatch:
     with pytest.raises(UserError, match="must return a torch.nn.Module"):
         load_models("theirs", targets=["os.getcwdb"])
     assert called == ["model"]
-    plain["data"] = {"name": "custom", "target": "os.getpid"}
+    plain["data"] = {"name": "custom", "target": "os.getpgrp"}
     Path("theirs/config.yaml").write_text(write_yaml(plain))
-    with pytest.raises(UserError, match="names data.target=os.getpid"):
+    with pytest.raises(UserError, match="names data.target=os.getpgrp"):
         load_models("theirs", targets=["os.getcwdb"])
     assert called == ["model"]
 
