@@ -276,7 +276,9 @@ def correct_of_parts(
     correct = [each for each in found if each is not None]
     if not correct:
         return None
-    targets = torch.cat([own for _, own in parts], lead) if len(parts) > 1 else parts[0][1]
+    if len(parts) == 1:
+        return scaled_to_batch(correct[0], parts[0][1], ignored, size, lead)
+    targets = torch.cat([own for _, own in parts], lead)
     return scaled_to_batch(torch.stack(correct).sum(0), targets, ignored, size, lead)
 
 
