@@ -47,7 +47,8 @@ def test_batches_of_an_epoch_hold_every_sample_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(run, "BATCH", 4)
     batches = list(run.batches_of(3, 2, 10))
     assert [len(batch) for batch in batches] == [4, 4, 2] * 2
-    assert [key[:2] for batch in batches for key in batch] == [(epoch, sample) for epoch in (6, 7) for sample in range(10)]
+    samples = [(key.epoch, key.sample) for batch in batches for key in batch]
+    assert samples == [(epoch, sample) for epoch in (6, 7) for sample in range(10)]
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="processes cannot be kept on a core here")
