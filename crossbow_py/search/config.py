@@ -118,7 +118,7 @@ class SearchConfig(JobConfig):
         if self.metric not in _MEASURED and not {self.metric, self.metric.partition("/")[0]} & set(self.metrics):
             raise UserError(
                 f"metric must be one of {', '.join([*_MEASURED, *self.metrics])}, got {self.metric!r}; name one of "
-                "them, or give metrics.NAME.target and metric=NAME."
+                f"them, or give metrics.{self.metric or 'NAME'}.target."
             )
         if self.metric in _MEASURED and self.maximize is not None:
             raise UserError(
