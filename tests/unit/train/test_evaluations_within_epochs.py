@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import SGD, Listener, Trainer
+from crossbow_py import SGD, CheckpointSettings, Listener, Trainer, UserError
 from crossbow_py.telemetry.events import EpochRecord
 from crossbow_py.telemetry.records import METRICS_FILE, read_metrics
 
@@ -84,3 +84,19 @@ def test_a_run_that_stopped_between_goes_on_to_the_same_records(tmp_path: Path) 
         return [(line["epoch"], line["train_loss"], line["test_loss"]) for line in lines]
 
     assert of(parts) == of(whole)
+
+
+def test_what_was_trained_is_kept_when_a_metric_fails(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def fails_late(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        calls.append(len(targets))
+        return output[0 if len(calls) <= 2 else len(output)].mean()  # tried once, then an epoch each
+
+    never = CheckpointSettings(every_epochs=None)
+    made, _ = trainer(metrics={"late": fails_late}, output_dir=tmp_path, checkpoint=never)
+    with pytest.raises(UserError, match=r"metrics\['late'\] fails"):
+        made.fit(max_epochs=3)
+    again, records = trainer(output_dir=tmp_path, resume=tmp_path)
+    again.fit(max_epochs=3)
+    assert again.run.resumed_from is not None and records[0].samples_seen >= 2 * SAMPLES
