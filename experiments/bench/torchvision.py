@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from functools import cache
 from typing import Any
@@ -12,10 +13,13 @@ import torch
 
 @cache
 def import_torchvision() -> Any:
-    """Import it. PyPI's is a CUDA build: beside a CPU build of torch it lacks its compiled operators.
+    """Import it where it is installed: timm needs it, transformers does without.
 
-    No model here calls them, but torchvision wants to find these two when it is imported.
+    PyPI's is a CUDA build: beside a CPU build of torch it lacks its compiled operators. No model here calls them, but
+    torchvision wants to find these two when it is imported.
     """
+    if importlib.util.find_spec("torchvision") is None:
+        return None
     try:
         return importlib.import_module("torchvision")
     except RuntimeError:
