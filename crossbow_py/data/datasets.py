@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ _TARGET_KEYS = ("labels", "label")  # of items that are mappings, as those of Hu
 
 # The split into train and validation is a property of the data set, not of the run: the same for every seed.
 _SPLIT_SEED = 0
+_DIGESTED = 64  # samples
 
 
 class MapStyleDataset(Protocol):
@@ -136,6 +138,18 @@ def as_pair(data: Data) -> Pair | None:
     if found is None or not isinstance(found[1], Tensor) or not leaves(found[0]):
         return None
     return found if all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(found[0])) else None
+
+
+def digest(data: Data) -> str | None:
+    """Return a short hash of up to 64 samples, spread over the data; None if they are items, which may cost to load."""
+    pair = as_pair(data)
+    if pair is None:
+        return None
+    chosen = torch.linspace(0, len(pair[1]) - 1, min(len(pair[1]), _DIGESTED)).long()
+    found = hashlib.blake2b(digest_size=8)
+    for leaf in (*leaves(pair[0]), pair[1]):
+        found.update(leaf[chosen.to(leaf.device)].cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def check_data(data: Any, what: str) -> None:

@@ -192,7 +192,7 @@ class Trainer:
         self._messages += [*notes, *self.run.warnings]
         with ranks.together():
             if found:
-                restore(self.run, found)
+                self._messages += restore(self.run, found)
         self.state.wall_s += time.monotonic() - begun  # building counts as time of the run
 
     @property

@@ -227,6 +227,18 @@ def test_resume_with_other_settings_or_another_model_is_refused_naming_them(tmp_
         trainer_of(tmp_path, **changed, resume=tmp_path)
 
 
+@pytest.mark.parametrize("changed", [0, 49, None])
+def test_resume_says_that_the_training_data_are_others(tmp_path, changed):
+    inputs, targets = images(50)
+    trainer_of(tmp_path, train_data=(inputs, targets)).fit(max_rounds=1)
+    if changed is not None:
+        targets = targets.clone()
+        targets[changed] = (targets[changed] + 1) % 3
+    recorder = Recorder()
+    trainer_of(tmp_path, train_data=(inputs, targets), resume=tmp_path, callbacks=[recorder]).fit(max_rounds=2)
+    assert any("training data are not those" in text for text in recorder.of("message")) == (changed is not None)
+
+
 def test_choices_of_auto_are_kept_on_resume_whatever_this_machine_would_choose(tmp_path, monkeypatch):
     trainer_of(tmp_path, executor="serial", precision="fp32").fit(max_rounds=1)
     monkeypatch.setattr(precision, "has_fast_bf16", lambda device: True)

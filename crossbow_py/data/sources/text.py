@@ -64,7 +64,8 @@ class Text(SourceSettings):
 
     def _text(self) -> bytes:
         pattern = self.file or str(Path(sysconfig.get_path("stdlib")) / "*.py")
-        paths = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207  Path.glob takes no absolute pattern
+        named = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)  # noqa: PTH207  absolute too
+        paths = sorted(path for path in named if path == pattern or not Path(path).is_dir())
         if not paths:
             raise UserError(f"data.file={pattern} matches no file; give the path of one, or a pattern in quotes.")
         try:

@@ -91,8 +91,8 @@ def _collate(items: list[Any], samples: list[int]) -> tuple[Tree, Tensor]:
     inputs, forms = zip(*(pytree.tree_flatten(_as_tree(pair[0])) for pair in pairs if pair), strict=True)
     if odd := next((index for index, form in enumerate(forms) if form != forms[0]), 0):
         raise UserError(
-            f"the inputs of items {samples[0]} and {samples[odd]} have different entries ({forms[0]} and "
-            f"{forms[odd]}); return the same ones for every sample."
+            f"the inputs of items {samples[0]} and {samples[odd]} have different entries ({_entries(forms[0])} and "
+            f"{_entries(forms[odd])}); return the same ones for every sample."
         )
     stacked = [_stack(list(values), samples) for values in zip(*inputs, strict=True)]
     return forms[0].unflatten(stacked), _stack([_as_tree(pair[1]) for pair in pairs if pair], samples)
@@ -126,14 +126,24 @@ def _collate_by(collate: Callable[[list[Any]], Any], items: list[Any], samples: 
 
 
 def _as_tree(value: Any) -> Any:
-    """Return an item's inputs with dicts for mappings, and arrays for lists of numbers, as Hugging Face has them."""
+    """Return an item's inputs: dicts with sorted keys for mappings, arrays for lists of numbers (Hugging Face)."""
     if isinstance(value, Mapping):
-        return {key: _as_tree(own) for key, own in value.items()}
+        return {key: _as_tree(value[key]) for key in sorted(value, key=str)}
     if isinstance(value, list):
         if value and all(isinstance(own, bool | int | float | list) for own in value):
             return _as_array(value)
         return [_as_tree(own) for own in value]
     return value
+
+
+def _entries(form: pytree.TreeSpec) -> str:
+    """Return the form of an item's inputs for a message: `{ids: *, mask: *}`, `(*, *)`."""
+    if form.is_leaf():
+        return "*"
+    own = [_entries(child) for child in form.children()]
+    if form.type is dict:
+        return "{" + ", ".join(f"{key}: {child}" for key, child in zip(form.context, own, strict=True)) + "}"
+    return "(" + ", ".join(own) + ")"
 
 
 def _as_array(values: list[Any]) -> Any:

@@ -347,7 +347,8 @@ class StreamingFeed(Feed):
         if len(forms) > 1:
             shown = " and ".join(sorted(forms)[:2])
             raise BadDataError(
-                f"the samples of the data set cannot be stacked into a batch ({shown}); return tensors of equal shape."
+                f"the samples of the data set cannot be stacked into a batch ({shown}); return the same entries, of "
+                "equal shape, for every sample."
             )
         batch = Batch(joined([one.inputs for one in parts]), torch.cat([one.targets for one in parts]))
         if self._copies is not None:

@@ -16,6 +16,7 @@ from crossbow_py.core.files import given_path
 from crossbow_py.core.plain_values import differences
 from crossbow_py.core.settings import to_mapping
 from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.data.datasets import digest
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.bank.replicas import CENTRAL, mean_weights, num_saved
 from crossbow_py.train.checkpoints.checkpoint import (
@@ -52,6 +53,7 @@ def state_dict(run: Run) -> dict[str, Any]:
     return {
         "choices": run.choices.to_plain(),
         "identity": identity(run),
+        "train_data": digest(run.data.train),
         "state": run.state.to_plain(),
         "epoch_sums": list(run.epoch_sums()),
         "nodes": run.nodes,
@@ -62,8 +64,8 @@ def state_dict(run: Run) -> dict[str, Any]:
     }
 
 
-def restore(run: Run, checkpoint: SavedCheckpoint) -> None:
-    """Restore a run from a checkpoint, which may be of another number of ranks.
+def restore(run: Run, checkpoint: SavedCheckpoint) -> list[str]:
+    """Restore a run from a checkpoint, which may be of another number of ranks. Returns messages.
 
     With the same number of ranks every learner is restored. With another number z and the schedule are; additional
     learners are clones of z. Raises CheckpointError if the checkpoint is of another run.
@@ -94,6 +96,10 @@ def restore(run: Run, checkpoint: SavedCheckpoint) -> None:
         if run.tuning and saved.get("tuner"):
             run.tuning.restore(saved["tuner"])
             run.bank.resize(run.tuning.state.num_learners)
+        known = saved.get("train_data"), digest(run.data.train)
+    if None in known or known[0] == known[1]:
+        return []
+    return ["The training data are not those that the run had before; it goes on with these, from what it learned."]
 
 
 def _take_share(run: Run, checkpoint: SavedCheckpoint) -> None:

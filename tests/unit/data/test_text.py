@@ -68,7 +68,16 @@ def test_text_that_makes_no_samples_is_refused(folder: Path, content: bytes, opt
         Text(**{"file": "a.txt", **options}).load(progress=False)
 
 
-def test_a_folder_that_matches_is_refused(folder: Path) -> None:
+def test_folders_are_left_out_of_what_a_pattern_matches(folder: Path) -> None:
     (folder / "sub").mkdir()
-    with pytest.raises(UserError, match="cannot be read"):
+    (folder / "sub" / "a.txt").write_text("AAAA", encoding="utf-8")
+    assert bytes(Text(file="**", context=1, test_fraction=0.5).load(progress=False).train[0].flatten().tolist()) == b"A"
+    with pytest.raises(UserError, match="matches no file"):
         Text(file="su*").load(progress=False)
+    with pytest.raises(UserError, match="cannot be read"):
+        Text(file="sub").load(progress=False)
+
+
+def test_a_name_that_is_no_pattern_but_looks_like_one_is_a_file(folder: Path) -> None:
+    (folder / "notes[1].txt").write_text("AAAA", encoding="utf-8")
+    assert len(Text(file="notes[1].txt", context=1, test_fraction=0.5).load(progress=False).train[0]) == 1

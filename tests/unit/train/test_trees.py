@@ -16,6 +16,8 @@ from torch.utils.data import Dataset, TensorDataset
 from crossbow_py import SGD, Augmentation, Collated, Independent, SynchronousSGD, Trainer, UserError, model_loss
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.sampler import epoch_order
+from crossbow_py.data.streaming.items import ItemData
+from crossbow_py.data.streaming.streamed_data import Key
 
 SAMPLES, TOKENS, WORDS, CLASSES, BATCH = 48, 6, 20, 3, 8
 EXECUTORS = ["serial", "threads", "fused", "fused_threads"]
@@ -138,12 +140,21 @@ def test_a_loss_of_ones_own_takes_all_of_an_output(executor: str) -> None:
     assert found.accuracy is not None and found.metrics["size"] > 0
 
 
+class Backwards(Items):
+    """Every other item has its entries in the other order, which means nothing."""
+
+    def __getitem__(self, index: int) -> Any:
+        own = super().__getitem__(index)
+        return dict(reversed(own.items())) if index % 2 else own
+
+
 DATA = {
     "a mapping of tensors": lambda: {**samples()[0], "labels": samples()[1]},
     "a TensorDataset": lambda: TensorDataset(*samples("tuple")[0], samples()[1]),
     "mappings with labels": Items,
     "mappings of lists": lambda: Items(as_lists=True),
     "pairs": lambda: Items(pairs=True),
+    "mappings in another order": Backwards,
 }
 
 
@@ -178,7 +189,7 @@ class Changing(Items):
     ("data", "says"),
     [
         (Ragged(), "cannot be stacked"),
-        (Changing(), "cannot be stacked.*features"),
+        (Changing(), "cannot be stacked.*features.*return the same entries, of equal shape, for every sample"),
         ({"ids": torch.zeros(4, 2)}, "call the targets labels"),
         (({"ids": torch.zeros(4, 2), "mask": torch.zeros(3, 2)}, torch.zeros(4)), "as many inputs as targets"),
         ((*samples()[:1], samples()[1]), None),
@@ -190,6 +201,13 @@ def test_data_that_do_not_fit_are_refused(data: Any, says: str | None) -> None:
         return
     with pytest.raises(UserError, match=says):
         trained(data, rounds=8)
+
+
+def test_items_of_a_chunk_with_other_entries_are_refused_by_name() -> None:
+    keys = [Key(0, 0), Key(0, 5)]
+    entries = r"\(\{features: \*, ids: \*, mask: \*\} and \{ids: \*, mask: \*\}\)"
+    with pytest.raises(UserError, match=rf"items 0 and 5 .*{entries}"):
+        ItemData(Changing()).fetch(keys, seed=0, training=True, on_sample=lambda _: None)
 
 
 def test_inputs_that_the_model_does_not_take_are_refused() -> None:
