@@ -372,7 +372,7 @@ def test_make_feed_augmenting_no_uint8_tensor_is_a_user_error(data, augmentation
 
 
 def test_first_samples_of_ragged_items_are_a_user_error() -> None:
-    said = r"\(input \[1\] of float32, target \[\] of int64 and input \[2\] of float32, .*\); return tensors of"
+    said = r"\(input \[1\] of float32, target \[\] of int64 and input \[2\] of float32, .*\); return the same entries"
     with pytest.raises(UserError, match=said):
         make_feed(Ragged(torch.zeros(4, 2)), 3).first_samples(2)
 
