@@ -42,6 +42,7 @@ from crossbow_py.engine.modules.losses import model_loss
 from crossbow_py.engine.update.groups import ParameterGroup
 from crossbow_py.engine.update.optimizers import SGD, AdamW, Muon, TorchOptimizer
 from crossbow_py.predict.ensemble import Ensemble
+from crossbow_py.telemetry.console import ConsoleListener
 from crossbow_py.telemetry.events import Listener
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.run_folder.reporter import Result
@@ -77,6 +78,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointSettings",
     "Collated",
+    "ConsoleListener",
     "Constant",
     "Cosine",
     "Crossbow",

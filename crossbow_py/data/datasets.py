@@ -166,7 +166,7 @@ def check_data(data: Any, what: str) -> None:
         entries = data.tensors if isinstance(data, TensorDataset) else data
         own = entries.items() if isinstance(entries, Mapping) else enumerate(entries)
         kinds = ", ".join(f"{key}: {type(entry).__name__}" for key, entry in own)
-        remedy = "NumPy arrays become tensors by torch.from_numpy"
+        remedy = "make tensors of NumPy arrays by torch.from_numpy"
         if isinstance(data, Mapping) and not any(key in data for key in _TARGET_KEYS):
             remedy = f"call the targets {_TARGET_KEYS[0]}"
         raise UserError(f"{needs}, got ({kinds}); {remedy}.")

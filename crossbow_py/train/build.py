@@ -133,6 +133,7 @@ class RunBuilder:
             warnings=[
                 *warnings, *filter(None, [warning]), *notes, *bounded, *remarks, *_refusals(choices),
                 *self.optimizer.remarks(template), *_of_micro_batches(settings, template),
+                *_of_evaluations(evaluator, {"validation": validation_feed, "test": test_feed}),
             ],
             tokens_per_sample=evaluator.tokens_per_sample(train_feed), tuning=tuning, state=RunState(noise=noise),
             worker_autotuner=worker_autotuner(settings.num_workers, train_feed, ranks.num_local),
@@ -354,6 +355,17 @@ def check_step(settings: RunSettings, num_samples: int) -> None:
             f"batch_size={settings.batch_size}, and the data set has {num_samples}; set at most "
             f"accumulate={num_samples // settings.batch_size}."
         )
+
+
+def _of_evaluations(evaluator: Evaluator, feeds: Mapping[str, Feed | None]) -> list[str]:
+    """Return which data sets are evaluated in part."""
+    most = evaluator.batch_size * (evaluator.max_batches or 0)
+    return [
+        f"Evaluations are on the first {most:,} of {feed.num_samples:,} {name} samples "
+        f"(max_evaluation_batches={evaluator.max_batches})."
+        for name, feed in feeds.items()
+        if feed is not None and 0 < most < feed.num_samples
+    ]
 
 
 def _of_micro_batches(settings: RunSettings, template: nn.Module) -> list[str]:

@@ -136,6 +136,15 @@ class TrainingLoop:
         """The samples at which the run ends; None if that is not known."""
         return None if self.settings.count_effective_samples else self.total_samples
 
+    @property
+    def _last_sample(self) -> int | None:
+        """The samples at which the run ends as things are, also by `max_rounds`."""
+        planned, most = self._planned_samples, self.stops.max_rounds
+        if most is None:
+            return planned
+        by_rounds = self.state.samples_seen + max(0, most - self.state.round_index) * self._run.samples_per_round
+        return by_rounds if planned is None else min(planned, by_rounds)
+
     def _end_reached(self) -> str | None:
         state = self.state
         progress = self._run.progress
@@ -309,7 +318,7 @@ class TrainingLoop:
         self.learning_rate = plan.learning_rates[0]
         self.meter.update(images)
         rate, stops = self.learning_rate, self.stops
-        self.reporter.progress(state, rate, self._planned_samples, bank.num_learners, stops.max_time_s)
+        self.reporter.progress(state, rate, self._last_sample, bank.num_learners, stops.max_time_s)
         self.rounds.tell_notes()
         self._tune_host(images)
         if self._after_round is not None:

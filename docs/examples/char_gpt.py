@@ -41,8 +41,9 @@ def learners(train: Any, test: Any, epochs: float, **options: Any) -> tuple[floa
         model=make_model, train_data=train, test_data=test, optimizer=AdamW(learning_rate=0.002, weight_decay=0.1),
         **options,
     )  # fmt: skip
-    summary = trainer.fit(max_epochs=epochs).summary
-    return summary.test_loss or 0.0, summary.train_time_s
+    result = trainer.fit(max_epochs=epochs)
+    print(generate(result.model, "def "))
+    return result.summary.test_loss or 0.0, plain_loop.spent(trainer, result)
 
 
 def generate(model: nn.Module, text: str, length: int = 200) -> str:

@@ -73,7 +73,7 @@ def learners(train: Any, test: Any, epochs: int, pretrained: bool, **options: An
         optimizer=SGD(learning_rate=0.005, groups=[ParameterGroup("fc", rate=10.0)]), **options,
     )  # fmt: skip
     result = trainer.fit(max_epochs=epochs)
-    return result.test_accuracy or 0.0, result.summary.train_time_s
+    return result.test_accuracy or 0.0, plain_loop.spent(trainer, result)
 
 
 def main(

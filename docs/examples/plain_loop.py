@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from crossbow_py import Result, Trainer
+
 Loss = Callable[[nn.Module, Tensor], Tensor]  # of a model on the samples with these numbers
 
 
@@ -30,8 +32,13 @@ def accuracy(scores: Tensor, classes: Tensor) -> float:
     return (scores.argmax(1) == classes).float().mean().item()
 
 
+def spent(trainer: Trainer, result: Result) -> float:
+    """Return the seconds that learners trained, and that choosing an executor took, but not those of evaluation."""
+    return trainer.choices.executor_choice_s + result.summary.train_time_s
+
+
 def show(what: str, *sides: tuple[float, float]) -> tuple[tuple[float, float], ...]:
     """Print the score and the seconds of the plain loop and of the learners."""
     for name, (score, seconds) in zip(("plain loop", "learners"), sides, strict=True):
-        print(f"{name}: {what} {score:.3f} after {seconds:.1f} s of training")
+        print(f"{name}: {what} {score:.3f} after {seconds:.1f} s")
     return sides
