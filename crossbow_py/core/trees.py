@@ -64,9 +64,9 @@ def call(module: Callable[..., Tree], inputs: Tree) -> Tree:
     """
     try:
         output = _called(module, inputs)
-    except IndexError as error:
+    except IndexError:
         if isinstance(module, nn.Module):
-            raise_unknown_id(module, inputs, error)
+            raise_unknown_id(module, inputs)
         raise
     kind = type(output)
     if is_dataclass(kind) and kind not in pytree.SUPPORTED_NODES:
@@ -80,8 +80,8 @@ def _called(module: Callable[..., Tree], inputs: Tree) -> Tree:
     return module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
 
 
-def raise_unknown_id(module: nn.Module, inputs: Tree, error: Exception) -> None:
-    """Raise UnknownIdError from `error`, with which a model failed, if an embedding has no row for an id of its batch.
+def raise_unknown_id(module: nn.Module, inputs: Tree) -> None:
+    """Raise UnknownIdError if a model has failed on a batch because an embedding has no row for an id.
 
     The model is run again to find out, up to that embedding.
     """
@@ -90,8 +90,8 @@ def raise_unknown_id(module: nn.Module, inputs: Tree, error: Exception) -> None:
     try:
         if hooks:
             _called(module, inputs)
-    except UnknownIdError as found:
-        raise found from error
+    except UnknownIdError:
+        raise
     except Exception:  # the one that the caller has, or another
         return
     finally:

@@ -65,7 +65,7 @@ def learn_fused(tasks: RoundTasks, fused: FusedPass, outcome: RoundOutcome) -> S
         learned = fused.learn_in_parts(fused.batch(plan), fused.shares(plan))
     except (IndexError, RuntimeError) as error:  # as the rule of embeddings raises
         for learner in fused.learners if tasks.bank.device.type == "cpu" and not is_out_of_memory(error) else ():
-            raise_unknown_id(tasks.bank.module(learner), tasks.feed.batch(plan.starts[learner]).inputs, error)
+            raise_unknown_id(tasks.bank.module(learner), tasks.feed.batch(plan.starts[learner]).inputs)
         raise
     outcome.losses[own] = learned.losses.tolist()  # host–device synchronisation on CUDA
     if learned.num_correct is not None:
