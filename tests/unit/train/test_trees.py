@@ -446,6 +446,7 @@ def test_an_id_that_no_embedding_has_is_named_in_training(executor: str, place: 
     with pytest.raises(UserError, match=f"^{UNKNOWN_ID}") as raised:
         trained(with_unknown_id(place), executor, test_data=samples())
     assert raised.value.exit_code == 2
+    assert raised.value.__cause__ is None  # in place of which a search would tell that
 
 
 @pytest.mark.parametrize(("which", "sample"), [("training", 0), ("test", 0), ("test", SAMPLES - 1)])
