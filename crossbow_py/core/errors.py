@@ -33,6 +33,10 @@ class CheckpointError(UserError):
     """A checkpoint cannot be used: missing, corrupted, or of another model or configuration."""
 
 
+class UnknownIdError(UserError):
+    """The data have an id that an embedding of the model has no row for."""
+
+
 class DataError(CrossbowError):
     """No batch can be made, and the run stops: one sentence, with the sample that was being loaded."""
 

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from crossbow_py.core.errors import UnknownIdError
 
 Tree: TypeAlias = Any
 
@@ -55,15 +58,64 @@ def joined(trees: Sequence[Tree]) -> Tree:
 
 
 def call(module: Callable[..., Tree], inputs: Tree) -> Tree:
-    """Call a model with a batch's inputs; see the module's docstring."""
-    if isinstance(inputs, Tensor):
-        output = module(inputs)
-    else:
-        output = module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
+    """Call a model with a batch's inputs; see the module's docstring.
+
+    Raises UnknownIdError if an `nn.Embedding` on a CPU has no row for an id, which torch's own error does not name.
+    """
+    try:
+        output = _called(module, inputs)
+    except IndexError:
+        if isinstance(module, nn.Module):
+            raise_unknown_id(module, inputs)
+        raise
     kind = type(output)
     if is_dataclass(kind) and kind not in pytree.SUPPORTED_NODES:
         pytree.register_dataclass(kind)  # so that it is a tree of its fields, here and for torch.export
     return output
+
+
+def _called(module: Callable[..., Tree], inputs: Tree) -> Tree:
+    if isinstance(inputs, Tensor):
+        return module(inputs)
+    return module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
+
+
+def raise_unknown_id(module: nn.Module, inputs: Tree) -> None:
+    """Raise UnknownIdError if a model has failed on a batch because an embedding has no row for an id.
+
+    The model is run again to find out, up to that embedding.
+    """
+    embeddings = [(name, own) for name, own in module.named_modules() if isinstance(own, nn.Embedding)]
+    hooks = [own.register_forward_pre_hook(partial(_check_ids, name, inputs)) for name, own in embeddings]
+    try:
+        if hooks:
+            _called(module, inputs)
+    except UnknownIdError:
+        raise
+    except Exception:  # the one that the caller has, or another
+        return
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _check_ids(name: str, inputs: Tree, embedding: nn.Embedding, args: tuple[Any, ...]) -> None:
+    ids, rows = args[0], embedding.num_embeddings
+    outside = ids[(ids < 0) | (ids >= rows)] if ids.device.type == "cpu" else ids[:0]
+    if outside.numel():
+        of = f" {name}" if name else ""
+        raise UnknownIdError(
+            f"the model's embedding{of} looks up id {int(outside[0])}{_source(inputs, ids)} in a table of {rows} rows, "
+            f"0 to {rows - 1}; correct the data, or give the table more rows."
+        )
+
+
+def _source(inputs: Tree, ids: Tensor) -> str:
+    """Return of which of several inputs the ids are a part, for a message; nothing if they are made of them."""
+    for path, own in [] if isinstance(inputs, Tensor) else pytree.tree_flatten_with_path(inputs)[0]:
+        if isinstance(own, Tensor) and own.untyped_storage().data_ptr() == ids.untyped_storage().data_ptr():
+            return f" of inputs{pytree.keystr(path)}"
+    return ""
 
 
 def batch_key(inputs: Tree) -> tuple[object, ...]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.averaging import AveragingRule, OuterStep, Stage
-from crossbow_py.core.errors import CentralModelError, CrossbowError, UserError, is_of_data
+from crossbow_py.core.errors import CentralModelError, CrossbowError, UnknownIdError, UserError, is_of_data
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data
 from crossbow_py.data.feed import Feed
@@ -395,10 +395,13 @@ class Run:
         feed = self.feed_of(which)
         if feed is None:
             return None
-        each = tuple(
-            self.evaluator.evaluate(state, feed, self.ranks, examples=number == 0)
-            for number, state in enumerate(self.current_states() if states is None else states)
-        )
+        try:
+            each = tuple(
+                self.evaluator.evaluate(state, feed, self.ranks, examples=number == 0)
+                for number, state in enumerate(self.current_states() if states is None else states)
+            )
+        except UnknownIdError as error:
+            raise UnknownIdError(f"of the {which} data, {error}") from error
         return (each[0], ()) if self.rule.has_central_model else (mean_evaluation(each), each)
 
     def models(self) -> list[nn.Module]:

@@ -161,7 +161,8 @@ def _stack(values: list[Any], samples: list[int]) -> Tensor:
     except (TypeError, RuntimeError, ValueError) as error:
         if says_no_shared_memory(error):  # a worker process collates into shared memory
             raise
-        reason, remedy = str(error).splitlines()[0], "return tensors of equal shape"
+        reason = str(error).splitlines()[0]
+        remedy = "return tensors of equal shape, or pad them in a collate function: Collated(dataset, collate)"
         if isinstance(error, TypeError):  # an entry is no array
             remedy = "return tensors and numbers: of an image, torch.from_numpy(numpy.array(image))"
         shapes = [getattr(value, "shape", ()) for value in values]

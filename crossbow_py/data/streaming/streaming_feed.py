@@ -348,7 +348,7 @@ class StreamingFeed(Feed):
             shown = " and ".join(sorted(forms)[:2])
             raise BadDataError(
                 f"the samples of the data set cannot be stacked into a batch ({shown}); return the same entries, of "
-                "equal shape, for every sample."
+                "equal shape, for every sample, or pad them in a collate function: Collated(dataset, collate)."
             )
         batch = Batch(joined([one.inputs for one in parts]), torch.cat([one.targets for one in parts]))
         if self._copies is not None:

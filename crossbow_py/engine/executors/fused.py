@@ -27,6 +27,7 @@ from torch import Tensor
 
 from crossbow_py.core.errors import CrossbowError, LearnerError, one_line
 from crossbow_py.core.switches import KERNELS
+from crossbow_py.core.trees import raise_unknown_id
 from crossbow_py.engine.device.device_tasks import FusedTasks, average_gated, compare_gradients
 from crossbow_py.engine.device.graphs import Body, CudaStreams
 from crossbow_py.engine.device.host import keep_freed_memory
@@ -60,7 +61,12 @@ def learn_fused(tasks: RoundTasks, fused: FusedPass, outcome: RoundOutcome) -> S
     plan, own = outcome.plan, slice(fused.learners.start, fused.learners.stop)
     for learner in fused.learners if fused.graph.draws else ():
         tasks.seed_dropout(learner, plan)
-    learned = fused.learn_in_parts(fused.batch(plan), fused.shares(plan))
+    try:
+        learned = fused.learn_in_parts(fused.batch(plan), fused.shares(plan))
+    except (IndexError, RuntimeError) as error:  # as the rule of embeddings raises
+        for learner in fused.learners if tasks.bank.device.type == "cpu" and not is_out_of_memory(error) else ():
+            raise_unknown_id(tasks.bank.module(learner), tasks.feed.batch(plan.starts[learner]).inputs)
+        raise
     outcome.losses[own] = learned.losses.tolist()  # host–device synchronisation on CUDA
     if learned.num_correct is not None:
         outcome.num_correct[own] = [float(count) for count in learned.num_correct.tolist()]

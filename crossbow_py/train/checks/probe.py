@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.core.errors import UserError, one_line
+from crossbow_py.core.errors import UnknownIdError, UserError, one_line
 from crossbow_py.core.host_randomness import host_state, kept_generators, kept_torch_state
+from crossbow_py.core.settings import suggestion
 from crossbow_py.core.trees import Tree, call, detached, form_of, in_format, leaves, map_tree, shape_of
 from crossbow_py.data.datasets import has_integers
 from crossbow_py.data.feed import Batch, Feed
@@ -34,6 +35,7 @@ from crossbow_py.engine.modules.losses import (
     compared,
     has_tokens,
     ignored_target,
+    model_loss,
     part_for,
     plain_loss,
     scores_of,
@@ -97,7 +99,7 @@ def probe(
     own = batch.targets.device.type == "cpu" and not compile_model  # as in `RoundTasks`
     _check_arguments(model, batch.inputs, "training")
     passes = _TwoPasses(model, batch.inputs, generator, own)
-    with _group_norms_without_input_gradient(model) as failing:
+    with _group_norms_without_input_gradient(model) as failing, _explained("training", model, precision, batch, loss):
         output, targets = compared(loss, passes.first(), batch.targets)
     if failing:
         raise UserError(
@@ -162,16 +164,13 @@ class _TwoPasses:
         self._draws_torch = self._draws_host = False
 
     def first(self) -> Tree:
-        """Return the outputs of a first pass. Raises UserError if it fails."""
+        """Return the outputs of a first pass."""
         device = self._generator.device
         torchs, host = _generator_state(device), host_state()
-        try:
-            with kept_generators(device), self._draws(), self._watch:
-                output = call(self._model, self._inputs)
-                self._draws_torch = not torch.equal(torchs, _generator_state(device))
-                self._draws_host = host != host_state()
-        except Exception as error:
-            raise _unfit("training", self._inputs, error) from error
+        with kept_generators(device), self._draws(), self._watch:
+            output = call(self._model, self._inputs)
+            self._draws_torch = not torch.equal(torchs, _generator_state(device))
+            self._draws_host = host != host_state()
         self._has_drawn = not torch.equal(self._seed, self._generator.get_state())
         self._output = map_tree(lambda own: own.detach().clone(), output)  # a loss may write it
         return output
@@ -270,7 +269,7 @@ def probe_evaluation(
     """
     model = _runnable(template, precision).eval()
     _check_arguments(model, batch.inputs, what)
-    try:
+    with _explained(what, model, precision, batch, loss):
         output = call(model, batch.inputs)
         output, targets = compared(loss, in_format(output, precision.master), batch.targets)
         batch, loss = batch._replace(targets=targets), plain_loss(loss)
@@ -278,10 +277,6 @@ def probe_evaluation(
         if wrong is None:
             _check_labels(loss, output, batch, feed, what)
             loss(output, batch.targets)
-    except UserError:
-        raise
-    except Exception as error:
-        raise _unfit(what, batch.inputs, error) from error
     if wrong is not None:
         raise UserError(f"of the {what} data, {wrong}")
     ignored = None if batch.targets.is_floating_point() else ignored_target(loss)
@@ -296,8 +291,8 @@ def probe_evaluation(
         except Exception as error:
             raise UserError(
                 f"metrics[{name!r}] cannot take the model's output {shape_of(output)} with targets "
-                f"{list(batch.targets.shape)} ({one_line(error)}); it must return one number, the mean over a batch of "
-                "any size."
+                f"{list(batch.targets.shape)} ({one_line(error)}); {_as_dict(output)}it must return one number, the "
+                "mean over a batch of any size."
             ) from error
 
 
@@ -312,14 +307,58 @@ def _runnable(template: nn.Module, precision: Precision) -> nn.Module:
         ) from error
 
 
-def _unfit(what: str, inputs: Tree, error: Exception) -> UserError:
+@contextmanager
+def _explained(what: str, model: nn.Module, precision: Precision, batch: Batch, loss: Loss) -> Iterator[None]:
+    """Have the block, in which a model takes a batch of the `what` data, raise UserError for every exception."""
+    try:
+        yield
+    except UnknownIdError as error:
+        raise UnknownIdError(f"of the {what} data, {error}") from error
+    except UserError:
+        raise
+    except Exception as error:
+        wrong = _wrong_labels(what, model, batch) if loss is model_loss else None
+        raise UserError(wrong or _misfit_of_inputs(what, model, precision, batch.inputs, error)) from error
+
+
+def _wrong_labels(what: str, model: nn.Module, batch: Batch) -> str | None:
+    """Return what is wrong with the labels from which a model has failed to compute its loss; None if unknown."""
+    targets = batch.targets
+    try:
+        with kept_generators(targets.device):
+            output = call(model, {key: own for key, own in batch.inputs.items() if key != "labels"})
+        classes = classes_of(model_loss, output, targets.long())
+    except Exception:  # not for the labels
+        return None
+    if classes is None:
+        return None
+    if targets.dtype != torch.int64:
+        numbers = ", or, for numbers, a model with one output a sample" if targets.is_floating_point() else ""
+        kind = str(targets.dtype).removeprefix("torch.")
+        return (
+            f"the labels of the {what} data are {kind}, and the model, which computes its loss itself, tells "
+            f"{classes.num_classes} classes apart, which are int64; give labels.long(){numbers}."
+        )
+    found = classes.first_outside(targets)
+    return classes.refusal(f"sample {found[0]} of the {what} data", found[1]) if found else None
+
+
+def _misfit_of_inputs(what: str, model: nn.Module, precision: Precision, inputs: Tree, error: Exception) -> str:
+    """Return the message about a model that fails on its inputs."""
     given = form_of(inputs)
     if isinstance(inputs, Tensor):
         given = f"of shape {list(inputs.shape[1:])} and dtype {inputs.dtype}"
-    return UserError(
-        f"the model cannot take the {what} data, inputs {given} ({one_line(error)}); choose a model, data and a batch "
-        "size that fit each other, precision=fp32, or, where a view fails, channels_last=false."
-    )
+    said = f"the model cannot take the {what} data, inputs {given} ({one_line(error)})"
+    named = [name for name, own in _arguments(model).items() if own.kind is not own.VAR_KEYWORD]
+    taken = [key for key in inputs if key not in named] if isinstance(inputs, Mapping) else []
+    if taken and named:  # by **kwargs
+        return f"{said}; its forward names no argument {taken[0]}{suggestion(taken[0], named)}"
+    said += "; choose a model, data and a batch size that fit each other"
+    if precision.has_shadow:
+        said += ", or precision=fp32"
+    if any(own.ndim == 4 for own in leaves(inputs)):
+        said += ", or, where a view fails, channels_last=false"
+    return f"{said}."
 
 
 @torch.no_grad()
@@ -425,7 +464,7 @@ def _check_loss(output: Tree, targets: Tensor, precision: Precision, loss: Loss)
     except Exception as error:
         raise UserError(
             f"the loss cannot take the model's output {shape_of(output)} with targets {list(targets.shape)} "
-            f"({one_line(error)}); give a loss that fits them."
+            f"({one_line(error)}); {_as_dict(output)}give a loss that fits them."
         ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -442,6 +481,13 @@ def _check_loss(output: Tree, targets: Tensor, precision: Precision, loss: Loss)
     if (changed := changed_state(state, _state_of(tried))) is not None:
         said.append(f"The loss changes its {changed}, which all learners share and which resumed runs start without.")
     return said
+
+
+def _as_dict(output: Tree) -> str:
+    """Return the part of a remedy that says how to take the scores of an output that is a plain dict."""
+    if type(output) is not dict:
+        return ""
+    return f"the output is a dict, so take outputs[{'logits' if 'logits' in output else next(iter(output), '')!r}]; "
 
 
 def _as_leaf(own: Tensor) -> Tensor:

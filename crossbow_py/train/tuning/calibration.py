@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from crossbow_py.averaging.rule import AveragingRule, Stage
-from crossbow_py.core.errors import CrossbowError, UserError, text_of
+from crossbow_py.core.errors import CrossbowError, UnknownIdError, UserError, text_of
 from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.core.measured import Remembered
@@ -236,6 +236,8 @@ def calibrate(
                 announce(f"Compiling and measuring {what} ({number} of at most {len(candidates)}).")
             try:
                 rates[key] = _images_per_s(candidate, batch_size, warm_up)
+            except UnknownIdError:  # whichever executor it is
+                raise
             except (CrossbowError, RuntimeError, MemoryError) as error:
                 raise_if_lost(error, device)
                 reason = text_of(error)[:200] or type(error).__name__

@@ -370,6 +370,20 @@ def test_data_of_another_shape_than_the_training_data_is_refused_before_training
         make_trainer(**{f"{what}_data": (torch.zeros(8, 5), torch.zeros(8, dtype=torch.int64))})
 
 
+@pytest.mark.parametrize(
+    ("shape", "precision", "remedy"),
+    [
+        ((5,), "fp32", "batch size that fit each other."),
+        ((5,), "bf16", "batch size that fit each other, or precision=fp32."),
+        ((3, 2, 2), "fp32", "batch size that fit each other, or, where a view fails, channels_last=false."),
+    ],
+)
+def test_remedies_for_inputs_that_do_not_fit_are_those_that_may_help(shape, precision, remedy):
+    data = torch.zeros(8, *shape), torch.zeros(8, dtype=torch.int64)
+    with pytest.raises(UserError, match=rf"; choose a model, data and a {remedy}$"):
+        make_trainer(train_data=data, precision=precision)
+
+
 def test_auto_precision_falls_back_to_fp32_where_the_model_cannot_compute_in_bf16(monkeypatch):
     single = net(lambda self, x: Net.forward(self, x) @ torch.eye(3))  # a float32 constant
     monkeypatch.setattr("crossbow_py.engine.modules.precision.has_fast_bf16", lambda device: True)

@@ -188,8 +188,8 @@ class Changing(Items):
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (Ragged(), "cannot be stacked"),
-        (Changing(), "cannot be stacked.*features.*return the same entries, of equal shape, for every sample"),
+        (Ragged(), r"cannot be stacked.*, or pad them in a collate function: Collated\(dataset, collate\)\.$"),
+        (Changing(), "cannot be stacked.*features.*return the same entries, of equal shape, .*, or pad them"),
         ({"ids": torch.zeros(4, 2)}, "call the targets labels"),
         (({"ids": torch.zeros(4, 2), "mask": torch.zeros(3, 2)}, torch.zeros(4)), "as many inputs as targets"),
         ((*samples()[:1], samples()[1]), None),
@@ -420,3 +420,117 @@ def test_a_label_that_is_no_class_of_a_model_with_its_own_loss_is_refused() -> N
     inputs, targets = samples()
     with pytest.raises(UserError, match="has the class 3, and the model tells 3 classes apart"):
         trained((inputs, torch.where(torch.arange(SAMPLES) == 20, 3, targets)), model=ReaderWithLoss)
+
+
+class Late(Reader):
+    """Looks up ids of which a view is made, after a layer of its own."""
+
+    def forward(self, ids: Tensor, mask: Tensor, features: Tensor) -> Any:
+        return super().forward(ids[:, :TOKENS], mask, features)
+
+
+def with_unknown_id(place: int, form: str = "dict") -> tuple[Any, Tensor]:
+    """Return the samples, of which the one that the first epoch takes at `place` has an id beyond the table."""
+    inputs, targets = samples(form)
+    ids = inputs["ids"] if form == "dict" else inputs[0]
+    ids[epoch_order(3, 0, SAMPLES)[place], 2] = WORDS
+    return inputs, targets
+
+
+UNKNOWN_ID = r"the model's embedding embedding looks up id 20 of inputs\['ids'\] in a table of 20 rows, 0 to 19; "
+
+
+@pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])
+@pytest.mark.parametrize("place", [4, SAMPLES - 1])  # in the first batch, but for its first samples, and in a later one
+def test_an_id_that_no_embedding_has_is_named_in_training(executor: str, place: int) -> None:
+    with pytest.raises(UserError, match=f"^{UNKNOWN_ID}") as raised:
+        trained(with_unknown_id(place), executor, test_data=samples())
+    assert raised.value.exit_code == 2
+    assert raised.value.__cause__ is None  # in place of which a search would tell that
+
+
+@pytest.mark.parametrize(("which", "sample"), [("training", 0), ("test", 0), ("test", SAMPLES - 1)])
+def test_an_id_that_no_embedding_has_is_named_with_its_data(which: str, sample: int) -> None:
+    inputs, targets = samples()
+    inputs["ids"][sample, 2] = WORDS
+    data = {"data": samples(), "test_data": samples()}
+    data["data" if which == "training" else "test_data"] = inputs, targets
+    with pytest.raises(UserError, match=f"^of the {which} data, {UNKNOWN_ID}") as raised:
+        trained(**data)
+    assert raised.value.exit_code == 2
+
+
+def test_an_id_of_inputs_in_order_is_named_by_its_place_and_a_lone_tensor_not_at_all() -> None:
+    with pytest.raises(UserError, match=r"looks up id 20 of inputs\[0\] in a table"):
+        trained(with_unknown_id(4, "tuple"), model=Late)
+    with pytest.raises(UserError, match="the model's embedding 0 looks up id -1 in a table of 5 rows"):
+        trained(
+            (torch.full((SAMPLES, 2), -1), torch.zeros(SAMPLES).long()),
+            model=lambda: nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(4, CLASSES)),
+        )
+
+
+def test_an_id_is_named_where_executors_are_measured_without_a_graph() -> None:
+    data = Items()
+    data.inputs["ids"][3, 0] = WORDS
+    with pytest.raises(UserError, match=f"^{UNKNOWN_ID}"):
+        trained(Collated(data, padded), "auto", test_data=samples())
+
+
+def test_an_index_error_of_the_models_own_stays_as_it_is() -> None:
+    class Fails(Reader):
+        def forward(self, ids: Tensor, mask: Tensor, features: Tensor) -> Any:
+            scores = super().forward(ids, mask, features)
+            return scores if self.training else [scores][int(len(ids) > 2)]
+
+    with pytest.raises(IndexError, match="list index out of range"):
+        trained(samples(), model=Fails)
+
+
+class Swallows(ReaderWithLoss):
+    """Takes further entries, as models of transformers do."""
+
+    def forward(
+        self, ids: Tensor | None = None, mask: Tensor | None = None, features: Tensor | None = None,
+        labels: Tensor | None = None, **others: Any,
+    ) -> Any:  # fmt: skip
+        if ids is None or mask is None or features is None:
+            raise ValueError("ids are missing")
+        return super().forward(ids, mask, features, labels)
+
+
+def test_a_misspelt_entry_is_named_where_the_model_takes_any() -> None:
+    inputs, targets = samples()
+    renamed = {{"mask": "masks"}.get(key, key): own for key, own in inputs.items()}
+    says = r"ids are missing\); its forward names no argument masks; did you mean 'mask'\?$"
+    with pytest.raises(UserError, match=says):
+        trained((renamed, targets), model=Swallows)
+
+
+@pytest.mark.parametrize("which", ["training", "test"])
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        (lambda own: own.index_fill(0, torch.tensor(0), 3), "sample 0 of the {} data has the class 3, and the model"),
+        (lambda own: own.int(), r"the labels of the {} data are int32, and .*; give labels.long\(\)\.$"),
+        (lambda own: own.float(), r"the labels of the {} data are float32, .*\.long\(\), or, for numbers, a model"),
+    ],
+)
+def test_labels_of_which_a_model_cannot_compute_its_loss_are_named(which: str, labels: Any, says: str) -> None:
+    inputs, targets = samples()
+    data = {"data": samples(), "test_data": samples()}
+    data["data" if which == "training" else "test_data"] = inputs, labels(targets)
+    with pytest.raises(UserError, match=f"^{says.format(which)}"):
+        trained(**data, model=ReaderWithLoss)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"metrics": {"size": lambda output, _: output.logits.norm()}},  # beside the model's own loss
+        {"loss": lambda output, targets: F.cross_entropy(output.logits, targets)},
+    ],
+)
+def test_a_function_that_takes_a_field_of_a_dict_is_told_how(own: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"'logits'\); the output is a dict, so take outputs\['logits'\]; "):
+        trained(samples(), model=ReaderWithLoss, **own)
