@@ -22,12 +22,13 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import partial
+from operator import itemgetter
 
 from torch import Tensor
 
 from crossbow_py.core.errors import CrossbowError, LearnerError, one_line
 from crossbow_py.core.switches import KERNELS
-from crossbow_py.core.trees import raise_unknown_id
+from crossbow_py.core.trees import map_tree, raise_unknown_id
 from crossbow_py.engine.device.device_tasks import FusedTasks, average_gated, compare_gradients
 from crossbow_py.engine.device.graphs import Body, CudaStreams
 from crossbow_py.engine.device.host import keep_freed_memory
@@ -61,11 +62,14 @@ def learn_fused(tasks: RoundTasks, fused: FusedPass, outcome: RoundOutcome) -> S
     plan, own = outcome.plan, slice(fused.learners.start, fused.learners.stop)
     for learner in fused.learners if fused.graph.draws else ():
         tasks.seed_dropout(learner, plan)
+    batch, shared = fused.batch(plan), fused.shares(plan)
     try:
-        learned = fused.learn_in_parts(fused.batch(plan), fused.shares(plan))
+        learned = fused.learn_in_parts(batch, shared)
     except (IndexError, RuntimeError) as error:  # as the rule of embeddings raises
-        for learner in fused.learners if tasks.bank.device.type == "cpu" and not is_out_of_memory(error) else ():
-            raise_unknown_id(tasks.bank.module(learner), tasks.feed.batch(plan.starts[learner]).inputs)
+        of_data = tasks.bank.device.type == "cpu" and not is_out_of_memory(error)
+        for row, learner in enumerate(fused.learners if of_data else ()):
+            own = batch.inputs if shared else map_tree(itemgetter(row), batch.inputs)
+            raise_unknown_id(tasks.bank.module(learner), own)
         raise
     outcome.losses[own] = learned.losses.tolist()  # host–device synchronisation on CUDA
     if learned.num_correct is not None:
