@@ -25,6 +25,9 @@ from crossbow_py.engine.update.outer_step import take_outer_step
 from crossbow_py.engine.update.update_choice import choose_update
 
 CPU = torch.device("cpu")
+# Executors of the host, and the order of the bank that each runs on.
+ON_CPU = [("serial", "rows"), ("threads", "rows"), ("fused", "blocks"), ("fused_threads", "blocks")]
+ON_ALL = pytest.mark.parametrize(("executor", "order"), ON_CPU)
 
 
 def linear_model() -> nn.Module:

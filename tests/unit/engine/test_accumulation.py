@@ -21,6 +21,8 @@ from crossbow_py.engine.sizing.probes import estimate_learner
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from tests.support import (
     IMAGES,
+    ON_ALL,
+    ON_CPU,
     assert_learners_equal,
     features,
     linear_model,
@@ -30,9 +32,6 @@ from tests.support import (
     plan,
     run_rounds,
 )
-
-ON_CPU = [("serial", "rows"), ("threads", "rows"), ("fused", "blocks"), ("fused_threads", "blocks")]
-ON_ALL = pytest.mark.parametrize(("executor", "order"), ON_CPU)
 
 
 def convolutions():
@@ -66,16 +65,22 @@ def tagged(ignored):
 
 
 def two_runs(executor, order, **options):
-    """Tasks after ten rounds with batches of 8, and with four micro-batches of 2, and their losses."""
-    found = []
-    for batch_size, accumulate in ((8, 1), (2, 4)):
-        tasks = make_tasks(order=order, batch_size=batch_size, accumulate=accumulate, **options)
-        found.append((tasks, run_rounds(tasks, executor, 10, 0.05)))
-    return found
+    """Tasks after four rounds of `serial` with batches of 8, and with four micro-batches of 2, and their losses."""
+    whole = make_tasks(order="rows", batch_size=8, **options)
+    ours = make_tasks(order=order, batch_size=2, accumulate=4, **options)
+    return (whole, run_rounds(whole, "serial", 4, 0.05)), (ours, run_rounds(ours, executor, 4, 0.05))
 
 
-@pytest.mark.parametrize("optimizer", [SGD(weight_decay=1e-3), AdamW()])
-@ON_ALL
+@pytest.mark.parametrize(
+    ("executor", "order", "optimizer"),
+    [
+        ("serial", "rows", SGD(weight_decay=1e-3)),
+        ("serial", "rows", AdamW()),
+        ("threads", "rows", SGD(weight_decay=1e-3)),
+        ("fused", "blocks", AdamW()),
+        ("fused_threads", "blocks", SGD(weight_decay=1e-3)),
+    ],
+)
 def test_micro_batches_give_the_run_of_the_whole_batch_in_float64(executor, order, optimizer, two_cores):
     (whole, losses), (ours, own) = two_runs(
         executor, order, make_model=convolutions, num_learners=3, optimizer=optimizer, data=IMAGES
@@ -91,18 +96,25 @@ def test_micro_batches_that_all_learners_share_give_the_run_of_the_whole_batch(e
     assert_learners_equal(ours.bank, whole.bank)
 
 
+LOSSES = {
+    "plain": (nn.functional.cross_entropy, -100),
+    "weights": (nn.CrossEntropyLoss(ignore_index=0, weight=torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)), 0),
+    "smoothing": (nn.CrossEntropyLoss(label_smoothing=0.1), -100),
+    "partial": (partial(nn.functional.cross_entropy, ignore_index=7), 7),
+}
+
+
 @pytest.mark.parametrize(
-    ("loss", "ignored"),
+    ("executor", "order", "loss"),
     [
-        (nn.functional.cross_entropy, -100),
-        (nn.CrossEntropyLoss(ignore_index=0, weight=torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)), 0),
-        (nn.CrossEntropyLoss(label_smoothing=0.1), -100),
-        (partial(nn.functional.cross_entropy, ignore_index=7), 7),
+        *(("serial", "rows", loss) for loss in LOSSES),
+        *(("fused", "blocks", loss) for loss in LOSSES),
+        ("threads", "rows", "weights"),
+        ("fused_threads", "blocks", "smoothing"),
     ],
-    ids=["plain", "weights", "smoothing", "partial"],
 )
-@ON_ALL
-def test_tokens_that_count_weigh_alike_wherever_they_are(executor, order, loss, ignored, two_cores):
+def test_tokens_that_count_weigh_alike_wherever_they_are(executor, order, loss, two_cores):
+    loss, ignored = LOSSES[loss]
     (whole, losses), (ours, own) = two_runs(executor, order, make_model=Tagger, data=tagged(ignored), loss=loss)
     assert own == pytest.approx(losses, rel=1e-9)
     assert_learners_equal(ours.bank, whole.bank)
@@ -120,11 +132,11 @@ def test_label_smoothing_of_few_counted_samples_is_that_of_the_whole_batch(execu
 @ON_ALL
 def test_right_predictions_are_counted_over_the_whole_batch(executor, order, two_cores):
     counts = []
-    for batch_size, accumulate in ((8, 1), (2, 4)):
+    for name, own, batch_size, accumulate in (("serial", "rows", 8, 1), (executor, order, 2, 4)):
         tasks = make_tasks(
-            Tagger, order=order, batch_size=batch_size, accumulate=accumulate, data=tagged(-100), num_learners=2
+            Tagger, order=own, batch_size=batch_size, accumulate=accumulate, data=tagged(-100), num_learners=2
         )
-        runner = EXECUTORS[executor](tasks)
+        runner = EXECUTORS[name](tasks)
         outcomes = [*runner.submit(plan(tasks, 0)), *runner.drain()]
         runner.close()
         counts.append([outcome.num_correct for outcome in outcomes])
@@ -137,10 +149,10 @@ def test_batch_norm_learns_from_micro_batches_as_in_a_plain_loop(order):
     tasks = make_tasks(
         norm_model, num_learners=1, rule=Independent(), data=IMAGES, batch_size=4, accumulate=3, order=order
     )
-    run_rounds(tasks, "serial" if order == "rows" else "fused", 10)
+    run_rounds(tasks, "serial" if order == "rows" else "fused", 4)
     model = norm_model().double()
     optimizer = torch.optim.SGD([own for own in model.parameters() if own.requires_grad], lr=0.1, momentum=0.9)
-    for n in range(10):
+    for n in range(4):
         inputs, targets = tasks.feed.batch(n * 12)
         optimizer.zero_grad()
         for first in range(0, 12, 4):
@@ -158,7 +170,7 @@ def test_dropout_and_batch_norm_of_micro_batches_are_those_of_serial(executor, o
         make_tasks(norm_with_dropout, num_learners=3, data=IMAGES, batch_size=4, accumulate=3, order=own)
         for own in ("rows", order)
     )
-    losses = [run_rounds(serial, "serial", 20, 0.05), run_rounds(ours, executor, 20, 0.05)]
+    losses = [run_rounds(serial, "serial", 4, 0.05), run_rounds(ours, executor, 4, 0.05)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-8)
     assert_learners_equal(ours.bank, serial.bank)
 
@@ -169,10 +181,16 @@ def test_native_code_in_float32_takes_the_same_steps():
     assert_learners_equal(ours.bank, whole.bank, 1e-5)
 
 
-@pytest.mark.parametrize("rule", [SMA(), SynchronousSGD()], ids=lambda rule: rule.NAME)
-@pytest.mark.parametrize(("executor", "order"), [("threads", "rows"), ("fused", "blocks")])
-@pytest.mark.parametrize(("precision", "tolerance"), [(FP32, 1e-5), (BF16, 0.02)], ids=["fp32", "bf16"])
-def test_averaged_learners_of_native_code_step_alike(precision, tolerance, executor, order, rule, two_cores):
+@pytest.mark.parametrize(
+    ("executor", "order", "rule", "precision", "tolerance"),
+    [
+        ("threads", "rows", SMA(), FP32, 1e-5),
+        ("threads", "rows", SynchronousSGD(), BF16, 0.02),
+        ("fused", "blocks", SMA(), BF16, 0.02),
+        ("fused", "blocks", SynchronousSGD(), FP32, 1e-5),
+    ],
+)
+def test_averaged_learners_of_native_code_step_alike(executor, order, rule, precision, tolerance, two_cores):
     (whole, _), (ours, _) = two_runs(
         executor, order, make_model=convolutions, num_learners=3, rule=rule, data=IMAGES, precision=precision
     )

@@ -18,6 +18,7 @@ from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.engine.update.row_update import TorchUpdate
 from tests import support
 from tests.support import (
+    IMAGES,
     assert_learners_equal,
     features,
     linear_model,
@@ -28,7 +29,6 @@ from tests.support import (
     run_rounds,
 )
 
-IMAGES = features(48, (3, 6, 6))
 ON_THE_HOST = pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
 
 
@@ -47,15 +47,25 @@ def plain_sgd(model, tasks, num_rounds, **options):
     return model
 
 
-@pytest.mark.parametrize("optimizer", [SGD(weight_decay=1e-3), AdamW()])
-@pytest.mark.parametrize("num_learners", [1, 2, 3, 5])
-@pytest.mark.parametrize(("executor", "order"), [("threads", "rows"), ("fused_threads", "blocks")])
-def test_threads_after_twenty_rounds_in_float64_equal_serial(executor, order, optimizer, num_learners, two_cores):
+@pytest.mark.parametrize(
+    ("executor", "order", "num_learners", "optimizer", "num_rounds"),
+    [
+        ("threads", "rows", 1, SGD(weight_decay=1e-3), 5),
+        ("threads", "rows", 2, AdamW(), 5),
+        ("threads", "rows", 3, SGD(weight_decay=1e-3), 20),  # long enough for learners to fall behind one another
+        ("threads", "rows", 5, AdamW(), 5),
+        ("fused_threads", "blocks", 1, AdamW(), 5),
+        ("fused_threads", "blocks", 2, SGD(weight_decay=1e-3), 5),
+        ("fused_threads", "blocks", 3, AdamW(), 5),
+        ("fused_threads", "blocks", 5, SGD(weight_decay=1e-3), 5),
+    ],
+)
+def test_threads_in_float64_equal_serial(executor, order, num_learners, optimizer, num_rounds, two_cores):
     serial, ours = (
         make_tasks(norm_with_dropout, num_learners=num_learners, optimizer=optimizer, data=IMAGES, order=own)
         for own in ("rows", order)
     )
-    losses = [run_rounds(serial, "serial", 20, 0.05), run_rounds(ours, executor, 20, 0.05)]
+    losses = [run_rounds(serial, "serial", num_rounds, 0.05), run_rounds(ours, executor, num_rounds, 0.05)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-8)
     assert_learners_equal(ours.bank, serial.bank)
 
@@ -176,7 +186,7 @@ def test_executor_run_twice_is_bit_identical(executor):
     storages = []
     for _ in range(2):
         tasks = make_tasks(norm_with_dropout, data=IMAGES, precision=FP32, num_learners=3)
-        run_rounds(tasks, executor, 12)
+        run_rounds(tasks, executor, 6)
         storages.append(tasks.bank.weights.storage)
     assert torch.equal(*storages)
 
@@ -185,8 +195,8 @@ def test_executor_run_twice_is_bit_identical(executor):
 def test_one_learner_equals_a_plain_torch_sgd_loop(executor):
     optimizer = SGD(learning_rate=0.1, momentum=0.9, weight_decay=0.01, decay_norm_and_bias=True)
     tasks = make_tasks(norm_model, num_learners=1, optimizer=optimizer, data=IMAGES)
-    run_rounds(tasks, executor, 10)
-    expected = plain_sgd(norm_model(), tasks, 10, lr=0.1, momentum=0.9, weight_decay=0.01).state_dict()
+    run_rounds(tasks, executor, 5)
+    expected = plain_sgd(norm_model(), tasks, 5, lr=0.1, momentum=0.9, weight_decay=0.01).state_dict()
     for name, value in tasks.bank.central_state().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12)
 

@@ -19,9 +19,6 @@ from crossbow_py.engine.update.row_update import TorchUpdate
 from tests import support
 from tests.support import CPU, IMAGES, assert_learners_equal, make_tasks, run_rounds
 
-ON_ALL = pytest.mark.parametrize(
-    ("executor", "order"), [("serial", "rows"), ("threads", "rows"), ("fused", "blocks"), ("fused_threads", "blocks")]
-)
 GROUPS = (
     ParameterGroup("head.weight", rate=5.0),
     ParameterGroup("features.3.*", frozen=True),
@@ -93,22 +90,36 @@ def factor(n):
     return 0.9**n
 
 
+OPTIMIZERS = {
+    "sgd": SGD(learning_rate=0.05, momentum=0.9, weight_decay=0.01, groups=GROUPS),
+    "nesterov": SGD(learning_rate=0.05, nesterov=True, groups=GROUPS, decay_norm_and_bias=True, clip_norm=0.5),
+    "adamw": AdamW(learning_rate=0.01, weight_decay=0.1, groups=GROUPS),
+    "clipped sgd": SGD(learning_rate=0.05, groups=CLIPPED, clip_norm=0.1),
+    "clipped adamw": AdamW(learning_rate=0.01, groups=CLIPPED),
+}
+UPDATES = {"fp64": (FP64, False, 1e-9), "fp32": (FP32, False, 2e-5), "native": (FP32, True, 2e-5)}
+
+
+# Every optimizer with every update, learner by learner and, by native code, for all learners in one pass; and every
+# executor with every update.
 @pytest.mark.parametrize(
-    "optimizer",
+    ("executor", "order", "update", "name"),
     [
-        SGD(learning_rate=0.05, momentum=0.9, weight_decay=0.01, groups=GROUPS),
-        SGD(learning_rate=0.05, nesterov=True, groups=GROUPS, decay_norm_and_bias=True, clip_norm=0.5),
-        AdamW(learning_rate=0.01, weight_decay=0.1, groups=GROUPS),
-        SGD(learning_rate=0.05, groups=CLIPPED, clip_norm=0.1),
-        AdamW(learning_rate=0.01, groups=CLIPPED),
+        *(("serial", "rows", update, name) for update in UPDATES for name in OPTIMIZERS),
+        *(("serial", "blocks", "fp64", name) for name in OPTIMIZERS),
+        *(("fused", "blocks", "native", name) for name in OPTIMIZERS),
+        ("fused", "blocks", "fp64", "nesterov"),
+        ("fused", "blocks", "fp32", "clipped adamw"),
+        ("threads", "rows", "fp64", "clipped adamw"),
+        ("threads", "rows", "fp32", "adamw"),
+        ("threads", "rows", "native", "clipped sgd"),
+        ("fused_threads", "blocks", "fp64", "clipped sgd"),
+        ("fused_threads", "blocks", "fp32", "nesterov"),
+        ("fused_threads", "blocks", "native", "adamw"),
     ],
-    ids=["sgd", "nesterov", "adamw", "clipped sgd", "clipped adamw"],
 )
-@pytest.mark.parametrize(
-    ("precision", "native", "tolerance"), [(FP64, False, 1e-9), (FP32, False, 2e-5), (FP32, True, 2e-5)]
-)
-@ON_ALL
-def test_groups_follow_those_of_torch(executor, order, precision, native, tolerance, optimizer, monkeypatch, two_cores):
+def test_groups_follow_those_of_torch(executor, order, update, name, monkeypatch, two_cores):
+    optimizer, (precision, native, tolerance) = OPTIMIZERS[name], UPDATES[update]
     if not native:
         monkeypatch.setattr(support, "choose_update", lambda optimizer, rule, *_: (TorchUpdate(optimizer, rule), None))
     tasks = make_tasks(
@@ -116,15 +127,23 @@ def test_groups_follow_those_of_torch(executor, order, precision, native, tolera
     )
     assert (tasks.update.NAME == "native") is native
     rate = optimizer.learning_rate
-    run_rounds(tasks, executor, 25, rate, factor)
-    assert_follows(tasks, plain_loop(optimizer, tasks, 25, factor, precision.master), tolerance)
+    run_rounds(tasks, executor, 6, rate, factor)
+    assert_follows(tasks, plain_loop(optimizer, tasks, 6, factor, precision.master), tolerance)
 
 
-@pytest.mark.parametrize("rule", [SMA(), SynchronousSGD()], ids=lambda rule: rule.NAME)
-@pytest.mark.parametrize("groups", [GROUPS, CLIPPED], ids=["rates", "clipped"])
-@pytest.mark.parametrize(("executor", "order"), [("threads", "rows"), ("fused", "blocks"), ("fused_threads", "blocks")])
+@pytest.mark.parametrize(
+    ("executor", "order", "rule", "groups"),
+    [
+        ("threads", "rows", SMA(), GROUPS),
+        ("threads", "rows", SynchronousSGD(), CLIPPED),
+        ("fused", "blocks", SMA(), CLIPPED),
+        ("fused", "blocks", SynchronousSGD(), GROUPS),
+        ("fused_threads", "blocks", SMA(), GROUPS),
+        ("fused_threads", "blocks", SynchronousSGD(), CLIPPED),
+    ],
+)
 def test_groups_of_several_learners_are_those_of_serial_with_torch_operators(
-    executor, order, groups, rule, monkeypatch, two_cores
+    executor, order, rule, groups, two_cores
 ):
     optimizer = SGD(learning_rate=0.05, weight_decay=0.01, groups=groups, clip_norm=0.3)
     serial, ours, native = (
@@ -132,7 +151,7 @@ def test_groups_of_several_learners_are_those_of_serial_with_torch_operators(
         for own, precision in (("rows", FP64), (order, FP64), (order, FP32))
     )
     for tasks, name in ((serial, "serial"), (ours, executor), (native, executor)):
-        run_rounds(tasks, name, 20, 0.05)
+        run_rounds(tasks, name, 5, 0.05)
     assert (serial.update.NAME, native.update.NAME) == ("torch", "native")
     assert_learners_equal(ours.bank, serial.bank)
     for name, value in native.bank.z.shaped().items():
@@ -150,9 +169,17 @@ def test_rates_of_learners_are_multiplied_by_those_of_groups():
     torch.testing.assert_close(after["bias"], before["bias"] - 0.1 * gradients["bias"])
 
 
-@pytest.mark.parametrize("others", ["sgd", "adamw"])
-@pytest.mark.parametrize("precision", [FP64, FP32])
-@ON_ALL
+@pytest.mark.parametrize(
+    ("executor", "order", "precision", "others"),
+    [
+        *(("serial", "rows", precision, others) for precision in (FP64, FP32) for others in ("sgd", "adamw")),
+        ("fused", "blocks", FP32, "sgd"),
+        ("fused", "blocks", FP32, "adamw"),
+        ("fused", "blocks", FP64, "adamw"),
+        ("threads", "rows", FP32, "adamw"),
+        ("fused_threads", "blocks", FP64, "sgd"),
+    ],
+)
 def test_muon_takes_rates_and_decay_of_groups_for_matrices_and_others(executor, order, precision, others, two_cores):
     # Of two optimizers that differ in the groups' settings alone, each group follows the one that has them for all.
     given = {"other_optimizer": others, "other_learning_rate": 0.02, "momentum": 0.8}

@@ -22,6 +22,7 @@ from crossbow_py.engine.update.optimizers import SGD, AdamW, TorchOptimizer
 from tests.support import (
     CPU,
     IMAGES,
+    ON_CPU,
     assert_learners_equal,
     bank_reseeded_in_the_middle,
     linear_model,
@@ -31,10 +32,6 @@ from tests.support import (
     run_rounds,
 )
 from tests.unit.engine.update.test_groups import Network, factor
-
-ON_ALL = pytest.mark.parametrize(
-    ("executor", "order"), [("serial", "rows"), ("threads", "rows"), ("fused", "blocks"), ("fused_threads", "blocks")]
-)
 
 
 class SignDescent(torch.optim.Optimizer):
@@ -75,7 +72,11 @@ KINDS = [
     (torch.optim.Rprop, {}, 0.002),
     (SignDescent, {"beta": 0.5}, 0.003),
 ]
-ON_KINDS = pytest.mark.parametrize(("target", "args", "rate"), KINDS, ids=[kind.__name__ for kind, _, _ in KINDS])
+# Every class in both orders of the bank; with each executor one that counts steps, and one that takes new tensors.
+CASES = [
+    *(("serial", order, *kind) for order in ("rows", "blocks") for kind in KINDS),
+    *((*own, *kind) for own in ON_CPU[1:] for kind in KINDS if kind[0] in (torch.optim.NAdam, SignDescent)),
+]
 
 
 def plain_loop(target, args, rate, tasks, num_rounds, decay=0.0, make_model=Network):
@@ -97,13 +98,16 @@ def plain_loop(target, args, rate, tasks, num_rounds, decay=0.0, make_model=Netw
     return dict(model.named_parameters())
 
 
-@ON_KINDS
-@ON_ALL
+@pytest.mark.parametrize(
+    ("executor", "order", "target", "args", "rate"),
+    CASES,
+    ids=[f"{executor}-{order}-{kind.__name__}" for executor, order, kind, _, _ in CASES],
+)
 def test_optimizer_of_a_class_follows_a_plain_loop(executor, order, target, args, rate, two_cores):
     optimizer = TorchOptimizer(learning_rate=rate, target=target, args=args)
     tasks = make_tasks(Network, num_learners=1, rule=Independent(), optimizer=optimizer, data=IMAGES, order=order)
-    run_rounds(tasks, executor, 20, rate, factor)
-    expected = plain_loop(target, args, rate, tasks, 20)
+    run_rounds(tasks, executor, 5, rate, factor)
+    expected = plain_loop(target, args, rate, tasks, 5)
     for name, value in tasks.bank.weights.shaped(0).items():
         torch.testing.assert_close(value, expected[name].detach(), rtol=1e-8, atol=1e-9)
 
@@ -117,28 +121,35 @@ def test_weight_decay_is_for_what_other_optimizers_decay():
         torch.testing.assert_close(value, expected[name].detach(), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("rule", [SMA(), SynchronousSGD()], ids=lambda rule: rule.NAME)
+SGDS = (SGD(momentum=0.9, weight_decay=0.01), torch.optim.SGD, {"momentum": 0.9})
+ADAMWS = (AdamW(weight_decay=0.01), torch.optim.AdamW, {})
+
+
 @pytest.mark.parametrize(
-    ("own", "target", "args"),
+    ("executor", "order", "rule", "optimizers"),
     [
-        (SGD(momentum=0.9, weight_decay=0.01), torch.optim.SGD, {"momentum": 0.9}),
-        (AdamW(weight_decay=0.01), torch.optim.AdamW, {}),
+        ("serial", "rows", SMA(), SGDS),
+        ("serial", "rows", SynchronousSGD(), ADAMWS),
+        ("fused", "blocks", SMA(), ADAMWS),
+        ("fused", "blocks", SynchronousSGD(), SGDS),
+        ("threads", "rows", SMA(), SGDS),
+        ("threads", "rows", SynchronousSGD(), ADAMWS),
     ],
-    ids=["sgd", "adamw"],
 )
-@pytest.mark.parametrize(("executor", "order"), [("serial", "rows"), ("fused", "blocks"), ("threads", "rows")])
 def test_learners_averaged_and_clipped_in_groups_are_those_of_the_packages_own_optimizers(
-    executor, order, own, target, args, rule, two_cores
+    executor, order, rule, optimizers, two_cores
 ):
+    own, target, args = optimizers
     groups = (ParameterGroup("head", rate=0.5, clip_norm=0.1), ParameterGroup("features.0", weight_decay=0.2))
     theirs = TorchOptimizer(weight_decay=0.01, target=target, args=args, groups=groups, clip_norm=0.5)
     ours = replace(own, groups=groups, clip_norm=0.5)
-    found = []
-    for optimizer in (ours, theirs):
-        tasks = make_tasks(Network, num_learners=3, rule=rule, optimizer=optimizer, data=IMAGES, order=order)
-        run_rounds(tasks, executor, 15, 0.01, factor)
-        found.append(tasks.bank)
-    assert_learners_equal(found[1], found[0])
+    serial, found = (
+        make_tasks(Network, num_learners=3, rule=rule, optimizer=optimizer, data=IMAGES, order=own)
+        for optimizer, own in ((ours, "rows"), (theirs, order))
+    )
+    run_rounds(serial, "serial", 5, 0.01, factor)
+    run_rounds(found, executor, 5, 0.01, factor)
+    assert_learners_equal(found.bank, serial.bank)
 
 
 @pytest.mark.parametrize("target", [torch.optim.NAdam, SignDescent])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -88,13 +90,13 @@ def launched(request: pytest.FixtureRequest) -> tuple[Precision, set[Form]]:
 
 
 @pytest.mark.parametrize("optimizer", [SGD(momentum=0.0), SGD(momentum=0.9), AdamW()], ids=["plain", "SGD", "AdamW"])
-def test_whatever_a_round_of_resnet32_launches_was_launched(
+def test_whatever_a_round_of_resnet20_launches_was_launched(
     optimizer: Optimizer, launched: tuple[Precision, set[Form]]
 ) -> None:
     precision, before = launched
     launches = Launches()
     with compile_kernels.launches_go_to(launches):
-        compile_kernels.run_round("resnet32", 2, precision, optimizer)
+        compile_kernels.run_round("resnet20", 2, precision, optimizer)
     made = {form for launch in launches.made for form in forms(launch)}
     assert {name for name, *_ in made} >= {"_update", "_cross_entropy", "_gather", "forward", "inputs", "filters"}
     missed = made - before
@@ -114,8 +116,9 @@ def test_erasing_and_several_ranks_were_launched(launched: tuple[Precision, set[
     assert "_move" in {form[0] for form in before}
 
 
-def geometries(name: str, batch: int, num_learners: int) -> list[Geometry]:
-    """The sizes of the convolutions of a model of the package, of all learners."""
+@functools.cache
+def geometries(name: str) -> list[Geometry]:
+    """The sizes of the convolutions of a model of the package, for one learner with two samples."""
     shape, found = (3, 224, 224) if name == "resnet50" else (3, 32, 32), []
     with torch.device("meta"):
         model = MODELS[name]().build(shape, 10)
@@ -123,12 +126,12 @@ def geometries(name: str, batch: int, num_learners: int) -> list[Geometry]:
     def seen(layer: nn.Conv2d, inputs: tuple[torch.Tensor], _: torch.Tensor) -> None:
         out, channels, *kernel = layer.weight.shape
         options = (layer.stride, layer.padding, layer.dilation)
-        found.append(Geometry(batch, num_learners, channels, out, *inputs[0].shape[2:], tuple(kernel), *options))  # type: ignore[arg-type]
+        found.append(Geometry(2, 1, channels, out, *inputs[0].shape[2:], tuple(kernel), *options))  # type: ignore[arg-type]
 
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d):
             layer.register_forward_hook(seen)  # type: ignore[arg-type]
-    model(torch.zeros(batch, *shape, device="meta"))
+    model(torch.zeros(2, *shape, device="meta"))
     return found
 
 
@@ -138,7 +141,8 @@ def test_tiles_of_models_were_launched(name: str, launched: tuple[Precision, set
     multiplied = ("tf32", "ieee") if precision is FP32 else (convolution.precision_of(torch.bfloat16),)
     needed: set[Form] = set()
     for num_learners, batch in itertools.product((1, 4, 16), (4, 16, 64)):
-        for tiles, how in itertools.product(map(tiles_of, geometries(name, batch, num_learners)), multiplied):
+        own = {dataclasses.replace(each, batch=batch, groups=num_learners) for each in geometries(name)}
+        for tiles, how in itertools.product(map(tiles_of, own), multiplied):
             needed |= {("forward", *shape(tiles.forward), how), ("inputs", *shape(tiles.inputs), how)}
             needed.add(("filters", *shape(tiles.filters), tiles.filters.splits > 1, how))
     assert len(needed) >= 10 * len(multiplied)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,15 @@ TOLD = [
 ]  # fmt: skip
 
 
+@functools.cache
+def configuration(*overrides: str) -> TrainConfig:
+    return compose(overrides, TrainConfig)
+
+
 def run(folder: Path, *overrides: str, without: tuple[str, str] | None = None) -> Path:
     """Return a run folder with this configuration; a key of a group may be left out, as in earlier versions."""
-    words = [*overrides, f"output_dir='{folder}'", "resume=auto"]
-    plain: dict[str, Any] = config_to_mapping(compose(words, TrainConfig))
+    own = dataclasses.replace(configuration(*overrides), output_dir=str(folder), resume="auto")
+    plain: dict[str, Any] = config_to_mapping(own)
     if without is not None:
         del plain[without[0]][without[1]]
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,7 +49,7 @@ def run(folder: Path, *overrides: str, without: tuple[str, str] | None = None) -
 
 def digits_with(folder: Path, **changes: Any) -> str:
     """Write the configuration of a run with changes. Returns the word that names it."""
-    plain = {**config_to_mapping(compose(["+experiment=digits"], TrainConfig)), **changes}
+    plain = {**config_to_mapping(configuration("+experiment=digits")), **changes}
     (folder / "config.yaml").write_text(json.dumps(plain))
     return f"config={folder}"
 
@@ -58,14 +64,14 @@ def digits_with(folder: Path, **changes: Any) -> str:
         *[[f"+experiment={name}"] for name in RECIPES],
     ],
 )
-@pytest.mark.parametrize("names_the_file", [False, True])
-def test_recorded_run_is_told_the_same_in_a_folder_of_its_own(
-    tmp_path: Path, overrides: list[str], names_the_file: bool
-) -> None:
-    folder = run(tmp_path, *overrides)
-    asked = folder / "config.yaml" if names_the_file else folder
+def test_recorded_run_is_told_the_same_in_a_folder_of_its_own(tmp_path: Path, overrides: list[str]) -> None:
     targets = [text for text in overrides if text.startswith("model.target=")]
-    assert composed([f"config={asked}", *targets], TrainConfig) == compose(overrides, TrainConfig)
+    words = [f"config={run(tmp_path, *overrides)}", *targets]
+    assert composed(words, TrainConfig) == configuration(*overrides)
+
+
+def test_recorded_run_may_be_named_by_its_file(tmp_path: Path) -> None:
+    assert composed([f"config={run(tmp_path, *TOLD)}/config.yaml"], TrainConfig) == configuration(*TOLD)
 
 
 @pytest.mark.parametrize("name", ["a[b]", "seed=1,x={y"])
@@ -158,26 +164,26 @@ def test_keys_and_groups_are_laid_over_a_recorded_run_wherever_they_stand(tmp_pa
     found = composed(own, TrainConfig)
     assert isinstance(found.averaging, LocalSGD)
     assert found == dataclasses.replace(
-        compose(TOLD, TrainConfig), averaging=compose(["averaging=local_sgd"], TrainConfig).averaging, seed=7,
+        configuration(*TOLD), averaging=configuration("averaging=local_sgd").averaging, seed=7,
         max_rounds=2, resume="auto",
-        max_evaluation_batches=2, optimizer=dataclasses.replace(compose(TOLD, TrainConfig).optimizer, beta1=0.5),
+        max_evaluation_batches=2, optimizer=dataclasses.replace(configuration(*TOLD).optimizer, beta1=0.5),
     )  # fmt: skip
 
 
 def test_estimate_takes_a_recorded_run(tmp_path: Path) -> None:
     found = composed([f"config={run(tmp_path, *TOLD)}", "memory=8GiB"], EstimateConfig)
-    assert (found.memory, found.data, found.init_from) == ("8GiB", compose(TOLD, TrainConfig).data, "a=b.safetensors")
+    assert (found.memory, found.data, found.init_from) == ("8GiB", configuration(*TOLD).data, "a=b.safetensors")
 
 
 def test_recipe_keeps_its_name_and_another_name_none() -> None:
-    assert overrides_of(compose(["+experiment=digits", "seed=4"], TrainConfig))[0] == "+experiment=digits"
-    own = dataclasses.replace(compose(["+experiment=digits"], TrainConfig), experiment="of_a_later_version")
+    assert overrides_of(configuration("+experiment=digits", "seed=4"))[0] == "+experiment=digits"
+    own = dataclasses.replace(configuration("+experiment=digits"), experiment="of_a_later_version")
     assert compose(overrides_of(own), TrainConfig).experiment == "custom"
 
 
 def test_key_that_an_earlier_version_did_not_have_is_what_it_stood_for_then(tmp_path: Path) -> None:
     folder = run(tmp_path, "+experiment=digits", without=("averaging", "rate_scaling"))
-    assert compose(["+experiment=digits"], TrainConfig).averaging.rate_scaling == "sqrt"
+    assert configuration("+experiment=digits").averaging.rate_scaling == "sqrt"
     assert recorded(str(folder)).averaging.rate_scaling == "none"
 
 
@@ -232,7 +238,7 @@ def test_config_of_a_search_is_refused_with_where_its_best_trial_is(tmp_path: Pa
     ],
 )
 def test_mistake_in_a_recorded_configuration_names_its_file(tmp_path: Path, more: dict[str, Any], message: str) -> None:
-    (tmp_path / "config.yaml").write_text(write_yaml({**config_to_mapping(compose([], TrainConfig)), **more}))
+    (tmp_path / "config.yaml").write_text(write_yaml({**config_to_mapping(configuration()), **more}))
     for read in (lambda: composed([f"config={tmp_path}"], TrainConfig), lambda: find_models([str(tmp_path)])):
         with pytest.raises(UserError, match=f"^{tmp_path}/config.yaml: {message}"):
             read()
