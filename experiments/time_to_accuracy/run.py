@@ -31,10 +31,14 @@ BY_ADAMW = "one model, AdamW"
 BASES = (BY_MUON, BY_SGD, BY_ADAMW, DEFAULT)  # what learners are compared with
 DEFAULT_LOOP = "experiments.time_to_accuracy.default_loop"
 LENET = "+experiment=lenet max_epochs=2"
-GPT = "+experiment=gpt_tiny max_epochs=0.3 data.test_fraction=0.02"
+GPT = "+experiment=gpt_tiny max_epochs=0.2 evaluations_per_epoch=1"
 RESNET32 = "+experiment=resnet32_short checkpoint_every_s=120"
 # Rates follow the samples of a round, by their power of 0.75; every side has the fewest epochs in which it got there.
 _MUON = "num_learners=1 batch_size=64 optimizer.learning_rate=0.05 optimizer.other_learning_rate=0.17"
+_ADAMW = (
+    "optimizer=adamw optimizer.learning_rate=0.003 optimizer.beta2=0.99 optimizer.weight_decay=0.1 "
+    "optimizer.clip_norm=1.0"
+)
 _SGD = "num_learners=1 batch_size=64 optimizer=resnet_short optimizer.learning_rate=0.17"
 
 
@@ -68,10 +72,11 @@ GRIDS = {
         Grid("resnet8", "ResNet-8 on CIFAR-10", of_resnet(f"{RESNET32} {RESNET8} max_epochs=3", 5, 6), targets=(0.79,),
              alone=True),
         Grid("gpt", "a GPT of 0.84 M on bytes of Python",
-             (*side(LEARNERS, GPT, {"K=2, b=16": "num_learners=2", "K=4, b=16": "num_learners=4"}, 20),
-              *side(BY_ADAMW, GPT, {f"b={b}": f"num_learners=1 batch_size={b}" for b in (16, 32, 64)}, 20),
-              *side(DEFAULT, GPT, {f"b={b}": f"num_learners=1 batch_size={b}" for b in (16,)}, 20)),
-             targets=(0.45,), alone=True),
+             (*side(LEARNERS, GPT, {"K=2, b=4": "", "K=2, b=4, AdamW": _ADAMW}, 25),
+              *side(BY_MUON, GPT, {"b=8": "num_learners=1 batch_size=8"}, 25),
+              *side(BY_ADAMW, GPT, {f"b={b}": f"num_learners=1 batch_size={b} {_ADAMW}" for b in (8, 16)}, 25),
+              *side(DEFAULT, GPT, {"b=8": f"num_learners=1 batch_size=8 {_ADAMW}"}, 25)),
+             targets=(0.48,), alone=True),
         Grid("resnet32", "ResNet-32 on CIFAR-10", of_resnet(RESNET32, 10, 10), targets=(0.88, 0.9), alone=True),
     )
 }  # fmt: skip

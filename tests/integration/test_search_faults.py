@@ -60,7 +60,7 @@ def assert_as_undisturbed(folder: Path, undisturbed: Outcome) -> None:
     assert outcome(folder) == undisturbed
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)])
 def test_search_killed_at_random_moments_goes_on_and_ends_as_if_undisturbed(
     seed: int, undisturbed: Outcome, tmp_path: Path
 ) -> None:

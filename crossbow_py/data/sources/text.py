@@ -35,7 +35,7 @@ class Text(SourceSettings):
     )
     context: int = setting(128, "tokens of a sample: the most that a model looks back", minimum=1)
     vocabulary: Literal["bytes", "characters"] = setting("bytes", "what a token is: a byte of UTF-8, or a character")
-    test_fraction: float = setting(0.1, "part of the text, its end, that is the test data", above=0, below=1)
+    test_fraction: float = setting(0.05, "part of the text, its end, that is the test data", above=0, below=1)
 
     def read(self, progress: bool) -> tuple[Data, Data]:
         tokens = self._tokens(self._text())

@@ -74,8 +74,12 @@ SHORT: Mapping[str, str] = {
     "zoo/speed": "--models test_vit --learners 2 --repetitions 1 --seconds 0.05",
 }
 QUICK = {"tables", "scaling/run", "update_bandwidth/run", "loader/run"}  # others take seconds
-# These take minutes together; cells of all grids run in test_learning_experiments.py as well.
-LONG = {*(f"{question}/run" for question in _OF_GRIDS), "throughput/run", "throughput/suite"}
+# These take minutes together. Cells of all grids run in test_learning_experiments.py as well, and most others in short
+# forms of their own tests.
+LONG = {
+    *(f"{question}/run" for question in _OF_GRIDS), "throughput/run", "throughput/suite", "model_batch/run",
+    "workers/run", "pack_step_time/run", "hyperband/run", "muon_cost/run", "overhead/run", "faults/restarts",
+}  # fmt: skip
 _DROPPED = ("--json", "--jobs", "--cells", "--seeds", "--name")
 _FLAGS = ("--add", "--quick")
 
