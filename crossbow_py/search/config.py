@@ -15,6 +15,7 @@ from crossbow_py.search.hyperband import Bracket, Method, make_brackets
 from crossbow_py.search.packs.policies import Policy
 from crossbow_py.search.space import Space, laid_over
 from crossbow_py.train.config import JobConfig, TrainConfig, config_from_mapping, config_to_mapping
+from crossbow_py.train.evaluation.evaluator import PERPLEXITY
 from crossbow_py.train.run_folder.recorded_config import as_override
 
 _SEARCHED_GROUPS = ("model", "optimizer", "schedule")
@@ -116,9 +117,11 @@ class SearchConfig(JobConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.metric not in _MEASURED and not {self.metric, self.metric.partition("/")[0]} & set(self.metrics):
+            remedy = f"name one of them, or give metrics.{self.metric or 'NAME'}.target"
+            if self.metric == PERPLEXITY:
+                remedy = "metric=loss orders trials alike"
             raise UserError(
-                f"metric must be one of {', '.join([*_MEASURED, *self.metrics])}, got {self.metric!r}; name one of "
-                f"them, or give metrics.{self.metric or 'NAME'}.target."
+                f"metric must be one of {', '.join([*_MEASURED, *self.metrics])}, got {self.metric!r}; {remedy}."
             )
         if self.metric in _MEASURED and self.maximize is not None:
             raise UserError(

@@ -63,6 +63,7 @@ def files() -> list[str]:
         (["space={}", "space.batch_size=[]"], ["space: batch_size", "choices"]),
         (["optimizer=muon", "model.hidden=[]"], ["optimizer=muon needs linear or", "set optimizer=sgd"]),
         (["metric=f1"], ["metric must be one of accuracy, loss, got 'f1'; name one of them, or give metrics.f1."]),
+        (["metric=perplexity"], ["metric must be one of accuracy, loss, got 'perplexity'; metric=loss orders trials"]),
         (["maximize=true"], ["maximize=true is for a metric of metrics, got metric=accuracy; leave it out"]),
         (["metric=f1", *F1], ["metric=f1 does not say whether greater values are better; set maximize=true"]),
         (["metric=f1/11", "maximize=true", *F1], ["metric=f1/11 is none of what the metrics give, f1; set one of"]),
