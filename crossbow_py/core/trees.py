@@ -28,6 +28,8 @@ def leaves(tree: Tree) -> list[Tensor]:
     """Return the tensors of a tree, in order. Other leaves, such as None, are left out."""
     if isinstance(tree, Tensor):
         return [tree]
+    if type(tree) is dict:  # many times faster than pytree's way, and a round has many
+        return [leaf for own in tree.values() for leaf in leaves(own)]
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -35,6 +37,8 @@ def map_tree(function: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree
     """Return the tree with `function(leaf, *their leaves)` in place of each tensor; `others` are of the same form."""
     if isinstance(tree, Tensor):
         return function(tree, *others)
+    if type(tree) is dict:
+        return {key: map_tree(function, own, *(other[key] for other in others)) for key, own in tree.items()}
 
     def of_leaf(leaf: Any, *theirs: Any) -> Any:
         return function(leaf, *theirs) if isinstance(leaf, Tensor) else leaf

@@ -158,13 +158,13 @@ def _loss(runs: Sequence[RunRecord]) -> Figure | None:
 
 def _throughput(runs: Sequence[RunRecord]) -> Figure | None:
     figure, (rate, count) = _axes(_HEIGHT_IN * 1.35, rows=2)
-    drawn = []
+    drawn, what = [], "tokens" if all(run.by_epoch("tokens_per_s") for run in runs) else "images"
     for index, run in enumerate(runs):
-        drawn.append(_draw(rate, _curve(run, "throughput/images_per_s", "images_per_s"), index, run.name))
+        drawn.append(_draw(rate, _curve(run, f"throughput/{what}_per_s", f"{what}_per_s"), index, run.name))
         _draw(count, _curve(run, "num_learners", "num_learners"), index, None, drawstyle="steps-post")
     rate.set_ylim(bottom=0)
     count.set_ylim(bottom=0)
-    return _finished(figure, [rate, count], _SAMPLES, ["images/s", "learners a device"]) if any(drawn) else None
+    return _finished(figure, [rate, count], _SAMPLES, [f"{what}/s", "learners a device"]) if any(drawn) else None
 
 
 def _single(tag: str, column: str, label: str) -> Callable[[Sequence[RunRecord]], Figure | None]:

@@ -114,6 +114,13 @@ def _setting(key: str) -> Callable[[RecordedRun], str]:
     return lambda run: str(run.summary.get(key, run.config.get(key, "")))
 
 
+def _images_per_s(run: RecordedRun) -> str:
+    """Return nothing for a language model, which has tokens/s."""
+    if _newest(run, "tokens_per_s", "tokens_per_s") is not None:
+        return ""
+    return _number("images_per_s", ",.0f", "images_per_s")(run)
+
+
 _Kind = tuple[str, Callable[[RecordedRun], str]]
 _MEASURED: tuple[_Kind, ...] = (
     ("status", lambda run: run.status.replace("_", " ")),
@@ -125,7 +132,7 @@ _SPENT: tuple[_Kind, ...] = (
     ("time to accuracy", _time("time_to_accuracy_s")),
     ("time of training", _time("train_time_s", "elapsed_s")),
     ("time in all", _time("wall_time_s")),
-    ("images/s", _number("images_per_s", ",.0f", "images_per_s")),
+    ("images/s", _images_per_s),
     ("tokens/s", _number("tokens_per_s", ",.0f", "tokens_per_s")),
     ("epochs", _number("epochs", ".4g", "epoch")),
     ("samples seen", _number("samples_seen", ",.0f", "samples_seen")),

@@ -175,10 +175,14 @@ def recorded(cell: Cell, seed: int, run: Path) -> dict[str, Any] | None:
         "settings": cell.settings,
         "status": status,
         "machine": {key: facts[key] for key in _KEPT_OF_MACHINE},
-        "summary": {key: summary[key] for key in _KEPT_OF_SUMMARY},
+        "summary": {key: summary[key] for key in (*_KEPT_OF_SUMMARY, *_of_text(summary))},
         "epochs": [_kept(record) for record in epochs],
         **({"measured": measured} if measured else {}),
     }
+
+
+def _of_text(summary: Mapping[str, Any]) -> tuple[str, ...]:
+    return () if summary.get("tokens_per_s") is None else ("tokens_per_s",)
 
 
 def _kept(record: Mapping[str, Any]) -> dict[str, Any]:

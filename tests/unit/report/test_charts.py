@@ -31,6 +31,16 @@ def test_curves_are_those_of_the_epochs_where_there_is_no_event_file() -> None:
     assert found["throughput"][1] == [(1000, 1), (2000, 2), (3000, 3)]
 
 
+def test_throughput_of_language_models_is_in_tokens_where_all_runs_have_them() -> None:
+    epochs = [{**line, "tokens_per_s": 500.0} for line in EPOCHS]
+    of_text = RunRecord(name="a", folder=Path("a"), status="finished", epochs=epochs)
+    of_images = RunRecord(name="b", folder=Path("b"), status="finished", epochs=EPOCHS)
+    for runs, unit, value in (([of_text], "tokens/s", 500.0), ([of_text, of_images], "images/s", 100.0)):
+        (chart,) = (each for each in all_charts(runs) if each.name == "throughput")
+        assert chart.figure.axes[0].get_ylabel() == unit
+        assert chart.figure.axes[0].get_lines()[0].get_ydata().tolist() == [value] * 3
+
+
 def test_validation_accuracy_stands_where_it_was_measured() -> None:
     epochs = [{**line, "validation_accuracy": 0.125} for line in EPOCHS]
     found = charts(RunRecord(name="a", folder=Path("a"), status="finished", epochs=epochs))

@@ -35,6 +35,14 @@ def test_figures_of_a_run_that_ended_are_those_of_its_summary_and_of_another_tho
     assert same_settings([ended, killed]) == []
 
 
+def test_language_models_have_tokens_in_place_of_images() -> None:
+    ended = recorded("finished", summary={"images_per_s": 80.0, "tokens_per_s": 10240.0})
+    assert dict(figures([ended]))["tokens/s"] == ["10,240"]
+    assert "images/s" not in dict(figures([ended]))
+    both = dict(figures([ended, recorded("finished", summary={"images_per_s": 80.0})]))
+    assert (both["images/s"], both["tokens/s"]) == (["", "80"], ["10,240", ""])
+
+
 def test_metrics_are_figures_but_for_those_of_many_values() -> None:
     each = {f"f1/{digit}": 0.5 for digit in range(5)}
     ended = recorded("finished", summary={"metrics": {"perplexity": 1234.567, "roc/a": 0.25, **each}})
