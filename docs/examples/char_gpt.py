@@ -8,7 +8,7 @@ import plain_loop
 import torch
 from torch import Tensor, nn
 
-from crossbow_py import AdamW, Trainer
+from crossbow_py import AdamW, SynchronousSGD, Trainer
 from crossbow_py.data.sources.text import Text
 from crossbow_py.models.gpt import GPT
 
@@ -39,7 +39,7 @@ def plain(train: Any, test: Any, epochs: float) -> tuple[float, float]:
 def learners(train: Any, test: Any, epochs: float, **options: Any) -> tuple[float, float]:
     trainer = Trainer(
         model=make_model, train_data=train, test_data=test, optimizer=AdamW(learning_rate=0.002, weight_decay=0.1),
-        **options,
+        averaging=SynchronousSGD(), **options,
     )  # fmt: skip
     result = trainer.fit(max_epochs=epochs)
     print(generate(result.model, "def "))
@@ -60,7 +60,7 @@ def main(file: str | None = None, epochs: float = 0.2, seed: int = 0, **options:
     text = Text(file=file, context=CONTEXT).load(progress=False)
     test = tuple(values[:256] for values in text.test)
     torch.manual_seed(seed)
-    given = {"num_learners": 2, "seed": seed, **options}
+    given = {"num_learners": 2, "batch_size": 8, "seed": seed, **options}  # two halves of the plain loop's batch
     return plain_loop.show("loss", plain(text.train, test, epochs), learners(text.train, test, epochs, **given))
 
 

@@ -32,7 +32,7 @@ EXAMPLES: Mapping[str, tuple[str, str, int, Mapping[str, Any]]] = {
     "tabular": ("tabular, with categories", "accuracy", 4, {}),
     "segmentation": ("segmentation", "right pixels", 2, {}),
     "bert_classifier": ("a BERT of transformers", "accuracy", 4, {}),
-    "char_gpt": ("a small GPT", "loss a byte", 2, {}),
+    "char_gpt": ("a small GPT, batches of 8", "loss a byte", 2, {}),
 }
 
 
