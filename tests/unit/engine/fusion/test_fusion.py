@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from crossbow_py.averaging import SMA, Independent
-from crossbow_py.core.errors import LearnerError
+from crossbow_py.core.errors import LearnerError, UnknownIdError
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.fused_pass import PassNotes
 from crossbow_py.engine.fusion.writes import FusionError
@@ -292,7 +292,7 @@ def test_index_beyond_an_embedding_is_an_error_and_not_the_neighbours_row():
     inputs[40, 3] = 11
     tasks = make_tasks(maker(network), data=(inputs, targets), order="blocks")
     runner = EXECUTORS["fused"](tasks)
-    with pytest.raises(LearnerError, match="an index is not in the 11 rows of an embedding"):
+    with pytest.raises(UnknownIdError, match="looks up id 11 in a table of 11 rows"):
         for n in range(6):
             runner.submit(plan(tasks, n))
     runner.close()
