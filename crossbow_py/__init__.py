@@ -29,6 +29,7 @@ from crossbow_py.core.errors import (
     NonFiniteError,
     RankError,
     RankLostError,
+    UnknownIdError,
     UserError,
 )
 from crossbow_py.core.version import __version__
@@ -109,6 +110,7 @@ __all__ = [
     "SynchronousSGD",
     "TorchOptimizer",
     "Trainer",
+    "UnknownIdError",
     "UserError",
     "__version__",
     "frozen",
