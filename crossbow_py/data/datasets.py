@@ -140,7 +140,7 @@ def as_pair(data: Data) -> Pair | None:
     return found if all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(found[0])) else None
 
 
-def digest(data: Data) -> str | None:
+def sample_digest(data: Data) -> str | None:
     """Return a short hash of up to 64 samples, spread over the data; None if they are items, which may cost to load."""
     pair = as_pair(data)
     if pair is None:
@@ -148,7 +148,7 @@ def digest(data: Data) -> str | None:
     chosen = torch.linspace(0, len(pair[1]) - 1, min(len(pair[1]), _DIGESTED)).long()
     found = hashlib.blake2b(digest_size=8)
     for leaf in (*leaves(pair[0]), pair[1]):
-        found.update(leaf[chosen.to(leaf.device)].cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(leaf[chosen.to(leaf.device)].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 

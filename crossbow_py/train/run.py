@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from crossbow_py.averaging import AveragingRule, OuterStep, Stage
 from crossbow_py.core.errors import CentralModelError, CrossbowError, UnknownIdError, UserError, is_of_data
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.data.datasets import Data
+from crossbow_py.data.datasets import Data, sample_digest
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.distributed.ranks import Ranks
@@ -77,6 +78,11 @@ class DataSets:
     sample_weights: npt.ArrayLike | None = None  # [N], to draw training samples by
     class_names: Sequence[str] | None = None  # None is the attribute `classes` of the test data, if there is one
     labels_as_input: bool = False  # whether the model gets the targets too, for `model_loss`
+
+    @cached_property
+    def train_digest(self) -> str | None:
+        """What tells the training data from others, in every checkpoint; None if they are items."""
+        return sample_digest(self.train)
 
     @property
     def names_of_classes(self) -> tuple[str, ...]:

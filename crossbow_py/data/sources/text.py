@@ -64,8 +64,10 @@ class Text(SourceSettings):
 
     def _text(self) -> bytes:
         pattern = self.file or str(Path(sysconfig.get_path("stdlib")) / "*.py")
-        named = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)  # noqa: PTH207  absolute too
-        paths = sorted(path for path in named if path == pattern or not Path(path).is_dir())
+        paths = [pattern]
+        if not Path(pattern).exists():  # else a name, though it may look like a pattern: notes[1].txt
+            found = glob.glob(pattern, recursive=True)  # noqa: PTH207  Path.glob takes no absolute pattern
+            paths = sorted(path for path in found if not Path(path).is_dir())
         if not paths:
             raise UserError(f"data.file={pattern} matches no file; give the path of one, or a pattern in quotes.")
         try:

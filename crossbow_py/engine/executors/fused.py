@@ -68,8 +68,8 @@ def learn_fused(tasks: RoundTasks, fused: FusedPass, outcome: RoundOutcome) -> S
     except (IndexError, RuntimeError) as error:  # as the rule of embeddings raises
         of_data = tasks.bank.device.type == "cpu" and not is_out_of_memory(error)
         for row, learner in enumerate(fused.learners if of_data else ()):
-            own = batch.inputs if shared else map_tree(itemgetter(row), batch.inputs)
-            raise_unknown_id(tasks.bank.module(learner), own)
+            inputs = batch.inputs if shared else map_tree(itemgetter(row), batch.inputs)
+            raise_unknown_id(tasks.bank.module(learner), inputs)
         raise
     outcome.losses[own] = learned.losses.tolist()  # host–device synchronisation on CUDA
     if learned.num_correct is not None:

@@ -16,7 +16,6 @@ from crossbow_py.core.files import given_path
 from crossbow_py.core.plain_values import differences
 from crossbow_py.core.settings import to_mapping
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.data.datasets import digest
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.bank.replicas import CENTRAL, mean_weights, num_saved
 from crossbow_py.train.checkpoints.checkpoint import (
@@ -53,7 +52,7 @@ def state_dict(run: Run) -> dict[str, Any]:
     return {
         "choices": run.choices.to_plain(),
         "identity": identity(run),
-        "train_data": digest(run.data.train),
+        "train_data": run.data.train_digest,
         "state": run.state.to_plain(),
         "epoch_sums": list(run.epoch_sums()),
         "nodes": run.nodes,
@@ -96,7 +95,7 @@ def restore(run: Run, checkpoint: SavedCheckpoint) -> list[str]:
         if run.tuning and saved.get("tuner"):
             run.tuning.restore(saved["tuner"])
             run.bank.resize(run.tuning.state.num_learners)
-        known = saved.get("train_data"), digest(run.data.train)
+        known = saved.get("train_data"), run.data.train_digest
     if None in known or known[0] == known[1]:
         return []
     return ["The training data are not those that the run had before; it goes on with these, from what it learned."]
