@@ -11,12 +11,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset, TensorDataset
 
 from crossbow_py import SGD, AdamW, ParameterGroup, TorchOptimizer, Trainer
 from crossbow_py.models import GPT
 
 Order = Sequence[Tensor]  # which samples are in each batch
 BATCH_SIZE = 16
+
+
+def weights(model: nn.Module) -> Tensor:
+    """Return all weights of a model one after the other, in float64."""
+    return torch.cat([own.detach().double().flatten() for own in model.parameters()])
 
 
 class Task(NamedTuple):
@@ -26,6 +32,7 @@ class Task(NamedTuple):
         note: what is special about it.
         plain: trains a model on the batches of an order.
         trainer: makes a trainer of the same, with further arguments of `Trainer`.
+        outcome: what is compared of a trained model.
     """
 
     note: str
@@ -33,6 +40,7 @@ class Task(NamedTuple):
     data: Callable[[], Any]
     plain: Callable[[nn.Module, Any, Order], None]
     trainer: Callable[..., Trainer]
+    outcome: Callable[[nn.Module], Tensor] = weights
 
 
 def _draw() -> torch.Generator:
@@ -283,6 +291,46 @@ def with_rmsprop(**options: Any) -> Trainer:
     return Trainer(model=weighted_model, train_data=weighted_data(), optimizer=optimizer, **options)
 
 
+# --- cross-validation: one of five folds ------------------------------------------------------------------------------
+
+
+def fold() -> list[int]:
+    """Return the samples that a fold trains on: all but every fifth."""
+    return [number for number in range(len(weighted_data()[1])) if number % 5]
+
+
+def fold_data() -> Any:
+    return tuple(each[fold()] for each in weighted_data())
+
+
+def plain_sgd(model: nn.Module, data: Any, order: Order) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for batch in order:
+        loss = nn.functional.cross_entropy(model(data[0][batch]), data[1][batch])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def with_fold(**options: Any) -> Trainer:
+    others = Subset(TensorDataset(*weighted_data()), fold())
+    optimizer = SGD(learning_rate=0.05)
+    return Trainer(model=weighted_model, train_data=others, num_workers=0, optimizer=optimizer, **options)
+
+
+# --- export: a program by torch.export, which runs without the model's code -------------------------------------------
+
+
+def exported_scores(model: nn.Module) -> Tensor:
+    inputs = weighted_data()[0]
+    scores: Tensor = torch.export.export(model.eval(), (inputs,)).module()(inputs)
+    return scores.detach().double()
+
+
+def with_export(**options: Any) -> Trainer:
+    return Trainer(model=weighted_model, train_data=weighted_data(), optimizer=SGD(learning_rate=0.05), **options)
+
+
 TASKS = {
     "text": Task("scores of every token, [B, T, V]", text_model, text_data, plain_text, with_text),
     "tabular": Task("a dict of inputs", Tabular, tabular_data, plain_tabular, with_tabular),
@@ -293,4 +341,7 @@ TASKS = {
     "accumulation": Task("four batches a step", weighted_model, weighted_data, plain_accumulated, with_accumulated),
     "groups": Task("a rate and a decay of the head's own", weighted_model, weighted_data, plain_groups, with_groups),
     "another optimizer": Task("RMSprop of torch", weighted_model, weighted_data, plain_rmsprop, with_rmsprop),
-}
+    "cross-validation": Task("a fold, as a Subset", weighted_model, fold_data, plain_sgd, with_fold),
+    "export": Task("scores of the exported model", weighted_model, weighted_data, plain_sgd, with_export,
+                   exported_scores),
+}  # fmt: skip

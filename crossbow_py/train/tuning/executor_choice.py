@@ -74,7 +74,7 @@ def choose_executor(
         return dataclasses.replace(choices, executor=remembered), [note]
     if any(EXECUTORS[name].FUSES for name in possible):
         why_not_fused(compared)  # on real data: candidates may be measured on one sample, repeated
-    announce("Measuring which executor is the fastest for a run like this, once; it takes some seconds.")
+    announce("Measuring which executor is the fastest for a run like this, once; it takes up to half a minute.")
 
     def candidate(name: str, num_learners: int) -> Candidate:
         def build() -> tuple[Executor, Callable[[int], Round]]:

@@ -102,7 +102,7 @@ def test_candidate_that_cannot_run_is_left_out_and_named(clock):
 
 def test_calibration_leaves_out_what_would_take_too_long(clock):
     sides = [candidate("serial", 2, FakeExecutor(clock, 2.0)), candidate("fused", 4, FakeExecutor(clock, 4.0))]
-    found = calibrate(sides, 1, CPU)
+    found = calibrate(sides, 1, CPU, Effort(8.0))
     # Serial took 4 of 8 seconds for 1 image/s; twice a round of 4 images would take 8 more.
     assert (found.executor, list(found.images_per_s), clock.now) == ("serial", [("serial", 2)], 4.0)
     assert found.notes == ("Executor fused is left out for this model: measuring it with 4 learners takes too long.",)
@@ -124,7 +124,7 @@ def test_on_a_gpu_compiling_is_announced_and_takes_nothing_from_the_time_for_mea
 
     said = []
     sides = [compiled("serial", 2, 0.1), Candidate("streams", 2, breaks), compiled("fused", 2, 0.05)]
-    found = calibrate(sides, 10, torch.device("cuda"), announce=said.append)
+    found = calibrate(sides, 10, torch.device("cuda"), Effort(8.0), announce=said.append)
     assert list(found.images_per_s) == [("serial", 2), ("fused", 2)]  # within 8 seconds of measuring
     assert found.late == () and found.seconds > 180 > found.seconds - found.warm_up_s + 170
     assert said == [
