@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
@@ -82,6 +81,8 @@ def _export(
     except FusionError as error:
         raise FusionError(f"{error}{line_of_failure(error)}") from error
     except Exception as error:
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # noqa: PLC0415  half a second
+
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         if isinstance(error, GuardOnDataDependentSymNode):
             reason = "Python asks for the value of a tensor"
