@@ -16,6 +16,7 @@ from crossbow_py.data.streaming.streamed_data import Key, StreamedData
 from crossbow_py.engine.device.host import intra_op_threads
 from crossbow_py.engine.modules.precision import cast_module
 from crossbow_py.engine.sizing.memory import Job, Sample
+from crossbow_py.train.checks.fatal_modules import survived
 
 _BUDGET_S = 2.0
 _MOST_RUNS = 5
@@ -28,12 +29,15 @@ def step_seconds(
 ) -> float:
     """Return the seconds a sample of a forward and a backward pass, the best of a few, on one core of this machine.
 
-    It is one core, because learners that run side by side use one each.
+    It is one core, because learners that run side by side use one each. Raises UserError for a model whose backward
+    pass would end the process.
     """
     with kept_generators(), intra_op_threads(1):
         model = cast_module(make_model(), job.precision).train()
         inputs, targets = (tensor.zero_() for tensor in sample.batch(batch_size, job.channels_last))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        with survived(model):
+            model(inputs)
 
         def step() -> None:
             loss = job.loss(model(inputs).to(job.precision.master), targets)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from crossbow_py import SGD, SynchronousSGD, Trainer
-from crossbow_py.core.errors import CrossbowError, one_line
+from crossbow_py.core.errors import CrossbowError, UserError, one_line
 from crossbow_py.core.host import foreign_share
 from crossbow_py.telemetry.events import RoundEnd
 from experiments.bench.machine import machine
@@ -85,21 +85,25 @@ def measured(name: str, num_learners: int, repetitions: int, seconds: float) -> 
     data = entry.data(NUM_SAMPLES)
     row: dict[str, Any] = {"model": name, "num_learners": num_learners, "refused": {}}
 
-    def trainer(executor: str, cache: str) -> Trainer:
+    def trainer(executor: str, cache: str, channels_last: bool = True) -> Trainer:
         return Trainer(
             model=entry.build, train_data=data, batch_size=BATCH_SIZE, num_learners=num_learners, executor=executor,
             averaging=SynchronousSGD(), optimizer=SGD(learning_rate=1e-4), device="cpu", precision="fp32",
-            executor_cache=Path(cache) / "executors.json",
+            channels_last=channels_last, executor_cache=Path(cache) / "executors.json",
         )  # fmt: skip
 
     with tempfile.TemporaryDirectory() as cache:
-        auto = trainer("auto", cache)
+        try:
+            auto = trainer("auto", cache)
+        except UserError:  # torch cannot train it in that format
+            row["channels_last"] = False
+            auto = trainer("auto", cache, channels_last=False)
         row |= {"auto": auto.choices.executor, "parameters": auto.run.bank.layout.num_values}
         del auto
         trainers = {}
         for executor in EXECUTORS:
             try:
-                trainers[executor] = trainer(executor, cache)
+                trainers[executor] = trainer(executor, cache, row.get("channels_last", True))
                 trainers[executor].fit(max_rounds=2)
             except CrossbowError as error:
                 trainers.pop(executor, None)

@@ -6,7 +6,6 @@ import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ from crossbow_py.engine.modules.losses import (
     scores_of,
 )
 from crossbow_py.engine.modules.precision import Precision, cast_module, full_precision_parameters
+from crossbow_py.train.checks.fatal_modules import survived
 from crossbow_py.train.checks.losses import classes_of, copied_loss, hidden_parameter, misfit, remarks
 from crossbow_py.train.evaluation.metrics import Metric, has_states, try_metric
 
@@ -99,13 +99,8 @@ def probe(
     own = batch.targets.device.type == "cpu" and not compile_model  # as in `RoundTasks`
     _check_arguments(model, batch.inputs, "training")
     passes = _TwoPasses(model, batch.inputs, generator, own)
-    with _group_norms_without_input_gradient(model) as failing, _explained("training", model, precision, batch, loss):
+    with survived(model), _explained("training", model, precision, batch, loss):
         output, targets = compared(loss, passes.first(), batch.targets)
-    if failing:
-        raise UserError(
-            f"the model's {failing[0]} is a GroupNorm to train on what is frozen, for which torch {torch.__version__} "
-            "ends the process in channels-last format; set channels_last=false, or freeze it too."
-        )
     batch, loss = batch._replace(targets=targets), plain_loss(loss)
     _check_output(output, targets, num_classes, exact, loss)
     if wrong := misfit(loss, output, batch.targets):
@@ -125,29 +120,6 @@ def probe(
     return [
         *passes.check(template, precision, averages), *wide[:1], *of_loss, *remarks(loss, output, batch.targets)
     ]  # fmt: skip
-
-
-@contextmanager
-def _group_norms_without_input_gradient(model: nn.Module) -> Iterator[list[str]]:
-    """Collect the names of trained GroupNorms whose backward pass on CPUs reads a gradient that nothing has asked for.
-
-    torch's code for channels-last inputs does so (`torch.autograd.grad(GroupNorm(x).sum(), weight)`).
-    """
-    found = list[str]()
-
-    def look(name: str, own: nn.GroupNorm, inputs: tuple[Any, ...]) -> None:
-        given = inputs[0]
-        trains = own.weight is not None and own.weight.requires_grad and not given.requires_grad
-        if trains and given.device.type == "cpu" and not given.is_contiguous():
-            found.append(name)
-
-    norms = [(name, own) for name, own in model.named_modules() if isinstance(own, nn.GroupNorm)]
-    hooks = [own.register_forward_pre_hook(partial(look, name)) for name, own in norms]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class _TwoPasses:
