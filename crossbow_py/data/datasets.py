@@ -140,6 +140,17 @@ def as_pair(data: Data) -> Pair | None:
     return found if all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(found[0])) else None
 
 
+def in_tensors(data: Data) -> Data:
+    """Return the tensors of a `Subset` of tensors, a copy that nothing has to load item by item; else the data."""
+    if not isinstance(data, Subset):
+        return data
+    whole: Data = in_tensors(data.dataset)
+    ids = np.asarray(data.indices)
+    pair = as_pair(whole) if ids.ndim == 1 and ids.dtype.kind in "iu" else None
+    is_held = pair is not None and len(ids) > 0 and ids.min() >= 0 and ids.max() < len(pair[1])
+    return take(whole, ids.astype(np.int64)) if is_held else data
+
+
 def sample_digest(data: Data) -> str | None:
     """Return a short hash of up to 64 samples, spread over the data; None if they are items, which may cost to load."""
     pair = as_pair(data)

@@ -23,7 +23,7 @@ from crossbow_py.core.other_names import python_suggestion
 from crossbow_py.core.settings import suggestion
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.data.datasets import Data
+from crossbow_py.data.datasets import Data, in_tensors
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.auto_tuner import AutoTunerSettings
@@ -178,8 +178,11 @@ class Trainer:
         found, self._messages = find_checkpoint(resume, folder, ranks)
         self.run = RunBuilder(
             make_model=model,
-            data=DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std, sample_weights,
-                          class_names),
+            data=DataSets(
+                in_tensors(train_data),
+                *(None if own is None else in_tensors(own) for own in (test_data, validation_data)),
+                num_classes, augmentation, mean, std, sample_weights, class_names,
+            ),
             settings=settings, choices=choose_together(settings, found, ranks),
             optimizer=optimizer, rule=averaging, schedule=schedule, loss=loss, metrics=metrics,
             init_from=None if init_from is None or found else str(given_path("init_from", init_from)),

@@ -315,7 +315,7 @@ def plain_sgd(model: nn.Module, data: Any, order: Order) -> None:
 def with_fold(**options: Any) -> Trainer:
     others = Subset(TensorDataset(*weighted_data()), fold())
     optimizer = SGD(learning_rate=0.05)
-    return Trainer(model=weighted_model, train_data=others, num_workers=0, optimizer=optimizer, **options)
+    return Trainer(model=weighted_model, train_data=others, optimizer=optimizer, **options)
 
 
 # --- export: a program by torch.export, which runs without the model's code -------------------------------------------

@@ -11,7 +11,7 @@ from torch.utils.data import Subset
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import setting
 from crossbow_py.core.targets import call_target
-from crossbow_py.data.datasets import Collated, Data, as_pair, check_data, has_integers
+from crossbow_py.data.datasets import Collated, Data, as_pair, check_data, has_integers, in_tensors
 from crossbow_py.data.sources.base import SourceSettings
 
 _MOST_CLASSES = 2**24  # larger targets are numbers, not classes
@@ -38,7 +38,7 @@ class Custom(SourceSettings):
         train, test = result
         check_data(train, f"the train data of data.target={self.target}")
         check_data(test, f"the test data of data.target={self.target}")
-        return train, test
+        return in_tensors(train), in_tensors(test)
 
     def moments(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
         """Return None: inputs are not normalised (uint8 images are scaled to [0, 1])."""

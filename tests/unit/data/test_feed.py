@@ -12,12 +12,13 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.triton_launch import recorded
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.build import make_feed
+from crossbow_py.data.datasets import in_tensors
 from crossbow_py.data.feed import Batch, EpochCache, Feed, MemoryOrder
 from crossbow_py.data.resident.resident_feed import STREAM, ResidentFeed, Variant
 from crossbow_py.data.sampler import epoch_order
@@ -151,6 +152,24 @@ def test_batch_of_tokens_is_unchanged(make: Any) -> None:
 
 def test_make_feed_of_a_tensor_dataset_of_two_is_resident() -> None:
     assert isinstance(make_feed(TensorDataset(*images()), 4), ResidentFeed)
+
+
+def test_subsets_of_tensors_are_held_as_tensors_of_their_samples() -> None:
+    inputs, targets = torch.randn(9, 2), torch.arange(9)
+    nested = Subset(Subset(TensorDataset(inputs, targets), [8, 1, 5, 2]), [2, 0])
+    held = in_tensors(nested)
+    assert isinstance(held, tuple)
+    assert torch.equal(held[0], inputs[[5, 8]]) and held[1].tolist() == [5, 8]
+    by_name = in_tensors(Subset(({"a": inputs}, targets), [3]))  # type: ignore[arg-type]
+    assert isinstance(by_name, tuple) and torch.equal(by_name[0]["a"], inputs[[3]])
+
+
+@pytest.mark.parametrize("data", [
+    Subset(Counted(torch.randn(N, 2)), [0, 1]), Subset(TensorDataset(torch.zeros(3, 2), torch.zeros(3)), [2, -1]),
+    Subset(TensorDataset(torch.zeros(3, 2), torch.zeros(3)), []), Counted(torch.randn(N, 2)),
+])  # fmt: skip
+def test_other_data_are_left_as_they_are(data: Any) -> None:
+    assert in_tensors(data) is data
 
 
 def test_map_style_batch_fetches_its_items_in_order_and_forgets_them_two_batches_later() -> None:
