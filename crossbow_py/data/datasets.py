@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ class MapStyleDataset(Protocol):
 
 
 Pair = tuple[Tree, Tensor]
+_D = TypeVar("_D")
 Data = Pair | MapStyleDataset  # or a mapping of tensors, as `as_pair` takes it
 
 
@@ -140,11 +141,11 @@ def as_pair(data: Data) -> Pair | None:
     return found if all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(found[0])) else None
 
 
-def in_tensors(data: Data) -> Data:
+def in_tensors(data: _D) -> _D | Data:
     """Return the tensors of a `Subset` of tensors, a copy that nothing has to load item by item; else the data."""
     if not isinstance(data, Subset):
         return data
-    whole: Data = in_tensors(data.dataset)
+    whole: Data = in_tensors(data.dataset)  # type: ignore[arg-type]  # a data set too
     ids = np.asarray(data.indices)
     pair = as_pair(whole) if ids.ndim == 1 and ids.dtype.kind in "iu" else None
     is_held = pair is not None and len(ids) > 0 and ids.min() >= 0 and ids.max() < len(pair[1])

@@ -179,9 +179,8 @@ class Trainer:
         self.run = RunBuilder(
             make_model=model,
             data=DataSets(
-                in_tensors(train_data),
-                *(None if own is None else in_tensors(own) for own in (test_data, validation_data)),
-                num_classes, augmentation, mean, std, sample_weights, class_names,
+                in_tensors(train_data), in_tensors(test_data), in_tensors(validation_data), num_classes, augmentation,
+                mean, std, sample_weights, class_names,
             ),
             settings=settings, choices=choose_together(settings, found, ranks),
             optimizer=optimizer, rule=averaging, schedule=schedule, loss=loss, metrics=metrics,
