@@ -49,7 +49,7 @@ class SharedStudy(SegmentClaims):
         maximize: whether greater values are better.
         worker: the name of this process for people.
         lease_s: how long after its last sign of life, one every third of it, other hosts take this worker for dead.
-        clock: seconds since 1970; of all hosts the same to within a tenth of `lease_s`.
+        clock: monotonic seconds of this host.
         sleep: waits for some seconds.
 
     Raises (all methods):
@@ -59,7 +59,7 @@ class SharedStudy(SegmentClaims):
 
     def __init__(
         self, storage: BaseStorage | str, name: str, *, sampler: SamplerName, space: Space, seed: int, maximize: bool,
-        worker: str, lease_s: float, clock: Callable[[], float] = time.time,
+        worker: str, lease_s: float, clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:  # fmt: skip
         silence_optuna()

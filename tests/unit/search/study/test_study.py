@@ -318,7 +318,7 @@ def test_claim_that_no_worker_has_made_is_refused(address: str, attributes: dict
             use()
 
 
-@pytest.mark.parametrize("plain", [None, {}, {"until": "x"}, 7, [1]])
+@pytest.mark.parametrize("plain", [None, {}, {"until": "x"}, {"beat": 1.0}, 7, [1]])
 def test_lease_that_no_worker_has_taken_is_refused(address: str, plain: Any) -> None:
     study, storage = worker(address), open_storage(address)
     storage.set_study_user_attr(storage.get_study_id_from_name("mine/segments"), "lease of x", plain)
