@@ -82,7 +82,7 @@ def files() -> list[str]:
         (["data.validation_fraction=0"], ["set data.validation_fraction=0.1"]),
         (["batch_size=5000"], ["batch_size=5000", "at most 1351"]),
         (["space.batch_size=[16,5000]"], ["batch_size=5000", "at most 1351"]),
-        (["storage=redis://here"], ["storage must be journal:PATH", "sqlite://"]),
+        (["storage=mongodb://here"], ["storage must be journal:PATH", "sqlite://"]),
         (["storage=journal:nowhere/search.log"], ["nowhere does not exist", "make it"]),
         (["storage=sqlite:///nowhere/search.db"], ["nowhere does not exist", "make it"]),
         (["resume=nowhere"], ["resume=nowhere is not the folder of a search"]),

@@ -21,7 +21,14 @@ from crossbow_py.search.identity import upgraded
 from crossbow_py.search.space import Space
 from crossbow_py.search.study.claims import SegmentClaims, SegmentResult
 from crossbow_py.search.study.sampling import Sampling
-from crossbow_py.search.study.storage import BadStorageError, Patience, open_storage, shown_address, silence_optuna
+from crossbow_py.search.study.storage import (
+    BadStorageError,
+    Patience,
+    close_connections,
+    open_storage,
+    shown_address,
+    silence_optuna,
+)
 
 _STEPS_PER_EPOCH = 1000  # Optuna's steps are integers, and rungs are measured at fractions of epochs
 _CONCLUDED = {
@@ -66,6 +73,10 @@ class SharedStudy(SegmentClaims):
         self._trials: dict[int, FrozenTrial] = {}
         self._study, claims = (_study_named(each, storage, patience, maximize) for each in (name, f"{name}/segments"))
         super().__init__(storage, claims, patience, worker, lease_s, clock)
+
+    def close(self) -> None:
+        super().close()
+        close_connections(self._storage)
 
     def exists(self) -> bool:
         """Return whether any worker has opened the search."""
