@@ -6,7 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from unittest import mock
@@ -16,6 +16,8 @@ import torch
 from crossbow_py.search import __main__ as search
 from crossbow_py.search.packs import trial_registry
 from crossbow_py.search.packs.width import Width
+from experiments.bench.machine import free_port
+from experiments.faults.processes import rank_environment
 from tests.searches import merged
 from tests.training_processes import PATIENCE_S
 
@@ -28,18 +30,30 @@ _PACK_SIZE = 4
 
 
 @contextlib.contextmanager
-def started(folder: Path, *options: str) -> Iterator[ForkServerProcess]:
+def started(
+    folder: Path, *options: str, environment: Mapping[str, str] | None = None
+) -> Iterator[ForkServerProcess]:
     """`python -m crossbow_py.search`, in `folder`'s parent and writing to it; killed in the end, if it runs."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "crossbow_py.search.build", "crossbow_py.search.report.listeners"])
+    context.set_forkserver_preload([__name__, "crossbow_py.search.searcher", "crossbow_py.search.report.tensorboard"])
     arguments = merged(NINE_TRIALS, (f"output_dir={folder.name}", *options))
-    process = context.Process(target=_search_here, args=(arguments, str(folder.parent), f"{folder}.log"))
+    where = str(folder.parent)
+    process = context.Process(target=_search_here, args=(arguments, where, f"{folder}.log", dict(environment or {})))
     process.start()
     try:
         yield process
     finally:
         process.kill()
         process.join()
+
+
+@contextlib.contextmanager
+def started_ranks(folder: Path, *options: str, num_ranks: int = 2) -> Iterator[list[ForkServerProcess]]:
+    """The same as ranks of this host, without a launcher that would end all with one."""
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        environments = [rank_environment(rank, num_ranks, port) for rank in range(num_ranks)]
+        yield [stack.enter_context(started(folder, *options, environment=each)) for each in environments]
 
 
 def search_in(folder: Path, *options: str) -> int | None:
@@ -54,12 +68,13 @@ def ended(process: ForkServerProcess) -> int | None:
     return process.exitcode
 
 
-def _search_here(arguments: Sequence[str], where: str, log: str) -> None:
+def _search_here(arguments: Sequence[str], where: str, log: str, environment: Mapping[str, str]) -> None:
     """Be that process: packs are of one size without measuring, and the exit code is the search's."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.chdir(where)
+    os.environ.update(environment)
     torch.set_num_threads(1)
     width = Width(_PACK_SIZE, {("serial", 1): 1.0, ("serial", _PACK_SIZE): 2.0}, "Packs of 4, for a test.")
     with mock.patch.object(trial_registry, "measured_width", return_value=(width, [])):

@@ -117,7 +117,7 @@ def _values(key: Key) -> Sequence[str]:
     if key.name == "executor" and not key.values.startswith("one of "):
         return ["auto", *EXECUTORS]
     if key.values.startswith("one of "):
-        return key.values.removeprefix("one of ").split(", ")
+        return key.values.removeprefix("one of ").partition(" or ")[0].split(", ")
     return ["true", "false"] if key.values == "true or false" else [""]
 
 

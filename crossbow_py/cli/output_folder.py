@@ -6,6 +6,7 @@ from datetime import datetime
 from pathlib import Path
 
 from crossbow_py.core.errors import unwritable
+from crossbow_py.telemetry.records import CONFIG_FILE
 
 RUNS = Path("runs")
 
@@ -37,3 +38,9 @@ def make_folder(path: Path) -> Path:
     except OSError as error:
         raise unwritable(path, error) from error
     return path
+
+
+def recorded_folders(experiment: str) -> list[Path]:
+    """Return the folders in runs/<experiment> that have a configuration, the newest first."""
+    found = (path for path in (RUNS / experiment).glob("*") if (path / CONFIG_FILE).is_file())
+    return sorted(found, key=lambda path: (path / CONFIG_FILE).stat().st_mtime_ns, reverse=True)

@@ -16,10 +16,16 @@ from crossbow_py.core.files import read_text, replacing
 from crossbow_py.distributed.ranks import ALONE, Ranks
 
 LAUNCH_FILE = ".launch"
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # variables of every rank
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _PROC = Path("/proc")
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl.h
 _STARTED = 19  # field of /proc/PID/stat after the name: the time the process began, in ticks since the boot
+
+
+def launched() -> bool:
+    """Return whether a launcher has started this process as one of several ranks."""
+    return all(name in os.environ for name in LAUNCHED) and int(os.environ["WORLD_SIZE"]) > 1
 
 
 @dataclass(frozen=True)

@@ -22,24 +22,18 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from crossbow_py.core.errors import CrossbowError, RankLostError, UserError, one_line
-from crossbow_py.core.host import prepare_environment, read_host
+from crossbow_py.core.errors import CrossbowError, RankLostError, one_line
 from crossbow_py.distributed.collective import Collective, ProcessGroupCollective
-from crossbow_py.distributed.launch import end_with_launcher
+from crossbow_py.distributed.launch import LAUNCHED, end_with_launcher, launched
+from crossbow_py.distributed.place import take_place
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.distributed.watch import RankWatch
 
-_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _START_S = 1800.0  # for all ranks to start and to connect
 _LOADING_S = 7 * 24 * 3600.0  # before training, ranks wait while one of the host downloads data or fills a cache
 _GRACE_S = 60.0  # the watch, which can say which rank hangs, comes before the process group's own timeout
 _PAUSES_S = (0.005, 0.5)  # first and longest pause between two looks into the store; each doubles the last
-
-
-def launched() -> bool:
-    """Return whether a launcher has started this process as one of several ranks."""
-    return all(name in os.environ for name in _LAUNCHED) and int(os.environ["WORLD_SIZE"]) > 1
 
 
 @contextmanager
@@ -77,14 +71,10 @@ class ProcessGroupRanks(Ranks):
         self.local_rank, self.num_local = _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE", self.num_ranks)
         self.node, self.num_nodes = _number("GROUP_RANK"), _number("GROUP_WORLD_SIZE", 1)
         self._timeout_s = settings.timeout_s
-        # This rank's share of the host's cores as threads. torchrun sets one, unless the user set another number.
-        if os.environ.get("OMP_NUM_THREADS", "1") == "1":
-            torch.set_num_threads(max(1, read_host().cores // self.num_local))
-        if on_gpus:
-            self._take_gpu()
+        take_place(self.local_rank, self.num_local, on_gpu=on_gpus)
         self._keep_local()
         try:
-            found = _launchers_store(tuple(os.environ[name] for name in _LAUNCHED))
+            found = _launchers_store(tuple(os.environ[name] for name in LAUNCHED))
             self.token = agree_on_start(PrefixStore("crossbow", found), self.rank, self.num_ranks, _START_S)
             store = PrefixStore(f"crossbow/{self.token}", found)
             torch.distributed.init_process_group(
@@ -100,16 +90,6 @@ class ProcessGroupRanks(Ranks):
         self.watch = watch
         # From the start of training on, the watch ends ranks that have waited for `timeout_s`.
         _set_pg_timeout(timedelta(seconds=max(_LOADING_S, self._timeout_s + _GRACE_S)))
-
-    def _take_gpu(self) -> None:
-        prepare_environment()
-        count = torch.cuda.device_count()
-        if self.local_rank >= count:
-            raise UserError(
-                f"there are {self.num_local} ranks on this host and {count} GPUs, and each rank needs its own; set "
-                f"--nproc-per-node={count}, or num_learners for more learners on a GPU, or device=cpu."
-            )
-        torch.cuda.set_device(self.local_rank)
 
     def _keep_local(self) -> None:
         """Use the loopback interface if all ranks are on one host, unless the user names another: no one can listen."""

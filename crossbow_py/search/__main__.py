@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 
 from crossbow_py.cli.command_line import run
-from crossbow_py.core.errors import SearchError, UserError
-from crossbow_py.core.signals import StopSignal
+from crossbow_py.core.errors import UserError
+from crossbow_py.distributed.process_group import joined
+from crossbow_py.distributed.rank_agreement import check_ranks_agree
 from crossbow_py.search.config import SearchConfig
-from crossbow_py.search.folder import kept_unless_refused, open_search_folder
+from crossbow_py.search.folder import opened_folder
+from crossbow_py.train.config import config_to_mapping
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,28 +21,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def search(config: SearchConfig) -> int:
-    """One worker of a search; returns its exit code. Raises SearchError when every trial has failed."""
+    """One worker of a search, or all that torchrun has started, each on its device; returns its exit code.
+
+    Ranks agree on where they search, and leave their process group before they do: what they share from then on is
+    the storage alone, so that none waits for another. Raises SearchError when every trial has failed.
+    """
     if importlib.util.find_spec("optuna") is None:
         raise UserError("a search needs Optuna, which is not installed; run pip install optuna.")
-    from crossbow_py.search.build import SearchRun  # noqa: PLC0415
-    from crossbow_py.search.report.listeners import search_listeners  # noqa: PLC0415  as Optuna is optional
+    from crossbow_py.search.searcher import prepared, search_to_the_end  # noqa: PLC0415  as Optuna is optional
 
-    folder = open_search_folder(config)
-    try:
-        with kept_unless_refused(folder), ExitStack() as stack:
-            listeners = [stack.enter_context(closing(each)) for each in search_listeners(folder.path)]
-            one = stack.enter_context(closing(SearchRun(config, folder, listeners)))
-            signals = stack.enter_context(StopSignal(enabled=True))  # before it, there is nothing to finish
-            summary = one.run(lambda: signals.status)
-    except KeyboardInterrupt as interrupt:  # a second Ctrl-C: nothing else is said
-        again = "the same command" if config.resume else "the same command with resume=auto"
-        interrupt.add_note(f"{again} goes on in {folder.path}, where every finished rung is kept")
-        raise
-    if summary.status == "finished" and summary.best is None:
-        number, first = len(summary.trials), next(trial for trial in summary.trials if trial.reason)
-        reason = (first.reason or "").rstrip(".")
-        raise SearchError(f"every trial failed, {number} of {number}; trial {first.trial}: {reason}.")
-    return StopSignal.EXIT_CODES.get(summary.status, 0)
+    with ExitStack() as stack:
+        with joined(device=config.device) as ranks:
+            check_ranks_agree(config_to_mapping(config), ranks)
+            folder = stack.enter_context(opened_folder(config, ranks))
+            worker = stack.enter_context(prepared(config, folder, ranks))
+        return search_to_the_end(worker, ranks)
 
 
 if __name__ == "__main__":

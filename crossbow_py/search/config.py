@@ -6,11 +6,11 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from crossbow_py.cli.configuration import group_options, read_option
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.settings import setting, suggestion, written
+from crossbow_py.core.settings import setting, shown, suggestion, written
 from crossbow_py.search.hyperband import Bracket, Method, make_brackets
 from crossbow_py.search.packs.policies import Policy
 from crossbow_py.search.space import Space, laid_over
@@ -21,6 +21,7 @@ from crossbow_py.train.run_folder.recorded_config import as_override
 _SEARCHED_GROUPS = ("model", "optimizer", "schedule")
 _SEARCHED = ("batch_size", "label_smoothing", "seed", "data.crop_padding", "data.flip", "data.random_erasing")
 _MEASURED = ("accuracy", "loss")
+SamplerName = Literal["random", "tpe", "grid", "gp", "cmaes", "qmc", "nsgaii"]
 # Keys of the whole search: a trial alone has the default of a run.
 _OF_THE_SEARCH = ("experiment", "output_dir", "resume", "max_time_s", "target_accuracy", "checkpoint_every_s")
 
@@ -37,6 +38,7 @@ test data is measured once, for the best.
   python -m crossbow_py.search +experiment=search_digits '+space.batch_size=[16,32]' packing=none
   python -m crossbow_py.search +experiment=search_digits metric=f1 metrics.f1.target=pkg.mod.F1 maximize=true
   python -m crossbow_py.search model=lenet data=mnist '+space.optimizer.learning_rate={low:0.001,high:0.5,log:true}'
+  torchrun --standalone --nproc-per-node=gpu -m crossbow_py.search +experiment=search_lenet        # a worker a GPU
 
 The space of an experiment, in YAML; conf/experiment/search_digits.yaml is one to copy:
 
@@ -52,7 +54,7 @@ a step, or num values: {low: 0.001, high: 0.1, log: true, num: 3}.
 
 The same command goes on with a search that was stopped or killed; nothing that is finished is trained again. Started
 while the search runs, it joins: workers share the trials. The default storage serves the processes of one machine.
-Several machines need a data base, the same in each command: storage=postgresql://USER@HOST/NAME or mysql://...; where
+Several machines need a storage that all reach, the same in each command: storage=postgresql://USER@HOST/NAME; where
 output_dir is a folder they share too, any of them trains a trial on, and elsewhere it begins that trial anew.
 
 Writes search.json (trials, best, times), model.safetensors of the best trial, console.log, tensorboard, and with
@@ -85,7 +87,10 @@ class SearchConfig(JobConfig):
         None, "stop the search at that validation accuracy, between 0 and 1", above=0, maximum=1
     )
     space: dict[str, Any] = setting({}, "what is searched: a mapping from keys of a run to ranges or choices")
-    sampler: Literal["random", "tpe", "grid"] = setting("random", "how trials are sampled: random, tpe or grid")
+    sampler: SamplerName | str = setting(
+        "random",
+        "how trials are sampled: at random, every point of a grid, by another of Optuna's, or by a dotted name",
+    )
     method: Method = setting(
         "hyperband", "which trials train on: hyperband, successive_halving, or none (all of them to the end)"
     )
@@ -104,7 +109,9 @@ class SearchConfig(JobConfig):
     )
     max_pack_size: int = setting(32, "most trials side by side", minimum=1)
     storage: str | None = setting(
-        None, "journal:PATH, or an address of a database as Optuna has it; null is a journal in the search's folder"
+        None,
+        "journal:PATH, or an address as sqlite:///PATH, postgresql://..., mysql://..., redis://..., grpc://HOST:PORT; "
+        "null is a journal in the search's folder",
     )
     study: str | None = setting(None, "name of the search in the storage; null is the experiment's")
     checkpoint_every_s: float | None = setting(
@@ -116,6 +123,7 @@ class SearchConfig(JobConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_sampler(self.sampler)
         if self.metric not in _MEASURED and not {self.metric, self.metric.partition("/")[0]} & set(self.metrics):
             remedy = f"name one of them, or give metrics.{self.metric or 'NAME'}.target"
             if self.metric == PERPLEXITY:
@@ -158,6 +166,16 @@ class SearchConfig(JobConfig):
             self.method, num_trials=num_trials, min_epochs=self.min_epochs, max_epochs=self.max_epochs,
             eta=self.eta,
         )  # fmt: skip
+
+
+def _check_sampler(name: str) -> None:
+    """Raise UserError for what is neither the name of a sampler nor a dotted one."""
+    known = get_args(SamplerName)
+    if name not in known and "." not in name:
+        raise UserError(
+            f"sampler must be one of {', '.join(known)}, or a dotted name such as package.module.Sampler, got "
+            f"{shown(name)}; write one of these."
+        )
 
 
 def _check_options(config: SearchConfig, params: Mapping[str, Any]) -> None:

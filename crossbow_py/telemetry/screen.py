@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -29,22 +30,28 @@ class Screen:
         log_path: the log, appended to, as several processes may share it; None for none.
         stream: the stream to print to, by default the process's stdout.
         console: draws to the stream; None makes one that follows the terminal's size.
+        speaks: whether to print at all; the log has all in any case.
 
     Raises:
         UserError: the log cannot be written.
     """
 
     def __init__(
-        self, log_path: Path | None = None, stream: TextIO | None = None, console: Console | None = None
+        self,
+        log_path: Path | None = None,
+        stream: TextIO | None = None,
+        console: Console | None = None,
+        speaks: bool = True,
     ) -> None:
-        self._stream: TextIO | None = stream or sys.stdout
+        self._stream: TextIO | None = (stream or sys.stdout) if speaks else None
         self._log: TextIO | None = None
         if log_path:
             try:
                 self._log = open(log_path, "a", encoding="utf-8", opener=own_file)  # noqa: SIM115
             except OSError as error:
                 raise unwritable(log_path.parent, error) from error
-        self._console = console or Console(file=self._stream, highlight=False, markup=False, emoji=False)
+        file = self._stream or io.StringIO()
+        self._console = console or Console(file=file, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
 
     @property

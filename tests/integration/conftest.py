@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from crossbow_py.search import searcher
 from crossbow_py.search.packs import trial_registry
 from crossbow_py.search.packs.width import Width
-from crossbow_py.search.report import listeners
 from crossbow_py.search.report.search_file import SearchFile
 
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what a search leaves, search.json alone: the rest takes longer than tiny searches."""
-    monkeypatch.setattr(listeners, "search_listeners", lambda folder: [SearchFile(folder, print)])
+    monkeypatch.setattr(searcher, "search_listeners", lambda folder, speaks: [SearchFile(folder, print)])
 
 
 @pytest.fixture

@@ -130,6 +130,14 @@ def test_slurm_script_starts_one_torchrun_a_node_that_meet_at_the_first(tmp_path
     ]  # fmt: skip
 
 
+def test_slurm_script_searches_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CROSSBOW_COMMAND", "search")
+    job = SlurmJob(tmp_path, "+experiment=search_lenet")
+    assert job.end() == 0
+    words = job.said("srun.args")
+    assert words[words.index("-m") + 1 :][:2] == ["crossbow_py.search", "+experiment=search_lenet"]
+
+
 def test_slurm_script_starts_torchrun_with_options_that_it_has(tmp_path: Path) -> None:
     job = SlurmJob(tmp_path)
     job.end()

@@ -111,9 +111,27 @@ def test_compose_runs_torchrun_on_all_gpus_and_the_plain_image_on_any_machine() 
         assert service["shm_size"] == "8gb"
 
 
+def test_compose_searches_on_all_gpus_once_its_data_base_answers() -> None:
+    services = compose()["services"]
+    search, database = services["search"], services["database"]
+    assert (search["profiles"], database["profiles"]) == (["search"], ["search"])
+    train = services["train"]
+    assert search["entrypoint"] == [*train["entrypoint"][:-1], "crossbow_py.search"]
+    assert search["deploy"] == train["deploy"]
+    assert search["depends_on"] == {"database": {"condition": "service_healthy"}}
+    test = database["healthcheck"]["test"]
+    user, name = database["environment"]["POSTGRES_USER"], database["environment"]["POSTGRES_DB"]
+    assert test[:2] == ["CMD", "pg_isready"] and {f"--username={user}", f"--dbname={name}"} <= set(test)
+    (storage,) = [word for word in search["command"] if word.startswith("storage=")]
+    assert storage == f"storage=postgresql://{user}@database/{name}"  # without the password, which is recorded
+    assert search["environment"]["PGPASSWORD"] == database["environment"]["POSTGRES_PASSWORD"]
+    assert database["volumes"] == ["database:/var/lib/postgresql/data"]
+    assert re.fullmatch(r"postgres:\d+", database["image"])
+
+
 def test_compose_waits_longer_for_a_checkpoint_than_torchrun_waits_for_its_ranks() -> None:
     ranks_s = int(environment()["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
-    for name in ("train", "train-cpu"):
+    for name in ("train", "train-cpu", "search"):
         minutes = re.fullmatch(r"(\d+)m", compose()["services"][name]["stop_grace_period"])
         assert minutes and int(minutes[1]) * 60 >= ranks_s + 30
 
@@ -129,7 +147,8 @@ def test_compose_shows_tensorboard_on_loopback_only_and_lets_it_read_only() -> N
 def test_compose_names_every_volume_and_mounts_it_where_the_image_has_one() -> None:
     found = compose()
     mounted = dict(volume.split(":")[:2] for service in found["services"].values() for volume in service["volumes"])
-    assert mounted.keys() == found["volumes"].keys() == {"runs", "data", "cache"}
+    assert mounted.pop("database") == "/var/lib/postgresql/data"  # another image's
+    assert mounted.keys() == found["volumes"].keys() - {"database"} == {"runs", "data", "cache"}
     assert set(mounted.values()) == set(yaml.safe_load(only("VOLUME")))
 
 

@@ -30,7 +30,8 @@ def standalone() -> list[tuple[Snippet, list[str]]]:
 def with_two_ranks(words: list[str]) -> list[str]:
     """Without restarts, which a test would take for patience; and fast, where it is a command of ours."""
     kept = [word for word in words[1:] if not word.startswith(("--nproc-per-node", "--max-restarts"))]
-    return ["--nproc-per-node=2", *kept, *(["+debug=fast", "device=cpu"] if "-m" in kept else [])]
+    fast = "+debug=search_fast" if "crossbow_py.search" in kept else "+debug=fast"
+    return ["--nproc-per-node=2", *kept, *([fast, "device=cpu"] if "-m" in kept else [])]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -199,3 +200,18 @@ def test_search_in_packs_and_prediction_by_its_best_models(tmp_path):
     assert "finished" in said
     said = run("predict", f"models=[{folder}]", "data=digits", "device=cuda", "executor=fused")
     assert "accuracy" in said
+
+
+def test_ranks_of_a_search_have_a_gpu_each_and_share_the_trials(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIMULATED_CUDA_DEVICES", "2")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options = ["+experiment=search_digits", "model.hidden=[16]", "precision=fp32", "executor=serial", "packing=none"]
+    short = ["method=none", "num_trials=4", "max_epochs=0.1", "min_epochs=0.1", "device=cuda", "output_dir=search"]
+    command = [*launcher, "-m", "crossbow_py.search", *options, *short]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    log = (tmp_path / "search" / "console.log").read_text()
+    assert " · cuda:0 · fp32 · " in log and " · cuda:1 · fp32 · " in log
+    trials = json.loads((tmp_path / "search" / "search.json").read_text())["trials"]
+    assert [trial["state"] for trial in trials] == ["complete"] * 4
+    assert len({trial["worker"] for trial in trials}) == 2

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from crossbow_py.core.errors import UserError
+from crossbow_py.distributed.launch import launched
 
 PrecisionName = Literal["auto", "fp32", "bf16"]
 
@@ -84,9 +85,11 @@ def check_device(name: object) -> None:
     """Raise UserError for `cuda:N`, whose remedy is not among the names of devices."""
     kind, colon, number = str(name).partition(":")
     if kind == "cuda" and colon:
+        remedy = f"choose the GPU by the environment: CUDA_VISIBLE_DEVICES={number if number.isdecimal() else 0}"
+        if launched():
+            remedy = "each rank takes the GPU of its own number on the host, of those in CUDA_VISIBLE_DEVICES"
         raise UserError(
-            f"device must be one of auto, cpu, cuda, got {str(name)[:40]!r}; set device=cuda, and choose the GPU by "
-            f"the environment: CUDA_VISIBLE_DEVICES={number if number.isdecimal() else 0}."
+            f"device must be one of auto, cpu, cuda, got {str(name)[:40]!r}; set device=cuda, and {remedy}."
         )
 
 

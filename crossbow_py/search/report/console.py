@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from rich.console import Group, JustifyMethod, RenderableType
@@ -56,17 +55,14 @@ class SearchConsole(ScreenConsole, SearchListener):
     """Talks to the terminal and to console.log.
 
     Args:
-        log_path: console.log, appended to; None for none.
-        screen: the screen to talk to instead.
+        screen: the terminal and console.log.
         clock: monotonic seconds; plain lines and the time that is left depend on it.
     """
 
     WIDTH_FOR_A_BAR: ClassVar[int] = 120
 
-    def __init__(
-        self, log_path: Path | None = None, screen: Screen | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__(screen or Screen(log_path), clock)
+    def __init__(self, screen: Screen, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(screen, clock)
         self._info: SearchInfo | None = None
         self._trials: tuple[TrialRecord, ...] = ()
         self._said: set[tuple[int, float]] | None = None  # None: what was before is not known yet

@@ -12,24 +12,27 @@ from crossbow_py.search.report.standing import ranked
 from crossbow_py.telemetry.console import CONSOLE_LOG
 from crossbow_py.telemetry.pictures import INSTALL_MATPLOTLIB, has_matplotlib, save_picture
 from crossbow_py.telemetry.records import TENSORBOARD_FOLDER
+from crossbow_py.telemetry.screen import Screen
 
 PARALLEL_FILE = "parallel_coordinates.png"
 CURVES_FILE = "learning_curves.png"
 
 
-def search_listeners(folder: Path) -> list[SearchListener]:
+def search_listeners(folder: Path, *, speaks: bool = True) -> list[SearchListener]:
     """Everything that records a search in its folder, which exists; the console is told last, and says what was drawn.
+
+    Of several ranks the first `speaks`: the others leave terminal and pictures to it, and talk to console.log alone.
 
     Raises UserError when console.log cannot be opened.
     """
     # TensorBoard's modules take a fifth of a second, which whoever asks for --help need not wait for.
     from crossbow_py.search.report.tensorboard import SearchTensorBoard  # noqa: PLC0415
 
-    console = SearchConsole(folder / CONSOLE_LOG)
+    console = SearchConsole(screen=Screen(folder / CONSOLE_LOG, speaks=speaks))
     return [
         SearchFile(folder, console.on_message),
         SearchTensorBoard(folder / TENSORBOARD_FOLDER, console.on_message),
-        SearchPictures(folder, console.on_message),
+        *([SearchPictures(folder, console.on_message)] if speaks else []),
         console,
     ]
 

@@ -13,6 +13,7 @@ The search's identity is agreed on in the same way: the lowest-numbered record o
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import uuid
@@ -31,7 +32,7 @@ from crossbow_py.core.settings import check
 from crossbow_py.search.hyperband import Outcome, Segment
 from crossbow_py.search.study.storage import BadStorageError, Patience
 
-_LATE = 0.1  # of a lease: how much later it ends for others, for clocks that differ and calls that take time
+_LATE = 0.1  # of a lease: how much later it ends for others, for clocks whose rates differ
 _RENEWED_AFTER = 1 / 3  # of a lease
 _LEASE_OF = "lease of "  # a holder: the attribute of the study
 _T = TypeVar("_T")
@@ -39,40 +40,75 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Lease:
-    """One worker's hold on all that it claimed.
+    """One worker's hold on all that it claimed, as its holder wrote it last.
 
-    It ends by the clock, in seconds since 1970, so the hosts' clocks are to agree to within a tenth of `lease_s`. On
-    the worker's own host it ends with its process: a search that was killed there goes on at once.
+    It holds no time, as hosts' clocks differ: the holder changes the beat every third of `lease_s`, and others see by
+    their own clocks for how long it stays the same, see `LeaseWatch`. On the worker's own host it ends with its
+    process: a search that was killed there goes on at once.
 
     Attributes:
-        until: when it ends for its holder.
-        lease_s: how long it was given for.
+        beat: another number each time that the holder writes.
+        lease_s: how long a beat holds; 0 where the holder gave the lease up.
         host: where its process numbers mean something; empty where that cannot be told.
         process: number of its process.
         started: when that was started, in the kernel's ticks: numbers are used again.
     """
 
-    until: float
+    beat: float
     lease_s: float
     host: str
     process: int
     started: str
 
     @classmethod
-    def taken(cls, now: float, lease_s: float) -> Lease:
-        """Return a new lease for this process."""
-        return cls(now + lease_s, lease_s, _host(), os.getpid(), _started(os.getpid()))
+    def taken(cls, beat: float, lease_s: float) -> Lease:
+        """Return a lease of this process."""
+        return cls(beat, lease_s, _host(), os.getpid(), _started(os.getpid()))
+
+    @classmethod
+    def read(cls, plain: Any) -> Lease:
+        """Return a lease from a storage. Raises UserError or TypeError for what no worker has written.
+
+        Earlier versions wrote when it ends, which changes as a beat does.
+        """
+        if "until" in plain:
+            plain = {"beat": plain["until"], **{key: value for key, value in plain.items() if key != "until"}}
+        return _made(cls, plain)
 
     @property
     def is_here(self) -> bool:
         """Whether its process runs on this host, in whatever container."""
         return self.host.partition(" ")[0] == _host().partition(" ")[0]
 
-    def is_over_for_others(self, now: float) -> bool:
-        """Return whether others may take what its holder had."""
-        if now >= self.until + _LATE * self.lease_s:
-            return True
-        return bool(self.host) and self.host == _host() and _started(self.process) != self.started
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is known to be over: given up, or of a process of this host that has ended."""
+        is_gone = bool(self.host) and self.host == _host() and _started(self.process) != self.started
+        return self.lease_s == 0 or is_gone
+
+
+class LeaseWatch:
+    """Tells which leases live, by the clock of whoever watches: a beat that stays the same for too long is the last.
+
+    A lease that is seen for the first time lives: how old its beat is cannot be told. The clocks of two hosts may
+    differ by any time, and run at rates that differ by less than the tenth that is added to a lease.
+    """
+
+    def __init__(self) -> None:
+        self._heard: dict[str, tuple[float, float]] = {}  # by holder: the beat, and when it was heard first
+
+    def living(self, leases: Mapping[str, Lease], asked_s: float, heard_s: float) -> dict[str, Lease]:
+        """Return the leases that live, of those that were asked for and heard at two moments of one monotonic clock."""
+        heard = {}
+        for holder, lease in leases.items():
+            beat, since_s = self._heard.get(holder, (lease.beat, heard_s))
+            heard[holder] = (lease.beat, since_s if beat == lease.beat else heard_s)
+        self._heard = heard
+        return {
+            holder: lease
+            for holder, lease in leases.items()
+            if not lease.has_ended and asked_s - heard[holder][1] < (1 + _LATE) * lease.lease_s
+        }
 
 
 def _host() -> str:
@@ -146,7 +182,7 @@ class SegmentClaims:
         patience: calls the storage.
         worker: names this worker to the others.
         lease_s: seconds until others may take what it holds, if it does not prolong its lease.
-        clock: seconds since the epoch.
+        clock: monotonic seconds of this host.
     """
 
     def __init__(
@@ -157,7 +193,8 @@ class SegmentClaims:
         self._worker, self._lease_s, self._clock = worker, lease_s, clock
         self._held: dict[Segment, int] = {}
         self._lost: set[Segment] = set()  # since the last `renew`
-        self._holder, self._lease = "", Lease.taken(0.0, 0.0)
+        self._watch = LeaseWatch()
+        self._holder, self._beat, self._until_s = "", 0, -math.inf
         self._lock = threading.RLock()
         self._heartbeat = Heartbeat(self._prolong, lambda: bool(self._held), self._lock, lease_s / 3)
 
@@ -194,6 +231,11 @@ class SegmentClaims:
         with self._lock:
             return self._free(segments, self._read()) if segments else []
 
+    def join(self) -> None:
+        """Take a lease, by which others count this worker from now on: what is left is shared with it."""
+        with self._lock:
+            self._prolong()
+
     def renew(self) -> list[Segment]:
         """Prolong the lease on what is held, if that is due, and hear what became of it meanwhile; cheap.
 
@@ -222,19 +264,20 @@ class SegmentClaims:
                 del self._held[segment]
 
     def num_searchers(self, *, here: bool = False) -> int:
-        """Search processes that live, as their leases tell, and this one; those on this host alone where `here`."""
+        """Return the number of search processes that live, this one included; those of this host alone where `here`.
+
+        One whose lease is seen for the first time counts until its beat has stayed the same for too long.
+        """
         with self._lock:
-            now = self._clock()
-            living = {holder: lease for holder, lease in self._leases().items() if not lease.is_over_for_others(now)}
+            living = self._living()
             others = {holder for holder, lease in living.items() if lease.is_here or not here}
             return len(others | {self._holder})
 
     def leave(self) -> None:
         """End the lease, as this process takes nothing more: the others share what is left."""
         with self._lock:
-            if self._holder:
-                self._write_lease(Lease.taken(self._clock(), 0.0))
-                self._holder, self._lease, self._held = "", Lease.taken(0.0, 0.0), {}
+            self._give_up_lease()
+            self._held = {}
 
     def segment_results(self) -> dict[Segment, SegmentResult]:
         """Return the results of the segments that are over, ascending."""
@@ -277,9 +320,9 @@ class SegmentClaims:
         Others may be taking what it held: what nobody has taken is claimed anew.
         """
         now = self._clock()
-        if now < self._lease.until - (1 - _RENEWED_AFTER) * self._lease.lease_s:
+        if now < self._until_s - (1 - _RENEWED_AFTER) * self._lease_s:
             return
-        if now < self._lease.until:
+        if now < self._until_s:
             self._take_lease(now)
             ended = {claim.id for claim in self._read() if claim.has_ended}
             taken = {segment for segment, claim in self._held.items() if claim in ended}
@@ -290,6 +333,7 @@ class SegmentClaims:
         self._lost.update(held)  # until they are claimed anew: the storage may fail before that
         for segment in held:
             self.release(segment)
+        self._give_up_lease()  # so that nobody waits for it
         self._holder = f"{self._worker} {uuid.uuid4().hex[:12]}"
         self._take_lease(now)
         if held:
@@ -311,21 +355,15 @@ class SegmentClaims:
 
     def _free(self, segments: Iterable[Segment], claims: Sequence[_Claim]) -> list[Segment]:
         """Return the segments that may be taken, after ending the claims of ended leases on them."""
-        leases = self._leases()
-        now = self._clock()
-
-        def is_void(claim: _Claim) -> bool:
-            # Our own that is not held is left from a call that failed midway.
-            lease = leases.get(claim.holder)
-            return claim.holder == self._holder or lease is None or lease.is_over_for_others(now)
-
+        living = self._living()
         results, by_segment = _results(claims), _unfinished(claims)
         free = []
         for segment in segments:
             if segment in results or segment in self._held:
                 continue
             standing = by_segment.get(segment, [])
-            over = [each for each in standing if is_void(each)]
+            # Our own that is not held is left from a call that failed midway.
+            over = [each for each in standing if each.holder == self._holder or each.holder not in living]
             for each in over:
                 self._end(each.id)
             if len(over) == len(standing):
@@ -354,19 +392,31 @@ class SegmentClaims:
             self._patience.call(self._storage.set_trial_state_values, record, state, values)
 
     def _take_lease(self, now: float) -> None:
-        lease = Lease.taken(now, self._lease_s)
-        self._write_lease(lease)
-        self._lease = lease
+        self._beat += 1
+        self._write_lease(Lease.taken(self._beat, self._lease_s))
+        self._until_s = now + self._lease_s  # from before it was written: others hear of it later
+
+    def _give_up_lease(self) -> None:
+        if self._holder:
+            self._write_lease(Lease.taken(self._beat, 0.0))
+        self._holder, self._until_s = "", -math.inf
 
     def _write_lease(self, lease: Lease) -> None:
         key = f"{_LEASE_OF}{self._holder}"
         self._patience.call(self._storage.set_study_user_attr, self._claims_study, key, asdict(lease))
 
-    def _leases(self) -> dict[str, Lease]:
+    def _living(self) -> dict[str, Lease]:
+        """Return the leases that live, by holder."""
+        asked_s = self._clock()
         kept = self._patience.call(self._storage.get_study_user_attrs, self._claims_study)
-        leases = {key.removeprefix(_LEASE_OF): plain for key, plain in kept.items() if key.startswith(_LEASE_OF)}
+        heard_s = self._clock()
         with self._of_a_search("lease"):
-            return {holder: _made(Lease, plain) for holder, plain in leases.items()}
+            leases = {
+                key.removeprefix(_LEASE_OF): Lease.read(plain)
+                for key, plain in kept.items()
+                if key.startswith(_LEASE_OF)
+            }
+        return self._watch.living(leases, asked_s, heard_s)
 
     def _read(self) -> list[_Claim]:
         trials = self._patience.call(self._storage.get_all_trials, self._claims_study, deepcopy=False)

@@ -1,21 +1,26 @@
-"""Opens a search's Optuna storage by its address, journal files included, and retries operations that fail."""
+"""Opens a search's Optuna storage by its address, journals included, and retries operations that fail."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 import sqlite3
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
+from urllib.parse import SplitResult, urlsplit
 
 import optuna
-from optuna.exceptions import OptunaError, StorageInternalError
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage, get_storage
-from optuna.storages.journal import BaseJournalBackend
-from sqlalchemy import Engine, event
+from optuna.exceptions import ExperimentalWarning, OptunaError, StorageInternalError
+from optuna.storages import BaseStorage, GrpcStorageProxy, JournalStorage, RDBStorage, get_storage
+from optuna.storages.journal import BaseJournalBackend, JournalRedisBackend
+from sqlalchemy import URL, Engine, event
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
@@ -27,13 +32,31 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _DATABASES = ("sqlite", "postgresql", "mysql")
+_REDIS = ("redis", "rediss")
+_GRPC, _GRPC_PORT = "grpc", 13000  # the port of Optuna's proxy
 _SQLITE_WAIT_S = 1.0  # for its lock; then it is our turn to be patient
 _LONGEST_SHOWN = 200
 _WAITS_S = (0.01, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+_PATIENCE_S = 30.0  # after which nothing is tried again: a server that does not answer takes its time at every try
+_CONNECT_S, _ANSWER_S = 5, 10
+# A connection whose other end is gone without a word ends by itself.
+_LIBPQ = {
+    "connect_timeout": _CONNECT_S, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+}  # fmt: skip
+_MYSQL = {"connect_timeout": _CONNECT_S, "read_timeout": _ANSWER_S, "write_timeout": _ANSWER_S}
+_CONNECT_ARGS: dict[str, dict[str, Any]] = {
+    "psycopg": _LIBPQ, "psycopg2": _LIBPQ, "pymysql": _MYSQL, "mysqldb": _MYSQL,
+    "pysqlite": {"timeout": _SQLITE_WAIT_S},
+}  # fmt: skip
+_PIP = {"psycopg": '"psycopg[binary]"', "psycopg2": "psycopg2-binary", "mysqldb": "mysqlclient", "pymysql": "pymysql"}
+# A worker that stands still within a transaction must not hold its locks for good.
+_LIMITS = ("SET lock_timeout = '10s'", "SET idle_in_transaction_session_timeout = '30s'")
 _JOURNAL_BEGIN, _SQLITE_BEGIN = b'{"op_code":', b"SQLite format 3\x00"  # every record of a journal begins so
 # Tables that are not there or unlike Optuna's, for which SQLite has no code of its own, a torn file, another file.
 _DAMAGED = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _PASSING = (OSError, StorageInternalError, SQLAlchemyError)
+_CLIENTS = ("grpc", "redis")  # packages all of whose errors may pass
 _POLL_S = 0.002
 
 
@@ -70,28 +93,39 @@ class Patience:
         """Call `do`, and return what it returns.
 
         Raises:
-            StorageError: it failed every time.
+            StorageError: it failed every time, or for half a minute.
             BadStorageError: Optuna cannot make sense of what is in it, or SQLite cannot.
         """
-        for wait_s in (*_WAITS_S, None):
+        begun_s = time.monotonic()
+        for tries, wait_s in enumerate((*_WAITS_S, None), start=1):
             try:
                 return do(*args, **kwargs)
-            except _PASSING as error:
-                if wait_s is not None:
-                    self._sleep(wait_s)
-                    continue
-                if getattr(_cause(error), "sqlite_errorcode", None) in _DAMAGED:
-                    raise BadStorageError(self.address, _said(error)) from error
-                raise StorageError(
-                    f"the search's storage {self.address} cannot be used, tried {len(_WAITS_S) + 1} times: "
-                    f"{_said(error)}. What was finished stays in it: see that it is there, writable, not full and not "
-                    "locked by another program, and start the same command again, which goes on from there."
-                ) from error
-            except (CrossbowError, OptunaError, ImportError, ArgumentError):
-                raise
-            except Exception as error:  # a record that lacks something makes Optuna raise nearly anything
-                raise BadStorageError(self.address, f"{one_line(error)[:_LONGEST_SHOWN]} while it is read") from error
+            except Exception as error:
+                if not _may_pass(error):
+                    if isinstance(error, CrossbowError | OptunaError | ImportError):
+                        raise
+                    # A record that lacks something makes Optuna raise nearly anything.
+                    said = f"{one_line(error)[:_LONGEST_SHOWN]} while it is read"
+                    raise BadStorageError(self.address, said) from error
+                if wait_s is None or time.monotonic() - begun_s > _PATIENCE_S:
+                    raise self._given_up(error, tries) from error
+                self._sleep(wait_s)
         raise AssertionError("the last try returns or raises")
+
+    def _given_up(self, error: Exception, tries: int) -> StorageError:
+        if getattr(_cause(error), "sqlite_errorcode", None) in _DAMAGED:
+            return BadStorageError(self.address, _said(error))
+        return StorageError(
+            f"the search's storage {self.address} cannot be used, tried {tries} times: {_said(error)}. What was "
+            "finished stays in it: see that it is there, writable, not full and not locked by another program, and "
+            "start the same command again, which goes on from there."
+        )
+
+
+def _may_pass(error: Exception) -> bool:
+    """Return whether a call that failed so may do what it is to when it is made again."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+    return isinstance(error, _PASSING) or not packages.isdisjoint(_CLIENTS)
 
 
 def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> BaseStorage:
@@ -99,11 +133,12 @@ def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> B
 
     Args:
         storage: `journal:PATH`, or a path that ends in .log or .journal, is a file, for the processes of one host;
-            an URL such as sqlite:///PATH (one host too), postgresql://... or mysql://... is a data base.
+            an URL such as sqlite:///PATH (one host too), postgresql://... or mysql://... is a data base; redis://... is
+            a journal in Redis; grpc://HOST:PORT is Optuna's proxy of another storage.
         sleep: waits for some seconds.
 
     Raises:
-        UserError: another address, a folder that does not exist, what is no search, or a data base without its driver.
+        UserError: another address, a folder that does not exist, what is no search, or a storage without its package.
         StorageError: it cannot be opened.
     """
     silence_optuna()
@@ -112,12 +147,29 @@ def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> B
         path = given_path("storage", storage.removeprefix("journal:"))
         _require_file(path, _JOURNAL_BEGIN, "journal of a search")
         return patience.call(lambda: JournalStorage(JournalFile(path)))
-    if storage.partition("://")[0].partition("+")[0] not in _DATABASES:
+    kind = storage.partition("://")[0] if "://" in storage else ""
+    if kind == _GRPC:
+        _require_package("grpc", "grpcio", storage)
+        return patience.call(_open_proxy, _server_at(storage))
+    if kind in _REDIS:
+        _require_package("redis", "redis", storage)
+        _server_at(storage)
+        return patience.call(lambda: JournalStorage(RedisJournal(storage)))
+    if kind.partition("+")[0] not in _DATABASES:
         raise UserError(
-            f"storage must be journal:PATH, a path that ends in .log or .journal, or the URL of a data base "
-            f"({', '.join(f'{name}://' for name in _DATABASES)}), got {shown_address(storage)!r}."
+            f"storage must be journal:PATH, a path that ends in .log or .journal, or an URL "
+            f"({', '.join(f'{name}://' for name in (*_DATABASES, _REDIS[0], _GRPC))}), got {shown_address(storage)!r}."
         )
     return patience.call(_open_database, storage)
+
+
+def close_connections(storage: BaseStorage) -> None:
+    """Close the connections to a data base, which are made anew where the storage is used again. Does not raise."""
+    engine = getattr(getattr(storage, "_backend", None), "engine", None)
+    if isinstance(engine, Engine):
+        with suppress(Exception):
+            storage.remove_session()
+            engine.dispose()
 
 
 def shown_address(storage: str) -> str:
@@ -133,26 +185,87 @@ def silence_optuna() -> None:
     optuna.logging.set_verbosity(max(optuna.logging.get_verbosity(), optuna.logging.WARNING))
 
 
+def _require_package(package: str, install: str, storage: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise UserError(
+            f"storage={shown_address(storage)} needs {package}, which is not installed; run pip install {install}."
+        )
+
+
+def _server_at(storage: str) -> SplitResult:
+    """Return the parts of the address of a server. Raises UserError."""
+    parts = urlsplit(storage)
+    with suppress(ValueError):  # of a port that is none
+        if parts.hostname and parts.port != 0:
+            return parts
+    raise UserError(
+        f"storage must name a host and, if need be, its port, got {shown_address(storage)!r}; write it as "
+        f"{parts.scheme}://HOST:PORT."
+    )
+
+
+def _open_proxy(server: SplitResult) -> BaseStorage:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        proxy: Any = GrpcStorageProxy(host=server.hostname or "", port=server.port or _GRPC_PORT)
+    # Calls of its client wait for ever for a server that has taken them and stands still.
+    proxy._stub = proxy._cache.grpc_client = _WithDeadline(proxy._stub)
+    opened: BaseStorage = proxy
+    return opened
+
+
+class _WithDeadline:
+    """The calls of a gRPC stub, each with a time limit."""
+
+    def __init__(self, stub: Any) -> None:
+        self._stub = stub
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(getattr(self._stub, name), timeout=_ANSWER_S)
+
+
 def _open_database(storage: str) -> BaseStorage:
-    is_sqlite = storage.startswith("sqlite")
+    driver = ""
     try:
         url = make_url(storage)
-        if is_sqlite and url.database:
+        driver = url.get_dialect().driver
+        if url.get_backend_name() == "sqlite" and url.database:
             _require_file(Path(url.database), _SQLITE_BEGIN, "SQLite data base")
-        opened = RDBStorage(storage, {"connect_args": {"timeout": _SQLITE_WAIT_S}} if is_sqlite else None)
+        opened = RDBStorage(storage, {"connect_args": _connect_args(url, driver)})
     except ImportError as error:
+        install = f"run pip install {_PIP[driver]}" if driver in _PIP else "install it"
         raise UserError(
-            f"storage: the Python driver for {shown_address(storage)} is not installed "
-            f"({error.__cause__ or error}); install it, or give a journal file."
+            f"storage: the Python driver for {shown_address(storage)} is not installed ({error.__cause__ or error}); "
+            f"{install}, or give a journal file."
         ) from error
     except (ArgumentError, ValueError) as error:
         raise UserError(
             f"storage is no URL of a data base: {shown_address(storage)!r} ({error}); write it as sqlite:///PATH or "
             "postgresql://USER@HOST/NAME."
         ) from error
-    if is_sqlite:
+    if url.get_backend_name() == "sqlite":
         _lock_whole_transactions(opened.engine)
+    if url.get_backend_name() == "postgresql":
+        _limit_waits(opened.engine)
     return get_storage(opened)
+
+
+def _connect_args(url: URL, driver: str) -> dict[str, Any]:
+    """Return what the driver is told beside the address, which may say otherwise."""
+    return {key: value for key, value in _CONNECT_ARGS.get(driver, {}).items() if key not in url.query}
+
+
+def _limit_waits(engine: Engine) -> None:
+    """Have PostgreSQL end what waits for a lock for too long, and transactions that nothing happens in."""
+
+    def limit(connection: Any, _record: Any) -> None:
+        with connection.cursor() as cursor:
+            for statement in _LIMITS:
+                cursor.execute(statement)
+        connection.commit()
+
+    event.listen(engine, "connect", limit)
+    engine.dispose()  # connections made before
 
 
 def _lock_whole_transactions(engine: Engine) -> None:
@@ -195,7 +308,8 @@ def _require_file(path: Path, begin: bytes, kind: str) -> None:
 def _said(error: BaseException) -> str:
     """Return the error text of the storage; Optuna's own text is the same for everything."""
     said = _cause(error)
-    return f"{type(said).__name__}: {said}".splitlines()[0]
+    details = getattr(said, "details", None)  # of gRPC, whose text is of many lines
+    return f"{type(said).__name__}: {details() if callable(details) else said}".splitlines()[0].rstrip(".")
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -288,3 +402,44 @@ class JournalFile(BaseJournalBackend):
                         raise
                     time.sleep(_POLL_S)
             yield
+
+
+class RedisJournal(BaseJournalBackend):
+    """A search's journal in Redis, in the form of Optuna's.
+
+    It leaves out the snapshots of Optuna's, which are pickles: nothing that others may have written is unpickled.
+
+    Args:
+        url: redis://... or rediss://..., as redis-py has it.
+
+    Raises (all methods):
+        OSError: records that had been read are gone, as after a restart of a Redis that keeps nothing on a disk.
+        redis.RedisError: the server does not answer, or refuses.
+    """
+
+    def __init__(self, url: str) -> None:
+        redis: Any = importlib.import_module("redis")  # an extra
+
+        limits = f"socket_connect_timeout={_CONNECT_S}&socket_timeout={_ANSWER_S}"
+        url = f"{url}{'&' if urlsplit(url).query else '?'}{limits}"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            self._backend = JournalRedisBackend(url)
+        self._client = redis.Redis.from_url(url)
+
+    def read_logs(self, log_number_from: int) -> Iterable[dict[str, Any]]:
+        """Return all records from the given one on."""
+        last = self._client.get(":log_number")
+        count = 0 if last is None else int(last) + 1
+        if count < log_number_from:
+            raise OSError(f"Redis was emptied: {log_number_from} records had been read, it has {count}")
+        if count == log_number_from:
+            return []
+        found = self._client.mget([f":log:{number}" for number in range(log_number_from, count)])
+        if None in found:
+            raise OSError(f"Redis has lost record {log_number_from + found.index(None)} of {count}")
+        return [json.loads(record) for record in found]
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        """Append records, each at once or not at all."""
+        self._backend.append_logs(logs)

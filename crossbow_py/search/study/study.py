@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
-import optuna
 from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
-from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
-from optuna.trial import BaseTrial, FixedTrial, FrozenTrial, create_trial
+from optuna.trial import FrozenTrial
 from optuna.trial import TrialState as OptunaState
 
 from crossbow_py.core.errors import UserError
@@ -23,9 +20,15 @@ from crossbow_py.search.hyperband import Outcome, Segment, TrialState
 from crossbow_py.search.identity import upgraded
 from crossbow_py.search.space import Space
 from crossbow_py.search.study.claims import SegmentClaims, SegmentResult
-from crossbow_py.search.study.storage import BadStorageError, Patience, open_storage, shown_address, silence_optuna
-
-SamplerName = Literal["random", "tpe", "grid"]
+from crossbow_py.search.study.sampling import Sampling
+from crossbow_py.search.study.storage import (
+    BadStorageError,
+    Patience,
+    close_connections,
+    open_storage,
+    shown_address,
+    silence_optuna,
+)
 
 _STEPS_PER_EPOCH = 1000  # Optuna's steps are integers, and rungs are measured at fractions of epochs
 _CONCLUDED = {
@@ -49,7 +52,7 @@ class SharedStudy(SegmentClaims):
         maximize: whether greater values are better.
         worker: the name of this process for people.
         lease_s: how long after its last sign of life, one every third of it, other hosts take this worker for dead.
-        clock: seconds since 1970; of all hosts the same to within a tenth of `lease_s`.
+        clock: monotonic seconds of this host.
         sleep: waits for some seconds.
 
     Raises (all methods):
@@ -58,18 +61,22 @@ class SharedStudy(SegmentClaims):
     """
 
     def __init__(
-        self, storage: BaseStorage | str, name: str, *, sampler: SamplerName, space: Space, seed: int, maximize: bool,
-        worker: str, lease_s: float, clock: Callable[[], float] = time.time,
+        self, storage: BaseStorage | str, name: str, *, sampler: str, space: Space, seed: int, maximize: bool,
+        worker: str, lease_s: float, clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:  # fmt: skip
         silence_optuna()
+        self._name, self._space = name, space
+        self._sampling = Sampling(space, sampler, seed, maximize)  # a mistake is found before a storage is opened
         patience = Patience(shown_address(storage) if isinstance(storage, str) else type(storage).__name__, sleep)
         storage = open_storage(storage, sleep) if isinstance(storage, str) else storage
-        self._name, self._space = name, space
-        self._sampling = Sampling(space, sampler, seed, maximize)
         self._trials: dict[int, FrozenTrial] = {}
         self._study, claims = (_study_named(each, storage, patience, maximize) for each in (name, f"{name}/segments"))
         super().__init__(storage, claims, patience, worker, lease_s, clock)
+
+    def close(self) -> None:
+        super().close()
+        close_connections(self._storage)
 
     def exists(self) -> bool:
         """Return whether any worker has opened the search."""
@@ -232,54 +239,3 @@ def _first_difference(theirs: Any, ours: Any, key: str = "") -> str:
                 return found
         return ""
     return "" if theirs == ours else f"{key} is {json.dumps(theirs)} there and {json.dumps(ours)} here"
-
-
-class Sampling:
-    """Samples trials of a space in memory, to be kept as one record each: no crash leaves one half sampled.
-
-    `random` and `grid` follow from the seed and the trial's number alone. `tpe` (Bergstra et al., "Algorithms for
-    Hyper-Parameter Optimization", NeurIPS 2011) follows from the history too: trials that were trained to the end come
-    before those that were measured on the way, among which more epochs come first, and then the better value. Trials
-    that have no value yet count as bad ones, so that those sampled together differ.
-    """
-
-    def __init__(self, space: Space, sampler: SamplerName, seed: int, maximize: bool) -> None:
-        self._space, self._sampler, self._seed, self._maximize = space, sampler, seed, maximize
-        self._grid = space.grid() if sampler == "grid" else []
-
-    def sampled(self, trial: int, history: Sequence[FrozenTrial]) -> FrozenTrial:
-        """Return a trial as a record for a storage, with its number as the attribute `trial`.
-
-        `history`, which `tpe` alone reads, has the search's trials so far, with their values, also those that go on.
-        """
-        asked = self._asked(trial, history)
-        self._space.suggest(asked)
-        attributes, own = {"trial": trial}, asked.distributions
-        return create_trial(state=OptunaState.RUNNING, params=asked.params, distributions=own, user_attrs=attributes)
-
-    def _asked(self, trial: int, history: Sequence[FrozenTrial]) -> BaseTrial:
-        if self._sampler == "grid":
-            assert trial < len(self._grid), f"the grid has {len(self._grid)} points, and point {trial} was asked for"
-            return FixedTrial(self._grid[trial])
-        seed = int(np.random.SeedSequence([self._seed, trial]).generate_state(1)[0])
-        sampler: BaseSampler = RandomSampler(seed)
-        if self._sampler == "tpe":
-            sampler = TPESampler(seed=seed, constant_liar=True)
-        study = optuna.create_study(sampler=sampler, direction="maximize" if self._maximize else "minimize")
-        if self._sampler == "tpe":
-            study.add_trials([_as_measured(record) for record in history])
-        return study.ask()
-
-
-def _as_measured(record: FrozenTrial) -> FrozenTrial:
-    """Return a copy that is ranked by its last value, of a trial that goes on and has one.
-
-    Optuna would count it as a bad one, as it does all that run: those that lead would be bad, and those that they have
-    beaten good. A pruned one it ranks by its last step, and then by the value there.
-    """
-    if record.state is not OptunaState.RUNNING or not record.intermediate_values:
-        return record
-    return create_trial(
-        state=OptunaState.PRUNED, params=record.params, distributions=record.distributions,
-        user_attrs=record.user_attrs, intermediate_values=record.intermediate_values,
-    )  # fmt: skip

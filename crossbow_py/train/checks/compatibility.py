@@ -9,7 +9,7 @@ from torch import nn
 
 from crossbow_py.averaging import AveragingRule
 from crossbow_py.core.errors import UserError
-from crossbow_py.distributed.process_group import launched
+from crossbow_py.distributed.launch import launched
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.engine.auto_tuner import AutoTunerSettings
 from crossbow_py.engine.modules.losses import Loss

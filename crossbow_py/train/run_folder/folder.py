@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from crossbow_py.cli.config_files import read_yaml, write_yaml
-from crossbow_py.cli.output_folder import RUNS, make_folder, new_folder
+from crossbow_py.cli.output_folder import make_folder, new_folder, recorded_folders
 from crossbow_py.core.errors import RankError, UserError, unwritable
 from crossbow_py.core.file_locks import is_locked, locked
 from crossbow_py.core.files import check_own, given_path
@@ -147,14 +147,10 @@ def _relaunched(config: TrainConfig, launch: Launch | None) -> TrainConfig:
     """Return the configuration, with resume=auto if torchrun restarted the ranks of a run that it had begun."""
     if launch is None or config.resume is not None:
         return config
-    if config.output_dir:
-        begun = [given_path("output_dir", config.output_dir)]
-    else:
-        runs = (path for path in (RUNS / config.experiment).glob("*") if (path / CONFIG_FILE).is_file())
-        begun = sorted(runs, key=lambda path: (path / CONFIG_FILE).stat().st_mtime_ns, reverse=True)
-    for path in begun:
+    named = [given_path("output_dir", config.output_dir)] if config.output_dir else []
+    for path in named or recorded_folders(config.experiment):
         # Also a finished run's folder if it was named, as in a sweep: then nothing is left to train.
-        if is_of_launch(path, launch) and (config.output_dir or read_summary(path).get("status") not in DONE):
+        if is_of_launch(path, launch) and (named or read_summary(path).get("status") not in DONE):
             return dataclasses.replace(config, resume="auto", output_dir=str(path))
     return config
 
@@ -202,8 +198,7 @@ def _resume_from(config: TrainConfig, plain: Mapping[str, Any]) -> tuple[Path | 
 
 def _newest_unfinished(experiment: str, plain: Mapping[str, Any]) -> Path | None:
     """Return the experiment's newest unfinished run with this configuration that no other process is writing."""
-    runs = [path for path in (RUNS / experiment).glob("*") if checkpoints(path) and (path / CONFIG_FILE).is_file()]
-    for run in sorted(runs, key=lambda path: (path / CONFIG_FILE).stat().st_mtime_ns, reverse=True):
+    for run in filter(checkpoints, recorded_folders(experiment)):
         if read_summary(run).get("status") in DONE or is_locked(run / LOCK_FILE):
             continue
         if not changes(read_yaml(run / CONFIG_FILE), plain):

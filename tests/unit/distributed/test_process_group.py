@@ -133,17 +133,6 @@ def ranks_of_this_host(**attributes: Any) -> ProcessGroupRanks:
     return ranks
 
 
-def test_hardware_queues_are_asked_for_before_a_rank_takes_its_gpu(monkeypatch):
-    name, seen = "CUDA_DEVICE_MAX_CONNECTIONS", []
-    monkeypatch.setenv(name, "")
-    monkeypatch.delenv(name)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append((device, os.environ.get(name))))
-    ranks_of_this_host()._take_gpu()
-    assert seen == [(1, "32")]
-
-
 @pytest.mark.parametrize(
     ("platform", "num_local", "interface"), [("linux", 2, "lo"), ("linux", 1, None), ("darwin", 2, None)]
 )

@@ -294,7 +294,7 @@ def test_spaces_and_commands_of_the_guide_are_taken() -> None:
     assert [each.key for each in parsed.parsed_space.parameters] == [
         "optimizer", "optimizer.learning_rate", "optimizer.momentum", "model.hidden", "model.dropout", "batch_size",
     ]  # fmt: skip
-    lines = [line.strip() for line in page.replace("\\\n", "").splitlines() if "-m crossbow_py.search " in line]
+    lines = [line.strip() for line in page.replace("\\\n", "").splitlines() if "python -m crossbow_py.search " in line]
     configs = [search(*shlex.split(line, comments=True)[3:]) for line in lines]
     assert {"random", "tpe", "grid"} == {config.sampler for config in configs}
     keys = [[each.key for each in config.parsed_space.parameters] for config in configs]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from crossbow_py.telemetry.screen import Screen
@@ -56,3 +57,13 @@ def test_log_is_appended_to_by_several_screens_at_once(tmp_path: Path) -> None:
     for screen in screens:
         screen.close()
     assert (tmp_path / "log").read_text().splitlines() == ["one of 0", "one of 1", "two of 0", "two of 1"]
+
+
+def test_screen_that_does_not_speak_writes_to_the_log_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(tmp_path / "log", speaks=False)
+    screen.start_live()
+    screen.show("half of it")
+    screen.say("a line")
+    screen.close()
+    assert not screen.is_live and capsys.readouterr() == ("", "")
+    assert (tmp_path / "log").read_text() == "a line\n"

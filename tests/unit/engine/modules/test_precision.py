@@ -59,6 +59,16 @@ def test_device_cuda_without_cuda_is_refused_with_the_remedy(monkeypatch):
     assert choose_device("auto") == choose_device("cpu") == CPU
 
 
+def test_device_by_its_number_is_refused_with_another_remedy_for_several_ranks(monkeypatch):
+    with pytest.raises(UserError, match="and choose the GPU by the environment: CUDA_VISIBLE_DEVICES=1.$"):
+        choose_device("cuda:1")
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="and each rank takes the GPU of its own number on the host, of those"):
+        choose_device("cuda:1")
+
+
 def test_full_precision_parameters_are_batch_norms_and_no_others():
     assert full_precision_parameters(norm_model()) == {"1.weight", "1.bias"}
     assert full_precision_parameters(nn.BatchNorm1d(2)) == {"weight", "bias"}

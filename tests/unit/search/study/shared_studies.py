@@ -11,8 +11,8 @@ from optuna.storages import BaseStorage, InMemoryStorage
 
 from crossbow_py.search.hyperband import Segment
 from crossbow_py.search.space import Space
-from crossbow_py.search.study.storage import open_storage
-from crossbow_py.search.study.study import SamplerName, SharedStudy
+from crossbow_py.search.study.storage import close_connections, open_storage
+from crossbow_py.search.study.study import SharedStudy
 
 SPACE = Space.from_mapping({"rate": {"low": 0.001, "high": 0.5, "log": True, "num": 4}, "rule": ["sgd", "adam"]})
 SEGMENTS = [Segment(trial, 0) for trial in range(6)]
@@ -34,7 +34,7 @@ def worker(
     storage: BaseStorage | str,
     name: str = "w",
     clock: Callable[[], float] | None = None,
-    sampler: SamplerName = "random",
+    sampler: str = "random",
     lease_s: float = 10.0,
 ) -> SharedStudy:
     study = SharedStudy(
@@ -58,7 +58,9 @@ def why_failed(study: SharedStudy) -> dict[int, str]:
 
 def optuna_trials(storage: BaseStorage | str) -> list[optuna.trial.FrozenTrial]:
     opened = open_storage(storage) if isinstance(storage, str) else storage
-    return opened.get_all_trials(opened.get_study_id_from_name("mine"))
+    found = opened.get_all_trials(opened.get_study_id_from_name("mine"))
+    close_connections(opened)
+    return found
 
 
 class Failing(InMemoryStorage):

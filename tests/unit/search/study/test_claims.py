@@ -18,7 +18,7 @@ from optuna.trial import TrialState as OptunaState
 
 from crossbow_py.search.hyperband import Segment
 from crossbow_py.search.study import claims as module
-from crossbow_py.search.study.claims import Heartbeat, Lease
+from crossbow_py.search.study.claims import Heartbeat, Lease, LeaseWatch
 from crossbow_py.search.study.storage import StorageError, open_storage
 from tests.unit.search.study.shared_studies import SEGMENTS, Clock, Failing, done, optuna_trials, why_failed, worker
 
@@ -57,6 +57,7 @@ def test_segment_of_an_ended_lease_is_claimed_by_another_and_its_late_holder_is_
     late, other = worker(address, "late", clock), worker(address, "other", clock)
     late.params(0)
     late.claim(SEGMENTS[:2])
+    assert other.free(SEGMENTS[:2]) == []  # from here on it watches
     clock.now += 10.9
     assert other.claim(SEGMENTS[:1]) == []
     clock.now += 0.1
@@ -85,6 +86,7 @@ def test_lease_renewed_too_late_keeps_what_nobody_has_taken(address: str) -> Non
     clock = Clock()
     late, other = worker(address, "late", clock), worker(address, "other", clock)
     late.claim(SEGMENTS[:3])
+    assert other.free(SEGMENTS[:3]) == []  # from here on it watches
     clock.now += 60.0
     other.claim(SEGMENTS[1:2])
     assert late.renew() == [SEGMENTS[1]] and late.held == (SEGMENTS[0], SEGMENTS[2])
@@ -94,10 +96,11 @@ def test_lease_renewed_too_late_keeps_what_nobody_has_taken(address: str) -> Non
 
 
 def test_segment_taken_within_a_living_lease_is_told_by_renew(journal: str) -> None:
-    """As by a host whose clock is far ahead."""
+    """As by a host whose clock runs far too fast."""
     clock, ahead = Clock(), Clock()
     holder, other = worker(journal, "holder", clock), worker(journal, "other", ahead)
     holder.claim(SEGMENTS[:2])
+    assert other.free(SEGMENTS[:2]) == []  # from here on it watches
     ahead.now += 100.0
     other.claim(SEGMENTS[:1])
     clock.now += 5.0
@@ -166,6 +169,7 @@ def test_segment_whose_loss_a_claim_found_is_told_by_the_next_renew(journal: str
     clock = Clock()
     late, other = worker(journal, "late", clock), worker(journal, "other", clock)
     late.claim(SEGMENTS[:2])
+    assert other.free(SEGMENTS[:2]) == []  # from here on it watches
     clock.now += 60.0
     other.claim(SEGMENTS[:1])
     assert late.claim(SEGMENTS[2:3]) == SEGMENTS[2:3]
@@ -179,6 +183,7 @@ def test_segment_lost_and_claimed_again_is_not_told_as_lost(journal: str) -> Non
     clock = Clock()
     late, other = worker(journal, "late", clock), worker(journal, "other", clock)
     late.claim(SEGMENTS[:1])
+    assert other.free(SEGMENTS[:1]) == []  # from here on it watches
     clock.now += 60.0
     other.claim(SEGMENTS[:1])
     assert late.claim(SEGMENTS[:2]) == SEGMENTS[1:2]
@@ -240,6 +245,7 @@ def test_lease_renewed_too_late_is_not_taken_from_under_its_holder(journal: str)
 
     other = worker(inner, "other", clock)
     late.claim(SEGMENTS[:2])
+    assert other.free(SEGMENTS[:2]) == []  # from here on it watches
     clock.now += 60.0
     inner.__class__ = Interleaved
     assert other.claim(SEGMENTS[:1]) == [] and list(late.held) == SEGMENTS[:2]
@@ -282,8 +288,16 @@ def test_two_threads_that_claim_get_every_segment_once(journal: str) -> None:
 
 
 def test_two_processes_share_trials_and_segments_none_twice(new_address: str) -> None:
+    first, second = said_by_two_processes(new_address)
+    assert first[0] == second[0]
+    assert sorted(first[1] + second[1]) == [[each.trial, each.rung] for each in MANY]
+    assert worker(new_address, "later", sampler="tpe").results() == {each: each.trial + each.rung / 10 for each in MANY}
+
+
+def said_by_two_processes(storage: str) -> list[list[Any]]:
+    """The parameters and the claims of two that work at once on the segments of MANY."""
     waiting, go = os.pipe()
-    reads = [started(new_address, name, waiting) for name in ("first", "second")]
+    reads = [started(storage, name, waiting) for name in ("first", "second")]
     os.write(go, b"..")
     said = []
     for read in reads:
@@ -291,10 +305,8 @@ def test_two_processes_share_trials_and_segments_none_twice(new_address: str) ->
             said.append(json.loads(file.read()))
         os.wait()
     os.close(waiting), os.close(go)
-    assert isinstance(said[0], list) and isinstance(said[1], list), said
-    assert said[0][0] == said[1][0]
-    assert sorted(said[0][1] + said[1][1]) == [[each.trial, each.rung] for each in MANY]
-    assert worker(new_address, "later", sampler="tpe").results() == {each: each.trial + each.rung / 10 for each in MANY}
+    assert all(isinstance(each, list) for each in said), said
+    return said
 
 
 def started(storage: str, name: str, go: int) -> int:
@@ -358,6 +370,7 @@ def test_loss_that_a_busy_workers_thread_found_is_told_by_the_next_renew(address
     clock, ahead = Clock(), Clock()
     busy, other = worker(address, "busy", clock, lease_s=SHORT_S), worker(address, "other", ahead, lease_s=SHORT_S)
     busy.claim(SEGMENTS[:2])
+    assert other.free(SEGMENTS[:2]) == []  # from here on it watches
     ahead.now += 100.0
     assert other.claim(SEGMENTS[:1]) == SEGMENTS[:1]
     clock.now += SHORT_S * 2 / 3
@@ -414,44 +427,119 @@ def test_storage_that_fails_a_busy_workers_thread_and_recovers_is_no_error() -> 
     clock.now += SHORT_S * 2 / 3
     until(lambda: storage.calls >= 9)
     storage.every = 10**9
-    until(lambda: study._lease.until > clock.now + SHORT_S / 2)
+    until(lambda: study._until_s > clock.now + SHORT_S / 2)
     study.close()
     assert study.renew() == []
 
 
+def living(watch: LeaseWatch, lease: Lease, now: float) -> bool:
+    """Whether the watch takes the lease for a living one, which was asked for and heard at one moment."""
+    return watch.living({"holder": lease}, now, now) == {"holder": lease}
+
+
 @pytest.mark.parametrize(("now", "is_over"), [(100.0, False), (110.0, False), (110.9, False), (111.0, True)])
-def test_lease_of_a_living_process_ends_for_others_a_tenth_later(now: float, is_over: bool) -> None:
-    lease = Lease.taken(100.0, 10.0)
-    assert lease.until == 110.0 and lease.is_over_for_others(now) is is_over
+def test_lease_whose_beat_stays_the_same_ends_a_tenth_after_it(now: float, is_over: bool) -> None:
+    watch, lease = LeaseWatch(), Lease.taken(1, 10.0)
+    assert living(watch, lease, 100.0)
+    assert living(watch, lease, now) is not is_over
+
+
+def test_lease_with_another_beat_is_counted_from_when_that_was_heard() -> None:
+    watch = LeaseWatch()
+    assert living(watch, Lease.taken(1, 10.0), 100.0) and living(watch, Lease.taken(2, 10.0), 150.0)
+    assert living(watch, Lease.taken(2, 10.0), 160.9) and not living(watch, Lease.taken(2, 10.0), 161.0)
+    assert living(watch, Lease.taken(3, 10.0), 162.0)  # it was slow
+
+
+def test_lease_read_slowly_is_counted_from_when_it_was_heard_to_when_it_was_asked_for() -> None:
+    watch, leases = LeaseWatch(), {"holder": Lease.taken(1, 10.0)}
+    assert watch.living(leases, 100.0, 107.0) == leases  # written after 100.0, perhaps
+    assert watch.living(leases, 117.9, 130.0) == leases  # and prolonged after 117.9
+    assert watch.living(leases, 118.0, 130.0) == {}
+
+
+def test_lease_that_was_given_up_is_over_at_first_sight() -> None:
+    assert not living(LeaseWatch(), Lease.taken(1, 0.0), 100.0)
+
+
+def test_lease_of_an_earlier_version_has_its_end_as_its_beat() -> None:
+    kept = {name: value for name, value in asdict(Lease.taken(1, 10.0)).items() if name != "beat"}
+    first, second = Lease.read({"until": 1.7e9, **kept}), Lease.read({"until": 1.7e9 + 4, **kept})
+    watch = LeaseWatch()
+    assert living(watch, first, 100.0) and living(watch, second, 111.0) and not living(watch, second, 122.0)
+
+
+def test_worker_that_joins_watches_an_old_lease_before_it_takes_anything(address: str) -> None:
+    clock = Clock()
+    worker(address, "silent", clock).claim(SEGMENTS[:1])
+    clock.now += 1e6
+    new = worker(address, "new", clock)
+    assert new.claim(SEGMENTS[:2]) == SEGMENTS[1:2] and new.num_searchers() == 2
+    clock.now += 10.9
+    assert new.claim(SEGMENTS[:1]) == [] and new.num_searchers() == 2
+    clock.now += 0.1
+    assert new.num_searchers() == 1 and new.claim(SEGMENTS[:1]) == SEGMENTS[:1]
+
+
+def test_workers_whose_clocks_are_years_apart_keep_and_take_segments_in_time(address: str) -> None:
+    behind, ahead = Clock(), Clock()
+    ahead.now += 1e8
+    holder, other = worker(address, "holder", behind), worker(address, "other", ahead)
+    holder.claim(SEGMENTS[:2])
+    for _ in range(5):
+        assert other.claim(SEGMENTS[:2]) == []
+        behind.now += 5.0
+        ahead.now += 5.0
+        assert holder.renew() == []
+    assert other.claim(SEGMENTS[:2]) == []
+    ahead.now += 11.0
+    assert other.claim(SEGMENTS[:1]) == SEGMENTS[:1]
+    behind.now += 11.0  # it wakes up
+    assert holder.renew() == SEGMENTS[:1] and holder.held == (SEGMENTS[1],)
+
+
+def test_worker_that_has_joined_is_counted_before_it_claims(address: str) -> None:
+    first, second = worker(address, "first"), worker(address, "second")
+    second.join()
+    assert first.num_searchers() == 2
+
+
+def test_worker_that_woke_up_counts_once(address: str) -> None:
+    clock = Clock()
+    late, other = worker(address, "late", clock), worker(address, "other", clock)
+    late.join()
+    assert other.num_searchers() == 2
+    clock.now += 60.0
+    late.renew()  # by another lease: the first is given up
+    assert other.num_searchers() == 2
 
 
 def test_lease_of_a_killed_process_ends_at_once_also_before_it_is_waited_for() -> None:
     read, write = os.pipe()
     child = os.fork()
     if not child:
-        os.write(write, json.dumps(asdict(Lease.taken(100.0, 10.0))).encode())
+        os.write(write, json.dumps(asdict(Lease.taken(1, 10.0))).encode())
         signal.pause()
     lease = Lease(**json.loads(os.read(read, 1000)))
     try:
-        assert lease.process == child and not lease.is_over_for_others(100.0)
+        assert lease.process == child and not lease.has_ended
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-        unwaited = lease.is_over_for_others(100.0)
+        unwaited = lease.has_ended
         os.waitpid(child, 0)
         os.close(read), os.close(write)
-    assert unwaited and lease.is_over_for_others(100.0)
+    assert unwaited and lease.has_ended and not living(LeaseWatch(), lease, 100.0)
 
 
 def test_lease_of_a_process_whose_number_another_has_now_is_over() -> None:
-    lease = Lease.taken(100.0, 10.0)
-    assert replace(lease, started="1").is_over_for_others(100.0)
+    assert replace(Lease.taken(1, 10.0), started="1").has_ended
 
 
 @pytest.mark.parametrize("host", ["another host", ""])
-def test_lease_of_another_host_ends_by_the_clock_only(host: str) -> None:
-    lease = replace(Lease.taken(100.0, 10.0), host=host, process=2**22 + 1)
-    assert not lease.is_over_for_others(110.9) and lease.is_over_for_others(111.0)
+def test_lease_of_another_host_ends_by_its_beat_only(host: str) -> None:
+    watch, lease = LeaseWatch(), replace(Lease.taken(1, 10.0), host=host, process=2**22 + 1)
+    assert living(watch, lease, 100.0) and living(watch, lease, 110.9) and not living(watch, lease, 111.0)
 
 
 def test_heartbeat_closed_in_a_beat_waits_for_it() -> None:

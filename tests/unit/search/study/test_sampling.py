@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+from optuna.distributions import FloatDistribution
+from optuna.samplers import BaseSampler, QMCSampler, RandomSampler
+from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.search.space import Space
+from crossbow_py.search.study.sampling import Sampling, at_one_rung
 from crossbow_py.search.study.storage import silence_optuna
-from crossbow_py.search.study.study import SamplerName, Sampling
 
 SPACE = Space.from_mapping(
     {
@@ -24,7 +32,7 @@ def _quiet() -> None:
     silence_optuna()
 
 
-def sampling(sampler: SamplerName, seed: int = 1) -> Sampling:
+def sampling(sampler: str, seed: int = 1) -> Sampling:
     return Sampling(SPACE, sampler, seed, True)
 
 
@@ -35,12 +43,16 @@ def history(rates: dict[float, float | None]) -> list[FrozenTrial]:
         record = sampling("random").sampled(trial, [])
         params = {**record.params, "rate": rate}
         state = TrialState.RUNNING if value is None else TrialState.COMPLETE
-        trials.append(create_trial(state=state, value=value, params=params, distributions=record.distributions))
+        trials.append(
+            create_trial(
+                state=state, value=value, params=params, distributions=record.distributions, user_attrs={"trial": trial}
+            )
+        )
     return trials
 
 
 @pytest.mark.parametrize("sampler", ["random", "grid"])
-def test_trial_of_random_and_grid_follows_from_seed_and_number_alone(sampler: SamplerName) -> None:
+def test_trial_of_random_and_grid_follows_from_seed_and_number_alone(sampler: str) -> None:
     asked = [sampling(sampler).sampled(trial, []) for trial in range(8)]
     again = sampling(sampler)
     for trial in reversed(range(8)):
@@ -137,3 +149,228 @@ def test_trial_of_tpe_keeps_off_those_that_still_run() -> None:
     alone = sampling("tpe").sampled(15, history(rates)).params["rate"]
     crowded = sampling("tpe").sampled(15, history({**rates, **{alone * (1 + 0.001 * k): None for k in range(20)}}))
     assert abs(crowded.params["rate"] / alone - 1) > 0.1
+
+
+# --- samplers by other names ------------------------------------------------------------------------------------------
+
+LINE = Space.from_mapping({"x": {"low": 0.0, "high": 1.0}, "y": {"low": 0.0, "high": 1.0}})
+MODULE = __name__
+
+
+def first_trials(sampler: str, number: int, space: Space = LINE, seed: int = 1) -> list[FrozenTrial]:
+    """What a search samples that has no value yet, each trial beside those before it."""
+    found: list[FrozenTrial] = []
+    for trial in range(number):
+        found.append(Sampling(space, sampler, seed, True).sampled(trial, found))
+    return found
+
+
+def with_values(records: list[FrozenTrial], value: Callable[[FrozenTrial], float]) -> list[FrozenTrial]:
+    """The same, measured at a rung where they were all pruned."""
+    return [
+        create_trial(
+            state=TrialState.PRUNED, params=each.params, distributions=each.distributions, user_attrs=each.user_attrs,
+            intermediate_values={1000: value(each)},
+        )
+        for each in records
+    ]  # fmt: skip
+
+
+def optuna_random(seed: int) -> BaseSampler:
+    return RandomSampler(seed)
+
+
+def unscrambled(seed: int) -> BaseSampler:
+    return QMCSampler(seed=seed)
+
+
+class Counting(RandomSampler):
+    """Gives the number of trials that it was asked for before, from what it wrote into the study."""
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, Any]:
+        return {"x": FloatDistribution(0.0, 1.0)}
+
+    def sample_relative(self, study: Study, trial: FrozenTrial, search_space: Any) -> dict[str, Any]:
+        before = study._storage.get_study_system_attrs(study._study_id).get("asked", 0)
+        study._storage.set_study_system_attr(study._study_id, "asked", before + 1)
+        return {"x": before / 100}
+
+
+class Values(RandomSampler):
+    """Gives the number of trials that ended so far by the values that it knows."""
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, Any]:
+        return {"x": FloatDistribution(0.0, 1.0)}
+
+    def sample_relative(self, study: Study, trial: FrozenTrial, search_space: Any) -> dict[str, Any]:
+        return {"x": sum(each.value or 0.0 for each in study.trials if each.state is TrialState.PRUNED)}
+
+
+def no_sampler(seed: int) -> int:
+    return seed
+
+
+def broken(seed: int) -> BaseSampler:
+    raise ValueError("out of order")
+
+
+class Broken(RandomSampler):
+    """Fails when it is asked."""
+
+    def sample_independent(self, *args: Any, **kwargs: Any) -> Any:
+        raise ArithmeticError("no more numbers")
+
+
+def test_sampler_by_its_dotted_name_samples_as_that_of_the_same_class() -> None:
+    named = [each.params for each in first_trials("random", 4)]
+    assert [each.params for each in first_trials(f"{MODULE}.optuna_random", 4)] == named
+    assert [each.params for each in first_trials("optuna.samplers.RandomSampler", 4)] == named
+
+
+def test_sampler_that_remembers_in_the_study_is_asked_for_all_trials_before_once_more() -> None:
+    counted = Sampling(LINE, f"{MODULE}.Counting", 1, True)
+    known = first_trials(f"{MODULE}.Counting", 5)
+    assert [each.params["x"] for each in known] == [0.0, 0.01, 0.02, 0.03, 0.04]
+    assert counted.sampled(7, known).params["x"] == 0.07  # others are sampling 5 and 6 at the moment
+    assert counted.sampled(3, known).params["x"] == 0.03
+
+
+def test_sampler_of_the_users_sees_what_was_measured_on_the_way_as_pruned_at_its_last_value() -> None:
+    known = with_values(first_trials(f"{MODULE}.Values", 3), lambda each: 0.25)
+    going_on = create_trial(
+        state=TrialState.RUNNING, params=known[2].params, distributions=known[2].distributions,
+        user_attrs={"trial": 2}, intermediate_values={1000: 0.5, 3000: 0.125},
+    )  # fmt: skip
+    asked = Sampling(LINE, f"{MODULE}.Values", 1, True).sampled(3, [*known[:2], going_on])
+    assert asked.params["x"] == 0.25 + 0.25 + 0.125
+
+
+def test_trial_of_a_sampler_that_remembers_follows_from_the_history_and_its_number_alone() -> None:
+    known = with_values(first_trials("random", 52), lambda each: each.params["x"])
+    sampler = Sampling(LINE, "nsgaii", 1, True)
+    asked = [sampler.sampled(trial, known).params for trial in (52, 53)]
+    assert [Sampling(LINE, "nsgaii", 1, True).sampled(trial, known).params for trial in (52, 53)] == asked
+    assert asked[0] != asked[1]
+
+
+def test_trials_of_nsgaii_inherit_from_others_once_a_population_of_fifty_was_measured_at_a_rung() -> None:
+    known = with_values(first_trials("random", 52), lambda each: each.params["x"])
+    further = [
+        create_trial(
+            state=TrialState.RUNNING, params=each.params, distributions=each.distributions, user_attrs=each.user_attrs,
+            intermediate_values={**each.intermediate_values, 3000: 0.5},
+        )
+        for each in known[:40]
+    ]  # fmt: skip
+    parents = {each.params["x"] for each in known}
+    sampler = Sampling(LINE, "nsgaii", 1, True)
+
+    def inherited(history: list[FrozenTrial]) -> int:
+        return sum(sampler.sampled(trial, history).params["x"] in parents for trial in range(52, 58))
+
+    assert inherited([*further, *known[40:]]) > 0
+    assert inherited([*further, *known[40:49]]) == 0
+
+
+def test_values_of_one_rung_are_compared_the_furthest_that_enough_trials_have_reached() -> None:
+    records = first_trials("random", 15)
+
+    def at(trial: int, state: TrialState, value: float | None = None, **steps: float) -> FrozenTrial:
+        record = records[trial]
+        return create_trial(
+            state=state, value=value, params=record.params, distributions=record.distributions,
+            user_attrs=record.user_attrs, intermediate_values={int(step[1:]): each for step, each in steps.items()},
+        )  # fmt: skip
+
+    known = [
+        *(at(trial, TrialState.PRUNED, s1000=0.1) for trial in range(5)),
+        *(at(trial, TrialState.RUNNING, s1000=0.2, s3000=0.3) for trial in range(5, 9)),
+        at(9, TrialState.COMPLETE, 0.9, s9000=0.9),
+        at(10, TrialState.FAIL, s1000=0.5),
+        at(11, TrialState.RUNNING),
+    ]
+    states = [(each.state, each.value) for each in at_one_rung(known, 9)]
+    complete, pruned = TrialState.COMPLETE, TrialState.PRUNED
+    assert states[:9] == [(complete, 0.1)] * 5 + [(complete, 0.2)] * 4
+    assert states[9] == (pruned, None)
+    assert [state for state, _ in states[10:]] == [TrialState.FAIL, TrialState.RUNNING]
+    assert [each.value for each in at_one_rung(known, 4)[5:9]] == [0.3] * 4
+    assert at_one_rung(known, 1)[9].value == 0.9
+    assert [each.value for each in at_one_rung(known, 100)[:9]] == [0.1] * 5 + [0.2] * 4  # the rung of most
+    assert at_one_rung([], 10) == []
+
+
+@pytest.mark.parametrize(
+    ("sampler", "said"),
+    [
+        ("no.such.Sampler", "^sampler=no.such.Sampler cannot be imported .ModuleNotFoundError"),
+        (f"{MODULE}.LINE", f"^sampler={MODULE}.LINE must be callable, got Space"),
+        (f"{MODULE}.no_sampler", f"^sampler={MODULE}.no_sampler must give one of Optuna's samplers, got int; derive"),
+        (f"{MODULE}.broken", f"^sampler={MODULE}.broken called with seed=[0-9]+ failed with ValueError: out of order;"),
+        (f"{MODULE}.Space", f"^sampler={MODULE}.Space called with seed=[0-9]+ failed with TypeError: .*a class or a"),
+    ],
+)
+def test_sampler_that_is_none_is_the_users_mistake(sampler: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Sampling(LINE, sampler, 1, True)
+
+
+def test_sampler_that_fails_names_itself_and_the_trial() -> None:
+    sampler = Sampling(LINE, f"{MODULE}.Broken", 1, True)
+    said = f"^sampler={MODULE}.Broken failed with ArithmeticError: no more numbers when it sampled trial 3; correct it"
+    with pytest.raises(UserError, match=said):
+        sampler.sampled(3, [])
+
+
+@pytest.mark.parametrize(
+    ("sampler", "package"),
+    [("gp", "scipy"), ("qmc", "scipy"), ("cmaes", "cmaes"), (f"{MODULE}.unscrambled", "scipy")],
+)
+def test_sampler_whose_package_is_not_installed_is_refused_with_what_to_install(
+    sampler: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else "found")
+    said = f"^sampler={sampler} needs {package}, which is not installed; run pip install {package}.$"
+    with pytest.raises(UserError, match=said):
+        Sampling(LINE, sampler, 1, True)
+
+
+def test_trials_of_qmc_without_scrambling_are_the_sobol_sequence_after_a_random_one() -> None:
+    pytest.importorskip("scipy")
+    asked = [tuple(each.params.values()) for each in first_trials(f"{MODULE}.unscrambled", 6)]
+    assert asked[1:] == [(0.0, 0.0), (0.5, 0.5), (0.75, 0.25), (0.25, 0.75), (0.375, 0.375)]
+
+
+def test_trials_of_qmc_fall_one_into_each_part_of_the_range_whoever_samples_them() -> None:
+    pytest.importorskip("scipy")
+    known = first_trials("qmc", 17)
+    for key in ("x", "y"):
+        assert sorted(int(each.params[key] * 16) for each in known[1:]) == list(range(16))
+    alone = Sampling(LINE, "qmc", 1, True)
+    assert alone.sampled(9, known[:4]).params == known[9].params  # others sample those between at the moment
+
+
+@pytest.mark.parametrize(("sampler", "package", "number"), [("gp", "scipy", 18), ("cmaes", "cmaes", 40)])
+@pytest.mark.parametrize("maximize", [True, False])
+def test_trials_of_samplers_that_learn_gather_where_values_are_best(
+    sampler: str, package: str, number: int, maximize: bool
+) -> None:
+    pytest.importorskip(package)
+    known: list[FrozenTrial] = []
+    sign = 1 if maximize else -1
+    for trial in range(number):
+        asked = Sampling(LINE, sampler, 1, maximize).sampled(trial, known)
+        known += with_values([asked], lambda each: -sign * abs(each.params["x"] - 0.8))
+    distances = [abs(each.params["x"] - 0.8) for each in known[-6:]]
+    assert sum(distances) / len(distances) < 0.15  # at random it is 0.34
+
+
+def test_trials_of_named_samplers_with_conditions_and_choices_are_of_the_space_and_no_line_is_printed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    samplers = {"gp": "scipy", "cmaes": "cmaes", "qmc": "scipy", "nsgaii": "numpy"}
+    for sampler in (name for name, package in samplers.items() if importlib.util.find_spec(package)):
+        known = with_values(first_trials(sampler, 12, SPACE), lambda each: each.params["rate"])
+        for trial in (12, 13):
+            assert SPACE.mistake_in(Sampling(SPACE, sampler, 1, True).sampled(trial, known).params) == ""
+    assert capfd.readouterr() == ("", "")

@@ -8,6 +8,7 @@ import signal
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -35,7 +36,9 @@ def test_storage_of_an_address_keeps_a_study(tmp_path: Path, address: str) -> No
     ("address", "said"),
     [
         ("results.csv", "^storage must be journal:PATH, .*, got 'results.csv'.$"),
-        ("redis://host", "^storage must be journal:PATH, .*, got 'redis://host'.$"),
+        ("mongodb://host", "^storage must be journal:PATH, .*, got 'mongodb://host'.$"),
+        ("grpc://:13000", "^storage must name a host and, if need be, its port, got 'grpc://:13000'; write it "),
+        ("grpc://host:x", "^storage must name a host and, if need be, its port, got 'grpc://host:x'; write"),
         ("sqlite://:x:y", "^storage is no URL of a data base: .*; write it as sqlite:///PATH or postgresql://USER@"),
         ("journal:{}/none/a", "^storage: the folder .*/none does not exist; make it, or give another.$"),
         ("sqlite:///{}/none/a.db", "^storage: the folder .*/none does not exist"),
@@ -63,9 +66,37 @@ def test_storage_of_a_data_base_without_its_driver_names_it(monkeypatch: pytest.
         raise ImportError("Please install appropriate one.") from ModuleNotFoundError("No module named 'psycopg2'")
 
     monkeypatch.setattr("crossbow_py.search.study.storage.RDBStorage", fail)
-    said = r"^storage: the Python driver for postgresql://me:\*\*\*@host/x is not installed .*psycopg2"
+    said = r"^storage: the Python driver for postgresql://me:\*\*\*@host/x is not .*psycopg2.*install .psycopg\[binary"
     with pytest.raises(UserError, match=said):
         open_storage("postgresql://me:secret@host/x")
+
+
+def test_data_base_is_told_how_long_to_wait_unless_its_address_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    def stop(address: str, options: Any) -> None:
+        told.append(options["connect_args"])
+        raise ImportError("no driver")
+
+    monkeypatch.setattr("crossbow_py.search.study.storage.RDBStorage", stop)
+    for address in ("postgresql://me@host/x", "postgresql+psycopg2://host/x?connect_timeout=60", "sqlite:///a.db"):
+        with pytest.raises(UserError):
+            open_storage(address)
+    assert (told[0]["connect_timeout"], told[0]["tcp_user_timeout"]) == (5, 30_000)
+    assert "connect_timeout" not in told[1] and "tcp_user_timeout" in told[1]
+    assert told[2] == {"timeout": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("address", "package", "install"), [("redis://host", "redis", "redis"), ("grpc://host:1", "grpc", "grpcio")]
+)
+def test_storage_without_its_package_names_what_to_install(
+    address: str, package: str, install: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else "found")
+    said = f"^storage={address} needs {package}, which is not installed; run pip install {install}.$"
+    with pytest.raises(UserError, match=said):
+        open_storage(address)
 
 
 def test_address_is_shown_without_its_password() -> None:
@@ -155,6 +186,18 @@ def test_patience_with_what_stays_ends_in_one_sentence_after_seconds() -> None:
         Patience("here", slept.append).call(use)
     assert "No space left" in str(caught.value) and "What was finished stays in it" in str(caught.value)
     assert caught.value.exit_code == 1 and 5 < sum(slept) < 10
+
+
+def test_patience_with_what_takes_its_time_to_fail_ends_after_half_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("crossbow_py.search.study.storage.time.monotonic", lambda: now[0])
+
+    def use() -> None:
+        now[0] += 10.0
+        raise OSError("timed out")
+
+    with pytest.raises(StorageError, match="cannot be used, tried 4 times: OSError: timed out. What was"):
+        Patience("here", lambda _: None).call(use)
 
 
 def test_patience_with_what_will_not_pass_raises_it_at_once() -> None:

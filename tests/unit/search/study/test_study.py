@@ -22,14 +22,14 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.file_locks import locked
 from crossbow_py.search.hyperband import Segment, TrialState
 from crossbow_py.search.study.storage import StorageError, open_storage
-from crossbow_py.search.study.study import SamplerName, SharedStudy
+from crossbow_py.search.study.study import SharedStudy
 from tests.unit.search.study.shared_studies import SEGMENTS, SPACE, Failing, done, optuna_trials, worker
 
 # --- trials -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe", "grid"])
-def test_params_asked_by_two_workers_are_the_same_and_sampled_once(address: str, sampler: SamplerName) -> None:
+def test_params_asked_by_two_workers_are_the_same_and_sampled_once(address: str, sampler: str) -> None:
     first, second = worker(address, "first", sampler=sampler), worker(address, "second", sampler=sampler)
     asked = [first.params(trial) for trial in (0, 2)]
     assert [second.params(trial) for trial in (0, 1, 2)] == [asked[0], first.params(1), asked[1]]
@@ -67,7 +67,7 @@ def test_params_asked_by_two_at_once_are_the_first_record(journal: str) -> None:
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe", "grid"])
-def test_trials_of_a_killed_search_are_taken_up_and_not_sampled_anew(journal: str, sampler: SamplerName) -> None:
+def test_trials_of_a_killed_search_are_taken_up_and_not_sampled_anew(journal: str, sampler: str) -> None:
     with killed(journal, sampler) as (asked, finished):
         again = worker(journal, "again", sampler=sampler)
         assert [again.params(trial) for trial in range(4)] == asked
@@ -78,7 +78,7 @@ def test_trials_of_a_killed_search_are_taken_up_and_not_sampled_anew(journal: st
 
 
 @contextmanager
-def killed(journal: str, sampler: SamplerName) -> Iterator[tuple[list[dict[str, Any]], float]]:
+def killed(journal: str, sampler: str) -> Iterator[tuple[list[dict[str, Any]], float]]:
     """A search whose process was killed in the middle of a write, with the journal locked."""
     read, write = os.pipe()
     child = os.fork()
@@ -318,7 +318,7 @@ def test_claim_that_no_worker_has_made_is_refused(address: str, attributes: dict
             use()
 
 
-@pytest.mark.parametrize("plain", [None, {}, {"until": "x"}, 7, [1]])
+@pytest.mark.parametrize("plain", [None, {}, {"until": "x"}, {"beat": 1.0}, 7, [1]])
 def test_lease_that_no_worker_has_taken_is_refused(address: str, plain: Any) -> None:
     study, storage = worker(address), open_storage(address)
     storage.set_study_user_attr(storage.get_study_id_from_name("mine/segments"), "lease of x", plain)
