@@ -2,6 +2,10 @@
 
 A settings class names its config group in `GROUP`, declares each field with `setting(...)` and calls `check(self)` in
 `__post_init__`. `from_mapping` builds one from parsed YAML. Every mistake is one `UserError` sentence.
+
+Pydantic's dataclasses would report in blocks of several lines and know no group and no `peers`, so every message would be
+written here all the same. Hydra's structured configs check types but no limits, have no `Literal`, and see what comes from
+YAML and the command line alone, not `SGD(learning_rate=-1)` in Python.
 """
 
 from __future__ import annotations
