@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +31,6 @@ _OPENING = (
     yaml.BlockMappingStartToken,
 )
 _CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
-_FILE_NAME = re.compile(r"[\w-][\w.-]{0,199}")
 _added_dirs: list[Path] = []  # of --config-dir: like the current folder, they hold for the whole process
 
 
@@ -72,15 +70,17 @@ def own_config_dirs() -> list[Path]:
 def config_file(name: str) -> tuple[Path, str]:
     """Return the folder of the file that a configuration is to begin with, and its name there. Raises UserError."""
     name = name.removesuffix(".yaml")
-    folders = [config_dir(), *own_config_dirs()]
-    found = [folder for folder in folders if _FILE_NAME.fullmatch(name) and (folder / f"{name}.yaml").is_file()]
-    if not found:
-        known = {path.stem for folder in folders for path in folder.glob("*.yaml")}
-        meant = suggestion(name, known)
+    files = [path for folder in (config_dir(), *own_config_dirs()) for path in sorted(folder.glob("*.yaml"))]
+    names = [path.stem for path in files]
+    if name not in names:
+        meant = suggestion(name, names)
         raise UserError(f"--config-name must be a file in a folder of options, got {shown(name)}{meant}")
-    if len(found) > 1:
-        raise UserError(f"--config-name {name} is a file in {found[0]} and in {found[1]}; rename one of them.")
-    return found[0], name
+    if twice := next((path for path in reversed(files) if names.count(path.stem) > 1), None):
+        first = files[names.index(twice.stem)]
+        raise UserError(
+            f"--config-name cannot tell {first} and {twice} apart, which have one name; rename one of them."
+        )
+    return files[names.index(name)].parent, name
 
 
 def option_files(group: str) -> dict[str, Path]:

@@ -120,9 +120,7 @@ def compose(overrides: Sequence[str], kind: type[C], config_name: str | None = N
     return from_plain(_composed(overrides, kind, config_name, resolve=True), kind)
 
 
-def with_interpolations(
-    overrides: Sequence[str], kind: type[CommandConfig], config_name: str | None
-) -> dict[str, Any]:
+def with_interpolations(overrides: Sequence[str], kind: type[CommandConfig], config_name: str | None) -> dict[str, Any]:
     """Return the plain values of one job as they are written, interpolations included. Raises UserError."""
     return _composed(overrides, kind, config_name, resolve=False)
 

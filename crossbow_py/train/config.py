@@ -48,6 +48,8 @@ Exit codes: 0 done, 2 a mistake in what was asked for, 143 after SIGTERM, 130 af
 class JobConfig(JobSettings):
     """The configuration that runs and searches share. A group holds the settings object that its `name` chooses."""
 
+    CONF: ClassVar[str]
+    USAGE: ClassVar[str]
     GROUPS: ClassVar[Mapping[str, Registry]] = {
         "model": MODELS, "data": SOURCES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES,
     }  # fmt: skip

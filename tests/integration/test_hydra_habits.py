@@ -152,7 +152,7 @@ def test_config_name_is_the_file_to_begin_with(name: str, capsys: pytest.Capture
     [
         (["-cn", "nowhere"], "--config-name must be a file in a folder of options, got 'nowhere'; known: check, "),
         (["-cn", "../conf/mine"], "--config-name must be a file in a folder of options"),
-        (["-cn", "train"], "--config-name train is a file in "),
+        (["-cn", "mine", "-cd", "twice"], "twice/train.yaml apart, which have one name; rename one of them."),
         (["-cn", "search"], "which is for python -m crossbow_py.search"),
         (["-cn", "mine", "config=run"], "config=run begins with a run, and -cn with a file"),
         (["-cn", "launching"], "launching.yaml sets hydra, which counts on the command line alone"),
@@ -180,14 +180,14 @@ def test_mistake_is_one_line_with_the_remedy(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write("conf/mine.yaml", MINE)
-    write("conf/train.yaml", MINE)
+    write("twice/train.yaml", MINE)
     write("conf/launching.yaml", f"{MINE}hydra:\n  launcher:\n    n_jobs: 2\n")
     write("conf/choosing.yaml", MINE.replace("max_epochs", "  - override /hydra/job_logging: disabled\nmax_epochs"))
     write("conf/experiment/launching.yaml", "# @package _global_\nhydra:\n  verbose: true\n")
     write("conf/hydra/launcher/here.yaml", HERE)
     assert main(arguments) == 2
     assert said in error_line(capsys)
-    assert names(".") == ["conf"]
+    assert names(".") == ["conf", "twice"]
 
 
 def test_launcher_that_is_not_installed_is_one_line_that_says_how(
@@ -222,7 +222,7 @@ def test_folders_of_a_sweep_may_be_named_as_in_hydra(capsys: pytest.CaptureFixtu
 
 def test_glob_sweeps_over_options_and_the_recipes_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["optimizer=glob([sgd,ada*,muon*],exclude=muon_*)", "averaging=synchronous_sgd", "executor=serial"]
-    assert main(["-m", "+debug=fast", "device=cpu", *words, "model.hidden=[8]", "output_dir=swept"]) == 0
+    assert main(["-m", "+debug=fast", "device=cpu", *words, "model.hidden=[8,8]", "output_dir=swept"]) == 0
     assert names("swept") == ["optimizer=adamw", "optimizer=muon", "optimizer=sgd"]
     arguments = ["-m", "+experiment=glob([*digits,lenet])", "memory=1GiB", "num_learners=2", "hydra/launcher=basic"]
     capsys.readouterr()
@@ -267,7 +267,7 @@ def test_launcher_has_the_folders_files_codes_and_lines_of_a_plain_sweep(capsys:
 def test_launched_runs_take_the_added_folder_and_file_and_words_with_odd_characters() -> None:
     write("conf/hydra/launcher/here.yaml", HERE)
     write("more/mine.yaml", "defaults:\n  - train\n  - _self_\nmax_rounds: 2\n")
-    odd = "a b,\"c\" it's {x}"
+    odd = 'a b,"c" it\'s {x}'
     words = ["-cd", "more", "-cn", "mine", "device=cpu", "model.hidden=[8]", "hydra/launcher=here", "seed=1,2"]
     words += ["averaging=synchronous_sgd", "executor=serial", r"""output_dir="a b,\"c\" it's {x}" """.strip()]
     assert main(["-m", *words]) == 0
@@ -277,14 +277,20 @@ def test_launched_runs_take_the_added_folder_and_file_and_words_with_odd_charact
     assert yaml.safe_load((folder / "seed=2" / "config.yaml").read_text())["max_rounds"] == 2
 
 
-def test_launcher_starts_searches_and_estimates(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("optuna")
+def test_launcher_starts_estimates_and_leaves_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
     write("conf/hydra/launcher/here.yaml", HERE)
-    launcher = ["-m", "hydra/launcher=here"]
-    assert crossbow_py.estimate.__main__.main([*launcher, "memory=1GiB", "num_learners=1,2", "device=cpu"]) == 0
+    arguments = ["-m", "hydra/launcher=here", "memory=1GiB", "num_learners=1,2", "device=cpu"]
+    assert crossbow_py.estimate.__main__.main(arguments) == 0
     assert "run 2 of 2" in capsys.readouterr().out
     assert names(".") == ["conf", "runs"] and names("runs/custom") == []
-    words = ["+experiment=search_digits", "+debug=search_fast", "device=cpu", "seed=1,2", "output_dir=searched"]
+
+
+@pytest.mark.slow
+def test_launcher_starts_searches() -> None:
+    pytest.importorskip("optuna")
+    write("conf/hydra/launcher/here.yaml", HERE)
+    launcher = ["-m", "hydra/launcher=here", "output_dir=searched"]
+    words = ["+experiment=search_digits", "+debug=search_fast", "device=cpu", "seed=1,2"]
     assert crossbow_py.search.__main__.main([*launcher, *words]) == 0
     assert names("searched") == ["seed=1", "seed=2"]
 
