@@ -21,14 +21,13 @@ from crossbow_py.cli.config_files import added_config_dir
 from crossbow_py.cli.configuration import C, command_of, compose, filled_in, options_for
 from crossbow_py.cli.flags import Flags, read_flags, split_flags
 from crossbow_py.cli.help_text import help_text, list_text
-from crossbow_py.cli.hydra_app import config_text, info_text, launch
+from crossbow_py.cli.hydra_app import LaunchError, config_text, info_text, launch
 from crossbow_py.cli.hydra_words import BASIC, HydraWords, split_hydra
 from crossbow_py.cli.output_folder import RUNS, time_name
 from crossbow_py.cli.overrides import as_override, expand_sweeps
 from crossbow_py.core.errors import (
     CentralModelError,
     DataError,
-    LaunchError,
     NonFiniteError,
     RankError,
     RankLostError,

@@ -43,7 +43,7 @@ from crossbow_py.cli.flags import Flags
 from crossbow_py.cli.hydra_words import HydraWords
 from crossbow_py.cli.output_folder import RUNS
 from crossbow_py.cli.overrides import as_override
-from crossbow_py.core.errors import LaunchError, UserError
+from crossbow_py.core.errors import CrossbowError, UserError, one_line
 from crossbow_py.core.printing import print_line
 from crossbow_py.core.settings import shown, suggestion, written
 from crossbow_py.core.signals import EXIT_TERMINATED
@@ -65,6 +65,23 @@ _PACKAGES = {
 _GROUP = "hydra/launcher"
 _NUMBER = "job_of_the_sweep"
 _ONE_PROCESS = ("nodes", "tasks_per_node")  # settings of submitit by which a job becomes several processes
+_LONGEST_SAID = 300
+
+
+class LaunchError(CrossbowError):
+    """A launcher of Hydra failed, or lost a run of a sweep. Runs that have ended are kept. The error is the cause.
+
+    Args:
+        launcher: its name.
+        error: what it raised.
+    """
+
+    def __init__(self, launcher: str, error: BaseException) -> None:
+        said = one_line(error)[:_LONGEST_SAID].rstrip(".")
+        super().__init__(
+            f"hydra/launcher={launcher} failed ({said}); what has ended is kept. Look at its own output, or leave "
+            "hydra/launcher out, and the runs go one after another."
+        )
 
 
 def config_text(
@@ -223,9 +240,7 @@ def _hydra_mapping(
     folder = with_interpolations(own, kind, flags.config_name).get("output_dir")
     folder = folder or f"{RUNS}/{config.experiment}/${{now:%Y-%m-%d_%H-%M-%S}}"
     plain["run"]["dir"] = folder
-    plain["sweep"] = {
-        "dir": given.sweep_dir or folder, "subdir": given.sweep_subdir or "${hydra.job.override_dirname}",
-    }  # fmt: skip
+    plain["sweep"] = {"dir": given.sweep_dir or folder, "subdir": given.sweep_subdir}  # null: what is swept
     if not flags.resolve:
         return dict(plain)
     try:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from crossbow_py.core.version import PACKAGE
 
-_LONGEST_SAID = 300
 _INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
 
 
@@ -94,22 +93,6 @@ class DeviceLostError(SearchError):
             f"the device rejects all further work from this process ({said}); what was finished is kept. Start the "
             "same command again with resume=auto; if it ends like this again, find out with device=cpu whether a model "
             "is given indices or labels that are out of range, and otherwise take another device."
-        )
-
-
-class LaunchError(CrossbowError):
-    """A launcher of Hydra failed, or lost a run of a sweep. Runs that have ended are kept. The error is the cause.
-
-    Args:
-        launcher: its name.
-        error: what it raised.
-    """
-
-    def __init__(self, launcher: str, error: BaseException) -> None:
-        said = one_line(error)[:_LONGEST_SAID].rstrip(".")
-        super().__init__(
-            f"hydra/launcher={launcher} failed ({said}); what has ended is kept. Look at its own output, or leave "
-            "hydra/launcher out, and the runs go one after another."
         )
 
 
