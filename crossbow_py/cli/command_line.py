@@ -16,12 +16,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from crossbow_py.cli.completion import FLAG as COMPLETION
-from crossbow_py.cli.completion import FLAGS, completion_script
-from crossbow_py.cli.configuration import C, compose
+from crossbow_py.cli.completion import completion_script
+from crossbow_py.cli.config_files import added_config_dir
+from crossbow_py.cli.configuration import C, command_of, compose, filled_in, options_for
+from crossbow_py.cli.flags import Flags, read_flags, split_flags
 from crossbow_py.cli.help_text import help_text, list_text
+from crossbow_py.cli.hydra_app import LaunchError, config_text, info_text, launch
+from crossbow_py.cli.hydra_words import BASIC, HydraWords, split_hydra
 from crossbow_py.cli.output_folder import RUNS, time_name
-from crossbow_py.cli.overrides import expand_sweeps
+from crossbow_py.cli.overrides import as_override, expand_sweeps
 from crossbow_py.core.errors import (
     CentralModelError,
     DataError,
@@ -34,7 +37,7 @@ from crossbow_py.core.errors import (
 )
 from crossbow_py.core.files import given_path
 from crossbow_py.core.printing import columns, print_line, standard_streams
-from crossbow_py.core.settings import suggestion
+from crossbow_py.core.settings import shown, suggestion
 from crossbow_py.core.signals import EXIT_INTERRUPTED, StopSignal
 from crossbow_py.core.switches import read_switches
 from crossbow_py.engine.device.host import flushed_denormals
@@ -42,8 +45,9 @@ from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.telemetry.figures import MOST_RUNS, RecordedRun, figures
 from crossbow_py.telemetry.records import read_summary
 
-_MULTIRUN = ("-m", "--multirun")
-_SAID_IN_A_LINE = (UserError, NonFiniteError, DataError, RankError, RankLostError, CentralModelError, SearchError)
+_SAID_IN_A_LINE = (
+    UserError, NonFiniteError, DataError, RankError, RankLostError, CentralModelError, SearchError, LaunchError,
+)  # fmt: skip
 _LONGEST_SHOWN = 200
 # Errors of the machine and no bugs of ours, with the remedy.
 _REFUSALS = {
@@ -62,13 +66,12 @@ _SMALLER = (
     "keys says what fits."
 )
 _LONGEST_LINE = 800
-_FLAGS = (*FLAGS, "-h", *_MULTIRUN)
 # The columns of the table at the end of a sweep.
 _SWEEP_FIGURES = (
     "status", "test accuracy", "best validation accuracy", "time to accuracy", "time of training", "images/s",
 )  # fmt: skip
 
-Composing = Callable[[Sequence[str], type[C]], C]
+Composing = Callable[[Sequence[str], type[C], str | None], C]
 
 
 def run(argv: Sequence[str] | None, kind: type[C], job: Callable[[C], int], composed: Composing[C] = compose) -> int:
@@ -78,7 +81,7 @@ def run(argv: Sequence[str] | None, kind: type[C], job: Callable[[C], int], comp
         argv: the words of the command line; None for the process's own.
         kind: the command's configuration class, which defines the keys.
         job: runs the command with one configuration, and returns its exit code.
-        composed: makes a configuration of words.
+        composed: makes a configuration of words and the file to begin with.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     with standard_streams(), flushed_denormals():  # also in the threads that torch starts at its first operation
@@ -104,40 +107,95 @@ def run_with_text(argv: Sequence[str] | None, usage: str, job: Callable[[list[st
 def _dispatch(arguments: list[str], kind: type[C], job: Callable[[C], int], composed: Composing[C]) -> int:
     if "--help" in arguments or "-h" in arguments:
         return say(help_text(kind))
-    if "--list" in arguments:
-        return say(list_text(kind))
-    if COMPLETION in arguments:
-        return say(completion_script(next(iter(arguments[arguments.index(COMPLETION) + 1 :]), "")))
-    for argument in arguments:
-        if argument.startswith("-") and argument not in _FLAGS:
-            key, _, value = argument.lstrip("-").replace("-", "_").partition("=")
-            is_key = key.split(".")[0] in (field.name for field in dataclasses.fields(kind))
-            instead = f"; keys have no dashes: write {key}={value or 'VALUE'}."
-            raise UserError(f"unknown option {argument}{instead if is_key else suggestion(argument, _FLAGS)}")
-    read_switches()  # so that a mistake in them is found at once
-    overrides = [argument for argument in arguments if argument not in _MULTIRUN]
-    if len(overrides) == len(arguments):
-        return job(composed(overrides, kind))
-    return _multirun([(composed(words, kind), swept) for words, swept in expand_sweeps(overrides)], job)
+    given, words = split_flags(arguments)
+    flags = read_flags(given, [field.name for field in dataclasses.fields(kind)])
+    if flags.completion is not None:
+        return say(completion_script(flags.completion))
+    with added_config_dir(flags.config_dir):
+        if flags.listing:
+            return say(list_text(kind))
+        read_switches()  # so that a mistake in them is found at once
+        asked, own = split_hydra(words)
+        if flags.multirun:
+            return _multirun(flags, asked, own, kind, job, composed)
+        if flags.cfg is None and flags.info is None:
+            asked.check_one_run()
+        own = asked.with_run_dir(own)
+        config = composed(own, kind, flags.config_name)
+        if flags.cfg is not None:
+            return say(config_text(flags, kind, config, own, asked))
+        return job(config) if flags.info is None else say(info_text(flags, kind, own, asked))
 
 
-def _multirun(jobs: Sequence[tuple[C, str]], job: Callable[[C], int]) -> int:
-    """Run jobs one after another. All have been composed, so that a mistake in the last one has been found before."""
-    now = time_name()
-    configs = [_in_own_folder(config, swept, now) for config, swept in jobs]
-    worst, speaks = 0, _is_first("RANK")
-    for number, config in enumerate(configs, start=1):
-        if speaks:
-            swept = f": {Path(config.output_dir).name}" if config.output_dir else ""  # the values name the folder
-            print_line(f"run {number} of {len(configs)}{swept}", sys.stdout)
+def _multirun(
+    flags: Flags, asked: HydraWords, words: list[str], kind: type[C], job: Callable[[C], int], composed: Composing[C]
+) -> int:
+    """Run every combination of what `words` list. All are composed first, so that a mistake in the last is found."""
+    asked.check_sweep(words)
+    jobs = expand_sweeps(words, partial(options_for, kind=kind))
+    configs = _in_own_folders([composed(each, kind, flags.config_name) for each, _ in jobs], jobs, asked)
+    names = [f": {Path(config.output_dir).name}" if config.output_dir else "" for config in configs]  # what is swept
+    if asked.launcher == BASIC:
+        code = _one_after_another(configs, names, job)
+    else:
+        code = _guarded(partial(_launched, flags, asked, [each for each, _ in jobs], configs, names))
+    folders = [given_path("output_dir", config.output_dir) for config in configs if config.output_dir]
+    for line in sweep_lines(folders) if _is_first("RANK") else ():
+        print_line(line, sys.stdout)
+    return code
+
+
+def _one_after_another(configs: Sequence[C], names: Sequence[str], job: Callable[[C], int]) -> int:
+    """Run jobs until one is stopped from outside. Return the worst exit code."""
+    worst = 0
+    for number, (config, name) in enumerate(zip(configs, names, strict=True), start=1):
+        if _is_first("RANK"):
+            print_line(f"run {number} of {len(configs)}{name}", sys.stdout)
         code = _guarded(partial(job, config))
         worst = max(worst, code)
         if code in StopSignal.EXIT_CODES.values():
             break
-    folders = [given_path("output_dir", config.output_dir) for config in configs if config.output_dir]
-    for line in sweep_lines(folders) if speaks else ():
-        print_line(line, sys.stdout)
     return worst
+
+
+def _launched(
+    flags: Flags, asked: HydraWords, jobs: Sequence[list[str]], configs: Sequence[C], names: Sequence[str]
+) -> int:
+    """Hand jobs to a launcher of Hydra, each as a command line with its folder. Return the worst exit code."""
+    folders = [each.output_dir for each in configs]
+    parents = [given_path("output_dir", folder).absolute().parent for folder in folders if folder]
+    parent = Path(os.path.commonpath(parents) if parents else RUNS / configs[0].experiment / time_name())
+    lines = [
+        [*flags.of_every_job, *words, *([f"output_dir={as_override(folder)}"] if folder else [])]
+        for words, folder in zip(jobs, folders, strict=True)
+    ]
+    return max(launch(type(configs[0]), asked, list(zip(names, lines, strict=True)), parent.absolute()))
+
+
+def _in_own_folders(configs: Sequence[C], jobs: Sequence[tuple[list[str], str]], asked: HydraWords) -> list[C]:
+    """Return the configurations with a folder each, named after the job's swept values or by hydra.sweep."""
+    now = time_name()
+    given = {"dir": asked.sweep_dir, "subdir": asked.sweep_subdir}
+    texts = {key: text for key, text in given.items() if text is not None}
+    if not texts:
+        return [_in_own_folder(config, swept, now) for config, (_, swept) in zip(configs, jobs, strict=True)]
+    command = command_of(type(configs[0]))
+    if "output_dir" not in (field.name for field in dataclasses.fields(configs[0])):
+        raise UserError(f"hydra.sweep names folders of results, and {command} writes none; leave it out.")
+    filled = filled_in(texts, [(config, words) for config, (words, _) in zip(configs, jobs, strict=True)], command)
+    found = []
+    for config, (_, swept), own in zip(configs, jobs, filled, strict=True):
+        parent = own.get("dir", config.output_dir)
+        if "subdir" in own:
+            path = Path(parent or RUNS / config.experiment / now) / own["subdir"]
+            found.append(dataclasses.replace(config, output_dir=str(path)))
+        else:
+            found.append(_in_own_folder(dataclasses.replace(config, output_dir=parent), swept, now))
+    folders = [config.output_dir for config in found]
+    if "subdir" in texts and len(set(folders)) < len(folders):
+        twice = shown(next(folder for folder in folders if folders.count(folder) > 1))
+        raise UserError(f"hydra.sweep.subdir must name each run, got {twice} twice; add ${{hydra.job.num}} to it.")
+    return found
 
 
 def _in_own_folder(config: C, swept: str, now: str) -> C:

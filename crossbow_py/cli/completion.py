@@ -11,18 +11,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from crossbow_py.cli.configuration import APPENDED_GROUPS, CommandConfig, compose
+from crossbow_py.cli.flags import FLAGS
 from crossbow_py.cli.help_text import Key, command_keys, group_keys, option_meanings
-from crossbow_py.cli.overrides import quoted
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import suggestion
 from crossbow_py.engine.executors import EXECUTORS
-
-FLAG = "--completion"
-FLAGS = {
-    "--help": "every key, with its meaning",
-    "--list": "the experiments and the options of every group",
-    FLAG: "completion for a shell: bash, zsh or fish",
-}
 
 # The commands with keys: `crossbow_py.NAME.config` has the configuration class NameConfig. It is looked up by name, so
 # that this module depends on no command.
@@ -91,7 +84,7 @@ def completion_script(shell: str) -> str:
     """Return the script for a shell to evaluate, for all commands at once. Raises UserError for another shell."""
     scripts = {"bash": _for_bash, "zsh": lambda: _ZSH + _for_bash("-o nospace "), "fish": _for_fish}
     if shell not in scripts:
-        raise UserError(f"{FLAG} takes a shell, got {shell!r}{suggestion(shell, scripts)}")
+        raise UserError(f"--completion takes a shell, got {shell!r}{suggestion(shell, scripts)}")
     return scripts[shell]()
 
 
@@ -104,7 +97,6 @@ def words(kind: type[CommandConfig]) -> dict[str, str]:
             with suppress(UserError):  # which a recipe for another command raises
                 compose([f"+{group}={name}"], kind)
                 found[f"+{group}={name}"] = text
-        found |= {"--multirun": "run every combination of values that are separated by commas"}
         found |= _CONFIG if "config=RUN" in kind.USAGE else {}
     for group in kind.GROUPS:
         found |= {f"{group}={name}": text for name, text in option_meanings(group, kind).items()}
@@ -135,6 +127,12 @@ def _for_bash(options: str = "") -> str:
 
 def _for_fish() -> str:
     lines = ["# Completion of crossbow_py's commands in fish."]
-    for name, kind in configurations().items():  # fish knows the same two escapes within single quotes
-        lines += [f"complete -c {name} -f -a {quoted(word)} -d {quoted(text)}" for word, text in words(kind).items()]
+    for name, kind in configurations().items():
+        lines += [f"complete -c {name} -f -a {_quoted(word)} -d {_quoted(text)}" for word, text in words(kind).items()]
     return "\n".join([*lines, f"complete -c {_REPORT} -a 'output_dir='", ""])
+
+
+def _quoted(text: str) -> str:
+    """Return any text in single quotes of fish, in which a backslash escapes those and itself."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigTypeError, OmegaConfBaseException
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.files import read_text
+from crossbow_py.core.files import given_path, read_text
+from crossbow_py.core.settings import shown, suggestion
 from crossbow_py.core.version import PACKAGE
 
 OWN_FOLDER = "conf"  # in the current folder, with options that the user adds
@@ -29,6 +31,7 @@ _OPENING = (
     yaml.BlockMappingStartToken,
 )
 _CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
+_added_dirs: list[Path] = []  # of --config-dir: like the current folder, they hold for the whole process
 
 
 def config_dir() -> Path:
@@ -39,38 +42,71 @@ def config_dir() -> Path:
     raise UserError(f"no configuration folder at {PACKAGE / 'conf'} or beside it; reinstall the package.")
 
 
-def own_config_dir() -> Path | None:
-    """Return the folder `conf` in the current folder, None if it is missing or the package's own."""
-    own = Path.cwd() / OWN_FOLDER
-    return own if own.is_dir() and own.resolve() != config_dir().resolve() else None
+@contextmanager
+def added_config_dir(path: str | None) -> Iterator[None]:
+    """Look for options in the folder `path` too, unless it is None. Raises UserError if it is no folder."""
+    if path is None:
+        yield
+        return
+    folder = given_path("--config-dir", path).absolute()
+    if not folder.is_dir():
+        raise UserError(f"--config-dir must be a folder, got {shown(path)}; name one with GROUP/NAME.yaml in it.")
+    _added_dirs.append(folder)
+    try:
+        yield
+    finally:
+        _added_dirs.remove(folder)
+
+
+def own_config_dirs() -> list[Path]:
+    """Return the user's folders of options: `conf` in the current folder, if not the package's, and added ones."""
+    found = {config_dir().resolve(): config_dir()}
+    for folder in (Path.cwd() / OWN_FOLDER, *_added_dirs):
+        if folder.is_dir():
+            found.setdefault(folder.resolve(), folder)
+    return list(found.values())[1:]
+
+
+def config_file(name: str) -> tuple[Path, str]:
+    """Return the folder of the file that a configuration is to begin with, and its name there. Raises UserError."""
+    name = name.removesuffix(".yaml")
+    files = [path for folder in (config_dir(), *own_config_dirs()) for path in sorted(folder.glob("*.yaml"))]
+    names = [path.stem for path in files]
+    if name not in names:
+        meant = suggestion(name, names)
+        raise UserError(f"--config-name must be a file in a folder of options, got {shown(name)}{meant}")
+    if twice := next((path for path in reversed(files) if names.count(path.stem) > 1), None):
+        first = files[names.index(twice.stem)]
+        raise UserError(
+            f"--config-name cannot tell {first} and {twice} apart, which have one name; rename one of them."
+        )
+    return files[names.index(name)].parent, name
 
 
 def option_files(group: str) -> dict[str, Path]:
     """Return the files of a group's options, by name: the package's, and the user's in `conf/GROUP/`."""
-    return {**_added(group), **_in(config_dir(), group)}
+    folders = [config_dir(), *own_config_dirs()]
+    return {name: path for folder in reversed(folders) for name, path in _in(folder, group).items()}
 
 
 def check_own_option(group: str, option: str) -> None:
-    """Raise UserError if both the user and the package have an option of that name, which would be ambiguous."""
-    if option in _added(group) and option in _in(config_dir(), group):
-        raise UserError(
-            f"{group} {option} is both an option of the package and {OWN_FOLDER}/{group}/{option}.yaml; rename it."
-        )
-
-
-def _added(group: str) -> dict[str, Path]:
-    own = own_config_dir()
-    return {} if own is None else _in(own, group)
+    """Raise UserError if an option is in two folders, the package's among them, which would be ambiguous."""
+    files = [files[option] for folder in (config_dir(), *own_config_dirs()) if option in (files := _in(folder, group))]
+    if len(files) > 1:
+        names = [str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path) for path in files]
+        first = "an option of the package" if files[0].is_relative_to(config_dir()) else names[0]
+        raise UserError(f"{group} {option} is both {first} and {names[1]}; rename it.")
 
 
 def _in(folder: Path, group: str) -> dict[str, Path]:
     return {path.stem: path for path in sorted((folder / group).glob("*.yaml")) if path.is_file()}
 
 
-def write_yaml(plain: Mapping[str, Any]) -> str:
+def write_yaml(plain: Mapping[str, Any] | Sequence[Any]) -> str:
     """Return plain values as YAML, keys in their order. Raises UserError for text with half an interpolation."""
     try:
-        return OmegaConf.to_yaml(OmegaConf.create(dict(plain)))
+        made: Any = dict(plain) if isinstance(plain, Mapping) else list(plain)
+        return OmegaConf.to_yaml(OmegaConf.create(made))
     except OmegaConfBaseException as error:
         raise UserError(f"the configuration cannot be written ({one_line_of(error)}); leave '${{' out.") from error
 

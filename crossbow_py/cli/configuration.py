@@ -9,31 +9,42 @@ does not list the key, because the settings dataclasses know every key and sugge
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import hydra
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf
-from omegaconf.errors import GrammarParseError, InterpolationResolutionError
+from omegaconf import OmegaConf, open_dict
+from omegaconf.errors import GrammarParseError, InterpolationResolutionError, OmegaConfBaseException
 
 from crossbow_py.cli.config_files import (
     FILE_ERRORS,
     check_own_option,
     config_dir,
+    config_file,
     first_comment,
     one_line_of,
     option_files,
-    own_config_dir,
+    own_config_dirs,
     read_yaml,
 )
-from crossbow_py.cli.overrides import PARSING_ERRORS, parse, quoted
+from crossbow_py.cli.overrides import PARSING_ERRORS, as_override, parse
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.other_names import key_suggestion
-from crossbow_py.core.settings import check_no_group_left_out, from_mapping, shown, suggestion, written
+from crossbow_py.core.settings import (
+    check_no_group_left_out,
+    from_mapping,
+    shown,
+    suggestion,
+    to_mapping,
+    written,
+)
 
 APPENDED_GROUPS = ("experiment", "debug")  # not in the defaults list: chosen with a leading +, in this order
-_COMPOSITION_ERRORS = (*PARSING_ERRORS, *FILE_ERRORS)
+COMPOSITION_ERRORS = (*PARSING_ERRORS, *FILE_ERRORS)
+_HYDRAS_OWN = ("default", "basic", None)  # the options of Hydra's own groups, unless a file chooses others
 Registry = Mapping[str, type[Any]]  # the settings class of each option of a group, by name
 
 
@@ -46,7 +57,7 @@ class CommandConfig(Protocol):
         GROUPS: the groups whose options are chosen by GROUP=OPTION, each with its registry.
         MEANINGS: help of inherited keys that mean something else to this command.
         LAID_OVER: keys whose entries Hydra cannot merge, each with a function of (value, key beneath it, entry).
-        TAKES_RECIPES: whether the command takes +experiment=NAME, +debug=NAME and sweeps.
+        TAKES_RECIPES: whether the command takes +experiment=NAME and +debug=NAME.
         NEEDS_FOLDER: whether the command writes a folder even if output_dir is not set.
     """
 
@@ -95,11 +106,38 @@ def read_option(group: str, option: str) -> dict[str, Any]:
     return {"name": option} if path is None else read_yaml(path.resolve())
 
 
-def compose(overrides: Sequence[str], kind: type[C]) -> C:
+def compose(overrides: Sequence[str], kind: type[C], config_name: str | None = None) -> C:
     """Compose the configuration of one job; `kind` defines the keys.
 
-    Raises UserError for every mistake in the overrides or in a YAML file.
+    Args:
+        overrides: the words of the command line.
+        kind: the command's configuration class.
+        config_name: the file to begin with; None for the command's own.
+
+    Raises:
+        UserError: for every mistake in the overrides or in a YAML file.
     """
+    return from_plain(_composed(overrides, kind, config_name, resolve=True), kind)
+
+
+def with_interpolations(overrides: Sequence[str], kind: type[CommandConfig], config_name: str | None) -> dict[str, Any]:
+    """Return the plain values of one job as they are written, interpolations included. Raises UserError."""
+    return _composed(overrides, kind, config_name, resolve=False)
+
+
+def settled_words(overrides: Sequence[str], kind: type[CommandConfig]) -> list[str]:
+    """Return overrides as Hydra takes them, without those that it cannot merge. Raises UserError."""
+    return _settled_words([parse(override) for override in overrides], kind)
+
+
+def _settled_words(parsed: Sequence[Override], kind: type[CommandConfig]) -> list[str]:
+    ordered = sorted(parsed, key=lambda override: override.key_or_group == "debug")  # stable: +debug= wins
+    return [text for each in ordered if not _is_laid_over(each, kind) for text in _settled(each, kind)]
+
+
+def _composed(
+    overrides: Sequence[str], kind: type[CommandConfig], config_name: str | None, resolve: bool
+) -> dict[str, Any]:
     parsed = [parse(override) for override in overrides]
     for override in parsed:
         _check_override(override, kind)
@@ -110,14 +148,12 @@ def compose(overrides: Sequence[str], kind: type[C]) -> C:
         if override.key_or_group == "experiment" and not override.is_delete():
             _check_experiment(str(override.value()), known)
     _check_command([override.key_or_group for override in parsed], known)  # Hydra cannot compose what is no group here
-    parsed.sort(key=lambda override: override.key_or_group == "debug")  # stable: +debug= comes last and wins
-    laid = [each for each in parsed if _owner_of(each, kind) and not each.is_delete()]
-    settled = [text for override in parsed if override not in laid for text in _settled(override, kind)]
-    plain = _compose_plain(settled, kind.CONF)
-    for override in laid:
-        owner = _owner_of(override, kind)
-        key = override.key_or_group.removeprefix(f"{owner}.")
-        plain[owner] = kind.LAID_OVER[owner](plain.get(owner, {}), key, override.value())
+    plain = _compose_plain(_settled_words(parsed, kind), kind, config_name, resolve)
+    for override in parsed:
+        if _is_laid_over(override, kind):
+            owner = _owner_of(override, kind)
+            key = override.key_or_group.removeprefix(f"{owner}.")
+            plain[owner] = kind.LAID_OVER[owner](plain.get(owner, {}), key, override.value())
     if isinstance(plain.get("experiment"), dict) and "experiment" in chosen:  # beneath its group, as other groups do
         name = next(str(each.value()) for each in parsed if each.key_or_group == "experiment")
         raise UserError(f'conf/experiment/{name}.yaml must begin with "# @package _global_"; add that line.')
@@ -126,7 +162,7 @@ def compose(overrides: Sequence[str], kind: type[C]) -> C:
         if key not in known and (meant := key_suggestion(key, known)):
             raise UserError(f"unknown key {key}{meant}")
     check_no_group_left_out(plain, known, {group: registry.values() for group, registry in kind.GROUPS.items()})
-    return from_plain(plain, kind)
+    return plain
 
 
 def from_plain(plain: Mapping[str, Any], kind: type[C]) -> C:
@@ -145,6 +181,56 @@ def from_plain(plain: Mapping[str, Any], kind: type[C]) -> C:
         if plain.get(name) is not None or fields[name].default is not None:
             nested[name] = _choose(name, plain.get(name), registry)
     return from_mapping(kind, {**plain, **nested})
+
+
+def to_plain(config: CommandConfig) -> dict[str, Any]:
+    """Return the plain values of a configuration, with every default: the inverse of `from_plain`."""
+    plain = to_mapping(config)
+    for name in config.GROUPS:
+        if (chosen := getattr(config, name)) is not None:
+            plain[name] = {"name": chosen.NAME, **plain[name]}
+    return plain
+
+
+def options_for(key: str, kind: type[CommandConfig]) -> list[str]:
+    """Return the options of a group that the command takes; none for a key that is no group."""
+    if not _is_group(key, kind):
+        return []
+    options = group_options(key, kind)
+    if key not in APPENDED_GROUPS:
+        return list(options)
+    return [name for name in options if _is_known(key, name, kind)]
+
+
+def filled_in(
+    texts: Mapping[str, str], jobs: Sequence[tuple[CommandConfig, Sequence[str]]], name: str
+) -> list[dict[str, str]]:
+    """Return the texts of hydra.sweep for each job, with its own keys and hydra.job in place of interpolations.
+
+    Args:
+        texts: by key, dir and subdir.
+        jobs: each job's configuration and its overrides.
+        name: what hydra.job.name is.
+
+    Raises:
+        UserError: for an interpolation of something else.
+    """
+    found: list[dict[str, str]] = []
+    before = OmegaConf.create()
+    for number, (config, overrides) in enumerate(jobs):
+        job = {"num": number, "id": str(number), "name": name, "override_dirname": ",".join(sorted(overrides))}
+        try:
+            root = OmegaConf.create({**to_plain(config), "hydra": {"job": job, "sweep": dict(texts)}})
+            OmegaConf.copy_cache(before, root)  # so that ${now:...} is one moment for all
+            found.append({key: str(OmegaConf.select(root, f"hydra.sweep.{key}")) for key in texts})
+        except OmegaConfBaseException as error:
+            given = " ".join(f"hydra.sweep.{key}={shown(text)}" for key, text in texts.items())
+            raise UserError(
+                f"{given}: {one_line_of(error).rstrip('.')}; keys of a run, hydra.job.num, hydra.job.override_dirname, "
+                "hydra.job.name and now can be filled in."
+            ) from error
+        before = root
+    return found
 
 
 def _choose(group: str, values: Any, registry: Registry) -> Any:
@@ -168,6 +254,20 @@ def _owner_of(override: Override, kind: type[CommandConfig]) -> str:
     """
     owner, dot, _ = override.key_or_group.partition(".")
     return owner if dot and owner in kind.LAID_OVER else ""
+
+
+def _is_laid_over(override: Override, kind: type[CommandConfig]) -> bool:
+    return bool(_owner_of(override, kind)) and not override.is_delete()
+
+
+def _is_known(group: str, option: str, kind: type[CommandConfig]) -> bool:
+    """Return whether an option is of keys and groups that the command has. One that cannot be read says so later."""
+    try:
+        plain = read_option(group, option)
+    except UserError:
+        return True
+    chosen = [str(next(iter(each))).split("/")[-1] for each in plain.pop("defaults", ()) if isinstance(each, Mapping)]
+    return {*plain, *chosen} <= {field.name for field in dataclasses.fields(kind)}
 
 
 def _check_chosen(chosen: Sequence[str], known: Sequence[str]) -> None:
@@ -204,7 +304,9 @@ def _check_override(override: Override, kind: type[CommandConfig]) -> None:
 
 
 def _check_experiment(name: str, known: Sequence[str]) -> None:
-    for key in read_option("experiment", name):
+    plain = read_option("experiment", name)
+    _check_no_hydra(f"experiment {name}", plain)
+    for key in plain:
         if key not in (*known, "defaults"):
             raise UserError(
                 f"experiment {name} is for {_commands_with(key)}: it sets {key}, which means nothing here; choose "
@@ -241,17 +343,51 @@ def _settled(override: Override, kind: type[CommandConfig]) -> list[str]:
     return [f"~{key}", f"++{key}.name={override.value()}"]
 
 
-def _compose_plain(overrides: list[str], conf: str) -> dict[str, Any]:
-    own = own_config_dir()
-    if own is not None:
-        overrides = [*overrides, f"hydra.searchpath=[{quoted(f'file://{own}')}]"]
+@contextmanager
+def searched(kind: type[CommandConfig], config_name: str | None) -> Iterator[tuple[str, list[str]]]:
+    """Initialize Hydra on all folders of options. Yields the file to begin with, and the word that adds the folders."""
+    main, name = (config_dir(), kind.CONF) if config_name is None else config_file(config_name)
+    others = [f"file://{folder}" for folder in (config_dir(), *own_config_dirs()) if folder != main]
+    with hydra.initialize_config_dir(str(main), job_name=f"crossbow-{command_of(kind)}", version_base="1.3"):
+        yield name, [f"hydra.searchpath={as_override(others)}"] if others else []
+
+
+def command_of(kind: type[CommandConfig]) -> str:
+    """Return the name of the command that a configuration class belongs to, which is that of its folder."""
+    return kind.__module__.split(".")[-2]
+
+
+def _compose_plain(
+    overrides: list[str], kind: type[CommandConfig], config_name: str | None, resolve: bool
+) -> dict[str, Any]:
+    if config_name is not None:
+        folder, name = config_file(config_name)
+        _check_no_hydra(folder / f"{name}.yaml", read_yaml((folder / f"{name}.yaml").resolve()))
     try:
-        with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-            composed = hydra.compose(conf, overrides=overrides)
-        plain = OmegaConf.to_container(composed, resolve=True)
+        with searched(kind, config_name) as (name, folders):
+            composed = hydra.compose(name, overrides=[*overrides, *folders], return_hydra_config=True)
+        choices = composed.hydra.runtime.choices
+        with open_dict(composed):
+            del composed["hydra"]
+        plain = OmegaConf.to_container(composed, resolve=resolve)
     except (InterpolationResolutionError, GrammarParseError) as error:
         problem = one_line_of(error).rstrip(".")
         raise UserError(f"{problem}; write the value itself, or \\${{ where the text is meant.") from error
-    except _COMPOSITION_ERRORS as error:
+    except COMPOSITION_ERRORS as error:
         raise UserError(f"{one_line_of(error).rstrip('.')}; --help explains the keys.") from error
+    for group, option in choices.items():
+        if str(group).startswith("hydra/") and option not in _HYDRAS_OWN:
+            raise UserError(
+                f"a file of the configuration chooses {group}={option}, which counts on the command line alone; take "
+                "it out of the file, and write it there."
+            )
     return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
+
+
+def _check_no_hydra(file: Path | str, keys: Collection[str]) -> None:
+    """Refuse a file that sets Hydra's own configuration, of which nothing would be seen."""
+    if "hydra" in keys:
+        raise UserError(
+            f"{file} sets hydra, which counts on the command line alone; take it out of the file, and write "
+            "hydra/launcher=NAME or hydra.launcher.KEY=VALUE there."
+        )

@@ -8,7 +8,13 @@ from typing import Any
 
 from crossbow_py.cli.config_files import config_dir, read_yaml
 from crossbow_py.cli.configuration import APPENDED_GROUPS, CommandConfig, group_options, read_option
+from crossbow_py.cli.flags import FLAGS
 from crossbow_py.core.settings import allowed, written
+
+_OF_HYDRA = (
+    "  hydra/launcher=NAME and hydra.launcher.KEY=VALUE, with -m: who starts the jobs, for example joblib",
+    "  hydra.run.dir=PATH, and with -m hydra.sweep.dir=PATH hydra.sweep.subdir=NAME: other names for folders",
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,9 @@ class Key:
 
 def help_text(kind: type[CommandConfig]) -> str:
     """Return the usage, then every key with its meaning and default, by group, for the configuration class `kind`."""
-    lines = [kind.USAGE, "Keys and their defaults:"]
+    lines = [kind.USAGE, "Further options:"]
+    lines += [f"  {name:<18} {meaning}" for name, meaning in FLAGS.items() if name not in kind.USAGE]
+    lines += [*_OF_HYDRA, "", "Keys and their defaults:"]
     lines += map(_key_line, command_keys(kind))
     for field in dataclasses.fields(kind):
         if field.name in kind.GROUPS:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
 from crossbow_py.cli.config_files import MOST_NESTED
@@ -26,10 +26,36 @@ _NO_SYNTAX = re.compile(rf"{_QUOTED}|\\[\\()\[\]{{}}:=, \t]", re.DOTALL)
 # The grammar has no ~ in a value, but shells leave it: bash in data.root=~/a and for unknown users, others in all keys.
 _HOME = re.compile(r"([^=]*=)(~[\w./@%+-]*)")
 _QUOTED_KEY = re.compile(rf"[{{,]\s*(?:{_QUOTED})\s*:", re.DOTALL)
+# Text that needs no quotes, because it cannot be read as anything else.
+_PLAIN_TEXT = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[A-Za-z_/][A-Za-z0-9_./]*", re.IGNORECASE)
+_SAID = "a run says what it has to say on the terminal and in its console.log"
+_KEPT = "a run's config.yaml holds its whole configuration, and there is no folder .hydra"
+# Hydra's own configuration by its first key, each with what to do instead.
+_INSTEAD = {
+    "launcher": "hydra/launcher=NAME goes with -m, on the command line",
+    "sweeper": "-m runs every combination, and python -m crossbow_py.search samples trials, compares and stops them",
+    "run": "output_dir=PATH names the folder of a run",
+    "sweep": "with -m, hydra.sweep.dir=PATH and hydra.sweep.subdir=NAME name the folders of runs",
+    "job": "a run stays in the current folder, is called experiment=NAME, and has the variables of its shell",
+    "verbose": _SAID,
+    "job_logging": _SAID,
+    "hydra_logging": _SAID,
+    "output": _KEPT,
+    "output_subdir": _KEPT,
+    "callbacks": "Trainer(callbacks=[...]) takes callbacks, in Python",
+    "searchpath": "-cd PATH adds a folder of options",
+    "mode": "-m runs several jobs",
+    "help": "--help explains every key",
+    "hydra_help": "--help explains every key",
+}
+_TAKEN = "-m, hydra/launcher, hydra.launcher.KEY, hydra.run.dir, hydra.sweep.dir and hydra.sweep.subdir are what counts"
 
 
-def parse(text: str) -> Override:
-    """Parse one word. Raises UserError for a word that sets no key and chooses no option."""
+def parse(text: str, of_hydra: bool = False) -> Override:
+    """Parse one word. Raises UserError for a word that sets no key and chooses no option.
+
+    A word `of_hydra` sets Hydra's own configuration, which any other word may not.
+    """
     _check_size(text)
     home = _HOME.fullmatch(text)
     try:
@@ -39,41 +65,55 @@ def parse(text: str) -> Override:
         if _QUOTED_KEY.search(text):
             remedy = "keys in a mapping have no quotes: write {a b: 1}, and a backslash before a special character."
         raise UserError(f"cannot read {shown(text)}; {remedy}") from error
-    _check_key(override)
+    _check_key(override, of_hydra)
     if not override.is_sweep_override():
         _check_names(text, override.value())
     return override
 
 
-def expand_sweeps(words: Sequence[str]) -> list[tuple[list[str], str]]:
-    """Return every combination of comma lists and ranges: each job's overrides, and its swept part as a folder name.
+def expand_sweeps(
+    words: Sequence[str], options: Callable[[str], Collection[str]] = lambda _: ()
+) -> list[tuple[list[str], str]]:
+    """Return every combination of lists, ranges and globs: each job's overrides, and its swept part as a folder name.
 
-    Raises UserError for a word that cannot be swept, and for more than ten thousand combinations.
+    `options` are those of a group, among which a glob chooses; none for a key that is no group. Raises UserError for a
+    word that cannot be swept, and for more than ten thousand combinations.
     """
-    swept = [_sweep(word) for word in words]
+    swept = [_sweep(word, options) for word in words]
     if math.prod(map(len, swept)) > _MOST_JOBS:
         raise UserError(f"a sweep runs at most {_MOST_JOBS} jobs, got more; list fewer values.")
     jobs = itertools.product(*swept)
     return [([text for text, _ in job], ",".join(name for _, name in job if name)) for job in jobs]
 
 
-def quoted(text: str) -> str:
-    """Return any text as a value in the grammar of overrides."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
-
-
-def _sweep(text: str) -> list[tuple[str, str]]:
+def _sweep(text: str, options: Callable[[str], Collection[str]]) -> list[tuple[str, str]]:
     """Return an override for each value of a sweep, with its name; an override with one value stays as it is."""
     override = parse(text)
     if not override.is_sweep_override():
         return [(text, "")]
+    glob: Any = override.value()
     try:
-        found = itertools.islice(override.sweep_string_iterator(), _MOST_JOBS + 1)
+        if isinstance(glob, Glob):
+            found = iter(_matching(text, glob, override.key_or_group, options))
+        else:
+            found = itertools.islice(override.sweep_string_iterator(), _MOST_JOBS + 1)
         values = [f"{override.get_key_element()}={value}" for value in found]
     except PARSING_ERRORS as error:
         raise UserError(f"cannot sweep {shown(text)}; list the values, as in seed=1,2,3 or seed=range(1,4).") from error
+    if not values:
+        raise UserError(f"{shown(text)} lists no value; list some, as in seed=1,2,3 or seed=range(1,4).")
     return [(value, value.lstrip("+").replace("/", "_")) for value in values]
+
+
+def _matching(text: str, glob: Glob, group: str, options: Callable[[str], Collection[str]]) -> list[str]:
+    """Return the options of a group that a glob matches. Raises UserError for none, and for a key that is no group."""
+    known = list(options(group))
+    if not known:
+        raise UserError(f"cannot sweep {shown(text)}: glob() chooses options of a group, as in model=glob(resnet*).")
+    found = glob.filter(known)
+    if not found:
+        raise UserError(f"{shown(text)} matches no option of {group}; --list shows them all.")
+    return found
 
 
 def read_text(key: str, text: str) -> str:
@@ -82,6 +122,34 @@ def read_text(key: str, text: str) -> str:
         return text
     override = parse(f"{key}={text}")
     return text if override.is_sweep_override() else str(override.value())
+
+
+def as_override(value: Any) -> str:
+    """Return a plain value in the grammar of Hydra's command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{as_override(own)}" for key, own in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(as_override, value)) + "]"
+    return value if isinstance(value, str) and _PLAIN_TEXT.fullmatch(value) else _quoted(value)
+
+
+def _quoted(value: Any) -> str:
+    """Return text in quotes, in which backslashes count only before a quote; a number as it is.
+
+    What looks like an interpolation is escaped, as it may come from the folder of somebody else's run.
+    """
+    if not isinstance(value, str):
+        return str(value)
+    value = re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", value)
+    return '"' + re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), value) + '"'
+
+
+def refused(text: str, key: str) -> UserError:
+    """Return the error for a word of Hydra's own configuration that means nothing here."""
+    instead = _INSTEAD.get(key.replace("/", ".").removeprefix("hydra").removeprefix(".").split(".")[0], _TAKEN)
+    return UserError(f"{shown(text)} sets what is Hydra's own, which is not read here: {instead}; leave it out.")
 
 
 def _check_size(text: str) -> None:
@@ -98,19 +166,16 @@ def _check_size(text: str) -> None:
         raise UserError(f"{shown(written)} is nested more than {MOST_NESTED} deep; write fewer brackets.")
 
 
-def _check_key(override: Override) -> None:
+def _check_key(override: Override, of_hydra: bool) -> None:
     """Refuse words of Hydra's own command lines that are no keys here."""
-    text, key = override.input_line, override.key_or_group
-    if key.replace("/", ".").split(".")[0] == "hydra":
-        raise UserError(
-            f"{shown(text)} is an option of Hydra, which only reads the configuration here; leave it out: -m runs "
-            "sweeps, and output_dir=PATH sets the folder."
-        )
+    text, key = str(override.input_line), override.key_or_group
+    if key.replace("/", ".").split(".")[0] == "hydra" and not of_hydra:
+        raise refused(text, key)
     if not key:
         raise UserError(f"{shown(text)} sets no key of a run; write key=value with one of the keys --help shows.")
     if override.package is not None:
         raise UserError(f"{shown(text)} has an @, by which Hydra moves options elsewhere; write KEY=VALUE without it.")
-    if "/" in key:
+    if "/" in key and not of_hydra:
         raise UserError(f"{shown(text)} has a / in its key, and no key has one; write KEY=VALUE, or GROUP=OPTION.")
 
 

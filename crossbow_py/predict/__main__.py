@@ -6,20 +6,23 @@ import sys
 from collections.abc import Sequence
 
 from crossbow_py.cli.command_line import run, say
+from crossbow_py.cli.flags import split_flags
 from crossbow_py.cli.output_folder import make_folder, new_folder
+from crossbow_py.cli.overrides import as_override
 from crossbow_py.core.files import given_path
 from crossbow_py.predict.config import PredictConfig
 from crossbow_py.predict.prediction import predict
 from crossbow_py.predict.report import as_text, write
-from crossbow_py.train.run_folder.recorded_config import as_override
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what `argv` (default: the process's arguments) asks for; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    paths = [each for each in arguments if "=" not in each and not each.startswith(("-", "+", "~"))]
+    flags, words = split_flags(arguments)
+    paths = [each for each in words if "=" not in each and not each.startswith(("+", "~"))]
     if paths:  # as crossbow_py.report takes them
-        arguments = [*(each for each in arguments if each not in paths), f"models={as_override(paths)}"]
+        given = [name if value is None else f"{name}={value}" for name, value in flags]
+        arguments = [*given, *(each for each in words if each not in paths), f"models={as_override(paths)}"]
     return run(arguments, PredictConfig, answer)
 
 

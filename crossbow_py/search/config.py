@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from crossbow_py.cli.configuration import group_options, read_option
+from crossbow_py.cli.overrides import as_override
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import setting, shown, suggestion, written
 from crossbow_py.search.hyperband import Bracket, Method, make_brackets
@@ -16,7 +17,6 @@ from crossbow_py.search.packs.policies import Policy
 from crossbow_py.search.space import Space, laid_over
 from crossbow_py.train.config import JobConfig, TrainConfig, config_from_mapping, config_to_mapping
 from crossbow_py.train.evaluation.evaluator import PERPLEXITY
-from crossbow_py.train.run_folder.recorded_config import as_override
 
 _SEARCHED_GROUPS = ("model", "optimizer", "schedule")
 _SEARCHED = ("batch_size", "label_smoothing", "seed", "data.crop_padding", "data.flip", "data.random_erasing")

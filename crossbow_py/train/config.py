@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from crossbow_py.averaging import RULES
-from crossbow_py.cli.configuration import Registry, from_plain, group
+from crossbow_py.cli.configuration import Registry, from_plain, group, to_plain
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import given_path
-from crossbow_py.core.settings import setting, to_mapping
+from crossbow_py.core.settings import setting
 from crossbow_py.data.sources import SOURCES
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.auto_tuner import AutoTunerSettings
@@ -48,6 +48,8 @@ Exit codes: 0 done, 2 a mistake in what was asked for, 143 after SIGTERM, 130 af
 class JobConfig(JobSettings):
     """The configuration that runs and searches share. A group holds the settings object that its `name` chooses."""
 
+    CONF: ClassVar[str]
+    USAGE: ClassVar[str]
     GROUPS: ClassVar[Mapping[str, Registry]] = {
         "model": MODELS, "data": SOURCES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES,
     }  # fmt: skip
@@ -126,7 +128,4 @@ def config_from_mapping(plain: Mapping[str, Any], file: Path | None = None) -> T
 
 def config_to_mapping(config: JobConfig) -> dict[str, Any]:
     """Return the plain values of a configuration, with every default: the inverse of `config_from_mapping`."""
-    plain = to_mapping(config)
-    for name in config.GROUPS:
-        plain[name] = {"name": type(getattr(config, name)).NAME, **plain[name]}
-    return plain
+    return to_plain(config)

@@ -13,7 +13,7 @@ from typing import Any
 
 from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.cli.configuration import C, compose, group_options
-from crossbow_py.cli.overrides import read_text
+from crossbow_py.cli.overrides import as_override, read_text
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import given_path
 from crossbow_py.core.plain_values import filled
@@ -24,34 +24,34 @@ from crossbow_py.train.config import TrainConfig, config_from_mapping, config_to
 
 _KEY = "config="
 _OF_THE_RUN = {"output_dir": None, "resume": None}  # keys of the recorded run that are not taken over
-# Text that needs no quotes, because it cannot be read as anything else.
-_PLAIN_TEXT = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[A-Za-z_/][A-Za-z0-9_./]*", re.IGNORECASE)
 _KEY_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_/-]*")  # the grammar of overrides has no quotes for keys
 _LONGEST_SHOWN = 80
 
 
-def composed(overrides: Sequence[str], kind: type[C]) -> C:
+def composed(overrides: Sequence[str], kind: type[C], config_name: str | None = None) -> C:
     """Compose a configuration; with `config=RUN` the other overrides are applied to that run's configuration.
 
     Raises UserError as `compose` does, if settings do not fit each other, and if the run has no configuration or the
     command does not take `config`.
     """
-    config = _composed(overrides, kind)
+    config = _composed(overrides, kind, config_name)
     if isinstance(config, TrainConfig):
         check_learning(config, config.optimizer, config.averaging)
     return config
 
 
-def _composed(overrides: Sequence[str], kind: type[C]) -> C:
+def _composed(overrides: Sequence[str], kind: type[C], config_name: str | None) -> C:
     given = [read_text("config", text.removeprefix(_KEY)) for text in overrides if text.startswith(_KEY)]
     if not given:
-        return compose(overrides, kind)
+        return compose(overrides, kind, config_name)
     own = [text for text in overrides if not text.startswith(_KEY)]
     if kind.CONF != TrainConfig.CONF:
         raise UserError(f"config={given[0]} is for the commands train and estimate; leave it out.")
     if len(given) > 1:
         raise UserError(f"config is given {len(given)} times; give it once.")
     keys = [text.lstrip("+~").split("=")[0] for text in own]
+    if config_name is not None:
+        raise UserError(f"config={given[0]} begins with a run, and -cn with a file; leave one of them out.")
     if "experiment" in keys:
         raise UserError(f"config={given[0]} is a whole run, as +experiment is; leave one of them out.")
     chosen = [key for key in keys if key in kind.GROUPS]
@@ -140,25 +140,3 @@ def _differing(default: Mapping[str, Any], own: Mapping[str, Any], prefix: str =
         elif default.get(key) != value:
             words.append(f"{prefix}{key}={as_override(value)}")
     return words
-
-
-def as_override(value: Any) -> str:
-    """Return a plain value in the grammar of Hydra's command line."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{as_override(own)}" for key, own in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(as_override, value)) + "]"
-    return value if isinstance(value, str) and _PLAIN_TEXT.fullmatch(value) else _quoted(value)
-
-
-def _quoted(value: Any) -> str:
-    """Return text in quotes, in which backslashes count only before a quote; a number as it is.
-
-    What looks like an interpolation is escaped, as it may come from the folder of somebody else's run.
-    """
-    if not isinstance(value, str):
-        return str(value)
-    value = re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", value)
-    return '"' + re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), value) + '"'

@@ -186,6 +186,7 @@ def _stop_before_work(patch: pytest.MonkeyPatch, written: list[Path]) -> None:
     patch.setattr("crossbow_py.predict.__main__.answer", answer)
     patch.setattr("crossbow_py.estimate.__main__.answer", lambda config: 0)
     patch.setattr("crossbow_py.report.charts.all_charts", lambda runs: ())
+    patch.setattr("crossbow_py.cli.command_line.launch", lambda kind, given, jobs, folder: [0 for _ in jobs])
     original = importlib.import_module("crossbow_py.report.__main__").make_folder
 
     def make_folder(path: Path) -> Path:

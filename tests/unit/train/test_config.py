@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from crossbow_py.averaging import RULES, SMA, Independent
 from crossbow_py.cli.config_files import config_dir, read_yaml, write_yaml
-from crossbow_py.cli.configuration import compose, group_options, read_option
+from crossbow_py.cli.configuration import compose, group_options, options_for, read_option
 from crossbow_py.cli.overrides import expand_sweeps
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import setting
@@ -139,8 +139,8 @@ def test_compose_with_debug_first_lets_it_win_over_the_experiment() -> None:
         (["=3"], ["sets no key"]),
         (["seed=[1"], ["cannot read 'seed=[1'"]),
         (["seed=1,2"], ["'seed=1,2' lists several values", "-m"]),
-        (["hydra.verbose=true"], ["is an option of Hydra", "leave it out"]),
-        (["+hydra/launcher=joblib"], ["is an option of Hydra", "-m runs sweeps"]),
+        (["hydra.verbose=true"], ["sets what is Hydra's own", "console.log", "leave it out"]),
+        (["+hydra/launcher=joblib"], ["sets what is Hydra's own", "goes with -m, on the command line"]),
         (["experiment.0=lenet"], ["experiment must be text", "{'0': 'lenet'}"]),
         (["space.seed=[1]"], ["unknown key space, which is for python -m crossbow_py.search"]),
         (["data.num_classes=10", "~data"], ["data has keys but no name", "data=NAME"]),
@@ -225,6 +225,37 @@ def test_expand_sweeps_over_lists_and_ranges_is_their_product() -> None:
 def test_expand_sweeps_over_what_has_no_list_is_a_user_error(override: str) -> None:
     with pytest.raises(UserError, match="cannot sweep"):
         expand_sweeps([override])
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ("glob(*)", ["lenet", "resnet20", "resnet32", "vgg16"]),
+        ("glob(resnet*)", ["resnet20", "resnet32"]),
+        ("glob([vgg*,le*])", ["lenet", "vgg16"]),
+        ("glob(*,exclude=resnet*)", ["lenet", "vgg16"]),
+        ("glob([res*,l*],exclude=[*32,x])", ["lenet", "resnet20"]),
+    ],
+)
+def test_glob_is_a_sweep_over_the_options_of_a_group(value: str, names: list[str]) -> None:
+    options = {"model": ["lenet", "resnet20", "resnet32", "vgg16"]}
+    jobs = expand_sweeps([f"model={value}", "seed=3"], lambda group: options.get(group, []))
+    assert jobs == [([f"model={name}", "seed=3"], f"model={name}") for name in names]
+
+
+def test_options_for_a_glob_are_those_that_the_command_takes() -> None:
+    assert options_for("model", TrainConfig) == sorted(group_options("model", TrainConfig))
+    assert {"digits", "lenet"} <= set(options_for("experiment", TrainConfig))
+    assert not [name for name in options_for("experiment", TrainConfig) if name.startswith("search_")]
+    assert options_for("experiment", SearchConfig) == ["search_digits", "search_lenet"]
+    assert options_for("debug", TrainConfig) == ["fast", "profile"]
+    assert options_for("seed", TrainConfig) == []
+
+
+@pytest.mark.parametrize("word", ["seed=range(3,1)", "seed=range(0,1,-1)"])
+def test_sweep_over_no_value_is_a_user_error(word: str) -> None:
+    with pytest.raises(UserError, match="lists no value"):
+        expand_sweeps([word])
 
 
 def test_executor_in_one_file_is_a_value_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
