@@ -138,10 +138,12 @@ class StreamingFeed(Feed):
 
     def batch(self, start: int) -> Batch:
         (one,) = self._take([start])
-        return Batch(self._prepare(one.inputs, one.mirrored, one.erased), one.targets)
+        return self.mixed(Batch(self._prepare(one.inputs, one.mirrored, one.erased), one.targets), start)
 
     def batches(self, starts: Sequence[int]) -> Batch:
-        """See `Feed.batches`. All are prepared at once."""
+        """See `Feed.batches`. All are prepared at once, unless each is mixed."""
+        if self.mixing is not None:
+            return super().batches(starts)
         each = self._take(starts)
         mirrored = [one.mirrored for one in each if one.mirrored is not None]
         erased = [one.erased for one in each if one.erased is not None]
@@ -157,9 +159,9 @@ class StreamingFeed(Feed):
         """See `Feed.aside`. Uses processes of its own for its duration; bad samples are replaced and not counted."""
         loader = self._new_loader(map(self._keys, starts), self.num_workers, training=True)
         with contextlib.closing(Prefetcher(loader, lambda index, one: self._on_device(starts[index], one))) as batches:
-            for _ in starts:
+            for start in starts:
                 one = self._arrived(next(batches))
-                yield Batch(self._prepare(one.inputs, one.mirrored, one.erased), one.targets)
+                yield self.mixed(Batch(self._prepare(one.inputs, one.mirrored, one.erased), one.targets), start)
 
     def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
         """See `Feed.evaluation_batches`. Bad samples are left out. Uses processes of its own for its duration."""
@@ -210,7 +212,7 @@ class StreamingFeed(Feed):
                 batch = self.first_samples(1).map(lambda each: each.repeat_interleave(self.batch_size, 0))
             else:
                 batch = self.first_samples(self.batch_size)
-            self._measuring = _SameBatchFeed(self.num_samples, batch)
+            self._measuring = _SameBatchFeed(self.num_samples, self.mixed(batch, 0))
         return self._measuring
 
     def close(self) -> None:
