@@ -133,8 +133,8 @@ class SearchConfig(JobConfig):
             )
         if self.data.augmentation.mixes:
             raise UserError(
-                f"{self.data.augmentation.shown_mixing} mixes the batches of a run, and trials of a search share theirs; "
-                "set data.mixup=0 data.cutmix=0, and take them in the run that trains on."
+                f"{self.data.augmentation.shown_mixing} mixes the batches of a run, and trials share theirs; set "
+                "data.mixup=0 data.cutmix=0, and take them in the run that trains on."
             )
         for parameter in self.parsed_space.parameters:
             _check_key(parameter.key)

@@ -53,8 +53,8 @@ class Transform:
             raise
         except Exception as error:
             raise UserError(
-                f"{self.said} cannot take {name}, {_described(image)} ({one_line(error)}{raised_at(error)}); correct it, "
-                "or give one for such images."
+                f"{self.said} cannot take {name}, {_described(image)} ({one_line(error)}{raised_at(error)}); correct "
+                "it, or give one for such images."
             ) from error
 
 
@@ -105,7 +105,7 @@ class Transforms:
         if form is not None and Form.of(made) != form:
             raise UserError(
                 f"{self.said(training)} must give images of one shape and dtype, got {Form.of(made)} for {name} and "
-                f"{form} for the first one; give data.transform and data.test_transform that end with a crop or a resize."
+                f"{form} for the first one; give data.transform and data.test_transform that end with a crop."
             )
         plain: Tensor = made.as_subclass(Tensor)  # torchvision has classes of its own
         return plain

@@ -165,7 +165,7 @@ class SourceSettings(ABC):
         """Return the number of classes, None if the targets are no classes."""
 
     def declared(self) -> Declared | None:
-        """Return what is known without reading anything; None for data that must be read, as if they are transformed."""
+        """Return what is known without reading anything; None for data that must be read or transformed."""
         return None if self.transform or self.test_transform or self.rand_augment else self._declared()
 
     def _declared(self) -> Declared | None:

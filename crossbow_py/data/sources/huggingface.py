@@ -70,8 +70,8 @@ class HuggingFace(SourceSettings):
         super().__post_init__()
         if self.validation_split is not None and self.validation_fraction:
             raise UserError(
-                f"data.validation_split={self.validation_split} and data.validation_fraction={self.validation_fraction} "
-                "both say what to validate on; leave one out."
+                f"data.validation_split={self.validation_split} and "
+                f"data.validation_fraction={self.validation_fraction} both say what to validate on; leave one out."
             )
 
     def load(self, progress: bool) -> DataSource:
@@ -117,8 +117,8 @@ class HuggingFace(SourceSettings):
         found = [name for name in _TEST_SPLITS if name in splits.names and name != self.validation_split]
         if not found:
             raise UserError(
-                f"data.path={self.path} has no split to test on, but {', '.join(splits.names)}; set data.test_split, which "
-                "may be a part that data.train_split leaves out, as 'train[80%:]' and 'train[:80%]'."
+                f"data.path={self.path} has no split to test on, but {', '.join(splits.names)}; set data.test_split, "
+                "which may be a part that data.train_split leaves out, as 'train[80%:]' and 'train[:80%]'."
             )
         return found[0]
 
@@ -126,7 +126,7 @@ class HuggingFace(SourceSettings):
         """Return the splits of the data set. Raises UserError."""
         if not self.path:
             raise UserError(
-                "data.path must be a name on the hub, a folder or a file, got nothing; set data.path=mnist, for example."
+                "data.path must be a name on the hub, a folder or a file, got nothing; set it, as in data.path=mnist."
             )
         try:
             import datasets  # noqa: PLC0415 - optional

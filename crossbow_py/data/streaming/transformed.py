@@ -85,7 +85,7 @@ def transformed(data: Data, transforms: Transforms, training: bool) -> Data:
         return given.with_transforms(transforms)
     if isinstance(data, Collated):
         raise UserError(
-            f"{transforms.said(training)} is for single images, and the data set makes batches by a collate of its own; "
+            f"{transforms.said(training)} is for single images, and the data set makes batches by its own collate; "
             "transform them there, or inside the data set."
         )
     pair = as_pair(data)
