@@ -1,4 +1,4 @@
-"""Data of Hugging Face, made here: images, numbers and text, saved to disk and in files, and what is said of mistakes."""
+"""Data of Hugging Face, made here: images, numbers and words, saved to disk and in files, and what is refused."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class TestWithDatasets:
         assert (len(source.train), len(source.validation), len(source.test)) == (6, 2, 6)
         source = HuggingFace(path=path, validation_fraction=0.5).load(False)
         assert (len(source.train), len(source.validation)) == (3, 3)
-        with pytest.raises(UserError, match=r"train_split=train\[:50%\] is a part of a split, which data saved to disk"):
+        with pytest.raises(UserError, match=r"train_split=train\[:50%\] is a part of a split, which data saved"):
             HuggingFace(path=path, train_split="train[:50%]").load(False)
         with pytest.raises(UserError, match=r"test_split=tests is no split of .*; it has train, test, validation"):
             HuggingFace(path=path, test_split="tests").load(False)
@@ -168,7 +168,7 @@ class TestWithDatasets:
         [
             ({}, r"data\.input must name the column .*; .* has x \(float64\), text \(string\), ragged \(List\), label"),
             ({"input": "text"}, "the column text is text, which no model takes: turn it into numbers"),
-            ({"input": "ragged"}, "the column ragged is not of numbers, or its lists are of different lengths: pad them"),
+            ({"input": "ragged"}, "the column ragged is not of numbers, or its lists are of different lengths"),
             ({"input": "y"}, r"data\.input=y is no column of .*; it has x \(float64\), "),
             ({"label": "y"}, r"data\.label=y is no column of "),
             ({"input": "label"}, r"data\.input and data\.label are both label"),
@@ -180,7 +180,7 @@ class TestWithDatasets:
             HuggingFace(path=self.files(rows), **settings).load(False)
 
     def test_a_label_that_is_not_plain_is_asked_for(self) -> None:
-        with pytest.raises(UserError, match=r"data\.label must name the column of the target; .* x \(float64\), y \(int64"):
+        with pytest.raises(UserError, match=r"data\.label must name the column of the target; .* x \(float64\), y"):
             HuggingFace(path=self.files({"x": [1.0], "y": [0]})).load(False)
 
     def test_names_that_are_nowhere_are_one_line(self) -> None:

@@ -203,7 +203,7 @@ def test_images_of_a_folder_reach_the_transform_whole(tmp_path: Path, made: Any)
         ({"transform": target("nothing")}, r"data\.transform\.target=users_transforms\.nothing cannot be imported"),
         ({"transform": target("dark", colour=1)}, r"dark cannot be called with data\.transform\.colour \(TypeError"),
         ({"transform": target("number")}, "number must return a transform, got int"),
-        ({"transform": target("failing")}, r"failing cannot take item 0 of the data set, a tensor \[1, 8, 8\] of uint8"),
+        ({"transform": target("failing")}, r"failing cannot take item 0 of the data set, a tensor \[1, 8, 8\] of"),
         ({"transform": target("flat")}, r"flat must give images as tensors \[C, H, W\] of bytes .* tensor \[4, 4\] of"),
         ({"transform": target("values")}, r"values: training images are \[1, 8, 8\] of float32, and .* of uint8; give"),
         ({"test_transform": target("dark")}, r"data\.test_transform\.target=users_transforms\.dark: training images"),
@@ -218,8 +218,8 @@ def test_transforms_that_do_not_fit_are_refused_in_one_line(settings: dict[str, 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_transform_whose_images_differ_is_named_with_the_sample(made: Any, workers: int) -> None:
     feed = made(transformed(Items(), both("uneven"), training=True), workers)
-    said = r"data\.transform\.target=users_transforms\.uneven must give images of one shape .* \[3, 4, 5\] of uint8 for "
-    with pytest.raises(BadDataError, match=said + "item 7 of the data set and"):
+    said = r"data\.transform\.target=users_transforms\.uneven must give images of one shape .* \[3, 4, 5\] of uint8 "
+    with pytest.raises(BadDataError, match=said + "for item 7 of the data set and"):
         for start in range(0, N, 4):
             feed.announce([start])
             feed.wait([start])
