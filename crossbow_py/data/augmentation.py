@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import check, setting
@@ -106,6 +106,18 @@ class Augmentation:
 def flipped(values: Tensor, mirrored: Tensor) -> Tensor:
     """Return images or masks [B, ..., W], flipped left to right where `mirrored` bool [B] is true."""
     return torch.where(mirrored.view(-1, *[1] * (values.ndim - 1)), values.flip(-1), values)
+
+
+def cropped(images: Tensor, corners: Tensor, padding: int) -> Tensor:
+    """Return images uint8 [B, C, H, W] cropped to their size after padding by zeros, in one gather, channels last.
+
+    `corners`, int [2, B], are (top, left) in the padded images, as `Augmentation.draw` gives them.
+    """
+    height, width = images.shape[2:]
+    padded = nn.functional.pad(images, (padding,) * 4).permute(0, 2, 3, 1)
+    samples, down, across = (torch.arange(count, device=images.device) for count in (len(images), height, width))
+    rows, columns = (start.long().unsqueeze(1) + each for start, each in zip(corners, (down, across), strict=True))
+    return padded[samples.view(-1, 1, 1), rows.unsqueeze(2), columns.unsqueeze(1)].permute(0, 3, 1, 2)
 
 
 def check_shapes(augmentation: Augmentation, image: Sequence[int], target: Sequence[int]) -> None:

@@ -319,5 +319,5 @@ def test_plan_of_the_guide_is_that_of_the_brackets() -> None:
 
 
 def test_mixed_batches_are_refused_by_name() -> None:
-    with pytest.raises(UserError, match=r"data\.mixup=0\.2 data\.cutmix=1 mixes the batches of a run, and trials share"):
+    with pytest.raises(UserError, match=r"data\.mixup=0\.2 data\.cutmix=1 mixes the batches of a run, and"):
         search(*DIGITS, "data.mixup=0.2", "data.cutmix=1")

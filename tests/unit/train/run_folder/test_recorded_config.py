@@ -148,9 +148,10 @@ def test_code_that_a_recorded_run_names_is_called_only_when_it_is_named_again(tm
 
 
 def test_transform_that_a_recorded_run_names_is_called_only_when_it_is_named_again(tmp_path: Path) -> None:
-    folder = run(tmp_path, "+experiment=digits", "data.test_transform.target=os.system", "data.test_transform.command=x")
+    named = ["data.test_transform.target=os.system", "data.test_transform.command=x"]
+    folder = run(tmp_path, "+experiment=digits", *named)
     for words in ([], ["data.test_transform={}"], ["data.transform.target=mine.crop"], ["data.flip=true"]):
-        with pytest.raises(UserError, match="names data.test_transform.target=os.system, code that would be run; .* ag"):
+        with pytest.raises(UserError, match="names data.test_transform.target=os.system, code that would be run"):
             composed([f"config={folder}", *words], TrainConfig)
     own = composed([f"config={folder}", "data.test_transform.target=mine.crop"], TrainConfig).data
     assert own.test_transform == {"target": "mine.crop", "command": "x"}
