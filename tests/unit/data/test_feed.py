@@ -359,7 +359,7 @@ BAD_DATA = [
     ("no batch axis", (torch.zeros(4), torch.zeros(4)), r"inputs \[N, \.\.\.\] and targets \[N\], got shapes \(4,\)"),
     ("one tensor", TensorDataset(torch.zeros(4, 2)), r"got \(0: Tensor\)"),
     ("iterable", Endless(), "map-style data set.*got Endless"),
-    ("a share of a stream", Indexed(2), "all samples on every rank, got Indexed, whose length 4 is .* share of 8; wrap"),
+    ("a share of a stream", Indexed(2), "got Indexed, whose length 4 is one rank's share of 8; wrap"),
     ("items not pairs", ["a", "b"], r"but item 0 is of type str; return inputs and a target"),
     ("items of one", [(1,)], "item 0 is of type tuple with 1 entries; return inputs and a target"),
     ("items mappings", [{"image": 1, "class": 2}], "keys image, class; call its target labels, or wrap the data set"),
