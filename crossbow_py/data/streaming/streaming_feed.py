@@ -439,6 +439,7 @@ class Preparation:
             erased: int32 [4, B] on the device, (top, bottom, left, right) of rectangles to erase; None for none.
             corners: int32 [2, B] on the device, (top, left) of the crops of padded images; None for none.
         """
+
         def prepared(each: Tensor) -> Tensor:
             if is_image_batch(each):
                 moved = each if corners is None else cropped(each, corners, self._crop_padding)
