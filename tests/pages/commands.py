@@ -7,6 +7,7 @@ that goes without running it, and counted apart.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -150,7 +151,16 @@ class PageRun:
 def _lacks(text: str) -> bool:
     """Return whether a command or a program needs a package that is not installed."""
     needed = {package for word, package in OPTIONAL.items() if word in text}
-    return any(importlib.util.find_spec(package) is None for package in needed)
+    return not all(map(_is_there, needed))
+
+
+@functools.cache
+def _is_there(package: str) -> bool:
+    try:
+        importlib.import_module(package)
+    except (ImportError, RuntimeError):  # the latter of a torchvision that was built for another torch
+        return False
+    return True
 
 
 def _checks_make(words: Sequence[str]) -> None:

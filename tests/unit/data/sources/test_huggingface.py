@@ -75,7 +75,7 @@ class TestWithDatasets:
             order = (batch.inputs[:, 0, 0, 0] * 25.5).round().long()
             assert sorted(order.tolist()) == list(range(6))
             assert torch.equal(batch.targets, order % 3)
-            assert torch.equal(batch.inputs, (order * 10 / 255).view(-1, 1, 1, 1).expand(-1, 3, 4, 5))
+            assert torch.equal((batch.inputs * 255).round(), (10.0 * order).view(-1, 1, 1, 1).expand(-1, 3, 4, 5))
             feed.close()
 
     def test_grey_images_have_one_channel_and_grey_ones_among_colours_three(self) -> None:
