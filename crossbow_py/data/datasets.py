@@ -175,10 +175,11 @@ def check_data(data: Any, what: str) -> None:
         raise UserError(f"{needs}, got a DataLoader; {remedy}.")
     if not _is_indexed(data):
         raise UserError(f"{needs}, got {type(data).__name__}; it needs __len__ and __getitem__.")
-    if isinstance(data, IterableDataset) and getattr(data, "size", len(data)) != len(data):
+    count, size = len(data), getattr(data, "size", None)
+    if isinstance(data, IterableDataset) and size not in (None, count):
         raise UserError(
-            f"{what} must have all samples on every rank, got {type(data).__name__}, whose length {len(data)} is one "
-            f"rank's share of {data.size}; wrap it in a class whose __len__ returns its size."
+            f"{what} must have all samples on every rank, got {type(data).__name__}, whose length {count} is one "
+            f"rank's share of {size}; wrap it in a class whose __len__ returns its size."
         )
     if len(data) == 0:
         raise UserError(f"{what} must hold at least one sample, got none; check its path and filter.")
