@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +138,7 @@ class HuggingFace(SourceSettings):
             ) from error
         if not progress:
             datasets.utils.disable_progress_bars()
+            logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # else it tells of every retry
         path = given_path("data.path", self.path)
         try:
             if path.is_dir() and any((path / name).is_file() for name in _SAVED):

@@ -23,10 +23,10 @@ class TransformedData(ItemData):
     """Items of `dataset` with their images transformed, and Pillow images as bytes [C, H, W].
 
     It is also a map-style data set of the items as they are evaluated. The image of an item is its only input, or the
-    only Pillow image or array [., ., .] among several.
+    only Pillow image or array [., ., .] among several; there may be other images if none is transformed.
 
     Attributes:
-        form: shape and dtype of the images.
+        form: shape and dtype of the images, None if an item has several.
 
     Raises UserError if the first item cannot be transformed.
     """
@@ -36,8 +36,10 @@ class TransformedData(ItemData):
         self._transforms, self.labels = transforms, class_labels(dataset)
         if hasattr(dataset, "classes"):
             self.classes = dataset.classes
-        self.form: Form | None = None
-        self.form = form or transforms.form(self._first_image)
+        self.form = form
+        inputs, _ = split_item(dataset[0])  # type: ignore[misc]  # it was checked
+        if form is None and len(self._places(pytree.tree_leaves(inputs), 0, training=True)) == 1:
+            self.form = transforms.form(self._first_image)
 
     def __getitem__(self, index: int) -> Any:
         """Return an item as it is evaluated."""
@@ -53,25 +55,26 @@ class TransformedData(ItemData):
             return item
         inputs, target = found
         values, tree = pytree.tree_flatten(inputs)
-        place = self._place(values, sample, training)
-        values[place] = self._transforms(values[place], training, self.name_of(sample), self.form)
+        for place in self._places(values, sample, training):
+            values[place] = self._transforms(values[place], training, self.name_of(sample), self.form)
         return tree.unflatten(values), target
 
-    def _place(self, values: list[Any], sample: int, training: bool) -> int:
-        """Return which of an item's inputs is its image. Raises UserError."""
+    def _places(self, values: list[Any], sample: int, training: bool) -> list[int]:
+        """Return which of an item's inputs are images. Raises UserError if there is not one to transform."""
         places = [0] if len(values) == 1 else [place for place, value in enumerate(values) if _is_image(value)]
-        if len(places) != 1:
+        transforms = self._transforms
+        if len(places) != 1 and (transforms.changes(training=True) or transforms.changes(training=False)):
             raise UserError(
-                f"{self._transforms.said(training)} transforms one image of a sample, and {self.name_of(sample)} has "
+                f"{transforms.said(training)} transforms one image of a sample, and {self.name_of(sample)} has "
                 f"{len(places)} among its inputs; transform them inside the data set."
             )
-        return places[0]
+        return places
 
     def _first_image(self, training: bool) -> Tensor:
         seed_generators(0, Key(0, 0))
         inputs, _ = split_item(self._prepared(self.dataset[0], 0, training))  # type: ignore[misc]  # it was checked
         values = pytree.tree_leaves(inputs)
-        image: Tensor = values[self._place(values, 0, training)]
+        image: Tensor = values[self._places(values, 0, training)[0]]
         return image
 
 

@@ -125,6 +125,18 @@ class TestWithDatasets:
         assert (sorted(inputs), float(inputs["age"]), int(target)) == (["age", "image"], 5.0, 1)
         assert make_feed(source.train, 3, 0).batch(0).inputs["image"].shape == (3, 3, 4, 5)
 
+    def test_two_images_of_a_sample_may_be_of_two_sizes_and_are_not_transformed(self) -> None:
+        datasets, sizes = self.datasets, {"left": (5, 4), "right": (2, 3)}
+        rows = {name: [Image.new("RGB", size, 10 * n) for n in range(4)] for name, size in sizes.items()}
+        features = datasets.Features({**dict.fromkeys(sizes, datasets.Image()), "label": datasets.Value("int64")})
+        own = datasets.Dataset.from_dict({**rows, "label": [0, 1, 0, 1]}, features=features)
+        path = self.saved(own, own)
+        batch = make_feed(HuggingFace(path=path, input=("left", "right")).load(False).train, 4, 0).batch(0)
+        assert [tuple(batch.inputs[name].shape) for name in sizes] == [(4, 3, 4, 5), (4, 3, 3, 2)]
+        with pytest.raises(UserError, match=r"data\.transform\.target=torch\.nn\.Identity transforms .* has 2 among its"):
+            settings = {"input": ("left", "right"), "transform": {"target": "torch.nn.Identity"}}
+            HuggingFace(path=path, **settings).load(False)
+
     @pytest.mark.parametrize("kind", ["parquet", "json"])
     def test_numbers_of_files_are_tensors_on_the_device(self, kind: str) -> None:
         rows = {"values": [[0.5, 1.0], [2.0, 3.0], [4.0, 5.0]], "label": [0, 4, 1]}
