@@ -133,7 +133,7 @@ class TestWithDatasets:
         path = self.saved(own, own)
         batch = make_feed(HuggingFace(path=path, input=("left", "right")).load(False).train, 4, 0).batch(0)
         assert [tuple(batch.inputs[name].shape) for name in sizes] == [(4, 3, 4, 5), (4, 3, 3, 2)]
-        with pytest.raises(UserError, match=r"data\.transform\.target=torch\.nn\.Identity transforms .* has 2 among its"):
+        with pytest.raises(UserError, match=r"data\.transform\.target=torch\.nn\.Identity transforms .* has 2 among"):
             settings = {"input": ("left", "right"), "transform": {"target": "torch.nn.Identity"}}
             HuggingFace(path=path, **settings).load(False)
 
