@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import check, setting
@@ -27,6 +27,8 @@ Flip = bool | Literal["alternating"]
 # One-line meanings of settings that the sources of images share.
 FLIP_HELP = "flip training images left to right: true at random, alternating so that two epochs in a row show both ways"
 ERASING_HELP = "probability that a rectangle of a training image is erased; 0 for no erasing"
+MIXUP_HELP = "α of MixUp, which trains on weighted means of two samples; 0 for none, 0.2 is usual"
+CUTMIX_HELP = "α of CutMix, which pastes a part of one training image into another; 0 for none, 1 is usual"
 
 
 _MOST_CHANNELS = 4  # RGB and transparency; no image is that narrow
@@ -34,21 +36,37 @@ _MOST_CHANNELS = 4  # RGB and transparency; no image is that narrow
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random augmentation of training images. It depends only on the seed, the epoch and the sample."""
+    """Random augmentation of training images. It depends only on the seed, the epoch and the sample.
+
+    How samples are mixed, see `mixing`, depends only on the seed and the batch's position in the stream.
+    """
 
     GROUP: ClassVar[str] = "data"
 
     crop_padding: int = setting(0, "pixels of zero padding around an image before a random crop of its size", minimum=0)
     flip: Flip = setting(False, FLIP_HELP)
     random_erasing: float = setting(0.0, ERASING_HELP, minimum=0, maximum=1)
+    mixup: float = setting(0.0, MIXUP_HELP, minimum=0)
+    cutmix: float = setting(0.0, CUTMIX_HELP, minimum=0)
 
     def __post_init__(self) -> None:
         check(self)
 
     @property
     def active(self) -> bool:
-        """Return whether images are augmented at all."""
+        """Return whether images are augmented one by one."""
         return self.moves_pixels or self.random_erasing > 0
+
+    @property
+    def mixes(self) -> bool:
+        """Return whether the samples of a batch are mixed, which `Mixing` does."""
+        return self.mixup > 0 or self.cutmix > 0
+
+    @property
+    def shown_mixing(self) -> str:
+        """Return the settings of mixing that are not 0, as they are written on the command line."""
+        own = {"mixup": self.mixup, "cutmix": self.cutmix}
+        return " ".join(f"data.{name}={alpha:g}" for name, alpha in own.items() if alpha)
 
     @property
     def moves_pixels(self) -> bool:
@@ -56,7 +74,7 @@ class Augmentation:
         return self.crop_padding > 0 or bool(self.flip)
 
     def __str__(self) -> str:
-        """Return the settings as they are written on the command line."""
+        """Return the settings of single images as they are written on the command line."""
         flip = str(self.flip).lower()
         return f"data.crop_padding={self.crop_padding} data.flip={flip} data.random_erasing={self.random_erasing:g}"
 
@@ -88,6 +106,18 @@ class Augmentation:
 def flipped(values: Tensor, mirrored: Tensor) -> Tensor:
     """Return images or masks [B, ..., W], flipped left to right where `mirrored` bool [B] is true."""
     return torch.where(mirrored.view(-1, *[1] * (values.ndim - 1)), values.flip(-1), values)
+
+
+def cropped(images: Tensor, corners: Tensor, padding: int) -> Tensor:
+    """Return images uint8 [B, C, H, W] cropped to their size after padding by zeros, in one gather, channels last.
+
+    `corners`, int [2, B], are (top, left) in the padded images, as `Augmentation.draw` gives them.
+    """
+    height, width = images.shape[2:]
+    padded = nn.functional.pad(images, (padding,) * 4).permute(0, 2, 3, 1)
+    samples, down, across = (torch.arange(count, device=images.device) for count in (len(images), height, width))
+    rows, columns = (start.long().unsqueeze(1) + each for start, each in zip(corners, (down, across), strict=True))
+    return padded[samples.view(-1, 1, 1), rows.unsqueeze(2), columns.unsqueeze(1)].permute(0, 3, 1, 2)
 
 
 def check_shapes(augmentation: Augmentation, image: Sequence[int], target: Sequence[int]) -> None:

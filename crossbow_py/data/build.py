@@ -112,8 +112,6 @@ def _resident_inputs(pair: Pair, augmentation: Augmentation, form: BatchFormat, 
 
 
 def _check_streamed(data: MapStyleDataset, augmentation: Augmentation) -> None:
-    if augmentation.crop_padding:
-        raise UserError(_needs_images(augmentation, "set data.crop_padding=0 and crop inside the data set"))
     if not augmentation.active:
         return
     inputs, target = first_sample(data)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from crossbow_py.core.errors import UserError, one_line, raised_at
 from crossbow_py.core.trees import Tree, leaves, map_tree
@@ -185,11 +185,23 @@ def check_data(data: Any, what: str) -> None:
     if isinstance(data, DataLoader):
         remedy = "give the data set in it, loader.dataset, with a collate of its own as Collated(dataset, collate)"
         raise UserError(f"{needs}, got a DataLoader; {remedy}.")
-    if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+    if not _is_indexed(data):
         raise UserError(f"{needs}, got {type(data).__name__}; it needs __len__ and __getitem__.")
+    count, size = len(data), getattr(data, "size", None)
+    if isinstance(data, IterableDataset) and size not in (None, count):
+        raise UserError(
+            f"{what} must have all samples on every rank, got {type(data).__name__}, whose length {count} is one "
+            f"rank's share of {size}; wrap it in a class whose __len__ returns its size."
+        )
     if len(data) == 0:
         raise UserError(f"{what} must hold at least one sample, got none; check its path and filter.")
     _check_item(data, what)
+
+
+def _is_indexed(data: Any) -> bool:
+    """Return whether samples have numbers. An IterableDataset inherits a `__getitem__` that raises."""
+    own = getattr(type(data), "__getitem__", None)
+    return hasattr(data, "__len__") and own is not None and own is not Dataset.__getitem__
 
 
 def has_integers(targets: Tensor) -> bool:
@@ -332,16 +344,18 @@ def counted(targets: Tensor, ignored: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Classes:
-    """Labels from 0 to `num_classes` − 1, and `ignored`, which the loss leaves out."""
+    """Labels from 0 to `num_classes` − 1, and `ignored`, which the loss leaves out; None if none may be left out."""
 
     num_classes: int
-    ignored: int
+    ignored: int | None
 
     def first_outside(self, targets: Tensor) -> tuple[int, int] | None:
         """Return (sample, label) of the first integer target [N, ...] that is no such label, None if there is none."""
         if not has_integers(targets):
             return None
-        outside = ((targets < 0) | (targets >= self.num_classes)) & counted(targets, self.ignored)
+        outside = (targets < 0) | (targets >= self.num_classes)
+        if self.ignored is not None:
+            outside &= counted(targets, self.ignored)
         if not outside.any():
             return None
         sample = int(outside.flatten(1).any(1).int().argmax() if outside.ndim > 1 else outside.int().argmax())
@@ -349,10 +363,15 @@ class Classes:
 
     def refusal(self, what: str, label: int) -> str:
         """Return the error message for a `label` outside; `what` says where it is."""
+        has = f"{what} has the class {label}, and the model tells {self.num_classes} classes apart, which are 0 to"
+        if self.ignored is None:
+            return (
+                f"{has} {self.num_classes - 1}, and where samples are mixed none can be left out of the loss; correct "
+                "that target, give the model more outputs, or set data.mixup=0 data.cutmix=0."
+            )
         return (
-            f"{what} has the class {label}, and the model tells {self.num_classes} classes apart, which are 0 to "
-            f"{self.num_classes - 1} ({self.ignored} is left out of the loss); correct that target, give the model "
-            f"more outputs, or, if {label} marks targets to be left out, give the loss "
+            f"{has} {self.num_classes - 1} ({self.ignored} is left out of the loss); correct that target, give the "
+            f"model more outputs, or, if {label} marks targets to be left out, give the loss "
             f"nn.CrossEntropyLoss(ignore_index={label})."
         )
 

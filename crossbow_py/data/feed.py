@@ -67,12 +67,14 @@ class Feed(ABC):
         num_workers: processes that load batches.
         one_shape: whether all batches are of one shape, so that those of several learners can be put together.
         rounded: the first integer among floating inputs that the dtype of batches rounds, None if none was seen yet.
+        mixing: mixes training batches, given where they start, as `Mixing` does; None for none.
     """
 
     STREAMS: ClassVar[bool] = False
     num_workers: int = 0
     one_shape: bool = True
     rounded: Rounded | None = None
+    mixing: Callable[[Batch, int], Batch] | None = None
 
     def __init__(self, num_samples: int, batch_size: int) -> None:
         """Check the batch size. Raises UserError if a batch would be larger than the data set."""
@@ -102,6 +104,10 @@ class Feed(ABC):
         Only the batches numbered `first`, `first + step`, ... are made: rank r of R takes (r, R), which is empty if
         there are no more than r batches.
         """
+
+    def mixed(self, batch: Batch, start: int) -> Batch:
+        """Return the training batch at `start`, mixed if batches are."""
+        return batch if self.mixing is None else self.mixing(batch, start)
 
     def aside(self, starts: Sequence[int]) -> Generator[Batch, None, None]:
         """Yield the batches at `starts` one by one, for a measurement. What is announced stays as it is.

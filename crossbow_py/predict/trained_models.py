@@ -20,11 +20,13 @@ from crossbow_py.telemetry.records import BEST_FOLDER, CONFIG_FILE, SUMMARY_FILE
 from crossbow_py.train.checkpoints.checkpoint import lost_rule, renamed
 from crossbow_py.train.checkpoints.weights import MODEL_FILE, load_weights
 from crossbow_py.train.config import TrainConfig, config_from_mapping
+from crossbow_py.train.run_folder.recorded_config import named_targets
 
 _OF_A_LEARNER = re.compile(r"model_(\d+)\.safetensors")
 # What may differ between runs on the same test data.
 _NOT_OF_TEST_DATA = (
-    "validation_fraction", "crop_padding", "flip", "random_erasing", "root", "download", "cache_dir",
+    "validation_fraction", "crop_padding", "flip", "random_erasing", "rand_augment", "mixup", "cutmix", "transform",
+    "root", "download", "cache_dir",
 )  # fmt: skip
 
 
@@ -91,12 +93,12 @@ def find_models(paths: Sequence[str], targets: Sequence[str] = ()) -> list[Train
 
 def _check_target(model: TrainedModel, group: str, targets: Sequence[str]) -> None:
     """A run's folder may be somebody else's, and what it names would be called."""
-    target = getattr(getattr(model.config, group), "target", None)
-    if target is not None and target not in targets:
-        raise UserError(
-            f"models: {model.file.parent} names {group}.target={target}, code that would be run; if it is yours, allow "
-            f"it by targets=[{target}]."
-        )
+    for key, target in named_targets(group, getattr(model.config, group)).items():
+        if target not in targets:
+            raise UserError(
+                f"models: {model.file.parent} names {key}={target}, code that would be run; if it is yours, allow it "
+                f"by targets=[{target}]."
+            )
 
 
 def _models_at(path: str) -> list[TrainedModel]:

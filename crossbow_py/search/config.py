@@ -139,6 +139,11 @@ class SearchConfig(JobConfig):
             raise UserError(
                 f"target_accuracy ends a search by metric=accuracy, got metric={self.metric}; leave one of them out."
             )
+        if self.data.augmentation.mixes:
+            raise UserError(
+                f"{self.data.augmentation.shown_mixing} mixes the batches of a run, and trials share theirs; set "
+                "data.mixup=0 data.cutmix=0, and take them in the run that trains on."
+            )
         for parameter in self.parsed_space.parameters:
             _check_key(parameter.key)
         for params in self.parsed_space.corners():

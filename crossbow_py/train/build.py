@@ -16,6 +16,7 @@ from crossbow_py.core.trees import values_per_sample
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.datasets import (
+    Classes,
     Data,
     as_pair,
     check_data,
@@ -26,6 +27,7 @@ from crossbow_py.data.datasets import (
     with_labels,
 )
 from crossbow_py.data.feed import Batch, Feed
+from crossbow_py.data.mixing import Mixing, check_mixable
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.auto_tuner import AutoTuner, AutoTunerSettings
@@ -111,6 +113,7 @@ class RunBuilder:
             width = evaluator.num_classes(train_feed)
             weighted = weighted_loss(settings.class_weights, class_labels(self.data.train), width).to(device)
             loss = TokenLoss(weighted) if isinstance(loss, TokenLoss) else weighted
+        self._set_mixing(train_feed, batch, loss, evaluator)
         update, warning = choose_update(self.optimizer, rule, device, self.choices.precision.master)
         notes = [*tried, *self._choose_executor(template, update, train_feed, loss)]
         choices = self.choices
@@ -264,6 +267,24 @@ class RunBuilder:
         del feed  # it may hold the data on the device
         feed, batch, loss, warnings = self._train_feed(template, loss)
         return feed, batch, loss, [f"precision is fp32, because in bf16 {reason}.", *warnings]
+
+    def _set_mixing(self, feed: Feed, batch: Batch, loss: Loss, evaluator: Evaluator) -> None:
+        """Have the feed mix its batches, if that was asked for. Raises UserError if the run cannot train on them."""
+        augmentation = self.data.augmentation
+        if augmentation is None or not augmentation.mixes:
+            return
+        with self.ranks.together():
+            check_mixable(augmentation, batch, feed.batch_size)
+            if loss is not nn.functional.cross_entropy:
+                given = "class_weights" if self.settings.class_weights is not None else "another loss"
+                raise UserError(
+                    f"{augmentation.shown_mixing} is for cross-entropy without weights, got {given}; leave that out, "
+                    "or set data.mixup=0 data.cutmix=0."
+                )
+            width = evaluator.num_classes(feed)
+            assert width is not None, "cross-entropy of one class a sample has scores of classes"
+            feed.check_labels(Classes(width, ignored=None), "training")
+        feed.mixing = Mixing(augmentation.mixup, augmentation.cutmix, self.settings.seed, width)
 
     def _evaluation_feed(self, what: str, template: nn.Module, loss: Loss, source: Data | None) -> Feed | None:
         if source is None:

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import Ensemble
+from crossbow_py import Ensemble, Trainer
 from crossbow_py.averaging import SMA, Crossbow, GroupedSMA, SynchronousSGD
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.build import make_feed
+from crossbow_py.data.mixing import Mixing
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.graphs import CudaStreams, failed_capture, graph_milliseconds
@@ -391,7 +392,7 @@ def batches_of(feed, streams, num_rounds=40):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_streamed_batches_on_two_streams_are_those_of_a_cpu(workers):
-    augmentation = Augmentation(flip=True, random_erasing=0.5)
+    augmentation = Augmentation(crop_padding=1, flip=True, random_erasing=0.5)
     ours, reference = (
         make_feed(Images(), 4, 7, device, augmentation=augmentation, num_workers=workers) for device in ("cuda", "cpu")
     )
@@ -404,6 +405,31 @@ def test_streamed_batches_on_two_streams_are_those_of_a_cpu(workers):
     finally:
         ours.close()
         reference.close()
+
+
+def test_mixed_batches_on_two_streams_are_those_of_a_cpu():
+    held, found = (torch.stack([Images()[n][0] for n in range(20)]), torch.arange(20) % 4), []
+    for device in ("cuda", "cpu"):
+        feed = make_feed(held, 4, 7, device, augmentation=Augmentation(flip=True))
+        feed.mixing = Mixing(0.4, 1.0, 7, 4)
+        found.append([feed.batch(4 * n) for n in range(80)] if device == "cpu" else batches_of(
+            feed, [torch.cuda.Stream() for _ in range(2)]))  # fmt: skip
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine.inputs, theirs.inputs * 2)
+        torch.testing.assert_close(mine.targets, theirs.targets * 2)
+
+
+@of_both
+def test_runs_on_mixed_batches_end_as_those_of_a_cpu(executor):
+    ends = []
+    for device, name in (("cuda", executor.NAME), ("cpu", "serial")):
+        trainer = Trainer(
+            model=dense, train_data=IMAGES, batch_size=3, num_learners=2, seed=3, executor=name, device=device,
+            precision="fp32", optimizer=SGD(learning_rate=0.1), augmentation=Augmentation(mixup=0.4, cutmix=1.0),
+        )  # fmt: skip
+        ends.append({key: own.cpu() for key, own in trainer.fit(max_rounds=12).model.state_dict().items()})
+    for key, own in ends[0].items():
+        torch.testing.assert_close(own, ends[1][key], rtol=1e-4, atol=1e-6)
 
 
 def test_streamed_masks_are_flipped_before_they_are_used():

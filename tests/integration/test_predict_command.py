@@ -272,6 +272,12 @@ def test_code_that_a_folder_names_is_called_only_when_it_is_allowed(monkeypatch:
     with pytest.raises(UserError, match="names data.target=os.getpgrp"):
         load_models("theirs", targets=["os.getcwdb"])
     assert called == ["model"]
+    for key in ("transform", "test_transform"):
+        plain["data"] = {"name": "digits", key: {"target": "os.getpgrp"}}
+        Path("theirs/config.yaml").write_text(write_yaml(plain))
+        with pytest.raises(UserError, match=rf"names data\.{key}\.target=os\.getpgrp, .* targets=\[os\.getpgrp\]"):
+            load_models("theirs", targets=["os.getcwdb"])
+    assert called == ["model"]
 
 
 def test_folders_alone_are_models(capsys: pytest.CaptureFixture[str]) -> None:

@@ -215,6 +215,7 @@ def without_batch_norm_weights() -> nn.Module:
         ({"augmentation": Augmentation(crop_padding=1, flip=True)}, "data.augmentation.crop_padding: 2 → 1"),
         ({"augmentation": Augmentation(2, "alternating")}, "data.augmentation.flip: true → alternating"),
         ({"augmentation": Augmentation(2, True, 0.1)}, "data.augmentation.random_erasing: 0.0 → 0.1"),
+        ({"augmentation": Augmentation(2, True, cutmix=1.0)}, "data.augmentation.cutmix: 0.0 → 1.0"),
         ({"mean": (0.5,), "std": (0.2,)}, r"data.mean: \[\] → \[0.5\]"),
         ({"train_data": images(60)}, "num_train_samples: 50 → 60"),
         ({"model": other_model}, r"model.7.weight: \[3,32\] → \[4,32\]"),

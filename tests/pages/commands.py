@@ -7,6 +7,7 @@ that goes without running it, and counted apart.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -53,6 +54,11 @@ EXAMPLES = ROOT / "docs" / "examples"
 # Programs that take a minute each; test_examples.py runs them in a short form.
 IN_SHORT = frozenset({"tabular.py", "segmentation.py", "bert_classifier.py", "char_gpt.py", "fine_tune.py"})
 ONLY_ON_CUDA = {"device=cuda", "executor=streams"}
+# Packages that are not always installed, by what needs them in a command or a program.
+OPTIONAL = {
+    "data=huggingface": "datasets", "import datasets": "datasets", "torchvision.": "torchvision",
+    "data.rand_augment=": "torchvision",
+}  # fmt: skip
 _ASSIGNMENT = re.compile(r"[A-Z_]+=")
 
 
@@ -88,7 +94,7 @@ class PageRun:
             self.ran.append(snippet.place)
         elif snippet.title in IN_SHORT:
             self.checked.append(f"{snippet.place} {snippet.title}")
-        elif snippet.language == "python" and "__main__" in snippet.text:
+        elif snippet.language == "python" and "__main__" in snippet.text and not _lacks(snippet.text):
             runpy.run_path(str(self.folder / (snippet.title or "")), run_name="__main__")
             self.ran.append(f"{snippet.place} {snippet.title}")
 
@@ -122,7 +128,7 @@ class PageRun:
             raise AssertionError(f"{place}: no test knows how to run {text!r}")
 
     def _program(self, name: str, text: str) -> None:
-        if name in IN_SHORT:
+        if name in IN_SHORT or _lacks((self.folder / name).read_text(encoding="utf-8")):
             self.checked.append(text)
             return
         runpy.run_path(str(self.folder / name), run_name="__main__")
@@ -141,7 +147,7 @@ class PageRun:
                 compose(overrides, KINDS[entry])
             self.checked.append(text)
             return
-        if ONLY_ON_CUDA & set(argv) or entry == "check":  # which takes minutes
+        if ONLY_ON_CUDA & set(argv) or entry == "check" or _lacks(text):  # checks take minutes
             compose(argv, KINDS[entry])
             self.checked.append(text)
             return
@@ -150,6 +156,21 @@ class PageRun:
         code = main([*argv, *([] if debugged else FAST[entry])])
         assert code == 0, f"{text} ended with {code}"
         self.ran.append(text)
+
+
+def _lacks(text: str) -> bool:
+    """Return whether a command or a program needs a package that is not installed."""
+    needed = {package for word, package in OPTIONAL.items() if word in text}
+    return not all(map(_is_there, needed))
+
+
+@functools.cache
+def _is_there(package: str) -> bool:
+    try:
+        importlib.import_module(package)
+    except (ImportError, RuntimeError):  # the latter of a torchvision that was built for another torch
+        return False
+    return True
 
 
 def _checks_make(words: Sequence[str]) -> None:

@@ -57,14 +57,9 @@ def test_plain_loop_and_trainer_reach_about_the_same_accuracy() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_items_that_were_mappings_learn_streamed_and_in_memory() -> None:
-    module = example("huggingface_dataset")
-    streamed, resident = module.main()
-    assert min(streamed, resident) > 0.9
-    pairs = module.load()[0]
-    images, labels = module.in_memory(pairs)
-    assert (images.dtype, tuple(images.shape), len(labels)) == (torch.uint8, (len(pairs), 1, 8, 8), len(pairs))
-    assert int(images.max()) == 240  # 16 shades of grey, as bytes
+def test_images_of_hugging_face_learn() -> None:
+    pytest.importorskip("datasets")
+    assert example("huggingface_dataset").main() > 0.9
 
 
 @pytest.mark.timeout(300)

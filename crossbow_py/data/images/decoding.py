@@ -10,6 +10,7 @@ import errno
 import warnings
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -73,6 +74,21 @@ def decode(path: str | Path) -> Tensor:
         raise UnreadableImage(str(path), error.strerror or str(error) or type(error).__name__) from error
     except Exception as error:  # a damaged file can make the decoders raise nearly anything
         raise UnreadableImage(str(path), one_line(error)) from error
+
+
+def in_mode(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
+    """Return a Pillow image in grey or colour, converted as `decode` does."""
+    if image.mode == mode:
+        return image
+    pixels = _rgb(image).numpy()
+    return Image.fromarray(np.ascontiguousarray(pixels[..., 0]) if mode == "L" else pixels)
+
+
+def channels_first(image: Image.Image) -> Tensor:
+    """Return uint8 [C, H, W] of a Pillow image: one channel for grey of 8 bits, else three as of `decode`."""
+    if image.mode == "L":
+        return torch.from_numpy(np.array(image)).unsqueeze(0)
+    return _rgb(image).permute(2, 0, 1)
 
 
 def encoded_size(path: str | Path) -> tuple[int, int] | None:

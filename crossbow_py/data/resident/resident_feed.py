@@ -40,8 +40,8 @@ class ResidentFeed(Feed):
         feed.write_picks(starts, picks)                            every round, before the graph
         feed.take(picks, batches)                                  inside the graph
 
-    The batches are the same to the bit. Picks and batches belong to the caller, which must not let `write_picks` or
-    `take` overwrite what another stream or thread still reads.
+    The batches are the same to the bit, but not mixed. Picks and batches belong to the caller, which must not let
+    `write_picks` or `take` overwrite what another stream or thread still reads.
 
     Args:
         inputs, targets: all samples, on the device.
@@ -93,10 +93,15 @@ class ResidentFeed(Feed):
 
     def batch(self, start: int) -> Batch:
         """See `Feed.batch`. Copies from the host only once an epoch, in the first call that reaches it."""
-        return self._together([start])
+        return self.mixed(self._together([start]), start)
 
     def batches(self, starts: Sequence[int]) -> Batch:
-        """See `Feed.batches`. One gather for all learners. 4-D inputs keep their memory format within each batch."""
+        """See `Feed.batches`. One gather for all learners, unless each batch is mixed.
+
+        4-D inputs keep their memory format within each batch.
+        """
+        if self.mixing is not None:
+            return super().batches(starts)
         inputs, targets = self._together(starts)
 
         def apart(values: Tensor) -> Tensor:

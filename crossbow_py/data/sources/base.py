@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import check, setting
-from crossbow_py.data.augmentation import ERASING_HELP, FLIP_HELP, Augmentation, Flip
+from crossbow_py.data.augmentation import CUTMIX_HELP, ERASING_HELP, FLIP_HELP, MIXUP_HELP, Augmentation, Flip
 from crossbow_py.data.datasets import Data, input_shape, split_validation
+from crossbow_py.data.images.transforms import Transforms, rand_augment_of, transform_of
+from crossbow_py.data.streaming.transformed import transformed
+
+_NOT_NORMALISED = "Images are floating values of {}, and stay as they are: data.mean and data.std are not applied."
 
 # The one-line meaning of a setting whose default differs between sources.
 CROP_HELP = "pixels of zero padding around a training image before a random crop of its size; 0 for no crop"
@@ -69,6 +73,18 @@ class SourceSettings(ABC):
     crop_padding: int = setting(0, CROP_HELP, minimum=0)
     flip: Flip = setting(False, FLIP_HELP)
     random_erasing: float = setting(0.0, ERASING_HELP, minimum=0, maximum=1)
+    rand_augment: int = setting(
+        0, "magnitude of RandAugment, two random operations on a training image; 0 for none, 9 is usual",
+        minimum=0, maximum=30,
+    )  # fmt: skip
+    mixup: float = setting(0.0, MIXUP_HELP, minimum=0)
+    cutmix: float = setting(0.0, CUTMIX_HELP, minimum=0)
+    transform: dict[str, Any] = setting(
+        {},
+        "transform of training images in workers: data.transform.target=package.module.name makes it, with its "
+        "arguments beside it, as in data.transform.size=32",
+    )
+    test_transform: dict[str, Any] = setting({}, "the same for images to evaluate")
 
     def __post_init__(self) -> None:
         check(self)
@@ -82,7 +98,26 @@ class SourceSettings(ABC):
         train, test = self.read(progress)
         num_classes, notes = self.count_classes(train, test), self.notes(train, test)
         train, validation = split_validation(train, self.validation_fraction)
+        return self._source(train, test, validation, num_classes, notes, self.CLASS_NAMES)
+
+    def _source(
+        self,
+        train: Data,
+        test: Data,
+        validation: Data | None,
+        num_classes: int | None,
+        notes: tuple[str, ...],
+        class_names: tuple[str, ...] | None,
+    ) -> DataSource:
+        """Return the source of data that were read, with their images transformed. Raises UserError."""
         mean, std = self.moments()
+        if (transforms := self.transforms()) is not None:
+            train, test = transformed(train, transforms, training=True), transformed(test, transforms, training=False)
+            validation = None if validation is None else transformed(validation, transforms, training=False)
+            form = getattr(train, "form", None)
+            if form is not None and form.dtype.is_floating_point and mean is not None:
+                notes = (*notes, _NOT_NORMALISED.format(transforms.said(training=True)))
+                mean = std = None
         shape = input_shape(train)
         if len(shape) == 3 and self.crop_padding > min(shape[1:]):
             raise UserError(
@@ -100,13 +135,22 @@ class SourceSettings(ABC):
             std,
             self.augmentation,
             notes,
-            self.CLASS_NAMES,
+            class_names,
         )
 
     @property
     def augmentation(self) -> Augmentation:
         """Return the augmentation of training images."""
-        return Augmentation(self.crop_padding, self.flip, self.random_erasing)
+        return Augmentation(self.crop_padding, self.flip, self.random_erasing, self.mixup, self.cutmix)
+
+    def transforms(self) -> Transforms | None:
+        """Return the transforms of images that workers call, None if there are none. Raises UserError."""
+        found = Transforms(
+            transform_of("data.transform", self.transform),
+            transform_of("data.test_transform", self.test_transform),
+            rand_augment_of(self.rand_augment),
+        )
+        return found if found.changes(training=True) or found.changes(training=False) else None
 
     @abstractmethod
     def read(self, progress: bool) -> tuple[Data, Data]:
@@ -121,7 +165,10 @@ class SourceSettings(ABC):
         """Return the number of classes, None if the targets are no classes."""
 
     def declared(self) -> Declared | None:
-        """Return what is known without reading anything; None for data that must be read."""
+        """Return what is known without reading anything; None for data that must be read or transformed."""
+        return None if self.transform or self.test_transform or self.rand_augment else self._declared()
+
+    def _declared(self) -> Declared | None:
         return None
 
     def notes(self, train: Data, test: Data) -> tuple[str, ...]:
@@ -139,7 +186,7 @@ class PublishedSettings(SourceSettings):
     NUM_TRAIN: ClassVar[int]
     NUM_TEST: ClassVar[int]
 
-    def declared(self) -> Declared | None:
+    def _declared(self) -> Declared | None:
         return Declared(self.SHAPE, self.CLASSES, self.NUM_TRAIN, self.NUM_TEST, resident=True)
 
     def moments(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:

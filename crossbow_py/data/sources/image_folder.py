@@ -73,7 +73,7 @@ class ImageFolder(SourceSettings):
         assert isinstance(train, ImageFolderData), "given what `read` returns"
         return len(train.classes)
 
-    def declared(self) -> Declared | None:
+    def _declared(self) -> Declared | None:
         """Return the shape of crops and the counted classes and files; without a folder, ImageNet's classes."""
         shape = (3, self.size, self.size)
         found = find((str(given_path("data.folder", self.folder)),), data_folders(self.root)) if self.folder else None

@@ -53,7 +53,7 @@ class Synthetic(SourceSettings):
         patterns = self._bytes("patterns", self.num_classes)
         return self._samples(patterns, "train", self.num_train), self._samples(patterns, "test", self.num_test)
 
-    def declared(self) -> Declared | None:
+    def _declared(self) -> Declared | None:
         return Declared(self.shape, self.num_classes, self.num_train, self.num_test, resident=True)
 
     def moments(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:

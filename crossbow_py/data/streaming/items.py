@@ -50,14 +50,20 @@ class ItemData(StreamedData):
             on_sample(key.sample)
             seed_generators(seed, key)
             try:
-                items.append(self._items[key.sample])
-                samples.append(key.sample)
+                item = self._items[key.sample]
             except Exception as error:
                 reason = one_line(error) + raised_at(error)
                 bad.append(BadSample(key.sample, self.name_of(key.sample), reason, traceback.format_exc()))
+                continue
+            items.append(self._prepared(item, key.sample, training))
+            samples.append(key.sample)
         inputs, targets = self._collate(items, samples) if items else (torch.empty(0), torch.empty(0))
         inputs = map_tree(_in_memory_order, inputs)
         return Loaded(inputs, targets, tuple(bad))
+
+    def _prepared(self, item: Any, sample: int, training: bool) -> Any:
+        """Return what becomes of an item. Raises UserError."""
+        return item
 
     def name_of(self, sample: int) -> str:
         return f"item {sample} of the data set"

@@ -57,6 +57,7 @@ class Loaded(NamedTuple):
         rounded: an integer among the inputs that casting rounds.
         mirrored: bool [B], the images that are still to be flipped; None for none.
         erased: int32 [4, B] as from `draw_rectangles`, still to be erased; None for none.
+        corners: int32 [2, B], (top, left) of the crops still to be taken from padded images; None for none.
         copied: on CUDA, the event that the copy to the device records.
     """
 
@@ -67,6 +68,7 @@ class Loaded(NamedTuple):
     rounded: Rounded | None = None
     mirrored: Tensor | None = None
     erased: Tensor | None = None
+    corners: Tensor | None = None
     copied: torch.cuda.Event | None = None
 
 

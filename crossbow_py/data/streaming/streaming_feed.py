@@ -1,6 +1,6 @@
 """The feed of data that worker processes load while learners train: decoded ahead, copied ahead, used once.
 
-    workers ──Loaded──► producer thread ──copy stream──► prefetch buffer ──► flip, normalise, erase ──Batch──► learners
+    workers ──Loaded──► producer ──copy stream──► prefetch buffer ──► crop, flip, normalise, erase ──Batch──► learners
 
 The producer thread keeps the prefetch buffer filled: a round's batches and the next round's (double buffers), uint8 on
 the device. One feed serves all learners of a rank, even if they share every batch, and makes no other rank's batches.
@@ -16,12 +16,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import BadDataError, BadSampleError, DataError
 from crossbow_py.core.trees import Tree, form_of, joined, leaves, map_tree
-from crossbow_py.data.augmentation import Augmentation, Ids, flipped
+from crossbow_py.data.augmentation import Augmentation, Ids, cropped, flipped
 from crossbow_py.data.datasets import Classes, is_clip_batch, is_image_batch
 from crossbow_py.data.feed import Batch, EpochCache, Feed
 from crossbow_py.data.normalisation import IDENTITY, BatchFormat, Normalisation, PixelNormaliser
@@ -50,7 +51,7 @@ class StreamingFeed(Feed):
         batch_size: samples a batch.
         seed: seed of the sample order and the augmentation.
         form: the form of the batches.
-        augmentation: flips and erasing are done here.
+        augmentation: crops, flips and erasing are done here.
         num_workers: worker processes; 0 loads in the thread that waits.
         num_ranks: ranks that take batches of the stream in turn, each as many as this one.
         order: the sample order; None for permutations by `seed`.
@@ -76,11 +77,16 @@ class StreamingFeed(Feed):
     ) -> None:
         super().__init__(len(data), batch_size)
         self._data, self._seed, self._device = data, seed, form.device
-        self._prepare, self.num_workers, self._num_ranks = Preparation(form), num_workers, num_ranks
+        self._prepare = Preparation(form, augmentation.crop_padding)
+        self.num_workers, self._num_ranks = num_workers, num_ranks
         self.one_shape = data.one_shape
         self.through_shared = data.image_shape is None
         self._order = order or SampleOrder(seed, len(data))
         self._orders = EpochCache[int, Ids](self._order.ids)
+
+        def corners(epoch: int) -> Tensor:
+            top, left, _ = augmentation.draw(seed, epoch, self.num_samples)
+            return torch.from_numpy(np.stack([top, left])).to(torch.int32)
 
         def mirrored(epoch: int) -> Tensor:
             return torch.from_numpy(augmentation.draw_flips(seed, epoch, self.num_samples))
@@ -90,6 +96,7 @@ class StreamingFeed(Feed):
             drawn = augmentation.draw_erased(seed, epoch, self.num_samples, extent)
             return torch.from_numpy(drawn).to(torch.int32)  # half the memory, for millions of samples
 
+        self._corners = EpochCache(corners) if augmentation.crop_padding else None
         self._mirrored = EpochCache(mirrored) if augmentation.flip else None
         self._erased = EpochCache(erased) if augmentation.random_erasing else None
         self._copies = _copy_stream(form.device) if form.device.type == "cuda" else None
@@ -138,17 +145,21 @@ class StreamingFeed(Feed):
 
     def batch(self, start: int) -> Batch:
         (one,) = self._take([start])
-        return Batch(self._prepare(one.inputs, one.mirrored, one.erased), one.targets)
+        return self.mixed(self._prepared(one), start)
 
     def batches(self, starts: Sequence[int]) -> Batch:
-        """See `Feed.batches`. All are prepared at once."""
+        """See `Feed.batches`. All are prepared at once, unless each is mixed."""
+        if self.mixing is not None:
+            return super().batches(starts)
         each = self._take(starts)
         mirrored = [one.mirrored for one in each if one.mirrored is not None]
         erased = [one.erased for one in each if one.erased is not None]
+        corners = [one.corners for one in each if one.corners is not None]
         inputs = self._prepare(
             joined([one.inputs for one in each]),
             torch.cat(mirrored) if mirrored else None,
             torch.cat(erased, dim=1) if erased else None,
+            torch.cat(corners, dim=1) if corners else None,
         )
         apart = map_tree(lambda values: values.view(len(starts), -1, *values.shape[1:]), inputs)
         return Batch(apart, torch.stack([one.targets for one in each]))
@@ -157,9 +168,9 @@ class StreamingFeed(Feed):
         """See `Feed.aside`. Uses processes of its own for its duration; bad samples are replaced and not counted."""
         loader = self._new_loader(map(self._keys, starts), self.num_workers, training=True)
         with contextlib.closing(Prefetcher(loader, lambda index, one: self._on_device(starts[index], one))) as batches:
-            for _ in starts:
+            for start in starts:
                 one = self._arrived(next(batches))
-                yield Batch(self._prepare(one.inputs, one.mirrored, one.erased), one.targets)
+                yield self.mixed(self._prepared(one), start)
 
     def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
         """See `Feed.evaluation_batches`. Bad samples are left out. Uses processes of its own for its duration."""
@@ -210,7 +221,7 @@ class StreamingFeed(Feed):
                 batch = self.first_samples(1).map(lambda each: each.repeat_interleave(self.batch_size, 0))
             else:
                 batch = self.first_samples(self.batch_size)
-            self._measuring = _SameBatchFeed(self.num_samples, batch)
+            self._measuring = _SameBatchFeed(self.num_samples, self.mixed(batch, 0))
         return self._measuring
 
     def close(self) -> None:
@@ -249,6 +260,9 @@ class StreamingFeed(Feed):
         parts = self._ids(start)
         return [Key(epoch, *each) for epoch, *both in parts for each in zip(*map(Tensor.tolist, both), strict=True)]
 
+    def _prepared(self, one: Loaded) -> Batch:
+        return Batch(self._prepare(one.inputs, one.mirrored, one.erased, one.corners), one.targets)
+
     def _stage(self, start: int, loaded: Loaded) -> Loaded:
         """Check and count a loaded batch, and copy it to the device."""
         staged, (count, seconds) = self._on_device(start, self._accept(loaded)), self.loading_times
@@ -258,21 +272,31 @@ class StreamingFeed(Feed):
     def _on_device(self, start: int, loaded: Loaded) -> Loaded:
         """Copy a batch to the device: on CUDA on the copy stream, from pinned memory, without blocking the host."""
         mirrored, erased = self._flips(start), self._rectangles(start, loaded.inputs)
+        corners = self._drawn_corners(start)
         if self._copies is None:
-            return loaded._replace(targets=_moved(loaded.targets, mirrored), mirrored=mirrored, erased=erased)
+            targets = _moved(loaded.targets, mirrored)
+            return loaded._replace(targets=targets, mirrored=mirrored, erased=erased, corners=corners)
         with torch.cuda.stream(self._copies):
             inputs, targets = Batch(*loaded[:2]).map(self._enqueue_copy)
-            mirrored, erased = (
+            mirrored, erased, corners = (
                 None if each is None else each.pin_memory().to(self._device, non_blocking=True)
-                for each in (mirrored, erased)
+                for each in (mirrored, erased, corners)
             )
             targets = _moved(targets, mirrored)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._copies)
-        return loaded._replace(inputs=inputs, targets=targets, mirrored=mirrored, erased=erased, copied=copied)
+        return loaded._replace(
+            inputs=inputs, targets=targets, mirrored=mirrored, erased=erased, corners=corners, copied=copied
+        )
 
     def _enqueue_copy(self, values: Tensor) -> Tensor:
         return values.to(self._device, non_blocking=True)
+
+    def _drawn_corners(self, start: int) -> Tensor | None:
+        """Return (top, left) of a batch's crops in padded images, int32 [2, B] on the host."""
+        if self._corners is None:
+            return None
+        return torch.cat([self._corners(epoch).index_select(1, draws) for epoch, _, draws in self._ids(start)], dim=1)
 
     def _flips(self, start: int) -> Tensor | None:
         """Return which images of a batch are flipped, bool [B] on the host."""
@@ -316,7 +340,7 @@ class StreamingFeed(Feed):
         if one.copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(one.copied)
-            for tensor in leaves((one.inputs, one.targets, one.mirrored, one.erased)):
+            for tensor in leaves((one.inputs, one.targets, one.mirrored, one.erased, one.corners)):
                 tensor.record_stream(stream)  # the buffer may drop it while this stream still reads it
         return one
 
@@ -391,29 +415,40 @@ class Preparation:
     """Prepares streamed inputs on the device. Any thread may call it.
 
     uint8 images [B, C, H, W] and clips [B, C, T, H, W] are scaled to [0, 1] and normalised. Floating inputs are cast,
-    and normalised if there is a normalisation. Other inputs stay as they are.
+    and normalised if there is a normalisation. Other inputs stay as they are. Images are cropped after a padding of
+    `crop_padding` zero pixels.
     """
 
-    def __init__(self, form: BatchFormat) -> None:
-        self._form = form
+    def __init__(self, form: BatchFormat, crop_padding: int = 0) -> None:
+        self._form, self._crop_padding = form, crop_padding
         self._constants: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._pixels: dict[tuple[int, int, int], PixelNormaliser] = {}
 
-    def __call__(self, inputs: Tree, mirrored: Tensor | None = None, erased: Tensor | None = None) -> Tree:
+    def __call__(
+        self,
+        inputs: Tree,
+        mirrored: Tensor | None = None,
+        erased: Tensor | None = None,
+        corners: Tensor | None = None,
+    ) -> Tree:
         """Return the prepared inputs [B, ...], enqueued on the current stream; the host does not block.
 
         Args:
             inputs: [B, ...] on the device, or a tree of such, of which only bytes are normalised.
             mirrored: bool [B] on the device, the images to flip left to right; None for none.
             erased: int32 [4, B] on the device, (top, bottom, left, right) of rectangles to erase; None for none.
+            corners: int32 [2, B] on the device, (top, left) of the crops of padded images; None for none.
         """
-        if isinstance(inputs, Tensor):
-            return self._prepared(inputs, self._form, mirrored, erased)
-        return map_tree(lambda each: self._prepared(each, self._form.of_several(each), mirrored, erased), inputs)
 
-    def _prepared(self, inputs: Tensor, form: BatchFormat, mirrored: Tensor | None, erased: Tensor | None) -> Tensor:
-        if is_image_batch(inputs):
-            return self._images(inputs, mirrored, erased)
+        def prepared(each: Tensor) -> Tensor:
+            if is_image_batch(each):
+                moved = each if corners is None else cropped(each, corners, self._crop_padding)
+                return self._images(moved, mirrored, erased)
+            return self._prepared(each, self._form if isinstance(inputs, Tensor) else self._form.of_several(each))
+
+        return map_tree(prepared, inputs)
+
+    def _prepared(self, inputs: Tensor, form: BatchFormat) -> Tensor:
         if is_clip_batch(inputs):
             return self._normalised(inputs, form.normalisation or IDENTITY)
         if inputs.is_floating_point():

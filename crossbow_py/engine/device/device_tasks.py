@@ -241,13 +241,15 @@ class FusedTasks(GroupTasks):
         tasks: what to compute.
         fused: the forward and backward pass of the learners.
         update: corrections by kernels, or None for operators, which must have all learners of the bank.
-        gathers: whether `learn`, and so a graph of it, gathers the batch from the feed's picks.
+        gathers: whether `learn`, and so a graph of it, gathers the batch from the feed's picks, unless batches are
+            mixed.
     """
 
     def __init__(self, tasks: RoundTasks, fused: FusedPass, update: KernelUpdate | None, gathers: bool) -> None:
         super().__init__(tasks, "fused", fused.learners)
         self._pass, self._kernels, self.notes = fused, update, fused.notes
         self._rows = None if update else AllLearners(tasks.bank, tasks.update.optimizer)
+        gathers = gathers and tasks.feed.mixing is None  # which draws for each batch on the host
         self._feed = tasks.feed if gathers and isinstance(tasks.feed, ResidentFeed) else None
         # If `learn` gathers: static picks and the gathered batch, for one or K batches.
         self._picked: dict[int, tuple[Tensor, Batch]] = {}

@@ -156,9 +156,12 @@ class FusedPass:
             return smoothed_cross_entropy(outputs, targets, smoothing[self.learners.start : self.learners.stop], whole)
         is_one = isinstance(outputs, Tensor)
         is_cross_entropy = plain_loss(self._tasks.loss) is nn.functional.cross_entropy
-        if is_cross_entropy and is_one and outputs.ndim == 3 and targets.ndim == 2:
-            each = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
-            return each.view(targets.shape).sum(1) / (counted(targets, IGNORED).sum(1) if whole is None else whole)
+        if is_cross_entropy and is_one and outputs.ndim == 3 and targets.shape in (outputs.shape, outputs.shape[:2]):
+            each = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(0, 1), reduction="none")
+            each = each.view(outputs.shape[:2])
+            if whole is None and targets.is_floating_point():  # shares of the classes
+                return each.mean(1)
+            return each.sum(1) / (counted(targets, IGNORED).sum(1) if whole is None else whole)
         losses = []
         for row, own in enumerate(targets):
             output = map_tree(itemgetter(row), outputs)

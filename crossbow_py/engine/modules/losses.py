@@ -114,14 +114,20 @@ def smoothed_cross_entropy(
 ) -> Tensor:
     """Return losses `[...]`, batch means, of outputs `[..., B, C]` and classes `[..., B]` with smoothing ε `[...]`.
 
+    Targets may also be shares of the classes, floating `[..., B, C]`, as `Mixing` gives them.
+
         (1 − ε)·(−log p_target) + ε·mean_c(−log p_c)
 
     (Szegedy et al. 2016, section 7, as in `torch.nn.functional.cross_entropy`.) The leading dimension is that of
     learners, or missing. Of a micro-batch it is the share of the mean over `whole` targets.
     """
     log_p = outputs.log_softmax(-1)
-    each = nn.functional.nll_loss(log_p.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
-    counts = counted(targets, IGNORED)
+    if targets.is_floating_point():
+        each = (log_p * targets).sum(-1).neg()
+        counts = torch.ones_like(each)
+    else:
+        each = nn.functional.nll_loss(log_p.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
+        counts = counted(targets, IGNORED)
     uniform = log_p.mean(-1).neg() * counts
     share = smoothing.to(outputs.dtype).unsqueeze(-1)
     return torch.lerp(each, uniform, share.expand_as(each)).sum(-1) / (counts.sum(-1) if whole is None else whole)

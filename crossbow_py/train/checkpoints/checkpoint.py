@@ -47,6 +47,11 @@ _ADDED: dict[str, Any] = {
     "final_correction_rate": None,
     "count_effective_samples": False,
     "random_erasing": 0.0,
+    "mixup": 0.0,
+    "cutmix": 0.0,
+    "rand_augment": 0,
+    "transform": {},
+    "test_transform": {},
     "average_ema": None,
     "objective": "throughput",
 }

@@ -63,16 +63,29 @@ def _composed(overrides: Sequence[str], kind: type[C], config_name: str | None) 
 
 def _check_targets(run: TrainConfig, path: str, keys: Sequence[str], deleted: Sequence[str]) -> None:
     """Raise UserError for code that the run names and the user does not: the folder may be somebody else's."""
-    targets = {group: getattr(getattr(run, group), "target", None) for group in TrainConfig.GROUPS if group not in keys}
+    targets = dict[str, Any]()
+    for group in TrainConfig.GROUPS:
+        if group not in keys:
+            targets |= named_targets(group, getattr(run, group))
     for name, entry in run.metrics.items() if "~metrics" not in deleted else ():
-        if f"~metrics.{name}" not in deleted:  # metrics={...} alone would be laid over the recorded ones
-            targets[f"metrics.{name}"] = entry.get("target") if isinstance(entry, Mapping) else entry
-    for group, target in targets.items():
-        if target is not None and f"{group}.target" not in keys:
+        # metrics={...} alone would be laid over the recorded ones.
+        targets[f"metrics.{name}.target"] = entry.get("target") if isinstance(entry, Mapping) else entry
+    for key, target in targets.items():
+        is_deleted = key.count(".") > 1 and f"~{key.removesuffix('.target')}" in deleted
+        if target is not None and key not in keys and not is_deleted:
             raise UserError(
-                f"config={path} names {group}.target={target}, code that would be run; if it is yours, say it again: "
-                f"{group}.target={target}."
+                f"config={path} names {key}={target}, code that would be run; if it is yours, say it again: "
+                f"{key}={target}."
             )
+
+
+def named_targets(group: str, settings: Any) -> dict[str, Any]:
+    """Return the code that the settings of a group name, by the key that names it."""
+    found = {f"{group}.target": getattr(settings, "target", None)}
+    for name in ("transform", "test_transform"):
+        entry = getattr(settings, name, None) or {}
+        found[f"{group}.{name}.target"] = entry.get("target")
+    return {key: target for key, target in found.items() if target is not None}
 
 
 def recorded(path: str) -> TrainConfig:

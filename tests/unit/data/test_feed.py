@@ -337,6 +337,30 @@ class Endless(IterableDataset[int]):
         return iter(())
 
 
+class Indexed(IterableDataset[Any]):
+    """A stream whose samples have numbers, as that of mosaicml-streaming: its length is one rank's share."""
+
+    size = 8
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+
+    def __len__(self) -> int:
+        return self.size // self.num_ranks
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((2,), float(index)), index % 2
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("samples are taken by their numbers")
+
+
+def test_a_stream_whose_samples_have_numbers_is_a_data_set() -> None:
+    feed = make_feed(Indexed(1), 8, SEED)
+    assert sorted(feed.batch(0).inputs[:, 0].tolist()) == list(range(8))
+    assert feed.batch(0).inputs[:, 0].tolist() == ids_at(0, 8, 8)
+
+
 class Failing(Counted):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         raise OSError("disk gone")
@@ -354,6 +378,7 @@ BAD_DATA = [
     ("no batch axis", (torch.zeros(4), torch.zeros(4)), r"inputs \[N, \.\.\.\] and targets \[N\], got shapes \(4,\)"),
     ("one tensor", TensorDataset(torch.zeros(4, 2)), r"got \(0: Tensor\)"),
     ("iterable", Endless(), "map-style data set.*got Endless"),
+    ("a share of a stream", Indexed(2), "got Indexed, whose length 4 is one rank's share of 8; wrap"),
     ("items not pairs", ["a", "b"], r"but item 0 is of type str; return inputs and a target"),
     ("items of one", [(1,)], "item 0 is of type tuple with 1 entries; return inputs and a target"),
     ("items mappings", [{"image": 1, "class": 2}], "keys image, class; call its target labels, or wrap the data set"),
@@ -381,7 +406,7 @@ def test_make_feed_with_a_batch_larger_than_the_data_is_a_user_error(data: Any) 
     [
         ((torch.randn(4, 3, 6, 6), torch.zeros(4)), BOTH, r"set data\.crop_padding=0 data\.flip=false"),
         ((torch.randn(4, 3, 6, 6), torch.zeros(4)), ERASING, r"set .*data\.random_erasing=0\."),
-        (Counted(images()[0]), BOTH, r"set data\.crop_padding=0 and crop inside the data set"),
+        (Counted(torch.randn(4, 3, 6, 6)), BOTH, r"set .*data\.random_erasing=0 and augment inside the data set"),
         (Counted(torch.randn(4, 3, 6, 6)), ERASING, r"set .*data\.random_erasing=0 and augment inside the data set"),
     ],
 )

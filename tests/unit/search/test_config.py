@@ -316,3 +316,8 @@ def test_plan_of_the_guide_is_that_of_the_brackets() -> None:
         sizes = dict(zip(bracket.epochs, bracket.sizes, strict=True))
         spent = [size * (end - begin) for (end, size), begin in zip(sizes.items(), (0, *bracket.epochs), strict=False)]
         assert row == [bracket.num_trials, *(sizes.get(rung, 0) for rung in rungs), sum(spent)]
+
+
+def test_mixed_batches_are_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"data\.mixup=0\.2 data\.cutmix=1 mixes the batches of a run, and"):
+        search(*DIGITS, "data.mixup=0.2", "data.cutmix=1")

@@ -54,9 +54,10 @@ def made() -> Iterator[Callable[..., StreamingFeed]]:
     feeds: list[Feed] = []
 
     def make(
-        data: Any, workers: int, batch_size: int = 4, flip: Flip = False, random_erasing: float = 0, **settings: Any
-    ) -> StreamingFeed:
-        augmentation = Augmentation(flip=flip, random_erasing=random_erasing)
+        data: Any, workers: int, batch_size: int = 4, flip: Flip = False, random_erasing: float = 0,
+        crop_padding: int = 0, **settings: Any,
+    ) -> StreamingFeed:  # fmt: skip
+        augmentation = Augmentation(crop_padding, flip, random_erasing)
         feed = make_feed(data, batch_size, SEED, augmentation=augmentation, num_workers=workers, **settings)
         feeds.append(feed)
         assert isinstance(feed, StreamingFeed)
@@ -125,14 +126,16 @@ class StillImages(Images):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("channels_last", [True, False])
-def test_streamed_images_are_flipped_and_erased_like_resident_ones_to_the_bit(
-    made: Any, workers: int, channels_last: bool
+@pytest.mark.parametrize("crop_padding", [0, 2])
+def test_streamed_images_are_augmented_like_resident_ones_to_the_bit(
+    made: Any, crop_padding: int, workers: int, channels_last: bool
 ) -> None:
     held = torch.stack([StillImages()[i][0] for i in range(N)]), torch.arange(N)
     settings: dict[str, Any] = {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7], "channels_last": channels_last}
-    augmentation = Augmentation(flip="alternating", random_erasing=0.6)
+    augmentation = Augmentation(crop_padding, "alternating", 0.6)
     resident = make_feed(held, 4, SEED, augmentation=augmentation, **settings)
-    streamed = made(StillImages(), workers, flip="alternating", random_erasing=0.6, **settings)
+    settings |= {"flip": "alternating", "random_erasing": 0.6, "crop_padding": crop_padding}
+    streamed = made(StillImages(), workers, **settings)
     starts = [(p, p + 4) for p in range(0, 72, 8)]  # three epochs, across their ends
     assert same(rounds(streamed, starts), [resident.batches(each) for each in starts])
     assert same([streamed.batch(N - 2)], [resident.batch(N - 2)])

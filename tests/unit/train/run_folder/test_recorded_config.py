@@ -147,6 +147,18 @@ def test_code_that_a_recorded_run_names_is_called_only_when_it_is_named_again(tm
     assert composed([f"config={folder}", "model.target=mine.net"], TrainConfig).model.target == "mine.net"
 
 
+def test_transform_that_a_recorded_run_names_is_called_only_when_it_is_named_again(tmp_path: Path) -> None:
+    named = ["data.test_transform.target=os.system", "data.test_transform.command=x"]
+    folder = run(tmp_path, "+experiment=digits", *named)
+    for words in ([], ["data.test_transform={}"], ["data.transform.target=mine.crop"], ["data.flip=true"]):
+        with pytest.raises(UserError, match="names data.test_transform.target=os.system, code that would be run"):
+            composed([f"config={folder}", *words], TrainConfig)
+    own = composed([f"config={folder}", "data.test_transform.target=mine.crop"], TrainConfig).data
+    assert own.test_transform == {"target": "mine.crop", "command": "x"}
+    assert composed([f"config={folder}", "data=mnist"], TrainConfig).data.test_transform == {}
+    assert composed([f"config={folder}", "~data.test_transform"], TrainConfig).data.test_transform == {}
+
+
 def test_metric_that_a_recorded_run_names_is_called_only_when_it_is_named_again(tmp_path: Path) -> None:
     folder = run(tmp_path, "+experiment=digits", "metrics.m.target=os.system", "metrics.m.command='true'")
     for words in ([], ["metrics={}"], ["metrics.m={x: 1}"], ["metrics.n.target=mine.metric"]):
