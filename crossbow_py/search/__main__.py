@@ -28,7 +28,7 @@ def search(config: SearchConfig) -> int:
     folder = open_search_folder(config)
     try:
         with kept_unless_refused(folder), ExitStack() as stack:
-            listeners = [stack.enter_context(closing(each)) for each in search_listeners(folder.path)]
+            listeners = [stack.enter_context(closing(each)) for each in search_listeners(folder.path, config.logger)]
             one = stack.enter_context(closing(SearchRun(config, folder, listeners)))
             signals = stack.enter_context(StopSignal(enabled=True))  # before it, there is nothing to finish
             summary = one.run(lambda: signals.status)

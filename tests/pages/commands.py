@@ -50,6 +50,7 @@ EXAMPLES = ROOT / "docs" / "examples"
 # Programs that take a minute each; test_examples.py runs them in a short form.
 IN_SHORT = frozenset({"tabular.py", "segmentation.py", "bert_classifier.py", "char_gpt.py", "fine_tune.py"})
 ONLY_ON_CUDA = {"device=cuda", "executor=streams"}
+SERVICES = ("mlflow", "wandb")
 _ASSIGNMENT = re.compile(r"[A-Z_]+=")
 
 
@@ -131,7 +132,7 @@ class PageRun:
 
     def _main(self, entry: str, argv: list[str], place: str) -> None:
         text = f"{place} {entry} {' '.join(argv)}"
-        if ONLY_ON_CUDA & set(argv) or entry == "check":  # which takes minutes
+        if ONLY_ON_CUDA & set(argv) or _lacks_service(argv) or entry == "check":  # which takes minutes
             compose(argv, KINDS[entry])
             self.checked.append(text)
             return
@@ -140,6 +141,11 @@ class PageRun:
         code = main([*argv, *([] if debugged else FAST[entry])])
         assert code == 0, f"{text} ended with {code}"
         self.ran.append(text)
+
+
+def _lacks_service(argv: Sequence[str]) -> bool:
+    asked = [name for word in argv if word.startswith("logger=") for name in SERVICES if name in word]
+    return any(importlib.util.find_spec(name) is None for name in asked)
 
 
 def _checks_make(words: Sequence[str]) -> None:
