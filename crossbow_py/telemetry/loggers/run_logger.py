@@ -26,7 +26,7 @@ from crossbow_py.telemetry.scalars import (
     training_scalars,
 )
 
-_INTERVAL_S = 0.5  # the least seconds of training between two points within an epoch
+_INTERVAL_S = 1.0  # the least seconds of training between two points within an epoch
 _FILES = (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, *CONFUSION_FILES.values(), CONSOLE_LOG)
 
 

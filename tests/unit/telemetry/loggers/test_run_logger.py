@@ -41,11 +41,11 @@ def test_run_without_a_folder_has_no_name_and_one_that_has_trained_goes_on(event
 
 def test_curves_are_those_of_tensorboard_with_the_epochs(tmp_path: Path, events: Any) -> None:
     tracker = MemoryTracker()
-    logger, scalars = RunLogger(tracker), TensorBoardScalars(tmp_path, None)
+    logger, scalars = RunLogger(tracker), TensorBoardScalars(tmp_path, None, interval_s=1.0)
     for listener in (logger, scalars):
         listener.on_start(events.run_info(num_devices=2))
         for tenth in range(4):
-            listener.on_progress(events.progress(100 + tenth, elapsed_s=0.25 * tenth, efficiency=0.5))
+            listener.on_progress(events.progress(100 + tenth, elapsed_s=0.5 * tenth, efficiency=0.5))
         listener.on_epoch(events.epoch_record(1, test_loss=math.nan, metrics={"f1/a": 0.5}))
         listener.on_learner_count(LearnerCount("grow", 3, "because", 1500, 6.0))
         listener.close()
