@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class MemoryTracker(Tracker):
 
 def mlflow_template(factory: Any) -> Path:
     """A database of MLflow with its tables, which take seconds to make: once in a session, to be copied."""
-    import mlflow
+    import mlflow  # noqa: PLC0415  an extra
 
     path: Path = factory.getbasetemp() / "mlflow_template.db"
     if not path.exists():
@@ -79,14 +80,13 @@ def mlflow_template(factory: Any) -> Path:
 
 def wandb_records(folder: Path, kind: str) -> list[Any]:
     """The records of a kind, such as `run`, `history` and `exit`, of the offline runs in a folder, in their order."""
-    from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
+    import wandb  # noqa: PLC0415  an extra
+    from wandb.proto import wandb_internal_pb2  # noqa: PLC0415
 
+    wandb.teardown()  # files are complete when its process has ended
     found = []
     for file in sorted(folder.glob("offline-run-*/*.wandb")):
-        store = DataStore()
-        store.open_for_scan(str(file))
-        while (data := store.scan_data()) is not None:
+        for data in _log_entries(file.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             if record.WhichOneof("record_type") == kind:
@@ -94,8 +94,23 @@ def wandb_records(folder: Path, kind: str) -> list[Any]:
     return found
 
 
+def _log_entries(data: bytes) -> Iterator[bytes]:
+    """The entries of a file in the log format of LevelDB, which is in blocks of 32 KiB, behind a header of 7 bytes."""
+    at, entry = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # no head of an entry has room there
+            at += 32768 - at % 32768
+            continue
+        _, length, part = struct.unpack("<IHB", data[at : at + 7])  # part: 1 whole, 2 first, 3 between, 4 last
+        entry += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if part in (1, 4):
+            yield entry
+            entry = b""
+
+
 def wandb_history(folder: Path) -> list[dict[str, Any]]:
-    """The rows that offline runs in a folder have logged."""
+    """The rows that offline runs in a folder have logged; what a picture or a table holds is there as `name/...`."""
     return [
         {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in history.item}
         for history in wandb_records(folder, "history")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import posixpath
 import re
@@ -34,7 +35,7 @@ _REFUSED = re.compile(r"[^\w.\- :/]")  # in names
 _LONGEST_NAME, _LONGEST_VALUE = 250, 5000
 _PARENT_TAG, _TRIAL_TAG = "mlflow.parentRunId", "trial"
 # At the start a server that does not answer should be noticed in seconds. Later the package's own minutes are right.
-_AT_THE_START = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+_IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 
 
 class MLflowLogger(RunLogger):
@@ -99,7 +100,7 @@ class MLflowTracker(Tracker):
         with (
             known_id(folder, RUN_FILE, (DATABASE_FILE,)) as known,
             refusing(self, f"MLflow at {shown}", remedy),
-            _impatient(),
+            _at_the_start(),
         ):
             self._client = mlflow.MlflowClient(tracking_uri=address)
             before = (known.value or self._run_id or None) if subject.continues else None
@@ -218,13 +219,16 @@ def _database_in(folder: Path) -> str:
 
 
 @contextmanager
-def _impatient() -> Iterator[None]:
-    """Give up on a server after seconds, unless the user has said when."""
-    own = {name: value for name, value in _AT_THE_START.items() if name not in os.environ}
+def _at_the_start() -> Iterator[None]:
+    """Give up on a server after seconds, unless the user has said when. Say nothing of a database that is made."""
+    own = {name: value for name, value in _IMPATIENT.items() if name not in os.environ}
+    logger = logging.getLogger("mlflow.store.db.utils")
     os.environ.update(own)
+    logger.disabled = True
     try:
         yield
     finally:
+        logger.disabled = False
         for name in own:
             os.environ.pop(name, None)
 

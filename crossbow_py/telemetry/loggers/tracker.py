@@ -27,7 +27,7 @@ from crossbow_py.telemetry.events import Images
 Plain = bool | int | float | str
 
 SEND_EVERY_S = 10.0
-_END_S = 60.0  # how long the end of a run waits for the service
+END_S = 60.0  # how long the end of a run waits for the service
 _CLOSE_S = 10.0
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _PASSWORD = re.compile(r"(?<=://)[^/@\s]*@")
@@ -230,7 +230,7 @@ class Courier:
             said, self._problem = self._problem, None
         return said
 
-    def finish(self, timeout_s: float = _END_S) -> list[str]:
+    def finish(self, timeout_s: float = END_S) -> list[str]:
         """Deliver what is left and end the thread, within that time. Returns sentences on what did not arrive."""
         self._over.set()
         self._thread.join(timeout_s)

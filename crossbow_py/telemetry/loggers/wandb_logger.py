@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,10 +13,11 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.telemetry.events import Images
 from crossbow_py.telemetry.loggers.run_logger import RunLogger
-from crossbow_py.telemetry.loggers.tracker import Plain, Point, Subject, Tracker, TrialRun, known_id, refusing
+from crossbow_py.telemetry.loggers.tracker import END_S, Plain, Point, Subject, Tracker, TrialRun, known_id, refusing
 
 RUN_FILE = "wandb.json"  # in the run's folder: the id of its run
 WANDB_FOLDER = "wandb"  # there, too, unless WANDB_DIR is set
+FILES_FOLDER = "crossbow_py"  # among the run's files: those of the run's folder
 SAMPLES = "samples_seen"  # the x-axis of all curves
 
 
@@ -66,7 +68,8 @@ class WandbTracker(Tracker):
             "name": self._name or os.environ.get("WANDB_NAME") or subject.name,
             "config": {**subject.parameters, **subject.facts},
             "reinit": "create_new",  # beside a run that the program has itself
-            "settings": wandb.Settings(console="off"),  # there is console.log
+            # There is console.log. What takes longer to upload in the end stays in the folder.
+            "settings": wandb.Settings(console="off", quiet=True, finish_timeout=END_S),
         }
         if folder is not None and not os.environ.get("WANDB_DIR"):
             given["dir"] = str(folder)
@@ -86,7 +89,7 @@ class WandbTracker(Tracker):
             run.define_metric(SAMPLES)
             run.define_metric("*", step_metric=SAMPLES)
         goes_on = "goes on with" if before is not None else "records"
-        where = run.url or f"{Path(run.dir).parent}, which wandb sync uploads"
+        where = f"{Path(run.dir).parent}, which wandb sync uploads" if run.offline else run.url
         return [f"{self.NAME} {goes_on} run {run.name or run.id} ({run.id}) at {where}"]
 
     def log(self, points: Sequence[Point]) -> None:
@@ -99,9 +102,11 @@ class WandbTracker(Tracker):
         self._run.log({SAMPLES: samples_seen, name: wandb.Image(picture)})
 
     def file(self, path: Path) -> None:
-        path = path.resolve()
-        # In a folder, as config.yaml is a name of the package's own. Brackets in a path would be a pattern.
-        self._run.save(glob.escape(str(path)), base_path=str(path.parent.parent), policy="now")
+        # In a folder, as config.yaml is a name of the package's own.
+        copy = Path(self._run.dir) / FILES_FOLDER / path.name
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
+        self._run.save(glob.escape(str(copy)), base_path=self._run.dir, policy="now")
 
     def model(self, path: Path) -> None:
         self._run.log_artifact(str(path), name=f"{path.stem}-{self._run.id}", type="model")

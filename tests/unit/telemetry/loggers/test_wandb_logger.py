@@ -49,7 +49,7 @@ def test_run_that_is_stopped_and_goes_on_has_settings_curves_pictures_files_and_
         (1000, 0.6), (2000, 0.7), (3000, 0.8),
     ]  # fmt: skip
     assert [row["metrics/f1/a(b)"] for row in rows if "metrics/f1/a(b)" in row] == [0.25] * 3
-    assert [row["samples_seen"] for row in rows if "confusion_matrix/test" in row] == [3000, 3000]
+    assert [row["samples_seen"] for row in rows if "confusion_matrix/test/path" in row] == [3000, 3000]
     began, went_on = (each[0] for each in _by_id(wandb_records(folder / "wandb", "run")))
     assert (began.project, began.display_name, list(began.tags)) == ("digits", "mine", ["a"])
     assert json.loads((folder / "wandb.json").read_text()) == {"run_id": began.run_id}
@@ -57,7 +57,7 @@ def test_run_that_is_stopped_and_goes_on_has_settings_curves_pictures_files_and_
     config = {item.key: json.loads(item.value_json) for item in began.config.update}
     assert (config["optimizer.momentum"], config["num_parameters"]) == (0.9, 84762)
     assert [each.exit_code for each in wandb_records(folder / "wandb", "exit")] == [130, 130]
-    assert len(list(folder.glob("wandb/offline-run-*/files/mine/config.yaml"))) == 2
+    assert len(list(folder.glob("wandb/offline-run-*/files/crossbow_py/config.yaml"))) == 2
     assert began.run_id in logger.take_notes()[0]
 
 
@@ -69,6 +69,7 @@ def _by_id(runs: list[Any]) -> list[list[Any]]:
 def test_files_and_names_follow_the_variables(tmp_path: Path, events: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"DIR": str(tmp_path), "PROJECT": "theirs", "NAME": "named"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
+    (tmp_path / "mine").mkdir()
     logger = WandbLogger()
     logger.on_start(events.run_info(output_dir=str(tmp_path / "mine")))
     logger.close()
