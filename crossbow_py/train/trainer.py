@@ -173,25 +173,21 @@ class Trainer:
         **changes: Any,
     ) -> None:
         begun, folder = time.monotonic(), None if output_dir is None else given_path("output_dir", output_dir)
-        self.callbacks, self._continues, self._profile = callbacks, resume == "auto", profile
-        self._tensorboard = tensorboard
+        self.callbacks, self._continues = callbacks, resume == "auto"
+        self._tensorboard, self._profile = tensorboard, profile
         settings = settings.changed(changes, others=_keywords(Trainer), of_fit=_keywords(Trainer.fit))
         check_tuner(auto_tuner)
         check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
         found, self._messages = find_checkpoint(resume, folder, ranks)
         self.run = RunBuilder(
-            make_model=model,
-            data=DataSets(
-                in_tensors(train_data), in_tensors(test_data), in_tensors(validation_data), num_classes, augmentation,
-                mean, std, sample_weights, class_names,
-            ),
-            settings=settings, choices=choose_together(settings, found, ranks),
-            optimizer=optimizer, rule=averaging, schedule=schedule, loss=loss, metrics=metrics,
+            make_model=model, resumed_from=str(found.folder) if found else None,
+            data=DataSets(in_tensors(train_data), in_tensors(test_data), in_tensors(validation_data), num_classes,
+                          augmentation, mean, std, sample_weights, class_names),
+            settings=settings, choices=choose_together(settings, found, ranks), ranks=ranks, announce=self._announce,
+            optimizer=optimizer, rule=averaging, schedule=schedule, loss=loss, metrics=metrics, names=names,
             init_from=None if init_from is None or found else str(given_path("init_from", init_from)),
             max_evaluation_batches=max_evaluation_batches, checkpoints=checkpoint, distributed=distributed,
-            auto_tuner=auto_tuner, output_dir=folder, experiment=experiment, names=names,
-            resumed_from=str(found.folder) if found else None, timeline=_timeline(trace, profile, folder),
-            announce=self._announce, ranks=ranks,
+            auto_tuner=auto_tuner, output_dir=folder, experiment=experiment, timeline=_timeline(trace, profile, folder),
             executor_cache=None if executor_cache is None else given_path("executor_cache", executor_cache),
         ).build()  # fmt: skip
         self._messages += [*notes, *self.run.warnings]
