@@ -143,6 +143,25 @@ def test_server_that_does_not_answer_ends_the_command_and_leaves_no_folder(
     assert not Path("run").exists()
 
 
+def test_server_that_is_gone_in_the_middle_is_told_once_and_the_run_ends_well(
+    services: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log_batch = type(services).log_batch
+
+    def refusing_curves(client: Any, run_id: str, metrics: Any = (), **others: Any) -> None:
+        if metrics:
+            raise ConnectionError("the server is gone")
+        log_batch(client, run_id, **others)
+
+    monkeypatch.setattr(type(services), "log_batch", refusing_curves)
+    assert train("max_epochs=2", "logger=[tensorboard,mlflow]", "output_dir=run") == 0
+    said = capsys.readouterr().out
+    assert said.count("MLflow takes nothing (ConnectionError: the server is gone); training goes on") == 1
+    assert said.count("MLflow did not take everything.") == 1
+    assert read_summary(Path("run"))["status"] == "finished"
+    assert len(read_metrics(Path("run/metrics.jsonl"))) == 2
+
+
 def test_search_is_a_run_with_its_best_figures_and_its_trials(services: Any) -> None:
     words = ["+experiment=search_digits", "+debug=search_fast", "device=cpu", "executor=serial", "output_dir=found"]
     assert search([*words, "logger=[mlflow,wandb]"]) == 0

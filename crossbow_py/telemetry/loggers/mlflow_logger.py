@@ -98,7 +98,7 @@ class MLflowTracker(Tracker):
         address = address or mlflow.get_tracking_uri()
         shown, remedy = without_password(address), "start it, correct MLFLOW_TRACKING_URI"
         with (
-            known_id(folder, RUN_FILE, (DATABASE_FILE,)) as known,
+            known_id(folder, RUN_FILE, (DATABASE_FILE,), (ARTIFACTS_FOLDER,)) as known,
             refusing(self, f"MLflow at {shown}", remedy),
             _at_the_start(),
         ):
@@ -108,9 +108,9 @@ class MLflowTracker(Tracker):
             said = [f"MLflow has no run {before} any more and begins a new one."] if before and run is None else []
             if run is None:
                 run = self._begun(subject, artifacts)
-            else:
-                self._client.update_run(run.info.run_id, status="RUNNING")
+            _check_files(run, folder, artifacts)
             self._run_id = known.value = run.info.run_id
+            self._client.update_run(self._run_id, status="RUNNING")
             self._experiment_id = run.info.experiment_id
             said += self._describe(subject, run.data.params)
         name = run.data.tags.get("mlflow.runName", self._run_id)
@@ -216,6 +216,15 @@ def _database_in(folder: Path) -> str:
     if "?" in str(path):  # which begins a query there
         raise UserError(f"output_dir {folder} must have no ? in it for logger=[mlflow]; set MLFLOW_TRACKING_URI.")
     return f"sqlite:///{path}"
+
+
+def _check_files(run: Any, folder: Path | None, artifacts: str | None) -> None:
+    """Raise UserError if the run's folder has a database by which files go elsewhere: it was moved, or is a trap."""
+    if artifacts is not None and run.info.artifact_uri != f"{artifacts}/{run.info.run_id}/artifacts":
+        raise UserError(
+            f"{DATABASE_FILE} in {folder} keeps files in {run.info.artifact_uri}, which is not there; move it away, or "
+            "set MLFLOW_TRACKING_URI."
+        )
 
 
 @contextmanager

@@ -81,6 +81,17 @@ def test_run_that_goes_on_is_the_same_run_and_a_fresh_one_another(tmp_path: Path
     assert len(runs(client)) == 2
 
 
+def test_second_fit_without_a_folder_goes_on_in_the_run_of_the_first(events: Any, client: Any) -> None:
+    logger = MLflowLogger()
+    for epoch in (1, 2):
+        logger.on_start(events.run_info(samples_seen=1000 * (epoch - 1)))
+        logger.on_epoch(events.epoch_record(epoch))
+        logger.on_end(events.summary(output_dir=None))
+        logger.close()
+    (run,) = runs(client)
+    assert history(client, run, "accuracy/test") == [(1000, 0.75), (2000, 0.75)]
+
+
 def test_changed_parameter_of_a_run_that_goes_on_stays_and_is_told(tmp_path: Path, events: Any, client: Any) -> None:
     record(MLflowLogger(), events, tmp_path, range(1, 2), hyper_parameters={"num_workers": 2})
     logger = MLflowLogger()
@@ -131,6 +142,19 @@ def test_without_a_tracking_uri_the_database_is_in_the_runs_folder(
     (run,) = runs(client)
     assert history(client, run, "accuracy/test") == [(1000, 0.6)]
     assert (tmp_path / "mlflow_artifacts" / run.info.run_id / "artifacts" / "metrics.jsonl").is_file()
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    shutil.copy(tmp_path / "mlflow.db", moved)
+    with pytest.raises(UserError, match=rf"mlflow.db in {moved} keeps files in file://{tmp_path}/mlflow_artifacts/"):
+        MLflowLogger().on_start(events.run_info(output_dir=str(moved)))
+
+
+@pytest.mark.parametrize("name", ["mlflow.db", "mlflow.json", "mlflow_artifacts"])
+def test_link_in_the_place_of_what_it_writes_is_refused(tmp_path: Path, events: Any, name: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="cannot be written"):
+        MLflowLogger().on_start(events.run_info(output_dir=str(tmp_path)))
 
 
 @pytest.mark.parametrize("variables", [{}, {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}])
