@@ -47,7 +47,7 @@ class Counting(Listener):
 def services(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Both, offline. Returns a client of MLflow."""
     mlflow = pytest.importorskip("mlflow")
-    pytest.importorskip("wandb")
+    pytest.importorskip("wandb").teardown()  # which makes it read its variables again
     shutil.copy(mlflow_template(tmp_path_factory), tmp_path / "a.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/a.db")
     monkeypatch.setenv("WANDB_MODE", "offline")

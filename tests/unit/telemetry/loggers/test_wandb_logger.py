@@ -15,11 +15,13 @@ from crossbow_py.telemetry.loggers.tracker import Subject, TrialRun
 from crossbow_py.telemetry.loggers.wandb_logger import WandbLogger, WandbTracker
 from tests.trackers import wandb_history, wandb_records
 
-pytest.importorskip("wandb")
+wandb = pytest.importorskip("wandb")
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(monkeypatch: pytest.MonkeyPatch, in_an_empty_folder: None) -> None:
+    """The package reads its variables once in a process, unless it is torn down."""
+    wandb.teardown()
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("WANDB_DIR", "WANDB_PROJECT", "WANDB_NAME", "WANDB_RUN_GROUP", "WANDB_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
