@@ -80,9 +80,8 @@ def mlflow_template(factory: Any) -> Path:
 
 def wandb_records(folder: Path, kind: str) -> list[Any]:
     """The records of a kind, such as `run`, `history` and `exit`, of the offline runs in a folder, in their order."""
-    from wandb.proto import wandb_internal_pb2  # noqa: PLC0415
-
     import wandb  # noqa: PLC0415  an extra
+    from wandb.proto import wandb_internal_pb2  # noqa: PLC0415
 
     wandb.teardown()  # files are complete when its process has ended
     found = []
