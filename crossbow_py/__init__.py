@@ -45,6 +45,8 @@ from crossbow_py.engine.update.optimizers import SGD, AdamW, Muon, TorchOptimize
 from crossbow_py.predict.ensemble import Ensemble
 from crossbow_py.telemetry.console import ConsoleListener
 from crossbow_py.telemetry.events import Listener
+from crossbow_py.telemetry.loggers.mlflow_logger import MLflowLogger
+from crossbow_py.telemetry.loggers.wandb_logger import WandbLogger
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.run_folder.reporter import Result
 from crossbow_py.train.run_settings import RunSettings
@@ -97,6 +99,7 @@ __all__ = [
     "LearnerError",
     "Listener",
     "LocalSGD",
+    "MLflowLogger",
     "MultiStep",
     "Muon",
     "NonFiniteError",
@@ -112,6 +115,7 @@ __all__ = [
     "Trainer",
     "UnknownIdError",
     "UserError",
+    "WandbLogger",
     "__version__",
     "frozen",
     "joined",

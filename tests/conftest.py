@@ -36,7 +36,9 @@ if importlib.util.find_spec("triton") is None:
     collect_ignore.append("gpu/test_kernels.py")
 
 # Set by pytest itself, or once by a library for its own process when it is first used.
-UNWATCHED_VARIABLES = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_", "KMP_", "TF_", "GRPC_", "MPL")
+UNWATCHED_VARIABLES = (
+    "PYTEST_", "TORCHINDUCTOR_", "TRITON_", "KMP_", "TF_", "GRPC_", "MPL", "_MLFLOW_", "WANDB_SERVICE",
+)  # fmt: skip
 SECONDS_TO_END = 2.0
 
 

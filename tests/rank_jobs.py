@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from crossbow_py import Trainer
+from crossbow_py import Trainer, UserError
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.auto_tuner import AutoTuner
@@ -103,6 +103,28 @@ def train(ranks: Ranks, options: dict[str, Any], stops: dict[str, Any], fp64: bo
     recorder = Recorder()
     trainer = image_trainer(ranks, callbacks=[recorder], **options)
     return ended(trainer, trainer.fit(**stops), recorder)
+
+
+class Recording(Recorder):
+    """A listener that the first rank alone calls, and which may refuse to begin."""
+
+    ONLY_FIRST_RANK = True
+
+    def __init__(self, refuses: bool) -> None:
+        super().__init__()
+        self.refuses = refuses
+
+    def on_start(self, info: Any) -> None:
+        if self.refuses:
+            raise UserError("the server does not answer; start it.")
+        super().on_start(info)
+
+
+def train_recorded(ranks: Ranks, refuses: bool) -> list[str]:
+    """The hooks that a rank calls of a listener of the first one."""
+    recording = Recording(refuses)
+    image_trainer(ranks, callbacks=[recording], executor="serial").fit(max_rounds=1)
+    return [name for name, _ in recording.calls if name not in ("message", "progress")]
 
 
 def find_learning_rate(ranks: Ranks, options: dict[str, Any]) -> list[float]:

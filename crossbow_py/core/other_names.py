@@ -56,7 +56,8 @@ _WORDS = {
     "validation_data": "val_data val_dataset eval_dataset valid_data validation_dataset val_dataloaders val_loader",
     "test_data": "test_dataset test_dataloader test_loader",
     "loss": "criterion loss_fn loss_func loss_function",
-    "callbacks": "callback cbs cb logger loggers",
+    "callbacks": "callback cbs cb",
+    "logger": "loggers report_to",
 }
 _OURS = {word: key for key, words in _WORDS.items() for word in words.split()}
 
@@ -75,8 +76,11 @@ _PYTHON = {
     "data.validation_fraction": "validation_data=...", "data": "train_data=..., test_data=...",
     "checkpoint_every_epochs": "checkpoint=CheckpointSettings(every_epochs=...)",
     "keep_checkpoints": "checkpoint=CheckpointSettings(keep=...)",
+    "logger": "callbacks=[MLflowLogger()]", "listeners": "callbacks=[...]",
 }  # fmt: skip
-_COMMAND_LINE = {"train_data": "data", "test_data": "data", "validation_data": "data.validation_fraction"}
+_COMMAND_LINE = {
+    "train_data": "data", "test_data": "data", "validation_data": "data.validation_fraction", "callbacks": "listeners",
+}  # fmt: skip
 
 
 def python_suggestion(word: str, of_fit: Collection[str], of_trainer: Collection[str], in_fit: bool) -> str | None:
@@ -89,7 +93,7 @@ def python_suggestion(word: str, of_fit: Collection[str], of_trainer: Collection
     """
     if word in _OTHERWISE:
         return f"; {_OTHERWISE[word]}."
-    key = word if word in (*of_fit, *of_trainer) else _OURS.get(word)
+    key = word if word in (*of_fit, *of_trainer, *_PYTHON) else _OURS.get(word)
     if key is None:
         return None
     group, dot, name = key.partition(".")
@@ -108,7 +112,7 @@ def key_suggestion(word: str, known: Collection[str]) -> str | None:
         return f"; {_OTHERWISE[word]}."
     key = _OURS.get(word, word)
     key = _COMMAND_LINE.get(key, key)
-    if key in ("loss", "callbacks", "sample_weights"):
+    if key in ("loss", "sample_weights"):
         return f"; it is for Python: Trainer({key}=...)."
     return f"; did you mean {key!r}?" if key != word and key.partition(".")[0] in known else None
 

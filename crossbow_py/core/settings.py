@@ -76,7 +76,8 @@ def check(settings: Any) -> None:
         if not fits(value, hint):
             unquoted = str in _options(hint) and isinstance(value, int | float)  # as in output_dir=2024
             quotes = f"; text is written in quotes: {path}='\"...\"'" if unquoted else ""
-            raise UserError(f"{path} must be {_describe(hint)}, got {shown(given)}{quotes}.")
+            listed = f"; write {path}=[{written(given)}]" if fits((value,), hint) else ""
+            raise UserError(f"{path} must be {_describe(hint)}, got {shown(given)}{quotes}{listed}.")
         other = [key for key in value if not isinstance(key, str)] if isinstance(value, Mapping) else []
         if other:
             raise UserError(f"{path} must have names as its keys, got {shown(other[0])}; write {{name: value}}.")

@@ -25,9 +25,8 @@ def prepared(config: SearchConfig, folder: SearchFolder, ranks: Ranks = ALONE) -
     """
     try:
         with ExitStack() as stack:
-            listeners = [
-                stack.enter_context(closing(each)) for each in search_listeners(folder.path, speaks=ranks.is_first)
-            ]
+            made = search_listeners(folder.path, config.logger, speaks=ranks.is_first)
+            listeners = [stack.enter_context(closing(each)) for each in made]
             run: SearchRun | None = None
             for turn in (True, False):
                 with ranks.together():

@@ -194,8 +194,9 @@ def final_lines(summary: Summary) -> list[str]:
 
 
 def folder_lines(name: str, output_dir: str) -> list[str]:
-    """Return the lines that say where the files are, and how to look at the curves."""
-    return [fact(name, output_dir), fact("curves", f"tensorboard --logdir {Path(output_dir) / TENSORBOARD_FOLDER}")]
+    """Return the lines that say where the files are, and how to look at the curves, if there are any."""
+    curves = Path(output_dir) / TENSORBOARD_FOLDER
+    return [fact(name, output_dir), *([fact("curves", f"tensorboard --logdir {curves}")] if curves.is_dir() else [])]
 
 
 def _throughput(found: Progress | EpochRecord | Summary) -> str:

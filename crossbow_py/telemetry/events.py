@@ -263,9 +263,11 @@ class Listener:
 
     Attributes:
         BLOCKS: whether `on_progress` may take seconds, which then do not count as training.
+        ONLY_FIRST_RANK: whether only the first of several ranks calls it, as what records a run once.
     """
 
     BLOCKS: ClassVar[bool] = False
+    ONLY_FIRST_RANK: ClassVar[bool] = False
 
     def on_start(self, info: RunInfo) -> None:
         """Called before training starts, or resumes if `info.resumed_from` is set."""

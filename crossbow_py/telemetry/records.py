@@ -29,7 +29,11 @@ TENSORBOARD_FOLDER = "tensorboard"
 
 
 def file_listeners(
-    output_dir: Path, resumed_samples: int | None, device_uuids: Sequence[str] = (), closed_epochs: int = 0
+    output_dir: Path,
+    resumed_samples: int | None,
+    device_uuids: Sequence[str] = (),
+    closed_epochs: int = 0,
+    tensorboard: bool = True,
 ) -> list[Listener]:
     """Return the listeners that write the run's files under `output_dir`, which exists.
 
@@ -39,13 +43,11 @@ def file_listeners(
             a fresh run, which drops every earlier record.
         device_uuids: the run's CUDA devices to monitor; see `SystemMonitor`.
         closed_epochs: epochs closed at that checkpoint, each of which has a record.
+        tensorboard: whether there are TensorBoard's files.
 
     Raises:
         UserError: one of the files cannot be the run's own, such as a link.
     """
-    # Imported here, as TensorBoard's modules take a fifth of a second, which importing the package should not.
-    from crossbow_py.telemetry.tensorboard import TensorBoardScalars  # noqa: PLC0415
-
     config = output_dir / CONFIG_FILE
     try:
         files = (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, *CONFUSION_FILES.values())
@@ -53,8 +55,14 @@ def file_listeners(
         text = read_text(config) if config.exists() else None
     except OSError as error:
         raise unwritable(output_dir, error) from error
+    records = RunRecords(output_dir, resumed_samples, closed_epochs)
+    if not tensorboard:
+        return [records]
+    # Imported here, as TensorBoard's modules take a fifth of a second, which importing the package should not.
+    from crossbow_py.telemetry.tensorboard import TensorBoardScalars  # noqa: PLC0415
+
     return [
-        RunRecords(output_dir, resumed_samples, closed_epochs),
+        records,
         TensorBoardScalars(
             output_dir / TENSORBOARD_FOLDER,
             resumed_samples,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +16,7 @@ from crossbow_py.telemetry.dashboard import dashboard
 from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, Predictions, Progress, RunInfo, Summary
 from crossbow_py.telemetry.hyper_parameters import columns_of_runs, ended, started
 from crossbow_py.telemetry.prediction_grid import prediction_grid
+from crossbow_py.telemetry.scalars import evaluation_scalars, finite_values, next_point_s, training_scalars
 from crossbow_py.telemetry.system import SystemMonitor
 
 _MACHINE_INTERVAL_S = 5.0  # of training, between two samples of the machine
@@ -65,36 +64,21 @@ class TensorBoardScalars(Listener):
         self._writer.flush()
 
     def on_progress(self, progress: Progress) -> None:
-        """Write points within an epoch, ever more rarely: short runs get a curve, and long runs' files stay small."""
+        """Write points within an epoch, ever more rarely."""
         now_s = progress.elapsed_s
         if self._monitor is not None and self._writer is not None and now_s >= self._next_sample_s:
             self._next_sample_s = now_s + _MACHINE_INTERVAL_S
             for tag, value in self._monitor.sample().items():
                 self._writer.add_scalar(tag, value, progress.samples_seen)
         if now_s >= self._next_point_s:
-            self._next_point_s = now_s + max(self._interval_s, now_s / 500)
-            self._write(progress.samples_seen, self._training(progress))
+            self._next_point_s = next_point_s(now_s, self._interval_s)
+            self._write(progress.samples_seen, training_scalars(progress, self._num_devices))
 
     def on_epoch(self, record: EpochRecord) -> None:
         """Write the figures of a closed epoch; without a central model also each learner's own accuracy."""
-        learners = enumerate(record.learner_accuracy or ())
-        learning = {} if record.learning is None else dataclasses.asdict(record.learning)
-        measured = "validation" if record.validation_loss is not None else "test"
-        evaluated = {
-            "loss/test": record.test_loss,
-            "loss/validation": record.validation_loss,
-            "accuracy/train": record.train_accuracy,
-            "accuracy/test": record.test_accuracy,
-            "accuracy/validation": record.validation_accuracy,
-            f"accuracy/{measured}_z": record.z_accuracy,
-            **{f"accuracy/{measured}_learner_{index}": accuracy for index, accuracy in learners},
-            **{f"metrics/{name}": value for name, value in record.metrics.items()},
-            "averaging/spread": record.spread,
-            "averaging/correction_norm": record.correction_norm,
-            **{f"learning/{name}": value for name, value in learning.items()},
-        }
+        evaluated = evaluation_scalars(record)
         if record.samples_seen != self._last_samples:
-            evaluated |= self._training(record)
+            evaluated |= training_scalars(record, self._num_devices)
         self._write(record.samples_seen, evaluated)
         if self._writer is not None:
             self._writer.flush()
@@ -141,24 +125,8 @@ class TensorBoardScalars(Listener):
         if self._writer is not None:
             self._writer._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
 
-    def _training(self, found: Progress | EpochRecord) -> dict[str, float | None]:
-        return {
-            "loss/train": found.train_loss,
-            "learning_rate": found.learning_rate,
-            "num_learners": found.num_learners,
-            "time/training_s": found.elapsed_s,
-            "data/wait_share": found.data_wait_share,
-            "data/num_workers": found.num_workers,
-            "throughput/images_per_s": found.images_per_s,
-            "throughput/tokens_per_s": found.tokens_per_s,
-            "throughput/images_per_s_per_device": found.images_per_s / self._num_devices,
-            "goodput/noise_scale_samples": found.noise_scale_samples,
-            "goodput/efficiency": found.efficiency,
-            "goodput/images_per_s": None if found.efficiency is None else found.efficiency * found.images_per_s,
-        }
-
     def _write(self, samples_seen: int, values: dict[str, float | None]) -> None:
         self._last_samples = samples_seen
-        for tag, value in values.items():
-            if self._writer is not None and value is not None and math.isfinite(value):
+        for tag, value in finite_values(values).items():
+            if self._writer is not None:
                 self._writer.add_scalar(tag, value, samples_seen)

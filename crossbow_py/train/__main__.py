@@ -20,6 +20,7 @@ from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.models import CustomModel
 from crossbow_py.telemetry.console import CONSOLE_LOG, ConsoleListener
 from crossbow_py.telemetry.events import Listener
+from crossbow_py.telemetry.loggers.chosen import TENSORBOARD, listeners_of, loggers_of
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.config import TrainConfig, config_to_mapping
 from crossbow_py.train.evaluation.metrics import metrics_of
@@ -42,6 +43,9 @@ def train(config: TrainConfig) -> int:
             listeners: list[Listener] = []
             if ranks.is_first:
                 listeners = [stack.enter_context(closing(ConsoleListener(folder.path / CONSOLE_LOG)))]
+            with ranks.together():
+                if ranks.is_first:
+                    listeners += [*loggers_of(config.logger), *listeners_of(config.listeners)]
             trainer = build_trainer(config, folder, listeners, ranks)
             result = trainer.fit(**stops(config), counts_earlier_rounds=True, handle_signals=True)
     return StopSignal.EXIT_CODES.get(result.status, 0)
@@ -89,6 +93,7 @@ def build_trainer(
             keep=config.keep_checkpoints,
         ),
         callbacks=callbacks,
+        tensorboard=TENSORBOARD in config.logger,
         notes=[*([folder.note] if folder and folder.note else []), *source.notes],
         experiment=config.experiment,
         names={"model": getattr(config.model, "target", config.model.NAME), "data": source.name},

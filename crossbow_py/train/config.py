@@ -19,6 +19,7 @@ from crossbow_py.engine.auto_tuner import AutoTunerSettings
 from crossbow_py.engine.modules.precision import check_device, check_precision
 from crossbow_py.engine.update.optimizers import OPTIMIZERS
 from crossbow_py.models import MODELS
+from crossbow_py.telemetry.loggers.chosen import TENSORBOARD, LoggerName, check_loggers
 from crossbow_py.train.run_settings import JobSettings, RunSettings, StopConditions
 from crossbow_py.train.schedules import SCHEDULES
 
@@ -68,12 +69,16 @@ class JobConfig(JobSettings):
         "further metrics of evaluations: metrics.NAME.target=package.module.name, with its arguments beside it, as in "
         "metrics.f1.num_classes=10",
     )
+    logger: tuple[LoggerName, ...] = setting(
+        (TENSORBOARD,), "what records it beside its own files: a list of tensorboard, mlflow and wandb; [] is nothing"
+    )
     model: Any = group("the network")
     data: Any = group("the data set, its augmentation and where its files are")
     optimizer: Any = group("each learner's own optimizer")
     schedule: Any = group("the learning rate as a function of samples seen")
 
     def __post_init__(self) -> None:
+        check_loggers(self.logger)
         super().__post_init__()
         for key in self.PATHS:
             if (path := getattr(self, key)) is not None:
@@ -92,6 +97,9 @@ class TrainConfig(JobConfig, RunSettings, StopConditions):
     max_epochs: float | None = setting(10.0, "stop after this many passes over the training set", above=0)
     max_evaluation_batches: int | None = setting(None, "the most batches to evaluate on; null is all", minimum=1)
     init_from: str | None = setting(None, "safetensors file with the initial weights (fine-tuning)")
+    listeners: tuple[str, ...] = setting(
+        (), "listeners of your own: a list of dotted names of classes, or of functions that return one"
+    )
     trace: bool = setting(
         False, "write a timeline of tasks to trace.json in the run's folder (open it in ui.perfetto.dev)"
     )
@@ -109,6 +117,7 @@ class TrainConfig(JobConfig, RunSettings, StopConditions):
     def __post_init__(self) -> None:
         check_device(self.device)
         check_precision(self.precision)
+        check_loggers(self.logger)
         StopConditions.__post_init__(self)  # checks every field, and that something ends the run
         super().__post_init__()
 

@@ -93,7 +93,8 @@ class TrainingLoop:
     def start(self, messages: Sequence[str]) -> None:
         """Announce the run, and pass on the messages about it."""
         self._run.returned_best = False
-        self.reporter.start(run_info(self._run, self._planned_samples), self.state.wall_s)
+        with self.ranks.together():  # as a logger may not reach its server
+            self.reporter.start(run_info(self._run, self._planned_samples), self.state.wall_s)
         remarks = [each for each in self._run.remarks(self.total_samples) if each not in self._run.told]
         self._run.told.update(remarks)
         for message in [*messages, *remarks, *self._epochs.begin()]:

@@ -111,7 +111,8 @@ class Trainer:
             `output_dir`, or a fresh start if there is none.
         init_from: safetensors file with the initial weights (fine-tuning).
         checkpoint: when checkpoints are written, if there is an `output_dir`.
-        callbacks: listeners, called from the training loop's thread.
+        callbacks: listeners, called from the training loop's thread; loggers on the first rank alone.
+        tensorboard: write TensorBoard's files to `output_dir`, if there is one.
         experiment: name of the run in records.
         names: names of the model and the data in records: `{"model": ..., "data": ...}`.
         max_evaluation_batches: the most batches to evaluate on; None is all.
@@ -157,6 +158,7 @@ class Trainer:
         init_from: str | Path | None = None,
         checkpoint: CheckpointSettings = CheckpointSettings(),
         callbacks: Sequence[Listener] = (),
+        tensorboard: bool = True,
         experiment: str = "custom",
         names: Mapping[str, str] | None = None,
         max_evaluation_batches: int | None = None,
@@ -171,24 +173,21 @@ class Trainer:
         **changes: Any,
     ) -> None:
         begun, folder = time.monotonic(), None if output_dir is None else given_path("output_dir", output_dir)
-        self.callbacks, self._continues, self._profile = callbacks, resume == "auto", profile
+        self.callbacks, self._continues = callbacks, resume == "auto"
+        self._tensorboard, self._profile = tensorboard, profile
         settings = settings.changed(changes, others=_keywords(Trainer), of_fit=_keywords(Trainer.fit))
         check_tuner(auto_tuner)
         check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
         found, self._messages = find_checkpoint(resume, folder, ranks)
         self.run = RunBuilder(
-            make_model=model,
-            data=DataSets(
-                in_tensors(train_data), in_tensors(test_data), in_tensors(validation_data), num_classes, augmentation,
-                mean, std, sample_weights, class_names,
-            ),
-            settings=settings, choices=choose_together(settings, found, ranks),
-            optimizer=optimizer, rule=averaging, schedule=schedule, loss=loss, metrics=metrics,
+            make_model=model, resumed_from=str(found.folder) if found else None,
+            data=DataSets(in_tensors(train_data), in_tensors(test_data), in_tensors(validation_data), num_classes,
+                          augmentation, mean, std, sample_weights, class_names),
+            settings=settings, choices=choose_together(settings, found, ranks), ranks=ranks, announce=self._announce,
+            optimizer=optimizer, rule=averaging, schedule=schedule, loss=loss, metrics=metrics, names=names,
             init_from=None if init_from is None or found else str(given_path("init_from", init_from)),
             max_evaluation_batches=max_evaluation_batches, checkpoints=checkpoint, distributed=distributed,
-            auto_tuner=auto_tuner, output_dir=folder, experiment=experiment, names=names,
-            resumed_from=str(found.folder) if found else None, timeline=_timeline(trace, profile, folder),
-            announce=self._announce, ranks=ranks,
+            auto_tuner=auto_tuner, output_dir=folder, experiment=experiment, timeline=_timeline(trace, profile, folder),
             executor_cache=None if executor_cache is None else given_path("executor_cache", executor_cache),
         ).build()  # fmt: skip
         self._messages += [*notes, *self.run.warnings]
@@ -256,7 +255,7 @@ class Trainer:
             stops = dataclasses.replace(stops, max_rounds=self.state.round_index + max_rounds)
         if after_round is not None and not callable(after_round):
             raise UserError(f"after_round must be a function of a RoundEnd, got {after_round!r}; give one, or None.")
-        listeners = list(self.callbacks)
+        listeners = [each for each in self.callbacks if self.run.ranks.is_first or not each.ONLY_FIRST_RANK]
         with self.run.ranks.together():
             if self.run.ranks.is_first:
                 listeners = [*self._file_listeners(), *listeners]
@@ -350,7 +349,7 @@ class Trainer:
             folder.mkdir(parents=True, exist_ok=True)
             uuids = device_uuids(self.run.choices.device)
             listeners = file_listeners(
-                folder, self.state.samples_seen if begun else None, uuids, self.state.closed_epochs
+                folder, self.state.samples_seen if begun else None, uuids, self.state.closed_epochs, self._tensorboard
             )
         except OSError as error:
             raise unwritable(folder, error) from error

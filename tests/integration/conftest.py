@@ -13,7 +13,7 @@ from crossbow_py.search.report.search_file import SearchFile
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what a search leaves, search.json alone: the rest takes longer than tiny searches."""
-    monkeypatch.setattr(searcher, "search_listeners", lambda folder, speaks: [SearchFile(folder, print)])
+    monkeypatch.setattr(searcher, "search_listeners", lambda folder, logger, speaks: [SearchFile(folder, print)])
 
 
 @pytest.fixture

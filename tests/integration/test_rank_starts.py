@@ -46,6 +46,16 @@ def test_model_that_cannot_be_written_is_the_error_of_all_ranks(tmp_path):
         assert each.exit_code == 2
 
 
+def test_listener_of_the_first_rank_is_called_there_and_its_refusal_is_the_error_of_all_ranks():
+    first, second = on_ranks(rank_jobs.train_recorded, 2, False)
+    assert (first[0], first[-1], second) == ("start", "close", [])
+    found = on_ranks(rank_jobs.train_recorded, 2, True)
+    assert [each.kind for each in found] == ["UserError", "RankError"]
+    assert [each.exit_code for each in found] == [2, 2]
+    for each in found:
+        assert "the server does not answer; start it." in each.text
+
+
 def test_ranks_that_would_train_in_other_precisions_are_refused():
     first, second = on_ranks(rank_jobs.choose_apart, 2)
     assert "rank 1 would not train as rank 0 does (precision: fp32 → bf16)" in first.text

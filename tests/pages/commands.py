@@ -59,6 +59,7 @@ OPTIONAL = {
     "data=huggingface": "datasets", "import datasets": "datasets", "torchvision.": "torchvision",
     "data.rand_augment=": "torchvision",
 }  # fmt: skip
+SERVICES = ("mlflow", "wandb")
 _ASSIGNMENT = re.compile(r"[A-Z_]+=")
 
 
@@ -147,7 +148,7 @@ class PageRun:
                 compose(overrides, KINDS[entry])
             self.checked.append(text)
             return
-        if ONLY_ON_CUDA & set(argv) or entry == "check" or _lacks(text):  # checks take minutes
+        if ONLY_ON_CUDA & set(argv) or entry == "check" or _lacks(text) or _lacks_service(argv):  # checks take minutes
             compose(argv, KINDS[entry])
             self.checked.append(text)
             return
@@ -171,6 +172,11 @@ def _is_there(package: str) -> bool:
     except (ImportError, RuntimeError):  # the latter of a torchvision that was built for another torch
         return False
     return True
+
+
+def _lacks_service(argv: Sequence[str]) -> bool:
+    asked = [name for word in argv if word.startswith("logger=") for name in SERVICES if name in word]
+    return any(importlib.util.find_spec(name) is None for name in asked)
 
 
 def _checks_make(words: Sequence[str]) -> None:

@@ -33,6 +33,7 @@ def test_page_does_what_it_says(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("CROSSBOW_DATA_DIR", str(data_root))
+    monkeypatch.setenv("WANDB_MODE", "offline")
     modules, run = set(sys.modules), PageRun(tmp_path)
     try:
         with patch.dict(RULES), patch.dict(EXECUTORS):  # pages add to them

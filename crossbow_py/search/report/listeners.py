@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from crossbow_py.search.events import SearchListener, SearchSummary
@@ -10,6 +10,7 @@ from crossbow_py.search.report.console import SearchConsole
 from crossbow_py.search.report.search_file import SearchFile
 from crossbow_py.search.report.standing import ranked
 from crossbow_py.telemetry.console import CONSOLE_LOG
+from crossbow_py.telemetry.loggers.chosen import TENSORBOARD, trackers
 from crossbow_py.telemetry.pictures import INSTALL_MATPLOTLIB, has_matplotlib, save_picture
 from crossbow_py.telemetry.records import TENSORBOARD_FOLDER
 from crossbow_py.telemetry.screen import Screen
@@ -18,23 +19,30 @@ PARALLEL_FILE = "parallel_coordinates.png"
 CURVES_FILE = "learning_curves.png"
 
 
-def search_listeners(folder: Path, *, speaks: bool = True) -> list[SearchListener]:
-    """Everything that records a search in its folder, which exists; the console is told last, and says what was drawn.
+def search_listeners(
+    folder: Path, logger: Sequence[str] = (TENSORBOARD,), *, speaks: bool = True
+) -> list[SearchListener]:
+    """Return all that records a search in its folder, which exists, and in the services that `logger` names.
 
-    Of several ranks the first `speaks`: the others leave terminal and pictures to it, and talk to console.log alone.
+    The console is told after what writes to the folder, and says what was drawn. Of several ranks the first `speaks`:
+    the others leave terminal and pictures to it, and talk to console.log alone.
 
-    Raises UserError when console.log cannot be opened.
+    Raises UserError when console.log cannot be opened, and when a service is not installed.
     """
-    # TensorBoard's modules take a fifth of a second, which whoever asks for --help need not wait for.
-    from crossbow_py.search.report.tensorboard import SearchTensorBoard  # noqa: PLC0415
-
+    services = trackers(logger)
     console = SearchConsole(screen=Screen(folder / CONSOLE_LOG, speaks=speaks))
-    return [
-        SearchFile(folder, console.on_message),
-        SearchTensorBoard(folder / TENSORBOARD_FOLDER, console.on_message),
-        *([SearchPictures(folder, console.on_message)] if speaks else []),
-        console,
-    ]
+    listeners: list[SearchListener] = [SearchFile(folder, console.on_message)]
+    if TENSORBOARD in logger:
+        # TensorBoard's modules take a fifth of a second, which whoever asks for --help need not wait for.
+        from crossbow_py.search.report.tensorboard import SearchTensorBoard  # noqa: PLC0415
+
+        listeners.append(SearchTensorBoard(folder / TENSORBOARD_FOLDER, console.on_message))
+    listeners += [*([SearchPictures(folder, console.on_message)] if speaks else []), console]
+    if services:
+        from crossbow_py.search.report.search_logger import SearchLogger  # noqa: PLC0415  likewise
+
+        listeners += [SearchLogger(tracker, console.on_message) for tracker in services]
+    return listeners
 
 
 class SearchPictures(SearchListener):

@@ -17,6 +17,7 @@ from crossbow_py.cli.overrides import as_override, read_text
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import given_path
 from crossbow_py.core.plain_values import filled
+from crossbow_py.core.settings import written
 from crossbow_py.telemetry.records import CONFIG_FILE
 from crossbow_py.train.checkpoints.checkpoint import lost_rule, renamed, upgraded
 from crossbow_py.train.checks.compatibility import check_learning
@@ -70,6 +71,12 @@ def _check_targets(run: TrainConfig, path: str, keys: Sequence[str], deleted: Se
     for name, entry in run.metrics.items() if "~metrics" not in deleted else ():
         # metrics={...} alone would be laid over the recorded ones.
         targets[f"metrics.{name}.target"] = entry.get("target") if isinstance(entry, Mapping) else entry
+    if run.listeners and "listeners" not in keys:
+        named = written(run.listeners)
+        raise UserError(
+            f"config={path} names listeners={named}, code that would be run; if it is yours, say it again: "
+            f"listeners={named}."
+        )
     for key, target in targets.items():
         is_deleted = key.count(".") > 1 and f"~{key.removesuffix('.target')}" in deleted
         if target is not None and key not in keys and not is_deleted:

@@ -105,8 +105,9 @@ class Reporter:
 
     def start(self, info: RunInfo, wall_before_s: float = 0.0) -> None:
         """Announce the run; earlier processes took `wall_before_s` of its time."""
-        self.info, self.started, self._wall_before_s = info, True, wall_before_s
+        self.info, self._wall_before_s = info, wall_before_s
         self._tell(lambda listener: listener.on_start(info))
+        self.started = True
 
     def message(self, text: str) -> None:
         """Send a message to the user."""

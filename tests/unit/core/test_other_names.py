@@ -55,6 +55,8 @@ def test_every_entry_leads_to_what_exists_and_hides_no_key_of_ours() -> None:
         ("validation_split", "validation_data=", "'data.validation_fraction'"),
         ("train_dataset", "train_data=", "'data'"),
         ("save_top_k", r"checkpoint=CheckpointSettings\(keep=", "'keep_checkpoints'"),
+        ("loggers", r"callbacks=\[MLflowLogger\(\)\]", "'logger'"),
+        ("cbs", r"callbacks=\.\.\.", "'listeners'"),
         ("criterion", "loss=", "Trainer(loss=...)"),
         ("gpus", "torchrun --nproc-per-node=N", "torchrun --nproc-per-node=N"),
     ],
@@ -111,3 +113,12 @@ def test_optimizer_answers_a_name_of_another_library_with_its_own(make: Any, wor
         make(**{word: 0.1})
     assert [*inspect.signature(make).parameters] == [field.name for field in dataclasses.fields(make)]
     assert make() == dataclasses.replace(make())
+
+
+@pytest.mark.parametrize(
+    ("key", "python"), [("logger", "callbacks=[MLflowLogger()]"), ("listeners", "callbacks=[...]")]
+)
+def test_key_of_the_command_line_that_python_has_otherwise_is_refused_with_that(key: str, python: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        make_trainer(**{key: []})
+    assert str(raised.value) == f"unexpected keyword argument {key!r}; did you mean {python}?"

@@ -47,7 +47,7 @@ class Oven:
         ("fan", 1, r"oven.fan must be true or false, got 1\."),
         ("mode", "fry", r"oven.mode must be one of bake, grill, got 'fry'\."),
         ("steps", (1.0, 0.0), r"oven.steps must be greater than 0, got 0.0\."),
-        ("steps", 3.0, r"oven.steps must be a list, each a number, got 3.0\."),
+        ("steps", 3.0, r"oven.steps must be a list, each a number, got 3.0; write oven.steps=\[3.0\]\."),
         ("rate", ("a",), r"oven.rate must be a number or a list, each a number, got \('a',\)\."),
         ("rate", (1.0, -1.0), r"oven.rate must be at least 0, got -1.0\."),
         ("label", None, r"oven.label must be text, got None\."),

@@ -60,14 +60,23 @@ def test_metrics_of_many_values_are_left_to_the_records(events: Any) -> None:
     assert " · perplexity 12.35 · 250 images/s" in epoch_line(events.epoch_record(1, metrics=metrics), "4")
 
 
-def test_final_block_says_accuracy_time_throughput_and_where_the_files_are(events: Any) -> None:
+def test_final_block_says_accuracy_time_throughput_and_where_the_files_are(tmp_path: Path, events: Any) -> None:
     stream = io.StringIO()
-    ConsoleListener(stream=stream).on_end(events.summary(time_to_accuracy_s=12.0))
+    (tmp_path / "tensorboard").mkdir()
+    summary = events.summary(time_to_accuracy_s=12.0, output_dir=str(tmp_path))
+    ConsoleListener(stream=stream).on_end(summary)
     said = stream.getvalue()
     for fact in ("0.7500 (best 0.8000)", "16.0 s training, 17.5 s in all", "250 images/s", "12.0 s of training"):
         assert fact in said
     assert "runs/x/model.safetensors" in said
-    assert "tensorboard --logdir runs/x/tensorboard" in said
+    assert f"tensorboard --logdir {tmp_path}/tensorboard" in said
+
+
+def test_final_block_of_a_run_without_tensorboard_names_no_curves(tmp_path: Path, events: Any) -> None:
+    stream = io.StringIO()
+    ConsoleListener(stream=stream).on_end(events.summary(output_dir=str(tmp_path)))
+    assert f"run folder     {tmp_path}" in stream.getvalue()
+    assert "curves" not in stream.getvalue()
 
 
 @pytest.mark.parametrize("written", [True, False])

@@ -162,8 +162,9 @@ def test_value_line_of_a_loss_says_so(searched: Any) -> None:
     assert line == "trial 2 at 2 epochs: validation loss 0.5000 · optimizer adamw · learning_rate 0.1"
 
 
-def test_final_lines_name_the_best_its_command_and_where_the_time_went(searched: Any) -> None:
-    assert final_lines(searched.summary()) == [
+def test_final_lines_name_the_best_its_command_and_where_the_time_went(tmp_path: Path, searched: Any) -> None:
+    (tmp_path / "tensorboard").mkdir()
+    assert final_lines(searched.summary(info=searched.info(output_dir=str(tmp_path)))) == [
         "",
         "search_digits finished: 4 trials (2 pruned, 1 complete, 1 failed)",
         "  best           trial 1: validation accuracy 0.8750 after 4 epochs",
@@ -176,8 +177,8 @@ def test_final_lines_name_the_best_its_command_and_where_the_time_went(searched:
         "  time           8.0 s: 4.0 s training, 2.0 s measuring, 1.0 s finding out how to pack, 1.0 s overhead "
         "(12.5%)",
         "  throughput     200 images/s while training",
-        "  folder         runs/x",
-        "  curves         tensorboard --logdir runs/x/tensorboard",
+        f"  folder         {tmp_path}",
+        f"  curves         tensorboard --logdir {tmp_path}/tensorboard",
     ]
 
 

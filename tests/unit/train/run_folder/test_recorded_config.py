@@ -170,6 +170,15 @@ def test_metric_that_a_recorded_run_names_is_called_only_when_it_is_named_again(
     assert again.metrics == {"m": {"target": "mine.metric", "command": "true"}}
 
 
+def test_listeners_that_a_recorded_run_names_are_called_only_when_they_are_named_again(tmp_path: Path) -> None:
+    folder = run(tmp_path, "+experiment=digits", "listeners=[os.getcwd]")
+    for words in ([], ["listeners.0=mine.Listener"], ["logger=[]"]):
+        with pytest.raises(UserError, match=r"names listeners=\[os.getcwd\], code that would be run; .* say it again"):
+            composed([f"config={folder}", *words], TrainConfig)
+    for words, expected in ((["~listeners"], ()), (["listeners=[]"], ()), (["listeners=[mine.Own]"], ("mine.Own",))):
+        assert composed([f"config={folder}", *words], TrainConfig).listeners == expected
+
+
 def test_keys_and_groups_are_laid_over_a_recorded_run_wherever_they_stand(tmp_path: Path) -> None:
     folder = run(tmp_path, *TOLD)
     own = ["averaging=local_sgd", "optimizer.beta1=0.5", "seed=7", f"config={folder}", "+debug=fast", "resume=auto"]
