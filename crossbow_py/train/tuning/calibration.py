@@ -33,7 +33,7 @@ from crossbow_py.engine.rounds import Round
 _BUDGET_S = 30.0  # spent where rounds take a second; where they are short, candidates take one each
 _WINDOW_S = 0.25
 _WINDOWS = 3
-_SLOW_S = 1.0
+_SLOW_S, _VERY_SLOW_S = 1.0, 3.0
 _FAR_BEHIND = 0.7  # of the best throughput so far: more learners will not make up for it
 _GAIN = 1.05  # times the throughput of fewer learners, below which still more are not tried
 _BUSY = 0.2  # share of the cores used by other programs, above which a choice is not remembered
@@ -296,7 +296,7 @@ class _WarmUp:
 
 
 def _images_per_s(candidate: Candidate, batch_size: int, warm_up: _WarmUp) -> float:
-    """Return the median over a few windows after a warm-up; slow rounds are windows by themselves."""
+    """Return the median over a few windows after a warm-up; of slow rounds the faster of two."""
     with warm_up.counted():
         executor, plan = candidate.build()
     try:
@@ -316,8 +316,9 @@ def _images_per_s(candidate: Candidate, batch_size: int, warm_up: _WarmUp) -> fl
                 window(0.0)
         begun = time.perf_counter()
         window(0.0)
-        if time.perf_counter() - begun > _SLOW_S:
-            return window(0.0)
+        round_s = time.perf_counter() - begun
+        if round_s > _SLOW_S:  # what disturbs a single round makes it slower, never faster
+            return max(window(0.0) for _ in range(2 if round_s < _VERY_SLOW_S else 1))
         return statistics.median(window(_WINDOW_S) for _ in range(_WINDOWS))
     finally:
         executor.close()

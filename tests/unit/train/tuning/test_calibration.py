@@ -92,6 +92,17 @@ def test_calibration_of_a_slow_candidate_is_cut_short(clock):
     assert clock.now == 6.0  # a round to warm up and one to measure
 
 
+def test_slow_candidate_is_as_fast_as_the_faster_of_two_rounds(clock):
+    seconds = iter([2.0, 2.5, 1.5])
+
+    class Uneven(FakeExecutor):
+        def drain(self):
+            clock.now += next(seconds)
+
+    found = calibrate([candidate("serial", 3, Uneven(clock, 0.0))], 1, CPU)
+    assert found.images_per_s == {("serial", 3): 2.0} and clock.now == 6.0  # 3 / 1.5
+
+
 def test_candidate_that_cannot_run_is_left_out_and_named(clock):
     unfit = CrossbowError("torch.export cannot capture it")
     sides = [failing(unfit, learners=k) for k in (2, 4)] + [candidate("serial", 2, FakeExecutor(clock, 0.1))]
@@ -103,8 +114,8 @@ def test_candidate_that_cannot_run_is_left_out_and_named(clock):
 def test_calibration_leaves_out_what_would_take_too_long(clock):
     sides = [candidate("serial", 2, FakeExecutor(clock, 2.0)), candidate("fused", 4, FakeExecutor(clock, 4.0))]
     found = calibrate(sides, 1, CPU, Effort(8.0))
-    # Serial took 4 of 8 seconds for 1 image/s; twice a round of 4 images would take 8 more.
-    assert (found.executor, list(found.images_per_s), clock.now) == ("serial", [("serial", 2)], 4.0)
+    # Serial took 6 of 8 seconds for 1 image/s; twice a round of 4 images would take 8 more.
+    assert (found.executor, list(found.images_per_s), clock.now) == ("serial", [("serial", 2)], 6.0)
     assert found.notes == ("Executor fused is left out for this model: measuring it with 4 learners takes too long.",)
 
 
