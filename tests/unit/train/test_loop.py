@@ -125,7 +125,7 @@ def test_evaluations_of_a_part_are_announced(most, said):
 
 def test_max_time_s_counts_training_and_leaves_evaluation_out(monkeypatch):
     clock = {"now": 0.0}
-    monkeypatch.setattr(loop_module, "ThroughputMeter", lambda: ThroughputMeter(lambda: clock["now"]))
+    monkeypatch.setattr(loop_module, "ThroughputMeter", lambda **_: ThroughputMeter(lambda: clock["now"]))
     trainer = make_trainer(test_data=blobs(30))
     learn, evaluate = trainer.run.train_feed.batch, trainer.run.evaluator.evaluate
 
