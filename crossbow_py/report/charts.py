@@ -275,8 +275,8 @@ _LEARNING: tuple[_Kind, ...] = (
 _OTHERS: tuple[_Kind, ...] = (
     ("throughput", "Throughput and learners", "Below, what the auto-tuner made of the number of learners, if asked to.",
      _throughput),
-    ("ranks", "The slowest rank", "What a round takes it by itself, without waiting for other ranks; dotted: the median "
-     "rank.", _ranks),
+    ("ranks", "The slowest rank", "What a round takes it by itself, without waiting for other ranks; dotted: the "
+     "median rank.", _ranks),
     ("averaging", "Averaging", "How far learners are from the average model z, and how far a round moves it.",
      _averaging),
     ("learning_rate", "Learning rate", "As the optimizer has it: the schedule's, times what the averaging rule makes "

@@ -182,7 +182,7 @@ class Reporter:
     ) -> None:
         """Report progress, a few times a second; does nothing in between."""
         now = self._clock()
-        if now < self._next_progress_s or not state.num_losses:
+        if now < self._next_progress_s or not state.num_losses or not self._listeners:
             return
         self._next_progress_s = now + _PROGRESS_EVERY_S
         rate = self.meter.recent.images_per_s
