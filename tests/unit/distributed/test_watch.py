@@ -237,8 +237,8 @@ def test_waiting_that_fails_is_over():
     assert ranks.watches[0].find() is None
 
 
-def make_running(store, rank, found, num_ranks=2):
-    watch = RankWatch(store, rank, num_ranks, timeout_s=0.1, end=found.append)
+def make_running(store, rank, found, num_ranks=2, timeout_s=0.1):
+    watch = RankWatch(store, rank, num_ranks, timeout_s, end=found.append)
     watch.start()
     return watch
 
@@ -269,7 +269,7 @@ def test_ranks_that_wait_record_once_what_the_one_that_hangs_was_doing_and_end_t
     store, records, found = DictStore(), [], [[], [], []]
     for rank in range(3):
         RankWatch(store, rank, 3, timeout_s=0.1).say()
-    watches = [make_running(store, rank, found[rank], 3) for rank in range(3)]
+    watches = [make_running(store, rank, found[rank], 3, timeout_s=1.0) for rank in range(3)]
     for rank, watch in enumerate(watches):
         watch.folder, watch.doing = tmp_path, "round 5"
         watch.record = lambda hanging, sentence, rank=rank: records.append((rank, hanging, sentence))
