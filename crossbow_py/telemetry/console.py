@@ -183,8 +183,7 @@ def final_lines(summary: Summary) -> list[str]:
         lines.append(fact("to the target", f"{summary.time_to_accuracy_s:.1f} s of training"))
     lines.append(fact("time", f"{summary.train_time_s:.1f} s training, {summary.wall_time_s:.1f} s in all"))
     lines.append(fact("throughput", _throughput(summary)))
-    if summary.ranks is not None and summary.per_rank is not None:
-        lines.append(fact("ranks", _ranks(summary.ranks, len(summary.per_rank))))
+    lines += _ranks(summary)
     if summary.data_wait_share is not None:
         workers = counted(summary.num_workers or 0, "worker")
         lines.append(fact("data", f"{workers}, {summary.data_wait_share:.1%} of training spent waiting for them"))
@@ -226,11 +225,14 @@ def _slowest(spread: RankSpread | None) -> list[str]:
     return [spread_text(spread)] if spread is not None and spread.spread >= WORTH_SAYING else []
 
 
-def _ranks(spread: RankSpread, num_ranks: int) -> str:
-    """Return how far ranks are apart."""
+def _ranks(summary: Summary) -> list[str]:
+    """Return the line on how far ranks are apart; none of a single rank."""
+    spread, num_ranks = summary.ranks, len(summary.per_rank or ())
+    if spread is None:
+        return []
     steps = f"{spread.fastest_step_ms:.4g} to {spread.slowest_step_ms:.4g} ms a round"
     waiting = f"{spread.median_rank_wait_share:.1%} of training spent waiting for other ranks"
-    return f"{num_ranks}, {steps}, {spread_text(spread)}; {waiting}"
+    return [fact("ranks", f"{num_ranks}, {steps}, {spread_text(spread)}; {waiting}")]
 
 
 def _loss(value: float) -> str:

@@ -73,7 +73,7 @@ def test_rank_that_hangs_is_named_by_the_other_which_ends(tmp_path, executor):
     pid = Path(f"{stderr}.pid.1").read_text()
     assert re.match(r"error: rank 0 has waited for \d+ s \(distributed\.timeout_s=3\) for rank 1 \(", line)
     assert f"process {pid}), which appears to hang: its last task was" in line
-    assert "round 5, last heard of " in line
+    assert re.search(r"round 5, since \S+, last heard of \d+ s ago\. ", line)
     assert 3.0 < seconds < 3.0 + SOON_S
 
 
@@ -89,7 +89,7 @@ def test_rank_whose_model_blocks_leaves_its_stacks_and_the_run_says_who_hung_whe
     (hanging,) = summary["hanging_ranks"]
     assert (hanging["rank"], hanging["host"]) == (1, socket.gethostname())
     assert str(hanging["pid"]) == Path(f"{stderr}.pid.1").read_text()
-    assert re.fullmatch(r"learning\([01]\) of round 5", hanging["doing"])
+    assert re.fullmatch(r"learning\([01]\) of round [45]", hanging["doing"])  # round 4 may be in flight
     assert re.search(r"called by block_for_ever, \S+rank_jobs\.py:\d+$", hanging["function"])
     assert abs(time.time() - datetime.fromisoformat(hanging["since"]).timestamp()) < 60
     (said,) = [line for line in (folder / "console.log").read_text().splitlines() if line.startswith("error:")]

@@ -261,21 +261,21 @@ class DeviceRounds:
         last, slot = self._pending.pop(index)
         for stream, task in last.items():
             self._synchronize(slot.events[stream], task, index, stream)
-        if index in self._times:
-            self._count_waits(self._times.pop(index))
+        if self._idle is not None and index in self._times:
+            self._idle.add(self._waited_s(self._times.pop(index)))
         return slot.results
 
-    def _count_waits(self, times: RoundTimes) -> None:
-        """Count the waits for other ranks in a round that the first stream has passed.
+    def _waited_s(self, times: RoundTimes) -> float:
+        """Return the seconds of waits for other ranks in a round that the first stream has passed.
 
         If the host came late with the round, because it waited for other ranks, the stream had no work for that time.
         """
-        assert self._idle is not None and times.end is not None, "only rounds that were timed to their end are counted"
+        assert times.end is not None, "the event that the host has waited for is after the end"
         waited_ms = sum(start.elapsed_time(end) for start, end in times.waits)
         if self._ended is not None and times.host_s:
             waited_ms += min(times.host_s * 1000, max(0.0, self._ended.elapsed_time(times.start)))
         self._ended = times.end
-        self._idle.add(waited_ms / 1000)
+        return waited_ms / 1000
 
     def _synchronize(self, event: Event, task: str, index: int, stream: str) -> None:
         try:

@@ -411,6 +411,7 @@ def epoch_record(
         learning=learning,
         **measured_noise(state, run.bank.total_learners),
         num_non_finite=evaluation.num_non_finite if evaluation else 0,
+        ranks=None,  # which the reporter knows
     )
 
 
