@@ -40,7 +40,7 @@ PAGES = {
     "tensorboard_images": ("images", (1500, 700)),
     "tensorboard_hparams": ("hparams", (1500, 560)),
 }
-RANKS, RANKS_PAGE = "tensorboard_ranks", ("custom_scalars", (1500, 2050))
+RANKS, RANKS_PAGE = "tensorboard_ranks", ("custom_scalars", (1500, 2760))
 REPORTS = {"report": 1640, "report_top": 800}  # the page and its beginning, as high as that
 CONFUSION = "confusion_matrix"  # of the first run, a picture of the report
 _FLAGS = (

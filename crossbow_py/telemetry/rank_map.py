@@ -1,4 +1,4 @@
-"""A map of many ranks over training: how long a round takes each of them, compared with the median rank."""
+"""A map of ranks over training: how long a round takes each of them, compared with the median rank."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from crossbow_py.telemetry.events import Images
 _MOST_COLUMNS = 120
 _SHOWN_GROWTH = 1.5  # the map is shown again after 1.5 times the samples
 _WIDTH_PX, _HEIGHT_PX = 960, 640  # of the cells, about
+_MOST_HIGH_PX = 24  # of a cell
 _LABEL_PX = 15  # from one label to the next at least
 _LEFT_PX, _TOP_PX, _BELOW_PX = 56, 34, 24
-_FULL = 0.5  # slower or faster than the median by that share is the full colour
+_FULL = 0.25  # slower or faster than the median by that share is the full colour
 _SLOW, _FAST = np.array([198, 40, 40]), np.array([21, 101, 192])
 _PAPER, _INK, _SOFT = (255, 255, 255), (33, 33, 33), (110, 110, 110)
 
@@ -61,7 +62,7 @@ class RankMap:
         full = np.where(ratio[..., None] > 0, _SLOW, _FAST)
         colours = np.round(255 + (full - 255) * strength).astype(np.uint8)
         num_ranks, num_columns = ratio.shape
-        high, wide = max(3, _HEIGHT_PX // num_ranks), max(4, _WIDTH_PX // num_columns)
+        high, wide = min(_MOST_HIGH_PX, max(3, _HEIGHT_PX // num_ranks)), max(4, _WIDTH_PX // num_columns)
         return self._framed(colours.repeat(high, 0).repeat(wide, 1), num_ranks, high)
 
     def _framed(self, cells: Images, num_ranks: int, high: int) -> Images:

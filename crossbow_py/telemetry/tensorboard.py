@@ -138,9 +138,12 @@ class TensorBoardScalars(MachineScalars):
         return progress.gpus if self._num_devices > MOST_CURVES else {}
 
     def _write_ranks(self, progress: Progress) -> None:
-        """Write the pace of every rank, or of many ranks the slowest, the median and the fastest, and a map of all."""
+        """Write the pace of every rank, or of many ranks the slowest, the median and the fastest, and a map of all.
+
+        Curves of one run have one colour in TensorBoard; the map tells which rank is which.
+        """
         self._write(progress.samples_seen, rank_scalars(progress.ranks))
-        if self._writer is not None and len(progress.ranks) > MOST_CURVES:
+        if self._writer is not None and len(progress.ranks) > 1:
             self._rank_map.add(progress.samples_seen, [each.step_ms for each in progress.ranks])
             if (picture := self._rank_map.due()) is not None:
                 self._writer.add_image("ranks/step_map", picture, progress.samples_seen, dataformats="HWC")

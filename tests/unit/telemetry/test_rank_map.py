@@ -1,4 +1,4 @@
-"""The map of many ranks: its colours, its columns, and when it is shown."""
+"""The map of ranks: its colours, its columns, and when it is shown."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ LEFT, TOP = rank_map._LEFT_PX, rank_map._TOP_PX
 
 def test_rank_slower_than_the_median_is_red_and_a_faster_one_blue() -> None:
     ranks = RankMap()
-    ranks.add(100, [10.0, 15.0, 10.0, 10.0, 7.5])
+    ranks.add(100, [10.0, 15.0, 10.0, 10.0, 8.75])
     picture = ranks.last()
     assert picture is not None
-    high = rank_map._HEIGHT_PX // 5
+    high = rank_map._MOST_HIGH_PX
     colours = [tuple(picture[TOP + high * rank + high // 2, LEFT + 5]) for rank in range(5)]
-    # 50 % slower is the full red; 25 % faster is half way from white to blue, (21, 101, 192).
+    # 25 % slower or more is the full red; 12.5 % faster is half way from white to blue, (21, 101, 192).
     assert colours == [(255, 255, 255), (198, 40, 40), (255, 255, 255), (255, 255, 255), (138, 178, 224)]
 
 
