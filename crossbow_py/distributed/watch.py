@@ -116,6 +116,11 @@ class Watch:
         """Run an operation that ends once all ranks have reached it, or a device has. From any thread."""
         yield
 
+    @property
+    def is_ending(self) -> bool:
+        """Return whether a rank has found that one hangs, so that the run ends, and is recorded, for that."""
+        return False
+
     def start(self) -> None:
         """Start to look for ranks that hang."""
 
@@ -160,6 +165,10 @@ class RankWatch(Watch):
             threading.Thread(target=self._speak, name="crossbow watch speaks", daemon=True),
             threading.Thread(target=self._look, name="crossbow watch looks", daemon=True),
         ]
+
+    @property
+    def is_ending(self) -> bool:
+        return self._asks or self._wrote
 
     def start(self) -> None:
         for thread in self._threads:

@@ -80,7 +80,9 @@ class TrainingLoop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
-        self.ranks.watch.folder = self.ranks.watch.record = None
+        watch = self.ranks.watch
+        if not watch.is_ending:
+            watch.folder = watch.record = None
         if is_of_data(error) or (isinstance(error, UserError) and self._is_evaluating):
             self._save_after_data_error()
         elif error is not None and self.ranks.num_ranks == 1:
@@ -91,7 +93,8 @@ class TrainingLoop:
         self.checkpoints.close()
         self._run.close_feeds()
         self._run.in_fit = False
-        if error is not None and self.reporter.started:
+        # A rank that is lost because others end, as one hangs, is not what ended the run.
+        if error is not None and self.reporter.started and not watch.is_ending:
             status, reason = _failure_status(error)
             self.reporter.summarize(self.state, status, reason, None, SavedModels(None, {}))
         self.reporter.close()

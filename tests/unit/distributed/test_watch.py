@@ -192,10 +192,12 @@ def test_stacks_are_written_by_every_rank_that_is_asked_also_the_one_that_hangs(
     with ranks.watches[0].waiting():
         ranks.exchange([0, 1, 2], 60)
         assert list(tmp_path.iterdir()) == []
+        assert not any(watch.is_ending for watch in ranks.watches)
         ranks.watches[0]._asks = True
         ranks.exchange([0, 1])  # the third hangs so that its thread does not run either
         ranks.exchange([0, 1])
         hanging = {each.rank: each for each in ranks.watches[0].hanging()}
+    assert [watch.is_ending for watch in ranks.watches] == [True, True, False]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hang_rank0.txt", "hang_rank1.txt"]
     assert hanging[1].stacks == "hang_rank1.txt"
     assert "called by Ranks.exchange, " in hanging[1].function  # here the main thread exchanges
