@@ -2,6 +2,7 @@
 
     python docs/screenshots.py            # trains three runs of LeNet on MNIST first, some minutes
     python docs/screenshots.py --runs DIR # of runs that are there: DIR/runs holds them
+    python docs/screenshots.py --ranks    # only of a run of eight ranks, whose events are made up
 
 Chromium is looked for on the path, or in $CHROMIUM.
 """
@@ -39,6 +40,7 @@ PAGES = {
     "tensorboard_images": ("images", (1500, 700)),
     "tensorboard_hparams": ("hparams", (1500, 560)),
 }
+RANKS, RANKS_PAGE = "tensorboard_ranks", ("custom_scalars", (1500, 2760))
 REPORTS = {"report": 1640, "report_top": 800}  # the page and its beginning, as high as that
 CONFUSION = "confusion_matrix"  # of the first run, a picture of the report
 _FLAGS = (
@@ -114,11 +116,26 @@ def train(folder: Path) -> None:
         subprocess.run(command, cwd=folder, check=True)
 
 
+def made_up_ranks() -> None:
+    """The dashboard of a run of eight ranks, each with a GPU: no machine here has as many."""
+    with tempfile.TemporaryDirectory() as made:
+        command = [sys.executable, "-m", "tests.made_up_ranks", "8", str(Path(made) / "runs" / "eight_gpus")]
+        subprocess.run(command, cwd=ROOT, check=True)
+        with tensorboard(Path(made) / "runs") as address:
+            page, size = RANKS_PAGE
+            screenshot(f"{address}#{page}", IMAGES / f"{RANKS}.png", size)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Train where nothing is given, and make every picture."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--runs", type=Path, metavar="DIR", help="folder whose runs/ holds the runs to show")
+    parser.add_argument("--ranks", action="store_true", help="make only the picture of a run of eight ranks")
     options = parser.parse_args(argv)
+    made_up_ranks()
+    if options.ranks:
+        print(f"written to {IMAGES.relative_to(ROOT)}: {RANKS}")
+        return 0
     with tempfile.TemporaryDirectory() as made:
         folder = options.runs or Path(made)
         if options.runs is None:
@@ -131,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, height in REPORTS.items():
             screenshot((folder / "report" / "report.html").resolve().as_uri(), IMAGES / f"{name}.png", (1200, height))
         _reduce(folder / "report" / "confusion_0.png", IMAGES / f"{CONFUSION}.png")
-    print(f"written to {IMAGES.relative_to(ROOT)}: {', '.join([*PAGES, *REPORTS, CONFUSION])}")
+    print(f"written to {IMAGES.relative_to(ROOT)}: {', '.join([*PAGES, RANKS, *REPORTS, CONFUSION])}")
     return 0
 
 

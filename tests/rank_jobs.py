@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +24,15 @@ from crossbow_py.data.sampler import epoch_order
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.modules.precision import FP64
-from crossbow_py.train import run_settings
+from crossbow_py.telemetry.console import CONSOLE_LOG, ConsoleListener
+from crossbow_py.telemetry.system import SystemMonitor
+from crossbow_py.train import build, run_settings
+from crossbow_py.train import trainer as trainer_module
 from crossbow_py.train.checkpoints.resume import choose_together
 from crossbow_py.train.evaluation.learning_measurement import LearningMeasurement
 from crossbow_py.train.tuning.learner_tuning import LearnerTuning
 from tests import trainers
+from tests.made_up_ranks import ManyGpus
 from tests.ranks import Raised, on_ranks
 from tests.state_metrics import MacroF1
 from tests.trainers import Recorder, image_model, images, make_trainer
@@ -383,6 +390,79 @@ def end_in_a_round(ranks: Ranks, options: dict[str, Any], at: int, how: str, std
             os.kill(os.getpid(), signal.SIGSTOP)
 
     return train_watched(ranks, end, options, {"max_rounds": 100_000})
+
+
+BLOCKS = threading.Event()
+
+
+def block_for_ever() -> None:
+    """Wait for what never comes, as a user's model may."""
+    threading.Event().wait()
+
+
+class BlockingModel(torch.nn.Module):
+    """As `image_model`, until `BLOCKS` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = image_model()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if BLOCKS.is_set():
+            block_for_ever()
+        return self.layers(inputs)
+
+
+def hang_in_the_model(ranks: Ranks, options: dict[str, Any], at: int, folder: Path, stderr: str) -> Ended:
+    """A run whose model blocks on rank 1 from a round on."""
+    with open(f"{stderr}.{ranks.rank}", "w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 2)
+    Path(f"{stderr}.pid.{ranks.rank}").write_text(str(os.getpid()))
+
+    def block(trainer: Trainer) -> None:
+        if ranks.rank == 1 and trainer.state.round_index == at:
+            BLOCKS.set()
+
+    folder.mkdir(exist_ok=True)
+    console = [ConsoleListener(folder / CONSOLE_LOG, io.StringIO())] if ranks.is_first else []
+    trainer = image_trainer(ranks, model=BlockingModel, output_dir=folder, callbacks=console, **options)
+    before_each_round(trainer, block)
+    return ended(trainer, trainer.fit(max_rounds=100_000))
+
+
+class SlowModel(torch.nn.Module):
+    """As `image_model`, but rank 1 takes `SLOW_S` longer for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = image_model()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if os.environ["RANK"] == "1" and self.training:
+            time.sleep(SLOW_S)
+        return self.layers(inputs)
+
+
+SLOW_S = 0.05
+
+
+def paces(ranks: Ranks, options: dict[str, Any], num_rounds: int) -> Any:
+    """The summary of a run with a slow rank, and its last progress and epoch, as of this rank."""
+    recorder = Recorder()
+    trainer = image_trainer(ranks, model=SlowModel, test_data=None, callbacks=[recorder], **options)
+    summary = trainer.fit(max_rounds=num_rounds).summary
+    return summary, recorder.of("progress")[-1], recorder.of("epoch")[-1]
+
+
+def gpus_recorded(ranks: Ranks, folder: Path) -> list[Any]:
+    """Two rounds and an epoch of ranks that each have a GPU of a made-up NVML, `GPU-<rank>`; the places of all."""
+    nvml = ManyGpus(ranks.num_ranks)
+    nvml.percents = [10.0 * rank for rank in range(ranks.num_ranks)]
+    trainer_module.SystemMonitor = partial(SystemMonitor, nvml=nvml)
+    build.device_uuids = lambda device: [f"GPU-{ranks.rank}"]
+    trainer = image_trainer(ranks, output_dir=folder)
+    trainer.fit(max_rounds=8)
+    return trainer.run.places
 
 
 def sums_of_collective(ranks: Ranks, apart: bool) -> tuple[int, bool, bool, list[float], list[float], int]:

@@ -155,6 +155,11 @@ class CentralModelError(CrossbowError):
         )
 
 
+def is_users_code(filename: str) -> bool:
+    """Return whether code in a file is the user's: neither of this package nor of an installed one."""
+    return PACKAGE not in Path(filename).parents and not filename.startswith(_INSTALLED)
+
+
 def raised_at(error: BaseException) -> str:
     """Return " at FILE:LINE", the line of the user's code that raised: the innermost one outside installed packages.
 
@@ -162,7 +167,7 @@ def raised_at(error: BaseException) -> str:
     """
     every = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in every if PACKAGE not in Path(frame.filename).parents]
-    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
+    own = [frame for frame in frames if is_users_code(frame.filename)]
     return f" at {(own or frames)[-1].filename}:{(own or frames)[-1].lineno}" if frames else ""
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from crossbow_py.core.errors import RankLostError
+from crossbow_py.distributed.idle_clock import IdleClock
 from crossbow_py.distributed.watch import Watch
 
 
@@ -22,11 +23,13 @@ class Collective:
         num_devices: devices that sum together.
         apart: whether each node sums by itself, so that z differs between nodes except after `mean_over_nodes`.
         num_sums: how often `all_reduce_sum` was started; stays 0 on one device.
+        idle: counts the time in which this rank only waits for others; None on one device.
     """
 
     num_devices = 1
     apart = False
     num_sums = 0
+    idle: IdleClock | None = None
 
     @property
     def is_alone(self) -> bool:
@@ -67,6 +70,9 @@ class ProcessGroupCollective(Collective):
         self.apart, self.num_sums = world is not None, 0
         self._group, self._world, self._num_ranks, self._watch = group, world, num_ranks, watch
         self._blocks = torch.distributed.get_backend(group) == "gloo"
+        if watch is not None:
+            self.idle = watch.idle
+            watch.has_nccl = watch.has_nccl or not self._blocks
 
     def all_reduce_sum(self, values: Tensor) -> None:
         """See Collective. Blocks the calling thread with gloo; with NCCL it is enqueued on the current stream.
@@ -84,11 +90,11 @@ class ProcessGroupCollective(Collective):
 
     def awaiting(self) -> AbstractContextManager[None]:
         # There is nothing to wait for with gloo, as its calls block.
-        return nullcontext() if self._blocks or self._watch is None else self._watch.waiting()
+        return nullcontext() if self._blocks or self._watch is None else self._watch.waiting(on_device=True)
 
     def _reduce(self, values: Tensor, group: ProcessGroup | None) -> None:
         try:
-            with self._watch.waiting() if self._watch else nullcontext():
+            with self._watch.waiting(on_device=not self._blocks) if self._watch else nullcontext():
                 torch.distributed.all_reduce(values, group=group)
         except RuntimeError as error:
             raise RankLostError from error

@@ -9,9 +9,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import socket
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +21,18 @@ from torch import Tensor
 from crossbow_py.core.errors import CrossbowError, RankError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.distributed.watch import Watch
+
+
+class Place(NamedTuple):
+    """The place of a rank: its node as the launcher counts them, the name of the host, and the UUIDs of its devices."""
+
+    node: int
+    host: str
+    device_uuids: tuple[str, ...] = ()
+
+    def is_beside(self, other: Place) -> bool:
+        """Return whether both are on one node. A launcher that does not count nodes has all ranks on node 0."""
+        return (self.node, self.host) == (other.node, other.host)
 
 
 class Ranks:
@@ -73,6 +87,12 @@ class Ranks:
             held[starts[self.rank] : starts[self.rank + 1]] = torch.cat(own)
         self.add(held)  # every byte is zero on all ranks but one
         return [_from_bytes(held[start:], rank_forms) for start, (rank_forms, _) in zip(starts, every, strict=False)]
+
+    def places(self, device_uuids: Sequence[str]) -> list[Place]:
+        """Return the places of all ranks, in rank order; each gives the UUIDs of its devices. All ranks together."""
+        own = json.dumps([self.node, socket.gethostname(), list(device_uuids)])
+        every = map(json.loads, self.gather_texts(own))
+        return [Place(node, host, tuple(uuids)) for node, host, uuids in every]
 
     def nodes(self) -> list[int]:
         """Return, for every rank in rank order, the first rank on the same node."""

@@ -19,6 +19,7 @@ from crossbow_py.telemetry.figures import metric_names, number
 from crossbow_py.telemetry.timeline import ordered_rows
 
 ROUNDS_SHOWN = 3
+_STEP_OF_RANK = re.compile(r"rank/\d+/step_ms")
 MOST_STREAMS = 64  # more rows than that nobody reads, nor tasks of more names
 
 _COLOURS = (
@@ -186,6 +187,28 @@ def _metrics(runs: Sequence[RunRecord]) -> list[_Kind]:
     ]  # fmt: skip
 
 
+def _ranks(runs: Sequence[RunRecord]) -> Figure | None:
+    figure, (axes,) = _axes()
+    drawn = []
+    for index, run in enumerate(runs):
+        slowest, median = _steps(run)
+        drawn.append(_draw(axes, slowest, index, run.name))
+        _draw(axes, median, index, None, ":", alpha=0.6)
+    axes.set_ylim(bottom=0)
+    return _finished(figure, [axes], _SAMPLES, ["ms a round"]) if any(drawn) else None
+
+
+def _steps(run: RunRecord) -> tuple[list[Point], list[Point]]:
+    """Return the times of a round of the slowest rank and of the median one."""
+    if slowest := run.curves.get("ranks/step_ms/slowest"):
+        return list(slowest), list(run.curves.get("ranks/step_ms/median", ()))
+    at: dict[float, list[float]] = {}
+    for tag, points in run.curves.items():
+        for x, y in points if _STEP_OF_RANK.fullmatch(tag) else ():
+            at.setdefault(x, []).append(y)
+    return [(x, max(steps)) for x, steps in at.items()], [(x, statistics.median(steps)) for x, steps in at.items()]
+
+
 def _averaging(runs: Sequence[RunRecord]) -> Figure | None:
     figure, (spread, correction) = _axes(_HEIGHT_IN * 1.35, rows=2)
     # Learners that average gradients are all the same.
@@ -252,6 +275,8 @@ _LEARNING: tuple[_Kind, ...] = (
 _OTHERS: tuple[_Kind, ...] = (
     ("throughput", "Throughput and learners", "Below, what the auto-tuner made of the number of learners, if asked to.",
      _throughput),
+    ("ranks", "The slowest rank", "What a round takes it by itself, without waiting for other ranks; dotted: the "
+     "median rank.", _ranks),
     ("averaging", "Averaging", "How far learners are from the average model z, and how far a round moves it.",
      _averaging),
     ("learning_rate", "Learning rate", "As the optimizer has it: the schedule's, times what the averaging rule makes "

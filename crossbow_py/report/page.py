@@ -17,7 +17,7 @@ from crossbow_py.telemetry.class_counts import MEAN, ClassFigures, mean_figures,
 from crossbow_py.telemetry.figures import figures, number, same_settings
 
 _CLASS_FIGURES = {"precision": "precision", "recall": "recall", "f1": "F1", "iou": "IoU"}
-_MOST_CLASSES = 25  # in a table that is open
+_MOST_CLASSES, _MOST_RANKS = 25, 16  # in a table that is open
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; }
@@ -46,6 +46,7 @@ def as_html(runs: Sequence[RunRecord], charts: Sequence[Chart], now: datetime) -
         _figures(runs),
         f'<div class="charts">{"".join(map(_figure, charts))}</div>',
         _classes(runs),
+        *(_ranks(run, alone=len(runs) == 1) for run in runs),
         _decisions(runs),
         _differences(runs),
         *(_configuration(run) for run in runs),
@@ -131,6 +132,32 @@ def _read_figures(saved: object) -> ClassFigures | None:
     support = number(saved.get("support"))
     shares = {kind: number(saved.get(kind)) for kind in _CLASS_FIGURES}
     return ClassFigures(name=saved["name"], support=int(support or 0), **shares)
+
+
+def _ranks(run: RunRecord, alone: bool) -> str:
+    """Return the table of a run's ranks, the slowest first; empty with one rank."""
+    saved = run.summary.get("per_rank")
+    ranks = [each for each in saved if isinstance(each, Mapping)] if isinstance(saved, list) else []
+    if not ranks:
+        return ""
+    rate = "tokens_per_s" if any(number(each.get("tokens_per_s")) is not None for each in ranks) else "images_per_s"
+    columns = [("step_ms", "ms a round", ".4g"), (rate, rate.replace("_per_", "/"), ",.0f")]
+    columns += [("rank_wait_share", "waiting for ranks", ".1%"), ("data_wait_share", "waiting for data", ".1%")]
+
+    def shown(each: Mapping[str, object], key: str, form: str) -> str:
+        value = number(each.get(key))
+        return "" if value is None else format(value, form)
+
+    ranks.sort(key=lambda each: -(number(each.get("step_ms")) or 0.0))
+    rows = [
+        [escape(f"{each.get('rank')} on {each.get('host')}"), *(shown(each, key, form) for key, _, form in columns)]
+        for each in ranks
+    ]
+    table = _table(["rank", *(head for _, head, _ in columns)], rows)
+    if alone and len(ranks) <= _MOST_RANKS:
+        return f"<h2>The ranks</h2>{table}"
+    title = "The ranks" if alone else f"The ranks of {escape(run.name)}"
+    return f"<details><summary>{title}, {len(ranks)} of them</summary>{table}</details>"
 
 
 def _decisions(runs: Sequence[RunRecord]) -> str:

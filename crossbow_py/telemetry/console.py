@@ -22,6 +22,7 @@ from crossbow_py.telemetry.events import (
     Summary,
 )
 from crossbow_py.telemetry.figures import few_values
+from crossbow_py.telemetry.rank_pace import WORTH_SAYING, RankSpread, spread_of, spread_text
 from crossbow_py.telemetry.records import TENSORBOARD_FOLDER
 from crossbow_py.telemetry.screen import Screen, ScreenConsole, clock_time, counted, fact
 
@@ -29,7 +30,7 @@ CONSOLE_LOG = "console.log"
 PLAIN_INTERVAL_S = 10.0
 _NOTHING_PLANNED = "–"
 _LONG_LOSS = 1e5  # from which on four decimals mean nothing
-_WORTH_SAYING = 0.01  # the share of time spent waiting for data
+_WAIT_WORTH_SAYING = 0.01  # the share of time spent waiting for data
 
 
 class ConsoleListener(ScreenConsole, Listener):
@@ -117,6 +118,7 @@ def progress_line(progress: Progress, planned_epochs: str) -> str:
         f"loss {_loss(progress.train_loss)}",
         _throughput(progress),
         *_waiting(progress.data_wait_share),
+        *_slowest(spread_of(progress.ranks)),
     ]
     if progress.remaining_s is not None:
         parts.append(f"{clock_time(progress.remaining_s)} left")
@@ -145,7 +147,7 @@ def epoch_line(record: EpochRecord, planned_epochs: str) -> str:
     known = [accuracy for accuracy in record.learner_accuracy or () if accuracy is not None]
     if known:
         parts.append("learners " + " ".join(f"{accuracy:.4f}" for accuracy in known))
-    parts += [_throughput(record), *_waiting(record.data_wait_share)]
+    parts += [_throughput(record), *_waiting(record.data_wait_share), *_slowest(record.ranks)]
     if record.efficiency is not None:
         parts.append(counted(record.num_learners, "learner") + _efficiency(record))
     parts += [f"lr {record.learning_rate:.4g}", clock_time(record.elapsed_s)]
@@ -181,6 +183,7 @@ def final_lines(summary: Summary) -> list[str]:
         lines.append(fact("to the target", f"{summary.time_to_accuracy_s:.1f} s of training"))
     lines.append(fact("time", f"{summary.train_time_s:.1f} s training, {summary.wall_time_s:.1f} s in all"))
     lines.append(fact("throughput", _throughput(summary)))
+    lines += _ranks(summary)
     if summary.data_wait_share is not None:
         workers = counted(summary.num_workers or 0, "worker")
         lines.append(fact("data", f"{workers}, {summary.data_wait_share:.1%} of training spent waiting for them"))
@@ -215,7 +218,22 @@ def _efficiency(found: Progress | EpochRecord) -> str:
 
 def _waiting(share: float | None) -> list[str]:
     """Return the share of time spent waiting for data, empty if it is small."""
-    return [f"{share:.0%} waiting for data"] if share is not None and share >= _WORTH_SAYING else []
+    return [f"{share:.0%} waiting for data"] if share is not None and share >= _WAIT_WORTH_SAYING else []
+
+
+def _slowest(spread: RankSpread | None) -> list[str]:
+    """Return the slowest rank, empty if it is hardly slower than the others."""
+    return [spread_text(spread)] if spread is not None and spread.spread >= WORTH_SAYING else []
+
+
+def _ranks(summary: Summary) -> list[str]:
+    """Return the line on how far ranks are apart; none of a single rank."""
+    spread, num_ranks = summary.ranks, len(summary.per_rank or ())
+    if spread is None:
+        return []
+    steps = f"{spread.fastest_step_ms:.4g} to {spread.slowest_step_ms:.4g} ms a round"
+    waiting = f"{spread.median_rank_wait_share:.1%} of training spent waiting for other ranks"
+    return [fact("ranks", f"{num_ranks}, {steps}, {spread_text(spread)}; {waiting}")]
 
 
 def _loss(value: float) -> str:

@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from crossbow_py.core.hanging_rank import HangingRank
 from crossbow_py.telemetry.class_counts import ClassCounts, ClassFigures
+from crossbow_py.telemetry.rank_pace import RankPace, RankSpread
 
 Images = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -77,7 +79,8 @@ class Progress:
     seconds in which training waited for data; `num_workers` processes load it, None for data on the device.
     `efficiency` is what a sample is worth in so large a batch, to one of a single learner, by the gradient noise scale
     in training; both are None where they are not known, the scale also where noise hides the gradient. `tokens_per_s`
-    is None but for language models.
+    is None but for language models. With several ranks `ranks` has the pace of each over the last seconds, in rank
+    order, and `gpus` the load of the GPUs of all nodes by tags in TensorBoard; empty where they are not known.
     """
 
     samples_seen: int
@@ -93,6 +96,8 @@ class Progress:
     noise_scale_samples: float | None = None
     efficiency: float | None = None
     tokens_per_s: float | None = None
+    ranks: tuple[RankPace, ...] = ()
+    gpus: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,7 @@ class EpochRecord:
     `z_accuracy` is the accuracy of z itself, on the same data, where an EMA of it is evaluated.
     `num_non_finite` evaluated samples have outputs that are not finite, and count as wrong. `data_wait_share`, here of
     the epoch, `num_workers`, `noise_scale_samples`, `efficiency` and `tokens_per_s` are as in `Progress`. `learning` is
-    None unless the user asked for it.
+    None unless the user asked for it. `ranks` is of the epoch; None with one rank.
     """
 
     epoch: float
@@ -184,6 +189,7 @@ class EpochRecord:
     efficiency: float | None = None
     z_accuracy: float | None = None
     tokens_per_s: float | None = None
+    ranks: RankSpread | None = None
 
 
 @dataclass(frozen=True)
@@ -216,7 +222,8 @@ class Summary:
     `status` is finished, target_reached, interrupted, terminated or failed.
     `data_wait_share` and `num_workers` as in `Progress`, the former of this process's training. `per_class` are the
     figures of every class on the test data, for at most a thousand classes. `model_epoch` is `epochs`, or smaller if
-    the run returns the model of its best evaluation.
+    the run returns the model of its best evaluation. `ranks` and `per_rank` are of this process's training, None with
+    one rank. `hanging_ranks` are those that ended the run; None if none did.
     """
 
     experiment: str
@@ -256,6 +263,9 @@ class Summary:
     model_sha256: dict[str, str] = field(default_factory=dict)
     model_epoch: float | None = None
     tokens_per_s: float | None = None
+    ranks: RankSpread | None = None
+    per_rank: tuple[RankPace, ...] | None = None
+    hanging_ranks: tuple[HangingRank, ...] | None = None
 
 
 class Listener:

@@ -121,6 +121,21 @@ def _images_per_s(run: RecordedRun) -> str:
     return _number("images_per_s", ",.0f", "images_per_s")(run)
 
 
+def _slowest_rank(run: RecordedRun) -> str:
+    """Return the slowest of several ranks, and by what share it takes longer than the median."""
+    found = run.summary.get("ranks") or (run.epochs[-1].get("ranks") if run.epochs else None)
+    spread = number(found.get("spread")) if isinstance(found, Mapping) else None
+    if not isinstance(found, Mapping) or spread is None:
+        return ""
+    return f"{found.get('slowest_rank')} on {found.get('slowest_host')} (+{spread:.1%})"
+
+
+def _hanging_ranks(run: RecordedRun) -> str:
+    found = run.summary.get("hanging_ranks")
+    ranks = [each for each in found if isinstance(each, Mapping)] if isinstance(found, list) else []
+    return ", ".join(f"{each.get('rank')} on {each.get('host')}" for each in ranks)
+
+
 _Kind = tuple[str, Callable[[RecordedRun], str]]
 _MEASURED: tuple[_Kind, ...] = (
     ("status", lambda run: run.status.replace("_", " ")),
@@ -136,6 +151,8 @@ _SPENT: tuple[_Kind, ...] = (
     ("tokens/s", _number("tokens_per_s", ",.0f", "tokens_per_s")),
     ("epochs", _number("epochs", ".4g", "epoch")),
     ("samples seen", _number("samples_seen", ",.0f", "samples_seen")),
+    ("slowest rank", _slowest_rank),
+    ("ranks that hung", _hanging_ranks),
 )
 _SETTINGS: tuple[_Kind, ...] = (
     ("model", _setting("model")),

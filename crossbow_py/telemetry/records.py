@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ TENSORBOARD_FOLDER = "tensorboard"
 def file_listeners(
     output_dir: Path,
     resumed_samples: int | None,
-    device_uuids: Sequence[str] = (),
+    monitor: SystemMonitor | None = None,
     closed_epochs: int = 0,
     tensorboard: bool = True,
 ) -> list[Listener]:
@@ -41,7 +40,7 @@ def file_listeners(
         output_dir: the run's folder; its config.yaml, if there is one, is shown in TensorBoard.
         resumed_samples: samples seen at the checkpoint that the run resumes from; later records are dropped. None for
             a fresh run, which drops every earlier record.
-        device_uuids: the run's CUDA devices to monitor; see `SystemMonitor`.
+        monitor: reads the machine, and is closed with the listeners; None makes one that reads no GPU.
         closed_epochs: epochs closed at that checkpoint, each of which has a record.
         tensorboard: whether there are TensorBoard's files.
 
@@ -67,9 +66,25 @@ def file_listeners(
             output_dir / TENSORBOARD_FOLDER,
             resumed_samples,
             config_text=text,
-            new_monitor=partial(SystemMonitor, device_uuids),
+            new_monitor=SystemMonitor if monitor is None else lambda: monitor,
         ),
     ]
+
+
+def node_listeners(output_dir: Path, resumed_samples: int | None, monitor: SystemMonitor, name: str) -> list[Listener]:
+    """Return the listeners of the first rank of a node on which rank 0 is not: a run of its own in TensorBoard.
+
+    Raises UserError if something there cannot be the run's own, such as a link, or cannot be written.
+    """
+    from crossbow_py.telemetry.tensorboard import NodeScalars  # noqa: PLC0415  as above
+
+    folder = output_dir / TENSORBOARD_FOLDER / name
+    try:
+        check_own(output_dir, (), (TENSORBOARD_FOLDER,))
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(output_dir, error) from error
+    return [NodeScalars(folder, resumed_samples, lambda: monitor)]
 
 
 class RunRecords(NotingListener):

@@ -8,29 +8,78 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import pynvml
 
 from crossbow_py.core.host import HostPaths, read_host
 
 _GIB = 2**30
+_GPU = re.compile(r"gpu/\d+/(\w+)")
+
+
+class GpuLoad(NamedTuple):
+    """The load of a node's GPUs in a few numbers, which ranks send each other. Without known GPUs all are zero.
+
+    Attributes:
+        num_gpus: GPUs whose utilization is known.
+        lowest_percent, sum_percent: the lowest utilization, and the sum.
+        most_memory_gib: of the GPU on which most is taken.
+        power_w: of all of them.
+    """
+
+    num_gpus: float = 0.0
+    lowest_percent: float = 0.0
+    sum_percent: float = 0.0
+    most_memory_gib: float = 0.0
+    power_w: float = 0.0
+
+
+def gpu_load(sample: Mapping[str, float]) -> GpuLoad:
+    """Return the load of the GPUs in a sample of `SystemMonitor`."""
+    values: dict[str, list[float]] = {}
+    for tag, value in sample.items():
+        if found := _GPU.fullmatch(tag):
+            values.setdefault(found[1], []).append(value)
+    percents = values.get("utilization_percent", [])
+    return GpuLoad(
+        num_gpus=len(percents),
+        lowest_percent=min(percents, default=0.0),
+        sum_percent=sum(percents),
+        most_memory_gib=max(values.get("memory_gib", []), default=0.0),
+        power_w=sum(values.get("power_w", [])),
+    )
+
+
+def job_sample(loads: Sequence[GpuLoad]) -> dict[str, float]:
+    """Return the load of the GPUs of all nodes, by tags in TensorBoard; empty if none is known."""
+    known = [each for each in loads if each.num_gpus]
+    if not known:
+        return {}
+    return {
+        "gpus/utilization_percent/lowest": min(each.lowest_percent for each in known),
+        "gpus/utilization_percent/mean": sum(each.sum_percent for each in known) / sum(each.num_gpus for each in known),
+        "gpus/memory_gib/most": max(each.most_memory_gib for each in known),
+        "gpus/power_kw/total": sum(each.power_w for each in known) / 1000,
+    }
 
 
 class SystemMonitor:
     """Takes samples. Used from one thread.
 
     Args:
-        device_uuids: this process's CUDA devices, each `str(torch.cuda.get_device_properties(i).uuid)`. NVML's own
-            indices ignore CUDA_VISIBLE_DEVICES, so devices are found by UUID. Without any, NVML is not used.
+        device_uuids: the CUDA devices to read, those of all ranks of a node, each
+            `str(torch.cuda.get_device_properties(i).uuid)`. NVML's own indices ignore CUDA_VISIBLE_DEVICES, so devices
+            are found by UUID. Without any, NVML is not used.
         paths: the folders where the kernel publishes limits.
         clock: monotonic seconds.
         cpu_clock: seconds of CPU time this process has used.
         nvml: the NVML module.
 
     Attributes:
+        newest: the last sample; empty before the first.
         warning: one sentence with the first reason if a GPU cannot be read, which a sample may find; else None. A
             device that does not answer is ignored after it.
     """
@@ -43,6 +92,7 @@ class SystemMonitor:
         cpu_clock: Callable[[], float] = time.process_time,
         nvml: Any = pynvml,
     ) -> None:
+        self.newest: Mapping[str, float] = {}
         self.warning: str | None = None
         self._paths, self._clock, self._cpu_clock, self._nvml = paths, clock, cpu_clock, nvml
         self._last = (clock(), cpu_clock())
@@ -68,7 +118,7 @@ class SystemMonitor:
 
         The host's memory is what this process may still take, see `Host.memory_bytes`. CPU cores are CPU time over wall
         time since the sample before, at first since construction: 2.0 is two busy cores. A GPU's are those of the whole
-        device, including other processes, by its index among this process's; utilization is the share of time in which
+        device, including other processes, by its index among `device_uuids`; utilization is the share of time in which
         a kernel ran.
         """
         found: dict[str, float] = {}
@@ -88,6 +138,7 @@ class SystemMonitor:
             if not gpu:
                 del self._handles[index]
                 self._warn(f"No more telemetry of GPU {index}, because it answers none of NVML's queries.")
+        self.newest = found
         return found
 
     def close(self) -> None:

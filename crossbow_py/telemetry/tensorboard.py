@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,82 @@ from crossbow_py.telemetry.dashboard import dashboard
 from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, Predictions, Progress, RunInfo, Summary
 from crossbow_py.telemetry.hyper_parameters import columns_of_runs, ended, started
 from crossbow_py.telemetry.prediction_grid import prediction_grid
+from crossbow_py.telemetry.rank_map import RankMap
+from crossbow_py.telemetry.rank_pace import MOST_CURVES, RankPace, rank_table, spread_of
 from crossbow_py.telemetry.scalars import evaluation_scalars, finite_values, next_point_s, training_scalars
 from crossbow_py.telemetry.system import SystemMonitor
 
 _MACHINE_INTERVAL_S = 5.0  # of training, between two samples of the machine
 
 
-class TensorBoardScalars(Listener):
+class MachineScalars(Listener):
+    """Writes samples of the machine into an event file. Base of what writes a run's.
+
+    Args:
+        folder: the event file's folder.
+        resumed_samples: points of an earlier process beyond that many samples are hidden; None hides them all.
+        new_monitor: makes the machine's monitor when the run starts.
+    """
+
+    def __init__(self, folder: Path, resumed_samples: int | None, new_monitor: Callable[[], SystemMonitor]) -> None:
+        self._folder, self._new_monitor = folder, new_monitor
+        self._purge_step = 0 if resumed_samples is None else resumed_samples + 1
+        self._writer: SummaryWriter | None = None
+        self._monitor: SystemMonitor | None = None
+        self._next_sample_s = 0.0
+        self._warned = False
+
+    def on_start(self, info: RunInfo) -> None:
+        self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
+        self._monitor, self._next_sample_s, self._warned = self._new_monitor(), 0.0, False
+
+    def on_progress(self, progress: Progress) -> None:
+        if self._monitor is not None and self._writer is not None and progress.elapsed_s >= self._next_sample_s:
+            self._next_sample_s = progress.elapsed_s + _MACHINE_INTERVAL_S
+            for tag, value in {**self._monitor.sample(), **self._sample_of_job(progress)}.items():
+                self._writer.add_scalar(tag, value, progress.samples_seen)
+
+    def _sample_of_job(self, progress: Progress) -> Mapping[str, float]:
+        """Return what is known of other nodes' machines."""
+        return {}
+
+    def _new_warning(self) -> str | None:
+        """Return why a GPU cannot be read, once."""
+        if self._warned or self._monitor is None or self._monitor.warning is None:
+            return None
+        self._warned = True
+        return self._monitor.warning
+
+    def close(self) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
+        if self._writer is not None:
+            with suppress(OSError):  # raised again for its thread, which a full disk has ended
+                self._writer.close()
+            self._writer = None
+
+
+class NodeScalars(MachineScalars):
+    """Writes the machine of a node on which rank 0 is not, as a run of its own beside the run's curves."""
+
+    def on_progress(self, progress: Progress) -> None:
+        super().on_progress(progress)
+        if self._writer is not None and (warning := self._new_warning()):
+            self._writer.add_text("warning", warning, progress.samples_seen)  # rank 0 alone has a console
+
+    def on_epoch(self, record: EpochRecord) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+
+class TensorBoardScalars(MachineScalars):
     """Writes one run's event file: curves, samples of the machine, pictures of predictions, hyper-parameters.
 
     Args:
-        folder: TensorBoard's folder.
-        resumed_samples: points of an earlier process beyond that many samples are hidden; None hides them all.
+        folder, resumed_samples, new_monitor: as of `MachineScalars`.
         config_text: the run's configuration, shown as text.
         interval_s: the least seconds of training between two points within an epoch.
-        new_monitor: makes the machine's monitor when the run starts.
     """
 
     def __init__(
@@ -41,20 +103,18 @@ class TensorBoardScalars(Listener):
         interval_s: float = 0.5,
         new_monitor: Callable[[], SystemMonitor] = SystemMonitor,
     ) -> None:
-        self._folder, self._config_text, self._interval_s = folder, config_text, interval_s
-        self._new_monitor = new_monitor
-        self._purge_step = 0 if resumed_samples is None else resumed_samples + 1
-        self._writer: SummaryWriter | None = None
-        self._monitor: SystemMonitor | None = None
+        super().__init__(folder, resumed_samples, new_monitor)
+        self._config_text, self._interval_s = config_text, interval_s
         self._num_devices = 1
-        self._next_point_s = self._next_sample_s = 0.0
-        self._warned = False
+        self._next_point_s = 0.0
         self._last_samples = -1
+        self._paces: tuple[RankPace, ...] = ()
+        self._rank_map = RankMap()
 
     def on_start(self, info: RunInfo) -> None:
+        super().on_start(info)
+        assert self._writer is not None, "the base class has made it"
         self._num_devices = info.num_devices
-        self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
-        self._monitor, self._next_sample_s, self._warned = self._new_monitor(), 0.0, False
         self._writer.add_custom_scalars(dashboard(info))
         self._compare(columns_of_runs())
         self._compare(started(info.hyper_parameters, str(self._folder), time.time()))
@@ -65,14 +125,27 @@ class TensorBoardScalars(Listener):
 
     def on_progress(self, progress: Progress) -> None:
         """Write points within an epoch, ever more rarely."""
+        super().on_progress(progress)
         now_s = progress.elapsed_s
-        if self._monitor is not None and self._writer is not None and now_s >= self._next_sample_s:
-            self._next_sample_s = now_s + _MACHINE_INTERVAL_S
-            for tag, value in self._monitor.sample().items():
-                self._writer.add_scalar(tag, value, progress.samples_seen)
+        self._paces = progress.ranks or self._paces
         if now_s >= self._next_point_s:
             self._next_point_s = next_point_s(now_s, self._interval_s)
             self._write(progress.samples_seen, training_scalars(progress, self._num_devices))
+            self._write_ranks(progress)
+
+    def _sample_of_job(self, progress: Progress) -> Mapping[str, float]:
+        return progress.gpus if self._num_devices > MOST_CURVES else {}
+
+    def _write_ranks(self, progress: Progress) -> None:
+        """Write the pace of every rank, or of many ranks the slowest, the median and the fastest, and a map of all.
+
+        Curves of one run have one colour in TensorBoard; the map tells which rank is which.
+        """
+        self._write(progress.samples_seen, rank_scalars(progress.ranks))
+        if self._writer is not None and len(progress.ranks) > 1:
+            self._rank_map.add(progress.samples_seen, [each.step_ms for each in progress.ranks])
+            if (picture := self._rank_map.due()) is not None:
+                self._writer.add_image("ranks/step_map", picture, progress.samples_seen, dataformats="HWC")
 
     def on_epoch(self, record: EpochRecord) -> None:
         """Write the figures of a closed epoch; without a central model also each learner's own accuracy."""
@@ -81,6 +154,8 @@ class TensorBoardScalars(Listener):
             evaluated |= training_scalars(record, self._num_devices)
         self._write(record.samples_seen, evaluated)
         if self._writer is not None:
+            if self._paces:
+                self._writer.add_text("ranks", rank_table(self._paces), record.samples_seen)
             self._writer.flush()
 
     def on_predictions(self, predictions: Predictions, samples_seen: int) -> None:
@@ -101,32 +176,53 @@ class TensorBoardScalars(Listener):
     def on_end(self, summary: Summary) -> None:
         self._compare(ended(failed=summary.status == "failed", now_s=time.time()))
         if self._writer is not None:
+            if (picture := self._rank_map.last()) is not None:
+                self._writer.add_image("ranks/step_map", picture, summary.samples_seen, dataformats="HWC")
             if summary.time_to_accuracy_s is not None:
                 self._writer.add_scalar("time/to_accuracy_s", summary.time_to_accuracy_s, summary.samples_seen)
             text = f"{summary.status}: {summary.stop_reason}; test accuracy {summary.test_accuracy}"
             self._writer.add_text("result", text, summary.samples_seen)
 
     def take_notes(self) -> list[str]:
-        if self._warned or self._monitor is None or self._monitor.warning is None:
-            return []
-        self._warned = True
-        return [self._monitor.warning]
-
-    def close(self) -> None:
-        if self._monitor is not None:
-            self._monitor.close()
-            self._monitor = None
-        if self._writer is not None:
-            with suppress(OSError):  # raised again for its thread, which a full disk has ended
-                self._writer.close()
-            self._writer = None
+        warning = self._new_warning()
+        return [] if warning is None else [warning]
 
     def _compare(self, summary: Any) -> None:
         if self._writer is not None:
             self._writer._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
 
-    def _write(self, samples_seen: int, values: dict[str, float | None]) -> None:
+    def _write(self, samples_seen: int, values: Mapping[str, float | None]) -> None:
         self._last_samples = samples_seen
         for tag, value in finite_values(values).items():
             if self._writer is not None:
                 self._writer.add_scalar(tag, value, samples_seen)
+
+
+def rank_scalars(paces: Sequence[RankPace]) -> dict[str, float | None]:
+    """Return the pace of ranks by tags: of each, or of many the slowest, the median and the fastest."""
+    spread = spread_of(paces)
+    if spread is None:
+        return {}
+    found: dict[str, float | None] = {"ranks/spread": spread.spread}
+    rates = {each.rank: each.images_per_s if each.tokens_per_s is None else each.tokens_per_s for each in paces}
+    unit = "images_per_s" if paces[0].tokens_per_s is None else "tokens_per_s"
+    if len(paces) <= MOST_CURVES:
+        for each in paces:
+            found |= {
+                f"rank/{each.rank}/step_ms": each.step_ms,
+                f"rank/{each.rank}/{unit}": rates[each.rank],
+                f"rank/{each.rank}/rank_wait_share": each.rank_wait_share,
+                f"rank/{each.rank}/data_wait_share": each.data_wait_share,
+            }
+        return found
+    ordered = sorted(rates.values())
+    return found | {
+        "ranks/step_ms/slowest": spread.slowest_step_ms,
+        "ranks/step_ms/median": spread.median_step_ms,
+        "ranks/step_ms/fastest": spread.fastest_step_ms,
+        f"ranks/{unit}/slowest": ordered[0],
+        f"ranks/{unit}/median": statistics.median(ordered),
+        f"ranks/{unit}/fastest": ordered[-1],
+        "ranks/rank_wait_share/median": spread.median_rank_wait_share,
+        "ranks/data_wait_share/most": spread.most_data_wait_share,
+    }

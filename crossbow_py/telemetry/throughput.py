@@ -30,12 +30,18 @@ class ThroughputMeter:
     Args:
         clock: monotonic seconds.
         window_s: seconds of training that `recent` looks back over, about.
+        waited_for_ranks_s: the seconds in which this rank only waited for other ranks, also in pauses.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, window_s: float = 5.0) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        window_s: float = 5.0,
+        waited_for_ranks_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._clock, self._waited_for_ranks_s = clock, waited_for_ranks_s
         self._window_s = window_s
-        self._before_s = 0.0
+        self._before_s = self._rank_wait_before_s = self._rank_wait_since_s = 0.0
         self._running_since: float | None = None
         self._samples, self._waited_s = 0, 0.0
         self._first = self._lap = _Point(0.0, 0, 0.0)
@@ -44,17 +50,19 @@ class ThroughputMeter:
     def start(self, elapsed_s: float = 0.0) -> None:
         """Start at zero samples. A resumed run passes its earlier seconds of training, which no rate counts."""
         self._before_s, self._running_since, self._samples, self._waited_s = elapsed_s, self._clock(), 0, 0.0
+        self._rank_wait_before_s, self._rank_wait_since_s = 0.0, self._waited_for_ranks_s()
         self._first = self._lap = _Point(elapsed_s, 0, 0.0)
         self._points = deque([self._first])
 
     def pause(self) -> None:
         """Stop the clock, for an evaluation or a checkpoint. Has no effect if it is stopped."""
+        self._rank_wait_before_s = self.rank_wait_s
         self._before_s, self._running_since = self.elapsed_s, None
 
     def resume(self) -> None:
         """Let the clock run again. Has no effect if it runs."""
         if self._running_since is None:
-            self._running_since = self._clock()
+            self._running_since, self._rank_wait_since_s = self._clock(), self._waited_for_ranks_s()
 
     def update(self, samples: int) -> None:
         """Count `samples` more that have been trained."""
@@ -86,6 +94,17 @@ class ThroughputMeter:
     def waited_s(self) -> float:
         """Return the seconds of training spent waiting for data, since the start."""
         return self._waited_s
+
+    @property
+    def rank_wait_s(self) -> float:
+        """Return the seconds of training in which this rank only waited for other ranks, since the start."""
+        since = 0.0 if self._running_since is None else self._waited_for_ranks_s() - self._rank_wait_since_s
+        return self._rank_wait_before_s + since
+
+    @property
+    def samples(self) -> int:
+        """Return the samples counted since the start."""
+        return self._samples
 
     @property
     def whole(self) -> Lap:

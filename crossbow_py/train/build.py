@@ -38,7 +38,7 @@ from crossbow_py.engine.goodput import NoiseScale
 from crossbow_py.engine.kernels.checks import serves
 from crossbow_py.engine.modules.dropout import counter_seed
 from crossbow_py.engine.modules.losses import Loss, TokenLoss, model_loss, plain_loss
-from crossbow_py.engine.modules.precision import FP32
+from crossbow_py.engine.modules.precision import FP32, device_uuids
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.engine.update.update_choice import choose_update
@@ -132,7 +132,8 @@ class RunBuilder:
             names={"model": model, "data": "custom", **(self.names or {})}, resumed_from=self.resumed_from,
             choices=choices, bank=bank, average_ema=average_ema, update=update, loss=loss, evaluator=evaluator,
             train_feed=train_feed, validation_feed=validation_feed, test_feed=test_feed, collective=collective,
-            ranks=ranks, nodes=ranks.nodes() if collective.apart else None, timeline=self.timeline,
+            ranks=ranks, places=ranks.places(device_uuids(device)),
+            nodes=ranks.nodes() if collective.apart else None, timeline=self.timeline,
             warnings=[
                 *warnings, *filter(None, [warning]), *notes, *bounded, *remarks, *_refusals(choices),
                 *self.optimizer.remarks(template), *_of_micro_batches(settings, template),

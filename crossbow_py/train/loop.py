@@ -15,15 +15,18 @@ from types import TracebackType
 from typing import Literal, SupportsIndex
 
 from crossbow_py.core.errors import CrossbowError, DataError, NonFiniteError, RankError, UserError, is_of_data
+from crossbow_py.core.hanging_rank import HangingRank
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.distributed.synchronisation import Report, SynchronisationSchedule, agree, signal_number
 from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.rounds import Round
 from crossbow_py.telemetry.events import Listener, RoundEnd
+from crossbow_py.telemetry.system import SystemMonitor
 from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.train.checkpoints.manager import CheckpointManager
 from crossbow_py.train.evaluation.evaluator import State, non_finite_remark
 from crossbow_py.train.evaluation.learning_measurement import LearningMeasurement
+from crossbow_py.train.rank_telemetry import RankTelemetry
 from crossbow_py.train.round_runner import RoundRunner
 from crossbow_py.train.run import Measured, Run, SavedModels
 from crossbow_py.train.run_folder.reporter import Reporter, Result, epoch_record, run_info
@@ -44,6 +47,7 @@ class TrainingLoop:
         stops: StopConditions,
         listeners: Sequence[Listener],
         after_round: Callable[[RoundEnd], int | None] | None = None,
+        monitor: SystemMonitor | None = None,
     ) -> None:
         self._run, self.settings, self.state, self.stops = run, run.settings, run.state, stops
         self.ranks = run.ranks
@@ -55,8 +59,10 @@ class TrainingLoop:
         )
         # Clocks of ranks differ, but decisions by time must not: all continue from the slowest one's.
         self.state.elapsed_s = max(elapsed_s for (elapsed_s,) in self.ranks.gather([self.state.elapsed_s]))
-        self.meter = ThroughputMeter()
-        self.reporter = Reporter(listeners, self.meter)
+        idle = self.ranks.watch.idle
+        self.meter = ThroughputMeter(waited_for_ranks_s=lambda: idle.seconds)
+        self._telemetry = RankTelemetry(run, self.meter, monitor)
+        self.reporter = Reporter(listeners, self.meter, telemetry=self._telemetry)
         self.rounds = RoundRunner(run, self.reporter)
         self.checkpoints = CheckpointManager(run, self.reporter)
         self._epochs = EpochCloser(run, self.reporter, self.meter, stops)
@@ -74,6 +80,9 @@ class TrainingLoop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
+        watch = self.ranks.watch
+        if not watch.is_ending:
+            watch.folder = watch.record = None
         if is_of_data(error) or (isinstance(error, UserError) and self._is_evaluating):
             self._save_after_data_error()
         elif error is not None and self.ranks.num_ranks == 1:
@@ -84,7 +93,8 @@ class TrainingLoop:
         self.checkpoints.close()
         self._run.close_feeds()
         self._run.in_fit = False
-        if error is not None and self.reporter.started:
+        # A rank that is lost because others end, as one hangs, is not what ended the run.
+        if error is not None and self.reporter.started and not watch.is_ending:
             status, reason = _failure_status(error)
             self.reporter.summarize(self.state, status, reason, None, SavedModels(None, {}))
         self.reporter.close()
@@ -102,7 +112,12 @@ class TrainingLoop:
         self.meter.start(self.state.elapsed_s)
         if self._run.worker_autotuner:
             self._run.worker_autotuner.start()
+        self.ranks.watch.folder, self.ranks.watch.record = self._run.output_dir, self._record_hang
         self.ranks.watch.start()
+
+    def _record_hang(self, hanging: Sequence[HangingRank], sentence: str) -> None:
+        """Record for all ranks that some hang. Called by a thread of the watch, while this loop waits for them."""
+        self.reporter.record_hang(self.state, self._run.output_dir, hanging, sentence)
 
     def run(self, signals: StopSignal) -> tuple[str, str]:
         """Train until a stop condition is met or a signal comes. Returns (status, reason)."""
@@ -242,8 +257,7 @@ class TrainingLoop:
             squared_gradient=sums[1],
             num_compared=sums[2],
         )
-        reports = [Report.from_values(values) for values in self.ranks.gather(report.to_values())]
-        self._agreed, before_s = agree(reports), self._agreed.elapsed_s
+        self._agreed, before_s = agree(self._telemetry.exchange(report)), self._agreed.elapsed_s
         if noise is not None:
             self.state.noise = noise.after_sums(*self._agreed.compared)
         by_noise = self._run.rule.scales_by_gain or self.settings.count_effective_samples  # so no clock may decide

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,7 +24,7 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data, sample_digest
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.distributed.ranks import Ranks
+from crossbow_py.distributed.ranks import Place, Ranks
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.distributed.synchronisation import differing_ranks
 from crossbow_py.engine.bank.average_ema import AverageEMA
@@ -102,6 +103,7 @@ class Run:
         average_ema: the EMA of z, if the rule asks for one.
         update: updates rows of the bank by corrections and averagings, with the optimizer and the rule.
         validation_feed: batches to evaluate on; if there are any, stops look at them.
+        places: those of all ranks.
         nodes: `Ranks.nodes`, if every node has an average model of its own; else None.
         timeline: records a span of every task, if there is one.
         warnings: messages for the user when training starts.
@@ -137,6 +139,7 @@ class Run:
     test_feed: Feed | None
     collective: Collective
     ranks: Ranks
+    places: list[Place]
     nodes: list[int] | None
     timeline: Timeline | None
     warnings: list[str]
@@ -177,6 +180,20 @@ class Run:
     def num_workers(self) -> int | None:
         """The worker processes that load training data; None if the data live on the device."""
         return self.train_feed.num_workers if self.train_feed.STREAMS else None
+
+    @property
+    def beside(self) -> list[int]:
+        """The ranks on this rank's node, itself included, in order."""
+        own = self.places[self.ranks.rank]
+        return [rank for rank, place in enumerate(self.places) if place.is_beside(own)]
+
+    @property
+    def node_name(self) -> str:
+        """The name of this rank's node in records: its number in the order of ranks, and its host."""
+        nodes = list(dict.fromkeys((place.node, place.host) for place in self.places))
+        own = self.places[self.ranks.rank]
+        host = re.sub(r"[^\w.-]", "_", own.host)
+        return f"node_{nodes.index((own.node, own.host))}_{host}"
 
     @property
     def progress(self) -> float:

@@ -8,7 +8,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -29,11 +29,12 @@ from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.auto_tuner import AutoTunerSettings
 from crossbow_py.engine.device.host import flushed_denormals
 from crossbow_py.engine.modules.losses import Loss
-from crossbow_py.engine.modules.precision import device_uuids, ordinary_modes
+from crossbow_py.engine.modules.precision import ordinary_modes
 from crossbow_py.engine.update.optimizers import SGD, Optimizer
 from crossbow_py.telemetry.events import Listener, RoundEnd
 from crossbow_py.telemetry.profile import OperatorProfile
-from crossbow_py.telemetry.records import file_listeners
+from crossbow_py.telemetry.records import file_listeners, node_listeners
+from crossbow_py.telemetry.system import SystemMonitor
 from crossbow_py.telemetry.timeline import Timeline, TimelineFile
 from crossbow_py.train.build import RunBuilder
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, holds_run
@@ -255,13 +256,14 @@ class Trainer:
             stops = dataclasses.replace(stops, max_rounds=self.state.round_index + max_rounds)
         if after_round is not None and not callable(after_round):
             raise UserError(f"after_round must be a function of a RoundEnd, got {after_round!r}; give one, or None.")
-        listeners = [each for each in self.callbacks if self.run.ranks.is_first or not each.ONLY_FIRST_RANK]
         with self.run.ranks.together():
-            if self.run.ranks.is_first:
-                listeners = [*self._file_listeners(), *listeners]
+            monitor = self._new_monitor()
+            callbacks = [each for each in self.callbacks if self.run.ranks.is_first or not each.ONLY_FIRST_RANK]
+            listeners = [*self._file_listeners(monitor), *callbacks]
         with (
             flushed_denormals(),
-            TrainingLoop(self.run, stops, listeners, after_round) as loop,
+            nullcontext() if monitor is None else closing(monitor),  # without TensorBoard no listener does
+            TrainingLoop(self.run, stops, listeners, after_round, monitor) as loop,
             StopSignal(handle_signals) as signals,
         ):
             loop.start(self._messages)
@@ -337,20 +339,28 @@ class Trainer:
         for listener in self.callbacks:
             listener.on_message(message)
 
-    def _file_listeners(self) -> list[Listener]:
+    def _new_monitor(self) -> SystemMonitor | None:
+        """Return the monitor of this rank's node, if this rank is the first on it and the run has a folder."""
+        run = self.run
+        if run.output_dir is None or run.beside[0] != run.ranks.rank:
+            return None
+        return SystemMonitor([uuid for rank in run.beside for uuid in run.places[rank].device_uuids])
+
+    def _file_listeners(self, monitor: SystemMonitor | None) -> list[Listener]:
+        """Return the listeners that write to the run's folder: the first rank's, and those of each other node."""
         folder, begun = self.run.output_dir, self.state.round_index > 0
-        if folder is None:
+        if folder is None or monitor is None:
             return []
+        resumed = self.state.samples_seen if begun else None
+        if not self.run.ranks.is_first:
+            return node_listeners(folder, resumed, monitor, self.run.node_name) if self._tensorboard else []
         if not (begun or self._continues) and holds_run(folder):
             raise UserError(
                 f"output_dir {folder} already holds a run; give resume='auto' to continue it, or another folder."
             )
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            uuids = device_uuids(self.run.choices.device)
-            listeners = file_listeners(
-                folder, self.state.samples_seen if begun else None, uuids, self.state.closed_epochs, self._tensorboard
-            )
+            listeners = file_listeners(folder, resumed, monitor, self.state.closed_epochs, self._tensorboard)
         except OSError as error:
             raise unwritable(folder, error) from error
         timeline = self.run.timeline

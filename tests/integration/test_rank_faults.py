@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from crossbow_py.distributed.settings import DistributedSettings
+from crossbow_py.telemetry.records import read_summary
 from tests import rank_jobs
 from tests.ranks import Raised, answer_of, on_ranks, started
 from tests.trainers import images
@@ -70,5 +73,29 @@ def test_rank_that_hangs_is_named_by_the_other_which_ends(tmp_path, executor):
     pid = Path(f"{stderr}.pid.1").read_text()
     assert re.match(r"error: rank 0 has waited for \d+ s \(distributed\.timeout_s=3\) for rank 1 \(", line)
     assert f"process {pid}), which appears to hang: its last task was" in line
-    assert "round 5, last heard of " in line
+    assert re.search(r"round 5, since \S+, last heard of \d+ s ago\. ", line)
     assert 3.0 < seconds < 3.0 + SOON_S
+
+
+@pytest.mark.parametrize("executor", ["threads", pytest.param("serial", marks=pytest.mark.slow)])
+def test_rank_whose_model_blocks_leaves_its_stacks_and_the_run_says_who_hung_where(tmp_path, executor):
+    stderr, folder = tmp_path / "stderr", tmp_path / "run"
+    arguments = ({"executor": executor}, 5, folder, str(stderr))
+    with started(rank_jobs.hang_in_the_model, 2, *arguments, timeout_s=3.0) as (first, second):
+        assert answer_of(*first) == 1
+        assert second[0].is_alive()
+    summary = read_summary(folder)
+    assert (summary["status"], summary["stop_reason"]) == ("failed", "rank_hangs")
+    (hanging,) = summary["hanging_ranks"]
+    assert (hanging["rank"], hanging["host"]) == (1, socket.gethostname())
+    assert str(hanging["pid"]) == Path(f"{stderr}.pid.1").read_text()
+    assert re.fullmatch(r"learning\([01]\) of round [45]", hanging["doing"])  # round 4 may be in flight
+    assert re.search(r"called by block_for_ever, \S+rank_jobs\.py:\d+$", hanging["function"])
+    assert abs(time.time() - datetime.fromisoformat(hanging["since"]).timestamp()) < 60
+    (said,) = [line for line in (folder / "console.log").read_text().splitlines() if line.startswith("error:")]
+    assert said in Path(f"{stderr}.0").read_text()
+    assert f"which appears to hang in {hanging['function']}: its last task was {hanging['doing']}" in said
+    assert "(hang_rank1.txt has its stacks)" in said
+    stacks = [(folder / f"hang_rank{rank}.txt").read_text() for rank in range(2)]
+    assert "in block_for_ever" in stacks[1] and "waits for other ranks: no" in stacks[1]
+    assert "in all_reduce" in stacks[0] and "waits for other ranks: for " in stacks[0]

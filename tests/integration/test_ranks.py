@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ from crossbow_py import (
 )
 from crossbow_py.data.build import make_feed
 from tests import rank_jobs
+from tests.event_files import read_events
 from tests.rank_jobs import Ended, Values, assert_alike, distance, results
 from tests.support import linear_model
 from tests.trainers import blobs, deeper_image_model
@@ -267,3 +269,31 @@ def test_ema_of_nodes_that_are_apart_is_one_to_the_bit_and_that_of_no_node():
     for name, value in first.model.items():
         assert value.tobytes() == second.model[name].tobytes()
     assert distance(first.model["0.weight"], alone.model["0.weight"]) > 1e-6
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_slowest_rank_is_the_one_that_needs_most_time_by_itself(executor):
+    """Rank 1 sleeps in its model: both take the same time for a round, and rank 0 waits for most of it."""
+    for summary, progress, epoch in results(rank_jobs.paces, 2, {"executor": executor}, 25):
+        fast, slow = summary.per_rank
+        assert (fast.rank, slow.rank, slow.host) == (0, 1, socket.gethostname())
+        assert slow.step_ms > 1000 * rank_jobs.SLOW_S > 2 * fast.step_ms
+        assert fast.rank_wait_share > 0.5 > 0.25 > slow.rank_wait_share
+        assert summary.ranks.slowest_rank == epoch.ranks.slowest_rank == 1
+        assert len(progress.ranks) == 2
+        assert summary.ranks.most_data_wait_share is None
+
+
+def test_first_rank_of_every_node_records_the_gpus_of_its_node(tmp_path):
+    places, *others = results(rank_jobs.gpus_recorded, 4, tmp_path / "run", num_nodes=2)
+    host = socket.gethostname()
+    assert [tuple(place) for place in places] == [(rank // 2, host, (f"GPU-{rank}",)) for rank in range(4)]
+    assert all(each == places for each in others)
+    folder = tmp_path / "run" / "tensorboard"
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == [f"node_1_{host}"]
+    for node, at in enumerate((folder, folder / f"node_1_{host}")):
+        read = read_events(at)
+        for index in range(2):
+            assert read.Scalars(f"gpu/{index}/utilization_percent")[0].value == 10.0 * (2 * node + index)
+        assert "gpu/2/utilization_percent" not in read.Tags()["scalars"]
+        assert ("loss/train" in read.Tags()["scalars"]) is (node == 0)

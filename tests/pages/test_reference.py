@@ -11,8 +11,10 @@ import pytest
 
 import crossbow_py
 from crossbow_py.core import errors
+from crossbow_py.core.hanging_rank import HangingRank
 from crossbow_py.telemetry.class_counts import ClassFigures
 from crossbow_py.telemetry.events import EpochRecord, LearnerCount, LearningStatistics, Summary
+from crossbow_py.telemetry.rank_pace import RankPace, RankSpread
 from crossbow_py.train.__main__ import main
 from tests.event_files import read_events
 from tests.pages.snippets import ROOT
@@ -38,6 +40,9 @@ def names(record: type) -> list[str]:
     [
         ("summary.json", names(Summary)),
         ("Classes", names(ClassFigures)),
+        ("The slowest rank", names(RankSpread)),
+        ("The pace of ranks", names(RankPace)),
+        ("Ranks that hung", names(HangingRank)),
         ("metrics.jsonl", names(EpochRecord)),
         ("Lines of the auto-tuner", ["event", *names(LearnerCount)]),
         ("Statistics of learning", names(LearningStatistics)),
@@ -54,7 +59,7 @@ def test_page_of_a_runs_folder_has_every_file(averaging: str, tmp_path: Path) ->
     found = {f"{path.name}/" if path.is_dir() else path.name for path in tmp_path.iterdir()}
     asked = {
         "report/", "profile.txt", "profile.json.gz", "mlflow.json", "mlflow.db", "mlflow_artifacts/", "wandb.json",
-        "wandb/",
+        "wandb/", "hang_rank0.txt", "hang_nccl_rank_0",
     }  # fmt: skip
     named = set(first_cells("run_folder.md", "Files")) - asked
     assert found <= named

@@ -176,8 +176,8 @@ MUTATIONS = [
     ),
     Mutation(
         "host does not wait", ON_DEVICE, "results are read before the streams have passed",
-        "            self._synchronize(slot.events[stream], task, index, stream)\n        return slot",
-        "            del stream, task\n        return slot", (_rounds("fused"),),
+        "            self._synchronize(slot.events[stream], task, index, stream)\n        if self._idle",
+        "            del stream, task\n        if self._idle", (_rounds("fused"),),
     ),
     Mutation(
         "z read too early", ON_DEVICE, "the host does not wait for the last averaging",

@@ -5,6 +5,7 @@ python -m tests.simulated_cuda pytest -m gpu tests/simulated_cuda/test_nccl.py
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -158,3 +159,46 @@ def test_two_ranks_train_what_they_train_on_cpus(on_cpus, executor, tmp_path, mo
     period, expected = on_cpus
     found = trained(tmp_path, period, "device=cuda", f"executor={executor}")
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+SLOW_MODEL = """
+import json, os, torch
+from torch import nn
+from crossbow_py import SGD, SMA, SynchronousSGD, Trainer, joined
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(20, 32), nn.Linear(32, 2)
+        self.register_buffer("large", torch.eye(800))
+
+    def forward(self, inputs):
+        hidden = self.first(inputs).relu()
+        if os.environ["RANK"] == "1":  # the device has more to do; the numbers are the same
+            hidden = hidden * (self.large @ self.large @ self.large).mean() * 800
+        return self.last(hidden)
+
+inputs = torch.randn(256, 20)
+with joined() as ranks:
+    trainer = Trainer(
+        model=Model, train_data=(inputs, (inputs[:, 0] > 0).long()), batch_size=8, num_learners=2, device="cuda",
+        executor=EXECUTOR, precision="fp32", optimizer=SGD(learning_rate=0.05), averaging=RULE(), ranks=ranks,
+    )
+    summary = trainer.fit(max_rounds=20).summary
+    if ranks.is_first:
+        print("waits", json.dumps([each.rank_wait_share for each in summary.per_rank]))
+"""
+
+
+@pytest.mark.parametrize("rule", ["SMA", "SynchronousSGD"])
+@pytest.mark.parametrize("executor", ["fused", "streams"])
+def test_rank_whose_device_is_slow_waits_least(executor, rule, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    trust_cuda(monkeypatch)
+    script = tmp_path / "program.py"
+    script.write_text(SLOW_MODEL.replace("EXECUTOR", repr(executor)).replace("RULE()", f"{rule}()"))
+    code, said = torchrun(tmp_path / "logs", [str(script)])
+    assert code == 0, said
+    (line,) = [line for line in said.splitlines() if line.startswith("waits ")]
+    fast, slow = json.loads(line.removeprefix("waits "))
+    assert fast > max(0.2, 2 * slow), said

@@ -79,7 +79,7 @@ class CudaStreams:
         event.record(stream)
 
     def timed_mark(self, stream: Stream) -> Mark:
-        """Record the end of all work on the stream so far with its time; only for traces."""
+        """Record the end of all work on the stream so far with its time; for traces and waits for other ranks."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event

@@ -34,6 +34,7 @@ class Executor(ABC):
     Attributes:
         groups: the groups of learners that run as one.
         running: the tasks that host threads are running, by stream.
+        computing: makes a context for work of the calling thread, beside which waits for other ranks cost nothing.
         notes: messages for the user, also from task bodies; take them (`taken`) after every round.
     """
 
@@ -50,6 +51,8 @@ class Executor(ABC):
         self.scheduler = Scheduler(len(self.groups), averages_gradients=tasks.gradient_mean is not None)
         self._in_flight: deque[RoundOutcome] = deque()
         self.running: dict[str, Task] = {}
+        idle = tasks.collective.idle
+        self.computing: Callable[[], AbstractContextManager[None]] = nullcontext if idle is None else idle.computing
         self.notes = tasks.notes
         self._timeline: Timeline | None = None
         self._spans: TaskSpans | None = None
@@ -91,7 +94,7 @@ class Executor(ABC):
         """
         self.running[launch.stream] = launch.task
         try:
-            with self.span(launch.task.NAME, launch.stream, launch.task.round_index):
+            with self.computing(), self.span(launch.task.NAME, launch.stream, launch.task.round_index):
                 (body or self._body(launch.task))(outcome)
         except CrossbowError:
             raise

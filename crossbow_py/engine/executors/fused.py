@@ -191,11 +191,11 @@ class FusedExecutor(Executor):
             self.trace(self._timeline)  # on the new stream
 
     def _run(self, outcome: RoundOutcome) -> None:
-        with self.span("pass", ALL_LEARNERS, outcome.plan.index):
+        with self.computing(), self.span("pass", ALL_LEARNERS, outcome.plan.index):
             gradients = learn_fused(self.tasks, self._pass, outcome)
         if outcome.plan.averaging is not None:
             self._wait_for_z()
-        with self.span("update", ALL_LEARNERS, outcome.plan.index):
+        with self.computing(), self.span("update", ALL_LEARNERS, outcome.plan.index):
             self._update(gradients, outcome)
         self._note_pass()
 
@@ -376,10 +376,11 @@ class FusedRounds:
             if sums and not bodies.moves_z:
                 average()
         else:
-            for body, program, own in self._before_corrections(plan):
-                self._launch(program, body, own)
-            if plan.averaging is not None:
-                rounds.wait_for_average(ALL_LEARNERS)
+            with rounds.waiting(ALL_LEARNERS):
+                for body, program, own in self._before_corrections(plan):
+                    self._launch(program, body, own)
+                if plan.averaging is not None:
+                    rounds.wait_for_average(ALL_LEARNERS)
             self._launch(self._correction, partial(bodies.correct, plan.averaging), plan.averaging)
         rounds.device.run("report", partial(bodies.report, slot.results), stream)
         last = {ALL_LEARNERS: self._round.name}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,7 @@ from crossbow_py.core.errors import LearnerError, UserError, one_line
 from crossbow_py.engine.device.device_tasks import NUM_RESULTS
 from crossbow_py.engine.device.graphs import Body, CudaStreams, Event, Graph, Pool, Stream, failed_capture
 from crossbow_py.engine.device.memory import is_out_of_memory
-from crossbow_py.engine.executors.spans import StreamSpans
+from crossbow_py.engine.executors.spans import Mark, StreamSpans
 from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM
 from crossbow_py.engine.trust import GRAPHS, why_not
@@ -129,6 +129,23 @@ class Slot:
     results: Tensor
 
 
+@dataclass
+class RoundTimes:
+    """The times of a round on one stream, by which it is known for how long it only waited for other ranks.
+
+    Attributes:
+        start: when the round's work began.
+        host_s: seconds that the host waited for other ranks before it issued the round.
+        waits: between each two the stream waited for a sum.
+        end: when the round's work was over.
+    """
+
+    start: Mark
+    host_s: float
+    waits: list[tuple[Mark, Mark]] = field(default_factory=list)
+    end: Mark | None = None
+
+
 class DeviceRounds:
     """Streams by name, the programs on them, and the rounds in flight.
 
@@ -165,6 +182,13 @@ class DeviceRounds:
         self._num_issued = 0
         self._pending: dict[int, tuple[dict[str, str], Slot]] = {}
         self._averaged: tuple[int, Event] | None = None  # the round and the event of the last averaging, if it may run
+        # With other ranks the first stream is timed: its waits for sums, and how long it had no work.
+        self._idle, self._first = tasks.collective.idle, names[0]
+        self._times: dict[int, RoundTimes] = {}
+        self._begun: RoundTimes | None = None
+        self._ended: Mark | None = None  # the end of the last round that was read
+        if self._idle is not None:
+            self._idle.by_device = True
 
     def program(self, name: str, stream: str, pool: Pool) -> Program:
         """Return a new program on a stream; programs that share a pool must never run at the same time."""
@@ -187,10 +211,29 @@ class DeviceRounds:
                 self.device.wait(stream, self._callers_event)
         slot = self._slots[self._num_issued % ROUNDS_IN_FLIGHT]
         self._num_issued += 1
+        if self._idle is not None:
+            host_s = self._idle.take_host_s()
+            # Before a drained round the caller has worked, and its waits are not training.
+            self._begun = RoundTimes(self._timed_mark(), 0.0 if self.bank_changed else host_s)
         return slot
+
+    def _timed_mark(self) -> Mark:
+        return self.device.timed_mark(self.streams[self._first])
+
+    @contextmanager
+    def waiting(self, stream: str) -> Iterator[None]:
+        """Enqueue waits for sums over ranks, in a block, timed on the first stream. Does not block the host."""
+        if self._begun is None or stream != self._first:
+            yield
+            return
+        start = self._timed_mark()
+        yield
+        self._begun.waits.append((start, self._timed_mark()))
 
     def mark(self, slot: Slot, stream: str, between: str | None = None) -> Event:
         """Record and return the event of a stream's work in this round, or the event `between` of its work so far."""
+        if self._begun is not None and stream == self._first and between is None:
+            self._begun.end = self._timed_mark()  # before the event, so that the host can read it after a wait for that
         event = slot.events[between or stream]
         self.device.record(event, self.streams[stream])
         return event
@@ -199,6 +242,8 @@ class DeviceRounds:
         """End a round, after its last launch; `last` has the last task on each stream that was marked."""
         if AVERAGING_STREAM in last:
             self._averaged = index, slot.events[AVERAGING_STREAM]
+        if self._begun is not None:
+            self._times[index], self._begun = self._begun, None
         self._pending[index] = {name: task for name, task in last.items() if name != AVERAGING_STREAM}, slot
         self.bank_changed = False
 
@@ -216,7 +261,21 @@ class DeviceRounds:
         last, slot = self._pending.pop(index)
         for stream, task in last.items():
             self._synchronize(slot.events[stream], task, index, stream)
+        if self._idle is not None and index in self._times:
+            self._idle.add(self._waited_s(self._times.pop(index)))
         return slot.results
+
+    def _waited_s(self, times: RoundTimes) -> float:
+        """Return the seconds of waits for other ranks in a round that the first stream has passed.
+
+        If the host came late with the round, because it waited for other ranks, the stream had no work for that time.
+        """
+        assert times.end is not None, "the event that the host has waited for is after the end"
+        waited_ms = sum(start.elapsed_time(end) for start, end in times.waits)
+        if self._ended is not None and times.host_s:
+            waited_ms += min(times.host_s * 1000, max(0.0, self._ended.elapsed_time(times.start)))
+        self._ended = times.end
+        return waited_ms / 1000
 
     def _synchronize(self, event: Event, task: str, index: int, stream: str) -> None:
         try:

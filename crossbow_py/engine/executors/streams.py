@@ -15,6 +15,7 @@ are CUDA events, and exactly those that the scheduler names.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import nullcontext
 from functools import partial
 from typing import assert_never
 
@@ -113,11 +114,12 @@ class StreamsExecutor(Executor):
 
     def _launch(self, launch: Launch, outcome: RoundOutcome, host: Tensor) -> None:
         stream, task = self._rounds.streams[launch.stream], launch.task
-        for other in launch.after:
-            if isinstance(other, AveragingTask):
-                self._rounds.wait_for_average(launch.stream)
-            elif other in self._marks:  # else the host has waited for it
-                self._rounds.device.wait(stream, self._marks[other])
+        with self._rounds.waiting(launch.stream) if launch.after else nullcontext():
+            for other in launch.after:
+                if isinstance(other, AveragingTask):
+                    self._rounds.wait_for_average(launch.stream)
+                elif other in self._marks:  # else the host has waited for it
+                    self._rounds.device.wait(stream, self._marks[other])
         with self.span(task.NAME, launch.stream, task.round_index):
             match task:
                 case LearningTask():

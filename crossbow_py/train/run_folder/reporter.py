@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from crossbow_py.averaging import AveragingRule
+from crossbow_py.core.files import own_file
+from crossbow_py.core.hanging_rank import HangingRank
 from crossbow_py.core.host import versions
 from crossbow_py.core.settings import apart_from_defaults, flat, to_mapping, written
 from crossbow_py.data.normalisation import IDENTITY, Normalisation
 from crossbow_py.engine.auto_tuner import Decision
+from crossbow_py.telemetry.console import CONSOLE_LOG
 from crossbow_py.telemetry.events import (
     EpochRecord,
     LearnerCount,
@@ -25,9 +29,12 @@ from crossbow_py.telemetry.events import (
     RunInfo,
     Summary,
 )
+from crossbow_py.telemetry.rank_pace import spread_of
+from crossbow_py.telemetry.records import SUMMARY_FILE, write_json
 from crossbow_py.telemetry.throughput import Lap, ThroughputMeter
 from crossbow_py.telemetry.timeline import TRACE_FILE
 from crossbow_py.train.evaluation.evaluator import Evaluation, Examples
+from crossbow_py.train.rank_telemetry import RankTelemetry
 from crossbow_py.train.run import DataSets, Measured, Run, SavedModels
 from crossbow_py.train.run_state import RunState
 
@@ -70,9 +77,13 @@ class Reporter:
     """
 
     def __init__(
-        self, listeners: Sequence[Listener], meter: ThroughputMeter, clock: Callable[[], float] = time.monotonic
+        self,
+        listeners: Sequence[Listener],
+        meter: ThroughputMeter,
+        clock: Callable[[], float] = time.monotonic,
+        telemetry: RankTelemetry | None = None,
     ) -> None:
-        self.meter, self._clock = meter, clock
+        self.meter, self._clock, self._telemetry = meter, clock, telemetry
         self.started = False
         self._listeners, self._dropped = list(listeners), list[Listener]()
         self._next_progress_s = -math.inf
@@ -118,7 +129,9 @@ class Reporter:
         self._tell(lambda listener: listener.on_checkpoint(path, samples_seen))
 
     def epoch(self, record: EpochRecord) -> None:
-        """Pass on the record of an epoch."""
+        """Pass on the record of an epoch, with the pace of ranks."""
+        if self._telemetry is not None:
+            record = replace(record, ranks=spread_of(self._telemetry.paces.lap()))
         self._tell(lambda listener: listener.on_epoch(record))
 
     def predictions(self, run: Run, measured: Measured | None, which: str) -> None:
@@ -170,7 +183,7 @@ class Reporter:
     ) -> None:
         """Report progress, a few times a second; does nothing in between."""
         now = self._clock()
-        if now < self._next_progress_s or not state.num_losses:
+        if now < self._next_progress_s or not state.num_losses or not self._listeners:
             return
         self._next_progress_s = now + _PROGRESS_EVERY_S
         rate = self.meter.recent.images_per_s
@@ -193,6 +206,8 @@ class Reporter:
             data_wait_share=None if self.info.num_workers is None else self.meter.recent.wait_share,
             num_workers=self.info.num_workers,
             tokens_per_s=tokens_per_s(rate, self.info.tokens_per_sample),
+            ranks=self._telemetry.paces.recent if self._telemetry else (),
+            gpus=self._telemetry.gpus if self._telemetry else {},
             **measured_noise(state, num_learners * self.info.num_devices),
         )
         self._tell(lambda listener: None if listener.BLOCKS else listener.on_progress(progress))
@@ -212,6 +227,18 @@ class Reporter:
         self._tell(lambda listener: listener.on_end(summary))
         return summary
 
+    def record_hang(
+        self, state: RunState, folder: Path | None, hanging: Sequence[HangingRank], sentence: str
+    ) -> None:
+        """Write into the run's folder which ranks hang, past the listeners: their thread waits for these ranks."""
+        if folder is None:
+            return
+        summary = self._summary(state, "failed", "rank_hangs", None, SavedModels(None, {}))
+        write_json(folder / SUMMARY_FILE, asdict(replace(summary, hanging_ranks=tuple(hanging))))
+        if (folder / CONSOLE_LOG).exists():  # not from Python
+            with open(folder / CONSOLE_LOG, "a", encoding="utf-8", opener=own_file) as file:
+                file.write(f"error: {sentence}\n")
+
     def _summary(
         self, state: RunState, status: str, stop_reason: str, final: Measured | None, saved: SavedModels
     ) -> Summary:
@@ -220,6 +247,7 @@ class Reporter:
         images = state.samples_seen * (1 if info.shares_samples else info.num_learners)
         train_time_s = self.meter.elapsed_s
         images_per_s = images / train_time_s if train_time_s > 0 else 0.0
+        paces = self._telemetry.paces.whole if self._telemetry else ()
         return Summary(
             experiment=info.experiment,
             status=status,
@@ -258,6 +286,8 @@ class Reporter:
             model_path=saved.path,
             model_sha256=saved.digests,
             versions=versions(),
+            ranks=spread_of(paces),
+            per_rank=paces or None,
         )
 
     def close(self) -> None:
@@ -382,6 +412,7 @@ def epoch_record(
         learning=learning,
         **measured_noise(state, run.bank.total_learners),
         num_non_finite=evaluation.num_non_finite if evaluation else 0,
+        ranks=None,  # which the reporter knows
     )
 
 

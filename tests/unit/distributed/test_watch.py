@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import threading
 import time
+from datetime import datetime
 
 import pytest
 
+from crossbow_py.distributed import watch as watch_module
 from crossbow_py.distributed.watch import EXIT_HANGS, RankWatch, Watch
+from crossbow_py.engine.tasks import LearningTask
 
 
 class Clock:
@@ -85,7 +89,7 @@ def test_find_is_silent_for_a_rank_that_does_not_wait_whoever_is_silent():
 
 def test_find_names_the_silent_rank_its_host_process_and_last_task():
     ranks = Ranks(3)
-    ranks.watches[1].doing, ranks.watches[1].running = "round 7", {"learner stream 0": "learning task of learner 0"}
+    ranks.watches[1].doing, ranks.watches[1].running = "round 8", {"learner 0": LearningTask(0, 7)}
     ranks.exchange([1, 0, 2])
     with ranks.watches[0].waiting(), ranks.watches[2].waiting():
         ranks.exchange([0, 2], 60)
@@ -93,7 +97,9 @@ def test_find_names_the_silent_rank_its_host_process_and_last_task():
     assert found is not None
     assert found.startswith("rank 0 has waited for 60 s (distributed.timeout_s=50) for rank 1 (")
     assert f"rank 1 ({socket.gethostname()}, process {os.getpid()}), which appears to hang" in found
-    assert "its last task was learning task of learner 0 of round 7, last heard of 60 s ago." in found
+    assert re.search(
+        r"its last task was learning\(0\) of round 7, since \S+, last heard of 60 s ago\. ", found
+    )
     assert "rank 2" not in found
     assert found.endswith("resume=auto.")
 
@@ -102,7 +108,7 @@ def test_find_names_the_silent_rank_its_host_process_and_last_task():
     ("num_ranks", "waiting", "answering", "said", "unsaid"),
     [
         # One has hung since it joined.
-        (2, [0], [0], ["to hang: its last task was the evaluation after round 9, last heard of 60 s ago."], ";"),
+        (2, [0], [0], ["to hang: its last task was the evaluation after round 9, since ", "heard of 60 s ago. "], ";"),
         # The last one works while all others wait.
         (3, [0, 1], [0, 1, 2], ["for rank 2 (", "the evaluation after round 9"], "rank 1"),
         # One is silent, and another works.
@@ -132,6 +138,73 @@ def test_find_blames_the_way_to_the_store_when_it_does_not_answer():
         ranks.clock.now += 10
         found = ranks.watches[0].find()
     assert "the launcher's store has not answered for 10 s" in found
+
+
+def test_find_says_for_how_long_the_task_is_the_same(monkeypatch):
+    monkeypatch.setattr(watch_module.time, "time", lambda: 1_700_000_000.0)
+    ranks = Ranks(2, "round 1")
+    ranks.exchange([0, 1])
+    ranks.watches[1].doing = "round 2"
+    with ranks.watches[0].waiting():
+        ranks.exchange([1, 0], 60)
+        (hanging,) = ranks.watches[0].hanging()
+    # Heard first after one of the 60 s, by the clock of the rank that waits.
+    assert datetime.fromisoformat(hanging.since).timestamp() == 1_700_000_000.0 - 59
+    assert (hanging.rank, hanging.doing, hanging.heard_s) == (1, "round 2", 0.0)
+
+
+def test_find_names_a_host_of_which_no_rank_answers(monkeypatch):
+    ranks = Ranks(4)
+    for rank in (2, 3):
+        monkeypatch.setattr(watch_module.socket, "gethostname", lambda: "elsewhere")
+        ranks.watches[rank].say()
+    monkeypatch.undo()
+    with ranks.watches[0].waiting(), ranks.watches[1].waiting():
+        ranks.exchange([0, 1], 60)
+        found = ranks.watches[0].find()
+    assert "for every rank of elsewhere (2, 3), last heard of 59 s ago: the host is gone, or the network to it" in found
+
+
+def test_find_says_that_a_device_may_hang_when_all_wait_for_one():
+    ranks = Ranks(2)
+    with ranks.watches[0].waiting(on_device=True), ranks.watches[1].waiting(on_device=True):
+        ranks.exchange([0, 1], 60)
+        found = ranks.watches[0].find()
+    assert "the network between their hosts is lost, or a device hangs." in found
+
+
+def test_rank_that_waits_joins_another_that_has_waited_for_too_long():
+    ranks = Ranks(3)
+    with ranks.watches[0].waiting():
+        ranks.exchange([0, 1, 2], 45)
+        with ranks.watches[1].waiting():
+            ranks.exchange([0, 1, 2], 5)
+            assert ranks.watches[1].find() is None
+            ranks.watches[0]._asks = True
+            ranks.exchange([0, 1])
+            assert ranks.watches[1].find().startswith("rank 1 has waited for 5 s")
+
+
+def test_stacks_are_written_by_every_rank_that_is_asked_also_the_one_that_hangs(tmp_path):
+    ranks = Ranks(3, "round 7")
+    for watch in ranks.watches:
+        watch.folder = tmp_path
+    with ranks.watches[0].waiting():
+        ranks.exchange([0, 1, 2], 60)
+        assert list(tmp_path.iterdir()) == []
+        assert not any(watch.is_ending for watch in ranks.watches)
+        ranks.watches[0]._asks = True
+        ranks.exchange([0, 1])  # the third hangs so that its thread does not run either
+        ranks.exchange([0, 1])
+        hanging = {each.rank: each for each in ranks.watches[0].hanging()}
+    assert [watch.is_ending for watch in ranks.watches] == [True, True, False]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hang_rank0.txt", "hang_rank1.txt"]
+    assert hanging[1].stacks == "hang_rank1.txt"
+    assert "called by Ranks.exchange, " in hanging[1].function  # here the main thread exchanges
+    assert (hanging[2].stacks, hanging[2].function) == (None, None)
+    text = (tmp_path / "hang_rank0.txt").read_text()
+    assert text.startswith(f"rank 0 of 3 on {socket.gethostname()}, process {os.getpid()}, ")
+    assert "\ntask: round 7\n" in text and "\nwaits for other ranks: for 60 s\n" in text
 
 
 def test_waiting_of_several_threads_counts_from_the_one_that_began_first():
@@ -166,8 +239,8 @@ def test_waiting_that_fails_is_over():
     assert ranks.watches[0].find() is None
 
 
-def make_running(store, rank, found):
-    watch = RankWatch(store, rank, 2, timeout_s=0.1, end=found.append)
+def make_running(store, rank, found, num_ranks=2, timeout_s=0.1):
+    watch = RankWatch(store, rank, num_ranks, timeout_s, end=found.append)
     watch.start()
     return watch
 
@@ -191,6 +264,48 @@ def test_threads_find_the_rank_that_stopped_speaking_tell_it_once_and_end_on_clo
     assert len(found) == 1
     assert "rank 1 (" in found[0]
     assert watch_threads() == []
+
+
+def test_ranks_that_wait_record_once_what_the_one_that_hangs_was_doing_and_end_together(tmp_path):
+    """Rank 2 does not wait, and its threads answer: as in a model that blocks."""
+    store, records, found = DictStore(), [], [[], [], []]
+    for rank in range(3):
+        RankWatch(store, rank, 3, timeout_s=0.1).say()
+    watches = [make_running(store, rank, found[rank], 3, timeout_s=1.0) for rank in range(3)]
+    for rank, watch in enumerate(watches):
+        watch.folder, watch.doing = tmp_path, "round 5"
+        watch.record = lambda hanging, sentence, rank=rank: records.append((rank, hanging, sentence))
+    deadline = time.monotonic() + 20
+    with watches[0].waiting(), watches[1].waiting():
+        while not (found[0] and found[1]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    for watch in watches:
+        watch.close()
+    ((rank, (hanging,), sentence),) = records
+    assert (rank, hanging.rank, hanging.doing, hanging.stacks) == (0, 2, "round 5", "hang_rank2.txt")
+    assert "test_ranks_that_wait_record_once" in hanging.function  # the main thread of this process
+    assert f"which appears to hang in {hanging.function}" in sentence
+    assert found == [[sentence], [found[1][0]], []]
+    assert "for rank 2 (" in found[1][0]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_record_that_fails_and_a_folder_that_is_gone_keep_no_rank_from_ending(tmp_path):
+    store, found = DictStore(), []
+    RankWatch(store, 1, 2, timeout_s=0.1).say()
+    watch = make_running(store, 0, found)
+    watch.folder = tmp_path / "gone"
+
+    def fail(hanging, sentence):
+        raise OSError("disk full")
+
+    watch.record = fail
+    deadline = time.monotonic() + 20
+    with watch.waiting():
+        while not found and time.monotonic() < deadline:
+            time.sleep(0.01)
+    watch.close()
+    assert "for rank 1 (" in found[0]
 
 
 def test_threads_of_ranks_that_answer_each_other_find_nothing_and_end_on_close():

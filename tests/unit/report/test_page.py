@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from crossbow_py.core.hanging_rank import HangingRank
 from crossbow_py.report.charts import all_charts
 from crossbow_py.report.page import as_html
 from crossbow_py.report.reading import RunRecord, read_runs
 from crossbow_py.telemetry.class_counts import ClassCounts
+from tests.made_up_ranks import write_job
 from tests.run_folders import write_run, write_trace, write_unfinished
 
 NOW = datetime(2026, 1, 2, 3, 4)
@@ -167,3 +169,24 @@ def test_page_of_a_run_without_any_epoch_has_no_charts(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("")
     assert headings(page([folder])) == [f"{tmp_path.name}/a"]
+
+
+@pytest.mark.parametrize(("num_ranks", "is_open"), [(8, True), (24, False)])
+def test_page_of_many_ranks_has_the_slowest_first_and_its_curve(
+    tmp_path: Path, num_ranks: int, is_open: bool
+) -> None:
+    text = page([write_job(tmp_path / "run", num_ranks, synchronisations=24)])
+    assert "The slowest rank" in headings(text)
+    assert ("The ranks" in headings(text)) is is_open
+    assert (f"<summary>The ranks, {num_ranks} of them</summary>" in text) is not is_open
+    rows = text.split("<th>waiting for ranks</th>", 1)[1].split("</table>", 1)[0].split("<tr>")[1:]
+    assert len(rows) == num_ranks
+    assert rows[0].startswith("<td>5 on gpu-0</td>")
+    assert re.search(r"<td>slowest rank</td><td>5 on gpu-0 \(\+\d+\.\d%\)</td>", text)
+    assert Balance(text).wrong == []
+
+
+def test_page_names_the_ranks_that_hung(tmp_path: Path) -> None:
+    hanging = [HangingRank(3, "gpu-<1>", 7, "round 5", "12:00", 3.0), HangingRank(4, "b", 8, "round 5", "12:00", 3.0)]
+    text = page([write_run(tmp_path / "a", summary={"status": "failed", "hanging_ranks": tuple(hanging)})])
+    assert "<td>ranks that hung</td><td>3 on gpu-&lt;1&gt;, 4 on b</td>" in text

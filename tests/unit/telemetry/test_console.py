@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from crossbow_py import SMA, Independent, LocalSGD
-from crossbow_py.telemetry.console import ConsoleListener, epoch_line, header_lines, progress_line
+from crossbow_py.telemetry.console import ConsoleListener, epoch_line, final_lines, header_lines, progress_line
 from crossbow_py.telemetry.events import LearningStatistics
+from crossbow_py.telemetry.rank_pace import RankPace, spread_of
 from crossbow_py.telemetry.screen import clock_time
 from crossbow_py.train.run_folder.reporter import averaging_settings
 
@@ -201,3 +202,27 @@ def test_epoch_line_of_independent_learners_names_each(events: Any) -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3725, "1:02:05")])
 def test_clock_time_of_seconds_is_minutes_and_hours(seconds: float, text: str) -> None:
     assert clock_time(seconds) == text
+
+
+def _paces(slowest_ms: float) -> tuple[RankPace, ...]:
+    steps = [100.0, 100.0, 80.0, slowest_ms]
+    return tuple(RankPace(rank, "gpu-7", step, 320.0, None, None, 0.125) for rank, step in enumerate(steps))
+
+
+@pytest.mark.parametrize(("slowest_ms", "said"), [(104.0, ""), (112.0, " · slowest rank 3 on gpu-7 (+12%)")])
+def test_slowest_rank_is_named_when_it_is_much_slower_than_the_others(
+    events: Any, slowest_ms: float, said: str
+) -> None:
+    paces = _paces(slowest_ms)
+    for line in (
+        progress_line(events.progress(500, ranks=paces), "4"),
+        epoch_line(events.epoch_record(1, ranks=spread_of(paces)), "4"),
+    ):
+        assert f"250 images/s{said} · lr 0.1 · " in line
+
+
+def test_final_block_says_how_far_ranks_are_apart(events: Any) -> None:
+    paces = _paces(104.0)
+    said = "4, 80 to 104 ms a round, slowest rank 3 on gpu-7 (+4%); 12.5% of training spent waiting for other ranks"
+    assert f"  ranks          {said}" in final_lines(events.summary(ranks=spread_of(paces), per_rank=paces))
+    assert "ranks" not in "\n".join(final_lines(events.summary()))

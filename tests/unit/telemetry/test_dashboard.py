@@ -14,6 +14,8 @@ from crossbow_py.telemetry.dashboard import dashboard
 from crossbow_py.telemetry.events import LearningStatistics
 from crossbow_py.telemetry.system import SystemMonitor
 from crossbow_py.telemetry.tensorboard import TensorBoardScalars
+from tests.event_files import read_events
+from tests.made_up_ranks import SLOW_RANK, SLOWER, write_job
 
 ALWAYS = ["How well it learns", "How fast it trains"]
 
@@ -38,6 +40,7 @@ class Monitor(SystemMonitor):
         ({"shares_samples": False, "replicas_differ": False}, ["The machine"]),
         ({"several": False}, ["The machine"]),
         ({"num_workers": 2}, ["Averaging", "The machine", "Waiting for data"]),
+        ({"num_devices": 2}, ["The ranks", "Averaging", "The machine"]),
         ({"learning_statistics": True}, ["Averaging", "The machine", "How learning goes"]),
     ],
 )
@@ -86,6 +89,42 @@ def test_every_chart_of_the_dashboard_has_a_curve_and_every_tag_of_a_section_a_c
     assert set(tags) - shown == {
         "learning/gradient_variance", "learning/squared_gradient_norm", "learning/measuring_s",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("num_ranks", [8, 64])
+def test_every_chart_of_many_ranks_has_a_few_curves_and_every_node_a_run_of_its_own(
+    tmp_path: Path, num_ranks: int
+) -> None:
+    folder = write_job(tmp_path / "run", num_ranks, synchronisations=24)
+    read = read_events(folder / "tensorboard")
+    tags = read.Tags()["scalars"]
+    (written,) = read.Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(written.tensor_proto.string_val[0])
+    charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
+    curves = {title: len(_found(patterns, tags)) for title, patterns in charts.items()}
+    assert {title for title, count in curves.items() if not 1 <= count <= 16} == set()
+    assert curves["time of a round, without waiting for other ranks (ms)"] == (8 if num_ranks == 8 else 3)
+    shown = {tag for patterns in charts.values() for tag in _found(patterns, tags)}
+    of_gpus = {tag for tag in tags if tag.startswith("gpu/")}
+    assert set(tags) - shown == (set() if num_ranks == 8 else of_gpus)
+    assert len(of_gpus) == 8 * 4
+    nodes = sorted(path.name for path in (folder / "tensorboard").iterdir() if path.is_dir())
+    assert nodes == [f"node_{node}_gpu-{node}" for node in range(1, num_ranks // 8)]
+    for node in nodes:
+        assert set(read_events(folder / "tensorboard" / node).Tags()["scalars"]) >= of_gpus
+
+
+def test_curves_of_many_ranks_show_the_slow_one(tmp_path: Path) -> None:
+    """The rank is slower by a fifth in the second half; others vary by a hundredth."""
+    read = read_events(write_job(tmp_path / "run", 64, synchronisations=80) / "tensorboard")
+    spreads = [event.value for event in read.Scalars("ranks/spread")]
+    assert all(value < 0.05 for value in spreads[: len(spreads) // 3])
+    assert spreads[-1] == pytest.approx(SLOWER - 1, abs=0.03)
+    lowest = [event.value for event in read.Scalars("gpus/utilization_percent/lowest")]
+    assert lowest[-1] < lowest[0]
+    (*_, text) = read.Tensors("ranks/text_summary")
+    assert text.tensor_proto.string_val[0].decode().splitlines()[2].startswith(f"| {SLOW_RANK} | gpu-0 | ")
+    assert len(read.Images("ranks/step_map")) > 2
 
 
 def test_every_metric_has_a_chart_of_all_of_its_values(events: Any) -> None:

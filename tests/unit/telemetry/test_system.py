@@ -10,7 +10,8 @@ import pynvml
 import pytest
 
 from crossbow_py.core.host import HostPaths
-from crossbow_py.telemetry.system import SystemMonitor
+from crossbow_py.telemetry.system import GpuLoad, SystemMonitor, gpu_load, job_sample
+from tests.made_up_ranks import ManyGpus
 from tests.unit.telemetry.conftest import FakeClock
 
 GIB = 2**30
@@ -224,3 +225,26 @@ def test_sample_of_this_machine_is_plausible() -> None:
         pytest.skip("no /proc here")
     assert sample["system/process_memory_gib"] > 2**-10
     assert sample["system/host_memory_available_gib"] > 0
+
+
+def test_load_of_a_node_is_that_of_all_its_gpus_and_of_a_job_that_of_all_nodes() -> None:
+    nvml = ManyGpus(4)
+    nvml.percents = [90.0, 50.0, 100.0, 80.0]
+    monitors = [SystemMonitor([f"GPU-{rank}" for rank in node], NOWHERE, nvml=nvml) for node in ((0, 1), (2, 3))]
+    assert gpu_load(monitors[0].newest) == GpuLoad()
+    samples = [monitor.sample() for monitor in monitors]
+    assert samples[1]["gpu/1/utilization_percent"] == 80.0
+    assert all(monitor.newest == sample for monitor, sample in zip(monitors, samples, strict=True))
+    loads = [gpu_load(sample) for sample in samples]
+    # 40 GiB and a quarter more for each; 100 W and 5 W for each percent.
+    assert loads[0] == GpuLoad(2, lowest_percent=50.0, sum_percent=140.0, most_memory_gib=40.25, power_w=900.0)
+    assert job_sample([*loads, GpuLoad()]) == {
+        "gpus/utilization_percent/lowest": 50.0, "gpus/utilization_percent/mean": 80.0, "gpus/memory_gib/most": 40.75,
+        "gpus/power_kw/total": 2.0,
+    }  # fmt: skip
+    assert job_sample([GpuLoad(), GpuLoad()]) == {}
+
+
+def test_stand_in_for_many_gpus_has_only_names_that_pynvml_has() -> None:
+    names = [name for name in dir(ManyGpus(1)) if name.lower().startswith("nvml")]
+    assert [name for name in names if not hasattr(pynvml, name)] == []

@@ -24,8 +24,9 @@ from crossbow_py.telemetry.class_counts import ClassCounts, markdown_table
 from crossbow_py.telemetry.confusion_picture import confusion_picture
 from crossbow_py.telemetry.events import LearningStatistics, Predictions
 from crossbow_py.telemetry.system import SystemMonitor
-from crossbow_py.telemetry.tensorboard import TensorBoardScalars
+from crossbow_py.telemetry.tensorboard import NodeScalars, TensorBoardScalars
 from tests.event_files import read_events
+from tests.made_up_ranks import ManyGpus
 
 
 @contextmanager
@@ -217,3 +218,33 @@ def test_close_after_the_disk_was_full_does_not_raise(tmp_path: Path, events: An
     monkeypatch.setattr(scalars._writer, "close", full)
     scalars.close()
     scalars.close()
+
+
+def test_node_writes_its_machine_and_what_keeps_a_gpu_from_being_watched_and_no_curves(
+    tmp_path: Path, events: Any
+) -> None:
+    monitor = SystemMonitor(["GPU-0", "GPU-7"], nvml=ManyGpus(1))
+    scalars = NodeScalars(tmp_path, None, lambda: monitor)
+    scalars.on_start(events.run_info(num_devices=16))
+    for second in range(12):
+        scalars.on_progress(events.progress(second * 100, elapsed_s=float(second)))
+    scalars.on_epoch(events.epoch_record(1))
+    assert scalars.take_notes() == []  # nobody listens on that rank
+    scalars.close()
+    read = read_events(tmp_path)
+    assert [event.step for event in read.Scalars("gpu/0/power_w")] == [0, 500, 1000]
+    assert not [tag for tag in read.Tags()["scalars"] if not tag.startswith(("gpu/0/", "system/"))]
+    (warning,) = read.Tensors("warning/text_summary")
+    assert warning.tensor_proto.string_val[0].decode() == (
+        "No telemetry of GPU 1, because NVML does not find GPU-7 (Not Found)."
+    )
+
+
+def test_resumed_node_hides_what_came_after_the_checkpoint(tmp_path: Path, events: Any) -> None:
+    for resumed in (None, 500):
+        scalars = NodeScalars(tmp_path, resumed, lambda: SystemMonitor(["GPU-0"], nvml=ManyGpus(1)))
+        scalars.on_start(events.run_info())
+        for second in (0, 5, 10) if resumed is None else (12,):
+            scalars.on_progress(events.progress(second * 100, elapsed_s=float(second)))
+        scalars.close()
+    assert [step for step, _ in _points(tmp_path, "gpu/0/power_w")] == [0, 500, 1200]

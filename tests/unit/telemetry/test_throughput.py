@@ -83,3 +83,24 @@ def test_rates_before_any_time_has_passed_are_zero(clock: FakeClock) -> None:
     meter.start()
     meter.update(10)
     assert meter.whole.images_per_s == meter.recent.images_per_s == 0
+
+
+def test_waits_for_ranks_count_in_training_and_not_in_pauses(clock: FakeClock) -> None:
+    waited = FakeClock(50)
+    meter = ThroughputMeter(clock, waited_for_ranks_s=waited)
+    waited.advance(5)
+    meter.start()
+    waited.advance(2)
+    assert meter.rank_wait_s == 2
+    meter.pause()
+    waited.advance(100)  # as in an evaluation
+    meter.pause()
+    assert meter.rank_wait_s == 2
+    meter.resume()
+    meter.resume()
+    waited.advance(1)
+    assert meter.rank_wait_s == 3
+    meter.start()
+    assert (meter.rank_wait_s, meter.samples) == (0, 0)
+    meter.update(7)
+    assert meter.samples == 7

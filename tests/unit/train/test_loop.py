@@ -11,7 +11,10 @@ from torch import nn
 
 from crossbow_py import SGD, SMA, CheckpointSettings, Independent, MultiStep, NonFiniteError
 from crossbow_py.core.errors import LearnerError, UserError
+from crossbow_py.core.hanging_rank import HangingRank
 from crossbow_py.data.sampler import epoch_order
+from crossbow_py.distributed.ranks import Ranks
+from crossbow_py.distributed.watch import Watch
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.train import loop as loop_module
@@ -125,7 +128,7 @@ def test_evaluations_of_a_part_are_announced(most, said):
 
 def test_max_time_s_counts_training_and_leaves_evaluation_out(monkeypatch):
     clock = {"now": 0.0}
-    monkeypatch.setattr(loop_module, "ThroughputMeter", lambda: ThroughputMeter(lambda: clock["now"]))
+    monkeypatch.setattr(loop_module, "ThroughputMeter", lambda **_: ThroughputMeter(lambda: clock["now"]))
     trainer = make_trainer(test_data=blobs(30))
     learn, evaluate = trainer.run.train_feed.batch, trainer.run.evaluator.evaluate
 
@@ -282,6 +285,30 @@ def test_failing_task_closes_listeners_and_threads_and_names_the_task(executor):
     assert [name for name, _ in recorder.calls][-1] == "close"
     assert (recorder.of("end")[0].status, recorder.of("end")[0].stop_reason) == ("failed", "LearnerError")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("crossbow")]
+
+
+@pytest.mark.parametrize("is_ending", [False, True])
+def test_error_after_a_hang_was_found_leaves_the_summary_to_the_watch(is_ending, tmp_path):
+    class Ending(Watch):
+        is_ending = False
+
+    def fail(round_end):
+        ranks.watch.is_ending = is_ending
+        raise ValueError("lost")
+
+    ranks, recorder = Ranks(), Recorder()
+    ranks.watch = Ending()
+    trainer = make_trainer(callbacks=[recorder], ranks=ranks, output_dir=tmp_path)
+    with pytest.raises(ValueError, match="lost"):
+        trainer.fit(max_epochs=1, after_round=fail)
+    assert len(recorder.of("end")) == (not is_ending)
+    assert (ranks.watch.record is not None) is is_ending
+    if is_ending:
+        ranks.watch.record([HangingRank(1, "there", 7, "round 3", "12:00", 1.5)], "rank 1 hangs.")
+        summary = read_summary(tmp_path)
+        assert (summary["status"], summary["stop_reason"]) == ("failed", "rank_hangs")
+        assert [each["rank"] for each in summary["hanging_ranks"]] == [1]
+        assert not (tmp_path / "console.log").exists()  # there is none from Python
 
 
 # Restarts

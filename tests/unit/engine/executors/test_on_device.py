@@ -13,6 +13,7 @@ from torch import nn
 from crossbow_py.averaging import SMA, Crossbow, Independent
 from crossbow_py.core.errors import LearnerError
 from crossbow_py.distributed.collective import Collective
+from crossbow_py.distributed.idle_clock import IdleClock
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
@@ -293,3 +294,78 @@ def test_backward_passes_stay_on_the_thread_that_enqueues_eager_and_captured(exe
     assert len(seen) == 2 * (WARM_UP_ROUNDS + 2)
     assert set(seen) == {(threading.current_thread(), False)}
     assert torch._C._is_multithreading_enabled()
+
+
+class LateSums(RecordingStreams):
+    """The first stream stands still for five milliseconds where it waits for averaging, as for a slow rank."""
+
+    def wait(self, stream, event):
+        super().wait(stream, event)
+        if stream == "s0" and event.label.startswith("high"):
+            self.clock_ms += 5
+
+
+class HostClock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def timed(executor, device, clock):
+    """Two devices, and an executor whose waits for the other one are counted."""
+    tasks = tasks_of_two_devices(Crossbow())
+    tasks.collective.idle = idle = IdleClock(clock)
+    return tasks, executor(tasks, device), idle
+
+
+@EXECUTORS
+def test_waits_of_the_first_stream_for_averaging_over_ranks_are_counted(executor):
+    tasks, runner, idle = timed(executor, LateSums(), HostClock())
+    for n in range(3):
+        runner.submit(plan(tasks, n))
+    # The first round waits for no averaging, and the third has not been read.
+    assert idle.seconds == pytest.approx(0.005)
+    runner.drain()
+    assert idle.seconds == pytest.approx(0.010)
+    runner.submit(plan(tasks, 3))  # nothing is in flight that it could wait for
+    runner.drain()
+    runner.close()
+    assert idle.seconds == pytest.approx(0.010)
+
+
+@EXECUTORS
+@pytest.mark.parametrize(("host_ms", "least_ms", "most_ms"), [(4, 4, 4), (200, 100, 110)])
+def test_waits_of_the_host_count_as_far_as_the_device_had_no_work(executor, host_ms, least_ms, most_ms):
+    device, clock = RecordingStreams(), HostClock()
+    tasks, runner, idle = timed(executor, device, clock)
+    for n in range(2):
+        runner.submit(plan(tasks, n))
+    with idle.waiting():  # as in an exchange between two rounds
+        clock.now += host_ms / 1000
+    device.clock_ms += 100  # after a few for what is left of the round, the device has nothing to do
+    runner.submit(plan(tasks, 2))
+    runner.submit(plan(tasks, 3))
+    counted_s = idle.seconds
+    assert least_ms - 1e-6 <= counted_s * 1000 <= most_ms + 1e-6
+    runner.drain()
+    with idle.waiting():  # as in an evaluation, after which the bank may be another
+        clock.now += 1.0
+    device.clock_ms += 1000
+    runner.submit(plan(tasks, 4))
+    runner.drain()
+    runner.close()
+    assert idle.seconds == counted_s
+
+
+@EXECUTORS
+def test_times_are_read_only_once_the_device_has_passed_them(executor):
+    tasks, runner, idle = timed(executor, ShuffledStreams(1), HostClock())
+    for n in range(6):
+        runner.submit(plan(tasks, n))
+    runner.drain()
+    runner.close()
+    assert idle.seconds >= 0.0
+    reference = make_tasks(num_learners=3, rule=Crossbow(), order="blocks")
+    run_rounds(reference, "serial", 6)
+    assert_learners_equal(tasks.bank, reference.bank)

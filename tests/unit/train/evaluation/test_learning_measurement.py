@@ -310,7 +310,7 @@ def test_run_of_data_that_streams_is_the_one_without_statistics_in_every_bit():
 
 def test_time_of_measuring_is_no_time_of_training_and_the_watch_says_so(monkeypatch):
     clock = {"now": 0.0}
-    monkeypatch.setattr(loop_module, "ThroughputMeter", lambda: ThroughputMeter(lambda: clock["now"]))
+    monkeypatch.setattr(loop_module, "ThroughputMeter", lambda **_: ThroughputMeter(lambda: clock["now"]))
     measure = LearningMeasurement.measure
 
     said = []

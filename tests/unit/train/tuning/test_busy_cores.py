@@ -70,7 +70,7 @@ def train(
     meter: type[ThroughputMeter] = ThroughputMeter,
 ) -> None:
     """Train for some rounds on the machine's clock."""
-    monkeypatch.setattr(loop, "ThroughputMeter", lambda: meter(lambda: machine.now_s))
+    monkeypatch.setattr(loop, "ThroughputMeter", lambda **_: meter(lambda: machine.now_s))
     submit = loop.RoundRunner.submit
 
     def timed(self, plan):

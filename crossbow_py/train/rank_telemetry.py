@@ -1,0 +1,50 @@
+"""What ranks tell each other for the dashboard: the pace of each, and the load of its node's GPUs.
+
+It travels with the reports by which ranks synchronise, so it costs no exchange of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from crossbow_py.distributed.synchronisation import Report
+from crossbow_py.telemetry.rank_pace import RankCounts, RankMeter
+from crossbow_py.telemetry.system import GpuLoad, SystemMonitor, gpu_load, job_sample
+from crossbow_py.telemetry.throughput import ThroughputMeter
+from crossbow_py.train.run import Run
+
+
+class RankTelemetry:
+    """Sends this rank's figures, and keeps those of all ranks. Owned by the training loop.
+
+    Args:
+        run: the run.
+        meter: this rank's time and samples.
+        monitor: reads the GPUs of this rank's node, if this rank is to; else None.
+
+    Attributes:
+        paces: the pace of every rank; of a single rank there is none.
+        gpus: the load of the GPUs of all nodes, by tags in TensorBoard.
+    """
+
+    def __init__(self, run: Run, meter: ThroughputMeter, monitor: SystemMonitor | None = None) -> None:
+        self._run, self._meter, self._monitor = run, meter, monitor
+        hosts = [place.host for place in run.places]
+        self.paces = RankMeter(hosts, run.tokens_per_sample, waits_for_data=run.train_feed.STREAMS)
+        self.gpus: Mapping[str, float] = {}
+
+    def exchange(self, report: Report) -> list[Report]:
+        """Return the reports of all ranks, which call it together; their figures come along."""
+        ranks, meter = self._run.ranks, self._meter
+        if ranks.num_ranks == 1:
+            return [report]
+        counts = RankCounts(report.elapsed_s, meter.waited_s, meter.rank_wait_s)
+        load = GpuLoad() if self._monitor is None else gpu_load(self._monitor.newest)
+        values = report.to_values()
+        every = ranks.gather([*values, *counts, *load])
+        first, second = len(values), len(values) + len(counts)
+        self.paces.update(
+            [RankCounts(*each[first:second]) for each in every], self._run.state.round_index, meter.samples
+        )
+        self.gpus = job_sample([GpuLoad(*each[second:]) for each in every])
+        return [Report.from_values(each[:first]) for each in every]
