@@ -180,10 +180,10 @@ class Trainer:
         check_tuner(auto_tuner)
         check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
         found, self._messages = find_checkpoint(resume, folder, ranks)
+        train, (test, validation) = in_tensors(train_data), map(in_tensors, (test_data, validation_data))
         self.run = RunBuilder(
             make_model=model, resumed_from=str(found.folder) if found else None,
-            data=DataSets(in_tensors(train_data), in_tensors(test_data), in_tensors(validation_data), num_classes,
-                          augmentation, mean, std, sample_weights, class_names),
+            data=DataSets(train, test, validation, num_classes, augmentation, mean, std, sample_weights, class_names),
             settings=settings, choices=choose_together(settings, found, ranks), ranks=ranks, announce=self._announce,
             optimizer=optimizer, rule=averaging, schedule=schedule, loss=loss, metrics=metrics, names=names,
             init_from=None if init_from is None or found else str(given_path("init_from", init_from)),
