@@ -28,7 +28,6 @@ from crossbow_py.telemetry.loggers.tracker import (
 )
 
 RUN_FILE = "mlflow.json"  # in the run's folder: the id of its run
-DATABASE_FILE, ARTIFACTS_FOLDER = "mlflow.db", "mlflow_artifacts"  # there, too, where no other place is set
 
 _STATUS = {"failed": "FAILED", "interrupted": "KILLED", "terminated": "KILLED"}
 _REFUSED = re.compile(r"[^\w.\- :/]")  # in names
@@ -42,7 +41,7 @@ class MLflowLogger(RunLogger):
     """Records a run in MLflow.
 
     Where it goes follows MLflow's own variables, such as MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME. Without the
-    former, a run with a folder has a database there, mlflow.db.
+    former it is what `mlflow ui` shows: the database mlflow.db in the current folder.
 
     Args:
         experiment: name of MLflow's experiment; None is MLFLOW_EXPERIMENT_NAME, else the run's `experiment`.
@@ -92,13 +91,10 @@ class MLflowTracker(Tracker):
         import mlflow  # noqa: PLC0415  an extra, which takes a second
 
         self._folder = folder = subject.folder
-        address, artifacts = self._address, None
-        if address is None and not mlflow.is_tracking_uri_set() and folder is not None:
-            address, artifacts = _database_in(folder), (folder.resolve() / ARTIFACTS_FOLDER).as_uri()
-        address = address or mlflow.get_tracking_uri()
+        address = self._address or mlflow.get_tracking_uri()
         shown, remedy = without_password(address), "start it, correct MLFLOW_TRACKING_URI"
         with (
-            known_id(folder, RUN_FILE, (DATABASE_FILE,), (ARTIFACTS_FOLDER,)) as known,
+            known_id(folder, RUN_FILE) as known,
             refusing(self, f"MLflow at {shown}", remedy),
             _at_the_start(),
         ):
@@ -107,8 +103,7 @@ class MLflowTracker(Tracker):
             run = None if before is None else self._found(before)
             said = [f"MLflow has no run {before} any more and begins a new one."] if before and run is None else []
             if run is None:
-                run = self._begun(subject, artifacts)
-            _check_files(run, folder, artifacts)
+                run = self._begun(subject)
             self._run_id = known.value = run.info.run_id
             self._client.update_run(self._run_id, status="RUNNING")
             self._experiment_id = run.info.experiment_id
@@ -149,7 +144,7 @@ class MLflowTracker(Tracker):
         self._client.log_batch(self._run_id, metrics=metrics, tags=_tags(facts))
         self._client.set_terminated(self._run_id, _STATUS.get(status, "FINISHED"))
 
-    def _begun(self, subject: Subject, artifacts: str | None) -> Any:
+    def _begun(self, subject: Subject) -> Any:
         from mlflow.tracking.context.registry import resolve_tags  # noqa: PLC0415  the user, the program, the commit
 
         name = self._experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or subject.experiment
@@ -160,14 +155,14 @@ class MLflowTracker(Tracker):
                 raise UserError(
                     f"MLflow's experiment {name} is deleted; restore it, or set MLFLOW_EXPERIMENT_NAME to another."
                 )
-            experiment_id = found.experiment_id if found else self._created(name, artifacts)
+            experiment_id = found.experiment_id if found else self._created(name)
         run_name = self._run_name or subject.name
         return self._client.create_run(experiment_id, run_name=run_name, tags=resolve_tags(self._tags))
 
-    def _created(self, name: str, artifacts: str | None) -> str:
+    def _created(self, name: str) -> str:
         """Return the id of a new experiment, or of the one that another process has just made."""
         try:
-            return str(self._client.create_experiment(name, artifact_location=artifacts))
+            return str(self._client.create_experiment(name))
         except Exception:
             found = self._client.get_experiment_by_name(name)
             if found is None:
@@ -209,22 +204,6 @@ class MLflowTracker(Tracker):
         from mlflow.entities import Metric  # noqa: PLC0415
 
         return [Metric(_name(name), float(value), time_ms, samples_seen) for name, value in values.items()]
-
-
-def _database_in(folder: Path) -> str:
-    path = folder.resolve() / DATABASE_FILE
-    if "?" in str(path):  # which begins a query there
-        raise UserError(f"output_dir {folder} must have no ? in it for logger=[mlflow]; set MLFLOW_TRACKING_URI.")
-    return f"sqlite:///{path}"
-
-
-def _check_files(run: Any, folder: Path | None, artifacts: str | None) -> None:
-    """Raise UserError if the run's folder has a database by which files go elsewhere: it was moved, or is a trap."""
-    if artifacts is not None and run.info.artifact_uri != f"{artifacts}/{run.info.run_id}/artifacts":
-        raise UserError(
-            f"{DATABASE_FILE} in {folder} keeps files in {run.info.artifact_uri}, which is not there; move it away, or "
-            "set MLFLOW_TRACKING_URI."
-        )
 
 
 @contextmanager

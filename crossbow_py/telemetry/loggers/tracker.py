@@ -153,15 +153,12 @@ class KnownId:
 
 
 @contextmanager
-def known_id(
-    folder: Path | None, file_name: str, files: Sequence[str] = (), folders: Sequence[str] = ()
-) -> Iterator[KnownId]:
+def known_id(folder: Path | None, file_name: str) -> Iterator[KnownId]:
     """Yield the id of the run that the folder's file has, to be changed; other processes wait meanwhile.
 
     Args:
         folder: the folder; without one the id is kept nowhere.
         file_name: the file.
-        files, folders: what else the service writes there, which must be the folder's own.
 
     Raises:
         UserError: the file cannot be written, or is none of the folder's own.
@@ -171,7 +168,7 @@ def known_id(
         return
     path = folder / file_name
     try:
-        check_own(folder, (file_name, *files), folders)
+        check_own(folder, (file_name,), ())
         with locked(path, lambda: None):
             with open(path, encoding="utf-8", errors="replace", opener=own_file) as file:
                 known = KnownId(_id_in(file.read()))
