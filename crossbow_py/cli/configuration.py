@@ -179,7 +179,7 @@ def from_plain(plain: Mapping[str, Any], kind: type[C]) -> C:
             nested[name] = from_mapping(owner, values, name)
     for name, registry in kind.GROUPS.items():
         if plain.get(name) is not None or fields[name].default is not None:
-            nested[name] = _choose(name, plain.get(name), registry)
+            nested[name] = chosen_settings(name, plain.get(name), registry)
     return from_mapping(kind, {**plain, **nested})
 
 
@@ -233,8 +233,11 @@ def filled_in(
     return found
 
 
-def _choose(group: str, values: Any, registry: Registry) -> Any:
-    """Return the settings object of one group: the class registered under its `name`, built from the other keys."""
+def chosen_settings(group: str, values: Any, registry: Registry) -> Any:
+    """Return the settings object of one group: the class registered under its `name`, built from the other keys.
+
+    Raises UserError.
+    """
     if not isinstance(values, Mapping):
         raise UserError(f"{group} must be one of {', '.join(registry)}, got {shown(values)}; write {group}=NAME.")
     if "name" not in values:
