@@ -204,7 +204,7 @@ def _check_launcher(name: str, known: Sequence[str]) -> None:
     if name in known:
         return
     if name == "ray":
-        raise UserError(f"{_GROUP}=ray is a plugin of Hydra that is not installed; write launcher=ray, without a plugin.")
+        raise UserError(f"{_GROUP}=ray is a plugin of Hydra that is not installed; write launcher=ray instead.")
     if name in _PACKAGES:
         package = _PACKAGES[name]
         raise UserError(f"{_GROUP}={name} is a plugin of Hydra that is not installed; run pip install {package}.")

@@ -73,7 +73,7 @@ class Crew:
         self._waiting = deque(range(len(names)))
         self._running: dict[int, JobProcess] = {}
         self._restarts: Counter[int] = Counter()
-        self._is_stopping = False
+        self._is_stopping = self._is_closed = False
 
     @property
     def is_over(self) -> bool:
@@ -110,15 +110,15 @@ class Crew:
     def stop(self) -> None:
         """Ask all processes to end, and start none from now on. Called again, it does nothing."""
         if not self._is_stopping:
-            self._is_stopping = True
+            self._is_stopping = self._is_closed = True
             self._waiting.clear()
             for process in self._running.values():
                 process.stop()
 
     def start_no_more(self) -> None:
-        """Give up what has no place yet, and what is lost from now on."""
+        """Start none from now on: give up those that have no place yet, and those that are lost."""
         self._waiting.clear()
-        self._max_restarts = 0
+        self._is_closed = True
         for process in self._running.values():
             if not process.is_placed:
                 process.stop()
@@ -126,9 +126,10 @@ class Crew:
     def _settled(self, number: int, found: Ended | Lost) -> list[tuple[int, Ended]]:
         """Return the end of a job, or nothing if it is started again."""
         reason = _why_lost(found)
-        if reason is None or self._is_stopping:
-            is_end = isinstance(found, Ended) and found.code >= 0
-            return [(number, found if is_end and isinstance(found, Ended) else Ended(EXIT_TERMINATED))]
+        if isinstance(found, Ended) and found.code >= 0 and (reason is None or self._is_closed):
+            return [(number, found)]
+        if self._is_closed:
+            return [(number, Ended(EXIT_TERMINATED))]
         name, before = self._names[number], self._restarts[number]
         if before >= self._max_restarts:
             again = f" after it was started again {before} time{'s' * (before > 1)}" if before else ""

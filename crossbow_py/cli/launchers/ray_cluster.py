@@ -1,4 +1,4 @@
-"""A cluster of Ray as a place for jobs. All that is known of Ray is here; it is imported when a cluster is asked for."""
+"""A cluster of Ray as a place for jobs. All that is known of Ray is here, and imported once a cluster is asked for."""
 
 from __future__ import annotations
 
@@ -190,8 +190,8 @@ class RayProcess:
         job, place = self._job, Place(*answer)
         if not place.has_folder:
             raise UserError(
-                f"machine {place.host} of the Ray cluster has no folder {job.folder}, in which the command was started; "
-                "start it in a folder that all machines have."
+                f"machine {place.host} of the Ray cluster has no folder {job.folder}, where the command was started; "
+                "start it in one that all machines have."
             )
         self._check(place)
         self._is_placed = True

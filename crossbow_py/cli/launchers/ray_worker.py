@@ -1,6 +1,6 @@
 """A job's process on the machine that Ray has chosen, and the object of Ray that holds it there.
 
-The job is a process of its own, not Ray's, so that it is there what it is alone: signals, threads, device and exit code.
+It is no process of Ray itself, so that the job is there what it is alone: signals, threads, device and exit code.
 """
 
 from __future__ import annotations
