@@ -25,6 +25,7 @@ from crossbow_py.cli.flags import Flags, read_flags, split_flags
 from crossbow_py.cli.help_text import help_text, list_text
 from crossbow_py.cli.hydra_app import config_text, info_text, launch
 from crossbow_py.cli.hydra_words import BASIC, HydraWords, split_hydra
+from crossbow_py.cli.launchers import LaunchError
 from crossbow_py.cli.launchers.placement import RayLauncher
 from crossbow_py.cli.launchers.ray_sweep import place_jobs
 from crossbow_py.cli.launchers.words import split_launcher
@@ -33,7 +34,6 @@ from crossbow_py.cli.overrides import as_override, expand_sweeps
 from crossbow_py.core.errors import (
     CentralModelError,
     DataError,
-    LaunchError,
     NonFiniteError,
     RankError,
     RankLostError,

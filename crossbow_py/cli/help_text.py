@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from crossbow_py.cli.config_files import config_dir, read_yaml
-from crossbow_py.cli.configuration import APPENDED_GROUPS, CommandConfig, group_options, read_option
+from crossbow_py.cli.configuration import APPENDED_GROUPS, CommandConfig, Registry, group_options, read_option
 from crossbow_py.cli.flags import FLAGS
+from crossbow_py.cli.launchers.words import GROUP as LAUNCHER
+from crossbow_py.cli.launchers.words import LAUNCHERS
 from crossbow_py.core.settings import allowed, written
 
 _OF_HYDRA = (
@@ -47,7 +49,9 @@ def help_text(kind: type[CommandConfig]) -> str:
             lines += ["", f"{field.name}=OPTION: {field.metadata['help']}"]
             lines += [f" OPTION is one of {', '.join(group_options(field.name, kind))}"]
             lines += map(_key_line, group_keys(field.name, kind))
-    return "\n".join(lines)
+    lines += ["", f"{LAUNCHER}=OPTION, with -m, and for a search without it: where jobs run, if not here"]
+    lines += [f" OPTION is {', '.join(LAUNCHERS)}"]
+    return "\n".join([*lines, *map(_key_line, launcher_keys())])
 
 
 def list_text(kind: type[CommandConfig]) -> str:
@@ -88,12 +92,27 @@ def command_keys(kind: type[CommandConfig]) -> list[Key]:
 
 def group_keys(group: str, kind: type[CommandConfig]) -> list[Key]:
     """Return every key of a group, once for each of its meanings and defaults, with the options that have it."""
+    return registry_keys(group, kind.GROUPS[group])
+
+
+def launcher_keys() -> list[Key]:
+    """Return every key of our own launchers."""
+    return registry_keys(LAUNCHER, LAUNCHERS)
+
+
+def launcher_meanings() -> dict[str, str]:
+    """Return our own launchers by name, each with the first line of its docstring."""
+    return {name: (settings.__doc__ or "").split("\n")[0] for name, settings in LAUNCHERS.items()}
+
+
+def registry_keys(group: str, registry: Registry) -> list[Key]:
+    """Return every key of the classes of a group, as `group_keys` does."""
     owners: dict[str, dict[Key, list[str]]] = {}
-    for option, settings in kind.GROUPS[group].items():
+    for option, settings in registry.items():
         for field in dataclasses.fields(settings):
             key = _key(settings, field, f"{group}.")
             owners.setdefault(field.name, {}).setdefault(key, []).append(option)
-    everyone = len(kind.GROUPS[group])
+    everyone = len(registry)
     return [
         key if len(options) == everyone else dataclasses.replace(key, options=tuple(options))
         for keys in owners.values()

@@ -41,9 +41,10 @@ from crossbow_py.cli.configuration import (
 )
 from crossbow_py.cli.flags import Flags
 from crossbow_py.cli.hydra_words import HydraWords
+from crossbow_py.cli.launchers import LaunchError
 from crossbow_py.cli.output_folder import RUNS
 from crossbow_py.cli.overrides import as_override
-from crossbow_py.core.errors import LaunchError, UserError
+from crossbow_py.core.errors import UserError
 from crossbow_py.core.printing import print_line
 from crossbow_py.core.settings import shown, suggestion, written
 from crossbow_py.core.signals import EXIT_TERMINATED

@@ -9,7 +9,6 @@ from pathlib import Path
 from crossbow_py.core.version import PACKAGE
 
 _INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
-_LONGEST_SAID = 300
 
 
 class CrossbowError(Exception):
@@ -79,22 +78,6 @@ class NonFiniteError(CrossbowError):
 
 class SearchError(CrossbowError):
     """A search cannot go on, or has no result. Finished trials are kept. One sentence with the remedy."""
-
-
-class LaunchError(CrossbowError):
-    """A launcher failed, or lost a run of a sweep. Runs that have ended are kept. The error is the cause.
-
-    Args:
-        choice: the word that chose it, such as hydra/launcher=joblib.
-        error: what it raised.
-    """
-
-    def __init__(self, choice: str, error: BaseException) -> None:
-        said = one_line(error)[:_LONGEST_SAID].rstrip(".")
-        super().__init__(
-            f"{choice} failed ({said}); what has ended is kept. Look at its own output, or leave "
-            f"{choice.partition('=')[0]} out, and the runs go one after another."
-        )
 
 
 class DeviceLostError(SearchError):

@@ -14,10 +14,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from crossbow_py.cli.launchers import LaunchError
 from crossbow_py.cli.launchers.crew import Ended, Lost
 from crossbow_py.cli.launchers.placement import AUTO, Machine, RayLauncher, Share
 from crossbow_py.cli.launchers.ray_worker import JobHolder
-from crossbow_py.core.errors import LaunchError, UserError, one_line
+from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.signals import EXIT_TERMINATED
 
 _CHOICE = f"{RayLauncher.GROUP}={RayLauncher.NAME}"

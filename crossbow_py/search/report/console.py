@@ -131,8 +131,8 @@ def header_lines(info: SearchInfo) -> list[str]:
     lines = [
         f"{info.experiment}: {info.num_trials} trials on {info.data}, {info.sampler} sampling, {info.method} in "
         f"{counted(info.num_brackets, 'bracket')}, measured at {measured_at} epochs",
-        f"{'greatest' if info.maximize else 'least'} {_spoken(info.metric)} wins · packing {info.policy} · {info.device} · "
-        f"{info.precision} · seed {info.seed} · worker {info.worker}",
+        f"{'greatest' if info.maximize else 'least'} {_spoken(info.metric)} wins · packing {info.policy} · "
+        f"{info.device} · {info.precision} · seed {info.seed} · worker {info.worker}",
         f"storage {info.storage}",
     ]
     if info.output_dir:

@@ -1,0 +1,263 @@
+"""What needs no cluster of Ray: a job's process, the words of one that is started again, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from crossbow_py.cli.launchers import ray_cluster
+from crossbow_py.cli.launchers.crew import Ended, Lost
+from crossbow_py.cli.launchers.placement import Machine, RayLauncher, Share
+from crossbow_py.cli.launchers.ray_cluster import Place, PlacedJob, RayCluster, RayProcess, connected
+from crossbow_py.cli.launchers.ray_sweep import resumed
+from crossbow_py.cli.launchers.ray_worker import JobHolder, machine_name
+from crossbow_py.core.errors import UserError
+from crossbow_py.train.__main__ import main
+from tests.said import error_line
+from tests.training_processes import await_true
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Puts a script of the shell in Python's place."""
+
+    def write(text: str) -> None:
+        path = tmp_path / "program"
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+
+    return write
+
+
+@pytest.fixture
+def holder() -> Iterator[JobHolder]:
+    held = JobHolder()
+    yield held
+    for file in (held._out, held._err):
+        file.close()
+
+
+def code_of(holder: JobHolder) -> int | None:
+    await_true(lambda: holder.poll()[0] is not None)
+    return holder.poll()[0]
+
+
+def test_job_has_its_words_its_folder_and_no_gpu_and_its_output_comes_back(
+    program: Callable[[str], None], holder: JobHolder, tmp_path: Path
+) -> None:
+    program('echo "$3 $4 $5 $6 [$CUDA_VISIBLE_DEVICES]"; pwd; echo wrong >&2; exit 3')
+    holder.begin("train", str(tmp_path), ["seed=1", "a b"], False)
+    assert code_of(holder) == 3
+    assert holder.poll() == (3, True, f"train seed=1 a b  []\n{tmp_path}\n", "wrong\n")
+
+
+def test_job_on_a_gpu_sees_those_of_its_holder(
+    program: Callable[[str], None], holder: JobHolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    program('echo "$CUDA_VISIBLE_DEVICES"')
+    holder.begin("train", str(tmp_path), [], True)
+    assert code_of(holder) == 0 and holder.poll()[2] == "5\n"
+
+
+def test_job_that_is_stopped_gets_sigterm(
+    program: Callable[[str], None], holder: JobHolder, tmp_path: Path
+) -> None:
+    program("exec sleep 60")
+    assert holder.begin("train", str(tmp_path), [], False) == (None, False, "", "")
+    holder.stop()
+    assert code_of(holder) == -15
+    holder.stop()  # of one that has ended: nothing
+
+
+def test_holder_sees_what_its_machine_has(holder: JobHolder, tmp_path: Path) -> None:
+    (tmp_path / "mark").touch()
+    assert holder.look(str(tmp_path), str(tmp_path / "mark")) == (machine_name(), True, True)
+    assert holder.look(str(tmp_path / "x"), str(tmp_path / "x")) == (machine_name(), False, False)
+    assert holder.look(str(tmp_path), None) == (machine_name(), True, False)
+    with pytest.raises(RuntimeError, match="was not started"):
+        holder.poll()
+
+
+class RayError(Exception):
+    pass
+
+
+class ActorUnavailableError(RayError):
+    pass
+
+
+class Asked:
+    """Ray, as far as it is used, whose holder gives these answers in turn; None is one that has not come yet."""
+
+    exceptions = SimpleNamespace(RayError=RayError, ActorUnavailableError=ActorUnavailableError)
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers, self.calls = list(answers), list[tuple[str, tuple[Any, ...]]]()
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*arguments: Any) -> str:
+            self.calls.append((name, arguments))
+            return name
+
+        return SimpleNamespace(remote=remote)
+
+    def wait(self, refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        assert timeout == 0
+        if self.answers[0] is None:
+            self.answers.pop(0)
+            return [], refs
+        return refs, []
+
+    def get(self, _: Any) -> Any:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+HERE = ("host boot", True, True)
+JOB = PlacedJob("train", ["seed=1"], "/somewhere", "/somewhere/mark")
+
+
+def process(ray: Asked, places: list[Place] | None = None) -> RayProcess:
+    return RayProcess(ray, ray, JOB, (places if places is not None else []).append, on_gpu=True)
+
+
+def test_job_begins_where_it_was_placed_and_ends_with_its_output() -> None:
+    ray = Asked(None, HERE, (None, False, "", ""), (None, True, "", ""), (0, True, "out", "err"))
+    places: list[Place] = []
+    own = process(ray, places)
+    assert own.poll() is None and not own.is_placed
+    assert own.poll() is None and own.is_placed and places == [Place("host boot", True, True)]
+    assert places[0].host == "host"
+    assert own.poll() is None and not own.has_printed
+    assert own.poll() is None and own.has_printed
+    assert own.poll() == Ended(0, "out", "err")
+    assert [name for name, _ in ray.calls] == ["look", "begin", "poll", "poll"]
+    assert ray.calls[0][1] == ("/somewhere", "/somewhere/mark")
+    assert ray.calls[1][1] == ("train", "/somewhere", ["seed=1"], True)
+
+
+def test_holder_that_is_gone_is_a_loss_and_one_that_does_not_answer_is_asked_again() -> None:
+    ray = Asked(HERE, ActorUnavailableError("for now"), RayError("The actor died.\n\tclass_name: JobHolder"))
+    own = process(ray)
+    assert own.poll() is None and own.poll() is None
+    assert own.poll() == Lost("The actor died")
+    assert [name for name, _ in ray.calls] == ["look", "begin", "poll"]
+
+
+def test_job_is_stopped_where_it_runs_and_given_up_where_it_does_not() -> None:
+    ray = Asked(None, HERE)
+    waiting, running = process(ray), process(ray)
+    assert waiting.poll() is None and running.poll() is None
+    waiting.stop()
+    running.stop()
+    assert waiting.poll() == Ended(143)
+    assert [name for name, _ in ray.calls] == ["look", "look", "begin", "stop"]
+
+
+def test_machine_without_the_folder_is_refused_by_name() -> None:
+    own = process(Asked(("host boot", False, False)))
+    with pytest.raises(UserError, match="machine host of the Ray cluster has no folder /somewhere, where the command"):
+        own.poll()
+    assert not own.is_placed
+
+
+def test_machines_are_those_that_live() -> None:
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 8.0, "GPU": 2.0, "memory": 1e9}},
+        {"Alive": False, "Resources": {}},
+        {"Alive": True, "Resources": {"memory": 1e9}},
+    ]
+    assert RayCluster(SimpleNamespace(nodes=lambda: nodes)).machines() == [Machine(8, 2), Machine(0, 0)]
+
+
+def test_place_of_a_job_is_asked_for_with_its_share() -> None:
+    asked: list[Any] = []
+    ray = Asked()
+
+    def options(**given: Any) -> Any:
+        asked.append(given)
+        return SimpleNamespace(remote=lambda: ray)
+
+    module = SimpleNamespace(remote=lambda kind: SimpleNamespace(options=options) if kind is JobHolder else None)
+    RayCluster(module).start(Share(4, 1, 2), JOB, lambda _: None)
+    assert asked[0]["num_cpus"] == 4 and asked[0]["num_gpus"] == 1 and asked[0]["max_restarts"] == 0
+    assert [name for name, _ in ray.calls] == ["look"]
+
+
+@pytest.mark.parametrize(
+    ("words", "again"),
+    [
+        (["seed=1", "output_dir=a"], ["seed=1", "output_dir=a", "resume=auto"]),
+        (["seed=1"], ["seed=1"]),
+        (["resume=runs/a", "output_dir=a"], ["resume=runs/a", "output_dir=a"]),
+        (["++resume=null", "output_dir=a"], ["++resume=null", "output_dir=a"]),
+    ],
+)
+def test_run_that_is_started_again_goes_on_in_its_folder(words: list[str], again: list[str]) -> None:
+    assert resumed(words) == again
+
+
+def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "ray" else found(name, *more))
+
+
+def _with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: "ray" if name == "ray" else found(name, *more))
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_ray_that_is_not_installed_is_one_line_that_says_how(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _without_ray(monkeypatch)
+    assert main(["-m", "launcher=ray", "seed=1,2"]) == 2
+    asked = 'launcher=ray needs Ray, which is not installed; run pip install "crossbow_py[ray]".\n'
+    assert error_line(capsys) == f"error: {asked}"
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_launcher_that_cannot_start_this_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launcher=ray"]) == 2
+    assert "launcher=ray is for the jobs of a sweep; add -m" in error_line(capsys)
+    assert main(["-m", "launcher=ray", "hydra/launcher=joblib", "seed=1,2"]) == 2
+    assert "launcher=ray and hydra/launcher=joblib both start the jobs of a sweep" in error_line(capsys)
+    assert main(["launcher=ray", "--cfg", "job", "-p", "seed"]) == 0
+    assert capsys.readouterr().out == "0\n"
+    _with_ray(monkeypatch)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["-m", "launcher=ray", "seed=1,2"]) == 2
+    assert "launcher=ray starts processes, and so does torchrun" in error_line(capsys)
+
+
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_address_where_nothing_answers_is_one_line_in_bounded_time(
+    by_variable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_ray(monkeypatch)
+    monkeypatch.setattr(ray_cluster, "_ANSWER_S", 0.2)
+    with socket.socket() as taken:  # a port that nothing listens at
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address if by_variable else "")
+        begun = time.monotonic()
+        said = f"launcher.address={address}: no Ray cluster answers there .* ray start --head"
+        with pytest.raises(UserError, match=said), connected(RayLauncher(address="auto" if by_variable else address)):
+            pass
+    assert time.monotonic() - begun < 5
