@@ -19,6 +19,7 @@ from crossbow_py.cli.launchers.crew import Ended, Lost
 from crossbow_py.cli.launchers.placement import AUTO, Machine, RayLauncher, Share
 from crossbow_py.cli.launchers.ray_worker import JobHolder
 from crossbow_py.core.errors import UserError, one_line
+from crossbow_py.core.settings import shown
 from crossbow_py.core.signals import EXIT_TERMINATED
 
 _CHOICE = f"{RayLauncher.GROUP}={RayLauncher.NAME}"
@@ -74,14 +75,16 @@ def connected(launcher: RayLauncher) -> Iterator[RayCluster]:
     ray: Any = importlib.import_module("ray")
     if ray.is_initialized():
         raise UserError(f"{_CHOICE} connects to Ray, and this process has done so; start the command by itself.")
-    handler = signal.getsignal(signal.SIGTERM)  # which Ray replaces
+    handler = signal.getsignal(signal.SIGTERM)
     try:
-        _connect(ray, launcher)
+        try:
+            _connect(ray, launcher)
+        finally:  # Ray has put its own there
+            if handler is not None and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)
         yield RayCluster(ray)
     finally:
         ray.shutdown()
-        if handler is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
 
 
 def _connect(ray: Any, launcher: RayLauncher) -> None:
@@ -100,7 +103,12 @@ def _check_answers(launcher: RayLauncher) -> None:
     address = launcher.address
     if address == AUTO:
         address = os.environ.get("RAY_ADDRESS") or None
-    if address is None or "://" in address or ":" not in address:  # Ray finds it, or says why not
+    if address is not None and "://" in address:
+        raise UserError(
+            f"RAY_ADDRESS must be HOST:PORT, got {shown(address)}; start the command on a machine of the cluster, for "
+            "example by ray job submit."
+        )
+    if address is None or ":" not in address:  # Ray finds it, or says why not
         return
     host, _, port = address.rpartition(":")
     try:
@@ -136,7 +144,7 @@ class RayCluster:
         holder = self._ray.remote(JobHolder).options(
             num_cpus=share.cpus, num_gpus=share.gpus, max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD",
         )  # fmt: skip
-        return RayProcess(self._ray, holder.remote(), job, check, on_gpu=share.gpus > 0)
+        return RayProcess(self._ray, holder.remote(), share, job, check)
 
 
 class RayProcess:
@@ -145,15 +153,15 @@ class RayProcess:
     Args:
         ray: the module.
         holder: Ray's handle of a `JobHolder`, which may still wait for its place.
+        share: what it has of a machine.
         job: what to start.
         check: called with its place.
-        on_gpu: whether it has a GPU.
     """
 
     def __init__(
-        self, ray: Any, holder: Any, job: PlacedJob, check: Callable[[Place], None], *, on_gpu: bool
+        self, ray: Any, holder: Any, share: Share, job: PlacedJob, check: Callable[[Place], None]
     ) -> None:  # fmt: skip
-        self._ray, self._holder, self._job, self._check, self._on_gpu = ray, holder, job, check, on_gpu
+        self._ray, self._holder, self._share, self._job, self._check = ray, holder, share, job, check
         self._is_placed = self._has_printed = self._is_given_up = False
         self._asked = self._ask_again()
 
@@ -196,7 +204,8 @@ class RayProcess:
             )
         self._check(place)
         self._is_placed = True
-        self._asked = self._holder.begin.remote(job.command, job.folder, list(job.words), self._on_gpu)
+        on_gpu, threads = self._share.gpus > 0, self._share.cpus
+        self._asked = self._holder.begin.remote(job.command, job.folder, list(job.words), on_gpu, threads)
 
     def _ended(self, answer: tuple[int | None, bool, str, str]) -> Ended | None:
         code, self._has_printed, out, err = answer

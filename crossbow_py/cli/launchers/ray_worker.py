@@ -13,7 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -32,13 +32,14 @@ class JobHolder:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self._environment = dict(os.environ)  # Ray's, with the GPU of this holder; later calls may not have that
+        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115  which live as long
 
     def look(self, folder: str, mark: str | None) -> tuple[str, bool, bool]:
         """Return the name of this machine, whether it has the folder to run in, and whether it sees the file `mark`."""
         return machine_name(), Path(folder).is_dir(), mark is not None and Path(mark).exists()
 
-    def begin(self, command: str, folder: str, words: Sequence[str], on_gpu: bool) -> Answer:
+    def begin(self, command: str, folder: str, words: Sequence[str], on_gpu: bool, threads: int) -> Answer:
         """Start the job in a folder, and return what `poll` does. It is killed with the process that this is in.
 
         Args:
@@ -46,12 +47,14 @@ class JobHolder:
             folder: its current folder.
             words: its command line.
             on_gpu: whether it may use the GPU that Ray has reserved for it; otherwise it sees none.
+            threads: its share of the cores, unless this machine's OMP_NUM_THREADS says otherwise.
         """
         with suppress(ValueError):  # in another thread than the main one
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the system reaps children, exit codes are lost
         self._process = subprocess.Popen(
             [sys.executable, "-m", "crossbow_py.cli.launchers.ray_worker", command, *words], cwd=folder,
-            env=_environment(on_gpu), stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err,
+            env=_environment(self._environment, on_gpu, threads), stdin=subprocess.DEVNULL, stdout=self._out,
+            stderr=self._err,
             start_new_session=True,  # a Ctrl-C in the terminal is for whoever started all jobs, who then stops them
         )  # fmt: skip
         return self.poll()
@@ -78,9 +81,9 @@ def machine_name() -> str:
     return f"{socket.gethostname()} {boot}"
 
 
-def _environment(on_gpu: bool) -> dict[str, str]:
-    """Return the variables of a job: those of Ray's process, which has its GPU and its number of threads among them."""
-    found = dict(os.environ)
+def _environment(given: Mapping[str, str], on_gpu: bool, threads: int) -> dict[str, str]:
+    """Return the variables of a job, by those of the process that holds it."""
+    found = {"OMP_NUM_THREADS": str(max(1, threads)), **given}
     root = str(PACKAGE.parent)
     if root != sysconfig.get_paths()["purelib"]:  # a checkout, which whoever started the jobs had on its path
         found["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [found.get("PYTHONPATH")])])

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("optuna")
-
 from crossbow_py.cli.launchers.crew import Ended
 from crossbow_py.cli.launchers.placement import Machine, RayLauncher, Share
 from crossbow_py.cli.launchers.ray_cluster import Place, PlacedJob

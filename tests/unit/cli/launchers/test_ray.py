@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import socket
 import sys
@@ -38,12 +39,12 @@ def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], 
     return write
 
 
-@pytest.fixture
-def holder() -> Iterator[JobHolder]:
-    held = JobHolder()
-    yield held
-    for file in (held._out, held._err):
-        file.close()
+@contextlib.contextmanager
+def held() -> Iterator[JobHolder]:
+    """A holder, whose files are closed in the end."""
+    holder = JobHolder()
+    with holder._out, holder._err:
+        yield holder
 
 
 def code_of(holder: JobHolder) -> int | None:
@@ -51,41 +52,48 @@ def code_of(holder: JobHolder) -> int | None:
     return holder.poll()[0]
 
 
-def test_job_has_its_words_its_folder_and_no_gpu_and_its_output_comes_back(
-    program: Callable[[str], None], holder: JobHolder, tmp_path: Path
+@pytest.mark.parametrize(("given", "threads"), [(None, 3), ("5", 5)])
+def test_job_has_its_words_its_folder_and_threads_and_no_gpu_and_its_output_comes_back(
+    given: str | None, threads: int, program: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program('echo "$3 $4 $5 $6 [$CUDA_VISIBLE_DEVICES]"; pwd; echo wrong >&2; exit 3')
-    holder.begin("train", str(tmp_path), ["seed=1", "a b"], False)
-    assert code_of(holder) == 3
-    assert holder.poll() == (3, True, f"train seed=1 a b  []\n{tmp_path}\n", "wrong\n")
+    monkeypatch.setenv("OMP_NUM_THREADS", given or "")
+    if given is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    with held() as holder:
+        program('echo "$3 $4 $5 $6 [$CUDA_VISIBLE_DEVICES] $OMP_NUM_THREADS"; pwd; echo wrong >&2; exit 3')
+        holder.begin("train", str(tmp_path), ["seed=1", "a b"], False, 3)
+        assert code_of(holder) == 3
+        assert holder.poll() == (3, True, f"train seed=1 a b  [] {threads}\n{tmp_path}\n", "wrong\n")
 
 
-def test_job_on_a_gpu_sees_those_of_its_holder(
-    program: Callable[[str], None], holder: JobHolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_job_on_a_gpu_sees_the_one_that_its_holder_was_made_with(
+    program: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    program('echo "$CUDA_VISIBLE_DEVICES"')
-    holder.begin("train", str(tmp_path), [], True)
-    assert code_of(holder) == 0 and holder.poll()[2] == "5\n"
+    with held() as holder:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5")
+        program('echo "$CUDA_VISIBLE_DEVICES"')
+        holder.begin("train", str(tmp_path), [], True, 1)
+        assert code_of(holder) == 0 and holder.poll()[2] == "5\n"
 
 
-def test_job_that_is_stopped_gets_sigterm(
-    program: Callable[[str], None], holder: JobHolder, tmp_path: Path
-) -> None:
+def test_job_that_is_stopped_gets_sigterm(program: Callable[[str], None], tmp_path: Path) -> None:
     program("exec sleep 60")
-    assert holder.begin("train", str(tmp_path), [], False) == (None, False, "", "")
-    holder.stop()
-    assert code_of(holder) == -15
-    holder.stop()  # of one that has ended: nothing
+    with held() as holder:
+        assert holder.begin("train", str(tmp_path), [], False, 1) == (None, False, "", "")
+        holder.stop()
+        assert code_of(holder) == -15
+        holder.stop()  # of one that has ended: nothing
 
 
-def test_holder_sees_what_its_machine_has(holder: JobHolder, tmp_path: Path) -> None:
+def test_holder_sees_what_its_machine_has(tmp_path: Path) -> None:
     (tmp_path / "mark").touch()
-    assert holder.look(str(tmp_path), str(tmp_path / "mark")) == (machine_name(), True, True)
-    assert holder.look(str(tmp_path / "x"), str(tmp_path / "x")) == (machine_name(), False, False)
-    assert holder.look(str(tmp_path), None) == (machine_name(), True, False)
-    with pytest.raises(RuntimeError, match="was not started"):
-        holder.poll()
+    with held() as holder:
+        assert holder.look(str(tmp_path), str(tmp_path / "mark")) == (machine_name(), True, True)
+        assert holder.look(str(tmp_path / "x"), str(tmp_path / "x")) == (machine_name(), False, False)
+        assert holder.look(str(tmp_path), None) == (machine_name(), True, False)
+        with pytest.raises(RuntimeError, match="was not started"):
+            holder.poll()
 
 
 class RayError(Exception):
@@ -130,7 +138,7 @@ JOB = PlacedJob("train", ["seed=1"], "/somewhere", "/somewhere/mark")
 
 
 def process(ray: Asked, places: list[Place] | None = None) -> RayProcess:
-    return RayProcess(ray, ray, JOB, (places if places is not None else []).append, on_gpu=True)
+    return RayProcess(ray, ray, Share(4, 1, 2), JOB, (places if places is not None else []).append)
 
 
 def test_job_begins_where_it_was_placed_and_ends_with_its_output() -> None:
@@ -145,7 +153,7 @@ def test_job_begins_where_it_was_placed_and_ends_with_its_output() -> None:
     assert own.poll() == Ended(0, "out", "err")
     assert [name for name, _ in ray.calls] == ["look", "begin", "poll", "poll"]
     assert ray.calls[0][1] == ("/somewhere", "/somewhere/mark")
-    assert ray.calls[1][1] == ("train", "/somewhere", ["seed=1"], True)
+    assert ray.calls[1][1] == ("train", "/somewhere", ["seed=1"], True, 4)
 
 
 def test_holder_that_is_gone_is_a_loss_and_one_that_does_not_answer_is_asked_again() -> None:
@@ -261,3 +269,10 @@ def test_address_where_nothing_answers_is_one_line_in_bounded_time(
         with pytest.raises(UserError, match=said), connected(RayLauncher(address="auto" if by_variable else address)):
             pass
     assert time.monotonic() - begun < 5
+
+
+def test_address_of_rays_client_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _with_ray(monkeypatch)
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    with pytest.raises(UserError, match="RAY_ADDRESS must be HOST:PORT, got 'ray://head:10001'"):
+        connected(RayLauncher(address="auto")).__enter__()
