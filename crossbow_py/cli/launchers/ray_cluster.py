@@ -232,7 +232,7 @@ class RayProcess:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of what Ray says of a loss that tells something, in a few words."""
+    """Return the last line of what Ray says of a loss: those before are about the object that held the job."""
     cause = getattr(error, "cause", None) or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [type(error).__name__]
-    return lines[0][:_LONGEST_REASON].rstrip(".")
+    return lines[-1][:_LONGEST_REASON].rstrip(".")

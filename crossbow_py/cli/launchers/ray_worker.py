@@ -51,10 +51,10 @@ class JobHolder:
         """
         with suppress(ValueError):  # in another thread than the main one
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the system reaps children, exit codes are lost
+        program = [sys.executable, "-m", "crossbow_py.cli.launchers.ray_worker", str(os.getpid())]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "crossbow_py.cli.launchers.ray_worker", command, *words], cwd=folder,
-            env=_environment(self._environment, on_gpu, threads), stdin=subprocess.DEVNULL, stdout=self._out,
-            stderr=self._err,
+            [*program, command, *words], cwd=folder, env=_environment(self._environment, on_gpu, threads),
+            stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err,
             start_new_session=True,  # a Ctrl-C in the terminal is for whoever started all jobs, who then stops them
         )  # fmt: skip
         return self.poll()
@@ -97,9 +97,11 @@ def _end(file: IO[bytes]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Be the job: `argv` has the command, and the words of its command line. Return the exit code."""
-    command, *words = argv
+    """Be the job: `argv` has the holder's process, the command, and its command line. Return the exit code."""
+    holder, command, *words = argv
     end_with_parent(signal.SIGKILL)  # at once: whoever takes its place must not find it at work
+    if os.getppid() != int(holder):  # which has ended before that
+        signal.raise_signal(signal.SIGKILL)
     return int(importlib.import_module(f"crossbow_py.{command}.__main__").main(words))
 
 

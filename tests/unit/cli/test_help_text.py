@@ -94,6 +94,6 @@ def test_list_text_says_what_every_option_is() -> None:
 def test_help_text_has_the_launcher_and_its_keys() -> None:
     lines = help_text(SearchConfig).splitlines()
     assert " OPTION is ray" in lines
-    assert [line.split()[0] for line in lines if line.startswith("  launcher.")] == [
-        "launcher.address=null", "launcher.num_workers=null", "launcher.cpus_per_worker=null", "launcher.max_restarts=3",
+    assert [line.split()[0].removeprefix("launcher.") for line in lines if line.startswith("  launcher.")] == [
+        "address=null", "num_workers=null", "cpus_per_worker=null", "max_restarts=3",
     ]  # fmt: skip

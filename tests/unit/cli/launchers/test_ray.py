@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from crossbow_py.cli.launchers import ray_cluster
+from crossbow_py.cli.launchers import ray_cluster, ray_sweep
 from crossbow_py.cli.launchers.crew import Ended, Lost
 from crossbow_py.cli.launchers.placement import Machine, RayLauncher, Share
 from crossbow_py.cli.launchers.ray_cluster import Place, PlacedJob, RayCluster, RayProcess, connected
@@ -60,7 +60,7 @@ def test_job_has_its_words_its_folder_and_threads_and_no_gpu_and_its_output_come
     if given is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
     with held() as holder:
-        program('echo "$3 $4 $5 $6 [$CUDA_VISIBLE_DEVICES] $OMP_NUM_THREADS"; pwd; echo wrong >&2; exit 3')
+        program('echo "$4 $5 $6 $7 [$CUDA_VISIBLE_DEVICES] $OMP_NUM_THREADS"; pwd; echo wrong >&2; exit 3')
         holder.begin("train", str(tmp_path), ["seed=1", "a b"], False, 3)
         assert code_of(holder) == 3
         assert holder.poll() == (3, True, f"train seed=1 a b  [] {threads}\n{tmp_path}\n", "wrong\n")
@@ -157,10 +157,10 @@ def test_job_begins_where_it_was_placed_and_ends_with_its_output() -> None:
 
 
 def test_holder_that_is_gone_is_a_loss_and_one_that_does_not_answer_is_asked_again() -> None:
-    ray = Asked(HERE, ActorUnavailableError("for now"), RayError("The actor died.\n\tclass_name: JobHolder"))
+    ray = Asked(HERE, ActorUnavailableError("for now"), RayError("The actor died.\n\tclass_name: JobHolder\nIts node is gone."))
     own = process(ray)
     assert own.poll() is None and own.poll() is None
-    assert own.poll() == Lost("The actor died")
+    assert own.poll() == Lost("Its node is gone")
     assert [name for name, _ in ray.calls] == ["look", "begin", "poll"]
 
 
@@ -276,3 +276,64 @@ def test_address_of_rays_client_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     with pytest.raises(UserError, match="RAY_ADDRESS must be HOST:PORT, got 'ray://head:10001'"):
         connected(RayLauncher(address="auto")).__enter__()
+
+
+class Done:
+    """A process that has ended as is written down for its seed."""
+
+    is_placed, has_printed = True, True
+
+    def __init__(self, end: Ended | Lost) -> None:
+        self._end = end
+
+    def poll(self) -> Ended | Lost:
+        return self._end
+
+    def stop(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Sweep:
+    """A cluster of three cores on which the run of seed 2 is lost once, and that of seed 3 is refused."""
+
+    def __init__(self) -> None:
+        self.jobs: list[PlacedJob] = []
+
+    def machines(self) -> list[Machine]:
+        return [Machine(3, 0)]
+
+    def start(self, share: Share, job: PlacedJob, check: Callable[[Place], None]) -> Done:
+        assert share == Share(1, 0, 3)
+        check(Place("elsewhere boot", True, False))
+        self.jobs.append(job)
+        seed = next(word for word in job.words if word.startswith("seed="))
+        if seed == "seed=2" and "resume=auto" not in job.words:
+            return Done(Lost("its node is gone"))
+        return Done(Ended(2, err="error: no.\n") if seed == "seed=3" else Ended(0, f"trained {seed}\n"))
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_sweep_prints_each_run_as_it_ends_and_resumes_what_was_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = Sweep()
+    monkeypatch.setattr(ray_sweep, "connected", lambda _: contextlib.nullcontext(cluster))
+    words = ["-m", "launcher=ray", "launcher.num_workers=3", "seed=1,2,3", "output_dir=swept", "device=cpu"]
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert said.err == "error: no.\n"
+    assert said.out.splitlines() == [
+        "launcher=ray starts 3 runs, 3 at a time, each on 1 core",
+        "run 2: seed=2 was lost (its node is gone) and is started again, 1 of 3 times",
+        "run 1 of 3: seed=1",
+        "trained seed=1",
+        "run 3 of 3: seed=3",
+        "run 2 of 3: seed=2",
+        "trained seed=2",
+    ]
+    assert [(job.command, job.folder) for job in cluster.jobs] == [("train", str(Path.cwd()))] * 4
+    assert cluster.jobs[0].words == ["seed=1", "output_dir=swept", "device=cpu", 'output_dir="swept/seed=1"']
+    assert cluster.jobs[3].words[-1] == "resume=auto"
