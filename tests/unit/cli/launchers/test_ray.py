@@ -157,7 +157,8 @@ def test_job_begins_where_it_was_placed_and_ends_with_its_output() -> None:
 
 
 def test_holder_that_is_gone_is_a_loss_and_one_that_does_not_answer_is_asked_again() -> None:
-    ray = Asked(HERE, ActorUnavailableError("for now"), RayError("The actor died.\n\tclass_name: JobHolder\nIts node is gone."))
+    gone = RayError("The actor died.\n\tclass_name: JobHolder\nIts node is gone.")
+    ray = Asked(HERE, ActorUnavailableError("for now"), gone)
     own = process(ray)
     assert own.poll() is None and own.poll() is None
     assert own.poll() == Lost("Its node is gone")
@@ -265,7 +266,7 @@ def test_address_where_nothing_answers_is_one_line_in_bounded_time(
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address if by_variable else "")
         begun = time.monotonic()
-        said = f"launcher.address={address}: no Ray cluster answers there .* ray start --head"
+        said = f"launcher.address={address}: no Ray cluster can be reached there .* ray start --head"
         with pytest.raises(UserError, match=said), connected(RayLauncher(address="auto" if by_variable else address)):
             pass
     assert time.monotonic() - begun < 5
