@@ -388,7 +388,12 @@ def _compose_plain(
 
 
 def _check_no_hydra(file: Path | str, keys: Collection[str]) -> None:
-    """Refuse a file that sets Hydra's own configuration, of which nothing would be seen."""
+    """Refuse a file that sets Hydra's own configuration or a launcher, of which nothing would be seen."""
+    if "launcher" in keys:
+        raise UserError(
+            f"{file} sets launcher, which counts on the command line alone; take it out of the file, and write "
+            "launcher=NAME or launcher.KEY=VALUE there."
+        )
     if "hydra" in keys:
         raise UserError(
             f"{file} sets hydra, which counts on the command line alone; take it out of the file, and write "

@@ -120,7 +120,7 @@ def _check_answers(launcher: RayLauncher) -> None:
 def _no_cluster(address: str, error: Exception) -> UserError:
     said = one_line(error)[:_LONGEST_REASON].rstrip(".")
     return UserError(
-        f"launcher.address={address}: no Ray cluster can be reached there ({said}); start one with ray start --head, or "
+        f"launcher.address={address}: no Ray cluster can be reached ({said}); start one by ray start --head, or "
         "leave launcher.address out for one of this machine alone."
     )
 

@@ -266,7 +266,7 @@ def test_address_where_nothing_answers_is_one_line_in_bounded_time(
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address if by_variable else "")
         begun = time.monotonic()
-        said = f"launcher.address={address}: no Ray cluster can be reached there .* ray start --head"
+        said = f"launcher.address={address}: no Ray cluster can be reached .* ray start --head"
         with pytest.raises(UserError, match=said), connected(RayLauncher(address="auto" if by_variable else address)):
             pass
     assert time.monotonic() - begun < 5
@@ -338,3 +338,11 @@ def test_sweep_prints_each_run_as_it_ends_and_resumes_what_was_lost(
     assert [(job.command, job.folder) for job in cluster.jobs] == [("train", str(Path.cwd()))] * 4
     assert cluster.jobs[0].words == ["seed=1", "output_dir=swept", "device=cpu", 'output_dir="swept/seed=1"']
     assert cluster.jobs[3].words[-1] == "resume=auto"
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_recipe_that_sets_a_launcher_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("conf/experiment").mkdir(parents=True)
+    Path("conf/experiment/mine.yaml").write_text("# @package _global_\nlauncher:\n  name: ray\n")
+    assert main(["+experiment=mine"]) == 2
+    assert "experiment mine sets launcher, which counts on the command line alone" in error_line(capsys)
