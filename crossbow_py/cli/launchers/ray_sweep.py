@@ -13,7 +13,8 @@ from crossbow_py.cli.launchers.ray_cluster import Place, PlacedJob, RayProcess, 
 from crossbow_py.core.printing import print_line
 from crossbow_py.core.signals import StopSignal
 
-_OUTPUT_DIR, _RESUME = re.compile(r"\+{0,2}output_dir="), re.compile(r"[+~]{0,2}resume\b")
+_OUTPUT_DIR = re.compile(r"\+{0,2}output_dir=")
+_RESUMED = re.compile(r"\+{0,2}resume=(?!null\Z)")
 
 
 def place_jobs(
@@ -60,9 +61,9 @@ def place_jobs(
 
 
 def resumed(words: Sequence[str]) -> list[str]:
-    """Return the words of a run that is started again: it goes on in its folder, if it has a name for one."""
-    has_folder, says_how = (any(map(pattern.match, words)) for pattern in (_OUTPUT_DIR, _RESUME))
-    return [*words, "resume=auto"] if has_folder and not says_how else list(words)
+    """Return the words of a run that is started again: it goes on in its folder, if that and no other is named."""
+    has_folder, resumes = (any(map(pattern.match, words)) for pattern in (_OUTPUT_DIR, _RESUMED))
+    return [*words, "resume=auto"] if has_folder and not resumes else list(words)
 
 
 def _anywhere(_: Place) -> None:

@@ -211,7 +211,7 @@ def test_place_of_a_job_is_asked_for_with_its_share() -> None:
         (["seed=1", "output_dir=a"], ["seed=1", "output_dir=a", "resume=auto"]),
         (["seed=1"], ["seed=1"]),
         (["resume=runs/a", "output_dir=a"], ["resume=runs/a", "output_dir=a"]),
-        (["++resume=null", "output_dir=a"], ["++resume=null", "output_dir=a"]),
+        (["++resume=null", "output_dir=a"], ["++resume=null", "output_dir=a", "resume=auto"]),
     ],
 )
 def test_run_that_is_started_again_goes_on_in_its_folder(words: list[str], again: list[str]) -> None:
