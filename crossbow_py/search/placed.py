@@ -85,7 +85,7 @@ class _PlacedSearch:
     ) -> Crew:  # fmt: skip
         """Return the workers, which start once they are asked for their turn."""
         number = launcher.num_workers or share.places
-        job = PlacedJob("search", words_of_workers(words, self._path), str(Path.cwd()), str(mark))
+        job = PlacedJob("search", words_of_workers(words, self._folder.path), str(Path.cwd()), str(mark))
         trials = sum(bracket.num_trials for bracket in self._rules.brackets)
         self._say(
             f"{self._config.experiment}: {trials} trials, by {number} worker{'s' * (number > 1)} that Ray places, each "

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from crossbow_py.cli.launchers import LaunchError
+from crossbow_py.cli.launchers import LaunchError, ray_worker
 from crossbow_py.cli.launchers.crew import Ended, Lost
 from crossbow_py.cli.launchers.placement import AUTO, Machine, RayLauncher, Share
 from crossbow_py.cli.launchers.ray_worker import JobHolder
@@ -141,6 +141,8 @@ class RayCluster:
 
         What `check` raises comes out of `RayProcess.poll`.
         """
+        # By value: what holds a job has then neither torch to import nor its memory to keep.
+        self._ray.cloudpickle.register_pickle_by_value(ray_worker)
         holder = self._ray.remote(JobHolder).options(
             num_cpus=share.cpus, num_gpus=share.gpus, max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD",
         )  # fmt: skip
