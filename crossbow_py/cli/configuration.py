@@ -92,12 +92,17 @@ def group(help: str) -> Any:
 
 
 def group_options(group: str, kind: type[CommandConfig]) -> dict[str, str]:
-    """Return the options of a config group, each with the first comment line of its file.
+    """Return the options of a config group of a command, as `options_of` does."""
+    return options_of(group, kind.GROUPS.get(group, {}))
+
+
+def options_of(group: str, registry: Registry) -> dict[str, str]:
+    """Return the options of a group, each with the first comment line of its file.
 
     A registered class without a file is an option too, with its default settings.
     """
     files = {name: first_comment(path) for name, path in option_files(group).items()}
-    return dict(sorted({**dict.fromkeys(kind.GROUPS.get(group, {}), ""), **files}.items()))
+    return dict(sorted({**dict.fromkeys(registry, ""), **files}.items()))
 
 
 def read_option(group: str, option: str) -> dict[str, Any]:

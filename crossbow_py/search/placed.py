@@ -91,8 +91,6 @@ class _PlacedSearch:
             f"{self._config.experiment}: {trials} trials, by {number} worker{'s' * (number > 1)} that Ray places, each "
             f"on {share.text}"
         )
-        if number > share.places:
-            self._say(f"{share.places} of them have a place now; the others start when they have one")
         self._say(f"storage {shown_address(self._address)}")
         self._say(f"writing to {self._folder.path}")
 

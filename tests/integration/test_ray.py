@@ -107,7 +107,23 @@ def test_node_that_is_removed_loses_no_trial(alone: Outcome, tmp_path: Path) -> 
             cluster.stdin.flush()
             assert driver.wait(LONG_S) == 0, said(tmp_path / "out")
     assert outcome(folder) == alone
-    assert "is started again, 1 of 3 times" in said(tmp_path / "out")
+    printed = said(tmp_path / "out")
+    assert "is started again, 1 of 3 times" in printed and "raylet" not in printed  # Ray itself says nothing
+
+
+def test_command_that_is_killed_leaves_no_worker_and_goes_on_when_it_is_started_again(
+    alone: Outcome, tmp_path: Path
+) -> None:
+    folder = tmp_path / "search"
+    with popen(command(folder, *ON_RAY), tmp_path / "out", environment()) as driver:
+        await_true(lambda: both_train(folder), driver)
+        driver.kill()
+        driver.wait(PATIENCE_S)
+    await_true(lambda: not any(map(is_alive, pids(folder))))
+    with popen(command(folder, *ON_RAY), tmp_path / "again", environment()) as driver:
+        assert driver.wait(LONG_S) == 0, said(tmp_path / "again")
+    assert "going on: " in said(tmp_path / "again")
+    assert outcome(folder) == alone
 
 
 def test_ctrl_c_ends_all_workers_with_their_trials_and_the_same_command_goes_on(

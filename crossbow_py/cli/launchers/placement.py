@@ -9,6 +9,7 @@ from typing import ClassVar
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import check, setting, shown
 
+_FEWER_CORES = ", or launcher.cpus_per_worker"
 AUTO = "auto"  # the cluster that RAY_ADDRESS names, or that runs on this machine
 
 
@@ -79,7 +80,7 @@ def share_of(machines: Sequence[Machine], launcher: RayLauncher, devices: Sequen
         launcher: the settings.
         devices: the key `device` of each job.
 
-    Raises UserError if no job would ever have a place.
+    Raises UserError if no job would ever have a place, or fewer than `num_workers` at once.
     """
     wants_gpus = any(device != "cpu" for device in devices)
     gpus = 1 if wants_gpus and any(machine.gpus >= 1 for machine in machines) else 0
@@ -89,14 +90,19 @@ def share_of(machines: Sequence[Machine], launcher: RayLauncher, devices: Sequen
     if not able:
         raise UserError("no machine of the Ray cluster has a core for jobs; start one with ray start --num-cpus=N.")
     cpus = _cpus(able, launcher, gpus)
-    places = sum(_places(machine, cpus, gpus) for machine in able)
-    if not places:
+    share = Share(cpus, gpus, sum(_places(machine, cpus, gpus) for machine in able))
+    if not share.places:
         most = max(int(machine.cpus) for machine in able)
         raise UserError(
             f"launcher.cpus_per_worker must be at most {most}, the cores of the largest machine "
             f"{'with a GPU ' * gpus}in the Ray cluster, got {cpus}; lower it."
         )
-    return Share(cpus, gpus, places)
+    if launcher.num_workers is not None and launcher.num_workers > share.places:
+        raise UserError(
+            f"launcher.num_workers must be at most {share.places}, as the Ray cluster has {share.text} for no more, got "
+            f"{launcher.num_workers}; lower it{_FEWER_CORES * (launcher.cpus_per_worker is not None)}."
+        )
+    return share
 
 
 def _cpus(able: Sequence[Machine], launcher: RayLauncher, gpus: int) -> int:

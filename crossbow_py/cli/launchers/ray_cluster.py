@@ -26,6 +26,7 @@ _CHOICE = f"{RayLauncher.GROUP}={RayLauncher.NAME}"
 _LOCAL = "local"  # Ray's name of a cluster that it starts on this machine
 _ANSWER_S = 5.0
 _LONGEST_REASON = 200
+_STORE_BYTES = 80 * 2**20  # about the least that Ray takes: nothing but command lines and answers goes through it
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ def connected(launcher: RayLauncher) -> Iterator[RayCluster]:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(f"{_CHOICE} starts processes, and so does torchrun; leave one of them out.")
     _check_answers(launcher)
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")  # its warnings on the way to an error, on stderr
     ray: Any = importlib.import_module("ray")
     if ray.is_initialized():
         raise UserError(f"{_CHOICE} connects to Ray, and this process has done so; start the command by itself.")
@@ -89,7 +91,8 @@ def connected(launcher: RayLauncher) -> Iterator[RayCluster]:
 
 def _connect(ray: Any, launcher: RayLauncher) -> None:
     is_local = launcher.address is None
-    own = {"include_dashboard": False} if is_local else {}
+    own = {"include_dashboard": False, "object_store_memory": _STORE_BYTES} if is_local else {}
+    ray._private.worker._worker_logs_enabled = False  # it would print what befalls its nodes, besides what is said here
     try:
         ray.init(address=launcher.address or _LOCAL, log_to_driver=False, logging_level=logging.ERROR, **own)
     except Exception as error:  # of many kinds, by what is wrong

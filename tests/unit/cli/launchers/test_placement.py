@@ -27,7 +27,6 @@ def shared(machines: Sequence[tuple[float, float]], devices: Sequence[str] = ("a
         ([(16, 0), (0, 0), (8, 0)], {}, Share(8, 0, 3)),
         ([(16, 0)], {"num_workers": 3}, Share(5, 0, 3)),
         ([(16, 0), (8, 0)], {"num_workers": 3}, Share(8, 0, 3)),
-        ([(2, 0)], {"num_workers": 5}, Share(1, 0, 2)),  # the others wait
         ([(16, 0), (8, 0)], {"cpus_per_worker": 3}, Share(3, 0, 7)),
     ],
 )
@@ -50,9 +49,12 @@ def test_jobs_on_the_cpu_take_no_gpu() -> None:
         ([], ["auto"], {}, "no machine of the Ray cluster has a core for jobs"),
         ([(4, 0), (6, 0)], ["auto"], {"cpus_per_worker": 8}, "must be at most 6, the cores of the largest machine in"),
         ([(4, 1), (64, 0)], ["auto"], {"cpus_per_worker": 8}, "at most 4, the cores of the largest machine with a GPU"),
+        ([(2, 0)], ["auto"], {"num_workers": 5}, "num_workers must be at most 2, as the Ray .* 1 core for no .*lower it.$"),
+        ([(8, 2)], ["auto"], {"num_workers": 3}, "must be at most 2, as the Ray cluster has a GPU and 4 cores for no more"),
+        ([(8, 0)], ["auto"], {"num_workers": 3, "cpus_per_worker": 4}, "at most 2.*lower it, or launcher.cpus_per_worker"),
     ],
 )
-def test_job_that_would_never_have_a_place_is_refused(
+def test_jobs_that_would_never_have_a_place_are_refused(
     machines: list[tuple[float, float]], devices: list[str], settings: dict[str, int], said: str
 ) -> None:
     with pytest.raises(UserError, match=said):
