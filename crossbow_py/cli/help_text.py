@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from crossbow_py.cli.config_files import config_dir, read_yaml
-from crossbow_py.cli.configuration import APPENDED_GROUPS, CommandConfig, Registry, group_options, options_of, read_option
+from crossbow_py.cli.configuration import (
+    APPENDED_GROUPS,
+    CommandConfig,
+    Registry,
+    group_options,
+    options_of,
+    read_option,
+)
 from crossbow_py.cli.flags import FLAGS
 from crossbow_py.cli.launchers.words import GROUP as LAUNCHER
 from crossbow_py.cli.launchers.words import LAUNCHERS

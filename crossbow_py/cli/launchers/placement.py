@@ -99,8 +99,8 @@ def share_of(machines: Sequence[Machine], launcher: RayLauncher, devices: Sequen
         )
     if launcher.num_workers is not None and launcher.num_workers > share.places:
         raise UserError(
-            f"launcher.num_workers must be at most {share.places}, as the Ray cluster has {share.text} for no more, got "
-            f"{launcher.num_workers}; lower it{_FEWER_CORES * (launcher.cpus_per_worker is not None)}."
+            f"launcher.num_workers must be at most {share.places}, as the Ray cluster has {share.text} for each of no "
+            f"more, got {launcher.num_workers}; lower it{_FEWER_CORES * (launcher.cpus_per_worker is not None)}."
         )
     return share
 

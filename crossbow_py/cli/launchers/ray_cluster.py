@@ -24,6 +24,7 @@ from crossbow_py.core.signals import EXIT_TERMINATED
 
 _CHOICE = f"{RayLauncher.GROUP}={RayLauncher.NAME}"
 _LOCAL = "local"  # Ray's name of a cluster that it starts on this machine
+_STDERR = 2
 _ANSWER_S = 5.0
 _LONGEST_REASON = 200
 _STORE_BYTES = 80 * 2**20  # about the least that Ray takes: nothing but command lines and answers goes through it
@@ -73,7 +74,6 @@ def connected(launcher: RayLauncher) -> Iterator[RayCluster]:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(f"{_CHOICE} starts processes, and so does torchrun; leave one of them out.")
     _check_answers(launcher)
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")  # its warnings on the way to an error, on stderr
     ray: Any = importlib.import_module("ray")
     if ray.is_initialized():
         raise UserError(f"{_CHOICE} connects to Ray, and this process has done so; start the command by itself.")
@@ -92,13 +92,29 @@ def connected(launcher: RayLauncher) -> Iterator[RayCluster]:
 def _connect(ray: Any, launcher: RayLauncher) -> None:
     is_local = launcher.address is None
     own = {"include_dashboard": False, "object_store_memory": _STORE_BYTES} if is_local else {}
+    if not is_local:
+        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")  # a single try, of at most 41 s
     ray._private.worker._worker_logs_enabled = False  # it would print what befalls its nodes, besides what is said here
     try:
-        ray.init(address=launcher.address or _LOCAL, log_to_driver=False, logging_level=logging.ERROR, **own)
+        with _silenced():
+            ray.init(address=launcher.address or _LOCAL, log_to_driver=False, logging_level=logging.ERROR, **own)
     except Exception as error:  # of many kinds, by what is wrong
         if is_local:
             raise LaunchError(_CHOICE, error) from error
         raise _no_cluster(str(launcher.address), error) from error
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """Send nowhere what Ray's own threads write to stderr on the way to an error, which is raised besides."""
+    kept, nowhere = os.dup(_STDERR), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, _STDERR)
+    try:
+        yield
+    finally:
+        os.dup2(kept, _STDERR)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _check_answers(launcher: RayLauncher) -> None:

@@ -49,9 +49,9 @@ def test_jobs_on_the_cpu_take_no_gpu() -> None:
         ([], ["auto"], {}, "no machine of the Ray cluster has a core for jobs"),
         ([(4, 0), (6, 0)], ["auto"], {"cpus_per_worker": 8}, "must be at most 6, the cores of the largest machine in"),
         ([(4, 1), (64, 0)], ["auto"], {"cpus_per_worker": 8}, "at most 4, the cores of the largest machine with a GPU"),
-        ([(2, 0)], ["auto"], {"num_workers": 5}, "num_workers must be at most 2, as the Ray .* 1 core for no .*lower it.$"),
-        ([(8, 2)], ["auto"], {"num_workers": 3}, "must be at most 2, as the Ray cluster has a GPU and 4 cores for no more"),
-        ([(8, 0)], ["auto"], {"num_workers": 3, "cpus_per_worker": 4}, "at most 2.*lower it, or launcher.cpus_per_worker"),
+        ([(2, 0)], ["auto"], {"num_workers": 5}, "num_workers must be at most 2, .* 1 core for each .* 5; lower it.$"),
+        ([(8, 2)], ["auto"], {"num_workers": 3}, "must be at most 2, as the Ray cluster has a GPU and 4 cores for each"),
+        ([(8, 0)], ["auto"], {"num_workers": 3, "cpus_per_worker": 4}, "most 2.* lower it, or launcher.cpus_per"),
     ],
 )
 def test_jobs_that_would_never_have_a_place_are_refused(
