@@ -171,6 +171,17 @@ def kept_unless_refused(folder: SearchFolder) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def told_how_to_go_on(config: SearchConfig, folder: SearchFolder) -> Iterator[None]:
+    """Add to a second Ctrl-C, for which nothing else is said, how the search goes on."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        again = "the same command" if config.resume else "the same command with resume=auto"
+        interrupt.add_note(f"{again} goes on in {folder.path}, where every finished rung is kept")
+        raise
+
+
 def _take_back(folder: SearchFolder) -> None:
     """Remove what was begun, unless another worker needs it. Workers that may join wait meanwhile."""
     if any((folder.path / name).exists() for name in (_JOINED_FILE, TRIALS_FOLDER)):

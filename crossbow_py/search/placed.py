@@ -21,7 +21,7 @@ from crossbow_py.core.signals import StopSignal
 from crossbow_py.distributed.ranks import ALONE
 from crossbow_py.search.build import maximizes
 from crossbow_py.search.config import SearchConfig
-from crossbow_py.search.folder import JOURNAL_FILE, SearchFolder, check_hosts, opened_folder
+from crossbow_py.search.folder import JOURNAL_FILE, SearchFolder, check_hosts, opened_folder, told_how_to_go_on
 from crossbow_py.search.hyperband import is_over
 from crossbow_py.search.loop import SearchRules
 from crossbow_py.search.outcome import trial_records
@@ -55,7 +55,7 @@ def search_on_ray(config: SearchConfig, launcher: RayLauncher, words: Sequence[s
         with opened_folder(config, ALONE) as folder, _marked(folder.path) as mark:
             search = _PlacedSearch(config, maximize, folder)
             crew = search.crew(cluster, share, launcher, words, mark)
-            with closing(search):
+            with closing(search), told_how_to_go_on(config, folder):
                 return search.run(crew)
 
 

@@ -35,11 +35,15 @@ def place_jobs(
         UserError: there is no such cluster, or no place in it for a job.
         LaunchError: Ray cannot start.
     """
+
+    def say(text: str) -> None:
+        print_line(text, sys.stdout)
+
     with connected(launcher) as cluster:
         share = share_of(cluster.machines(), launcher, devices)
         most = min(len(jobs), launcher.num_workers or share.places)
         count = f"{len(jobs)} run{'s' * (len(jobs) > 1)}"
-        print_line(f"launcher=ray starts {count}, {most} at a time, each on {share.text}", sys.stdout)
+        say(f"launcher=ray starts {count}, {most} at a time, each on {share.text}")
         codes: list[int] = []
 
         def start(number: int, again: bool) -> RayProcess:
@@ -49,13 +53,13 @@ def place_jobs(
 
         def ended(number: int, end: Ended) -> None:
             codes.append(end.code)
-            print_line(f"run {number + 1} of {len(jobs)}{jobs[number][0]}", sys.stdout)
+            say(f"run {number + 1} of {len(jobs)}{jobs[number][0]}")
             for text, stream in ((end.out, sys.stdout), (end.err, sys.stderr)):
                 if text.strip():
                     print_line(text.rstrip(), stream)
 
         names = [f"run {number + 1}{name}" for number, (name, _) in enumerate(jobs)]
-        crew = Crew(names, start, most, launcher.max_restarts, lambda text: print_line(text, sys.stdout))
+        crew = Crew(names, start, most, launcher.max_restarts, say)
         status = run_crew(crew, ended)
     return codes if status is None else [*codes, StopSignal.EXIT_CODES[status]]
 

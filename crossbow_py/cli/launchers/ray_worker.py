@@ -49,8 +49,6 @@ class JobHolder:
             on_gpu: whether it may use the GPU that Ray has reserved for it; otherwise it sees none.
             threads: its share of the cores, unless this machine's OMP_NUM_THREADS says otherwise.
         """
-        with suppress(ValueError):  # in another thread than the main one
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the system reaps children, exit codes are lost
         program = [sys.executable, "-m", "crossbow_py.cli.launchers.ray_worker", str(os.getpid())]
         self._process = subprocess.Popen(
             [*program, command, *words], cwd=folder, env=_environment(self._environment, on_gpu, threads),

@@ -50,7 +50,7 @@ def test_jobs_on_the_cpu_take_no_gpu() -> None:
         ([(4, 0), (6, 0)], ["auto"], {"cpus_per_worker": 8}, "must be at most 6, the cores of the largest machine in"),
         ([(4, 1), (64, 0)], ["auto"], {"cpus_per_worker": 8}, "at most 4, the cores of the largest machine with a GPU"),
         ([(2, 0)], ["auto"], {"num_workers": 5}, "num_workers must be at most 2, .* 1 core for each .* 5; lower it.$"),
-        ([(8, 2)], ["auto"], {"num_workers": 3}, "must be at most 2, as the Ray cluster has a GPU and 4 cores for each"),
+        ([(8, 2)], ["auto"], {"num_workers": 3}, "must be at most 2, as the Ray cluster has a GPU and 4 cores for ea"),
         ([(8, 0)], ["auto"], {"num_workers": 3, "cpus_per_worker": 4}, "most 2.* lower it, or launcher.cpus_per"),
     ],
 )

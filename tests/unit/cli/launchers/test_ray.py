@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from crossbow_py.cli.launchers import ray_cluster, ray_sweep
+from crossbow_py.cli.launchers import ray_cluster, ray_sweep, ray_worker
 from crossbow_py.cli.launchers.crew import Ended, Lost
 from crossbow_py.cli.launchers.placement import Machine, RayLauncher, Share
 from crossbow_py.cli.launchers.ray_cluster import Place, PlacedJob, RayCluster, RayProcess, connected
@@ -199,8 +199,13 @@ def test_place_of_a_job_is_asked_for_with_its_share() -> None:
         asked.append(given)
         return SimpleNamespace(remote=lambda: ray)
 
-    module = SimpleNamespace(remote=lambda kind: SimpleNamespace(options=options) if kind is JobHolder else None)
+    by_value: list[Any] = []
+    module = SimpleNamespace(
+        remote=lambda kind: SimpleNamespace(options=options) if kind is JobHolder else None,
+        cloudpickle=SimpleNamespace(register_pickle_by_value=by_value.append),
+    )
     RayCluster(module).start(Share(4, 1, 2), JOB, lambda _: None)
+    assert by_value == [ray_worker]  # so that a holder need not import torch
     assert asked[0]["num_cpus"] == 4 and asked[0]["num_gpus"] == 1 and asked[0]["max_restarts"] == 0
     assert [name for name, _ in ray.calls] == ["look"]
 
