@@ -22,7 +22,8 @@ def place_jobs(
 ) -> list[int]:  # fmt: skip
     """Run the jobs of a sweep on the cluster, and print what each has printed once it has ended. Return exit codes.
 
-    A job whose process or machine is lost is started again, and resumes what it had written to its folder.
+    A job whose process or machine is lost is started again, and resumes what it had written to its folder. After a
+    signal its code alone is returned.
 
     Args:
         launcher: the settings.
@@ -61,7 +62,7 @@ def place_jobs(
         names = [f"run {number + 1}{name}" for number, (name, _) in enumerate(jobs)]
         crew = Crew(names, start, most, launcher.max_restarts, say)
         status = run_crew(crew, ended)
-    return codes if status is None else [*codes, StopSignal.EXIT_CODES[status]]
+    return codes if status is None else [StopSignal.EXIT_CODES[status]]  # jobs that were stopped have SIGTERM's
 
 
 def resumed(words: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import signal
 import socket
 import sys
 import time
@@ -343,6 +344,31 @@ def test_sweep_prints_each_run_as_it_ends_and_resumes_what_was_lost(
     assert [(job.command, job.folder) for job in cluster.jobs] == [("train", str(Path.cwd()))] * 4
     assert cluster.jobs[0].words == ["seed=1", "output_dir=swept", "device=cpu", 'output_dir="swept/seed=1"']
     assert cluster.jobs[3].words[-1] == "resume=auto"
+
+
+class Interrupted:
+    """A process at whose first look Ctrl-C is pressed, and that SIGTERM then stops."""
+
+    is_placed, has_printed, _is_stopped = True, True, False
+
+    def poll(self) -> Ended | None:
+        if self._is_stopped:
+            return Ended(143)
+        signal.raise_signal(signal.SIGINT)
+        return None
+
+    def stop(self) -> None:
+        self._is_stopped = True
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_sweep_that_is_interrupted_ends_with_the_code_of_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = SimpleNamespace(machines=lambda: [Machine(1, 0)], start=lambda *_: Interrupted())
+    monkeypatch.setattr(ray_sweep, "connected", lambda _: contextlib.nullcontext(cluster))
+    assert main(["-m", "launcher=ray", "seed=1,2", "output_dir=swept", "device=cpu"]) == 130
 
 
 @pytest.mark.usefixtures("in_an_empty_folder")
