@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -18,7 +19,7 @@ from crossbow_py.search.packs import trial_registry
 from crossbow_py.search.packs.width import Width
 from experiments.bench.machine import free_port
 from experiments.faults.processes import rank_environment
-from tests.searches import merged
+from tests.searches import events, merged, report, segments, values
 from tests.training_processes import PATIENCE_S
 
 # 13 segments in three rungs; of all executors this one leaves a trial the same whoever is beside it.
@@ -26,6 +27,8 @@ NINE_TRIALS = [
     "+experiment=search_digits", "model.hidden=[16]", "device=cpu", "precision=fp32", "executor=serial",
     "num_trials=9", "max_epochs=9", "method=successive_halving", "batch_size=4",
 ]  # fmt: skip
+NUM_SEGMENTS = 9 + 3 + 1
+Outcome = tuple[dict[int, dict[str, float]], int, float, dict[str, object]]
 _PACK_SIZE = 4
 
 
@@ -79,3 +82,17 @@ def _search_here(arguments: Sequence[str], where: str, log: str, environment: Ma
     width = Width(_PACK_SIZE, {("serial", 1): 1.0, ("serial", _PACK_SIZE): 2.0}, "Packs of 4, for a test.")
     with mock.patch.object(trial_registry, "measured_width", return_value=(width, [])):
         sys.exit(search.main(arguments))
+
+
+def outcome(folder: Path) -> Outcome:
+    """Every value measured, and the best trial; each segment has one result."""
+    found = report(folder)
+    assert found["status"] == "finished"
+    assert len(segments(folder)) == len(set(segments(folder))) == NUM_SEGMENTS
+    best = found["best"]
+    return values(folder), best["trial"], best["value"], best["params"]
+
+
+def workers(folder: Path) -> Counter[str]:
+    """How many segments each has finished."""
+    return Counter(worker for event, _, worker in events(folder) if event == "finished")

@@ -13,16 +13,22 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Generic
 
 from crossbow_py.cli.completion import completion_script
 from crossbow_py.cli.config_files import added_config_dir
 from crossbow_py.cli.configuration import C, command_of, compose, filled_in, options_for
 from crossbow_py.cli.flags import Flags, read_flags, split_flags
 from crossbow_py.cli.help_text import help_text, list_text
-from crossbow_py.cli.hydra_app import LaunchError, config_text, info_text, launch
+from crossbow_py.cli.hydra_app import config_text, info_text, launch
 from crossbow_py.cli.hydra_words import BASIC, HydraWords, split_hydra
+from crossbow_py.cli.launchers import LaunchError
+from crossbow_py.cli.launchers.placement import RayLauncher
+from crossbow_py.cli.launchers.ray_sweep import place_jobs
+from crossbow_py.cli.launchers.words import split_launcher
 from crossbow_py.cli.output_folder import RUNS, time_name
 from crossbow_py.cli.overrides import as_override, expand_sweeps
 from crossbow_py.core.errors import (
@@ -72,9 +78,30 @@ _SWEEP_FIGURES = (
 )  # fmt: skip
 
 Composing = Callable[[Sequence[str], type[C], str | None], C]
+Placing = Callable[[C, RayLauncher, Sequence[str]], int]
 
 
-def run(argv: Sequence[str] | None, kind: type[C], job: Callable[[C], int], composed: Composing[C] = compose) -> int:
+@dataclass(frozen=True)
+class _Command(Generic[C]):
+    """What a command is made of.
+
+    Attributes:
+        kind: its configuration class, which defines the keys.
+        job: runs it with one configuration, and returns its exit code.
+        composed: makes a configuration of words and the file to begin with.
+        placed: runs one job by several processes that a launcher starts, each of these words; None if it cannot.
+    """
+
+    kind: type[C]
+    job: Callable[[C], int]
+    composed: Composing[C]
+    placed: Placing[C] | None
+
+
+def run(
+    argv: Sequence[str] | None, kind: type[C], job: Callable[[C], int], composed: Composing[C] = compose,
+    placed: Placing[C] | None = None,
+) -> int:  # fmt: skip
     """Run `job` once for every configuration that `argv` asks for, and return the worst exit code.
 
     Args:
@@ -82,10 +109,12 @@ def run(argv: Sequence[str] | None, kind: type[C], job: Callable[[C], int], comp
         kind: the command's configuration class, which defines the keys.
         job: runs the command with one configuration, and returns its exit code.
         composed: makes a configuration of words and the file to begin with.
+        placed: runs one job by several processes that a launcher starts, of the same words; None if it cannot.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    command = _Command(kind, job, composed, placed)
     with standard_streams(), flushed_denormals():  # also in the threads that torch starts at its first operation
-        return _guarded(lambda: _dispatch(arguments, kind, job, composed))
+        return _guarded(lambda: _dispatch(arguments, command))
 
 
 def run_with_text(argv: Sequence[str] | None, usage: str, job: Callable[[list[str]], int]) -> int:
@@ -104,7 +133,8 @@ def run_with_text(argv: Sequence[str] | None, usage: str, job: Callable[[list[st
         return _guarded(dispatch)
 
 
-def _dispatch(arguments: list[str], kind: type[C], job: Callable[[C], int], composed: Composing[C]) -> int:
+def _dispatch(arguments: list[str], command: _Command[C]) -> int:
+    kind = command.kind
     if "--help" in arguments or "-h" in arguments:
         return say(help_text(kind))
     given, words = split_flags(arguments)
@@ -115,30 +145,50 @@ def _dispatch(arguments: list[str], kind: type[C], job: Callable[[C], int], comp
         if flags.listing:
             return say(list_text(kind))
         read_switches()  # so that a mistake in them is found at once
-        asked, own = split_hydra(words)
+        asked, rest = split_hydra(words)
+        launcher, own = split_launcher(rest)
         if flags.multirun:
-            return _multirun(flags, asked, own, kind, job, composed)
-        if flags.cfg is None and flags.info is None:
-            asked.check_one_run()
-        own = asked.with_run_dir(own)
-        config = composed(own, kind, flags.config_name)
-        if flags.cfg is not None:
-            return say(config_text(flags, kind, config, own, asked))
-        return job(config) if flags.info is None else say(info_text(flags, kind, own, asked))
+            return _multirun(flags, asked, launcher, own, command)
+        return _one_run(flags, asked, launcher, own, command)
+
+
+def _one_run(
+    flags: Flags, asked: HydraWords, launcher: RayLauncher | None, words: list[str], command: _Command[C]
+) -> int:
+    """Run one job, here or by processes that a launcher starts, or show what a flag asks for."""
+    shows = flags.cfg is not None or flags.info is not None
+    if not shows:
+        asked.check_one_run()
+        if launcher is not None and command.placed is None:
+            raise UserError(f"launcher={launcher.NAME} is for the jobs of a sweep; add -m, also to start a single one.")
+    own = asked.with_run_dir(words)
+    config = command.composed(own, command.kind, flags.config_name)
+    if flags.cfg is not None:
+        return say(config_text(flags, command.kind, config, own, asked))
+    if flags.info is not None:
+        return say(info_text(flags, command.kind, own, asked))
+    if launcher is not None and command.placed is not None:
+        return command.placed(config, launcher, [*flags.of_every_job, *own])
+    return command.job(config)
 
 
 def _multirun(
-    flags: Flags, asked: HydraWords, words: list[str], kind: type[C], job: Callable[[C], int], composed: Composing[C]
+    flags: Flags, asked: HydraWords, launcher: RayLauncher | None, words: list[str], command: _Command[C]
 ) -> int:
     """Run every combination of what `words` list. All are composed first, so that a mistake in the last is found."""
     asked.check_sweep(words)
-    jobs = expand_sweeps(words, partial(options_for, kind=kind))
-    configs = _in_own_folders([composed(each, kind, flags.config_name) for each, _ in jobs], jobs, asked)
+    if launcher is not None and asked.launcher != BASIC:
+        raise UserError(
+            f"launcher={launcher.NAME} and hydra/launcher={asked.launcher} both start the jobs of a sweep; choose one."
+        )
+    jobs = expand_sweeps(words, partial(options_for, kind=command.kind))
+    composed = [command.composed(each, command.kind, flags.config_name) for each, _ in jobs]
+    configs = _in_own_folders(composed, jobs, asked)
     names = [f": {Path(config.output_dir).name}" if config.output_dir else "" for config in configs]  # what is swept
-    if asked.launcher == BASIC:
-        code = _one_after_another(configs, names, job)
+    if asked.launcher == BASIC and launcher is None:
+        code = _one_after_another(configs, names, command.job)
     else:
-        code = _guarded(partial(_launched, flags, asked, [each for each, _ in jobs], configs, names))
+        code = _guarded(partial(_launched, flags, asked, launcher, [each for each, _ in jobs], configs, names))
     folders = [given_path("output_dir", config.output_dir) for config in configs if config.output_dir]
     for line in sweep_lines(folders) if _is_first("RANK") else ():
         print_line(line, sys.stdout)
@@ -159,17 +209,23 @@ def _one_after_another(configs: Sequence[C], names: Sequence[str], job: Callable
 
 
 def _launched(
-    flags: Flags, asked: HydraWords, jobs: Sequence[list[str]], configs: Sequence[C], names: Sequence[str]
-) -> int:
-    """Hand jobs to a launcher of Hydra, each as a command line with its folder. Return the worst exit code."""
-    folders = [each.output_dir for each in configs]
-    parents = [given_path("output_dir", folder).absolute().parent for folder in folders if folder]
-    parent = Path(os.path.commonpath(parents) if parents else RUNS / configs[0].experiment / time_name())
+    flags: Flags, asked: HydraWords, launcher: RayLauncher | None, jobs: Sequence[list[str]], configs: Sequence[C],
+    names: Sequence[str],
+) -> int:  # fmt: skip
+    """Hand jobs to a launcher, ours or Hydra's, each as a command line with its folder. Return the worst exit code."""
+    kind, folders = type(configs[0]), [each.output_dir for each in configs]
     lines = [
         [*flags.of_every_job, *words, *([f"output_dir={as_override(folder)}"] if folder else [])]
         for words, folder in zip(jobs, folders, strict=True)
     ]
-    return max(launch(type(configs[0]), asked, list(zip(names, lines, strict=True)), parent.absolute()))
+    named = list(zip(names, lines, strict=True))
+    if launcher is not None:
+        devices = [getattr(config, "device", "cpu") for config in configs]
+        resumes = kind.NEEDS_FOLDER and "resume" in (field.name for field in dataclasses.fields(kind))
+        return max(place_jobs(launcher, command_of(kind), devices, named, resumes=resumes))
+    parents = [given_path("output_dir", folder).absolute().parent for folder in folders if folder]
+    parent = Path(os.path.commonpath(parents) if parents else RUNS / configs[0].experiment / time_name())
+    return max(launch(kind, asked, named, parent.absolute()))
 
 
 def _in_own_folders(configs: Sequence[C], jobs: Sequence[tuple[list[str], str]], asked: HydraWords) -> list[C]:

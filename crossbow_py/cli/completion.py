@@ -12,7 +12,8 @@ from contextlib import suppress
 
 from crossbow_py.cli.configuration import APPENDED_GROUPS, CommandConfig, compose
 from crossbow_py.cli.flags import FLAGS
-from crossbow_py.cli.help_text import Key, command_keys, group_keys, option_meanings
+from crossbow_py.cli.help_text import Key, command_keys, group_keys, launcher_keys, launcher_meanings, option_meanings
+from crossbow_py.cli.launchers.words import GROUP as LAUNCHER
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import suggestion
 from crossbow_py.engine.executors import EXECUTORS
@@ -100,7 +101,9 @@ def words(kind: type[CommandConfig]) -> dict[str, str]:
         found |= _CONFIG if "config=RUN" in kind.USAGE else {}
     for group in kind.GROUPS:
         found |= {f"{group}={name}": text for name, text in option_meanings(group, kind).items()}
-    for key in [*command_keys(kind), *(key for group in kind.GROUPS for key in group_keys(group, kind))]:
+    found |= {f"{LAUNCHER}={name}": text for name, text in launcher_meanings().items()}
+    grouped = [key for group in kind.GROUPS for key in group_keys(group, kind)]
+    for key in [*command_keys(kind), *grouped, *launcher_keys()]:
         found |= {f"{key.name}={value}": key.meaning for value in _values(key)}
     return found
 

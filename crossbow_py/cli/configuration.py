@@ -92,12 +92,17 @@ def group(help: str) -> Any:
 
 
 def group_options(group: str, kind: type[CommandConfig]) -> dict[str, str]:
-    """Return the options of a config group, each with the first comment line of its file.
+    """Return the options of a config group of a command, as `options_of` does."""
+    return options_of(group, kind.GROUPS.get(group, {}))
+
+
+def options_of(group: str, registry: Registry) -> dict[str, str]:
+    """Return the options of a group, each with the first comment line of its file.
 
     A registered class without a file is an option too, with its default settings.
     """
     files = {name: first_comment(path) for name, path in option_files(group).items()}
-    return dict(sorted({**dict.fromkeys(kind.GROUPS.get(group, {}), ""), **files}.items()))
+    return dict(sorted({**dict.fromkeys(registry, ""), **files}.items()))
 
 
 def read_option(group: str, option: str) -> dict[str, Any]:
@@ -179,7 +184,7 @@ def from_plain(plain: Mapping[str, Any], kind: type[C]) -> C:
             nested[name] = from_mapping(owner, values, name)
     for name, registry in kind.GROUPS.items():
         if plain.get(name) is not None or fields[name].default is not None:
-            nested[name] = _choose(name, plain.get(name), registry)
+            nested[name] = chosen_settings(name, plain.get(name), registry)
     return from_mapping(kind, {**plain, **nested})
 
 
@@ -233,8 +238,11 @@ def filled_in(
     return found
 
 
-def _choose(group: str, values: Any, registry: Registry) -> Any:
-    """Return the settings object of one group: the class registered under its `name`, built from the other keys."""
+def chosen_settings(group: str, values: Any, registry: Registry) -> Any:
+    """Return the settings object of one group: the class registered under its `name`, built from the other keys.
+
+    Raises UserError.
+    """
     if not isinstance(values, Mapping):
         raise UserError(f"{group} must be one of {', '.join(registry)}, got {shown(values)}; write {group}=NAME.")
     if "name" not in values:
@@ -385,7 +393,12 @@ def _compose_plain(
 
 
 def _check_no_hydra(file: Path | str, keys: Collection[str]) -> None:
-    """Refuse a file that sets Hydra's own configuration, of which nothing would be seen."""
+    """Refuse a file that sets Hydra's own configuration or a launcher, of which nothing would be seen."""
+    if "launcher" in keys:
+        raise UserError(
+            f"{file} sets launcher, which counts on the command line alone; take it out of the file, and write "
+            "launcher=NAME or launcher.KEY=VALUE there."
+        )
     if "hydra" in keys:
         raise UserError(
             f"{file} sets hydra, which counts on the command line alone; take it out of the file, and write "

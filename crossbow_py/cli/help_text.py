@@ -7,8 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from crossbow_py.cli.config_files import config_dir, read_yaml
-from crossbow_py.cli.configuration import APPENDED_GROUPS, CommandConfig, group_options, read_option
+from crossbow_py.cli.configuration import (
+    APPENDED_GROUPS,
+    CommandConfig,
+    Registry,
+    group_options,
+    options_of,
+    read_option,
+)
 from crossbow_py.cli.flags import FLAGS
+from crossbow_py.cli.launchers.words import GROUP as LAUNCHER
+from crossbow_py.cli.launchers.words import LAUNCHERS
 from crossbow_py.core.settings import allowed, written
 
 _OF_HYDRA = (
@@ -47,26 +56,38 @@ def help_text(kind: type[CommandConfig]) -> str:
             lines += ["", f"{field.name}=OPTION: {field.metadata['help']}"]
             lines += [f" OPTION is one of {', '.join(group_options(field.name, kind))}"]
             lines += map(_key_line, group_keys(field.name, kind))
-    return "\n".join(lines)
+    lines += ["", f"{LAUNCHER}=OPTION, with -m, and for a search without it: where jobs run, if not here"]
+    lines += [f" OPTION is one of {', '.join(launcher_meanings())}"]
+    return "\n".join([*lines, *map(_key_line, launcher_keys())])
 
 
 def list_text(kind: type[CommandConfig]) -> str:
     """Return the experiments and the options of every group, each with one line of description."""
+    groups = {f"+{group}" if group in APPENDED_GROUPS else group: option_meanings(group, kind)
+              for group in (*APPENDED_GROUPS, *kind.GROUPS)}  # fmt: skip
     blocks = []
-    for group in (*APPENDED_GROUPS, *kind.GROUPS):
-        plus = "+" if group in APPENDED_GROUPS else ""
-        options = option_meanings(group, kind)
+    for group, options in {**groups, LAUNCHER: launcher_meanings()}.items():
         width = max(map(len, options))
         lines = [f"  {name:<{width}}  {meaning}" for name, meaning in options.items()]
-        blocks.append("\n".join([f"{plus}{group}=", *lines]))
+        blocks.append("\n".join([f"{group}=", *lines]))
     return "\n\n".join(blocks)
 
 
 def option_meanings(group: str, kind: type[CommandConfig]) -> dict[str, str]:
+    """Return the options of a group of a command, as `registry_meanings` does."""
+    return registry_meanings(group, kind.GROUPS.get(group, {}))
+
+
+def launcher_meanings() -> dict[str, str]:
+    """Return our own launchers, as `registry_meanings` does."""
+    return registry_meanings(LAUNCHER, LAUNCHERS)
+
+
+def registry_meanings(group: str, registry: Registry) -> dict[str, str]:
     """Return the options of a group, each with its file's first comment, or the first docstring line of its class."""
-    found = group_options(group, kind)
+    found = options_of(group, registry)
     for name in [name for name, comment in found.items() if not comment]:
-        registered = kind.GROUPS.get(group, {}).get(read_option(group, name).get("name", ""))
+        registered = registry.get(read_option(group, name).get("name", ""))
         found[name] = (registered.__doc__ or "").strip().split("\n")[0].rstrip(":") if registered else ""
     return found
 
@@ -88,12 +109,22 @@ def command_keys(kind: type[CommandConfig]) -> list[Key]:
 
 def group_keys(group: str, kind: type[CommandConfig]) -> list[Key]:
     """Return every key of a group, once for each of its meanings and defaults, with the options that have it."""
+    return registry_keys(group, kind.GROUPS[group])
+
+
+def launcher_keys() -> list[Key]:
+    """Return every key of our own launchers."""
+    return registry_keys(LAUNCHER, LAUNCHERS)
+
+
+def registry_keys(group: str, registry: Registry) -> list[Key]:
+    """Return every key of the classes of a group, as `group_keys` does."""
     owners: dict[str, dict[Key, list[str]]] = {}
-    for option, settings in kind.GROUPS[group].items():
+    for option, settings in registry.items():
         for field in dataclasses.fields(settings):
             key = _key(settings, field, f"{group}.")
             owners.setdefault(field.name, {}).setdefault(key, []).append(option)
-    everyone = len(kind.GROUPS[group])
+    everyone = len(registry)
     return [
         key if len(options) == everyone else dataclasses.replace(key, options=tuple(options))
         for keys in owners.values()

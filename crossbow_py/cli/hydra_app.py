@@ -41,9 +41,10 @@ from crossbow_py.cli.configuration import (
 )
 from crossbow_py.cli.flags import Flags
 from crossbow_py.cli.hydra_words import HydraWords
+from crossbow_py.cli.launchers import LaunchError
 from crossbow_py.cli.output_folder import RUNS
 from crossbow_py.cli.overrides import as_override
-from crossbow_py.core.errors import CrossbowError, UserError, one_line
+from crossbow_py.core.errors import UserError
 from crossbow_py.core.printing import print_line
 from crossbow_py.core.settings import shown, suggestion, written
 from crossbow_py.core.signals import EXIT_TERMINATED
@@ -58,30 +59,12 @@ _PACKAGES = {
     "joblib": "hydra-joblib-launcher",
     "submitit_local": "hydra-submitit-launcher",
     "submitit_slurm": "hydra-submitit-launcher",
-    "ray": "hydra-ray-launcher",
     "ray_aws": "hydra-ray-launcher",
     "rq": "hydra-rq-launcher",
 }
 _GROUP = "hydra/launcher"
 _NUMBER = "job_of_the_sweep"
 _ONE_PROCESS = ("nodes", "tasks_per_node")  # settings of submitit by which a job becomes several processes
-_LONGEST_SAID = 300
-
-
-class LaunchError(CrossbowError):
-    """A launcher of Hydra failed, or lost a run of a sweep. Runs that have ended are kept. The error is the cause.
-
-    Args:
-        launcher: its name.
-        error: what it raised.
-    """
-
-    def __init__(self, launcher: str, error: BaseException) -> None:
-        said = one_line(error)[:_LONGEST_SAID].rstrip(".")
-        super().__init__(
-            f"hydra/launcher={launcher} failed ({said}); what has ended is kept. Look at its own output, or leave "
-            "hydra/launcher out, and the runs go one after another."
-        )
 
 
 def config_text(
@@ -159,7 +142,7 @@ def launch(kind: type[CommandConfig], given: HydraWords, jobs: Sequence[Job], fo
     except _Terminated:
         return [EXIT_TERMINATED]
     except Exception as error:
-        raise LaunchError(given.launcher, error) from error
+        raise LaunchError(f"{_GROUP}={given.launcher}", error) from error
     finally:
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -221,6 +204,8 @@ def _compose(
 def _check_launcher(name: str, known: Sequence[str]) -> None:
     if name in known:
         return
+    if name == "ray":
+        raise UserError(f"{_GROUP}=ray is a plugin of Hydra that is not installed; write launcher=ray instead.")
     if name in _PACKAGES:
         package = _PACKAGES[name]
         raise UserError(f"{_GROUP}={name} is a plugin of Hydra that is not installed; run pip install {package}.")

@@ -98,7 +98,7 @@ class SearchRun:
         metrics = checked_metrics(metrics_of(config.metrics), num_ranks=1)
         self.rules = SearchRules(
             brackets, config.metric, config.packing, config.seed, lookahead=most,
-            checkpoint_every_s=config.checkpoint_every_s, maximize=_maximizes(config, metrics),
+            checkpoint_every_s=config.checkpoint_every_s, maximize=maximizes(config, metrics),
         )  # fmt: skip
         self.source: DataSource = config.data.load(progress=sys.stderr.isatty())
         space = config.parsed_space
@@ -405,7 +405,7 @@ class SearchRun:
         )
 
 
-def _maximizes(config: SearchConfig, metrics: Mapping[str, Metric]) -> bool:
+def maximizes(config: SearchConfig, metrics: Mapping[str, Metric]) -> bool:
     """Return whether greater values are better. Raises UserError if neither the user nor the metric says so."""
     if config.metric in ("accuracy", "loss"):
         return config.metric == "accuracy"

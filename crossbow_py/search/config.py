@@ -56,6 +56,7 @@ The same command goes on with a search that was stopped or killed; nothing that 
 while the search runs, it joins: workers share the trials. The default storage serves the processes of one machine.
 Several machines need a storage that all reach, the same in each command: storage=postgresql://USER@HOST/NAME; where
 output_dir is a folder they share too, any of them trains a trial on, and elsewhere it begins that trial anew.
+launcher=ray starts workers over a cluster of Ray, or on this machine, and follows the search until they end.
 
 Writes search.json (trials, best, times), model.safetensors of the best trial, console.log, tensorboard, and with
 matplotlib parallel_coordinates.png and learning_curves.png. Shows the crossbow_py.train command of the best trial.

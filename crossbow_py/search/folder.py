@@ -102,7 +102,7 @@ def opened_folder(config: SearchConfig, ranks: Ranks) -> Iterator[SearchFolder]:
         seen = _seen_by(Path(path), ranks)
         with ranks.together():
             if ranks.is_first:
-                _check_hosts(config.storage, is_shared=all(seen), is_one=all(seen) and ranks.num_nodes == 1)
+                check_hosts(config.storage, is_shared=all(seen), is_one=all(seen) and ranks.num_nodes == 1)
         with ranks.together():
             if ranks.local_rank == 0 and not seen[ranks.rank]:
                 folder = opened()
@@ -126,14 +126,14 @@ def _seen_by(path: Path, ranks: Ranks) -> list[bool]:
     return seen
 
 
-def _check_hosts(storage: str | None, *, is_shared: bool, is_one: bool) -> None:
+def check_hosts(storage: str | None, *, is_shared: bool, is_one: bool, who: str = "ranks") -> None:
     """Raise UserError if there are several hosts whose searchers would not share what they find."""
     kind = (storage or "").partition("://")[0].partition("+")[0]
     if is_one or kind in _SERVERS or (is_shared and storage is None):
         return
     folder = "share" if is_shared else "do not share"
     raise UserError(
-        f"ranks on several hosts need a storage that all of them reach, got storage={written(storage)} and an "
+        f"{who} on several hosts need a storage that all of them reach, got storage={written(storage)} and an "
         f"output_dir that they {folder}; set storage=postgresql://USER@HOST/NAME, or storage=null with an output_dir "
         "that they share."
     )
@@ -168,6 +168,17 @@ def kept_unless_refused(folder: SearchFolder) -> Iterator[None]:
         if not folder.is_known and error.exit_code == UserError.exit_code:
             with suppress(UserError), _one_at_a_time(_lock_of(folder.path)):
                 _take_back(folder)
+        raise
+
+
+@contextmanager
+def told_how_to_go_on(config: SearchConfig, folder: SearchFolder) -> Iterator[None]:
+    """Add to a second Ctrl-C, for which nothing else is said, how the search goes on."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        again = "the same command" if config.resume else "the same command with resume=auto"
+        interrupt.add_note(f"{again} goes on in {folder.path}, where every finished rung is kept")
         raise
 
 

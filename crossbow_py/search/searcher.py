@@ -10,7 +10,7 @@ from crossbow_py.core.signals import StopSignal
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.search.build import SearchRun
 from crossbow_py.search.config import SearchConfig
-from crossbow_py.search.folder import SearchFolder, mark_joined
+from crossbow_py.search.folder import SearchFolder, mark_joined, told_how_to_go_on
 from crossbow_py.search.report.listeners import search_listeners
 
 
@@ -23,26 +23,21 @@ def prepared(config: SearchConfig, folder: SearchFolder, ranks: Ranks = ALONE) -
 
     Raises UserError, or StorageError when the storage cannot be used; if there are several ranks, on all of them.
     """
-    try:
-        with ExitStack() as stack:
-            made = search_listeners(folder.path, config.logger, speaks=ranks.is_first)
-            listeners = [stack.enter_context(closing(each)) for each in made]
-            run: SearchRun | None = None
-            for turn in (True, False):
-                with ranks.together():
-                    if (ranks.local_rank == 0) is turn:
-                        run = stack.enter_context(closing(SearchRun(config, folder, listeners)))
-            assert run is not None, "every rank builds in one of the two turns"
+    with told_how_to_go_on(config, folder), ExitStack() as stack:
+        made = search_listeners(folder.path, config.logger, speaks=ranks.is_first)
+        listeners = [stack.enter_context(closing(each)) for each in made]
+        run: SearchRun | None = None
+        for turn in (True, False):
             with ranks.together():
-                if ranks.num_ranks > 1:
-                    run.study.join()  # before any of them claims: each takes its share
-                    if not ranks.is_first:
-                        mark_joined(folder)
-            yield run
-    except KeyboardInterrupt as interrupt:  # a second Ctrl-C: nothing else is said
-        again = "the same command" if config.resume else "the same command with resume=auto"
-        interrupt.add_note(f"{again} goes on in {folder.path}, where every finished rung is kept")
-        raise
+                if (ranks.local_rank == 0) is turn:
+                    run = stack.enter_context(closing(SearchRun(config, folder, listeners)))
+        assert run is not None, "every rank builds in one of the two turns"
+        with ranks.together():
+            if ranks.num_ranks > 1:
+                run.study.join()  # before any of them claims: each takes its share
+                if not ranks.is_first:
+                    mark_joined(folder)
+        yield run
 
 
 def search_to_the_end(run: SearchRun, ranks: Ranks = ALONE) -> int:

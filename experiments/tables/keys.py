@@ -10,7 +10,7 @@ from functools import partial
 
 from crossbow_py.check.config import CheckConfig
 from crossbow_py.cli.configuration import APPENDED_GROUPS
-from crossbow_py.cli.help_text import Key, command_keys, group_keys, option_meanings
+from crossbow_py.cli.help_text import Key, command_keys, group_keys, launcher_keys, option_meanings
 from crossbow_py.estimate.config import EstimateConfig
 from crossbow_py.predict.config import PredictConfig
 from crossbow_py.search.config import SearchConfig
@@ -25,8 +25,8 @@ def table(part: str) -> str:
     """One table. Raises ValueError for a part that there is not.
 
     Args:
-        part: of `keys/PART`: a command, of `search` and `estimate` what `train` has not or has otherwise; a group; or
-            `options/GROUP`.
+        part: of `keys/PART`: a command, of `search` and `estimate` what `train` has not or has otherwise; a group, or
+            `launcher`, which is part of no configuration; or `options/GROUP`.
     """
     tables: dict[str, Callable[[], str]] = {
         "train": lambda: _key_table(command_keys(TrainConfig)),
@@ -34,6 +34,7 @@ def table(part: str) -> str:
         "search": lambda: _key_table(_own(command_keys(SearchConfig))),
         "predict": lambda: _key_table(command_keys(PredictConfig)),
         "check": lambda: _key_table(command_keys(CheckConfig)),
+        "launcher": lambda: _key_table(launcher_keys()),
         **{group: partial(_group_table, group) for group in TrainConfig.GROUPS},
         **{f"options/{group}": partial(_option_table, group) for group in (*APPENDED_GROUPS, *TrainConfig.GROUPS)},
     }

@@ -50,6 +50,8 @@ def offered(script: Path, line: str, folder: Path) -> list[str]:
         ("crossbow-search sampler=t", ["tpe"]),
         ("crossbow-estimate mem", ["compopt -o nospace", "memory="]),
         ("crossbow-predict --h", ["--help"]),
+        ("crossbow-search launcher.num", ["compopt -o nospace", "launcher.num_workers="]),
+        ("crossbow-train launcher=", ["ray"]),
         ("crossbow-train output_dir=ru", ["runs"]),
         ("crossbow-report ru", ["runs"]),
         ("crossbow-train resume=two", [r"two\ words"]),

@@ -5,26 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.search_processes import NINE_TRIALS, ended, search_in, started_ranks
-from tests.searches import events, report, segments, values
+from tests.search_processes import NINE_TRIALS, Outcome, ended, outcome, search_in, started_ranks, workers
+from tests.searches import segments
 from tests.training_processes import PATIENCE_S, await_true, children, environment, popen, said
-
-NUM_SEGMENTS = 9 + 3 + 1
-Outcome = tuple[dict[int, dict[str, float]], int, float, dict[str, object]]
-
-
-def outcome(folder: Path) -> Outcome:
-    """Every value measured, and the best trial; each segment has one result."""
-    found = report(folder)
-    assert found["status"] == "finished"
-    assert len(segments(folder)) == len(set(segments(folder))) == NUM_SEGMENTS
-    best = found["best"]
-    return values(folder), best["trial"], best["value"], best["params"]
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +20,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     folder = tmp_path_factory.mktemp("alone") / "search"
     assert search_in(folder) == 0
     return outcome(folder)
-
-
-def workers(folder: Path) -> Counter[str]:
-    """How many segments each has finished."""
-    return Counter(worker for event, _, worker in events(folder) if event == "finished")
 
 
 def test_ranks_share_the_trials_of_one_folder_and_the_first_speaks(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from crossbow_py.check.config import CheckConfig
 from crossbow_py.cli.configuration import compose
 from crossbow_py.cli.flags import read_flags, split_flags
 from crossbow_py.cli.hydra_words import split_hydra
+from crossbow_py.cli.launchers.words import split_launcher
 from crossbow_py.cli.overrides import expand_sweeps
 from crossbow_py.estimate.config import EstimateConfig
 from crossbow_py.predict.config import PredictConfig
@@ -141,10 +142,10 @@ class PageRun:
 
     def _main(self, entry: str, argv: list[str], place: str) -> None:
         text = f"{place} {entry} {' '.join(argv)}"
-        if any(word.startswith("hydra/launcher=") for word in argv):  # a plugin, which may not be there
+        if any(word.startswith(("hydra/launcher=", "launcher=")) for word in argv):  # a package that may not be there
             flags, words = split_flags(argv)
             read_flags(flags, ())
-            for overrides, _ in expand_sweeps(split_hydra(words)[1]):
+            for overrides, _ in expand_sweeps(split_launcher(split_hydra(words)[1])[1]):
                 compose(overrides, KINDS[entry])
             self.checked.append(text)
             return

@@ -26,7 +26,7 @@ from crossbow_py.search.events import (
     SearchSummary,
     TrialRecord,
 )
-from crossbow_py.search.hyperband import TrialState, bracket_of, planned_epochs
+from crossbow_py.search.hyperband import Bracket, TrialState, bracket_of, planned_epochs
 from crossbow_py.search.report.standing import (
     as_text,
     last_epochs,
@@ -100,7 +100,7 @@ class SearchConsole(ScreenConsole, SearchListener):
         for number, epochs in new:
             if by_number[number].worker == self._info.worker:
                 is_best = best is not None and (best.trial, last_epochs(best)) == (number, epochs)
-                self._say(value_line(self._info, by_number[number], epochs, is_best=is_best), to_live=False)
+                self._say(value_line(self._info.metric, by_number[number], epochs, is_best=is_best), to_live=False)
 
     def on_end(self, summary: SearchSummary) -> None:
         self._end(final_lines(summary))
@@ -131,8 +131,8 @@ def header_lines(info: SearchInfo) -> list[str]:
     lines = [
         f"{info.experiment}: {info.num_trials} trials on {info.data}, {info.sampler} sampling, {info.method} in "
         f"{counted(info.num_brackets, 'bracket')}, measured at {measured_at} epochs",
-        f"{'greatest' if info.maximize else 'least'} {_metric(info)} wins · packing {info.policy} · {info.device} · "
-        f"{info.precision} · seed {info.seed} · worker {info.worker}",
+        f"{'greatest' if info.maximize else 'least'} {_spoken(info.metric)} wins · packing {info.policy} · "
+        f"{info.device} · {info.precision} · seed {info.seed} · worker {info.worker}",
         f"storage {info.storage}",
     ]
     if info.output_dir:
@@ -143,10 +143,10 @@ def header_lines(info: SearchInfo) -> list[str]:
     return lines
 
 
-def value_line(info: SearchInfo, trial: TrialRecord, epochs: float, *, is_best: bool) -> str:
+def value_line(metric: str, trial: TrialRecord, epochs: float, *, is_best: bool) -> str:
     """Return a trial at a rung; `is_best` when no trial got further, and none that got as far has a better value."""
     best = " (best so far at this rung)" if is_best else ""
-    parts = [f"trial {trial.trial} at {_epochs(epochs)}: {_metric(info)} {trial.values[epochs]:.4f}{best}"]
+    parts = [f"trial {trial.trial} at {_epochs(epochs)}: {_spoken(metric)} {trial.values[epochs]:.4f}{best}"]
     params = trial.params or {}
     return " · ".join([*parts, *(f"{name} {as_text(params[key])}" for key, name in short_names(list(params)).items())])
 
@@ -164,34 +164,49 @@ def progress_line(progress: SearchProgress, remaining_s: float | None) -> str:
 def final_lines(summary: SearchSummary) -> list[str]:
     """Return the last block: how the search ended, the best trial, where the time went and where the files are."""
     info = summary.info
-    counts = Counter(str(trial.state) for trial in summary.trials)
-    states = ", ".join(f"{count} {state}" for state, count in counts.items())
-    lines = ["", f"{info.experiment} {summary.status}: {len(summary.trials)} trials ({states})"]
-    lines += _leader_lines(summary) if summary.best is None else _best_lines(info, summary.best)
+    lines = outcome_lines(info.experiment, summary.status, summary.trials)
+    if summary.best is None:
+        lines += leader_lines(info.metric, info.brackets, summary.trials, maximize=info.maximize)
+    else:
+        lines += best_lines(info.metric, info.max_epochs, summary.best)
     lines += [fact("time", _times(summary)), fact("throughput", f"{summary.images_per_s:,.0f} images/s while training")]
-    if info.output_dir:
-        lines += folder_lines("folder", info.output_dir)
-    if summary.status in StopSignal.REASONS:
+    return lines + last_lines(summary.status, info.output_dir)
+
+
+def outcome_lines(experiment: str, status: str, trials: Sequence[TrialRecord]) -> list[str]:
+    """Return the first lines of the last block: how the search ended, and the number of trials in each state."""
+    counts = Counter(str(trial.state) for trial in trials)
+    states = ", ".join(f"{count} {state}" for state, count in counts.items())
+    return ["", f"{experiment} {status}: {len(trials)} trials ({states})"]
+
+
+def last_lines(status: str, folder: str | None) -> list[str]:
+    """Return the last lines of the last block: where the files are, and how a search that was stopped goes on."""
+    lines = folder_lines("folder", folder) if folder else []
+    if status in StopSignal.REASONS:
         lines.append(fact("to go on", "the same command: what is finished is kept"))
     return lines
 
 
-def _leader_lines(summary: SearchSummary) -> list[str]:
+def leader_lines(
+    metric: str, brackets: Sequence[Bracket], trials: Sequence[TrialRecord], *, maximize: bool
+) -> list[str]:  # fmt: skip
     """Return the lines on the leading trial of a search that ended before it chose the best."""
-    info = summary.info
-    best = leader(info.brackets, summary.trials, maximize=info.maximize)
+    best = leader(brackets, trials, maximize=maximize)
     if best is not None:
         at = last_epochs(best)
-        return [fact("best so far", f"trial {best.trial}: {_metric(info)} {best.values[at]:.4f} after {_epochs(at)}")]
-    failed = sum(trial.state is TrialState.FAILED for trial in summary.trials)
+        said = f"trial {best.trial}: {_spoken(metric)} {best.values[at]:.4f} after {_epochs(at)}"
+        return [fact("best so far", said)]
+    failed = sum(trial.state is TrialState.FAILED for trial in trials)
     if not failed:
         return [fact("best", "none: nothing was measured yet")]
-    others = "" if failed == len(summary.trials) else ", and no other was measured yet"
-    return [fact("best", f"none: {failed} of {len(summary.trials)} trials failed{others}; {SEARCH_FILE} says why")]
+    others = "" if failed == len(trials) else ", and no other was measured yet"
+    return [fact("best", f"none: {failed} of {len(trials)} trials failed{others}; {SEARCH_FILE} says why")]
 
 
-def _best_lines(info: SearchInfo, best: BestTrial) -> list[str]:
-    lines = [fact("best", f"trial {best.trial}: {_metric(info)} {best.value:.4f} after {_epochs(best.epochs)}")]
+def best_lines(metric: str, max_epochs: float, best: BestTrial) -> list[str]:
+    """Return the lines on the best trial of a search that goes up to `max_epochs`."""
+    lines = [fact("best", f"trial {best.trial}: {_spoken(metric)} {best.value:.4f} after {_epochs(best.epochs)}")]
     if best.test_accuracy is not None:
         lines.append(fact("test accuracy", f"{best.test_accuracy:.4f}"))
     elif best.test_loss is not None:
@@ -200,8 +215,8 @@ def _best_lines(info: SearchInfo, best: BestTrial) -> list[str]:
     lines += [fact("" if n else "parameters", text) for n, text in enumerate(params)]
     lines.append(fact("model", best.model_path or "its files are not in this folder"))
     lines.append(fact("to train it", best.command))
-    if best.epochs < info.max_epochs:
-        lines.append(fact("", f"as far as it came here; without max_rounds to its end, {_epochs(info.max_epochs)}"))
+    if best.epochs < max_epochs:
+        lines.append(fact("", f"as far as it came here; without max_rounds to its end, {_epochs(max_epochs)}"))
     return lines
 
 
@@ -224,8 +239,8 @@ def _epochs(number: float) -> str:
     return f"{number:.4g} epoch{'' if number == 1 else 's'}"
 
 
-def _metric(info: SearchInfo) -> str:
-    return info.metric.replace("_", " ")
+def _spoken(metric: str) -> str:
+    return metric.replace("_", " ")
 
 
 @dataclass(frozen=True)

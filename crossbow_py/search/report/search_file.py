@@ -130,6 +130,22 @@ def recorded_summary(
     )
 
 
+def recorded_best(plain: Mapping[str, Any], trial: TrialRecord) -> BestTrial | None:
+    """Return what search.json says of the best trial of a search that has ended; None if it is another, or not whole.
+
+    What can be known otherwise is taken from the record of the trial: anybody may have written the file.
+    """
+    best, epochs = plain.get("best"), last_epochs(trial)
+    if not isinstance(best, dict) or best.keys() != set(_BEST_KEYS):
+        return None
+    if (best["trial"], best["value"]) != (trial.trial, trial.values[epochs]) or not isinstance(best["command"], str):
+        return None
+    numbers, model = (best["test_accuracy"], best["test_loss"]), best["model_path"]
+    if not all(isinstance(each, float | None) for each in numbers) or not isinstance(model, str | None):
+        return None
+    return BestTrial(**{**best, "epochs": epochs, "params": trial.params or {}})
+
+
 def trial_plain(trial: TrialRecord) -> dict[str, Any]:
     """Return a trial; `values` by epochs as text, because keys are text in JSON."""
     plain = {field.name: getattr(trial, field.name) for field in dataclasses.fields(trial)}

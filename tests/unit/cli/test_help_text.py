@@ -85,7 +85,16 @@ def test_help_text_of_search_shows_commands_that_can_be_composed() -> None:
 
 def test_list_text_says_what_every_option_is() -> None:
     blocks = dict(block.split("=\n", 1) for block in list_text(TrainConfig).split("\n\n"))
-    assert list(blocks) == [*(f"+{group}" for group in APPENDED_GROUPS), *TrainConfig.GROUPS]
+    assert list(blocks) == [*(f"+{group}" for group in APPENDED_GROUPS), *TrainConfig.GROUPS, "launcher"]
+    assert blocks.pop("launcher").split()[0] == "ray"
     for group, block in blocks.items():
         described = dict(line.split(maxsplit=1) for line in block.splitlines())
         assert list(described) == sorted(group_options(group.removeprefix("+"), TrainConfig))
+
+
+def test_help_text_has_the_launcher_and_its_keys() -> None:
+    lines = help_text(SearchConfig).splitlines()
+    assert " OPTION is one of ray" in lines
+    assert [line.split()[0].removeprefix("launcher.") for line in lines if line.startswith("  launcher.")] == [
+        "address=null", "num_workers=null", "cpus_per_worker=null", "max_restarts=3",
+    ]  # fmt: skip

@@ -52,6 +52,12 @@ def test_table_of_search_has_what_training_has_not_or_otherwise() -> None:
     assert set(rows("estimate")) == {"memory", "held_back", "find_learning_rate", "images_per_s", "output_dir"}
 
 
+def test_table_of_the_launcher_has_its_keys() -> None:
+    found = rows("launcher")
+    assert set(found) == {f"launcher.{key}" for key in ("address", "num_workers", "cpus_per_worker", "max_restarts")}
+    assert found["launcher.max_restarts"][0][:2] == ["`3`", "a whole number, at least 0"]
+
+
 def test_table_of_options_escapes_what_would_be_markup() -> None:
     images = next(line for line in table("options/data").splitlines() if line.startswith("| `image_folder`"))
     assert "train/&lt;class>/\\*" in images
@@ -65,5 +71,6 @@ def test_table_that_there_is_not_is_refused() -> None:
 def test_page_of_commands_has_the_table_of_every_command_and_group() -> None:
     page = (ROOT / "docs" / "reference" / "commands.md").read_text()
     groups = list(TrainConfig.GROUPS)
-    for part in ("train", "search", "estimate", "predict", *groups, *(f"options/{group}" for group in groups)):
+    others = (*groups, *(f"options/{group}" for group in groups))
+    for part in ("train", "search", "estimate", "predict", "launcher", *others):
         assert f"<!-- table:keys/{part} -->" in page

@@ -158,7 +158,7 @@ def test_progress_line_with_and_without_a_best(searched: Any) -> None:
 
 
 def test_value_line_of_a_loss_says_so(searched: Any) -> None:
-    line = value_line(searched.info(metric="validation_loss"), searched.trial(2), 2.0, is_best=False)
+    line = value_line("validation_loss", searched.trial(2), 2.0, is_best=False)
     assert line == "trial 2 at 2 epochs: validation loss 0.5000 · optimizer adamw · learning_rate 0.1"
 
 

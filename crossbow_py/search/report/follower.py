@@ -1,0 +1,110 @@
+"""What the terminal says of a search that other processes train, by the results in its storage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from crossbow_py.core.signals import StopSignal
+from crossbow_py.search.config import SearchConfig
+from crossbow_py.search.events import SEARCH_FILE, TrialRecord
+from crossbow_py.search.hyperband import planned_epochs
+from crossbow_py.search.report.console import (
+    PLAIN_INTERVAL_S,
+    best_lines,
+    last_lines,
+    leader_lines,
+    outcome_lines,
+    value_line,
+)
+from crossbow_py.search.report.search_file import recorded_best
+from crossbow_py.search.report.standing import last_epochs, leader, num_results, trained_epochs
+from crossbow_py.telemetry.records import BEST_FOLDER, read_json
+from crossbow_py.telemetry.screen import clock_time, counted, fact
+
+_LOOK_S = 1.0  # between two looks into the storage
+
+
+class Follower:
+    """Says how a search stands that others train: a line for each result of any worker, and in the end the best.
+
+    Args:
+        config: the configuration.
+        maximize: whether greater values are better.
+        records: returns all trials as they stand.
+        say: takes lines for the user.
+        is_new: whether the search had no results when it was started here.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, config: SearchConfig, maximize: bool, records: Callable[[], tuple[TrialRecord, ...]],
+        say: Callable[[str], None], *, is_new: bool, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._config, self._maximize, self._records, self._clock = config, maximize, records, clock
+        self._tell = say
+        self._brackets, self._metric = config.brackets(), f"validation_{config.metric}"
+        self._num_segments = sum(sum(bracket.sizes) for bracket in self._brackets)
+        self._known: set[tuple[int, float]] | None = set() if is_new else None
+        self._trained_before = 0.0
+        self._begun_s = self._said_s = clock()
+        self._next_s = self._begun_s
+
+    def look(self, num_workers: int) -> None:
+        """Say what is new, about once a second; after a while without news, how the search stands."""
+        now = self._clock()
+        if now < self._next_s:
+            return
+        self._next_s = now + _LOOK_S
+        trials = self._news()
+        if now >= self._said_s + PLAIN_INTERVAL_S:
+            self._say(self._progress_line(trials, num_workers))
+
+    def end(self, status: str, folder: Path) -> None:
+        """Say how the search has ended, whose files are in a folder of this machine or of its workers'."""
+        trials = self._news()
+        best = leader(self._brackets, trials, maximize=self._maximize)
+        is_stopped = status in StopSignal.REASONS
+        told = None if best is None or is_stopped else recorded_best(read_json(folder / SEARCH_FILE), best)
+        lines = outcome_lines(self._config.experiment, status, trials)
+        if told is not None:
+            lines += best_lines(self._metric, self._config.max_epochs, told)
+        else:
+            lines += leader_lines(self._metric, self._brackets, trials, maximize=self._maximize)
+        if told is None and best is not None and best.worker is not None and not is_stopped:
+            lines.append(fact("model", f"{folder / BEST_FOLDER} on {best.worker.rpartition(':')[0]}"))
+        lines.append(fact("time", f"{self._clock() - self._begun_s:.1f} s"))
+        for line in [*lines, *last_lines(status, str(folder))]:
+            self._say(line)
+
+    def _say(self, line: str) -> None:
+        self._said_s = self._clock()
+        self._tell(line)
+
+    def _news(self) -> tuple[TrialRecord, ...]:
+        """Say each value that is new. Return all trials as they stand."""
+        trials = self._records()
+        values = {(trial.trial, epochs) for trial in trials for epochs in trial.values}
+        if self._known is None:  # what was there before is no news
+            self._known, self._trained_before = values, trained_epochs(self._brackets, trials)
+            self._say(f"going on: {sum(map(num_results, trials))} of {self._num_segments} rungs are done")
+        best = leader(self._brackets, trials, maximize=self._maximize)
+        by_number = {trial.trial: trial for trial in trials}
+        for number, epochs in sorted(values - self._known):
+            is_best = best is not None and (best.trial, last_epochs(best)) == (number, epochs)
+            self._say(value_line(self._metric, by_number[number], epochs, is_best=is_best))
+        self._known = values
+        return trials
+
+    def _progress_line(self, trials: tuple[TrialRecord, ...], num_workers: int) -> str:
+        parts = [f"{sum(map(num_results, trials))} of {self._num_segments} rungs"]
+        best = leader(self._brackets, trials, maximize=self._maximize)
+        if best is not None:
+            parts.append(f"best {best.values[last_epochs(best)]:.4f} by trial {best.trial}")
+        seconds = self._clock() - self._begun_s
+        trained = trained_epochs(self._brackets, trials)
+        if trained > self._trained_before:
+            left = max(0.0, planned_epochs(self._brackets) - trained)
+            parts.append(f"about {clock_time(seconds * left / (trained - self._trained_before))} left")
+        return " · ".join([*parts, f"{clock_time(seconds)} so far", counted(num_workers, "worker")])
