@@ -55,9 +55,12 @@ SHORT: Mapping[str, str] = {
         }.items()
         for part in parts.split()
     },
+    "overhead/loggers": "--repetitions 1 --seconds 0.5",
+    "overhead/ranks": "--repetitions 1 --seconds 2",
     "overhead/run": "--repetitions 1 --seconds 0.05",
     "predicted_speed/run": "--models lenet --num-learners 1 --precisions bf16",
     "preprocessing/run": "--models 1 --rounds 2 --repetitions 1",
+    "ranks/search": "--repetitions 1 +experiment=search_digits +debug=search_fast",
     "ranks/run": "--model lenet --batch-size 4 --rounds 2 --repetitions 1",
     "scaling/calibrate": "--models lenet --sizes 1024 16777216 --repetitions 1 --max-foreign-share 9",
     "scaling/run": "--rounds 2",
