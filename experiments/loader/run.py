@@ -37,6 +37,7 @@ from crossbow_py.data.streaming.streamed_data import Key
 from experiments.bench.machine import on_cores
 from experiments.bench.results import count, measuring_parser, positive
 from experiments.bench.windows import spread
+from experiments.loader import decoders
 from experiments.tables.markdown import markdown_table, spread_text
 from experiments.tables.measuring import measure_and_write
 
@@ -264,6 +265,8 @@ def _tell_nobody(_: int) -> None:
 
 
 TABLES = {"all": result_text}
+TABLES_OF_KIND = {decoders.KIND: decoders.TABLES}
+TABLES_OVER_ALL = {"decoders": decoders.answer}
 
 
 if __name__ == "__main__":

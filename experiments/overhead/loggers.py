@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ from experiments.tables.measuring import measure_and_write
 
 Result = Mapping[str, Any]
 KIND, MOST_SHARE, NETWORK = "loggers", 0.005, "lenet"
-LOGGERS: Mapping[str, type[RunLogger]] = {"mlflow": MLflowLogger, "wandb": WandbLogger}
+LOGGERS: Mapping[str, Callable[[], RunLogger]] = {"mlflow": MLflowLogger, "wandb": WandbLogger}
 _OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
 _TICKS_S = os.sysconf("SC_CLK_TCK")
 

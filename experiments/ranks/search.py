@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,8 @@ def searched_s(journal: Path, study: str) -> float:
 
 def span_s(times: Sequence[tuple[datetime | None, datetime | None]]) -> float:
     begun, ended = ([time for time in own if time is not None] for own in zip(*times, strict=True))
-    return (max(ended) - min(begun)).total_seconds()
+    span: timedelta = max(ended) - min(begun)
+    return span.total_seconds()
 
 
 def headline(result: Result) -> str:
