@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from experiments.hyperband.default_loop import Images, accuracy, new_trial, trai
 
 OPTUNA, RAY = "optuna", "ray_tune"
 OTHERS = (OPTUNA, RAY)
+_NEEDED = {OPTUNA: ("optuna",), RAY: ("ray", "pandas", "pyarrow", "fsspec")}  # by modules
 _JOB, _STUDY, _NUMBER, _SAMPLES = "job.pt", "search", "number", "samples"
 _READY_S = 300.0
 
@@ -63,11 +65,8 @@ class Job:
 
 def missing(side: str) -> str | None:
     """Why a side cannot be had; None if it can."""
-    try:
-        import_module("ray.tune" if side == RAY else "optuna")
-    except ImportError as error:
-        return str(error)
-    return None
+    gone = [name for name in _NEEDED[side] if find_spec(name) is None]
+    return f"{', '.join(gone)} not installed" if gone else None
 
 
 def job_of(run: SearchRun, images: Images) -> Job:

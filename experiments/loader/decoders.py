@@ -72,7 +72,7 @@ def measure_decoders(folder: str, size: int, most: int, seconds: float, scratch:
     torch.set_num_threads(1)
     data = ImageFolder(folder=folder, size=size, resize=size).read(progress=False)[0]
     assert isinstance(data, ImageFolderData), "an ImageFolder reads nothing else"
-    paths = [data.name_of(sample) for sample in range(min(most, len(data)))]
+    paths = [as_jpeg(data.name_of(sample), scratch) for sample in range(min(most, len(data)))]
     sets = {PHOTOGRAPHS: paths, **{f"{w} x {h}": mosaics(paths, w, h, scratch) for w, h in MOSAICS}}
     decoders, left_out = known_decoders(size)
     with on_cores(sorted(usable_core_ids())[-1:]):
@@ -147,6 +147,16 @@ _MAKERS: Mapping[str, Callable[[], Decode]] = {
     "torchvision": _torchvision, "torchcodec": _torchcodec, "simplejpeg": _simplejpeg, "PyTurboJPEG": _turbojpeg,
     "imagecodecs": _imagecodecs, "OpenCV": _opencv,
 }  # fmt: skip
+
+
+def as_jpeg(path: str, folder: Path) -> str:
+    """The path of a JPEG file, or of a copy as one of a file in another format."""
+    with Image.open(path) as image:
+        if image.format == "JPEG":
+            return path
+        copy = str(folder / f"{Path(path).name}.jpg")
+        image.convert("RGB").save(copy, quality=_QUALITY)
+    return copy
 
 
 def mosaics(paths: Sequence[str], width: int, height: int, folder: Path) -> list[str]:
