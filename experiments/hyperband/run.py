@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__, "--device")
     add = parser.add_argument
     add("--repetitions", type=count, default=3, help="searches by each side (default %(default)s)")
-    add("--processes", type=int, default=usable_cores(),
+    add("--processes", type=int, choices=range(257), metavar="N", default=usable_cores(),
         help="trials at a time by Optuna and Ray Tune, on a CPU; 0 leaves them out (default %(default)s)")
     add("overrides", nargs="*", metavar="KEY=VALUE", help=f"of the search (default {' '.join(DEFAULTS)})")
 

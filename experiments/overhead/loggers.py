@@ -13,8 +13,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,10 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.host import foreign_share
 from crossbow_py.telemetry.events import Progress, RunInfo, Summary
-from crossbow_py.telemetry.loggers.mlflow_logger import MLflowLogger
+from crossbow_py.telemetry.loggers.mlflow_logger import MLflowTracker
 from crossbow_py.telemetry.loggers.run_logger import RunLogger
-from crossbow_py.telemetry.loggers.tracker import Courier
-from crossbow_py.telemetry.loggers.wandb_logger import WandbLogger
+from crossbow_py.telemetry.loggers.tracker import Tracker
+from crossbow_py.telemetry.loggers.wandb_logger import WandbTracker
 from experiments.bench.machine import usable_cores
 from experiments.bench.results import count, measuring_parser, positive
 from experiments.bench.windows import MAX_FOREIGN_SHARE, load_with_ended, spread
@@ -38,7 +38,7 @@ from experiments.tables.measuring import measure_and_write
 
 Result = Mapping[str, Any]
 KIND, MOST_SHARE, NETWORK = "loggers", 0.005, "lenet"
-LOGGERS: Mapping[str, Callable[[], RunLogger]] = {"mlflow": MLflowLogger, "wandb": WandbLogger}
+TRACKERS: Mapping[str, Callable[[], Tracker]] = {"mlflow": MLflowTracker, "wandb": WandbTracker}
 _OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
 _TICKS_S = os.sysconf("SC_CLK_TCK")
 
@@ -50,14 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seconds", type=positive, default=60.0, help="of training, each time (default %(default)s)")
 
     def measure(given: argparse.Namespace) -> dict[str, Any]:
-        there = [name for name in LOGGERS if importlib.util.find_spec(name)]
+        there = [name for name in TRACKERS if importlib.util.find_spec(name)]
         if not there:
             raise UserError("neither mlflow nor wandb is installed; run pip install 'crossbow_py[mlflow,wandb]'.")
         with patch.dict(os.environ, _OFFLINE):
             measured = {name: measure_logger(name, given.repetitions, given.seconds) for name in there}
         return {
             "kind": KIND, "network": NETWORK, "seconds": given.seconds, "loggers": measured,
-            "left_out": [name for name in LOGGERS if name not in there],
+            "left_out": [name for name in TRACKERS if name not in there],
         }  # fmt: skip
 
     return measure_and_write(parser, argv, measure, result_text)
@@ -75,8 +75,9 @@ def measure_logger(name: str, repetitions: int, seconds: float) -> dict[str, Any
         before = load_with_ended()
         for logged in (True, False) if repetition % 2 else (False, True):
             cost = Cost()
-            with tempfile.TemporaryDirectory() as folder, watched(cost):
-                summary = train(NETWORK, Path(folder) / "run", seconds, [LOGGERS[name]()] if logged else [])
+            callbacks = [WatchedLogger(TRACKERS[name](), cost)] if logged else []
+            with tempfile.TemporaryDirectory() as folder:
+                summary = train(NETWORK, Path(folder) / "run", seconds, callbacks)
             rates[logged] = summary.images_per_s
             if logged and repetition:
                 costs.append(cost)
@@ -99,8 +100,8 @@ class Cost:
     Attributes:
         start_s, end_s: of the clock, while the run begins and ends.
         loop_s: of the training loop's thread, in between.
-        courier_s: of the processor, by the thread that sends.
-        service_s: of the processor, by processes of the logger's, from the first progress to the last.
+        courier_s, service_s: of the processor, by the thread that sends and by processes that the package has started,
+            from the first progress to the last.
         trained_s: of training, from the first progress to the last.
     """
 
@@ -132,42 +133,38 @@ def figures(costs: Sequence[Cost], ratios: Sequence[float], dropped: int, cores:
     }
 
 
-@contextmanager
-def watched(cost: Cost) -> Iterator[None]:
-    """Count what loggers take of the runs of the block."""
-    start, progress, end, deliver = RunLogger.on_start, RunLogger.on_progress, RunLogger.on_end, Courier._deliver
-    first: list[tuple[float, float]] = []
+class WatchedLogger(RunLogger):
+    """A run's logger that counts what it takes of the run."""
 
-    def timed_start(self: RunLogger, info: RunInfo) -> None:
+    def __init__(self, tracker: Tracker, cost: Cost) -> None:
+        super().__init__(tracker)
+        self._cost = cost
+        self._first: tuple[float, float, float] | None = None
+
+    def on_start(self, info: RunInfo) -> None:
         begun_s = time.perf_counter()
-        start(self, info)
-        cost.start_s += time.perf_counter() - begun_s
+        super().on_start(info)
+        self._cost.start_s += time.perf_counter() - begun_s
 
-    def timed_progress(self: RunLogger, told: Progress) -> None:
+    def on_progress(self, progress: Progress) -> None:
         begun_s = time.perf_counter()
-        progress(self, told)
-        cost.loop_s += time.perf_counter() - begun_s
-        first[1:] = [(told.elapsed_s, processes_s())]
-        cost.trained_s, cost.service_s = (last - at_first for at_first, last in zip(first[0], first[-1], strict=True))
+        super().on_progress(progress)
+        self._cost.loop_s += time.perf_counter() - begun_s
+        now = progress.elapsed_s, self._courier_s(), processes_s()
+        self._first = self._first or now
+        cost, since = self._cost, [last - first for first, last in zip(self._first, now, strict=True)]
+        cost.trained_s, cost.courier_s, cost.service_s = since
 
-    def timed_end(self: RunLogger, summary: Summary) -> None:
+    def on_end(self, summary: Summary) -> None:
         begun_s = time.perf_counter()
-        end(self, summary)
-        cost.end_s += time.perf_counter() - begun_s
+        super().on_end(summary)
+        self._cost.end_s += time.perf_counter() - begun_s
 
-    def timed_deliver(self: Courier, *, is_last: bool) -> None:
-        begun_s = time.thread_time()
-        deliver(self, is_last=is_last)
-        if not is_last:  # which is in `end_s`
-            cost.courier_s += time.thread_time() - begun_s
-
-    with (
-        patch.object(RunLogger, "on_start", timed_start),
-        patch.object(RunLogger, "on_progress", timed_progress),
-        patch.object(RunLogger, "on_end", timed_end),
-        patch.object(Courier, "_deliver", timed_deliver),
-    ):
-        yield
+    def _courier_s(self) -> float:
+        """The processor's seconds of the thread that sends."""
+        if self._courier is None or self._courier._thread.ident is None:
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(self._courier._thread.ident))
 
 
 def processes_s() -> float:

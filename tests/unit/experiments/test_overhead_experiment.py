@@ -5,14 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from crossbow_py.telemetry.events import Listener, Progress
-from crossbow_py.telemetry.loggers.run_logger import RunLogger
+from crossbow_py.telemetry.loggers.tracker import Courier, Point
 from experiments.overhead import loggers, ranks, report
-from experiments.overhead.loggers import Cost
+from experiments.overhead.loggers import Cost, WatchedLogger
 from experiments.overhead.ranks import CASES, act_out
 from tests.trackers import MemoryTracker
 
@@ -74,13 +75,31 @@ def test_share_of_a_logger_is_the_loops_time_and_its_part_of_the_cores() -> None
 def test_cost_of_a_logger_is_counted_between_the_first_progress_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     used = iter([5.0, 5.5, 7.0])
     monkeypatch.setattr(loggers, "processes_s", lambda: next(used))
-    cost, logger = Cost(), RunLogger(MemoryTracker())
-    with loggers.watched(cost):
-        for elapsed_s in (10.0, 11.0, 14.0):
-            logger.on_progress(progress(elapsed_s))
-    assert (cost.trained_s, cost.service_s) == (4.0, 2.0)
+    cost = Cost()
+    logger = WatchedLogger(MemoryTracker(), cost)
+    for elapsed_s in (10.0, 11.0, 14.0):
+        logger.on_progress(progress(elapsed_s))
+    assert (cost.trained_s, cost.service_s, cost.courier_s) == (4.0, 2.0, 0.0)
     assert cost.loop_s > 0
-    assert RunLogger.on_progress.__name__ == "on_progress"
+
+
+def test_time_of_the_thread_that_sends_is_counted() -> None:
+    class Busy(MemoryTracker):
+        def log(self, points: Sequence[Point]) -> None:
+            end_s = time.thread_time() + 0.1
+            while time.thread_time() < end_s:
+                pass
+
+    cost = Cost()
+    logger = WatchedLogger(Busy(), cost)
+    logger._courier = Courier(logger._tracker, every_s=0.01)
+    logger.on_progress(progress(1.0))
+    end_s = time.monotonic() + 30
+    while cost.courier_s < 0.1:
+        assert time.monotonic() < end_s, "a busy courier took no time"
+        time.sleep(0.02)
+        logger.on_progress(progress(2.0))
+    logger.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells of processes")
