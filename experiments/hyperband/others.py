@@ -83,7 +83,10 @@ def search_by(side: str, job: Job, num_processes: int, folder: Path) -> dict[str
     """Search with that many processes at a time, each with its share of the cores as threads."""
     torch.save(job, folder / _JOB)
     found = (_by_optuna if side == OPTUNA else _by_ray)(job, num_processes, folder)
-    value, trial = max((value, trial) for trial, rung, value in found["values"] if rung == len(job.epochs) - 1)
+    ended = [(value, trial) for trial, rung, value in found["values"] if rung == len(job.epochs) - 1]
+    if not ended:
+        raise CrossbowError(f"{side}: every trial that went on to the last rung diverged")
+    value, trial = max(ended)
     model = job.trials[trial].new_model()
     model.load_state_dict(torch.load(folder / f"{trial}.pt"))
     begun_s = time.perf_counter()

@@ -42,7 +42,7 @@ SHORT: Mapping[str, str] = {
     "faults/kill9": "--kills 1 --kills-of-two-ranks 0 --epochs 3 --folder {folder}",
     "faults/restarts": "--runs 1 --starts 1 --epochs 3",
     "flowers/run": "--seeds 0 --runs {folder} --results {folder} +debug=fast",
-    "hyperband/run": "--repetitions 1 --device cpu +experiment=search_lenet precision=fp32 num_trials=3 "
+    "hyperband/run": "--repetitions 1 --processes 0 --device cpu +experiment=search_lenet precision=fp32 num_trials=3 "
     "max_epochs=0.06 min_epochs=0.02 max_pack_size=2",
     "loader/decoders": "--size 16 --images 2 --seconds 0.01",
     "loader/run": "--size 16 --resize 20 --seconds 0.05",
