@@ -32,7 +32,9 @@ class Images:
 
 
 @dataclass
-class _Trial:
+class PlainTrial:
+    """A trial in plain PyTorch: its model, its optimizer, and the samples that it has seen."""
+
     settings: TrialSettings
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -44,32 +46,33 @@ def search(
 ) -> dict[str, Any]:
     """All segments in the order of `ready`; the best trial's value and test accuracy, and the samples trained on."""
     results: dict[Segment, float | None] = {}
-    trials: dict[int, _Trial] = {}
+    trials: dict[int, PlainTrial] = {}
     samples = 0
     planned = epoch_samples(brackets[0].epochs[-1], len(images.train[1]))
     while waiting := ready(brackets, results, maximize=True):
         segment = waiting[0]
         if segment.trial not in trials:
-            trials[segment.trial] = _new(trial_of(segment.trial), images.train[0].device)
+            trials[segment.trial] = new_trial(trial_of(segment.trial), images.train[0].device)
         trial, before = trials[segment.trial], trials[segment.trial].samples_seen
         end = epoch_samples(to_epochs(brackets, segment), len(images.train[1]))
-        healthy = _train(trial, end, planned, images.train, order_seed)
+        healthy = train(trial, end, planned, images.train, order_seed)
         samples += trial.samples_seen - before
-        results[segment] = _accuracy(trial.model, images.validation) if healthy else None
+        results[segment] = accuracy(trial.model, images.validation) if healthy else None
     return {**_best(brackets, results, trials, images), "samples": samples}
 
 
-def _new(settings: TrialSettings, device: torch.device) -> _Trial:
+def new_trial(settings: TrialSettings, device: torch.device) -> PlainTrial:
+    """The trial as it begins."""
     model, own = copy.deepcopy(settings.new_model()).to(device), settings.optimizer
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     assert isinstance(own, SGD), "the spaces of this experiment have SGD alone"
     groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": own.weight_decay}, {"params": others}]
     optimizer = torch.optim.SGD(groups, lr=_rate(settings), momentum=_one(own.momentum))
-    return _Trial(settings, model, optimizer)
+    return PlainTrial(settings, model, optimizer)
 
 
-def _train(trial: _Trial, end: int, planned: int, data: Pair, order_seed: int) -> bool:
+def train(trial: PlainTrial, end: int, planned: int, data: Pair, order_seed: int) -> bool:
     """Batches of the very samples a pack's row gets, until `end`. False when the loss is not finite."""
     settings, size, count = trial.settings, trial.settings.batch_size, len(data[1])
     criterion = nn.CrossEntropyLoss(label_smoothing=settings.label_smoothing)
@@ -106,20 +109,23 @@ def _one(value: PerLearner) -> float:
 
 
 @torch.no_grad()
-def _accuracy(model: nn.Module, data: Pair) -> float:
+def accuracy(model: nn.Module, data: Pair) -> float:
+    """The share of `data` that a model classifies rightly."""
     model.eval()
     batches = zip(torch.split(data[0], 256), torch.split(data[1], 256), strict=True)
     right = sum(int((model(inputs).argmax(1) == targets).sum()) for inputs, targets in batches)
     return right / len(data[1])
 
 
-def _best(brackets: tuple[Bracket, ...], results: Results, trials: dict[int, _Trial], images: Images) -> dict[str, Any]:
+def _best(
+    brackets: tuple[Bracket, ...], results: Results, trials: dict[int, PlainTrial], images: Images
+) -> dict[str, Any]:
     winner = best(brackets, results, maximize=True)
     assert winner is not None, "some trial has a value"
     last = max(segment for segment in results if segment.trial == winner)
     return {
         "trial": winner,
         "value": results[last],
-        "test_accuracy": _accuracy(trials[winner].model, images.test),
+        "test_accuracy": accuracy(trials[winner].model, images.test),
         "values": [[segment.trial, segment.rung, value] for segment, value in sorted(results.items())],
     }

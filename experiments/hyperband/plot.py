@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.hyperband.run import NAMES
+from experiments.hyperband.run import names_of
 from experiments.tables.pictures import one
 
 _WHOLE = "all of it, not split"
@@ -20,9 +20,10 @@ def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
     figure = Figure(figsize=(9, 2.8 * len(results)), layout="constrained")
     panels = figure.subplots(len(results), 1, squeeze=False)
     for (axes,), (name, result) in zip(panels, results.items(), strict=True):
-        for place, side in enumerate(reversed(NAMES)):
+        names = names_of(result)
+        for place, side in enumerate(reversed(names)):
             _draw_side(axes, place, [parts(run) for run in result["runs"][side]])
-        axes.set_yticks(range(len(NAMES)), list(reversed(NAMES.values())))
+        axes.set_yticks(range(len(names)), list(reversed(names.values())))
         axes.set(xlabel="seconds of wall time", title=name, xlim=(0, None))
         axes.grid(alpha=0.3, axis="x")
         axes.legend(*_legend(axes), loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -19,13 +19,17 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.sources.mnist import Mnist
 from crossbow_py.engine.modules.precision import choose_device
+from experiments.bench.machine import usable_cores
 from experiments.bench.results import count, measuring_parser
 from experiments.hyperband.measure import measure_hyperband
+from experiments.hyperband.others import OPTUNA, OTHERS, RAY
 from experiments.tables.markdown import cores, markdown_table, spread_text
 from experiments.tables.measuring import measure_and_write
 
 Result = Mapping[str, Any]
 NAMES = {
+    OPTUNA: "Optuna, a trial a process",
+    RAY: "Ray Tune, fractions of the device",
     "default_loop": "PyTorch's default loop, one trial at a time",
     "one_at_a_time": "one tuned trial at a time",
     "packed": "packs",
@@ -41,13 +45,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__, "--device")
     add = parser.add_argument
     add("--repetitions", type=count, default=3, help="searches by each side (default %(default)s)")
+    add("--processes", type=int, choices=range(257), metavar="N", default=usable_cores(),
+        help="trials at a time by Optuna and Ray Tune, on a CPU; 0 leaves them out (default %(default)s)")
     add("overrides", nargs="*", metavar="KEY=VALUE", help=f"of the search (default {' '.join(DEFAULTS)})")
 
     def measure(given: argparse.Namespace) -> dict[str, Any]:
         device = choose_device(given.device).type
-        return measure_hyperband(given.overrides or default_search(), given.repetitions, device)
+        overrides = given.overrides or default_search()
+        return measure_hyperband(overrides, given.repetitions, device, given.processes)
 
     return measure_and_write(parser, argv, measure, result_text)
+
+
+def names_of(result: Result) -> dict[str, str]:
+    """The sides that a result has, and how they are called; the last is packs."""
+    return {side: name for side, name in NAMES.items() if side in result["runs"]}
 
 
 def default_search() -> tuple[str, ...]:
@@ -62,29 +74,35 @@ def default_search() -> tuple[str, ...]:
 
 def sides_table(result: Result) -> str:
     rows, goals = [], wanted(result)
-    for side, name in NAMES.items():
+    for side, name in names_of(result).items():
         seconds, runs = result["seconds"][side], result["runs"][side]
         ratio = result["ratios"].get(f"{side}_over_packed")
-        samples = median(run["samples"] for run in runs)
+        samples, trials = (median(values) for values in ([run["samples"] for run in runs], trial_counts(runs)))
         rows.append(
             [
                 name,
                 _precision(result, side),
                 spread_text(seconds, ".0f"),
                 f"{samples / seconds['median']:,.0f}",
+                f"{trials / seconds['median']:.2f}",
                 "" if ratio is None else spread_text(ratio),
                 f"≥ {goals[side]}" if side in goals else "",
                 f"{result['best'][side]:.4f}",
                 str(len(runs)),
             ]
         )
-    header = ["", "precision", "seconds", "images/s", "÷ packs", "wanted", "test accuracy of the best", "n"]
+    header = ["", "precision", "seconds", "images/s", "trials/s", "÷ packs", "wanted", "test accuracy of the best", "n"]
     return markdown_table(header, rows)
+
+
+def trial_counts(runs: Sequence[Mapping[str, Any]]) -> list[int]:
+    """How many trials each run has values of."""
+    return [len({trial for trial, *_ in run["values"]}) for run in runs]
 
 
 def headline(result: Result) -> str:
     sentences, goals = [], wanted(result)
-    for side in list(NAMES)[:-1]:
+    for side in list(names_of(result))[:-1]:
         ratio = result["ratios"][f"{side}_over_packed"]
         own, theirs = (_precision(result, each) for each in ("packed", side))
         said = f"Packs in {own} end the search {spread_text(ratio)} times as fast as {NAMES[side]} in {theirs}"
@@ -93,7 +111,7 @@ def headline(result: Result) -> str:
             verdict = "and is reached" if ratio["median"] >= goals[side] else "and is missed"
             said += f"; at least {goals[side]} is the goal, {verdict}"
         sentences.append(f"{said}.")
-    accuracies = ", ".join(f"{result['best'][side]:.4f} by {name}" for side, name in NAMES.items())
+    accuracies = ", ".join(f"{result['best'][side]:.4f} by {name}" for side, name in names_of(result).items())
     return " ".join([*sentences, f"Test accuracy of the best trial: {accuracies}."])
 
 
@@ -110,9 +128,21 @@ def overhead_text(result: Result) -> str:
     )
 
 
+def others_text(result: Result) -> str:
+    """What Optuna and Ray Tune were given, and which of them is left out; nothing of results without them."""
+    said = [f"{NAMES[side]}: left out, {reason}." for side, reason in result.get("left_out", {}).items()]
+    if any(side in result["runs"] for side in OTHERS):
+        said.insert(0, f"Optuna and Ray Tune train {result['num_processes']} trials at a time.")
+    if starts := [run["start_s"] for run in result["runs"].get(RAY, ())]:
+        said.append(f"Of Ray Tune's seconds, {median(starts):.1f} were over when its first trial began.")
+    return " ".join(said)
+
+
 def result_text(result: Result) -> str:
     packing = " ".join(dict.fromkeys(result["packing"]))
-    return f"`{' '.join(result['overrides'])}`\n\n{packing}\n\n{sides_table(result)}\n\n{overhead_text(result)}"
+    said = (f"`{' '.join(result['overrides'])}`", packing, sides_table(result), overhead_text(result),
+            others_text(result))  # fmt: skip
+    return "\n\n".join(text for text in said if text)
 
 
 def _precision(result: Result, side: str) -> str:
@@ -123,8 +153,7 @@ def _precision(result: Result, side: str) -> str:
 def headline_rows(results: Mapping[str, Result]) -> list[list[str]]:
     result = results["lenet_mnist"]
     seconds = [f"{result['seconds'][side]['median']:,.0f}" for side in ("packed", "one_at_a_time", "default_loop")]
-    trials = {trial for trial, *_ in result["runs"]["packed"][0]["values"]}
-    title = f"Hyperband over {len(trials)} LeNets on MNIST, s"
+    title = f"Hyperband over {trial_counts(result['runs']['packed'])[0]} LeNets on MNIST, s"
     return [[title, f"{seconds[0]} (packs)", *seconds[1:], str(result["repetitions"]), cores(result)]]
 
 

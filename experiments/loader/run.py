@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import resource
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -36,8 +34,10 @@ from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.data.sources.image_folder import ImageFolder
 from crossbow_py.data.streaming.loader import Loader
 from crossbow_py.data.streaming.streamed_data import Key
+from experiments.bench.machine import on_cores
 from experiments.bench.results import count, measuring_parser, positive
 from experiments.bench.windows import spread
+from experiments.loader import decoders
 from experiments.tables.markdown import markdown_table, spread_text
 from experiments.tables.measuring import measure_and_write
 
@@ -255,20 +255,6 @@ def batches_of(epoch: int, epochs: int, count: int) -> Iterator[list[Key]]:
         yield [Key(number, sample) for sample in range(first, min(count, first + BATCH))]
 
 
-@contextmanager
-def on_cores(cores: Sequence[int] | set[int]) -> Iterator[None]:
-    """Run this process, and those it starts meanwhile, on these cores."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
 def _own_and_ended_s() -> float:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
@@ -279,6 +265,8 @@ def _tell_nobody(_: int) -> None:
 
 
 TABLES = {"all": result_text}
+TABLES_OF_KIND = {decoders.KIND: decoders.TABLES}
+TABLES_OVER_ALL = {"decoders": decoders.answer}
 
 
 if __name__ == "__main__":

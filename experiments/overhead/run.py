@@ -27,6 +27,7 @@ import torch
 from crossbow_py import SGD, Trainer
 from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.models import MLP, LeNet
+from crossbow_py.telemetry.events import Listener, Summary
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.run_folder.reporter import Reporter
 from experiments.bench.machine import ROOT
@@ -104,7 +105,7 @@ def measure_telemetry(network: str, repetitions: int, seconds: float) -> dict[st
         before = LoadSnapshot.take()
         for recorded in (True, False) if repetition % 2 else (False, True):
             with _timed() as spent, tempfile.TemporaryDirectory() as folder:
-                summary = _train(network, Path(folder) / "run" if recorded else None, seconds)
+                summary = train(network, Path(folder) / "run" if recorded else None, seconds)
             rates[recorded] = summary.images_per_s
             if recorded:
                 share = spent[0] / summary.train_time_s
@@ -122,7 +123,8 @@ def measure_telemetry(network: str, repetitions: int, seconds: float) -> dict[st
     }  # fmt: skip
 
 
-def _train(network: str, folder: Path | None, seconds: float) -> Any:
+def train(network: str, folder: Path | None, seconds: float, callbacks: Sequence[Listener] = ()) -> Summary:
+    """Train for so many seconds on made-up samples, with all records if there is a folder; the run's summary."""
     make_model, shape, num_learners = NETWORKS[network]
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (_SAMPLES, *shape), dtype=torch.uint8, generator=generator)
@@ -130,7 +132,7 @@ def _train(network: str, folder: Path | None, seconds: float) -> Any:
     trainer = Trainer(
         model=make_model, train_data=(images, targets), batch_size=_BATCH, num_learners=num_learners, device="cpu",
         executor="threads", optimizer=SGD(learning_rate=0.01, momentum=0.9), output_dir=folder,
-        checkpoint=CheckpointSettings(every_epochs=None),
+        checkpoint=CheckpointSettings(every_epochs=None), callbacks=callbacks,
     )  # fmt: skip
     return trainer.fit(max_time_s=seconds).summary
 

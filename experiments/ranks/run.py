@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from experiments.bench.results import count, measuring_parser
 from experiments.bench.windows import paired_ratios, spread
+from experiments.ranks import search
 from experiments.ranks.sides import BUCKETS_MB, serve
 from experiments.scaling.ranks import Measured, RankPair
 from experiments.tables.markdown import markdown_table, spread_text
@@ -114,6 +115,8 @@ def result_text(result: Result) -> str:
 
 
 TABLES = {"all": result_text}
+TABLES_OF_KIND = {search.KIND: search.TABLES}
+TABLES_OVER_ALL = {"searchers": search.answer}
 
 
 if __name__ == "__main__":

@@ -42,8 +42,9 @@ SHORT: Mapping[str, str] = {
     "faults/kill9": "--kills 1 --kills-of-two-ranks 0 --epochs 3 --folder {folder}",
     "faults/restarts": "--runs 1 --starts 1 --epochs 3",
     "flowers/run": "--seeds 0 --runs {folder} --results {folder} +debug=fast",
-    "hyperband/run": "--repetitions 1 --device cpu +experiment=search_lenet precision=fp32 num_trials=3 "
+    "hyperband/run": "--repetitions 1 --processes 0 --device cpu +experiment=search_lenet precision=fp32 num_trials=3 "
     "max_epochs=0.06 min_epochs=0.02 max_pack_size=2",
+    "loader/decoders": "--size 16 --images 2 --seconds 0.01",
     "loader/run": "--size 16 --resize 20 --seconds 0.05",
     "muon_cost/run": "--repetitions 1 --rounds 2 --batch-size 4",
     "memory/run": "--models mlp --num-learners 1 --batch-size 4 --device cpu",
@@ -55,9 +56,12 @@ SHORT: Mapping[str, str] = {
         }.items()
         for part in parts.split()
     },
+    "overhead/loggers": "--repetitions 1 --seconds 0.5",
+    "overhead/ranks": "--repetitions 1 --seconds 2",
     "overhead/run": "--repetitions 1 --seconds 0.05",
     "predicted_speed/run": "--models lenet --num-learners 1 --precisions bf16",
     "preprocessing/run": "--models 1 --rounds 2 --repetitions 1",
+    "ranks/search": "--repetitions 1 +experiment=search_digits +debug=search_fast",
     "ranks/run": "--model lenet --batch-size 4 --rounds 2 --repetitions 1",
     "scaling/calibrate": "--models lenet --sizes 1024 16777216 --repetitions 1 --max-foreign-share 9",
     "scaling/run": "--rounds 2",
@@ -73,12 +77,13 @@ SHORT: Mapping[str, str] = {
     "zoo/run": "--models test_vit --processes 1",
     "zoo/speed": "--models test_vit --learners 2 --repetitions 1 --seconds 0.05",
 }
-QUICK = {"tables", "scaling/run", "update_bandwidth/run", "loader/run"}  # others take seconds
+QUICK = {"tables", "scaling/run", "update_bandwidth/run", "loader/run", "loader/decoders"}  # others take seconds
 # These take minutes together. Cells of all grids run in test_learning_experiments.py as well, and most others in short
 # forms of their own tests.
 LONG = {
     *(f"{question}/run" for question in _OF_GRIDS), "throughput/run", "throughput/suite", "model_batch/run",
     "workers/run", "pack_step_time/run", "hyperband/run", "muon_cost/run", "overhead/run", "faults/restarts",
+    "overhead/loggers", "ranks/search",
 }  # fmt: skip
 _DROPPED = ("--json", "--jobs", "--cells", "--seeds", "--name")
 _FLAGS = ("--add", "--quick")

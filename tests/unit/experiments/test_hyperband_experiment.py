@@ -1,4 +1,4 @@
-"""Hyperband by three sides: ratios, table and picture of made-up runs, and a short measurement for real."""
+"""Hyperband by several sides: ratios, table and picture of made-up runs, and a short measurement for real."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from crossbow_py.cli.configuration import compose
 from crossbow_py.search.config import SearchConfig
 from experiments.hyperband import measure, plot, run
 from experiments.hyperband.measure import SIDES, measure_hyperband
+from experiments.hyperband.others import OTHERS, missing
 
 SECONDS = {"default_loop": (300.0, 270.0), "one_at_a_time": (150.0, 162.0), "packed": (100.0, 100.0)}
 
@@ -22,7 +23,8 @@ def made_up(seconds: dict[str, tuple[float, float]] = SECONDS) -> dict[str, Any]
     """Two runs a side; of those of the default loop nobody knows what took the time."""
     runs: dict[str, list[dict[str, Any]]] = {}
     for side, taken in seconds.items():
-        common = {"test_accuracy": 0.98, "samples": 50_000, **({"precision": "bf16"} if side == "packed" else {})}
+        common = {"test_accuracy": 0.98, "samples": 50_000, "values": [[0, 0, 0.9], [0, 1, 0.97], [1, 0, 0.8]]}
+        common |= {"precision": "bf16"} if side == "packed" else {}
         split = {} if side == "default_loop" else {"evaluation_s": 10.0, "overhead_s": 5.0}
         runs[side] = [{"seconds": own, **common, **split, **({"train_s": own - 15} if split else {})} for own in taken]
     return {
@@ -42,7 +44,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Searches that take no time; the sides in the order they ran."""
     ran: list[str] = []
 
-    def search(side: str, overrides: Sequence[str]) -> dict[str, Any]:
+    def search(side: str, overrides: Sequence[str], num_processes: int) -> dict[str, Any]:
         ran.append(side)
         return dict(made_up()["runs"][side][(len(ran) - 1) // len(SIDES)])
 
@@ -70,7 +72,31 @@ def test_goal_on_cuda_is_one_of_its_own_and_the_other_ratio_is_said_without() ->
         "Packs in bf16 end the search 1.56 (1.50–1.62) times as fast as one tuned trial at a time in fp32 (n=2)"
     )
     rows = run.sides_table(on_cuda).splitlines()[2:]
-    assert [row.split("|")[6].strip() for row in rows] == ["≥ 5.0", "", ""]
+    assert [row.split("|")[7].strip() for row in rows] == ["≥ 5.0", "", ""]
+    # two trials in 285, 156 and 100 s
+    assert [row.split("|")[5].strip() for row in rows] == ["0.01", "0.01", "0.02"]
+
+
+def test_optuna_and_ray_tune_are_sides_on_a_cpu_where_they_are_installed(
+    pretended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, int]] = []
+
+    def search(side: str, overrides: Sequence[str], num_processes: int) -> dict[str, Any]:
+        ran.append((side, num_processes))
+        return {**made_up()["runs"]["default_loop"][0], "seconds": 100.0 if side == "packed" else 250.0}
+
+    monkeypatch.setattr(measure, "_run_apart", search)
+    monkeypatch.setattr(measure, "missing", {"ray_tune": "ray not installed"}.get)
+    found = measure_hyperband(["+experiment=search_lenet"], 1, "cpu", 2)
+    assert ran == [(side, 2) for side in ("optuna", *SIDES)]
+    assert found["ratios"]["optuna_over_packed"]["median"] == 2.5
+    assert run.sides_table(found).splitlines()[2].startswith("| Optuna, a trial a process")
+    assert run.others_text(found) == (
+        "Optuna and Ray Tune train 2 trials at a time. "
+        "Ray Tune, fractions of the device: left out, ray not installed."
+    )
+    assert (run.names_of(made_up()).keys(), run.others_text(made_up())) == (dict.fromkeys(SIDES).keys(), "")
 
 
 @pytest.mark.parametrize("found", [True, False])
@@ -114,9 +140,29 @@ def test_picture_splits_the_bars_of_the_sides_whose_parts_are_known() -> None:
 def test_short_search_by_every_side_trains_the_same_trials_on_as_many_samples(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     search = ["+experiment=search_digits", "model.hidden=[8]", "num_trials=3", "max_epochs=3", "max_pack_size=2"]
-    assert run.main(["--device", "cpu", "--repetitions", "1", "--json", str(path), *search]) == 0
+    assert run.main(["--device", "cpu", "--repetitions", "1", "--processes", "0", "--json", str(path), *search]) == 0
     result = json.loads(path.read_text())
     # An epoch is 1351 samples, 85 batches of 16: three trials train one, and one of them goes on to 4053, 254 batches.
     for runs in result["runs"].values():
         assert [own["samples"] for own in runs] == [(3 * 85 + 254 - 85) * 16]
         assert sorted(rung for _, rung, _ in runs[0]["values"]) == [0, 0, 0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("side", OTHERS)
+def test_optuna_and_ray_tune_train_the_trials_of_the_default_loop(side: str) -> None:
+    if (reason := missing(side)) is not None:
+        pytest.skip(reason)
+    search = ["+experiment=search_digits", "model.hidden=[8]", "num_trials=3", "max_epochs=3", "device=cpu"]
+    plain, found = (measure._run_apart(each, search, 2) for each in ("default_loop", side))
+    # To the first rung all train alike; one thread or two round differently.
+    first, others = ({trial: value for trial, rung, value in own["values"] if rung == 0} for own in (plain, found))
+    assert len(first) == 3
+    assert others == pytest.approx(first, abs=0.01)
+    # As in the test above; whoever prunes when a trial reports, one trial at least goes on, and all of them may.
+    ended = sum(rung for _, rung, _ in found["values"])
+    assert ended >= 1
+    assert found["samples"] == (3 * 85 + ended * (254 - 85)) * 16
+    assert found["value"] == max(value for _, rung, value in found["values"] if rung == 1)
+    assert 0.5 < found["test_accuracy"] <= 1
