@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the image and uses it: trains in it, stops it with SIGTERM, resumes, runs two ranks, and measures it.
+# Builds the image and uses it: trains in it, draws a report, searches, stops it with SIGTERM, resumes, runs two ranks, and
+# measures it.
 #
 # With Docker where an engine answers; else, as root, with buildah in chroot isolation, on a base that debootstrap makes
 # and that carries the tag of the Dockerfile's, in a storage of its own. The build takes Python packages from where the
@@ -17,7 +18,7 @@ base=$(sed -n 's/^ARG BASE=//p' "$dockerfile")
 image=crossbow_py:verify
 name=crossbow-verify-$$
 volumes=(runs:/workspace/runs data:/data cache:/cache)
-max_mb=300 # over torch, what torch needs, and the base
+max_mb=400 # over torch, what torch needs, and the base
 
 say() { printf '\n== %s\n' "$*"; }
 
@@ -106,6 +107,12 @@ expect "status" finished "$(summary short status)"
 inside python -c "import sys; sys.exit($(summary short test_accuracy) < 0.95)" || fail "test accuracy is under 0.95"
 inside sh -c 'ls /cache/crossbow_py/native/*.so' || fail "gcc did not compile the update of the replicas"
 expect "user" 1000:1000 "$(inside id -u):$(inside id -g)"
+
+say "report and search"
+inside python -m crossbow_py.report runs/short || fail "no report"
+inside test -s runs/short/report/report.html || fail "the report has no page"
+inside python -m crossbow_py.search +experiment=search_digits +debug=search_fast output_dir=runs/search || fail "no search"
+inside python -c "import psycopg" || fail "the driver of PostgreSQL is missing"
 
 say "SIGTERM"
 long=(+experiment=digits output_dir=runs/long)

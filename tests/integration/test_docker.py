@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
+import threading
+import tomllib
 from fnmatch import fnmatch
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +67,7 @@ def kept_for_the_build(path: str) -> bool:
 
 def test_every_stage_of_the_dockerfile_starts_from_one_base_pinned_by_its_tag() -> None:
     (base,) = [rest for word, rest in instructions() if word == "ARG" and rest.startswith("BASE=")]
-    assert re.fullmatch(r"BASE=python:3\.\d+-slim-[a-z]+", base)
+    assert re.fullmatch(r"BASE=python:3\.\d+-slim-[a-z]+(@sha256:[0-9a-f]{64})?", base)
     assert {rest.split()[0] for word, rest in instructions() if word == "FROM"} == {"${BASE}"}
 
 
@@ -96,6 +101,21 @@ def test_pip_keeps_no_cache_in_a_layer_and_installs_what_is_pinned() -> None:
         assert pinned or "--no-deps" in command
 
 
+def test_image_has_what_reports_and_searches_need(tmp_path: Path) -> None:
+    (command,) = [rest for word, rest in instructions() if word == "RUN" and rest.startswith("[")]
+    python, flag, code = json.loads(command)
+    assert (python, flag) == ("python", "-c")
+    places = {"/pyproject.toml": ROOT / "pyproject.toml", "/requirements.txt": tmp_path / "requirements.txt"}
+    for written, here in places.items():
+        assert f"'{written}'" in code
+        code = code.replace(f"'{written}'", repr(str(here)))
+    subprocess.run([sys.executable, "-c", code], check=True)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = {*project["dependencies"], *extras["plots"], *extras["search"]}
+    assert set((tmp_path / "requirements.txt").read_text().splitlines()) == wanted
+
+
 def test_compose_runs_torchrun_on_all_gpus_and_the_plain_image_on_any_machine() -> None:
     services = compose()["services"]
     gpu, cpu = services["train"], services["train-cpu"]
@@ -109,6 +129,7 @@ def test_compose_runs_torchrun_on_all_gpus_and_the_plain_image_on_any_machine() 
         assert "resume=auto" in service["command"]
         assert service["restart"] == "on-failure:3"
         assert service["shm_size"] == "8gb"
+        assert (service["ulimits"], service["cap_drop"]) == ({"memlock": -1}, ["ALL"])  # what NCCL needs, and no more
 
 
 def test_compose_searches_on_all_gpus_once_its_data_base_answers() -> None:
@@ -142,6 +163,27 @@ def test_compose_shows_tensorboard_on_loopback_only_and_lets_it_read_only() -> N
     assert services["tensorboard"]["ports"] == ["127.0.0.1:6006:6006"]
     assert services["tensorboard"]["volumes"] == ["runs:/workspace/runs:ro"]
     assert services["tensorboard"]["read_only"] is True
+
+
+def test_compose_asks_tensorboard_for_its_page_to_see_whether_it_is_healthy() -> None:
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    service = compose()["services"]["tensorboard"]
+    kind, python, flag, code = service["healthcheck"]["test"]
+    assert (kind, python, flag) == ("CMD", "python", "-c")
+    assert "--port=6006" in service["entrypoint"] and "//127.0.0.1:6006/" in code
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        server.timeout = 30
+        command = [sys.executable, "-c", code.replace(":6006/", f":{server.server_port}/")]
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        healthy = subprocess.run(command, check=False).returncode
+        thread.join()
+    gone = subprocess.run(command, capture_output=True, check=False).returncode
+    assert (healthy, gone) == (0, 1)
 
 
 def test_compose_names_every_volume_and_mounts_it_where_the_image_has_one() -> None:
@@ -187,6 +229,7 @@ def can_build() -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(2400)
 def test_verify_builds_the_image_trains_stops_and_resumes_in_it(tmp_path: Path) -> None:
     if not can_build():
