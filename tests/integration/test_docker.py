@@ -129,7 +129,8 @@ def test_compose_runs_torchrun_on_all_gpus_and_the_plain_image_on_any_machine() 
         assert "resume=auto" in service["command"]
         assert service["restart"] == "on-failure:3"
         assert service["shm_size"] == "8gb"
-        assert (service["ulimits"], service["cap_drop"]) == ({"memlock": -1}, ["ALL"])  # what NCCL needs, and no more
+        assert (service["cap_drop"], "cap_add" in service) == (["ALL"], False)
+    assert gpu["ulimits"] == services["search"]["ulimits"] == {"memlock": -1}  # what NCCL needs beside /dev/shm
 
 
 def test_compose_searches_on_all_gpus_once_its_data_base_answers() -> None:
