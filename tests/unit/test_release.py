@@ -134,15 +134,19 @@ def test_tag_without_its_version_or_its_changelog_is_refused(
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_released_image_is_built_on_the_digest_of_its_base(tmp_path: Path) -> None:
     (script,) = [step["run"] for step in steps("release") if step.get("id") == "names"]
+    base, digest, output = base_of_the_image(), f"sha256:{'0f' * 32}", tmp_path / "output"
     docker = tmp_path / "docker"
-    docker.write_text('#!/bin/sh\n[ "$4" = "$BASE" ] && echo sha256:00ff\n')
+    listing = f"Name: {base}\\nMediaType: an index\\nDigest:    {digest}\\n\\nManifests:\\n"
+    docker.write_text(f'#!/bin/sh\n[ "$4" = {base} ] && printf "{listing}"\n')
     docker.chmod(0o755)
-    values = {"GITHUB_REPOSITORY": "Some-One/Crossbow", "GITHUB_REF_NAME": "v1.2.3", "BASE": base_of_the_image()}
     path = f"{tmp_path}:{os.environ['PATH']}"
-    done = run_step(script, ROOT, **values, GITHUB_OUTPUT=str(tmp_path / "output"), PATH=path)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "output").read_text().splitlines() == [
-        f"base={base_of_the_image().split('@')[0]}@sha256:00ff", "image=ghcr.io/some-one/crossbow:v1.2.3",
+    values = {"GITHUB_REPOSITORY": "Some-One/Crossbow", "GITHUB_REF_NAME": "v1.2.3", "GITHUB_OUTPUT": str(output)}
+    done = run_step(script, ROOT, **values, PATH=path)
+    assert done.returncode == 0, done.stdout
+    assert output.read_text().splitlines() == [
+        f"base={base.split('@')[0]}@{digest}", "image=ghcr.io/some-one/crossbow:v1.2.3",
     ]  # fmt: skip
+    docker.write_text("#!/bin/sh\necho 'not found' >&2\nexit 1\n")
+    assert run_step(script, ROOT, **values, PATH=path).returncode == 1
     (build,) = using("release", "docker/build-push-action")
     assert "BASE=${{ steps.names.outputs.base }}" in build["with"]["build-args"].splitlines()
