@@ -16,7 +16,7 @@ from crossbow_py.data.streaming.streamed_data import Key, StreamedData
 from crossbow_py.engine.device.host import intra_op_threads
 from crossbow_py.engine.modules.precision import cast_module
 from crossbow_py.engine.sizing.memory import Job, Sample
-from crossbow_py.train.checks.fatal_modules import survived
+from crossbow_py.train.checks.fatal_modules import refusing_fatal_modules
 
 _BUDGET_S = 2.0
 _MOST_RUNS = 5
@@ -36,7 +36,7 @@ def step_seconds(
         model = cast_module(make_model(), job.precision).train()
         inputs, targets = (tensor.zero_() for tensor in sample.batch(batch_size, job.channels_last))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        with survived(model):
+        with refusing_fatal_modules(model):
             model(inputs)
 
         def step() -> None:

@@ -180,10 +180,10 @@ class Trainer:
         check_tuner(auto_tuner)
         check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
         found, self._messages = find_checkpoint(resume, folder, ranks)
+        train, (test, validation) = in_tensors(train_data), map(in_tensors, (test_data, validation_data))
         self.run = RunBuilder(
             make_model=model, resumed_from=str(found.folder) if found else None,
-            data=DataSets(in_tensors(train_data), in_tensors(test_data), in_tensors(validation_data), num_classes,
-                          augmentation, mean, std, sample_weights, class_names),
+            data=DataSets(train, test, validation, num_classes, augmentation, mean, std, sample_weights, class_names),
             settings=settings, choices=choose_together(settings, found, ranks), ranks=ranks, announce=self._announce,
             optimizer=optimizer, rule=averaging, schedule=schedule, loss=loss, metrics=metrics, names=names,
             init_from=None if init_from is None or found else str(given_path("init_from", init_from)),
@@ -258,8 +258,7 @@ class Trainer:
             raise UserError(f"after_round must be a function of a RoundEnd, got {after_round!r}; give one, or None.")
         with self.run.ranks.together():
             monitor = self._new_monitor()
-            callbacks = [each for each in self.callbacks if self.run.ranks.is_first or not each.ONLY_FIRST_RANK]
-            listeners = [*self._file_listeners(monitor), *callbacks]
+            listeners = [*self._file_listeners(monitor), *self._own_listeners()]
         with (
             flushed_denormals(),
             nullcontext() if monitor is None else closing(monitor),  # without TensorBoard no listener does
@@ -338,6 +337,9 @@ class Trainer:
     def _announce(self, message: str) -> None:
         for listener in self.callbacks:
             listener.on_message(message)
+
+    def _own_listeners(self) -> list[Listener]:
+        return [each for each in self.callbacks if self.run.ranks.is_first or not each.ONLY_FIRST_RANK]
 
     def _new_monitor(self) -> SystemMonitor | None:
         """Return the monitor of this rank's node, if this rank is the first on it and the run has a folder."""

@@ -124,7 +124,7 @@ def dense_data() -> Any:
     return images, (images[:, 0] > 0.5).long() + (images[:, 0] > 1).long()
 
 
-def plain_dense(model: nn.Module, data: Any, order: Order) -> None:
+def plain_sgd(model: nn.Module, data: Any, order: Order) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for batch in order:
         loss = nn.functional.cross_entropy(model(data[0][batch]), data[1][batch])
@@ -303,15 +303,6 @@ def fold_data() -> Any:
     return tuple(each[fold()] for each in weighted_data())
 
 
-def plain_sgd(model: nn.Module, data: Any, order: Order) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for batch in order:
-        loss = nn.functional.cross_entropy(model(data[0][batch]), data[1][batch])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
 def with_fold(**options: Any) -> Trainer:
     others = Subset(TensorDataset(*weighted_data()), fold())
     optimizer = SGD(learning_rate=0.05)
@@ -334,7 +325,7 @@ def with_export(**options: Any) -> Trainer:
 TASKS = {
     "text": Task("scores of every token, [B, T, V]", text_model, text_data, plain_text, with_text),
     "tabular": Task("a dict of inputs", Tabular, tabular_data, plain_tabular, with_tabular),
-    "dense": Task("a class for every pixel", dense_model, dense_data, plain_dense, with_dense),
+    "dense": Task("a class for every pixel", dense_model, dense_data, plain_sgd, with_dense),
     "several inputs": Task("a tuple of inputs", ImageAndFeatures, several_data, plain_several, with_several),
     "Hugging Face": Task("a BERT that returns its loss", bert_model, bert_data, plain_bert, with_bert),
     "weighted": Task("balanced class weights", weighted_model, weighted_data, plain_weighted, with_weighted),

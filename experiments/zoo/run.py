@@ -121,7 +121,7 @@ def _outcome(rows: Mapping[str, Mapping[str, Any]], executor: str) -> str:
 
 
 TABLES = {"all": result_text}
-TABLES_OF_KIND = {speed.KIND: {"all": speed.result_text}}
+TABLES_OF_KIND = {speed.KIND: {"all": speed.result_text, "summary": speed.summary_table}}
 
 
 if __name__ == "__main__":

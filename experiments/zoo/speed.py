@@ -8,12 +8,14 @@ README.md says what is measured and how.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import multiprocessing
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -54,21 +56,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := [name for name in wanted if name not in TIMM]:
         print(f"error: --models must be of {', '.join(TIMM)}, got {unknown[0]}.", file=sys.stderr)
         return 2
+    method = {"batch_size": BATCH_SIZE, "repetitions": options.repetitions, "seconds": options.seconds}
     result: dict[str, Any] = {
-        "kind": KIND, "machine": machine(), "versions": {"timm": importlib.metadata.version("timm")},
-        "batch_size": BATCH_SIZE, "repetitions": options.repetitions, "seconds": options.seconds, "rows": [],
+        "kind": KIND, "machine": machine(), "versions": {"timm": importlib.metadata.version("timm")}, **method,
+        "rows": _earlier(options.json, method),
     }  # fmt: skip
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:  # a model's memory goes with its process
-        for name in wanted:
-            for num_learners in options.learners:
-                row = pool.submit(measured, name, num_learners, options.repetitions, options.seconds).result()
+    there = {(row["model"], row["num_learners"]) for row in result["rows"]}
+    for name in wanted:
+        for num_learners in options.learners:
+            if (name, num_learners) not in there:
+                row = _in_a_process(name, num_learners, options.repetitions, options.seconds)
                 result["rows"].append(row)
                 print(_line(row), flush=True)
-            if options.json:
-                write_result(options.json, result)
+        if options.json:
+            write_result(options.json, result)
     show_and_write(result, result_text, options.json)
     return 0
+
+
+def _earlier(path: Path | None, method: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what an earlier run, stopped midway, has measured by the same method."""
+    if path is None or not path.exists():
+        return []
+    result = json.loads(path.read_text(encoding="utf-8"))
+    return list(result["rows"]) if all(result.get(key) == value for key, value in method.items()) else []
+
+
+def _in_a_process(name: str, num_learners: int, repetitions: int, seconds: float) -> dict[str, Any]:
+    """Measure in a process of its own, with which a model's memory goes. `crashed` says that it did not survive."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(measured, name, num_learners, repetitions, seconds).result()
+        except BrokenProcessPool:
+            nothing = dict.fromkeys(("auto", "best", "auto_over_best", "fused_over_apart"))
+            return {"model": name, "num_learners": num_learners, "crashed": True, "executors": {}, **nothing}
 
 
 class Rate(NamedTuple):
@@ -164,13 +185,18 @@ def models_table(result: Result) -> str:
     for name in dict.fromkeys(row["model"] for row in result["rows"]):
         own = {row["num_learners"]: row for row in result["rows"] if row["model"] == name}
         rows.append([
-            name, f"{next(iter(own.values()))['parameters'] / 1e6:.1f} M",
+            name, _size(own.values()),
             *(spread_text(own[k]["fused_over_apart"]) if k in own else NONE for k in _by_learners(result)),
             *(f"{own[k]['auto']} {own[k]['auto_over_best']['median']:.2f}" if k in own and own[k]["auto_over_best"]
               else NONE for k in _by_learners(result)),
         ])  # fmt: skip
     counts = list(_by_learners(result))
     return markdown_table(["model", "parameters", *(f"K={k}" for k in counts), *(f"auto, K={k}" for k in counts)], rows)
+
+
+def _size(rows: Iterable[Mapping[str, Any]]) -> str:
+    known = [row["parameters"] for row in rows if "parameters" in row]
+    return f"{known[0] / 1e6:.1f} M" if known else NONE
 
 
 def _by_learners(result: Result) -> dict[int, list[Mapping[str, Any]]]:

@@ -22,7 +22,7 @@ _FEW_CHANNELS = 8  # more are done by other kernels
 
 
 @contextmanager
-def survived(model: nn.Module) -> Iterator[None]:
+def refusing_fatal_modules(model: nn.Module) -> Iterator[None]:
     """Run a block that calls the model, before any backward pass.
 
     Raises UserError at its end if a backward pass would end the process.
@@ -30,7 +30,7 @@ def survived(model: nn.Module) -> Iterator[None]:
     found = list[str]()
     kinds = (nn.GroupNorm, nn.Conv2d)
     watched = [(name, own) for name, own in model.named_modules() if isinstance(own, kinds)]
-    hooks = [own.register_forward_pre_hook(partial(_look, found, name)) for name, own in watched]
+    hooks = [own.register_forward_pre_hook(partial(_look, found, name), with_kwargs=True) for name, own in watched]
     try:
         yield
     finally:
@@ -43,9 +43,11 @@ def survived(model: nn.Module) -> Iterator[None]:
         )
 
 
-def _look(found: list[str], name: str, own: nn.GroupNorm | nn.Conv2d, inputs: tuple[Any, ...]) -> None:
-    given, weight = inputs[0], own.weight
-    if weight is None or not weight.requires_grad or given.device.type != "cpu":
+def _look(
+    found: list[str], name: str, own: nn.GroupNorm | nn.Conv2d, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    given, weight = next(iter((*args, *kwargs.values())), None), own.weight
+    if not isinstance(given, Tensor) or given.device.type != "cpu" or weight is None or not weight.requires_grad:
         return
     if isinstance(own, nn.GroupNorm):
         if not given.requires_grad and not given.is_contiguous():

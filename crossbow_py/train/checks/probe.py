@@ -40,7 +40,7 @@ from crossbow_py.engine.modules.losses import (
     scores_of,
 )
 from crossbow_py.engine.modules.precision import Precision, cast_module, full_precision_parameters
-from crossbow_py.train.checks.fatal_modules import survived
+from crossbow_py.train.checks.fatal_modules import refusing_fatal_modules
 from crossbow_py.train.checks.losses import classes_of, copied_loss, hidden_parameter, misfit, remarks
 from crossbow_py.train.evaluation.metrics import Metric, has_states, try_metric
 
@@ -99,7 +99,7 @@ def probe(
     own = batch.targets.device.type == "cpu" and not compile_model  # as in `RoundTasks`
     _check_arguments(model, batch.inputs, "training")
     passes = _TwoPasses(model, batch.inputs, generator, own)
-    with survived(model), _explained("training", model, precision, batch, loss):
+    with refusing_fatal_modules(model), _explained("training", model, precision, batch, loss):
         output, targets = compared(loss, passes.first(), batch.targets)
     batch, loss = batch._replace(targets=targets), plain_loss(loss)
     _check_output(output, targets, num_classes, exact, loss)

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.train.checks.fatal_modules import survived
+from crossbow_py.train.checks.fatal_modules import refusing_fatal_modules
 
 LAST = torch.channels_last
 
@@ -13,7 +13,7 @@ def images(channels: int, memory_format: torch.memory_format = LAST) -> torch.Te
 
 
 def tried(module: nn.Module, inputs: torch.Tensor) -> None:
-    with survived(module):
+    with refusing_fatal_modules(module):
         module(inputs)
 
 
@@ -29,6 +29,15 @@ def test_convolution_by_1_that_strides_over_few_channels_is_refused_in_channels_
 def test_weights_in_channels_last_format_are_refused_with_other_inputs_too():
     with pytest.raises(UserError, match="convolution by 1 x 1"):
         tried(nn.Sequential(nn.Conv2d(3, 4, 1, stride=2)).to(memory_format=LAST), images(3, torch.contiguous_format))
+
+
+def test_convolution_that_is_called_by_keyword_is_refused_too():
+    class Named(nn.Sequential):
+        def forward(self, images):
+            return self[0](input=images)
+
+    with pytest.raises(UserError, match="convolution by 1 x 1"):
+        tried(Named(nn.Conv2d(3, 4, 1, stride=2)), images(3))
 
 
 @pytest.mark.parametrize(
