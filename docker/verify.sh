@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the image and uses it: trains in it, draws a report, searches, stops it with SIGTERM, resumes, runs two ranks, and
-# measures it.
+# Builds the image and uses it: trains in it, draws a report, searches, asks TensorBoard whether it is healthy, stops it with
+# SIGTERM, resumes, runs two ranks, and measures it.
 #
 # With Docker where an engine answers; else, as root, with buildah in chroot isolation, on a base that debootstrap makes
 # and that carries the tag of the Dockerfile's, in a storage of its own. The build takes Python packages from where the
@@ -48,6 +48,11 @@ summary() { # RUN KEY
 
 epochs_trained() { # RUN NUMBER
     inside python -c "import sys; sys.exit(len(open('runs/$1/metrics.jsonl').readlines()) < $2)"
+}
+
+of_tensorboard() { # KEYS of its service in compose.yaml, a word a line
+    inside python -c "import sys, yaml; print(*yaml.safe_load(sys.stdin)['services']['tensorboard']$1, sep='\n')" \
+        <"$root/docker/compose.yaml"
 }
 
 stop() { # RUN, which is running. Ranks have 90 s in the image to write their checkpoint; digits need far less.
@@ -114,6 +119,15 @@ inside test -s runs/short/report/report.html || fail "the report has no page"
 inside python -m crossbow_py.search +experiment=search_digits +debug=search_fast output_dir=runs/search || fail "no search"
 inside python -c "import psycopg" || fail "the driver of PostgreSQL is missing"
 
+say "TensorBoard"
+mapfile -t serve < <(of_tensorboard "['entrypoint']")
+mapfile -t healthy < <(of_tensorboard "['healthcheck']['test'][1:]")
+if inside "${healthy[@]}" 2>/dev/null; then fail "another TensorBoard answers on its port"; fi
+start_command "${serve[@]}"
+wait_until "healthy TensorBoard" 60 inside_running "${healthy[@]}"
+terminate
+wait_until "end of TensorBoard" 20 ended
+
 say "SIGTERM"
 long=(+experiment=digits output_dir=runs/long)
 start_trainer "${long[@]}" max_epochs=100000
@@ -130,13 +144,13 @@ expect "status" finished "$(summary long status)"
 
 say "two ranks by torchrun"
 ranks=(--standalone --local-addr=127.0.0.1 --nproc-per-node=2 -m crossbow_py.train +experiment=digits output_dir=runs/ranks)
-start_ranks "${ranks[@]}" max_epochs=100000
+start_command torchrun "${ranks[@]}" max_epochs=100000
 wait_until "second epoch" 180 epochs_trained ranks 2
 inside_running python - <"$tools/listening.py" || fail "something listens on a public address"
 stop ranks
 echo "exit code of torchrun: $stopped"
 epochs=$(($(inside sh -c 'wc -l <runs/ranks/metrics.jsonl') + 3))
-start_ranks "${ranks[@]}" max_epochs=$epochs resume=auto
+start_command torchrun "${ranks[@]}" max_epochs=$epochs resume=auto
 wait_until "end of the resumed ranks" 180 ended
 expect "exit code" 0 "$(exit_code)"
 expect "status" finished "$(summary ranks status)"

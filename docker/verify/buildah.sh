@@ -42,7 +42,7 @@ make_base() {
         "$folder"/usr/share/{doc,man,locale,info,lintian} "$folder"/var/log/*
     printf 'path-exclude /usr/share/%s/*\n' doc man locale info >"$folder/etc/dpkg/dpkg.cfg.d/docker"
     # shellcheck disable=SC2016 # the inner shell's
-    chroot "$folder" sh -c 'python "$(echo /usr/share/python-wheels/pip-*.whl)/pip" install --quiet \
+    chroot "$folder" sh -c 'python "$(echo /usr/share/python-wheels/pip-*.whl)/pip" --isolated install --quiet \
         --root-user-action ignore --no-index --find-links /usr/share/python-wheels pip'
     container=$(b from scratch)
     b copy --quiet "$container" "$folder" / >/dev/null
@@ -81,7 +81,7 @@ start() {
 start_trainer() { # shellcheck disable=SC2046
     start $(entrypoint) "$@"
 }
-start_ranks() { start tini -s -- torchrun "$@"; }
+start_command() { start tini -s -- "$@"; }
 inside_running() { inside "$@"; }
 ended() { [[ -s $work/code ]]; }
 exit_code() { cat "$work/code"; }

@@ -211,6 +211,24 @@ def test_dockerignore_lets_in_what_the_image_is_made_of_and_nothing_else() -> No
         assert not kept_for_the_build(path), path
 
 
+def test_size_of_torch_counts_what_the_extras_it_asks_for_bring(tmp_path: Path) -> None:
+    requirements = {
+        "torch": ["toolkit[blas,rand]==13.0; platform_system == 'Linux'", "sympy", "absent", "optree; extra == 'optree'"],
+        "toolkit": ['n_blas; sys_platform == "linux" and extra == "blas"', 'n_fft; extra == "fft"', 'n-rand; extra == "rand"'],
+        "n-blas": ["n-jit", "toolkit[rand]"],
+        "sympy": [], "optree": [], "n-fft": [], "n-rand": [], "n-jit": [],
+    }  # fmt: skip
+    for name, needs in requirements.items():
+        folder = tmp_path / f"{name.replace('-', '_')}-1.dist-info"
+        folder.mkdir()
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1", *(f"Requires-Dist: {need}" for need in needs)]
+        (folder / "METADATA").write_text("\n".join(lines))
+    code = "import measure; print(*sorted(measure.needed_by('torch')))"
+    values = {"PYTHONPATH": f"{tmp_path}:{DOCKER / 'verify'}", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-S", "-c", code], env=values, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["n-blas", "n-jit", "n-rand", "sympy", "toolkit", "torch"]
+
+
 def test_verify_without_an_engine_says_so_and_ends_with_code_2(tmp_path: Path) -> None:
     for tool in ("bash", "dirname", "sed", "mktemp", "id"):
         (tmp_path / tool).symlink_to(str(shutil.which(tool)))
