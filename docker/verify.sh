@@ -125,6 +125,7 @@ mapfile -t healthy < <(of_tensorboard "['healthcheck']['test'][1:]")
 if inside "${healthy[@]}" 2>/dev/null; then fail "another TensorBoard answers on its port"; fi
 start_command "${serve[@]}"
 wait_until "healthy TensorBoard" 60 inside_running "${healthy[@]}"
+echo "healthy, by the check of compose.yaml"
 terminate
 wait_until "end of TensorBoard" 20 ended
 
