@@ -213,8 +213,8 @@ def test_dockerignore_lets_in_what_the_image_is_made_of_and_nothing_else() -> No
 
 def test_size_of_torch_counts_what_the_extras_it_asks_for_bring(tmp_path: Path) -> None:
     requirements = {
-        "torch": ["toolkit[blas,rand]==13.0; platform_system == 'Linux'", "sympy", "absent", "optree; extra == 'optree'"],
-        "toolkit": ['n_blas; sys_platform == "linux" and extra == "blas"', 'n_fft; extra == "fft"', 'n-rand; extra == "rand"'],
+        "torch": ["toolkit[blas,rand]==13.0; sys_platform == 'linux'", "sympy", "absent", "optree; extra == 'optree'"],
+        "toolkit": ['n_blas; os_name and extra == "blas"', 'n_fft; extra == "fft"', "n-rand; extra == 'rand'"],
         "n-blas": ["n-jit", "toolkit[rand]"],
         "sympy": [], "optree": [], "n-fft": [], "n-rand": [], "n-jit": [],
     }  # fmt: skip
