@@ -18,7 +18,7 @@ base=$(sed -n 's/^ARG BASE=//p' "$dockerfile")
 image=crossbow_py:verify
 name=crossbow-verify-$$
 volumes=(runs:/workspace/runs data:/data cache:/cache)
-max_mb=400 # over torch, what torch needs, and the base
+max_mb=400 # over torch, what torch needs, and the base: 369 with the versions of November 2026
 
 say() { printf '\n== %s\n' "$*"; }
 
