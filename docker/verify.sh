@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the image and uses it: trains in it, stops it with SIGTERM, resumes, runs two ranks, and measures it.
+# Builds the image and uses it: trains in it, draws a report, searches, asks TensorBoard whether it is healthy, stops it with
+# SIGTERM, resumes, runs two ranks, and measures it.
 #
 # With Docker where an engine answers; else, as root, with buildah in chroot isolation, on a base that debootstrap makes
 # and that carries the tag of the Dockerfile's, in a storage of its own. The build takes Python packages from where the
@@ -17,7 +18,7 @@ base=$(sed -n 's/^ARG BASE=//p' "$dockerfile")
 image=crossbow_py:verify
 name=crossbow-verify-$$
 volumes=(runs:/workspace/runs data:/data cache:/cache)
-max_mb=300 # over torch, what torch needs, and the base
+max_mb=400 # over torch, what torch needs, and the base: 369 with the versions of November 2026
 
 say() { printf '\n== %s\n' "$*"; }
 
@@ -47,6 +48,11 @@ summary() { # RUN KEY
 
 epochs_trained() { # RUN NUMBER
     inside python -c "import sys; sys.exit(len(open('runs/$1/metrics.jsonl').readlines()) < $2)"
+}
+
+of_tensorboard() { # KEYS of its service in compose.yaml, a word a line
+    inside python -c "import sys, yaml; print(*yaml.safe_load(sys.stdin)['services']['tensorboard']$1, sep='\n')" \
+        <"$root/docker/compose.yaml"
 }
 
 stop() { # RUN, which is running. Ranks have 90 s in the image to write their checkpoint; digits need far less.
@@ -107,6 +113,22 @@ inside python -c "import sys; sys.exit($(summary short test_accuracy) < 0.95)" |
 inside sh -c 'ls /cache/crossbow_py/native/*.so' || fail "gcc did not compile the update of the replicas"
 expect "user" 1000:1000 "$(inside id -u):$(inside id -g)"
 
+say "report and search"
+inside python -m crossbow_py.report runs/short || fail "no report"
+inside test -s runs/short/report/report.html || fail "the report has no page"
+inside python -m crossbow_py.search +experiment=search_digits +debug=search_fast output_dir=runs/search || fail "no search"
+inside python -c "import psycopg" || fail "the driver of PostgreSQL is missing"
+
+say "TensorBoard"
+mapfile -t serve < <(of_tensorboard "['entrypoint']")
+mapfile -t healthy < <(of_tensorboard "['healthcheck']['test'][1:]")
+if inside "${healthy[@]}" 2>/dev/null; then fail "another TensorBoard answers on its port"; fi
+start_command "${serve[@]}"
+wait_until "healthy TensorBoard" 60 inside_running "${healthy[@]}"
+echo "healthy, by the check of compose.yaml"
+terminate
+wait_until "end of TensorBoard" 20 ended
+
 say "SIGTERM"
 long=(+experiment=digits output_dir=runs/long)
 start_trainer "${long[@]}" max_epochs=100000
@@ -123,13 +145,13 @@ expect "status" finished "$(summary long status)"
 
 say "two ranks by torchrun"
 ranks=(--standalone --local-addr=127.0.0.1 --nproc-per-node=2 -m crossbow_py.train +experiment=digits output_dir=runs/ranks)
-start_ranks "${ranks[@]}" max_epochs=100000
+start_command torchrun "${ranks[@]}" max_epochs=100000
 wait_until "second epoch" 180 epochs_trained ranks 2
 inside_running python - <"$tools/listening.py" || fail "something listens on a public address"
 stop ranks
 echo "exit code of torchrun: $stopped"
 epochs=$(($(inside sh -c 'wc -l <runs/ranks/metrics.jsonl') + 3))
-start_ranks "${ranks[@]}" max_epochs=$epochs resume=auto
+start_command torchrun "${ranks[@]}" max_epochs=$epochs resume=auto
 wait_until "end of the resumed ranks" 180 ended
 expect "exit code" 0 "$(exit_code)"
 expect "status" finished "$(summary ranks status)"

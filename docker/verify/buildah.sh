@@ -3,6 +3,7 @@
 # image's user, environment and volumes, and no namespaces of their own.
 # shellcheck disable=SC2154 # variables of verify.sh
 
+base=${base%%@*} # an image that is made here has another digest
 mkdir -p "$cache/tmp" "$work"/{runs,data,cache}
 chmod 755 "$work"
 export TMPDIR=$cache/tmp # the cache mounts of the build are kept there
@@ -19,7 +20,7 @@ build() {
         mounts+=(--volume "$folder:$folder:ro")
     done < <(python3 "$tools/pip_conf.py" --folders <"$work/pip.conf")
     b build --isolation chroot --layers --pull-never --secret "id=pip.conf,src=$work/pip.conf" "${mounts[@]}" \
-        --file "$dockerfile" --tag "$image" "$root"
+        --build-arg "BASE=localhost/$base" --file "$dockerfile" --tag "$image" "$root"
     b rmi --prune >/dev/null
     b from --pull-never --name "$name" "localhost/$image" >/dev/null
     for volume in "${volumes[@]}"; do # or buildah mounts a folder of its own instead
@@ -29,17 +30,19 @@ build() {
 }
 
 make_base() {
-    local folder=$work/base container
+    local folder=$work/base container python suite
+    [[ $base =~ ^python:(3\.[0-9]+)-slim-([a-z]+)$ ]] || fail "no release of Debian to make the base $base of"
+    python=python${BASH_REMATCH[1]} suite=${BASH_REMATCH[2]}
     echo "making $base of Debian's packages"
-    debootstrap --variant=minbase --include=python3.11,python3-pip-whl bookworm "$folder" \
+    debootstrap --variant=minbase --include="$python,python3-pip-whl" "$suite" "$folder" \
         ${DEBIAN_MIRROR:+"$DEBIAN_MIRROR"} >"$work/log" || fail "debootstrap"
-    ln -s python3.11 "$folder/usr/bin/python"
+    ln -s "$python" "$folder/usr/bin/python"
     # As in the image it stands for: pip may install, and there are neither lists of packages nor documentation.
-    rm -r "$folder/usr/lib/python3.11/EXTERNALLY-MANAGED" "$folder"/var/cache/apt/* "$folder"/var/lib/apt/lists/* \
+    rm -rf "$folder/usr/lib/$python/EXTERNALLY-MANAGED" "$folder"/var/cache/apt/* "$folder"/var/lib/apt/lists/* \
         "$folder"/usr/share/{doc,man,locale,info,lintian} "$folder"/var/log/*
     printf 'path-exclude /usr/share/%s/*\n' doc man locale info >"$folder/etc/dpkg/dpkg.cfg.d/docker"
     # shellcheck disable=SC2016 # the inner shell's
-    chroot "$folder" sh -c 'python "$(echo /usr/share/python-wheels/pip-*.whl)/pip" install --quiet \
+    chroot "$folder" sh -c 'python "$(echo /usr/share/python-wheels/pip-*.whl)/pip" --isolated install --quiet \
         --root-user-action ignore --no-index --find-links /usr/share/python-wheels pip'
     container=$(b from scratch)
     b copy --quiet "$container" "$folder" / >/dev/null
@@ -78,7 +81,7 @@ start() {
 start_trainer() { # shellcheck disable=SC2046
     start $(entrypoint) "$@"
 }
-start_ranks() { start tini -s -- torchrun "$@"; }
+start_command() { start tini -s -- "$@"; }
 inside_running() { inside "$@"; }
 ended() { [[ -s $work/code ]]; }
 exit_code() { cat "$work/code"; }

@@ -25,7 +25,7 @@ start() {
     docker run --detach --name "$name" "${run_flags[@]}" "$@" >/dev/null
 }
 start_trainer() { start "$image" "$@"; }
-start_ranks() { start --init --entrypoint torchrun "$image" "$@"; }
+start_command() { start --init --entrypoint "$1" "$image" "${@:2}"; }
 inside_running() { docker exec --interactive "$name" "$@"; }
 terminate() { docker kill --signal TERM "$name" >/dev/null; }
 ended() { [[ $(docker inspect --format '{{.State.Running}}' "$name") == false ]]; }

@@ -25,16 +25,20 @@ def bytes_of_image() -> int:
     return sum(seen.values())
 
 
-def needed_by(name: str, found: dict[str, Distribution]) -> dict[str, Distribution]:
-    """The distribution, all it requires here, and what these require."""
-    try:
-        found[name] = distribution(name)
-    except PackageNotFoundError:
-        return found
-    for requirement in found[name].requires or []:
-        required = re.match(r"[\w.-]+", requirement)
-        if required and "extra ==" not in requirement and _plain(required[0]) not in found:
-            needed_by(_plain(required[0]), found)
+def needed_by(name: str) -> dict[str, Distribution]:
+    """The distribution, all it requires here, and what these require: of their extras those that are asked for."""
+    found: dict[str, Distribution] = {}
+    asked = [(name, "")]
+    for needed, extra in asked:  # which grows
+        try:
+            found[needed] = distribution(needed)
+        except PackageNotFoundError:
+            continue
+        for requirement in found[needed].requires or []:
+            required = re.match(r"([\w.-]+)(?:\[([^]]*)\])?", requirement)
+            if required and extra in (re.findall(r"""extra == ['"]([\w.-]+)""", requirement) or [""]):
+                wanted = {"", *(required[2] or "").replace(" ", "").split(",")}
+                asked += sorted({(_plain(required[1]), each) for each in wanted} - {*asked})
     return found
 
 
@@ -62,7 +66,7 @@ def main() -> int:
     if asked.base is None:
         print(total)
         return 0
-    torch = needed_by("torch", {})
+    torch = needed_by("torch")
     others = {_plain(each.metadata["Name"]): megabytes(each) for each in distributions()}
     for name in (*torch, "pip"):  # pip is the base's
         others.pop(name, None)

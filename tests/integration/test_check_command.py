@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from crossbow_py.check.__main__ import answer, main
 from crossbow_py.check.archive import check_writable, write_archive
 from crossbow_py.check.config import CheckConfig
+from crossbow_py.engine.modules.precision import why_no_cuda
 from crossbow_py.engine.trust import RememberedOutcomes
 from crossbow_py.train.ladder.rungs import RUNGS, Tolerance
 from tests.caches import use_cache
@@ -77,8 +77,7 @@ def test_archive_has_the_traceback_of_what_failed(tmp_path: Path) -> None:
 def test_without_a_gpu_auto_says_that_the_cpu_is_tried(capfd: pytest.CaptureFixture[str]) -> None:
     assert answer(CheckConfig(archive="sent.tar.gz"), [SERIAL]) == 0
     second = capfd.readouterr().out.splitlines()[1]
-    reason = f"torch {torch.__version__} is built without CUDA"
-    assert second == f"The CPU is tried, as no CUDA device is visible here ({reason})."
+    assert second == f"The CPU is tried, as {why_no_cuda()}."
 
 
 def test_archive_replaces_an_archive_and_no_other_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

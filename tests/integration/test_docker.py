@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
+import threading
+import tomllib
 from fnmatch import fnmatch
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +67,7 @@ def kept_for_the_build(path: str) -> bool:
 
 def test_every_stage_of_the_dockerfile_starts_from_one_base_pinned_by_its_tag() -> None:
     (base,) = [rest for word, rest in instructions() if word == "ARG" and rest.startswith("BASE=")]
-    assert re.fullmatch(r"BASE=python:3\.\d+-slim-[a-z]+", base)
+    assert re.fullmatch(r"BASE=python:3\.\d+-slim-[a-z]+(@sha256:[0-9a-f]{64})?", base)
     assert {rest.split()[0] for word, rest in instructions() if word == "FROM"} == {"${BASE}"}
 
 
@@ -96,6 +101,21 @@ def test_pip_keeps_no_cache_in_a_layer_and_installs_what_is_pinned() -> None:
         assert pinned or "--no-deps" in command
 
 
+def test_image_has_what_reports_and_searches_need(tmp_path: Path) -> None:
+    (command,) = [rest for word, rest in instructions() if word == "RUN" and rest.startswith("[")]
+    python, flag, code = json.loads(command)
+    assert (python, flag) == ("python", "-c")
+    places = {"/pyproject.toml": ROOT / "pyproject.toml", "/requirements.txt": tmp_path / "requirements.txt"}
+    for written, here in places.items():
+        assert f"'{written}'" in code
+        code = code.replace(f"'{written}'", repr(str(here)))
+    subprocess.run([sys.executable, "-c", code], check=True)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = {*project["dependencies"], *extras["plots"], *extras["search"]}
+    assert set((tmp_path / "requirements.txt").read_text().splitlines()) == wanted
+
+
 def test_compose_runs_torchrun_on_all_gpus_and_the_plain_image_on_any_machine() -> None:
     services = compose()["services"]
     gpu, cpu = services["train"], services["train-cpu"]
@@ -109,6 +129,8 @@ def test_compose_runs_torchrun_on_all_gpus_and_the_plain_image_on_any_machine() 
         assert "resume=auto" in service["command"]
         assert service["restart"] == "on-failure:3"
         assert service["shm_size"] == "8gb"
+        assert (service["cap_drop"], "cap_add" in service) == (["ALL"], False)
+    assert gpu["ulimits"] == services["search"]["ulimits"] == {"memlock": -1}  # what NCCL needs beside /dev/shm
 
 
 def test_compose_searches_on_all_gpus_once_its_data_base_answers() -> None:
@@ -144,6 +166,27 @@ def test_compose_shows_tensorboard_on_loopback_only_and_lets_it_read_only() -> N
     assert services["tensorboard"]["read_only"] is True
 
 
+def test_compose_asks_tensorboard_for_its_page_to_see_whether_it_is_healthy() -> None:
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    service = compose()["services"]["tensorboard"]
+    kind, python, flag, code = service["healthcheck"]["test"]
+    assert (kind, python, flag) == ("CMD", "python", "-c")
+    assert "--port=6006" in service["entrypoint"] and "//127.0.0.1:6006/" in code
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        server.timeout = 30
+        command = [sys.executable, "-c", code.replace(":6006/", f":{server.server_port}/")]
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        healthy = subprocess.run(command, check=False).returncode
+        thread.join()
+    gone = subprocess.run(command, capture_output=True, check=False).returncode
+    assert (healthy, gone) == (0, 1)
+
+
 def test_compose_names_every_volume_and_mounts_it_where_the_image_has_one() -> None:
     found = compose()
     mounted = dict(volume.split(":")[:2] for service in found["services"].values() for volume in service["volumes"])
@@ -168,6 +211,24 @@ def test_dockerignore_lets_in_what_the_image_is_made_of_and_nothing_else() -> No
         assert not kept_for_the_build(path), path
 
 
+def test_size_of_torch_counts_what_the_extras_it_asks_for_bring(tmp_path: Path) -> None:
+    requirements = {
+        "torch": ["toolkit[blas,rand]==13.0; sys_platform == 'linux'", "sympy", "absent", "optree; extra == 'optree'"],
+        "toolkit": ['n_blas; os_name and extra == "blas"', 'n_fft; extra == "fft"', "n-rand; extra == 'rand'"],
+        "n-blas": ["n-jit", "toolkit[rand]"],
+        "sympy": [], "optree": [], "n-fft": [], "n-rand": [], "n-jit": [],
+    }  # fmt: skip
+    for name, needs in requirements.items():
+        folder = tmp_path / f"{name.replace('-', '_')}-1.dist-info"
+        folder.mkdir()
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1", *(f"Requires-Dist: {need}" for need in needs)]
+        (folder / "METADATA").write_text("\n".join(lines))
+    code = "import measure; print(*sorted(measure.needed_by('torch')))"
+    values = {"PYTHONPATH": f"{tmp_path}:{DOCKER / 'verify'}", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-S", "-c", code], env=values, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["n-blas", "n-jit", "n-rand", "sympy", "toolkit", "torch"]
+
+
 def test_verify_without_an_engine_says_so_and_ends_with_code_2(tmp_path: Path) -> None:
     for tool in ("bash", "dirname", "sed", "mktemp", "id"):
         (tmp_path / tool).symlink_to(str(shutil.which(tool)))
@@ -187,6 +248,7 @@ def can_build() -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(2400)
 def test_verify_builds_the_image_trains_stops_and_resumes_in_it(tmp_path: Path) -> None:
     if not can_build():

@@ -22,7 +22,7 @@ from crossbow_py.core.version import __version__
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "crossbow_py").rglob("*.py"))
-FOLDERS = ("crossbow_py", "conf", "docker", "docs", "experiments", "tests")
+FOLDERS = (".github", "crossbow_py", "conf", "docker", "docs", "experiments", "tests")
 TEXT = {".md", ".py", ".toml", ".txt", ".yaml"}
 MAXIMUM_FILE_LINES = 600
 MAXIMUM_FUNCTION_LINES = 60

@@ -254,7 +254,9 @@ class FusedGraph:
         step.settled, step.rule = True, loop if casts else _choose(step.call, args, kwargs, self._fuses)
         try:
             result = step.rule(step.call, args, kwargs)
-            if step.rule is not loop and not _fits(result, step.node.meta.get("val"), step.call.num_learners):
+            # Taking one of several results computes nothing, and cannot be looped over.
+            may_loop = step.rule not in (loop, _getitem)
+            if may_loop and not _fits(result, step.node.meta.get("val"), step.call.num_learners):
                 raise NotFusedError
         except _NOT_COVERED as error:
             if is_out_of_memory(error):

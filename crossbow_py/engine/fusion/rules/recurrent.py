@@ -13,7 +13,8 @@ and 32, interleaved on a busy machine (ratios of the shortest times; medians sca
     RNN   1 core   hidden 64: 5.5, 2.2     128: 2.6, 2.0     (whole rounds)
 
 On CPUs torch runs a float32 LSTM layer with oneDNN, and everything else with its own operators, step by step. So the
-loop runs wide LSTM layers in float32 there. No rule has been measured on CUDA.
+loop runs wide LSTM layers in float32 there. It runs all LSTM layers with torch 2.11, which exports their last
+states with a dimension too many. No rule has been measured on CUDA.
 """
 
 from __future__ import annotations

@@ -120,7 +120,8 @@ def test_learner_reseeded_in_the_middle_goes_on_as_under_serial(executor):
 
 @EXECUTORS
 def test_task_that_is_no_classification_reports_no_correct_predictions(executor):
-    tasks = make_tasks(data=(torch.randn(16, 4), torch.randn(16, 3)), order="blocks")
+    targets = torch.randn(16, 3, dtype=torch.float64)  # the model's
+    tasks = make_tasks(data=(torch.randn(16, 4), targets), order="blocks")
     tasks.loss = nn.functional.mse_loss
     outcomes = run(executor(tasks, RecordingStreams()), tasks, 4)
     assert {right for outcome in outcomes for right in outcome.num_correct} == {None}

@@ -52,9 +52,12 @@ def test_masters_are_never_below_float32_and_only_bf16_has_a_shadow():
     assert [kind.has_shadow for kind in (FP32, BF16, FP64)] == [False, True, False]
 
 
-def test_device_cuda_without_cuda_is_refused_with_the_remedy(monkeypatch):
+@pytest.mark.parametrize(("version", "cause"), [(None, "is built without CUDA"), ("13.0", "nvidia-smi says .* one")])
+def test_device_cuda_without_cuda_is_refused_with_the_remedy(version, cause, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match=r"^device=cuda, but no CUDA .* is built without CUDA\); set device=cpu"):
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(UserError, match=rf"^device=cuda, but no CUDA .* \(.*{cause}\); set device=cpu"):
         choose_device("cuda")
     assert choose_device("auto") == choose_device("cpu") == CPU
 
