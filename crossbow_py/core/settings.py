@@ -158,7 +158,12 @@ def written(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    return f"[{','.join(map(written, value))}]" if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(written, value))}]"
+    try:
+        return str(value)
+    except ValueError:  # a whole number of thousands of digits
+        return shown(value)
 
 
 def apart_from_defaults(settings: Any) -> dict[str, Any]:

@@ -182,11 +182,13 @@ def _stop_before_work(patch: pytest.MonkeyPatch, written: list[Path]) -> None:
         return 0
 
     patch.setattr("crossbow_py.train.__main__.build_trainer", build_trainer)
-    patch.setattr("crossbow_py.search.build.SearchRun", SearchRun)
+    patch.setattr("crossbow_py.search.searcher.SearchRun", SearchRun)
     patch.setattr("crossbow_py.predict.__main__.answer", answer)
     patch.setattr("crossbow_py.estimate.__main__.answer", lambda config: 0)
     patch.setattr("crossbow_py.report.charts.all_charts", lambda runs: ())
     patch.setattr("crossbow_py.cli.command_line.launch", lambda kind, given, jobs, folder: [0 for _ in jobs])
+    patch.setattr("crossbow_py.cli.command_line.place_jobs", lambda _, name, devices, jobs, resumes: [0 for _ in jobs])
+    patch.setattr("crossbow_py.search.__main__.search_elsewhere", lambda config, launcher, words: 0)
     original = importlib.import_module("crossbow_py.report.__main__").make_folder
 
     def make_folder(path: Path) -> Path:
