@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import traceback
 from pathlib import Path
 
 from crossbow_py.core.version import PACKAGE
 
+# `?password=...` of libpq and redis-py, and their like for keys and in MySQL
+_IN_QUERY = re.compile(r"([?&][^=&\s]*passw(?:or)?d=)[^&\s]*", re.IGNORECASE)
 _INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
 
 
@@ -174,6 +177,11 @@ def raised_at(error: BaseException) -> str:
 def unwritable(path: Path, error: OSError) -> UserError:
     """Return the error to raise for an output folder that cannot be written; `error` says why."""
     return UserError(f"output_dir {path} cannot be written ({error.strerror or error}); choose another folder.")
+
+
+def without_query_password(text: str) -> str:
+    """Return a text in which the address of a server has no password behind its question mark."""
+    return _IN_QUERY.sub(r"\1***", text)
 
 
 def text_of(error: BaseException) -> str:

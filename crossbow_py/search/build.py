@@ -9,14 +9,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from crossbow_py.cli.config_files import write_yaml
-from crossbow_py.core.errors import UserError
+from crossbow_py.core.errors import CrossbowError, UserError
 from crossbow_py.core.host import versions
 from crossbow_py.core.settings import to_mapping
 from crossbow_py.core.targets import import_target
@@ -49,7 +49,7 @@ from crossbow_py.search.packs.trial import LOSS, TrialSettings
 from crossbow_py.search.packs.trial_registry import SearchData, TrialRegistry
 from crossbow_py.search.report.search_file import recorded_summary
 from crossbow_py.search.study.states import TrialStates
-from crossbow_py.search.study.storage import BadStorageError, shown_address
+from crossbow_py.search.study.storage import BadStorageError, StorageError, shown_address
 from crossbow_py.search.study.study import SharedStudy
 from crossbow_py.telemetry.records import BEST_FOLDER, read_json
 from crossbow_py.train.build import count_classes, new_feed
@@ -259,9 +259,22 @@ class SearchRun:
         hooks = SearchHooks(message=self._say, progress=self._progress, finished=self._finished)
         search = Search(self.rules, self.study, self.registry, self.states, hooks)
         self._search = search
-        done = search.run(lambda: stopped() is not None or self._is_enough())
+        try:
+            done = search.run(lambda: stopped() is not None or self._is_enough())
+        except StorageError:  # nobody can be asked who still searches
+            raise
+        except BaseException:
+            with suppress(CrossbowError):  # the error before it counts
+                self._leave()
+            raise
+        self._leave()
         status = "finished" if done else stopped() or "stopped"
         return self._end(info, status, search)
+
+    def _leave(self) -> None:
+        num_others = self.study.num_searchers() - 1
+        for listener in self.listeners:
+            listener.on_leave(num_others)
 
     def _is_enough(self) -> bool:
         config, spent = self.config, time.perf_counter() - self._begun

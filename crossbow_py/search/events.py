@@ -156,6 +156,9 @@ class SearchListener:
     def on_message(self, message: str) -> None:
         """A sentence for the user: how trials are packed, why one failed."""
 
+    def on_leave(self, num_others: int) -> None:
+        """This worker takes nothing more, also after an error; so many others still search."""
+
     def on_end(self, summary: SearchSummary) -> None:
         """The search ended in an orderly way, whatever the status."""
 

@@ -21,7 +21,7 @@ from crossbow_py.search.loop import epoch_samples
 from crossbow_py.search.report.standing import leader
 from crossbow_py.search.report.tensorboard import BEST_TAG, PACE_TAG, samples_of_all, trial_tag
 from crossbow_py.telemetry.console import CONSOLE_LOG
-from crossbow_py.telemetry.loggers.tracker import Courier, Plain, Subject, Tracker, TrialRun
+from crossbow_py.telemetry.loggers.tracker import END, RUNNING, Courier, Plain, Subject, Tracker, TrialRun
 from crossbow_py.telemetry.scalars import finite_values
 
 _FILES = (SEARCH_FILE, CONSOLE_LOG)  # not config.yaml, which may have the password of a storage
@@ -44,7 +44,7 @@ class SearchLogger(SearchListener):
         self._tracker, self._say = tracker, say
         self._info: SearchInfo | None = None
         self._courier: Courier | None = None
-        self._samples = 0
+        self._samples = self._num_others = 0
         self._last: tuple[int, float] | None = None
 
     def on_start(self, info: SearchInfo) -> None:
@@ -72,11 +72,14 @@ class SearchLogger(SearchListener):
         if best is not None and best.value is not None and self._last != (self._samples, best.value):
             self._last = self._samples, best.value
             self._courier.add(self._samples, finite_values({BEST_TAG: best.value}))
-        self._say_problem(self._courier)
+        self._say_problems(self._courier)
 
     def on_progress(self, progress: SearchProgress) -> None:
         if self._courier is not None:
-            self._say_problem(self._courier)
+            self._say_problems(self._courier)
+
+    def on_leave(self, num_others: int) -> None:
+        self._num_others = num_others
 
     def on_end(self, summary: SearchSummary) -> None:
         """Send trials, files and figures, and wait for all to arrive, for at most a minute."""
@@ -84,15 +87,15 @@ class SearchLogger(SearchListener):
         if self._info is None or self._courier is None:
             return
         self._courier.add(self._samples, finite_values({PACE_TAG: summary.images_per_s}))
-        self._courier.do(self._tracker.trials, _ended(self._info, summary.trials), trial_tag(self._info))
+        self._courier.do("trials", self._tracker.trials, _ended(self._info, summary.trials), trial_tag(self._info))
         if self._info.output_dir is not None:
             folder = Path(self._info.output_dir)
             for path in [folder / name for name in _FILES] + sorted(folder.glob("*.png")):
                 if path.is_file():
-                    self._courier.do(self._tracker.file, path)
+                    self._courier.do(path.name, self._tracker.file, path)
+        status = self._status(summary.status)
         figures, facts = _best(summary.best)
-        facts = {"status": summary.status, **facts}
-        self._courier.do(self._tracker.end, summary.status, self._samples, figures, facts)
+        self._courier.do(END, self._tracker.end, status, self._samples, figures, {"status": status, **facts})
         for sentence in self._courier.finish():
             self._say(sentence)
         self._courier = None
@@ -100,13 +103,18 @@ class SearchLogger(SearchListener):
     def close(self) -> None:
         """End a run that was not told how the search ended as one that failed."""
         if self._courier is not None:
-            self._courier.do(self._tracker.end, "failed", self._samples, {}, {"status": "failed"})
+            status = self._status("failed")
+            self._courier.do(END, self._tracker.end, status, self._samples, {}, {"status": status})
             self._courier.close()
             self._courier = None
 
-    def _say_problem(self, courier: Courier) -> None:
-        problem = courier.problem()
-        if problem:
+    def _status(self, own: str) -> str:
+        """Return the status to record: that of this worker's end, unless others go on with a search they share."""
+        goes_on = self._tracker.IS_SHARED and self._num_others and own != "finished"
+        return RUNNING if goes_on else own
+
+    def _say_problems(self, courier: Courier) -> None:
+        for problem in courier.problems():
             self._say(problem)
 
 

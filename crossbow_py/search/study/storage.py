@@ -24,7 +24,7 @@ from sqlalchemy import URL, Engine, event
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from crossbow_py.core.errors import CrossbowError, SearchError, UserError, one_line
+from crossbow_py.core.errors import CrossbowError, SearchError, UserError, one_line, without_query_password
 from crossbow_py.core.file_locks import locked
 from crossbow_py.core.files import given_path
 
@@ -175,9 +175,10 @@ def close_connections(storage: BaseStorage) -> None:
 def shown_address(storage: str) -> str:
     """Return the address without its password."""
     try:
-        return make_url(storage).render_as_string(hide_password=True) if "://" in storage else storage
+        shown = make_url(storage).render_as_string(hide_password=True) if "://" in storage else storage
     except (ArgumentError, ValueError):
-        return storage.rpartition("@")[2]
+        shown = storage.rpartition("@")[2]
+    return without_query_password(shown)
 
 
 def silence_optuna() -> None:

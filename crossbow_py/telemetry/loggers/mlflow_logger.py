@@ -8,15 +8,18 @@ import posixpath
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.file_locks import locked
+from crossbow_py.core.measured import user_cache
 from crossbow_py.core.settings import written
 from crossbow_py.telemetry.events import Images
 from crossbow_py.telemetry.loggers.run_logger import RunLogger
 from crossbow_py.telemetry.loggers.tracker import (
+    RUNNING,
     Plain,
     Point,
     Subject,
@@ -28,6 +31,7 @@ from crossbow_py.telemetry.loggers.tracker import (
 )
 
 RUN_FILE = "mlflow.json"  # in the run's folder: the id of its run
+LOCK_FILE = "mlflow.lock"  # in the user's cache
 
 _STATUS = {"failed": "FAILED", "interrupted": "KILLED", "terminated": "KILLED"}
 _REFUSED = re.compile(r"[^\w.\- :/]")  # in names
@@ -97,6 +101,7 @@ class MLflowTracker(Tracker):
             known_id(folder, RUN_FILE) as known,
             refusing(self, f"MLflow at {shown}", remedy),
             _at_the_start(),
+            _one_at_a_time(address),
         ):
             self._client = mlflow.MlflowClient(tracking_uri=address)
             before = (known.value or self._run_id or None) if subject.continues else None
@@ -130,19 +135,24 @@ class MLflowTracker(Tracker):
         with known_id(self._folder, RUN_FILE):
             there, now_ms = self._trials_there(), int(time.time() * 1000)
             for trial in trials:
-                if str(trial.number) in there:
+                run = there.get(str(trial.number))
+                if run is None:
+                    tags = {_PARENT_TAG: self._run_id, _TRIAL_TAG: str(trial.number)}
+                    name = f"trial_{trial.number:05}"
+                    run = self._client.create_run(self._experiment_id, run_name=name, tags=tags)
+                elif run.info.status != "RUNNING":
                     continue
-                tags = {_PARENT_TAG: self._run_id, _TRIAL_TAG: str(trial.number)}
-                name = f"trial_{trial.number:05}"
-                own = self._client.create_run(self._experiment_id, run_name=name, tags=tags).info.run_id
-                points = [self._metrics({metric: value}, now_ms, at)[0] for at, value in trial.values.items()]
+                # One that runs was left by a worker that was stopped, or lost the server, midway.
+                own, values = run.info.run_id, {} if _name(metric) in run.data.metrics else trial.values
+                points = [self._metrics({metric: value}, now_ms, at)[0] for at, value in values.items()]
                 self._client.log_batch(own, metrics=points, params=_params(trial.parameters))
                 self._client.set_terminated(own, "FAILED" if trial.failed else "FINISHED")
 
     def end(self, status: str, samples_seen: int, figures: Mapping[str, float], facts: Mapping[str, Plain]) -> None:
         metrics = self._metrics(figures, int(time.time() * 1000), samples_seen)
         self._client.log_batch(self._run_id, metrics=metrics, tags=_tags(facts))
-        self._client.set_terminated(self._run_id, _STATUS.get(status, "FINISHED"))
+        if status != RUNNING:
+            self._client.set_terminated(self._run_id, _STATUS.get(status, "FINISHED"))
 
     def _begun(self, subject: Subject) -> Any:
         from mlflow.tracking.context.registry import resolve_tags  # noqa: PLC0415  the user, the program, the commit
@@ -190,12 +200,13 @@ class MLflowTracker(Tracker):
         changed = [f"{each.key}={known[each.key]}" for each in params if known.get(each.key, each.value) != each.value]
         return [f"MLflow keeps the parameters that the run began with: {', '.join(changed)}."] if changed else []
 
-    def _trials_there(self) -> set[str]:
-        found, token = set[str](), None
+    def _trials_there(self) -> dict[str, Any]:
+        """Return the runs of trials by their numbers."""
+        found, token = dict[str, Any](), None
         while True:
             query = f"tags.`{_PARENT_TAG}` = '{self._run_id}'"
             page = self._client.search_runs([self._experiment_id], query, page_token=token)
-            found.update(run.data.tags.get(_TRIAL_TAG, "") for run in page)
+            found.update({run.data.tags.get(_TRIAL_TAG, ""): run for run in page})
             token = page.token
             if not token:
                 return found
@@ -219,6 +230,19 @@ def _at_the_start() -> Iterator[None]:
         logger.disabled = False
         for name in own:
             os.environ.pop(name, None)
+
+
+@contextmanager
+def _one_at_a_time(address: str) -> Iterator[None]:
+    """Have one process of this user open a database at a time, as all that find it without tables would make them."""
+    from mlflow.store.db.db_types import DATABASE_ENGINES  # noqa: PLC0415
+
+    with ExitStack() as stack:
+        if address.startswith(tuple(DATABASE_ENGINES)):
+            with suppress(OSError):
+                user_cache().mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(user_cache() / LOCK_FILE, lambda: None))
+        yield
 
 
 def _params(values: Mapping[str, Plain]) -> list[Any]:

@@ -16,7 +16,7 @@ from crossbow_py.telemetry.events import (
     RunInfo,
     Summary,
 )
-from crossbow_py.telemetry.loggers.tracker import Courier, Plain, Subject, Tracker
+from crossbow_py.telemetry.loggers.tracker import END, Courier, Plain, Subject, Tracker
 from crossbow_py.telemetry.records import CONFIG_FILE, CONFUSION_FILES, METRICS_FILE, SUMMARY_FILE
 from crossbow_py.telemetry.scalars import (
     evaluation_scalars,
@@ -73,11 +73,11 @@ class RunLogger(NotingListener):
 
     def on_predictions(self, predictions: Predictions, samples_seen: int) -> None:
         if self._courier is not None:
-            self._courier.do(self._show_predictions, predictions, samples_seen)
+            self._courier.do("predictions", self._show_predictions, predictions, samples_seen)
 
     def on_class_counts(self, counts: ClassCounts, which: str, samples_seen: int) -> None:
         if self._courier is not None:
-            self._courier.do(self._show_counts, counts, which, samples_seen)
+            self._courier.do(f"confusion_matrix/{which}", self._show_counts, counts, which, samples_seen)
 
     def on_learner_count(self, change: LearnerCount) -> None:
         self._send(change.samples_seen, {"num_learners": change.num_learners})
@@ -89,23 +89,22 @@ class RunLogger(NotingListener):
         if summary.output_dir is not None:
             folder = Path(summary.output_dir)
             for path in [path for name in _FILES if (path := folder / name).is_file()]:
-                self._courier.do(self._tracker.file, path)
+                self._courier.do(path.name, self._tracker.file, path)
             for name in summary.model_sha256 if self._log_model else ():
-                self._courier.do(self._tracker.model, folder / name)
+                self._courier.do(name, self._tracker.model, folder / name)
         facts: dict[str, Plain] = {"status": summary.status, "stop_reason": summary.stop_reason}
         figures = finite_values(final_figures(summary))
-        self._courier.do(self._tracker.end, summary.status, summary.samples_seen, figures, facts)
+        self._courier.do(END, self._tracker.end, summary.status, summary.samples_seen, figures, facts)
         self._notes += tuple(self._courier.finish())
         self._courier = None
 
     def take_notes(self) -> list[str]:
-        problem = None if self._courier is None else self._courier.problem()
-        return [*super().take_notes(), *([problem] if problem else [])]
+        return [*super().take_notes(), *([] if self._courier is None else self._courier.problems())]
 
     def close(self) -> None:
         """End a run that was not told how it ended as one that failed."""
         if self._courier is not None:
-            self._courier.do(self._tracker.end, "failed", self._samples_seen, {}, {"status": "failed"})
+            self._courier.do(END, self._tracker.end, "failed", self._samples_seen, {}, {"status": "failed"})
             self._courier.close()
             self._courier = None
 

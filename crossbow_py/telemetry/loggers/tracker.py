@@ -13,13 +13,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from crossbow_py.core.errors import UserError, one_line, unwritable
+from crossbow_py.core.errors import UserError, one_line, unwritable, without_query_password
 from crossbow_py.core.file_locks import locked
 from crossbow_py.core.files import check_own, own_file
 from crossbow_py.telemetry.events import Images
@@ -27,10 +27,13 @@ from crossbow_py.telemetry.events import Images
 Plain = bool | int | float | str
 
 SEND_EVERY_S = 10.0
+RUNNING = "running"
+END = "how it ended"  # what `Tracker.end` takes along
 END_S = 60.0  # how long the end of a run waits for the service
 _CLOSE_S = 10.0
+_TRIES = 3
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_PASSWORD = re.compile(r"(?<=://)[^/@\s]*@")
+_PASSWORD = re.compile(r"(?<=://)[^/\s]*@")
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,10 @@ class Tracker(ABC):
 
     @abstractmethod
     def end(self, status: str, samples_seen: int, figures: Mapping[str, float], facts: Mapping[str, Plain]) -> None:
-        """End the run with its final figures. The status is that of a run's or a search's summary."""
+        """End the run with its final figures.
+
+        The status is that of a run's or a search's summary, or RUNNING: others that share the run go on with it.
+        """
 
 
 @contextmanager
@@ -136,13 +142,15 @@ def refusing(tracker: Tracker, where: str, remedy: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        said = _PASSWORD.sub("", f"{where} cannot record the run ({one_line(error).rstrip('.')})")
-        raise UserError(f"logger=[{tracker.KEY}]: {said}; {remedy}, or leave {tracker.KEY} out.") from error
+        said = without_password(one_line(error).rstrip("."))
+        raise UserError(
+            f"logger=[{tracker.KEY}]: {where} cannot record the run ({said}); {remedy}, or leave {tracker.KEY} out."
+        ) from error
 
 
 def without_password(address: str) -> str:
-    """Return an address without the user and the password in it."""
-    return _PASSWORD.sub("", address)
+    """Return an address, or a text with some, without the user and the password in it."""
+    return without_query_password(_PASSWORD.sub("", address))
 
 
 @dataclass
@@ -167,16 +175,27 @@ def known_id(folder: Path | None, file_name: str) -> Iterator[KnownId]:
         yield KnownId(None)
         return
     path = folder / file_name
-    try:
-        check_own(folder, (file_name,), ())
-        with locked(path, lambda: None):
+    with ExitStack() as stack:
+        with _refusing_folder(folder):
+            check_own(folder, (file_name,), ())
+            stack.enter_context(locked(path, lambda: None))
             with open(path, encoding="utf-8", errors="replace", opener=own_file) as file:
                 known = KnownId(_id_in(file.read()))
-            before = known.value
-            yield known
-            if known.value != before:
-                with open(path, "w", encoding="utf-8", opener=own_file) as file:
-                    file.write(json.dumps({"run_id": known.value}) + "\n")
+        before = known.value
+        yield known
+        if known.value != before:
+            # Over the old id, at once: a full disk or a kill must not leave the file without one. It is not replaced,
+            # as others wait for the lock that this very file is.
+            with _refusing_folder(folder), open(path, "r+", encoding="utf-8", opener=own_file) as file:
+                file.write(json.dumps({"run_id": known.value}) + "\n")
+                file.truncate()
+
+
+@contextmanager
+def _refusing_folder(folder: Path) -> Iterator[None]:
+    """Raise UserError where the folder cannot be written."""
+    try:
+        yield
     except OSError as error:
         raise unwritable(folder, error) from error
 
@@ -190,10 +209,32 @@ def _id_in(text: str) -> str | None:
     return value if isinstance(value, str) and _ID.fullmatch(value) else None
 
 
+@dataclass
+class _Job:
+    """A call of a tracker's method.
+
+    Attributes:
+        name: what it takes along; None for points, which are never left out.
+        tries: how often it failed where the service took something else.
+        error: what it failed with last.
+    """
+
+    name: str | None
+    call: Callable[[], None]
+    tries: int = 0
+    error: str = ""
+
+    @property
+    def what(self) -> str:
+        """What it takes along, for the user."""
+        return self.name or "points"
+
+
 class Courier:
     """Takes points and pictures to a tracker, in a thread of its own: training never waits for a server.
 
-    What fails is tried again with what comes later, and once more in the end.
+    What fails keeps nothing back. It is tried again with what comes later, and once more in the end. What the service
+    refuses a few times, while it takes other things, is left out, except for points.
 
     Args:
         tracker: a tracker that is open.
@@ -204,9 +245,11 @@ class Courier:
         self._tracker, self._every_s = tracker, every_s
         self._lock, self._over = threading.Lock(), threading.Event()
         self._points: list[Point] = []
-        self._jobs: list[Callable[[], None]] = []
+        self._jobs: list[_Job] = []
         self._problem: str | None = None
         self._has_failed = False
+        self._losses: list[str] = []
+        self._left_out: set[str] = set()
         self._thread = threading.Thread(target=self._work, name=f"courier to {tracker.NAME}", daemon=True)
         self._thread.start()
 
@@ -217,27 +260,33 @@ class Courier:
             before = self._points.pop().values if self._points and self._points[-1][0] == samples_seen else {}
             self._points.append(Point(samples_seen, now_ms, {**before, **values}))
 
-    def do(self, job: Callable[..., None], *arguments: Any) -> None:
-        """Take a call of a tracker's method along, behind the points that are here."""
+    def do(self, name: str, job: Callable[..., None], *arguments: Any) -> None:
+        """Take a call of a tracker's method along, behind the points that are here; the user knows it by its name.
+
+        One that failed is not made any more after a later one of the same name.
+        """
         with self._lock:
             self._pack()
-            self._jobs.append(partial(job, *arguments))
+            self._jobs.append(_Job(name, partial(job, *arguments)))
 
-    def problem(self) -> str | None:
-        """Return a sentence on the first delivery that failed, once."""
+    def problems(self) -> list[str]:
+        """Return a sentence on the first delivery that failed, and on whatever is left out, each once."""
         with self._lock:
-            said, self._problem = self._problem, None
+            said = [*([self._problem] if self._problem else []), *self._losses]
+            self._problem, self._losses = None, []
         return said
 
     def finish(self, timeout_s: float = END_S) -> list[str]:
         """Deliver what is left and end the thread, within that time. Returns sentences on what did not arrive."""
         self._over.set()
         self._thread.join(timeout_s)
-        if not self._thread.is_alive() and not self._jobs:
-            return []
-        problem = self.problem()
-        why = " in time" if self._thread.is_alive() else ""
-        return [*([problem] if problem else []), f"{self._tracker.NAME} did not take everything{why}."]
+        if self._thread.is_alive():
+            return [*self.problems(), f"{self._tracker.NAME} did not take everything in time."]
+        self._problem = None  # nothing is sent again any more
+        if not self._jobs:
+            return self.problems()
+        what = ", ".join(dict.fromkeys(job.what for job in self._jobs))
+        return [*self.problems(), f"{self._tracker.NAME} did not take {what} ({self._jobs[0].error})."]
 
     def close(self) -> None:
         """End the thread; what takes longer than seconds is left. Does not raise."""
@@ -245,36 +294,49 @@ class Courier:
 
     def _work(self) -> None:
         while not self._over.wait(self._every_s):
-            self._deliver(is_last=False)
-        self._deliver(is_last=True)
+            self._deliver()
+        self._deliver()
 
-    def _deliver(self, *, is_last: bool) -> None:
+    def _deliver(self) -> None:
         with self._lock:
             self._pack()
             jobs, self._jobs = self._jobs, []
-        left = []
-        for number, job in enumerate(jobs):
+        failed: list[_Job] = []
+        takes_some = False
+        for job in jobs:
             try:
-                job()
+                job.call()
             except Exception as error:  # whatever a service, its package and the network raise
-                self._failed(error)
-                left.append(job)
-                if not is_last:
-                    left += jobs[number + 1 :]
-                    break
+                job.error = without_password(one_line(error).rstrip("."))
+                failed.append(job)
+                self._tell_first(job)
+            else:
+                takes_some = True
+                failed = [each for each in failed if each.name is None or each.name != job.name]
         with self._lock:
-            self._jobs[:0] = left
+            self._jobs[:0] = [job for job in failed if not self._leaves_out(job, takes_some)]
 
     def _pack(self) -> None:
         if self._points:
-            self._jobs.append(partial(self._tracker.log, self._points))
+            self._jobs.append(_Job(None, partial(self._tracker.log, self._points)))
             self._points = []
 
-    def _failed(self, error: Exception) -> None:
+    def _tell_first(self, job: _Job) -> None:
         with self._lock:
-            if not self._has_failed:
+            if not self._has_failed and not self._over.is_set():
                 self._has_failed = True
-                said = without_password(one_line(error).rstrip("."))
                 self._problem = (
-                    f"{self._tracker.NAME} takes nothing ({said}); training goes on, and what it misses is sent again."
+                    f"{self._tracker.NAME} did not take {job.what} ({job.error}); training goes on, and what it "
+                    "misses is sent again."
                 )
+
+    def _leaves_out(self, job: _Job, takes_some: bool) -> bool:
+        job.tries += takes_some  # a service that takes nothing may be back later
+        if job.name is None or job.tries < _TRIES:
+            return False
+        if job.name not in self._left_out:
+            self._left_out.add(job.name)
+            self._losses.append(
+                f"{self._tracker.NAME} did not take {job.name} ({job.error}), tried {_TRIES} times; it is left out."
+            )
+        return True

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from crossbow_py.search.report.listeners import search_listeners
 from crossbow_py.search.report.search_logger import SearchLogger
 from crossbow_py.telemetry.loggers.tracker import TrialRun
@@ -69,9 +71,32 @@ def test_trouble_with_a_service_is_told_and_the_search_goes_on(searched: Any) ->
     logger.on_start(searched.info())
     tracker.error = RuntimeError("gone")
     logger.on_end(searched.summary(info=searched.info()))
-    assert [each.partition(" (")[0] for each in said] == [
-        "Service records this.", "Service takes nothing", "Service did not take everything.",
+    assert said == [
+        "Service records this.", "Service did not take points, trials, how it ended (RuntimeError: gone).",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_worker_that_leaves_others_behind_does_not_end_the_run_that_they_share(searched: Any, is_shared: bool) -> None:
+    class Kind(MemoryTracker):
+        IS_SHARED = is_shared
+
+    def recorded(num_others: int, status: str | None) -> str:
+        tracker = Kind()
+        logger = SearchLogger(tracker, print)
+        logger.on_start(searched.info())
+        logger.on_leave(num_others)
+        if status is not None:
+            logger.on_end(searched.summary(info=searched.info(), status=status))
+        logger.close()
+        ((said, _, _, facts),) = tracker.of("end")
+        assert facts["status"] == said
+        return str(said)
+
+    ends = ("finished", "stopped", "interrupted", "terminated", None)
+    own = ["finished", "stopped", "interrupted", "terminated", "failed"]
+    assert [recorded(0, status) for status in ends] == own
+    assert [recorded(1, status) for status in ends] == (["finished", *["running"] * 4] if is_shared else own)
 
 
 def test_search_without_loggers_has_no_tensorboard(tmp_path: Path) -> None:

@@ -101,6 +101,9 @@ def test_storage_without_its_package_names_what_to_install(
 
 def test_address_is_shown_without_its_password() -> None:
     assert shown_address("postgresql://me:secret@host/x") == "postgresql://me:***@host/x"
+    assert shown_address("postgresql://host/x?user=me&password=p%40ss") == "postgresql://host/x?password=***&user=me"
+    assert shown_address("redis://host?db=1&password=secret") == "redis://host?db=1&password=***"
+    assert "secret" not in shown_address("postgresql://host:port/x?password=secret")
     assert "secret" not in shown_address("://me:secret@host") and shown_address("runs/a.log") == "runs/a.log"
 
 

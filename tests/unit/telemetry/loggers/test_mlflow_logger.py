@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
+import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.file_locks import is_held
 from crossbow_py.telemetry.class_counts import ClassCounts
 from crossbow_py.telemetry.loggers.mlflow_logger import MLflowLogger, MLflowTracker, _name
 from crossbow_py.telemetry.loggers.tracker import Subject, TrialRun
@@ -214,6 +217,85 @@ def test_trials_are_nested_once_whichever_worker_ends_first(tmp_path: Path, clie
     assert parent.data.metrics["best/value"] == 0.75
 
 
+@pytest.mark.parametrize("call", ["log_batch", "set_terminated"])
+def test_trial_that_was_left_midway_is_completed_by_the_next_try_and_there_once(
+    tmp_path: Path, client: Any, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionError("gone")
+
+    tracker, trials = MLflowTracker(), [TrialRun(0, {"lr": 0.1}, {100: 0.5, 200: 0.75}, failed=False)]
+    tracker.open(Subject("search", tmp_path, {}, {}, continues=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow.MlflowClient, call, refuse)
+        with pytest.raises(ConnectionError):
+            tracker.trials(trials, "search/accuracy")
+    tracker.trials(trials, "search/accuracy")
+    (trial,) = [run for run in runs(client, "search") if run.info.run_name == "trial_00000"]
+    assert (trial.data.params, trial.info.status) == ({"lr": "0.1"}, "FINISHED")
+    assert history(client, trial, "search/accuracy") == [(100, 0.5), (200, 0.75)]
+
+
+def test_worker_that_leaves_while_others_go_on_leaves_the_run_running(tmp_path: Path, client: Any) -> None:
+    for status, expected in [("running", "RUNNING"), ("finished", "FINISHED")]:
+        worker = MLflowTracker()
+        worker.open(Subject("search", tmp_path, {}, {}, continues=True))
+        worker.end(status, 300, {}, {"status": status})
+        (run,) = runs(client, "search")
+        assert (run.info.status, run.data.tags["status"]) == (expected, status)
+        assert (run.info.end_time is None) == (status == "running")
+
+
+def test_database_is_opened_by_one_process_at_a_time(
+    tmp_path: Path, events: Any, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made, lock, held = mlflow.MlflowClient, tmp_path / "cache" / "crossbow_py" / "mlflow.lock", []
+
+    def make(**given: Any) -> Any:
+        held.append(is_held(lock))
+        return made(**given)
+
+    monkeypatch.setattr(mlflow, "MlflowClient", make)
+    logger = MLflowLogger()
+    logger.on_start(events.run_info())
+    assert held == [True] and not is_held(lock)
+    logger.close()
+
+
+@pytest.mark.slow
+def test_processes_that_start_at_once_without_a_database_are_all_recorded(tmp_path: Path) -> None:
+    begin = (
+        "from crossbow_py.telemetry.loggers.mlflow_logger import MLflowTracker\n"
+        "from crossbow_py.telemetry.loggers.tracker import Subject\n"
+        "import mlflow.store.tracking.sqlalchemy_store, sys\n"
+        "print('ready', flush=True), sys.stdin.readline()\n"
+        "tracker = MLflowTracker()\n"
+        "tracker.open(Subject('digits', None, {}, {}, continues=False))\n"
+        "tracker.end('finished', 0, {'x': 1.0}, {})\n"
+    )
+    others = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
+    given = {**others, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", begin], cwd=tmp_path, env=given, text=True, stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                )
+            )
+            for _ in range(3)
+        ]  # fmt: skip
+        for each in processes:
+            assert each.stdout is not None and each.stdout.readline() == "ready\n"
+        for each in processes:
+            assert each.stdin is not None
+            each.stdin.close()  # at once
+        assert [each.wait() for each in processes] == [0, 0, 0]
+    found = runs(mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db"))
+    assert [run.info.status for run in found] == ["FINISHED"] * 3
+
+
 def test_database_that_is_gone_in_the_middle_is_told_and_the_rest_arrives_when_it_is_back(
     tmp_path: Path, events: Any, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,9 +310,9 @@ def test_database_that_is_gone_in_the_middle_is_told_and_the_rest_arrives_when_i
         patch.setattr(mlflow.MlflowClient, "log_batch", refuse)
         logger.on_epoch(events.epoch_record(1))
         assert logger._courier is not None
-        logger._courier._deliver(is_last=False)
+        logger._courier._deliver()
         (said,) = logger.take_notes()
-        assert re.match(r"MLflow takes nothing \(MlflowException: the database is locked\); training goes on", said)
+        assert said.startswith("MLflow did not take points (MlflowException: the database is locked); training goes on")
     logger.on_epoch(events.epoch_record(2))
     logger.on_end(events.summary(output_dir=None))
     assert logger.take_notes() == []

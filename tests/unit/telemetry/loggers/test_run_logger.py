@@ -115,7 +115,5 @@ def test_service_that_fails_in_the_end_is_told_and_nothing_is_raised(events: Any
     tracker.error = RuntimeError("gone")
     logger.on_epoch(events.epoch_record(1))
     logger.on_end(events.summary(output_dir=None))
-    problem, end = logger.take_notes()
-    assert problem.startswith("Service takes nothing (RuntimeError: gone)")
-    assert end == "Service did not take everything."
+    assert logger.take_notes() == ["Service did not take points, how it ended (RuntimeError: gone)."]
     logger.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.telemetry.loggers.tracker import Courier, known_id, refusing
+from crossbow_py.telemetry.loggers.tracker import Courier, known_id, refusing, without_password
 from tests.trackers import MemoryTracker
 
 
@@ -25,9 +26,9 @@ def test_points_and_calls_are_delivered_in_their_order_when_it_ends() -> None:
     courier = Courier(tracker, every_s=1000.0)
     courier.add(10, {"a": 1.0})
     courier.add(20, {"a": 2.0})
-    courier.do(tracker.file, Path("x"))
+    courier.do("x", tracker.file, Path("x"))
     courier.add(30, {"a": 3.0})
-    courier.do(tracker.end, "finished", 30, {}, {})
+    courier.do("end", tracker.end, "finished", 30, {}, {})
     assert tracker.calls == []
     assert courier.finish() == []
     assert [name for name, _ in tracker.calls] == ["log", "file", "log", "end"]
@@ -75,15 +76,15 @@ def test_what_fails_is_told_once_and_delivered_when_the_service_is_back() -> Non
     courier = Courier(tracker, every_s=0.001)
     courier.add(10, {"a": 1.0})
     said: list[str] = []
-    await_true(lambda: said.append(courier.problem() or "") or said[-1])
-    assert said[-1] == (
-        "Service takes nothing (ConnectionError: http://host refuses); training goes on, and what it misses is sent "
-        "again."
-    )
+    await_true(lambda: said.extend(courier.problems()) or said)
+    assert said == [
+        "Service did not take points (ConnectionError: http://host refuses); training goes on, and what it misses is "
+        "sent again."
+    ]
     courier.add(20, {"a": 2.0})
     tracker.error = None
     assert courier.finish() == []
-    assert courier.problem() is None
+    assert courier.problems() == []
     assert [point.samples_seen for point in tracker.points] == [10, 20]
 
 
@@ -91,15 +92,86 @@ def test_what_still_fails_in_the_end_does_not_keep_the_rest_back_and_is_told() -
     tracker = MemoryTracker()
     courier = Courier(tracker, every_s=1000.0)
 
-    def refused() -> None:
-        raise ValueError("no such name")
-
-    courier.do(refused)
+    for name in ("a.txt", "b.txt"):
+        courier.do(name, refused)
     courier.add(10, {"a": 1.0})
-    problem, end = courier.finish()
-    assert problem.startswith("Service takes nothing (ValueError: no such name)")
-    assert end == "Service did not take everything."
+    assert courier.finish() == ["Service did not take a.txt, b.txt (ValueError: no such name)."]
     assert [point.samples_seen for point in tracker.points] == [10]
+
+
+def refused() -> None:
+    raise ValueError("no such name")
+
+
+def test_what_is_always_refused_keeps_nothing_back_and_is_left_out_by_name() -> None:
+    tracker = MemoryTracker()
+    courier = Courier(tracker, every_s=1000.0)
+    courier.do("predictions", refused)
+    said = []
+    for samples in (10, 20, 30, 40):
+        courier.add(samples, {"a": 1.0})
+        courier._deliver()
+        assert tracker.points[-1].samples_seen == samples
+        said.append(courier.problems())
+    assert said == [
+        [
+            "Service did not take predictions (ValueError: no such name); training goes on, and what it misses is sent "
+            "again."
+        ],
+        [],
+        ["Service did not take predictions (ValueError: no such name), tried 3 times; it is left out."],
+        [],
+    ]
+    assert courier.finish() == []
+
+
+def test_service_that_takes_nothing_for_long_gets_all_when_it_is_back() -> None:
+    tracker = MemoryTracker()
+    courier = Courier(tracker, every_s=1000.0)
+    tracker.error = ConnectionError("gone")
+    courier.do("x", tracker.file, Path("x"))
+    for samples in range(10):
+        courier.add(samples, {"a": 1.0})
+        courier._deliver()
+    tracker.error = None
+    assert courier.finish() == []
+    assert tracker.of("file") == ["x"]
+    assert [point.samples_seen for point in tracker.points] == list(range(10))
+
+
+def test_points_that_are_refused_are_kept_to_the_end() -> None:
+    tracker, refuses = MemoryTracker(), True
+    taken = tracker.log
+
+    def log(points: object) -> None:
+        if refuses:
+            raise ValueError("locked")
+        taken(points)  # type: ignore[arg-type]
+
+    tracker.log = log  # type: ignore[method-assign]
+    courier = Courier(tracker, every_s=1000.0)
+    courier.add(10, {"a": 1.0})
+    for _ in range(5):
+        courier.do("x", tracker.file, Path("x"))
+        courier._deliver()
+    refuses = False
+    assert courier.finish() == []
+    assert [point.samples_seen for point in tracker.points] == [10]
+
+
+def test_picture_that_failed_does_not_come_after_a_newer_one_of_its_name() -> None:
+    tracker = MemoryTracker()
+    courier = Courier(tracker, every_s=1000.0)
+    tracker.error = ConnectionError("gone")
+    courier.do("predictions", tracker.file, Path("old"))
+    courier.do("other", tracker.file, Path("other"))
+    courier._deliver()
+    courier._jobs[0].call = refused  # the old one alone
+    tracker.error = None
+    courier.do("predictions", tracker.file, Path("new"))
+    courier._deliver()
+    assert courier.finish() == []
+    assert tracker.of("file") == ["other", "new"]
 
 
 def test_id_is_kept_in_the_folder_and_changes_with_the_run(tmp_path: Path) -> None:
@@ -108,6 +180,31 @@ def test_id_is_kept_in_the_folder_and_changes_with_the_run(tmp_path: Path) -> No
             assert known.value == before
             known.value = after
     assert (tmp_path / "service.json").read_text() == '{"run_id": "b2"}\n'
+
+
+def test_disk_that_takes_nothing_leaves_the_id_that_there_was(tmp_path: Path) -> None:
+    with known_id(tmp_path, "service.json") as known:
+        known.value = "a1"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(UserError, match="cannot be written"), known_id(tmp_path, "service.json") as known:
+            known.value = "b2"
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "service.json").read_text() == '{"run_id": "a1"}\n'
+
+
+def test_longer_text_in_the_file_is_gone_when_the_id_is_there(tmp_path: Path) -> None:
+    (tmp_path / "service.json").write_text("x" * 100)
+    with known_id(tmp_path, "service.json") as known:
+        known.value = "a1"
+    assert (tmp_path / "service.json").read_text() == '{"run_id": "a1"}\n'
+
+
+def test_network_that_fails_meanwhile_is_not_taken_for_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionError, match="gone"), known_id(tmp_path, "service.json"):
+        raise ConnectionError("gone")
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "[]", "{}", '{"run_id": 3}', '{"run_id": "../../x"}', "[" * 100_000])
@@ -128,8 +225,22 @@ def test_link_in_the_place_of_the_file_is_refused(tmp_path: Path) -> None:
 
 def test_service_that_refuses_at_the_start_is_one_sentence_without_a_password() -> None:
     with pytest.raises(UserError) as refused, refusing(MemoryTracker(), "Service at http://host", "start it"):
-        raise OSError("http://me:secret@host/api\nfailed.")
+        raise OSError("http://me:sec@ret@host/api?password=secret\nfailed.")
     assert str(refused.value) == (
-        "logger=[service]: Service at http://host cannot record the run (OSError: http://host/api failed); start it, "
-        "or leave service out."
+        "logger=[service]: Service at http://host cannot record the run (OSError: http://host/api?password=*** "
+        "failed); start it, or leave service out."
     )
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("http://u:p@ss@127.0.0.1:1", "http://127.0.0.1:1"),
+        ("http://u:p@host/a@b", "http://host/a@b"),
+        ("postgresql://host/x?user=me&password=p@ss&sslmode=require", "postgresql://host/x?user=me&password=***&sslmode=require"),
+        ("mysql://host/x?passwd=secret", "mysql://host/x?passwd=***"),
+        ("sqlite:///runs/a.db", "sqlite:///runs/a.db"),
+    ],
+)  # fmt: skip
+def test_address_is_shown_without_passwords(address: str, shown: str) -> None:
+    assert without_password(address) == shown
