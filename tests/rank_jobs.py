@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import io
 import os
@@ -18,9 +20,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch._C import _distributed_c10d
 
 from crossbow_py import Trainer, UserError
+from crossbow_py.core.hanging_rank import HangingRank
 from crossbow_py.data.sampler import epoch_order
+from crossbow_py.distributed import watch
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.modules.precision import FP64
@@ -428,6 +433,44 @@ def hang_in_the_model(ranks: Ranks, options: dict[str, Any], at: int, folder: Pa
     trainer = image_trainer(ranks, model=BlockingModel, output_dir=folder, callbacks=console, **options)
     before_each_round(trainer, block)
     return ended(trainer, trainer.fit(max_rounds=100_000))
+
+
+def be_late(ranks: Ranks, folder: Path) -> tuple[str, bool]:
+    """A run of which rank 1 is late by 2.2 s, once, while a disk takes 2.5 s for stacks. Its status, and if it ends."""
+    write = watch.write_stacks
+
+    def write_late(path: Path, lines: Sequence[str]) -> None:
+        time.sleep(2.5)
+        write(path, lines)
+
+    watch.write_stacks = write_late  # type: ignore[attr-defined]
+
+    def wait(trainer: Trainer) -> None:
+        if trainer.state.round_index == 5 and ranks.rank == 1:
+            time.sleep(2.2)
+        elif trainer.state.round_index == 20:
+            time.sleep(2.0)  # on both, until the stacks are written
+
+    folder.mkdir(exist_ok=True)
+    trainer = image_trainer(ranks, output_dir=folder, executor="serial")
+    before_each_round(trainer, wait)
+    return trainer.fit(max_rounds=30).status, ranks.watch.is_ending
+
+
+def hang_beside_a_device_that_does_not_answer(ranks: Ranks, folder: Path) -> None:
+    """The first rank waits for the other, and torch's record of NCCL blocks with Python's lock kept, on both."""
+    with open(folder / f"stderr.{ranks.rank}", "w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 2)
+    _distributed_c10d._dump_nccl_trace = ctypes.PyDLL(None).pause  # type: ignore[attr-defined]
+    ranks.watch.has_nccl, ranks.watch.folder = True, folder
+
+    def record(_: Sequence[HangingRank], sentence: str) -> None:
+        (folder / "recorded").write_text(sentence)
+
+    ranks.watch.record = record
+    ranks.watch.start()
+    with ranks.watch.waiting() if ranks.is_first else contextlib.nullcontext():
+        time.sleep(3600)
 
 
 class SlowModel(torch.nn.Module):

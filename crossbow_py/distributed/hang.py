@@ -42,7 +42,7 @@ def write_stacks(path: Path, lines: Sequence[str]) -> None:
 def write_nccl_trace(path: Path) -> None:
     """Write torch's record of this process's NCCL operations, if this build of torch has one. Raises OSError.
 
-    It may wait for the device.
+    It may wait for the device, and keeps Python's lock meanwhile, so that no thread runs.
     """
     dump = getattr(_distributed_c10d, "_dump_nccl_trace", None)
     if dump is not None:

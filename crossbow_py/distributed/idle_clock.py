@@ -6,7 +6,6 @@ its waits. A wait beside which learners compute, as averaging beside the next ro
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +29,8 @@ class IdleClock:
         self._clock = clock
         self._host_s = 0.0
         self._computing: set[int] = set()  # threads
-        self._known_until_s = -math.inf  # when the last thread that computed was done, or the last wait was counted
+        self._num_waiting = 0
+        self._counted_until_s = clock()
         self._lock = threading.Lock()
 
     @property
@@ -42,34 +42,43 @@ class IdleClock:
     def computing(self) -> Iterator[None]:
         """Run a block that computes, apart from the waits in it."""
         own = threading.get_ident()
-        self._computing.add(own)
-        try:
-            yield
-        finally:
-            self._computing.discard(own)
-            self._known_until_s = self._clock()
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Run a block that waits for other ranks, and count what of it was spent on nothing else."""
-        own, begun_s = threading.get_ident(), self._clock()
-        computes = own in self._computing
-        self._computing.discard(own)
+        with self._lock:
+            self._count()
+            self._computing.add(own)
         try:
             yield
         finally:
             with self._lock:
-                self._count(begun_s)
-            if computes:
-                self._computing.add(own)
+                self._count()
+                self._computing.discard(own)
 
-    def _count(self, begun_s: float) -> None:
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Run a block that waits for other ranks, and count what of it was spent on nothing else."""
+        own = threading.get_ident()
+        with self._lock:
+            begun_s = self._count()
+            computes = own in self._computing
+            self._computing.discard(own)
+            self._num_waiting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                ended_s = self._count()
+                self._num_waiting -= 1
+                if computes:
+                    self._computing.add(own)
+                if self.by_device:
+                    self._host_s += ended_s - begun_s
+
+    def _count(self) -> float:
+        """Count the seconds since threads last began or ended to wait or to compute. Returns the time."""
         now_s = self._clock()
-        if self.by_device:
-            self._host_s += now_s - begun_s
-        elif not self._computing:
-            self.seconds += max(0.0, now_s - max(begun_s, self._known_until_s))
-            self._known_until_s = now_s
+        if self._num_waiting and not self._computing and not self.by_device:
+            self.seconds += now_s - self._counted_until_s
+        self._counted_until_s = now_s
+        return now_s
 
     def take_host_s(self) -> float:
         """Return the seconds that the host has waited since the last call, where the work is a device's."""

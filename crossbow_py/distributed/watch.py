@@ -4,12 +4,15 @@ Ranks use the launcher's key-value store, by a connection and a thread of their 
 process is stuck in a collective operation, which only the end of the process interrupts.
 
 A rank that has waited for too long first asks the others for their stacks. Each writes those of its own threads, also
-the one that hangs, if its thread still runs; then the ranks that waited record what they know, and end.
+the one that hangs, if its thread still runs; then the ranks that waited record what they know, and end. If in these
+seconds the rank they wait for was only late, all go on.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import math
 import os
 import socket
 import sys
@@ -38,7 +41,8 @@ from crossbow_py.distributed.idle_clock import IdleClock
 
 _SAY_EVERY_S = 1.0
 _BEATS_MISSED = 4  # after which a rank counts as silent
-_BEATS_FOR_RECORDS = 5  # for which a rank waits until others have written theirs
+_BEATS_TO_JOIN = 3  # of waiting, after which a rank has heard again from one that has waited for too long
+_BEATS_TO_ANSWER = 4  # until a question, and then its answer, have been said and heard
 _WRITE_S = 3.0  # for a file, on a disk that may not answer
 EXIT_HANGS = 1
 _REMEDY = "The run goes on from its newest checkpoint when it is started again with resume=auto."
@@ -135,7 +139,8 @@ class RankWatch(Watch):
         store: a connection for this watch only.
         rank, num_ranks: the rank's index, and the number of ranks.
         timeout_s: how long others may keep this rank waiting.
-        end: called with a sentence when a rank hangs; by default it is printed on stderr and the process ends.
+        end: called with a sentence when a rank hangs; by default it is printed on stderr and the process ends. Until
+            then no thread leaves its wait, so that nothing else is recorded.
         clock: monotonic seconds.
     """
 
@@ -150,17 +155,20 @@ class RankWatch(Watch):
     ) -> None:
         super().__init__()
         self._store, self._rank, self._num_ranks, self._timeout_s = store, rank, num_ranks, timeout_s
-        self._end, self._clock = end or _end_process, clock
+        self._end, self._clock = end or self._end_process, clock
         self._every_s = min(_SAY_EVERY_S, timeout_s / 5)
+        self._answer_s = _WRITE_S + _BEATS_TO_ANSWER * self._every_s
         self._since: dict[int, float] = {}
         self._on_device: set[int] = set()  # threads of `_since` that wait for the device
         self._heard: dict[int, Heard] = {}
         self._answered_s = clock()
         self._beat = 0
-        self._asks = self._wrote = self._recorded = False
+        self._asks = self._answers = self._wrote = self._recorded = False
         self._function: str | None = None
         self._stacks: str | None = None
-        self._over, self._has_said_recorded = threading.Event(), threading.Event()
+        self._said = self._message()  # the newest in the store
+        self._over = threading.Event()
+        self._leaves = threading.Lock()  # a wait, as it ends; this watch, as it closes; or the process
         self._threads = [
             threading.Thread(target=self._speak, name="crossbow watch speaks", daemon=True),
             threading.Thread(target=self._look, name="crossbow watch looks", daemon=True),
@@ -184,13 +192,19 @@ class RankWatch(Watch):
         try:
             with nullcontext() if on_device else self.idle.waiting():
                 yield
+        except Exception:
+            # Others may have ended for the rank that hangs. What this one knows of it comes before the lost connection.
+            self._await(lambda: not self._asks, 2 * self._answer_s)
+            raise
         finally:
-            self._since.pop(own, None)
-            self._on_device.discard(own)
+            with self._leaves:
+                self._since.pop(own, None)
+                self._on_device.discard(own)
 
     def close(self) -> None:
         """See Watch. A thread whose store does not answer is abandoned."""
-        self._over.set()
+        with self._leaves:
+            self._over.set()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(self._every_s)
@@ -213,8 +227,7 @@ class RankWatch(Watch):
         self._beat += 1
         said = self._message()
         self._store.set(_key(self._rank), json.dumps(asdict(said)))
-        if said.recorded:
-            self._has_said_recorded.set()
+        self._said = said
 
     def _message(self) -> Said:
         running = next(iter(list(self.running.values())), None)
@@ -235,7 +248,7 @@ class RankWatch(Watch):
     def exchange(self) -> None:
         """Say what this rank is doing, and listen to the others. Blocks until all have said something once.
 
-        If one of them asks for stacks, write them and say so.
+        If one of them asks for stacks, have them written, by a thread of its own as a disk may be slow.
         """
         self.say()
         values = self._store.multi_get([_key(rank) for rank in range(self._num_ranks)])
@@ -245,12 +258,18 @@ class RankWatch(Watch):
             if known is None or known.said.beat != heard.beat:
                 same = known is not None and known.said.doing == heard.doing
                 self._heard[rank] = Heard(heard, now, known.same_since_s if known and same else now)
-        if not self._wrote and any(heard.said.asks for heard in self._heard.values()):
-            self._write()
-            self.say()
+        asked = any(heard.said.asks for heard in self._heard.values())
+        if not asked:
+            self._wrote, self._function, self._stacks = False, None, None
+        elif not self._answers:
+            threading.Thread(target=self._write, name="crossbow records", daemon=True).start()
+        self._answers = asked
 
     def _write(self) -> None:
-        """Write the stacks of this process's threads, and what NCCL was doing. Takes seconds; does not raise."""
+        """Write the stacks of this process's threads, and then, if it does not wait, what NCCL was doing.
+
+        A rank that waits writes that when it ends. Takes seconds; does not raise.
+        """
         threads = self.idle.computing_threads or {threading.main_thread().ident or 0}
         self._function, folder, said = innermost(threads), self.folder, self._message()
         if folder is not None:
@@ -264,43 +283,61 @@ class RankWatch(Watch):
             name = stacks_file(self._rank)
             if within(_WRITE_S, lambda: write_stacks(folder / name, lines)):
                 self._stacks = name
-            if self.has_nccl:
-                within(_WRITE_S, lambda: write_nccl_trace(folder / nccl_file(self._rank)))
         self._wrote = True
+        self._await(lambda: self._said.wrote, 2 * self._every_s)
+        if self._waited_s() is None and not self._over.is_set():
+            self._write_trace()
+
+    def _write_trace(self) -> None:
+        """Write what NCCL was doing. It may block all threads of Python, so whatever others need comes before it."""
+        folder = self.folder
+        if self.has_nccl and folder is not None:
+            within(_WRITE_S, lambda: write_nccl_trace(folder / nccl_file(self._rank)))
 
     def _look(self) -> None:
         while not self._over.wait(self._every_s):
-            found = self.find()
-            if found and not self._over.is_set():
-                self._end(self._leave_records(found))
+            if self.find() and self._leave_records():
                 return
 
-    def _leave_records(self, found: str) -> str:
-        """Have all ranks write their stacks, and one of them record the end. Returns the sentence with what they say.
+    def _leave_records(self) -> bool:
+        """Have all ranks write their stacks, and one of them record the end; then end. Takes seconds at most.
 
-        The ranks that waited end together, lest one takes the end of another for the cause. Takes seconds at most.
+        The ranks that waited end together, lest one takes the end of another for the cause. Returns False if there is
+        no end, as the rank that was late has come, or as this watch was closed.
         """
         self._asks = True
-        self._await(lambda: self._wrote and all(heard.said.wrote for heard in self._living().values()))
-        if not self._wrote:  # the thread that speaks does not hear any more
+        self._await_while_waiting(lambda: self._is_cut_off() or (self._wrote and self._all_wrote()))
+        if self._is_cut_off() and not self._answers:  # the thread that speaks has not even heard this question
             self._write()
-        hanging = self.hanging()
-        found = self.find() or found
-        first = min({self._rank, *self._living()} - {each.rank for each in hanging}, default=self._rank)
-        record = self.record
-        if first == self._rank:
-            if record is not None:
-                within(_WRITE_S, lambda: record(hanging, found))
-            self._recorded = True
-            self._has_said_recorded.wait(2 * self._every_s)
-        else:
-            self._await(lambda: first not in self._living() or self._heard[first].said.recorded)
-        return found
+        first = min({self._rank, *self._living()} - {each.rank for each in self.hanging()}, default=self._rank)
+        if first != self._rank:
+            self._await_while_waiting(lambda: first not in self._living() or self._heard[first].said.recorded)
+        with self._leaves:
+            found = None if self._over.is_set() else self.find()
+            if found and first == self._rank:
+                self._record_for_all(found)
+            if found:
+                self._end(found)
+        self._asks = False
+        return found is not None
 
-    def _await(self, is_done: Callable[[], bool]) -> None:
-        for _ in range(_BEATS_FOR_RECORDS):
-            self._over.wait(self._every_s)
-            if is_done() or self._over.is_set():
+    def _all_wrote(self) -> bool:
+        return all(heard.said.wrote for heard in self._living().values())
+
+    def _record_for_all(self, found: str) -> None:
+        record, hanging = self.record, self.hanging()
+        if record is not None:
+            within(_WRITE_S, lambda: record(hanging, found))
+        self._recorded = True
+        self._await(lambda: self._said.recorded, 2 * self._every_s)
+
+    def _await_while_waiting(self, is_done: Callable[[], bool]) -> None:
+        self._await(lambda: is_done() or not self.find(), self._answer_s)
+
+    def _await(self, is_done: Callable[[], bool], seconds: float) -> None:
+        pause_s = self._every_s / 4
+        for _ in range(math.ceil(seconds / pause_s)):
+            if is_done() or self._over.wait(pause_s):
                 return
 
     def _living(self) -> dict[int, Heard]:
@@ -309,7 +346,12 @@ class RankWatch(Watch):
         return {rank: heard for rank, heard in self._heard.copy().items() if heard.at_s >= limit_s}
 
     def hanging(self) -> list[HangingRank]:
-        """Return the ranks that this one waits for: the silent ones, or if there are none those that do not wait."""
+        """Return the ranks that this one waits for: the silent ones, or if there are none those that do not wait.
+
+        None if the store is silent, as nothing is known of them then.
+        """
+        if self._is_cut_off():
+            return []
         living = self._living()
         others = {rank: heard for rank, heard in sorted(self._heard.copy().items()) if rank != self._rank}
         silent = [rank for rank in others if rank not in living]
@@ -332,11 +374,11 @@ class RankWatch(Watch):
     def find(self) -> str | None:
         """Return a sentence on the ranks that hang once this rank, or another, has waited for too long, else None."""
         waited = self._waited_s()
-        if waited is None or (waited < self._timeout_s and not self._is_asked()):
+        if waited is None or (waited < self._timeout_s and not self._joins(waited)):
             return None
         begins = f"rank {self._rank} has waited for {waited:.0f} s (distributed.timeout_s={self._timeout_s:g})"
-        silence_s = self._clock() - self._answered_s
-        if silence_s > _BEATS_MISSED * self._every_s:
+        if self._is_cut_off():
+            silence_s = self._clock() - self._answered_s
             return (
                 f"{begins} and the launcher's store has not answered for {silence_s:.0f} s: the network "
                 f"to its host is lost, or the host. {_REMEDY}"
@@ -347,9 +389,27 @@ class RankWatch(Watch):
             return f"{begins}, and so have all others: the network between their hosts is lost{or_device}. {_REMEDY}"
         return f"{begins} for {described(hanging, self._gone_hosts(hanging))}. {_REMEDY}"
 
-    def _is_asked(self) -> bool:
-        """Return whether another rank has waited for too long, and will end."""
-        return any(heard.said.asks for rank, heard in self._living().items() if rank != self._rank)
+    def _is_cut_off(self) -> bool:
+        """Return whether the store does not answer this rank."""
+        return self._clock() - self._answered_s > _BEATS_MISSED * self._every_s
+
+    def _joins(self, waited_s: float) -> bool:
+        """Return whether another rank has waited for too long, and has said so since this one's wait began."""
+        others = [heard.said for rank, heard in self._living().items() if rank != self._rank]
+        asks = any(said.asks and said.waits_s is not None and said.waits_s >= self._timeout_s for said in others)
+        return asks and waited_s >= _BEATS_TO_JOIN * self._every_s
+
+    def _end_process(self, found: str) -> None:
+        """Print what was found and end the process: nothing else interrupts a collective operation.
+
+        A thread of C, which needs no lock of Python, ends it if printing or writing blocks. It exits with 1, too.
+        """
+        try:
+            faulthandler.dump_traceback_later(_WRITE_S + 1.0, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+            print(f"error: {found}", file=sys.stderr, flush=True)
+            self._write_trace()
+        finally:
+            os._exit(EXIT_HANGS)
 
     def _gone_hosts(self, hanging: Sequence[HangingRank]) -> set[str]:
         """Return the hosts on which several ranks were, and of which none answers."""
@@ -364,9 +424,3 @@ def _time(seconds: float) -> str:
 
 def _key(rank: int) -> str:
     return f"watch/{rank}"
-
-
-def _end_process(found: str) -> None:
-    """Print what was found and end the process: nothing else interrupts a collective operation."""
-    print(f"error: {found}", file=sys.stderr, flush=True)
-    os._exit(EXIT_HANGS)

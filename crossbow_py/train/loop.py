@@ -81,7 +81,7 @@ class TrainingLoop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
         watch = self.ranks.watch
-        if not watch.is_ending:
+        if error is None or not watch.is_ending:
             watch.folder = watch.record = None
         if is_of_data(error) or (isinstance(error, UserError) and self._is_evaluating):
             self._save_after_data_error()

@@ -99,3 +99,19 @@ def test_rank_whose_model_blocks_leaves_its_stacks_and_the_run_says_who_hung_whe
     stacks = [(folder / f"hang_rank{rank}.txt").read_text() for rank in range(2)]
     assert "in block_for_ever" in stacks[1] and "waits for other ranks: no" in stacks[1]
     assert "in all_reduce" in stacks[0] and "waits for other ranks: for " in stacks[0]
+
+
+def test_rank_ends_with_all_records_when_that_of_nccl_blocks_every_thread(tmp_path):
+    with started(rank_jobs.hang_beside_a_device_that_does_not_answer, 2, tmp_path, timeout_s=1.0) as (first, second):
+        assert answer_of(*first) == 1
+        assert second[0].is_alive()
+    said = (tmp_path / "recorded").read_text()
+    assert re.match(r"rank 0 has waited for \d s .* for rank 1 \(.* \(hang_rank1\.txt has its stacks\)\. ", said)
+    assert (tmp_path / "stderr.0").read_text() == f"error: {said}\n"
+
+
+def test_run_goes_on_when_a_rank_was_late_beyond_the_timeout_while_others_write_their_stacks(tmp_path):
+    folder = tmp_path / "run"
+    assert on_ranks(rank_jobs.be_late, 2, folder, timeout_s=1.0) == [("finished", False)] * 2
+    assert read_summary(folder)["status"] == "finished"
+    assert {"hang_rank0.txt", "hang_rank1.txt"} <= {path.name for path in folder.iterdir()}  # they had asked

@@ -13,6 +13,7 @@ from datetime import datetime
 
 import pytest
 
+from crossbow_py.distributed import hang
 from crossbow_py.distributed import watch as watch_module
 from crossbow_py.distributed.watch import EXIT_HANGS, RankWatch, Watch
 from crossbow_py.engine.tasks import LearningTask
@@ -61,6 +62,17 @@ class Ranks:
             self.clock.now += every_s if seconds else 0.0
             for rank in ranks:
                 self.watches[rank].exchange()
+
+    def exchange_until(self, is_done, ranks):
+        """The ranks named exchange, at one moment of their clock, until threads of theirs have done something."""
+        deadline = time.monotonic() + 20
+        while not is_done():
+            assert time.monotonic() < deadline
+            self.exchange(ranks)
+            time.sleep(0.01)
+
+    def said(self, rank):
+        return json.loads(self.store.values[f"watch/{rank}"])
 
 
 def test_watch_of_one_rank_alone_does_nothing():
@@ -137,6 +149,7 @@ def test_find_blames_the_way_to_the_store_when_it_does_not_answer():
         ranks.store.answers = False
         ranks.clock.now += 10
         found = ranks.watches[0].find()
+        assert ranks.watches[0].hanging() == []  # nothing is known of the other
     assert "the launcher's store has not answered for 10 s" in found
 
 
@@ -185,6 +198,29 @@ def test_rank_that_waits_joins_another_that_has_waited_for_too_long():
             assert ranks.watches[1].find().startswith("rank 1 has waited for 5 s")
 
 
+def test_rank_whose_wait_has_just_begun_does_not_join_before_it_has_heard_again():
+    ranks = Ranks(2)
+    ranks.watches[0]._asks = True
+    with ranks.watches[0].waiting():
+        ranks.exchange([0, 1], 50)
+        with ranks.watches[1].waiting():
+            ranks.exchange([0, 1], 2)
+            assert ranks.watches[1].find() is None  # what it has heard may be of before the wait
+            ranks.exchange([0, 1], 1)
+            assert ranks.watches[1].find() is not None
+
+
+def test_rank_does_not_join_one_that_asks_but_waits_no_more():
+    ranks = Ranks(2)
+    ranks.watches[0]._asks = True
+    with ranks.watches[0].waiting():
+        ranks.exchange([0, 1], 50)
+    for waits in (contextlib.nullcontext(), ranks.watches[0].waiting()):
+        with waits, ranks.watches[1].waiting():
+            ranks.exchange([0, 1], 10)
+            assert ranks.watches[1].find() is None
+
+
 def test_stacks_are_written_by_every_rank_that_is_asked_also_the_one_that_hangs(tmp_path):
     ranks = Ranks(3, "round 7")
     for watch in ranks.watches:
@@ -194,17 +230,67 @@ def test_stacks_are_written_by_every_rank_that_is_asked_also_the_one_that_hangs(
         assert list(tmp_path.iterdir()) == []
         assert not any(watch.is_ending for watch in ranks.watches)
         ranks.watches[0]._asks = True
-        ranks.exchange([0, 1])  # the third hangs so that its thread does not run either
-        ranks.exchange([0, 1])
+        # The third hangs so that its thread does not run either.
+        ranks.exchange_until(lambda: ranks.said(0)["wrote"] and ranks.said(1)["wrote"], [0, 1])
+        ranks.exchange([0])
         hanging = {each.rank: each for each in ranks.watches[0].hanging()}
     assert [watch.is_ending for watch in ranks.watches] == [True, True, False]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hang_rank0.txt", "hang_rank1.txt"]
     assert hanging[1].stacks == "hang_rank1.txt"
-    assert "called by Ranks.exchange, " in hanging[1].function  # here the main thread exchanges
+    assert "called by Ranks.exchange" in hanging[1].function  # here the main thread exchanges
     assert (hanging[2].stacks, hanging[2].function) == (None, None)
     text = (tmp_path / "hang_rank0.txt").read_text()
     assert text.startswith(f"rank 0 of 3 on {socket.gethostname()}, process {os.getpid()}, ")
     assert "\ntask: round 7\n" in text and "\nwaits for other ranks: for 60 s\n" in text
+
+
+def test_ranks_go_on_to_speak_and_listen_while_a_disk_does_not_answer(tmp_path, monkeypatch):
+    disk = threading.Event()
+    monkeypatch.setattr(watch_module, "write_stacks", lambda path, lines: disk.wait(20))
+    ranks = Ranks(3)
+    for watch in ranks.watches:
+        watch.folder = tmp_path
+    with ranks.watches[0].waiting(), ranks.watches[1].waiting():
+        ranks.exchange([0, 1, 2], 50)
+        ranks.watches[0]._asks = True
+        ranks.exchange([0, 1, 2], 6)
+        assert not any(ranks.said(rank)["wrote"] for rank in range(3))
+        assert [each.rank for each in ranks.watches[0].hanging()] == [2]
+        disk.set()
+        ranks.exchange_until(lambda: all(ranks.said(rank)["wrote"] for rank in range(3)), [0, 1, 2])
+        assert [ranks.said(rank)["stacks"] for rank in range(3)] == [f"hang_rank{rank}.txt" for rank in range(3)]
+
+
+def test_record_of_nccl_comes_after_what_others_need_and_from_a_rank_that_waits_not_before_its_end(
+    tmp_path, monkeypatch
+):
+    said = []
+    monkeypatch.setattr(
+        hang._distributed_c10d, "_dump_nccl_trace", lambda: said.append(ranks.said(1)["wrote"]) or b"", raising=False
+    )
+    ranks = Ranks(2)
+    for watch in ranks.watches:
+        watch.folder, watch.has_nccl = tmp_path, True
+    with ranks.watches[0].waiting():
+        ranks.watches[0]._asks = True
+        ranks.exchange_until((tmp_path / "hang_nccl_rank_1").exists, [0, 1])
+    assert said == [True]
+    assert not (tmp_path / "hang_nccl_rank_0").exists()
+
+
+def test_rank_that_is_not_asked_any_more_writes_anew_for_the_next_question(tmp_path):
+    ranks = Ranks(2)
+    asking, other = ranks.watches
+    other.folder = tmp_path
+    for _ in range(2):
+        asking._asks = True
+        ranks.exchange_until(lambda: ranks.said(1)["wrote"], [0, 1])
+        (tmp_path / "hang_rank1.txt").unlink()
+        asking._asks = False
+        ranks.exchange([0, 1])
+        assert not other.is_ending
+        ranks.exchange([1])
+        assert (ranks.said(1)["wrote"], ranks.said(1)["function"], ranks.said(1)["stacks"]) == (False, None, None)
 
 
 def test_waiting_of_several_threads_counts_from_the_one_that_began_first():
@@ -290,6 +376,87 @@ def test_ranks_that_wait_record_once_what_the_one_that_hangs_was_doing_and_end_t
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.fixture
+def question(tmp_path, monkeypatch):
+    """Two ranks of which the first has waited for too long, and asks; their disk answers once `disk` is set."""
+    asked, disk = threading.Event(), threading.Event()
+
+    def write(path, lines):
+        asked.set()
+        disk.wait(20)
+
+    monkeypatch.setattr(watch_module, "write_stacks", write)
+    store, events = DictStore(), []
+    for rank in range(2):
+        RankWatch(store, rank, 2, timeout_s=1.0).say()
+    watches = [RankWatch(store, rank, 2, 1.0, end=lambda _: events.append("end")) for rank in range(2)]
+    for watch in watches:
+        watch.folder, watch.record = tmp_path, lambda hanging, sentence: events.append("record")
+        watch.start()
+    yield watches, asked, disk, events
+    disk.set()
+    for watch in watches:
+        watch.close()
+
+
+def until(is_done):
+    deadline = time.monotonic() + 20
+    while not is_done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert is_done()
+
+
+def test_rank_that_was_only_late_ends_no_run(question):
+    (first, late), asked, disk, events = question
+    with first.waiting():
+        assert asked.wait(20)
+    disk.set()
+    until(lambda: not first.is_ending and not late.is_ending)
+    assert events == []
+    with first.waiting():  # for the next one it asks again
+        until(lambda: events == ["record", "end"])
+
+
+def test_watch_that_is_closed_while_it_asks_records_and_ends_nothing(question):
+    (first, _), asked, disk, events = question
+    with first.waiting():
+        assert asked.wait(20)
+        first.close()
+        disk.set()
+        until(lambda: not first.is_ending or events)
+    assert events == []
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_no_wait_ends_and_no_watch_closes_between_the_record_and_the_end(question, closes):
+    (first, _), _, disk, events = question
+    recording = threading.Event()
+
+    def record(hanging, sentence):
+        events.append("record")
+        recording.set()
+        time.sleep(0.2)
+
+    first.record = record
+    disk.set()
+    with first.waiting():
+        assert recording.wait(20)
+        if closes:
+            first.close()
+            events.append("closed")
+    events.append("left")
+    assert events == ["record", "end", *["closed"] * closes, "left"]
+
+
+def test_wait_that_fails_while_the_rank_asks_is_recorded_as_a_hang(question):
+    (first, _), asked, disk, events = question
+    with pytest.raises(RuntimeError, match="lost"), first.waiting():
+        assert asked.wait(20)
+        disk.set()
+        raise RuntimeError("lost")
+    assert events == ["record", "end"]
+
+
 def test_record_that_fails_and_a_folder_that_is_gone_keep_no_rank_from_ending(tmp_path):
     store, found = DictStore(), []
     RankWatch(store, 1, 2, timeout_s=0.1).say()
@@ -326,14 +493,16 @@ def test_watch_that_never_started_closes():
     RankWatch(DictStore(), 0, 2, timeout_s=1.0).close()
 
 
-def test_thread_that_speaks_survives_nothing_but_is_silent_when_the_store_is_lost():
+def test_thread_that_speaks_survives_nothing_but_is_silent_when_the_store_is_lost(tmp_path):
     store, found = DictStore(), []
     store.answers = False
     watch = make_running(store, 0, found)
+    watch.folder = tmp_path
     with watch.waiting():
         deadline = time.monotonic() + 20
         while not found and time.monotonic() < deadline:
             time.sleep(0.01)
     watch.close()
     assert "store has not answered" in found[0]
+    assert (tmp_path / "hang_rank0.txt").exists()
     assert EXIT_HANGS == 1

@@ -311,6 +311,17 @@ def test_error_after_a_hang_was_found_leaves_the_summary_to_the_watch(is_ending,
         assert not (tmp_path / "console.log").exists()  # there is none from Python
 
 
+def test_run_that_ends_well_while_a_rank_is_taken_to_hang_keeps_its_summary_from_the_watch(tmp_path):
+    class Asking(Watch):
+        is_ending = True
+
+    ranks = Ranks()
+    ranks.watch = Asking()
+    make_trainer(ranks=ranks, output_dir=tmp_path).fit(max_epochs=1)
+    assert ranks.watch.record is None and ranks.watch.folder is None
+    assert read_summary(tmp_path)["status"] == "finished"
+
+
 # Restarts
 
 
