@@ -30,7 +30,7 @@ from crossbow_py.cli.config_files import (
     own_config_dirs,
     read_yaml,
 )
-from crossbow_py.cli.overrides import PARSING_ERRORS, as_override, parse
+from crossbow_py.cli.overrides import PARSING_ERRORS, as_override, escaped, parse
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.other_names import key_suggestion
 from crossbow_py.core.settings import (
@@ -225,7 +225,7 @@ def filled_in(
     for number, (config, overrides) in enumerate(jobs):
         job = {"num": number, "id": str(number), "name": name, "override_dirname": ",".join(sorted(overrides))}
         try:
-            root = OmegaConf.create({**to_plain(config), "hydra": {"job": job, "sweep": dict(texts)}})
+            root = OmegaConf.create({**escaped(to_plain(config)), "hydra": {"job": job, "sweep": dict(texts)}})
             OmegaConf.copy_cache(before, root)  # so that ${now:...} is one moment for all
             found.append({key: str(OmegaConf.select(root, f"hydra.sweep.{key}")) for key in texts})
         except OmegaConfBaseException as error:

@@ -43,7 +43,7 @@ from crossbow_py.cli.flags import Flags
 from crossbow_py.cli.hydra_words import HydraWords
 from crossbow_py.cli.launchers import LaunchError
 from crossbow_py.cli.output_folder import RUNS
-from crossbow_py.cli.overrides import as_override
+from crossbow_py.cli.overrides import as_override, escaped
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.printing import print_line
 from crossbow_py.core.settings import shown, suggestion, written
@@ -223,13 +223,13 @@ def _hydra_mapping(
     plain["overrides"]["task"] = list(words)
     plain["job"]["override_dirname"] = ",".join(sorted(words))
     folder = with_interpolations(own, kind, flags.config_name).get("output_dir")
-    folder = folder or f"{RUNS}/{config.experiment}/${{now:%Y-%m-%d_%H-%M-%S}}"
+    folder = folder or f"{RUNS}/{escaped(config.experiment)}/${{now:%Y-%m-%d_%H-%M-%S}}"
     plain["run"]["dir"] = folder
     plain["sweep"] = {"dir": given.sweep_dir or folder, "subdir": given.sweep_subdir}  # null: what is swept
     if not flags.resolve:
         return dict(plain)
     try:
-        root = OmegaConf.create({**to_plain(config), "hydra": plain})
+        root = OmegaConf.create({**escaped(to_plain(config)), "hydra": plain})
         resolved: Any = OmegaConf.to_container(root["hydra"], resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(f"{one_line_of(error).rstrip('.')}, before a job runs; leave --resolve out.") from error

@@ -136,14 +136,25 @@ def as_override(value: Any) -> str:
 
 
 def _quoted(value: Any) -> str:
-    """Return text in quotes, in which backslashes count only before a quote; a number as it is.
+    """Return text in quotes, in which backslashes count only before a quote; a number as it is."""
+    if not isinstance(value, str):
+        return str(value)
+    value = escaped(value)
+    return '"' + re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), value) + '"'
+
+
+def escaped(value: Any) -> Any:
+    """Return a plain value whose texts Hydra and OmegaConf take as they are.
 
     What looks like an interpolation is escaped, as it may come from the folder of somebody else's run.
     """
-    if not isinstance(value, str):
-        return str(value)
-    value = re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", value)
-    return '"' + re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), value) + '"'
+    if isinstance(value, Mapping):
+        return {key: escaped(own) for key, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [escaped(own) for own in value]
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", value)
+    return value
 
 
 def refused(text: str, key: str) -> UserError:

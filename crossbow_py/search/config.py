@@ -88,6 +88,7 @@ class SearchConfig(JobConfig):
         None, "stop the search at that validation accuracy, between 0 and 1", above=0, maximum=1
     )
     space: dict[str, Any] = setting({}, "what is searched: a mapping from keys of a run to ranges or choices")
+    # To a type checker that is str; help, completion and the reference list the names.
     sampler: SamplerName | str = setting(
         "random",
         "how trials are sampled: at random, every point of a grid, by another of Optuna's, or by a dotted name",

@@ -7,7 +7,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 from crossbow_py.cli.launchers.crew import Crew, Ended, run_crew
@@ -16,6 +16,7 @@ from crossbow_py.cli.launchers.ray_cluster import Place, PlacedJob, RayCluster, 
 from crossbow_py.cli.launchers.ray_worker import machine_name
 from crossbow_py.cli.overrides import as_override, parse
 from crossbow_py.core.errors import unwritable
+from crossbow_py.core.file_locks import is_locked, locked
 from crossbow_py.core.printing import print_line
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.distributed.ranks import ALONE
@@ -31,6 +32,7 @@ from crossbow_py.search.study.study import SharedStudy
 from crossbow_py.train.evaluation.metrics import checked_metrics, metrics_of
 
 _OF_THE_FOLDER = ("output_dir", "resume")
+_MARK = ".seen_by_workers_"  # the beginning of its name; locked as long as whoever made it lives
 
 
 def search_on_ray(config: SearchConfig, launcher: RayLauncher, words: Sequence[str]) -> int:
@@ -162,14 +164,19 @@ class _PlacedSearch:
 
 @contextmanager
 def _marked(path: Path) -> Iterator[Path]:
-    """Yield a file in the folder by which others see whether they share it."""
-    mark = path.absolute() / f".seen_{uuid.uuid4().hex[:12]}"
-    try:
-        mark.touch()
-    except OSError as error:
-        raise unwritable(path, error) from error
-    try:
-        yield mark
-    finally:
-        with suppress(OSError):
-            mark.unlink()
+    """Yield a file in the folder by which others see whether they share it. What killed processes left is removed."""
+    folder = path.absolute()
+    mark = folder / f"{_MARK}{uuid.uuid4().hex[:12]}"
+    with ExitStack() as stack:
+        try:
+            for left in folder.glob(f"{_MARK}*"):
+                if not is_locked(left):
+                    left.unlink(missing_ok=True)
+            stack.enter_context(locked(mark, lambda: None))
+        except OSError as error:
+            raise unwritable(path, error) from error
+        try:
+            yield mark
+        finally:
+            with suppress(OSError):
+                mark.unlink()

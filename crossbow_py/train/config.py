@@ -16,7 +16,6 @@ from crossbow_py.core.settings import setting
 from crossbow_py.data.sources import SOURCES
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.auto_tuner import AutoTunerSettings
-from crossbow_py.engine.modules.precision import check_device, check_precision
 from crossbow_py.engine.update.optimizers import OPTIMIZERS
 from crossbow_py.models import MODELS
 from crossbow_py.telemetry.loggers.chosen import TENSORBOARD, LoggerName, check_loggers
@@ -115,11 +114,8 @@ class TrainConfig(JobConfig, RunSettings, StopConditions):
     averaging: Any = group("how the learners are kept together")
 
     def __post_init__(self) -> None:
-        check_device(self.device)
-        check_precision(self.precision)
-        check_loggers(self.logger)
-        StopConditions.__post_init__(self)  # checks every field, and that something ends the run
         super().__post_init__()
+        StopConditions.__post_init__(self)
 
 
 def config_from_mapping(plain: Mapping[str, Any], file: Path | None = None) -> TrainConfig:

@@ -84,6 +84,22 @@ def test_cfg_hydra_says_where_a_run_is_and_who_starts_it(capsys: pytest.CaptureF
     assert {key: value for key, value in both.items() if key != "hydra"} == job
 
 
+def test_text_that_looks_like_an_interpolation_stays_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SECRET", "s3cret")
+    resolved = ["--cfg", "hydra", "-p", "hydra.run.dir", "--resolve"]
+    write("recorded.yaml", shown(capsys, "--cfg", "job").replace("init_from: null", "init_from: ${oc.env:SECRET}"))
+    assert main(["config=recorded.yaml", "hydra.run.dir=${init_from}_${batch_size}", *resolved]) == 0
+    assert capsys.readouterr().out == "${oc.env:SECRET}_16\n"
+    write("conf/mine.yaml", "defaults: [train, _self_]\nexperiment: \\${oc.env:SECRET}\ndata: {name: digits}\n")
+    words = ["-cn", "mine", "device=cpu", "batch_size=8"]
+    assert main([*words, *resolved]) == 0
+    assert capsys.readouterr().out.startswith("runs/${oc.env:SECRET}/")
+    assert main([*words, "-m", "+debug=fast", "seed=1,2", "hydra.sweep.dir=swept/${experiment}_${batch_size}"]) == 0
+    assert names("swept") == ["${oc.env:SECRET}_8"]
+
+
 def test_cfg_of_a_search_and_a_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["+experiment=search_digits", "+space.batch_size=[8,16]"]
     assert crossbow_py.search.__main__.main([*words, "--cfg", "job"]) == 0

@@ -124,6 +124,7 @@ def test_command_that_is_killed_leaves_no_worker_and_goes_on_when_it_is_started_
         assert driver.wait(LONG_S) == 0, said(tmp_path / "again")
     assert "going on: " in said(tmp_path / "again")
     assert outcome(folder) == alone
+    assert list(folder.glob(".seen_*")) == []
 
 
 def test_ctrl_c_ends_all_workers_with_their_trials_and_the_same_command_goes_on(

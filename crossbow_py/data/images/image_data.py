@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.data.images.cache import ImageCache
 from crossbow_py.data.images.crops import random_resized_box
 from crossbow_py.data.images.decoding import UnreadableImage, centre_cropped, crop_resized, decode, shrunk
@@ -98,7 +99,8 @@ class ImageFolderData(StreamedData):
             raise IndexError(f"sample {index} of {len(self)}")
         sample, pixels = self._first_readable(index)
         image = self._slots(1)
-        self._write(pixels, Key(0, sample), 0, False, image)
+        with kept_generators():  # those of whoever looks at it
+            self._write(pixels, Key(0, sample), 0, False, image)
         return image[0], self._label(sample)
 
     def with_transforms(self, transforms: Transforms) -> ImageFolderData:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -142,6 +143,7 @@ class HuggingFace(SourceSettings):
         path = given_path("data.path", self.path)
         try:
             if path.is_dir() and any((path / name).is_file() for name in _SAVED):
+                _check_saved(self.path, path)
                 return _saved_splits(self.path, datasets.load_from_disk(str(path)))
             given = self._arguments(path)
             return _Splits(
@@ -152,7 +154,7 @@ class HuggingFace(SourceSettings):
         except Exception as error:  # of the network, of the hub, of files: there are very many
             raise UserError(
                 f"data.path={self.path} cannot be loaded ({one_line(error)[:_LONGEST_REASON]}); check the name, "
-                "data.subset and the network, or give a folder or files."
+                "data.subset, the network, and that every split has rows, or give a folder or files."
             ) from error
 
     def _arguments(self, path: Path) -> dict[str, Any]:
@@ -227,6 +229,14 @@ class _Splits:
             ) from error
 
 
+def _check_saved(path: str, folder: Path) -> None:
+    """Raise UserError for a split of `save_to_disk` without rows, which `datasets` writes and cannot read."""
+    for file in (folder / "state.json", *sorted(folder.glob("*/state.json"))):
+        if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("_data_files") == []:
+            name = "" if file.parent == folder else f" in its split {file.parent.name}"
+            raise UserError(f"data.path={path} has no rows{name}; save it with some, or without that split.")
+
+
 def _saved_splits(path: str, found: Any) -> _Splits:
     """Return the splits of what `save_to_disk` has written: several, or one without a dictionary."""
     return _Splits(path, found if isinstance(found, Mapping) else {str(found.split or "train"): found}, None)
@@ -236,12 +246,16 @@ class _ImageRows:
     """Rows with images as items (input, target), or ({name: input}, target) if there are several inputs.
 
     If the first image is in colour, all are; where it is grey, one in colour is an error, as it would lose that.
+
+    Raises UserError for missing inputs.
     """
 
     def __init__(self, rows: Any, columns: Columns, targets: npt.NDArray[Any]) -> None:
         self._rows, self._columns, self.targets = rows.select_columns(list(columns.inputs)), columns, targets
         if columns.class_names:
             self.classes = columns.class_names
+        for name in columns.inputs:
+            _check_no_nulls(rows, name)
         first = self._rows[0]
         self._grey = {name: own.mode in _GREY for name, own in first.items() if isinstance(own, Image.Image)}
 
@@ -297,13 +311,15 @@ def _num_classes(data: Any) -> int | None:
 
 
 def _column(rows: Any, name: str) -> Sequence[Any]:
-    """Return the values of a column."""
+    """Return the values of a column. Raises UserError for missing ones."""
+    _check_no_nulls(rows, name)
     values: Sequence[Any] = rows.select_columns([name]).with_format(None)[:][name]
     return values
 
 
 def _tensor(rows: Any, name: str) -> Tensor:
     """Return a column of numbers, or of arrays of one shape, as a tensor. Raises UserError."""
+    _check_no_nulls(rows, name)
     kind = _dtype(rows.features[name])
     try:
         array = np.asarray(rows.select_columns([name]).with_format("numpy")[:][name])
@@ -318,6 +334,25 @@ def _tensor(rows: Any, name: str) -> Tensor:
             f"there are {_shown(rows.features)}."
         )
     return torch.from_numpy(np.array(array, dtype=np.uint8 if kind == "uint8" else None))  # a copy that may be written
+
+
+def _check_no_nulls(rows: Any, name: str) -> None:
+    """Raise UserError for a column with missing values, of which `datasets` makes NaN and None."""
+    values = rows.select_columns([name]).with_format("arrow")[:][name]
+    missing = sum(map(_num_nulls, values.chunks))
+    if missing:
+        raise UserError(
+            f"the column {name} has {missing:,} missing value{'s' * (missing > 1)}, which would become NaN or a class "
+            "of their own; leave these rows out (rows.filter, save_to_disk), or fill them in."
+        )
+
+
+def _num_nulls(values: Any) -> int:
+    """Return how many values of an array of Arrow's are missing, also within its lists, but not within its images."""
+    values = getattr(values, "storage", values)  # of an extension type, as Array2D is
+    found = int(values.null_count)
+    is_list = hasattr(values, "value_lengths") or hasattr(values.type, "list_size")
+    return found + (_num_nulls(values.flatten()) if is_list else 0)
 
 
 def _kind(feature: Any) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.core.trees import Tree, map_tree
 from crossbow_py.data.datasets import Collated, Data, MapStyleDataset, Pair, as_pair, class_labels, split_item, take
 from crossbow_py.data.images.image_data import ImageFolderData
@@ -43,7 +44,9 @@ class TransformedData(ItemData):
 
     def __getitem__(self, index: int) -> Any:
         """Return an item as it is evaluated."""
-        return self._prepared(self.dataset[index], index, training=False)
+        with kept_generators():  # those of whoever looks at it
+            seed_generators(0, Key(0, index))
+            return self._prepared(self.dataset[index], index, training=False)
 
     def subset(self, ids: npt.NDArray[np.int64]) -> TransformedData:
         part: Any = take(self.dataset, ids)

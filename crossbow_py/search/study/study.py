@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -71,6 +72,7 @@ class SharedStudy(SegmentClaims):
         patience = Patience(shown_address(storage) if isinstance(storage, str) else type(storage).__name__, sleep)
         storage = open_storage(storage, sleep) if isinstance(storage, str) else storage
         self._trials: dict[int, FrozenTrial] = {}
+        self._one_samples = threading.Lock()  # taken before the lock of the claims, never while that is held
         self._study, claims = (_study_named(each, storage, patience, maximize) for each in (name, f"{name}/segments"))
         super().__init__(storage, claims, patience, worker, lease_s, clock)
 
@@ -109,8 +111,7 @@ class SharedStudy(SegmentClaims):
 
     def params(self, trial: int) -> dict[str, Any]:
         """Return a trial's parameters by key: sampled when any worker first asks, and the same for all from then on."""
-        with self._lock:
-            return dict(self._registered(trial).params)
+        return dict(self._registered(trial).params)
 
     def sampled(self) -> dict[int, dict[str, Any]]:
         """Return the parameters of all trials that have been sampled by any worker, by trial."""
@@ -126,8 +127,9 @@ class SharedStudy(SegmentClaims):
             state: COMPLETE, PRUNED or FAILED.
             value: its last; None when it has none.
         """
+        key: int = self._registered(trial)._trial_id
         with self._lock, suppress(UpdateFinishedTrialError):
-            record = self._patience.call(self._storage.get_trial, self._registered(trial)._trial_id)
+            record = self._patience.call(self._storage.get_trial, key)
             if record.state.is_finished():
                 return
             for segment, result in self.segment_results().items():
@@ -158,10 +160,11 @@ class SharedStudy(SegmentClaims):
         result = SegmentResult(value, None, epochs, seconds, attrs=attrs or {})
         with self._lock:
             counts = self._keep(segment, result)
-            if counts:
-                with suppress(UpdateFinishedTrialError):  # concluded by another worker, which reported it
-                    self._report(self._registered(segment.trial), result)
-            return counts
+        if counts:
+            record = self._registered(segment.trial)
+            with self._lock, suppress(UpdateFinishedTrialError):  # concluded by another worker, which reported it
+                self._report(record, result)
+        return counts
 
     # --- records ------------------------------------------------------------------------------------------------------
 
@@ -175,18 +178,26 @@ class SharedStudy(SegmentClaims):
                 self._patience.call(self._storage.set_trial_intermediate_value, key, step, result.value)
 
     def _registered(self, trial: int) -> FrozenTrial:
-        """Return the trial's record, created if there is none. Of two that were created at once the first counts."""
-        if trial not in self._trials:
-            self._trials = _first_by_trial(self._records())
-        if trial not in self._trials:
-            record = self._sampling.sampled(trial, [self._trials[each] for each in sorted(self._trials)])
-            self._patience.call(self._storage.create_new_trial, self._study, record)
-            records = self._records()
-            self._trials = _first_by_trial(records)
-            for late in records:
-                if late.user_attrs["trial"] == trial and late.number != self._trials[trial].number:
-                    self._end(late._trial_id)
-        return self._trials[trial]
+        """Return the trial's record, created if there is none. Of two that were created at once the first counts.
+
+        The lock is not to be held: a sampler may take longer than a lease, which is prolonged meanwhile.
+        """
+        with self._one_samples:
+            with self._lock:
+                if trial not in self._trials:
+                    self._trials = _first_by_trial(self._records())
+                if trial in self._trials:
+                    return self._trials[trial]
+                history = [self._trials[each] for each in sorted(self._trials)]
+            record = self._sampling.sampled(trial, history)
+            with self._lock:
+                self._patience.call(self._storage.create_new_trial, self._study, record)
+                records = self._records()
+                self._trials = _first_by_trial(records)
+                for late in records:
+                    if late.user_attrs["trial"] == trial and late.number != self._trials[trial].number:
+                        self._end(late._trial_id)
+                return self._trials[trial]
 
     def _records(self) -> list[FrozenTrial]:
         """Return all trials, each with parameters that this search may give one.

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from crossbow_py.cli.configuration import compose
+from crossbow_py.cli.launchers.words import split_launcher
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.search.config import SearchConfig, trial_config
@@ -295,7 +296,7 @@ def test_spaces_and_commands_of_the_guide_are_taken() -> None:
         "optimizer", "optimizer.learning_rate", "optimizer.momentum", "model.hidden", "model.dropout", "batch_size",
     ]  # fmt: skip
     lines = [line.strip() for line in page.replace("\\\n", "").splitlines() if "python -m crossbow_py.search " in line]
-    configs = [search(*shlex.split(line, comments=True)[3:]) for line in lines]
+    configs = [search(*split_launcher(shlex.split(line, comments=True)[3:])[1]) for line in lines]
     assert {"random", "tpe", "grid"} == {config.sampler for config in configs}
     keys = [[each.key for each in config.parsed_space.parameters] for config in configs]
     assert ["model", "model.args.width", "optimizer.learning_rate"] in keys

@@ -13,6 +13,7 @@ from crossbow_py.cli.launchers.crew import Ended
 from crossbow_py.cli.launchers.placement import Machine, RayLauncher, Share
 from crossbow_py.cli.launchers.ray_cluster import Place, PlacedJob
 from crossbow_py.cli.launchers.ray_worker import machine_name
+from crossbow_py.core.file_locks import locked
 from crossbow_py.search import __main__ as search
 from crossbow_py.search import placed
 from crossbow_py.search.placed import words_of_workers
@@ -97,7 +98,11 @@ def test_search_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, capsys: py
     before = report()["best"]
     capsys.readouterr()
     connect(monkeypatch, Cluster())
-    assert search_digits(*ON_RAY) == 0
+    left, others = (Path("search") / f".seen_by_workers_{name}" for name in ("left", "others"))
+    left.touch()  # by a process that was killed
+    with locked(others, lambda: None):  # by one that lives
+        assert search_digits(*ON_RAY) == 0
+    assert list(Path("search").glob(".seen_*")) == [others]
     said = capsys.readouterr().out
     assert f"going on: {len(segments())} of {len(segments())} rungs are done" in said
     assert report()["best"] == before

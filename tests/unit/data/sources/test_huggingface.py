@@ -166,6 +166,41 @@ class TestWithDatasets:
         with pytest.raises(UserError, match="label=label has 'dog' in a split to evaluate"):
             HuggingFace(path=path).load(False)
 
+    @pytest.mark.parametrize(
+        ("rows", "said"),
+        [
+            ({"x": [1.0, 2.0, 3.0], "label": ["a", None, "b"]}, "the column label has 1 missing value, which"),
+            ({"x": [1.0, 2.0, 3.0], "label": [0, None, 1]}, "the column label has 1 missing value, which"),
+            ({"x": [1.0, None, 3.0], "label": [0, 1, 0]}, "the column x has 1 missing value, which"),
+            ({"x": [[1.0, 2.0], [None, None], [0.0, 4.0]], "label": [0, 1, 0]}, "the column x has 2 missing values"),
+            ({"x": [[1.0, 2.0], None, [0.0, 4.0]], "label": [0, 1, 0]}, "the column x has 1 missing value"),
+        ],
+    )
+    @pytest.mark.parametrize("split", ["train", "test"])
+    def test_missing_values_are_refused_by_their_column(self, rows: dict[str, Any], said: str, split: str) -> None:
+        whole = {name: [values[0], values[2]] for name, values in rows.items()}
+        splits = {"train": whole, "test": whole, split: rows}
+        with pytest.raises(UserError, match=rf"{said}.*leave these rows out \(rows\.filter, save_to_disk\)"):
+            HuggingFace(path=self.saved(*map(self.datasets.Dataset.from_dict, splits.values()))).load(False)
+
+    def test_a_missing_image_and_a_missing_array_are_refused(self) -> None:
+        datasets, value, image = self.datasets, [[1.0, 2.0]], Image.new("L", (5, 4))
+        features = {"image": datasets.Image(), "array": datasets.Array2D((1, 2), "float32")}
+        features["label"] = datasets.Value("int64")
+        whole = {"image": [image, image], "array": [value, value], "label": [0, 1]}
+        for name in ("image", "array"):
+            rows = {**whole, name: [None, whole[name][1]]}
+            own = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+            with pytest.raises(UserError, match=f"the column {name} has 1 missing value, which"):
+                HuggingFace(path=self.saved(own, own), input=("image", "array")).load(False)
+
+    @pytest.mark.parametrize("split", ["train", "test"])
+    def test_a_split_without_rows_is_refused_by_its_name(self, split: str) -> None:
+        own = self.datasets.Dataset.from_dict({"x": [1.0], "label": [0]})
+        path = self.saved(**{"train": own, "test": own, split: own.select([])})
+        with pytest.raises(UserError, match=rf"data\.path={path} has no rows in its split {split}; save it with some"):
+            HuggingFace(path=path).load(False)
+
     def test_numbers_to_predict_are_no_classes_and_bytes_stay_bytes(self) -> None:
         datasets = self.datasets
         features = datasets.Features({"x": datasets.Array3D((1, 2, 2), "uint8"), "label": datasets.Value("float64")})

@@ -171,6 +171,24 @@ def test_pillow_images_become_tensors_where_no_transform_makes_them_such() -> No
     assert (image.dtype, image[:, 0, 0].tolist(), int(label)) == (torch.uint8, [2, 0, 0], 2)
 
 
+def test_an_item_by_its_index_repeats_and_leaves_the_generators_of_its_caller(tmp_path: Path) -> None:
+    def states() -> Any:
+        return random.getstate(), str(np.random.get_state()), torch.initial_seed(), torch.get_rng_state().tolist()
+
+    for part in ("train", "val"):
+        write_part(tmp_path / "photos" / part)
+    drawn = target("Drawn", size=5)
+    folder = ImageFolder(folder=str(tmp_path / "photos"), size=5, resize=8, transform=drawn, test_transform=drawn)
+    for data in (transformed(Items(), both("Drawn"), training=True), folder.load(False).test):
+        seed_generators(0, Key(0, 2))
+        expected = torch.tensor([random.random(), float(np.random.rand()), float(torch.rand(1))])
+        for seed in (7, 8):
+            seed_generators(seed, Key(0, 0))
+            before = states()
+            torch.testing.assert_close(data[2][0][:, 0, 0], expected, rtol=0, atol=1e-6)
+            assert states() == before
+
+
 def test_images_of_a_folder_reach_the_transform_whole(tmp_path: Path, made: Any) -> None:
     for part in ("train", "val"):
         write_part(tmp_path / "photos" / part)

@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution
+from optuna.samplers import RandomSampler
 from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState as OptunaState
 from optuna.trial import create_trial
@@ -23,7 +26,7 @@ from crossbow_py.core.file_locks import locked
 from crossbow_py.search.hyperband import Segment, TrialState
 from crossbow_py.search.study.storage import StorageError, open_storage
 from crossbow_py.search.study.study import SharedStudy
-from tests.unit.search.study.shared_studies import SEGMENTS, SPACE, Failing, done, optuna_trials, worker
+from tests.unit.search.study.shared_studies import SEGMENTS, SPACE, Clock, Failing, done, optuna_trials, worker
 
 # --- trials -----------------------------------------------------------------------------------------------------------
 
@@ -64,6 +67,38 @@ def test_params_asked_by_two_at_once_are_the_first_record(journal: str) -> None:
     assert first.params(0) == asked[0] and asked[0]["rate"] != 0.123
     assert [trial.state for trial in optuna_trials(inner)] == [OptunaState.RUNNING, OptunaState.FAIL]
     assert worker(journal, "third", sampler="tpe").params(0) == asked[0]
+
+
+class Waiting(RandomSampler):
+    """Samples once it may, and says when it was asked; `number` counts."""
+
+    asked, may, number = threading.Event(), threading.Event(), 0
+
+    def sample_independent(self, *args: Any, **kwargs: Any) -> Any:
+        type(self).number += 1
+        self.asked.set()
+        assert self.may.wait(20)
+        return super().sample_independent(*args, **kwargs)
+
+
+def test_lease_is_prolonged_while_a_trial_is_sampled_which_one_thread_does(journal: str) -> None:
+    clock = Clock()
+    study = worker(journal, "first", clock=clock, sampler=f"{__name__}.Waiting")
+    other = worker(journal, "other", clock=clock)
+    Waiting.asked.clear(), Waiting.may.clear()
+    Waiting.number = 0
+    assert study.claim(SEGMENTS[:1]) == SEGMENTS[:1]
+    with ThreadPoolExecutor() as pool:
+        params = [pool.submit(study.params, 0) for _ in range(2)]
+        assert Waiting.asked.wait(20)
+        for _ in range(3):  # two leases long
+            clock.now += 7.0
+            assert pool.submit(study.renew).result(timeout=20) == []
+            assert other.free(SEGMENTS[:2]) == SEGMENTS[1:2]
+        Waiting.may.set()
+        first, second = (each.result(timeout=20) for each in params)
+    assert first == second == other.params(0) and Waiting.number == len(first)
+    assert [trial.user_attrs["trial"] for trial in optuna_trials(journal)] == [0]
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe", "grid"])
