@@ -8,7 +8,7 @@ same way. A single rank synchronises with itself before every round.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from crossbow_py.core.signals import StopSignal
 
@@ -45,7 +45,7 @@ class Report:
 
     def to_values(self) -> list[float]:
         """Return the report as a vector."""
-        return [float(value) for value in astuple(self)]
+        return [float(value) for value in vars(self).values()]
 
     @classmethod
     def from_values(cls, values: Sequence[float]) -> Report:

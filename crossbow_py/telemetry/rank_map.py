@@ -8,7 +8,8 @@ from PIL import Image, ImageDraw, ImageFont
 from crossbow_py.telemetry.events import Images
 
 _MOST_COLUMNS = 120
-_SHOWN_GROWTH = 1.5  # the map is shown again after 1.5 times the samples
+_FIRST_COLUMNS = 8  # from which on the map is shown
+_SHOWN_GROWTH = 2  # and again after twice the samples, as a picture takes tens of milliseconds
 _WIDTH_PX, _HEIGHT_PX = 960, 640  # of the cells, about
 _MOST_HIGH_PX = 24  # of a cell
 _LABEL_PX = 15  # from one label to the next at least
@@ -44,7 +45,7 @@ class RankMap:
 
     def due(self) -> Images | None:
         """Return the picture if it is to be shown again: ever more rarely."""
-        if not self._columns or self._last_samples < self._next_samples:
+        if len(self._columns) < _FIRST_COLUMNS or self._last_samples < self._next_samples:
             return None
         self._next_samples = self._last_samples * _SHOWN_GROWTH
         return self.last()

@@ -24,14 +24,13 @@ class RankTelemetry:
 
     Attributes:
         paces: the pace of every rank; of a single rank there is none.
-        gpus: the load of the GPUs of all nodes, by tags in TensorBoard.
     """
 
     def __init__(self, run: Run, meter: ThroughputMeter, monitor: SystemMonitor | None = None) -> None:
         self._run, self._meter, self._monitor = run, meter, monitor
         hosts = [place.host for place in run.places]
         self.paces = RankMeter(hosts, run.tokens_per_sample, waits_for_data=run.train_feed.STREAMS)
-        self.gpus: Mapping[str, float] = {}
+        self._loads: list[list[float]] = []
 
     def exchange(self, report: Report) -> list[Report]:
         """Return the reports of all ranks, which call it together; their figures come along."""
@@ -46,5 +45,10 @@ class RankTelemetry:
         self.paces.update(
             [RankCounts(*each[first:second]) for each in every], self._run.state.round_index, meter.samples
         )
-        self.gpus = job_sample([GpuLoad(*each[second:]) for each in every])
+        self._loads = [each[second:] for each in every]
         return [Report.from_values(each[:first]) for each in every]
+
+    @property
+    def gpus(self) -> Mapping[str, float]:
+        """The load of the GPUs of all nodes at the last exchange, by tags in TensorBoard."""
+        return job_sample([GpuLoad(*each) for each in self._loads])

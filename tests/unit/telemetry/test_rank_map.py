@@ -37,11 +37,11 @@ def test_map_is_shown_ever_more_rarely_and_not_before_there_is_one() -> None:
     ranks = RankMap()
     assert ranks.due() is None and ranks.last() is None
     shown = []
-    for samples in range(100, 1100, 100):
+    for samples in range(100, 4000, 100):
         ranks.add(samples, [1.0] * 20)
         if ranks.due() is not None:
             shown.append(samples)
-    assert shown == [100, 200, 300, 500, 800]
+    assert shown == [800, 1600, 3200]  # from the eighth column on
 
 
 def test_map_of_sixty_four_ranks_fits_on_a_screen() -> None:
