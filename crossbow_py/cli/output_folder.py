@@ -36,7 +36,9 @@ def make_folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise unwritable(path, error) from error
+        is_dangling = path.is_symlink() and not path.exists()
+        found = OSError(f"it is a link to {path.readlink()}, which does not exist") if is_dangling else error
+        raise unwritable(path, found) from error
     return path
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 from typing import ClassVar, TextIO
 
 from crossbow_py.core.signals import StopSignal
@@ -199,7 +200,8 @@ def final_lines(summary: Summary) -> list[str]:
 def folder_lines(name: str, output_dir: str) -> list[str]:
     """Return the lines that say where the files are, and how to look at the curves, if there are any."""
     curves = Path(output_dir) / TENSORBOARD_FOLDER
-    return [fact(name, output_dir), *([fact("curves", f"tensorboard --logdir {curves}")] if curves.is_dir() else [])]
+    lines = [fact(name, output_dir)]
+    return [*lines, fact("curves", f"tensorboard --logdir {quote(str(curves))}")] if curves.is_dir() else lines
 
 
 def _throughput(found: Progress | EpochRecord | Summary) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,10 @@ class MachineScalars(Listener):
         self._monitor: SystemMonitor | None = None
         self._next_sample_s = 0.0
         self._warned = False
+        self._hook: partial[None] | None = None
 
     def on_start(self, info: RunInfo) -> None:
+        self._hook = threading.excepthook = partial(_print_unless_raised_again, threading.excepthook)
         self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
         self._monitor, self._next_sample_s, self._warned = self._new_monitor(), 0.0, False
 
@@ -71,6 +75,14 @@ class MachineScalars(Listener):
             with suppress(OSError):  # raised again for its thread, which a full disk has ended
                 self._writer.close()
             self._writer = None
+        if self._hook is not None and threading.excepthook is self._hook:
+            (threading.excepthook,) = self._hook.args
+
+
+def _print_unless_raised_again(before: Callable[..., object], args: threading.ExceptHookArgs) -> None:
+    """Print what has ended a thread, unless it is TensorBoard's, whose writer raises the same at the next call."""
+    if not type(args.thread).__module__.startswith("tensorboard."):
+        before(args)
 
 
 class NodeScalars(MachineScalars):
@@ -182,6 +194,7 @@ class TensorBoardScalars(MachineScalars):
                 self._writer.add_scalar("time/to_accuracy_s", summary.time_to_accuracy_s, summary.samples_seen)
             text = f"{summary.status}: {summary.stop_reason}; test accuracy {summary.test_accuracy}"
             self._writer.add_text("result", text, summary.samples_seen)
+            self._writer.flush()
 
     def take_notes(self) -> list[str]:
         warning = self._new_warning()

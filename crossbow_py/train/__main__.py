@@ -14,6 +14,7 @@ from crossbow_py.cli.command_line import run
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.data.sources import DataSource
+from crossbow_py.data.sources.custom import Custom
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.rank_agreement import check_ranks_agree
 from crossbow_py.distributed.ranks import ALONE, Ranks
@@ -63,6 +64,12 @@ def build_trainer(
     def make_model() -> nn.Module:
         # A custom model decides the width of its output, which is checked against the data later.
         if source.num_classes is None and not isinstance(config.model, CustomModel):
+            if isinstance(config.data, Custom):
+                raise UserError(
+                    f"model={config.model.NAME} classifies, but neither data.num_classes, the targets nor an attribute "
+                    f"`classes` of data.target={config.data.target} says how many classes there are; set "
+                    "data.num_classes, or use model=custom for other targets."
+                )
             raise UserError(
                 f"model={config.model.NAME} classifies, but the targets of data={source.name} are not classes; "
                 "use integer targets, or model=custom."

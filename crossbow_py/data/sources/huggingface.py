@@ -58,7 +58,9 @@ class HuggingFace(SourceSettings):
 
     path: str = setting("", "name on the hub, folder, or file, which may be a pattern such as 'data/*.parquet'")
     subset: str | None = setting(None, "configuration of a data set on the hub that has several")
-    train_split: str = setting("train", "split to train on; of the hub and of files also a part, as in 'train[:80%]'")
+    train_split: str = setting(
+        "train", "split to train on; of the hub and of files also a part, on the command line '\"train[:80%]\"'"
+    )
     validation_split: str | None = setting(None, "split to validate on; null is data.validation_fraction")
     test_split: str | None = setting(None, "split to test on; null is test, or else validation")
     input: str | tuple[str, ...] | None = setting(
@@ -120,7 +122,8 @@ class HuggingFace(SourceSettings):
         if not found:
             raise UserError(
                 f"data.path={self.path} has no split to test on, but {', '.join(splits.names)}; set data.test_split, "
-                "which may be a part that data.train_split leaves out, as 'train[80%:]' and 'train[:80%]'."
+                "which may be a part that data.train_split leaves out: data.train_split='\"train[:80%]\"' "
+                "data.test_split='\"train[80%:]\"'."
             )
         return found[0]
 
@@ -152,8 +155,10 @@ class HuggingFace(SourceSettings):
         except UserError:
             raise
         except Exception as error:  # of the network, of the hub, of files: there are very many
+            generating = isinstance(error, datasets.exceptions.DatasetGenerationError)  # it has no reason of its own
+            reason = one_line((generating and error.__cause__) or error)[:_LONGEST_REASON]
             raise UserError(
-                f"data.path={self.path} cannot be loaded ({one_line(error)[:_LONGEST_REASON]}); check the name, "
+                f"data.path={self.path} cannot be loaded ({reason}); check the name, "
                 "data.subset, the network, and that every split has rows, or give a folder or files."
             ) from error
 

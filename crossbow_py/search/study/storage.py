@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import sqlite3
 import time
 import warnings
@@ -58,6 +59,8 @@ _DAMAGED = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _PASSING = (OSError, StorageInternalError, SQLAlchemyError)
 _CLIENTS = ("grpc", "redis")  # packages all of whose errors may pass
 _POLL_S = 0.002
+# A password up to the last @ before the host; SQLAlchemy ends it at the first.
+_PASSWORD = re.compile(r"(?<=://)([^:/@]*:)[^@]*@([^?]*@)?")
 
 
 class StorageError(SearchError):
@@ -174,11 +177,7 @@ def close_connections(storage: BaseStorage) -> None:
 
 def shown_address(storage: str) -> str:
     """Return the address without its password."""
-    try:
-        shown = make_url(storage).render_as_string(hide_password=True) if "://" in storage else storage
-    except (ArgumentError, ValueError):
-        shown = storage.rpartition("@")[2]
-    return without_query_password(shown)
+    return _PASSWORD.sub(r"\1***@", without_query_password(storage))
 
 
 def silence_optuna() -> None:
@@ -227,10 +226,19 @@ class _WithDeadline:
 
 def _open_database(storage: str) -> BaseStorage:
     driver = ""
+    if (found := _PASSWORD.search(storage)) and found[2]:
+        raise UserError(
+            f"storage must have one @, before the host, got {shown_address(storage)!r}; write @ in a password as %40."
+        )
     try:
         url = make_url(storage)
         driver = url.get_dialect().driver
-        if url.get_backend_name() == "sqlite" and url.database:
+        if url.get_backend_name() == "sqlite":
+            if url.database in (None, "", ":memory:"):
+                raise UserError(
+                    f"storage={storage} is a data base in memory, which ends with the process; give a file, as "
+                    "sqlite:///PATH."
+                )
             _require_file(Path(url.database), _SQLITE_BEGIN, "SQLite data base")
         opened = RDBStorage(storage, {"connect_args": _connect_args(url, driver)})
     except ImportError as error:

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,6 +40,7 @@ _LONGEST_NAME, _LONGEST_VALUE = 250, 5000
 _PARENT_TAG, _TRIAL_TAG = "mlflow.parentRunId", "trial"
 # At the start a server that does not answer should be noticed in seconds. Later the package's own minutes are right.
 _IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+_DATABASE_TRIES = 4  # take a second, and the package's ten take two minutes
 
 
 class MLflowLogger(RunLogger):
@@ -101,7 +103,7 @@ class MLflowTracker(Tracker):
             known_id(folder, RUN_FILE) as known,
             refusing(self, f"MLflow at {shown}", remedy),
             _at_the_start(),
-            _one_at_a_time(address),
+            _database_at_the_start(address),
         ):
             self._client = mlflow.MlflowClient(tracking_uri=address)
             before = (known.value or self._run_id or None) if subject.continues else None
@@ -233,12 +235,18 @@ def _at_the_start() -> Iterator[None]:
 
 
 @contextmanager
-def _one_at_a_time(address: str) -> Iterator[None]:
-    """Have one process of this user open a database at a time, as all that find it without tables would make them."""
+def _database_at_the_start(address: str) -> Iterator[None]:
+    """Have one process of this user open a database at a time, as all that find it without tables would make them.
+
+    One that cannot be opened is given up soon.
+    """
     from mlflow.store.db.db_types import DATABASE_ENGINES  # noqa: PLC0415
 
     with ExitStack() as stack:
         if address.startswith(tuple(DATABASE_ENGINES)):
+            utils: Any = import_module("mlflow.store.db.utils")
+            stack.callback(setattr, utils, "MAX_RETRY_COUNT", utils.MAX_RETRY_COUNT)
+            utils.MAX_RETRY_COUNT = _DATABASE_TRIES
             with suppress(OSError):
                 user_cache().mkdir(parents=True, exist_ok=True)
                 stack.enter_context(locked(user_cache() / LOCK_FILE, lambda: None))

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from crossbow_py.core.errors import UserError, one_line, unwritable, without_query_password
+from crossbow_py.core.errors import UserError, unwritable, without_query_password
 from crossbow_py.core.file_locks import locked
 from crossbow_py.core.files import check_own, own_file
 from crossbow_py.telemetry.events import Images
@@ -32,6 +32,7 @@ END = "how it ended"  # what `Tracker.end` takes along
 END_S = 60.0  # how long the end of a run waits for the service
 _CLOSE_S = 10.0
 _TRIES = 3
+_LONGEST_SHOWN = 200
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _PASSWORD = re.compile(r"(?<=://)[^/\s]*@")
 
@@ -142,10 +143,17 @@ def refusing(tracker: Tracker, where: str, remedy: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        said = without_password(one_line(error).rstrip("."))
         raise UserError(
-            f"logger=[{tracker.KEY}]: {where} cannot record the run ({said}); {remedy}, or leave {tracker.KEY} out."
+            f"logger=[{tracker.KEY}]: {where} cannot record the run ({_said(error)}); {remedy}, or leave "
+            f"{tracker.KEY} out."
         ) from error
+
+
+def _said(error: Exception) -> str:
+    """Return an error's type and the first line of its text, without passwords: services write paragraphs."""
+    first, *_ = str(error).strip().splitlines() or [""]
+    text = without_password(f"{type(error).__name__}: {first}".rstrip(":. "))
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def without_password(address: str) -> str:
@@ -307,7 +315,7 @@ class Courier:
             try:
                 job.call()
             except Exception as error:  # whatever a service, its package and the network raise
-                job.error = without_password(one_line(error).rstrip("."))
+                job.error = _said(error)
                 failed.append(job)
                 self._tell_first(job)
             else:

@@ -68,7 +68,7 @@ class CheckpointManager:
             reason = failed if writer.error is None else writer.error
             writer.discard()
             self._samples = None
-            self._reporter.message(f"No checkpoint was written ({reason}); training goes on, make room soon.")
+            self._reporter.no_checkpoint(str(reason))
         newest = writer.newest
         if newest is not None and str(newest) != self._told:
             self._told = str(newest)

@@ -88,7 +88,7 @@ class Reporter:
         self._listeners, self._dropped = list(listeners), list[Listener]()
         self._next_progress_s = -math.inf
         self._started_s, self._wall_before_s = clock(), 0.0
-        self._closed = False
+        self._closed = self._lacks_checkpoint = False
         self._unshown: tuple[Evaluation, str, DataSets, int] | None = None  # the newest evaluation, until shown
         self._shown: Evaluation | None = None
         self._next_shown_samples = 0.0
@@ -126,7 +126,14 @@ class Reporter:
 
     def checkpoint(self, path: str, samples_seen: int) -> None:
         """Announce a checkpoint on disk."""
+        self._lacks_checkpoint = False
         self._tell(lambda listener: listener.on_checkpoint(path, samples_seen))
+
+    def no_checkpoint(self, reason: str) -> None:
+        """Announce that a checkpoint could not be written, once until there is one again."""
+        if not self._lacks_checkpoint:
+            self.message(f"No checkpoint was written ({reason}); training goes on, make room soon.")
+        self._lacks_checkpoint = True
 
     def epoch(self, record: EpochRecord) -> None:
         """Pass on the record of an epoch, with the pace of ranks."""
@@ -224,6 +231,9 @@ class Reporter:
         if final is not None:
             self._show_classes(final[0], "test", state.samples_seen)
         summary = self._summary(state, status, stop_reason, final, saved)
+        missing = [f"the records of {type(listener).__name__}" for listener in self._dropped]
+        if missing := [*missing, *(["the last checkpoint"] if self._lacks_checkpoint else [])]:
+            self.message(f"The run folder lacks {' and '.join(missing)}, which could not be written.")
         self._tell(lambda listener: listener.on_end(summary))
         return summary
 

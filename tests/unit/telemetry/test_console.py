@@ -63,14 +63,15 @@ def test_metrics_of_many_values_are_left_to_the_records(events: Any) -> None:
 
 def test_final_block_says_accuracy_time_throughput_and_where_the_files_are(tmp_path: Path, events: Any) -> None:
     stream = io.StringIO()
-    (tmp_path / "tensorboard").mkdir()
-    summary = events.summary(time_to_accuracy_s=12.0, output_dir=str(tmp_path))
+    folder = tmp_path / "my runs"
+    (folder / "tensorboard").mkdir(parents=True)
+    summary = events.summary(time_to_accuracy_s=12.0, output_dir=str(folder))
     ConsoleListener(stream=stream).on_end(summary)
     said = stream.getvalue()
     for fact in ("0.7500 (best 0.8000)", "16.0 s training, 17.5 s in all", "250 images/s", "12.0 s of training"):
         assert fact in said
     assert "runs/x/model.safetensors" in said
-    assert f"tensorboard --logdir {tmp_path}/tensorboard" in said
+    assert f"tensorboard --logdir '{folder}/tensorboard'\n" in said  # for a shell
 
 
 def test_final_block_of_a_run_without_tensorboard_names_no_curves(tmp_path: Path, events: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS
 from tensorboard.plugins.hparams.metadata import (
     EXPERIMENT_TAG,
@@ -218,6 +220,29 @@ def test_close_after_the_disk_was_full_does_not_raise(tmp_path: Path, events: An
     monkeypatch.setattr(scalars._writer, "close", full)
     scalars.close()
     scalars.close()
+
+
+def test_full_disk_ends_the_writer_without_a_traceback_and_is_told(
+    tmp_path: Path, events: Any, monkeypatch: Any
+) -> None:
+    printed: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    before = threading.excepthook
+    scalars = TensorBoardScalars(tmp_path, None)
+    scalars.on_start(events.run_info())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        with pytest.raises(OSError, match="File too large"):
+            scalars.on_end(events.summary())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert printed == []
+    (other := threading.Thread(target=lambda: 1 / 0)).start()
+    other.join()
+    assert [args.exc_type for args in printed] == [ZeroDivisionError]
+    scalars.close()
+    assert threading.excepthook == before
 
 
 def test_node_writes_its_machine_and_what_keeps_a_gpu_from_being_watched_and_no_curves(

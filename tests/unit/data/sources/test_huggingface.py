@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from crossbow_py.cli.overrides import parse
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.sources.huggingface import HuggingFace
@@ -118,6 +120,11 @@ class TestWithDatasets:
         with pytest.raises(UserError, match="has no split to test on, but train; set data.test_split"):
             HuggingFace(path=str(self.folder / "one")).load(False)
 
+    def test_empty_file_is_an_error_with_the_reason(self) -> None:
+        (self.folder / "empty.csv").touch()
+        with pytest.raises(UserError, match=r"empty\.csv cannot be loaded \(EmptyDataError: No columns to parse from"):
+            HuggingFace(path=str(self.folder / "empty.csv")).load(False)
+
     def test_several_inputs_reach_a_model_by_name(self) -> None:
         own = self.images(age=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
         source = HuggingFace(path=self.saved(own, own), input=("image", "age")).load(False)
@@ -150,8 +157,11 @@ class TestWithDatasets:
         file = f"{self.files(rows)}/train.parquet"
         source = HuggingFace(path=file, train_split="train[:80%]", test_split="train[80%:]").load(False)
         assert source.train[0].flatten().tolist() == list(range(8)) and source.test[0].flatten().tolist() == [8, 9]
-        with pytest.raises(UserError, match="has no split to test on, but train"):
+        with pytest.raises(UserError, match="has no split to test on, but train") as refused:
             HuggingFace(path=file).load(False)
+        words = [word for word in shlex.split(str(refused.value).rstrip(".")) if "_split=" in word]  # as a shell does
+        said = [override.value() for override in map(parse, words)]
+        assert said == ["train[:80%]", "train[80%:]"]
 
     def test_classes_in_words_are_numbered_in_order(self) -> None:
         rows = {"x": [1.0, 2.0, 3.0], "label": ["owl", "cat", "owl"]}

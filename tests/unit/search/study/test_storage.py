@@ -42,6 +42,12 @@ def test_storage_of_an_address_keeps_a_study(tmp_path: Path, address: str) -> No
         ("sqlite://:x:y", "^storage is no URL of a data base: .*; write it as sqlite:///PATH or postgresql://USER@"),
         ("journal:{}/none/a", "^storage: the folder .*/none does not exist; make it, or give another.$"),
         ("sqlite:///{}/none/a.db", "^storage: the folder .*/none does not exist"),
+        ("sqlite://", "^storage=sqlite:// is a data base in memory, which .*; give a file, as sqlite:///PATH.$"),
+        ("sqlite:///:memory:", "^storage=sqlite:///:memory: is a data base in memory"),
+        (
+            "postgresql://me:sec@ret@host:1/x",
+            "^storage must have one @, before the host, got 'postgresql://me:...@host:1/x'; write @ in a password as %40.$",
+        ),
         ("sqlite:///{}", "^storage: .* is a folder; give a file.$"),
         ("journal:{}", "^storage: .* is a folder; give a file.$"),
         ("sqlite:///{}/notes.txt", "^storage: .*/notes.txt is no SQLite data base; give another path, or move the"),
@@ -101,8 +107,10 @@ def test_storage_without_its_package_names_what_to_install(
 
 def test_address_is_shown_without_its_password() -> None:
     assert shown_address("postgresql://me:secret@host/x") == "postgresql://me:***@host/x"
-    assert shown_address("postgresql://host/x?user=me&password=p%40ss") == "postgresql://host/x?password=***&user=me"
+    assert shown_address("postgresql://host/x?user=me&password=p@ss") == "postgresql://host/x?user=me&password=***"
     assert shown_address("redis://host?db=1&password=secret") == "redis://host?db=1&password=***"
+    assert shown_address("postgresql://me:se@cr/e@t@host:1/x") == "postgresql://me:***@host:1/x"
+    assert shown_address("redis://:se@cret@host") == "redis://:***@host"
     assert "secret" not in shown_address("postgresql://host:port/x?password=secret")
     assert "secret" not in shown_address("://me:secret@host") and shown_address("runs/a.log") == "runs/a.log"
 

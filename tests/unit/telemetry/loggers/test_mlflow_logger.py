@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -318,3 +319,11 @@ def test_database_that_is_gone_in_the_middle_is_told_and_the_rest_arrives_when_i
     assert logger.take_notes() == []
     (run,) = runs(client)
     assert history(client, run, "accuracy/test") == [(1000, 0.75), (2000, 0.75)]
+
+
+def test_database_that_cannot_be_opened_is_given_up_within_seconds(events: Any) -> None:
+    tries, begun_s = mlflow.store.db.utils.MAX_RETRY_COUNT, time.monotonic()
+    with pytest.raises(UserError, match="unable to open database file.; start it, correct MLFLOW_TRACKING_URI, or"):
+        MLflowLogger(tracking_uri="sqlite:////proc/d.db").on_start(events.run_info())
+    assert time.monotonic() - begun_s < 20
+    assert tries == mlflow.store.db.utils.MAX_RETRY_COUNT

@@ -225,11 +225,17 @@ def test_link_in_the_place_of_the_file_is_refused(tmp_path: Path) -> None:
 
 def test_service_that_refuses_at_the_start_is_one_sentence_without_a_password() -> None:
     with pytest.raises(UserError) as refused, refusing(MemoryTracker(), "Service at http://host", "start it"):
-        raise OSError("http://me:sec@ret@host/api?password=secret\nfailed.")
+        raise OSError("http://me:sec@ret@host/api?password=secret.\nMore on this error.")
     assert str(refused.value) == (
-        "logger=[service]: Service at http://host cannot record the run (OSError: http://host/api?password=*** "
-        "failed); start it, or leave service out."
+        "logger=[service]: Service at http://host cannot record the run (OSError: http://host/api?password=***); "
+        "start it, or leave service out."
     )
+
+
+def test_paragraph_that_a_service_raises_is_cut_to_200_characters() -> None:
+    with pytest.raises(UserError) as refused, refusing(MemoryTracker(), "Service", "start it"):
+        raise OSError(900 * "x")
+    assert f"(OSError: {191 * 'x'}...); start it" in str(refused.value)
 
 
 @pytest.mark.parametrize(
