@@ -32,6 +32,11 @@ def two_classes() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
 
 
+def unnamed_classes() -> tuple[Any, Any]:
+    """Items (tensor, int) without `classes` or `targets`."""
+    return [(torch.zeros(8), 1)] * 40, [(torch.zeros(8), 0)] * 10
+
+
 def train(*arguments: str) -> int:
     return main([*DIGITS, *arguments])
 
@@ -118,6 +123,7 @@ def test_help_and_list_are_texts_and_train_nothing(flag: str, capsys: pytest.Cap
         (["data=mnist", "data.root=empty", "data.download=false", "model=lenet"], ["empty"]),
         (["max_epochs=null"], ["max_epochs"]),
         (["model=custom", f"model.target={__name__}.two_classes"], ["10"]),
+        (["data=custom", f"data.target={__name__}.unnamed_classes"], ["set data.num_classes, or use model=custom"]),
         (["model=custom", "model.target=no_such_package.model"], ["model.target"]),
         (["-m", "seed=1,2", "batch_size=0"], ["batch_size"]),
         (["-m", "hydra/sweeper=optuna"], ["'hydra/sweeper=optuna' sets what is Hydra's own", "crossbow_py.search"]),

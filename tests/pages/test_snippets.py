@@ -34,6 +34,9 @@ def test_page_does_what_it_says(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("CROSSBOW_DATA_DIR", str(data_root))
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    if (datasets := sys.modules.get("datasets")) is not None:  # it has read the variable
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     modules, run = set(sys.modules), PageRun(tmp_path)
     try:
         with patch.dict(RULES), patch.dict(EXECUTORS):  # pages add to them

@@ -233,7 +233,7 @@ class Reporter:
         summary = self._summary(state, status, stop_reason, final, saved)
         missing = [f"the records of {type(listener).__name__}" for listener in self._dropped]
         if missing := [*missing, *(["the last checkpoint"] if self._lacks_checkpoint else [])]:
-            self.message(f"The run folder lacks {' and '.join(missing)}, which could not be written.")
+            self.message(f"Incomplete, as not all could be written: {', '.join(missing)}.")
         self._tell(lambda listener: listener.on_end(summary))
         return summary
 

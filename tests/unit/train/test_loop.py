@@ -266,7 +266,7 @@ def test_checkpoint_that_cannot_be_written_is_reported_and_training_goes_on(tmp_
     assert result.status == "finished"
     first, last = recorder.of("message")
     assert first.startswith("No checkpoint was written (")
-    assert last == "The run folder lacks the last checkpoint, which could not be written."
+    assert last == "Incomplete, as not all could be written: the last checkpoint."
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -457,7 +457,7 @@ def test_listener_whose_file_fails_is_dropped_with_a_message_and_training_goes_o
     assert make_trainer(callbacks=[full, other]).fit(max_epochs=2).status == "finished"
     assert other.of("message") == [
         "Full stops recording ([Errno 28] No space left on device); training goes on.",
-        "The run folder lacks the records of Full, which could not be written.",
+        "Incomplete, as not all could be written: the records of Full.",
     ]
     assert (len(other.of("epoch")), full.calls[-1][0]) == (2, "close")
 

@@ -126,6 +126,11 @@ def test_output_dir_that_cannot_be_made_is_a_user_error(output_dir: str) -> None
     refused(f"output_dir {output_dir} cannot be written", output_dir=output_dir)
 
 
+def test_output_dir_that_is_a_link_to_nothing_is_a_user_error() -> None:
+    Path("link").symlink_to("nowhere")
+    refused(r"output_dir link cannot be written \(it is a link to nowhere, which does not exist\);", output_dir="link")
+
+
 def test_output_dir_that_another_run_writes_is_refused() -> None:
     with (
         open_run(config(output_dir="a")),
