@@ -66,9 +66,9 @@ def build_trainer(
         if source.num_classes is None and not isinstance(config.model, CustomModel):
             if isinstance(config.data, Custom):
                 raise UserError(
-                    f"model={config.model.NAME} classifies, but neither data.num_classes, the targets nor an attribute "
-                    f"`classes` of data.target={config.data.target} says how many classes there are; set "
-                    "data.num_classes, or use model=custom for other targets."
+                    f"model={config.model.NAME} classifies, but nothing tells how many classes "
+                    f"data.target={config.data.target} has; set data.num_classes, or use model=custom if its targets "
+                    "are not classes."
                 )
             raise UserError(
                 f"model={config.model.NAME} classifies, but the targets of data={source.name} are not classes; "
