@@ -40,7 +40,7 @@ from crossbow_py.cli.configuration import (
     with_interpolations,
 )
 from crossbow_py.cli.flags import Flags
-from crossbow_py.cli.hydra_words import HydraWords
+from crossbow_py.cli.hydra_words import PACKAGES, HydraWords
 from crossbow_py.cli.launchers import LaunchError
 from crossbow_py.cli.output_folder import RUNS
 from crossbow_py.cli.overrides import as_override, escaped
@@ -55,13 +55,6 @@ Job = tuple[str, list[str]]  # the name of a run of a sweep, and its command lin
 _OURS = (
     "hydra/hydra_logging=none", "hydra/job_logging=none", "hydra.output_subdir=null", "hydra.job.chdir=false",
 )  # fmt: skip
-_PACKAGES = {
-    "joblib": "hydra-joblib-launcher",
-    "submitit_local": "hydra-submitit-launcher",
-    "submitit_slurm": "hydra-submitit-launcher",
-    "ray_aws": "hydra-ray-launcher",
-    "rq": "hydra-rq-launcher",
-}
 _GROUP = "hydra/launcher"
 _NUMBER = "job_of_the_sweep"
 _ONE_PROCESS = ("nodes", "tasks_per_node")  # settings of submitit by which a job becomes several processes
@@ -206,10 +199,10 @@ def _check_launcher(name: str, known: Sequence[str]) -> None:
         return
     if name == "ray":
         raise UserError(f"{_GROUP}=ray is a plugin of Hydra that is not installed; write launcher=ray instead.")
-    if name in _PACKAGES:
-        package = _PACKAGES[name]
+    if name in PACKAGES:
+        package = PACKAGES[name]
         raise UserError(f"{_GROUP}={name} is a plugin of Hydra that is not installed; run pip install {package}.")
-    raise UserError(f"unknown {_GROUP} {shown(name)}{suggestion(name, [*known, *_PACKAGES])}")
+    raise UserError(f"unknown {_GROUP} {shown(name)}{suggestion(name, set(known))}")
 
 
 def _hydra_mapping(

@@ -28,6 +28,8 @@ _HOME = re.compile(r"([^=]*=)(~[\w./@%+-]*)")
 _QUOTED_KEY = re.compile(rf"[{{,]\s*(?:{_QUOTED})\s*:", re.DOTALL)
 # Text that needs no quotes, because it cannot be read as anything else.
 _PLAIN_TEXT = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[A-Za-z_/][A-Za-z0-9_./]*", re.IGNORECASE)
+# Hydra's interval, and what Optuna and Ray Tune call a range.
+_RANGE = re.compile(r"\+{0,2}(?:space\.)?([\w.]+)=(.*?)(?:interval|uniform)\(([^,()]+),([^,()]+)\)+")
 _SAID = "a run says what it has to say on the terminal and in its console.log"
 _KEPT = "a run's config.yaml holds its whole configuration, and there is no folder .hydra"
 # Hydra's own configuration by its first key, each with what to do instead.
@@ -61,11 +63,14 @@ def parse(text: str, of_hydra: bool = False) -> Override:
     try:
         override = OverridesParser.create().parse_override(f"{home[1]}'{home[2]}'" if home else text)
     except PARSING_ERRORS as error:
+        _check_no_range(text)
         remedy = "write key=value, and put special characters in quotes: key='\"a=b\"'."
         if _QUOTED_KEY.search(text):
             remedy = "keys in a mapping have no quotes: write {a b: 1}, and a backslash before a special character."
         raise UserError(f"cannot read {shown(text)}; {remedy}") from error
     _check_key(override, of_hydra)
+    if override.is_sweep_override() and not override.is_discrete_sweep():
+        _check_no_range(text)
     if not override.is_sweep_override():
         _check_names(text, override.value())
     return override
@@ -175,6 +180,18 @@ def _check_size(text: str) -> None:
         deepest = max(deepest, depth)
     if deepest > MOST_NESTED:
         raise UserError(f"{shown(written)} is nested more than {MOST_NESTED} deep; write fewer brackets.")
+
+
+def _check_no_range(text: str) -> None:
+    """Refuse a range to sample from."""
+    if found := _RANGE.fullmatch(text):
+        key, before, low, high = (each.rpartition("=")[2].strip() for each in found.groups())  # also start=1, end=2
+        log = ",log:true" if "log" in before else ""
+        space = f"space.{key}={{low:{low},high:{high}{log}}}"
+        raise UserError(
+            f"{shown(text)} is a range to sample from; write {shown(space)} for python -m crossbow_py.search, or list "
+            "the values of a sweep."
+        )
 
 
 def _check_key(override: Override, of_hydra: bool) -> None:

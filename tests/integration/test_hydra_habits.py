@@ -166,13 +166,15 @@ def test_config_name_is_the_file_to_begin_with(name: str, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["-cn", "nowhere"], "--config-name must be a file in a folder of options, got 'nowhere'; known: check, "),
+        (["-cn", "nowhere"], "--config-name must be a file in a folder of options, got 'nowhere'; known: choosing, "),
+        (["-cn", "digits"], "is a file to begin with, and 'digits' is a recipe; write +experiment=digits."),
         (["-cn", "../conf/mine"], "--config-name must be a file in a folder of options"),
         (["-cn", "mine", "-cd", "twice"], "twice/train.yaml apart, which have one name; rename one of them."),
         (["-cn", "search"], "which is for python -m crossbow_py.search"),
         (["-cn", "mine", "config=run"], "config=run begins with a run, and -cn with a file"),
         (["-cn", "launching"], "launching.yaml sets hydra, which counts on the command line alone"),
         (["-cn", "choosing"], "chooses hydra/job_logging=disabled, which counts on the command line alone"),
+        (["+experiment=choosing"], "experiment choosing chooses hydra/launcher=joblib, which counts on the command"),
         (["+experiment=launching"], "experiment launching sets hydra, which counts on the command line alone"),
         (["--cfg", "job", "-p", "modle"], "--package 'modle' is no key of this configuration; did you mean 'model'?"),
         (["--cfg", "job", "-p", "seed.x"], "--package 'seed.x' is no key of this configuration"),
@@ -180,6 +182,10 @@ def test_config_name_is_the_file_to_begin_with(name: str, capsys: pytest.Capture
         (["--info", "nun_learners=2"], "did you mean 'num_learners'?"),
         (["--cfg", "job", "seed=1,2"], "lists several values; add -m"),
         (["--cfg", "hydra", "hydra/launcher=jobblib"], "unknown hydra/launcher 'jobblib'; did you mean 'joblib'?"),
+        (["-m", "seed=1,2", "hydra/launcher=ax"], "unknown hydra/launcher 'ax'; known: basic, here, joblib, subm"),
+        (["-m", "experiment=digits,lenet"], "with a leading plus: write +experiment=digits,lenet."),
+        (["-m", "+model=mlp,lenet"], "without a plus: write model=mlp,lenet."),
+        (["-m", "optimizer.momentum=interval(0,0.9)"], "write 'space.optimizer.momentum={low:0,high:0.9}' for python"),
         (["hydra/launcher=joblib"], "'hydra/launcher=joblib' is for the jobs of a sweep; add -m"),
         (["-m", "seed=1,2", "hydra/launcher=here", "hydra.launcher.x=1"], "--cfg hydra -p hydra.launcher with"),
         (["-m", "seed=1,2", "hydra/launcher=here", "+hydra.launcher.nodes=2"], "hydra.launcher.nodes must be 1, got 2"),
@@ -199,6 +205,8 @@ def test_mistake_is_one_line_with_the_remedy(
     write("twice/train.yaml", MINE)
     write("conf/launching.yaml", f"{MINE}hydra:\n  launcher:\n    n_jobs: 2\n")
     write("conf/choosing.yaml", MINE.replace("max_epochs", "  - override /hydra/job_logging: disabled\nmax_epochs"))
+    choice = "defaults:\n  - override /hydra/launcher: joblib\n"
+    write("conf/experiment/choosing.yaml", f"# @package _global_\n{choice}max_epochs: 1\n")
     write("conf/experiment/launching.yaml", "# @package _global_\nhydra:\n  verbose: true\n")
     write("conf/hydra/launcher/here.yaml", HERE)
     assert main(arguments) == 2
@@ -229,7 +237,7 @@ def test_folders_of_a_sweep_may_be_named_as_in_hydra(capsys: pytest.CaptureFixtu
     assert main(["-m", *DIGITS, "+debug=fast", "schedule=constant,cosine", *within]) == 0
     (folder,) = Path("swept").iterdir()
     assert names(str(folder)) == ["0_constant", "1_cosine"]
-    assert "run 2 of 2: 1_cosine" in capsys.readouterr().out
+    assert "run 2 of 2: 1_cosine (schedule=cosine)\n" in capsys.readouterr().out
     assert main(["-m", *DIGITS, "+debug=fast", "seed=1,2", "hydra.sweep.dir=only"]) == 0
     assert names("only") == ["seed=1", "seed=2"]
     words = ["device=cpu", "+debug=fast", "seed=3"]
@@ -244,7 +252,7 @@ def test_glob_sweeps_over_options_and_the_recipes_of_the_command(capsys: pytest.
     arguments = ["-m", "+experiment=glob([*digits,lenet])", "memory=1GiB", "num_learners=2", "hydra/launcher=basic"]
     capsys.readouterr()
     assert crossbow_py.estimate.__main__.main(arguments) == 0
-    assert "run 2 of 2" in capsys.readouterr().out
+    assert "run 2 of 2: experiment=lenet\n" in capsys.readouterr().out
 
 
 def swept(launcher: str, *words: str) -> int:

@@ -156,9 +156,11 @@ def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> B
         _server_at(storage)
         return patience.call(lambda: JournalStorage(RedisJournal(storage)))
     if kind.partition("+")[0] not in _DATABASES:
+        remedy = "; write postgresql://" if kind == "postgres" else ""
         raise UserError(
             f"storage must be journal:PATH, a path that ends in .log or .journal, or an URL "
-            f"({', '.join(f'{name}://' for name in (*_DATABASES, _REDIS[0], _GRPC))}), got {shown_address(storage)!r}."
+            f"({', '.join(f'{name}://' for name in (*_DATABASES, _REDIS[0], _GRPC))}), got {shown_address(storage)!r}"
+            f"{remedy}."
         )
     return patience.call(_open_database, storage)
 

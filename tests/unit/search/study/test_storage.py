@@ -36,6 +36,7 @@ def test_storage_of_an_address_keeps_a_study(tmp_path: Path, address: str) -> No
     ("address", "said"),
     [
         ("results.csv", "^storage must be journal:PATH, .*, got 'results.csv'.$"),
+        ("postgres://me@host/x", "got 'postgres://me@host/x'; write postgresql://.$"),
         ("mongodb://host", "^storage must be journal:PATH, .*, got 'mongodb://host'.$"),
         ("grpc://:13000", "^storage must name a host and, if need be, its port, got 'grpc://:13000'; write it "),
         ("grpc://host:x", "^storage must name a host and, if need be, its port, got 'grpc://host:x'; write"),
