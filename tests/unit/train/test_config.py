@@ -221,6 +221,13 @@ def test_expand_sweeps_over_lists_and_ranges_is_their_product() -> None:
     assert expand_sweeps(["seed=3"]) == [(["seed=3"], "")]
 
 
+def test_sweep_of_more_than_two_thousand_runs_is_a_user_error() -> None:
+    assert len(expand_sweeps(["seed=range(1,1001)", "batch_size=8,16"])) == 2000
+    for words in (["seed=range(1,1002)", "batch_size=8,16"], ["seed=range(1,2002)"]):
+        with pytest.raises(UserError, match="a sweep runs at most 2,000 jobs, got more"):
+            expand_sweeps(words)
+
+
 @pytest.mark.parametrize("override", ["seed=interval(0,1)", "model=glob(*)"])
 def test_expand_sweeps_over_what_has_no_list_is_a_user_error(override: str) -> None:
     with pytest.raises(UserError, match="cannot sweep"):
