@@ -11,6 +11,7 @@ import errno
 import os
 import shlex
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from crossbow_py.core.errors import (
     SearchError,
     UserError,
     one_line,
+    raised_at,
 )
 from crossbow_py.core.files import given_path
 from crossbow_py.core.printing import columns, print_line, standard_streams
@@ -72,6 +74,7 @@ _SMALLER = (
     "keys says what fits."
 )
 _LONGEST_LINE = 800
+_LONG_S = 2.0  # without a word
 # The columns of the table at the end of a sweep.
 _SWEEP_FIGURES = (
     "status", "test accuracy", "best validation accuracy", "time to accuracy", "time of training", "images/s",
@@ -184,8 +187,7 @@ def _multirun(
     for word in words:
         check_plus(word, command.kind)
     jobs = expand_sweeps(words, partial(options_for, kind=command.kind))
-    composed = [command.composed(each, command.kind, flags.config_name) for each, _ in jobs]
-    configs = _in_own_folders(composed, jobs, asked)
+    configs = _in_own_folders(_all_composed(flags, [each for each, _ in jobs], command), jobs, asked)
     names = [_run_name(config.output_dir, swept) for config, (_, swept) in zip(configs, jobs, strict=True)]
     titles = [f": {name}" if name else "" for name in names]
     if asked.launcher == BASIC and launcher is None:
@@ -208,6 +210,20 @@ def _run_name(folder: str | None, swept: str) -> str:
     if not name or not swept or swept in name:
         return name or swept
     return f"{name} ({swept})"
+
+
+def _all_composed(flags: Flags, jobs: Sequence[list[str]], command: _Command[C]) -> list[C]:
+    """Return the configurations of jobs. A line says so if that takes long."""
+    composed: list[C] = []
+    begun, is_said = time.monotonic(), False
+    for words in jobs:
+        composed.append(command.composed(words, command.kind, flags.config_name))
+        passed, left = time.monotonic() - begun, len(jobs) - len(composed)
+        if passed > _LONG_S and left and not is_said and _is_first("RANK"):
+            seconds = passed / len(composed) * left
+            print_line(f"checks the configurations of {len(jobs)} runs, for about {seconds:.0f} s more", sys.stdout)
+            is_said = True
+    return composed
 
 
 def _one_after_another(configs: Sequence[C], names: Sequence[str], job: Callable[[C], int]) -> int:
@@ -290,6 +306,10 @@ def _guarded(action: Callable[[], int]) -> int:
     except KeyboardInterrupt as interrupt:
         print_line("; ".join(["interrupted", *getattr(interrupt, "__notes__", ())]), sys.stderr)
         return EXIT_INTERRUPTED
+    except SystemExit as error:  # of a user's function, after which a run is not done
+        said = f"sys.exit({'' if error.code is None else shown(error.code)})"
+        print_line(f"error: {said}{raised_at(error)} is no way to end a run; raise an error there instead.", sys.stderr)
+        return UserError.exit_code
     except Exception as error:
         if is_out_of_memory(error):
             cause = one_line(error.__cause__ or error)[:_LONGEST_SHOWN].rstrip(".")

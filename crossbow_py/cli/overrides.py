@@ -18,7 +18,7 @@ from crossbow_py.core.settings import shown
 
 # Numbers of thousands of digits and a thousand nested brackets raise the last two.
 PARSING_ERRORS = (HydraException, ValueError, RecursionError)
-_MOST_JOBS = 10_000
+_MOST_JOBS = 2_000  # of which each takes a tenth of a second to compose
 _MOST_VALUES = 2_000  # take a second; the grammar's time grows with the square
 # As in Hydra's lexer: a quoted text, and an escaped character outside quotes.
 _QUOTED = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
@@ -82,11 +82,11 @@ def expand_sweeps(
     """Return every combination of lists, ranges and globs: each job's overrides, and its swept part as a folder name.
 
     `options` are those of a group, among which a glob chooses; none for a key that is no group. Raises UserError for a
-    word that cannot be swept, and for more than ten thousand combinations.
+    word that cannot be swept, and for more than two thousand combinations.
     """
     swept = [_sweep(word, options) for word in words]
     if math.prod(map(len, swept)) > _MOST_JOBS:
-        raise UserError(f"a sweep runs at most {_MOST_JOBS} jobs, got more; list fewer values.")
+        raise UserError(f"a sweep runs at most {_MOST_JOBS:,} jobs, got more; list fewer values.")
     jobs = itertools.product(*swept)
     return [([text for text, _ in job], ",".join(name for _, name in job if name)) for job in jobs]
 

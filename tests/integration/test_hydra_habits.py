@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
+import signal
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ import crossbow_py.estimate.__main__
 import crossbow_py.predict.__main__
 import crossbow_py.search.__main__
 from crossbow_py.cli.configuration import compose
+from crossbow_py.cli.hydra_app import end_with_sweep
 from crossbow_py.search.config import SearchConfig
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.train.__main__ import main
@@ -325,6 +330,46 @@ def test_launcher_that_fails_is_one_line_and_exit_code_1(capsys: pytest.CaptureF
     assert main(["-m", "hydra/launcher=broken", "seed=1,2", "output_dir=swept"]) == 1
     assert "error: hydra/launcher=broken failed (" in error_line(capsys)
     assert not Path("swept").exists()
+
+
+def test_launcher_that_runs_nothing_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    words = ["-m", "hydra/launcher=joblib", "seed=1,2", "output_dir=swept"]
+    assert main([*words, "hydra.launcher.pre_dispatch=0"]) == 1
+    assert "error: hydra/launcher=joblib failed (RuntimeError: it has ended 0 of 2 runs)" in error_line(capsys)
+    assert main([*words, "hydra.launcher.n_jobs=0"]) == 2
+    assert "hydra.launcher.n_jobs must be the number of runs at a time, or -1" in error_line(capsys)
+
+
+def _runs_in_a_process_of_a_sweep(pids: Any, of_the_sweep: bool) -> None:
+    """A sweep's process, which starts another as joblib does, or which has been started by another."""
+
+    def job(sweep: int) -> None:
+        end_with_sweep(sweep)
+        pids.send(os.getpid())
+        time.sleep(60)
+
+    multiprocessing.get_context("fork").Process(target=job, args=(os.getpid() if of_the_sweep else 1,)).start()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+@pytest.mark.parametrize("of_the_sweep", [True, False])
+def test_job_ends_with_the_process_of_the_sweep_that_has_started_it_and_with_no_other(of_the_sweep: bool) -> None:
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    sweep = context.Process(target=_runs_in_a_process_of_a_sweep, args=(there, of_the_sweep))
+    sweep.start()
+    job = here.recv()
+    assert sweep.pid is not None
+    os.kill(sweep.pid, signal.SIGKILL)
+    sweep.join()
+    there.close()
+    try:
+        # The pipe ends when nobody else has it open any more.
+        assert here.poll(10 if of_the_sweep else 0.3) is of_the_sweep
+    finally:
+        if not of_the_sweep:
+            os.kill(job, signal.SIGKILL)
 
 
 @pytest.fixture

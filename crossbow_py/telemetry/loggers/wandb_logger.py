@@ -5,11 +5,13 @@ from __future__ import annotations
 import glob
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from crossbow_py.core.errors import UserError
+from crossbow_py.core.errors import UserError, without_secrets
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.telemetry.events import Images
 from crossbow_py.telemetry.loggers.run_logger import RunLogger
@@ -79,6 +81,7 @@ class WandbTracker(Tracker):
         with (
             known_id(folder if subject.worker is None else None, RUN_FILE) as known,
             refusing(self, self.NAME, remedy),
+            _masked_command_line(),
         ):
             before = (known.value or self._run_id) if subject.continues else None
             if before is not None:
@@ -132,3 +135,14 @@ class WandbTracker(Tracker):
     def end(self, status: str, samples_seen: int, figures: Mapping[str, float], facts: Mapping[str, Plain]) -> None:
         self._run.summary.update({**figures, **{f"summary/{name}": value for name, value in facts.items()}})
         self._run.finish(exit_code=StopSignal.EXIT_CODES.get(status, int(status == "failed")))
+
+
+@contextmanager
+def _masked_command_line() -> Iterator[None]:
+    """Hide passwords in the command line, which the package records: a search's has the address of its storage."""
+    words = sys.argv
+    sys.argv = [without_secrets(word) for word in words]
+    try:
+        yield
+    finally:
+        sys.argv = words

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from crossbow_py.cli import command_line
 from crossbow_py.cli.command_line import run_with_text, sweep_lines
+from crossbow_py.cli.flags import Flags
+from crossbow_py.train.config import TrainConfig
 
 
 @pytest.mark.parametrize(
@@ -83,3 +88,45 @@ def test_sweep_whose_folder_does_not_hold_it_alone_names_its_runs(
     ended(tmp_path / beside)
     said = sweep_lines({folder: folder.name for folder in folders})[-1]
     assert said == f"compare them: python -m crossbow_py.report {folders[0]} {folders[1]}"
+
+
+@pytest.mark.parametrize(("code", "shown"), [(0, "0"), (None, ""), ("done", "'done'")])
+def test_exit_in_a_users_function_is_a_failure_with_its_line(
+    code: Any, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.py"
+    exec(compile("import sys\ndef ends(code):\n    sys.exit(code)\n", str(own), "exec"), functions := {})
+
+    def job(_: list[str]) -> int:
+        functions["ends"](code)
+        return 0
+
+    assert run_with_text([], "usage", job) == 2
+    said = f"error: sys.exit({shown}) at {own}:3 is no way to end a run; raise an error there instead.\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lines"), [(0.4, []), (1.0, ["checks the configurations of 5 runs, for about 2 s more"])]
+)
+def test_configurations_that_take_long_to_check_are_said_once(
+    seconds: float, lines: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = itertools.count(step=seconds)
+    monkeypatch.setattr(command_line.time, "monotonic", lambda: next(clock))
+    command: Any = SimpleNamespace(kind=TrainConfig, composed=lambda words, kind, name: words[0])
+    assert command_line._all_composed(Flags(), [[word] for word in "abcde"], command) == list("abcde")
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_sweep_goes_on_after_a_run_that_has_exited(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = []
+
+    def job(config: Any) -> int:
+        seen.append(config)
+        if len(seen) == 1:
+            raise SystemExit
+        return 0
+
+    assert command_line._one_after_another(["a", "b"], ["", ""], job) == 2
+    assert seen == ["a", "b"]

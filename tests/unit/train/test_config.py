@@ -225,6 +225,13 @@ def test_expand_sweeps_over_lists_and_ranges_is_their_product() -> None:
     assert expand_sweeps(["seed=3"]) == [(["seed=3"], "")]
 
 
+def test_sweep_of_more_than_two_thousand_runs_is_a_user_error() -> None:
+    assert len(expand_sweeps(["seed=range(1,1001)", "batch_size=8,16"])) == 2000
+    for words in (["seed=range(1,1002)", "batch_size=8,16"], ["seed=range(1,2002)"]):
+        with pytest.raises(UserError, match="a sweep runs at most 2,000 jobs, got more"):
+            expand_sweeps(words)
+
+
 @pytest.mark.parametrize(
     ("override", "said"), [("seed=interval(0,1)", "is a range to sample from"), ("model=glob(*)", "cannot sweep")]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,16 @@ def test_search_has_a_group_and_a_table_of_its_trials(tmp_path: Path) -> None:
         "data": [[0, 0.1, "sgd", 200, 0.75, False], [1, 0.2, None, None, None, True]],
     }
     assert not (tmp_path / "wandb.json").exists()
+
+
+def test_password_of_a_storage_on_the_command_line_is_not_recorded(
+    tmp_path: Path, events: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["search", "seed=1", "storage='postgresql://me:se/cr et@host/x'", "more=redis://host/0?password=secret"]
+    monkeypatch.setattr(sys, "argv", words)
+    record(WandbLogger(), events, tmp_path, range(1, 2))
+    assert sys.argv is words
+    wandb.teardown()  # files are complete when its process has ended
+    written = b"".join(path.read_bytes() for path in tmp_path.glob("**/*") if path.is_file())
+    assert b"storage='postgresql://***" in written and b"more=redis://***" in written
+    assert b"se/cr" not in written and b"secret" not in written
