@@ -152,8 +152,9 @@ class HuggingFace(SourceSettings):
         except UserError:
             raise
         except Exception as error:  # of the network, of the hub, of files: there are very many
+            nowhere = "" if path.exists() else " is no file or folder here, and"
             raise UserError(
-                f"data.path={self.path} cannot be loaded ({one_line(error)[:_LONGEST_REASON]}); check the name, "
+                f"data.path={self.path}{nowhere} cannot be loaded ({one_line(error)[:_LONGEST_REASON]}); check the name, "
                 "data.subset, the network, and that every split has rows, or give a folder or files."
             ) from error
 
