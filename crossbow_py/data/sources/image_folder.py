@@ -31,7 +31,7 @@ class ImageFolder(SourceSettings):
 
     crop_padding: int = setting(0, "must be 0: training crops are random and resized", minimum=0)
     flip: Flip = setting(True, FLIP_HELP)
-    folder: str = setting("", "folder with the images: a path, or its name in the folder of data sets, which comes first")
+    folder: str = setting("", "folder with the images: a path, or its name in the folder of data sets")
     root: str | None = setting(None, "folder of data sets; null is $CROSSBOW_DATA_DIR, else ~/.cache/crossbow_py")
     train: str = setting("train", "folder in it with the training images, one folder a class")
     val: str = setting("val", "the same for the images to test on")

@@ -37,7 +37,7 @@ def trackers(names: Sequence[str]) -> list[Tracker]:
 
     Raises UserError for one that is not installed, or that will record nothing.
     """
-    made = [_TRACKERS[name]() for name in names if name in _TRACKERS]
+    made: list[Tracker] = [_TRACKERS[name]() for name in names if name in _TRACKERS]
     for tracker in made:
         tracker.check()
     return made

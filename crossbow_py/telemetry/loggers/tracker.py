@@ -102,7 +102,7 @@ class Tracker(ABC):
                 f'pip install "crossbow_py[{self.KEY}]", or leave it out.'
             )
 
-    def check(self) -> None:  # noqa: B027  a service need not have what can be checked
+    def check(self) -> None:
         """Raise UserError for settings that no run begins with, seconds before `open` would."""
 
     @abstractmethod

@@ -94,7 +94,8 @@ def test_source_without_a_folder_is_refused_with_the_remedy() -> None:
 
 
 def test_source_whose_folder_is_not_there_says_where_it_looked(root: Path) -> None:
-    with pytest.raises(UserError, match=rf"data\.folder=paintings is not there in {root}, .* or the current folder; write"):
+    said = rf"data\.folder=paintings is not there in {root}, .* or the current folder; write the folder"
+    with pytest.raises(UserError, match=said):
         ImageFolder(folder="paintings", root=str(root)).load(progress=False)
     with pytest.raises(UserError, match=rf"data\.folder={root}/paintings is not there; write the folder"):
         ImageFolder(folder=str(root / "paintings")).load(progress=False)

@@ -178,7 +178,7 @@ def test_address_that_takes_no_runs_is_refused_before_a_run_begins(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with pytest.raises(UserError, match=rf"^logger=\[mlflow\]: MLflow at {address} cannot record .* correct MLFLOW_TRA"):
+    with pytest.raises(UserError, match=rf"^logger=\[mlflow\]: MLflow at {address} cannot record .* correct MLFLOW_"):
         trackers(["mlflow"])
 
 
