@@ -83,7 +83,7 @@ _PYTHON = {
     "data.validation_fraction": "validation_data=...", "data": "train_data=..., test_data=...",
     "checkpoint_every_epochs": "checkpoint=CheckpointSettings(every_epochs=...)",
     "keep_checkpoints": "checkpoint=CheckpointSettings(keep=...)",
-    "logger": "callbacks=[MLflowLogger()]", "listeners": "callbacks=[...]",
+    "logger": "callbacks=[MLflowLogger()] or callbacks=[WandbLogger()]", "listeners": "callbacks=[...]",
 }  # fmt: skip
 _COMMAND_LINE = {
     "train_data": "data", "test_data": "data", "validation_data": "data.validation_fraction", "callbacks": "listeners",

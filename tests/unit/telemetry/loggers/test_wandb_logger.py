@@ -12,6 +12,7 @@ import pytest
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.telemetry.class_counts import ClassCounts
+from crossbow_py.telemetry.loggers.chosen import trackers
 from crossbow_py.telemetry.loggers.tracker import Subject, TrialRun
 from crossbow_py.telemetry.loggers.wandb_logger import WandbLogger, WandbTracker
 from tests.trackers import wandb_history, wandb_records
@@ -94,6 +95,18 @@ def test_run_that_cannot_begin_is_refused_in_one_sentence(tmp_path: Path, events
         WandbLogger(project="a/b").on_start(events.run_info(output_dir=str(tmp_path)))
     assert str(refused.value).startswith("logger=[wandb]: Weights & Biases cannot record the run (")
     assert str(refused.value).endswith("set WANDB_MODE=offline, or leave wandb out.")
+
+
+def test_mode_that_is_unknown_is_refused_before_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "ofline")
+    with pytest.raises(UserError, match="WANDB_MODE must be one of online, offline, .*, got 'ofline'; correct it."):
+        trackers(["wandb"])
+
+
+def test_argument_that_wandb_does_not_take_is_refused_when_it_is_made() -> None:
+    with pytest.raises(TypeError, match="^unexpected keyword argument 'projct'; did you mean 'project'.$"):
+        WandbLogger(projct="x")
+    WandbLogger(entity="team", tags=["a"])
 
 
 def test_search_has_a_group_and_a_table_of_its_trials(tmp_path: Path) -> None:
