@@ -11,8 +11,9 @@ import errno
 import os
 import shlex
 import sys
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Generic
 
 from crossbow_py.cli.completion import completion_script
 from crossbow_py.cli.config_files import added_config_dir
-from crossbow_py.cli.configuration import C, command_of, compose, filled_in, options_for
+from crossbow_py.cli.configuration import C, check_plus, command_of, compose, filled_in, options_for
 from crossbow_py.cli.flags import Flags, read_flags, split_flags
 from crossbow_py.cli.help_text import help_text, list_text
 from crossbow_py.cli.hydra_app import config_text, info_text, launch
@@ -40,6 +41,7 @@ from crossbow_py.core.errors import (
     SearchError,
     UserError,
     one_line,
+    raised_at,
 )
 from crossbow_py.core.files import given_path
 from crossbow_py.core.printing import columns, print_line, standard_streams
@@ -72,6 +74,7 @@ _SMALLER = (
     "keys says what fits."
 )
 _LONGEST_LINE = 800
+_LONG_S = 2.0  # without a word
 # The columns of the table at the end of a sweep.
 _SWEEP_FIGURES = (
     "status", "test accuracy", "best validation accuracy", "time to accuracy", "time of training", "images/s",
@@ -181,18 +184,46 @@ def _multirun(
         raise UserError(
             f"launcher={launcher.NAME} and hydra/launcher={asked.launcher} both start the jobs of a sweep; choose one."
         )
+    for word in words:
+        check_plus(word, command.kind)
     jobs = expand_sweeps(words, partial(options_for, kind=command.kind))
-    composed = [command.composed(each, command.kind, flags.config_name) for each, _ in jobs]
-    configs = _in_own_folders(composed, jobs, asked)
-    names = [f": {Path(config.output_dir).name}" if config.output_dir else "" for config in configs]  # what is swept
+    configs = _in_own_folders(_all_composed(flags, [each for each, _ in jobs], command), jobs, asked)
+    names = [_run_name(config.output_dir, swept) for config, (_, swept) in zip(configs, jobs, strict=True)]
+    titles = [f": {name}" if name else "" for name in names]
     if asked.launcher == BASIC and launcher is None:
-        code = _one_after_another(configs, names, command.job)
+        code = _one_after_another(configs, titles, command.job)
     else:
-        code = _guarded(partial(_launched, flags, asked, launcher, [each for each, _ in jobs], configs, names))
-    folders = [given_path("output_dir", config.output_dir) for config in configs if config.output_dir]
+        code = _guarded(partial(_launched, flags, asked, launcher, [each for each, _ in jobs], configs, titles))
+    folders = {
+        given_path("output_dir", each.output_dir): name
+        for each, name in zip(configs, names, strict=True)
+        if each.output_dir
+    }
     for line in sweep_lines(folders) if _is_first("RANK") else ():
         print_line(line, sys.stdout)
     return code
+
+
+def _run_name(folder: str | None, swept: str) -> str:
+    """Return the name of a run of a sweep: its folder's, and what is swept if that does not say it."""
+    name = Path(folder).name if folder else ""
+    if not name or not swept or swept in name:
+        return name or swept
+    return f"{name} ({swept})"
+
+
+def _all_composed(flags: Flags, jobs: Sequence[list[str]], command: _Command[C]) -> list[C]:
+    """Return the configurations of jobs. A line says so if that takes long."""
+    composed: list[C] = []
+    begun, is_said = time.monotonic(), False
+    for words in jobs:
+        composed.append(command.composed(words, command.kind, flags.config_name))
+        passed, left = time.monotonic() - begun, len(jobs) - len(composed)
+        if passed > _LONG_S and left and not is_said and _is_first("RANK"):
+            seconds = passed / len(composed) * left
+            print_line(f"checks the configurations of {len(jobs)} runs, for about {seconds:.0f} s more", sys.stdout)
+            is_said = True
+    return composed
 
 
 def _one_after_another(configs: Sequence[C], names: Sequence[str], job: Callable[[C], int]) -> int:
@@ -275,6 +306,10 @@ def _guarded(action: Callable[[], int]) -> int:
     except KeyboardInterrupt as interrupt:
         print_line("; ".join(["interrupted", *getattr(interrupt, "__notes__", ())]), sys.stderr)
         return EXIT_INTERRUPTED
+    except SystemExit as error:  # of a user's function, after which a run is not done
+        said = f"sys.exit({'' if error.code is None else shown(error.code)})"
+        print_line(f"error: {said}{raised_at(error)} is no way to end a run; raise an error there instead.", sys.stderr)
+        return UserError.exit_code
     except Exception as error:
         if is_out_of_memory(error):
             cause = one_line(error.__cause__ or error)[:_LONGEST_SHOWN].rstrip(".")
@@ -310,16 +345,23 @@ def say(text: str) -> int:
     return 1
 
 
-def sweep_lines(folders: Sequence[Path]) -> list[str]:
-    """Return a table of the runs among `folders` that have ended; no lines for fewer than two."""
+def sweep_lines(folders: Mapping[Path, str]) -> list[str]:
+    """Return a table of the runs in `folders`, with their names, that have ended; no lines for fewer than two."""
     ended = [(folder, summary) for folder in folders if (summary := read_summary(folder))]
     if len(ended) < 2:
         return []
     runs = [RecordedRun(folder=each, status=str(summary.get("status")), summary=summary) for each, summary in ended]
     shown = [(name, values) for name, values in figures(runs) if name in _SWEEP_FIGURES]
-    rows = [[run.folder.name, *(values[index] for _, values in shown)] for index, run in enumerate(runs)]
-    parents = {run.folder.parent for run in runs}
-    lines = ["", *columns(["run", *(name for name, _ in shown)], rows)]
-    if len(parents) == 1 and len(runs) <= MOST_RUNS:
-        lines += ["", f"compare them: python -m crossbow_py.report {shlex.quote(str(parents.pop()))}"]
-    return lines
+    rows = [[folders[run.folder], *(values[index] for _, values in shown)] for index, run in enumerate(runs)]
+    return ["", *columns(["run", *(name for name, _ in shown)], rows), "", _report_line([each for each, _ in ended])]
+
+
+def _report_line(folders: Sequence[Path]) -> str:
+    """Return the command that compares runs: by the folder that holds these alone, else by their own."""
+    command = "python -m crossbow_py.report"
+    if len(folders) > MOST_RUNS:
+        return f"compare up to {MOST_RUNS} of them: {command} {shlex.join(map(str, folders[:2]))}"
+    parent = folders[0].parent
+    beside = {path for path in parent.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    given = [parent] if beside == set(folders) else folders
+    return f"compare them: {command} {shlex.join(map(str, given))}"

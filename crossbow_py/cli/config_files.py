@@ -67,13 +67,20 @@ def own_config_dirs() -> list[Path]:
     return list(found.values())[1:]
 
 
-def config_file(name: str) -> tuple[Path, str]:
-    """Return the folder of the file that a configuration is to begin with, and its name there. Raises UserError."""
+def config_file(name: str, usual: str) -> tuple[Path, str]:
+    """Return the folder of the file that a configuration is to begin with, and its name there.
+
+    `usual` is the command's own. Raises UserError for a file that is not there.
+    """
     name = name.removesuffix(".yaml")
     files = [path for folder in (config_dir(), *own_config_dirs()) for path in sorted(folder.glob("*.yaml"))]
     names = [path.stem for path in files]
     if name not in names:
-        meant = suggestion(name, names)
+        if name in option_files("experiment"):
+            raise UserError(
+                f"--config-name is a file to begin with, and {shown(name)} is a recipe; write +experiment={name}."
+            )
+        meant = suggestion(name, {usual, *(path.stem for path in files if path.parent != config_dir())})
         raise UserError(f"--config-name must be a file in a folder of options, got {shown(name)}{meant}")
     if twice := next((path for path in reversed(files) if names.count(path.stem) > 1), None):
         first = files[names.index(twice.stem)]

@@ -9,14 +9,14 @@ does not list the key, because the settings dataclasses know every key and sugge
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import hydra
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf, open_dict
+from omegaconf import ListConfig, OmegaConf, open_dict
 from omegaconf.errors import GrammarParseError, InterpolationResolutionError, OmegaConfBaseException
 
 from crossbow_py.cli.config_files import (
@@ -32,7 +32,7 @@ from crossbow_py.cli.config_files import (
 )
 from crossbow_py.cli.overrides import PARSING_ERRORS, as_override, escaped, parse
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.other_names import key_suggestion
+from crossbow_py.core.other_names import ELSEWHERE, key_suggestion
 from crossbow_py.core.settings import (
     check_no_group_left_out,
     from_mapping,
@@ -244,7 +244,8 @@ def chosen_settings(group: str, values: Any, registry: Registry) -> Any:
     Raises UserError.
     """
     if not isinstance(values, Mapping):
-        raise UserError(f"{group} must be one of {', '.join(registry)}, got {shown(values)}; write {group}=NAME.")
+        got = "nothing" if values is None else shown(values)
+        raise UserError(f"{group} must be one of {', '.join(registry)}, got {got}; write {group}=NAME.")
     if "name" not in values:
         known = ", ".join(registry)
         raise UserError(f"{group} has keys but no name; choose an option too: {group}=NAME, one of {known}.")
@@ -305,10 +306,19 @@ def _check_override(override: Override, kind: type[CommandConfig]) -> None:
     if not isinstance(value, str) or value not in options:
         raise UserError(f"unknown {key} {value!r}{suggestion(str(value), options)} --list shows them all.")
     check_own_option(key, value)
+    check_plus(text, kind)
+
+
+def check_plus(text: str, kind: type[CommandConfig]) -> None:
+    """Refuse a word, which may list several options, with a wrong or missing plus."""
+    override = parse(text)
+    key = override.key_or_group
+    if override.is_delete():
+        return
     if key in APPENDED_GROUPS and not override.is_add():
-        raise UserError(f"{key} is chosen with a leading plus: write +{key}={value}.")
+        raise UserError(f"{key} is chosen with a leading plus: write +{text.lstrip('+')}.")
     if key in kind.GROUPS and text.startswith("+"):
-        raise UserError(f"{key} is chosen without a plus: write {key}={value}.")
+        raise UserError(f"{key} is chosen without a plus: write {text.lstrip('+')}.")
 
 
 def _check_experiment(name: str, known: Sequence[str]) -> None:
@@ -354,7 +364,7 @@ def _settled(override: Override, kind: type[CommandConfig]) -> list[str]:
 @contextmanager
 def searched(kind: type[CommandConfig], config_name: str | None) -> Iterator[tuple[str, list[str]]]:
     """Initialize Hydra on all folders of options. Yields the file to begin with, and the word that adds the folders."""
-    main, name = (config_dir(), kind.CONF) if config_name is None else config_file(config_name)
+    main, name = (config_dir(), kind.CONF) if config_name is None else config_file(config_name, kind.CONF)
     others = [f"file://{folder}" for folder in (config_dir(), *own_config_dirs()) if folder != main]
     with hydra.initialize_config_dir(str(main), job_name=f"crossbow-{command_of(kind)}", version_base="1.3"):
         yield name, [f"hydra.searchpath={as_override(others)}"] if others else []
@@ -369,7 +379,7 @@ def _compose_plain(
     overrides: list[str], kind: type[CommandConfig], config_name: str | None, resolve: bool
 ) -> dict[str, Any]:
     if config_name is not None:
-        folder, name = config_file(config_name)
+        folder, name = config_file(config_name, kind.CONF)
         _check_no_hydra(folder / f"{name}.yaml", read_yaml((folder / f"{name}.yaml").resolve()))
     try:
         with searched(kind, config_name) as (name, folders):
@@ -381,19 +391,48 @@ def _compose_plain(
     except (InterpolationResolutionError, GrammarParseError) as error:
         problem = one_line_of(error).rstrip(".")
         raise UserError(f"{problem}; write the value itself, or \\${{ where the text is meant.") from error
-    except COMPOSITION_ERRORS as error:
+    except (*COMPOSITION_ERRORS, TypeError) as error:  # the last for a name in a list
+        _check_no_name_in_a_list(overrides, kind, config_name)
         raise UserError(f"{one_line_of(error).rstrip('.')}; --help explains the keys.") from error
     for group, option in choices.items():
         if str(group).startswith("hydra/") and option not in _HYDRAS_OWN:
-            raise UserError(
-                f"a file of the configuration chooses {group}={option}, which counts on the command line alone; take "
-                "it out of the file, and write it there."
-            )
+            _refuse_choice("a file of the configuration", group, option)
     return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
 
 
-def _check_no_hydra(file: Path | str, keys: Collection[str]) -> None:
+def _refuse_choice(file: str, group: str, option: object) -> NoReturn:
+    raise UserError(
+        f"{file} chooses {group}={option}, which counts on the command line alone; take it out of the file, and write "
+        "it there."
+    )
+
+
+def _check_no_name_in_a_list(overrides: Sequence[str], kind: type[CommandConfig], config_name: str | None) -> None:
+    """Refuse a name beneath a key that is a list, which Hydra takes for the number of an entry."""
+    keys = [parse(text).key_or_group for text in overrides]
+    choices = [text for text, key in zip(overrides, keys, strict=True) if "." not in key]
+    with suppress(*COMPOSITION_ERRORS), searched(kind, config_name) as (first, folders):
+        composed = hydra.compose(first, overrides=[*choices, *folders])
+        for key in keys:
+            names = key.split(".")
+            for depth, name in enumerate(names[1:], start=1):
+                owner = ".".join(names[:depth])
+                value = OmegaConf.select(composed, owner)
+                if isinstance(value, ListConfig) and not name.isdecimal():
+                    raise UserError(
+                        f"{owner} is a list, which has no key {shown(name)}; write all of it, as in "
+                        f"{owner}={written(OmegaConf.to_container(value))}{ELSEWHERE.get(owner, '.')}"
+                    )
+
+
+def _check_no_hydra(file: Path | str, keys: Mapping[str, Any]) -> None:
     """Refuse a file that sets Hydra's own configuration or a launcher, of which nothing would be seen."""
+    defaults = keys.get("defaults")
+    for each in defaults if isinstance(defaults, list) else ():
+        for chosen, option in each.items() if isinstance(each, Mapping) else ():
+            group = str(chosen).removeprefix("override ").strip().lstrip("/")
+            if group.startswith("hydra/") and option not in _HYDRAS_OWN:
+                _refuse_choice(str(file), group, option)
     if "launcher" in keys:
         raise UserError(
             f"{file} sets launcher, which counts on the command line alone; take it out of the file, and write "

@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import io
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -40,7 +41,7 @@ from crossbow_py.cli.configuration import (
     with_interpolations,
 )
 from crossbow_py.cli.flags import Flags
-from crossbow_py.cli.hydra_words import HydraWords
+from crossbow_py.cli.hydra_words import PACKAGES, HydraWords
 from crossbow_py.cli.launchers import LaunchError
 from crossbow_py.cli.output_folder import RUNS
 from crossbow_py.cli.overrides import as_override, escaped
@@ -48,6 +49,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.printing import print_line
 from crossbow_py.core.settings import shown, suggestion, written
 from crossbow_py.core.signals import EXIT_TERMINATED
+from crossbow_py.distributed.launch import end_with_parent
 
 Job = tuple[str, list[str]]  # the name of a run of a sweep, and its command line
 
@@ -55,13 +57,6 @@ Job = tuple[str, list[str]]  # the name of a run of a sweep, and its command lin
 _OURS = (
     "hydra/hydra_logging=none", "hydra/job_logging=none", "hydra.output_subdir=null", "hydra.job.chdir=false",
 )  # fmt: skip
-_PACKAGES = {
-    "joblib": "hydra-joblib-launcher",
-    "submitit_local": "hydra-submitit-launcher",
-    "submitit_slurm": "hydra-submitit-launcher",
-    "ray_aws": "hydra-ray-launcher",
-    "rq": "hydra-rq-launcher",
-}
 _GROUP = "hydra/launcher"
 _NUMBER = "job_of_the_sweep"
 _ONE_PROCESS = ("nodes", "tasks_per_node")  # settings of submitit by which a job becomes several processes
@@ -130,7 +125,9 @@ def launch(kind: type[CommandConfig], given: HydraWords, jobs: Sequence[Job], fo
                 f"hydra.launcher.{key} must be 1, got {shown(number)}: a run of a sweep is one process; leave it out, "
                 "and start runs of several processes by torchrun."
             )
-    task = partial(run_job, command_of(kind), str(Path.cwd()), list(jobs))
+    if config.hydra.launcher.get("n_jobs") == 0:
+        raise UserError("hydra.launcher.n_jobs must be the number of runs at a time, or -1: one for each core; got 0.")
+    task = partial(run_job, command_of(kind), str(Path.cwd()), os.getpid(), list(jobs))
     print_line(f"{_GROUP}={given.launcher} starts {len(jobs)} run{'s' * (len(jobs) > 1)}", sys.stdout)
     try:
         launcher = Plugins.instance().instantiate_launcher(
@@ -138,7 +135,10 @@ def launch(kind: type[CommandConfig], given: HydraWords, jobs: Sequence[Job], fo
         )
         with _stopped_by_sigterm():
             returned = launcher.launch([[f"+{_NUMBER}={number}"] for number in range(len(jobs))], initial_job_idx=0)
-            return [int(each.return_value) for each in returned]
+            codes = [int(each.return_value) for each in returned]
+        if len(codes) < len(jobs):
+            raise RuntimeError(f"it has ended {len(codes)} of {len(jobs)} runs")
+        return codes
     except _Terminated:
         return [EXIT_TERMINATED]
     except Exception as error:
@@ -148,20 +148,32 @@ def launch(kind: type[CommandConfig], given: HydraWords, jobs: Sequence[Job], fo
             folder.rmdir()
 
 
-def run_job(command: str, folder: str, jobs: Sequence[Job], config: DictConfig) -> int:
+def run_job(command: str, folder: str, sweep: int, jobs: Sequence[Job], config: DictConfig) -> int:
     """Run one job of a sweep, wherever the launcher has put it. Return its exit code.
 
     Args:
         command: the command, such as train.
         folder: the current folder of the sweep.
+        sweep: the number of its process.
         jobs: all jobs of the sweep.
         config: what Hydra composed for this job, of which only its number counts.
     """
+    end_with_sweep(sweep)
     number = int(config[_NUMBER])
     name, words = jobs[number]
     print_line(f"run {number + 1} of {len(jobs)}{name}", sys.stdout)
     with contextlib.chdir(folder):
         return int(importlib.import_module(f"crossbow_py.{command}.__main__").main(words))
+
+
+def end_with_sweep(sweep: int) -> None:
+    """End this process with that of the sweep, even if that is killed, if it has started this one, as joblib does."""
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid != sweep:  # a cluster's jobs go on
+        return
+    end_with_parent(signal.SIGKILL)  # after SIGTERM it would begin with the next run
+    if os.getppid() != sweep:
+        signal.raise_signal(signal.SIGKILL)
 
 
 class _Terminated(BaseException):
@@ -206,10 +218,10 @@ def _check_launcher(name: str, known: Sequence[str]) -> None:
         return
     if name == "ray":
         raise UserError(f"{_GROUP}=ray is a plugin of Hydra that is not installed; write launcher=ray instead.")
-    if name in _PACKAGES:
-        package = _PACKAGES[name]
+    if name in PACKAGES:
+        package = PACKAGES[name]
         raise UserError(f"{_GROUP}={name} is a plugin of Hydra that is not installed; run pip install {package}.")
-    raise UserError(f"unknown {_GROUP} {shown(name)}{suggestion(name, [*known, *_PACKAGES])}")
+    raise UserError(f"unknown {_GROUP} {shown(name)}{suggestion(name, set(known))}")
 
 
 def _hydra_mapping(

@@ -12,6 +12,14 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import shown
 
 BASIC = "basic"  # the launcher that runs one job after another in this process
+# Hydra's launchers, each with the package that has it.
+PACKAGES = {
+    "joblib": "hydra-joblib-launcher",
+    "submitit_local": "hydra-submitit-launcher",
+    "submitit_slurm": "hydra-submitit-launcher",
+    "ray_aws": "hydra-ray-launcher",
+    "rq": "hydra-rq-launcher",
+}
 _OF_HYDRA = re.compile(r"[+~]{0,2}hydra(?=[./@=]|\Z)")
 _OUTPUT_DIR = re.compile(r"\+{0,2}output_dir=")
 _LAUNCHER = "hydra/launcher"

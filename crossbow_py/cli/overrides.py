@@ -18,7 +18,7 @@ from crossbow_py.core.settings import shown
 
 # Numbers of thousands of digits and a thousand nested brackets raise the last two.
 PARSING_ERRORS = (HydraException, ValueError, RecursionError)
-_MOST_JOBS = 10_000
+_MOST_JOBS = 2_000  # of which each takes a tenth of a second to compose
 _MOST_VALUES = 2_000  # take a second; the grammar's time grows with the square
 # As in Hydra's lexer: a quoted text, and an escaped character outside quotes.
 _QUOTED = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
@@ -28,6 +28,8 @@ _HOME = re.compile(r"([^=]*=)(~[\w./@%+-]*)")
 _QUOTED_KEY = re.compile(rf"[{{,]\s*(?:{_QUOTED})\s*:", re.DOTALL)
 # Text that needs no quotes, because it cannot be read as anything else.
 _PLAIN_TEXT = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[A-Za-z_/][A-Za-z0-9_./]*", re.IGNORECASE)
+# Hydra's interval, and what Optuna and Ray Tune call a range.
+_RANGE = re.compile(r"\+{0,2}(?:space\.)?([\w.]+)=(.*?)(?:interval|uniform)\(([^,()]+),([^,()]+)\)+")
 _SAID = "a run says what it has to say on the terminal and in its console.log"
 _KEPT = "a run's config.yaml holds its whole configuration, and there is no folder .hydra"
 # Hydra's own configuration by its first key, each with what to do instead.
@@ -61,11 +63,14 @@ def parse(text: str, of_hydra: bool = False) -> Override:
     try:
         override = OverridesParser.create().parse_override(f"{home[1]}'{home[2]}'" if home else text)
     except PARSING_ERRORS as error:
+        _check_no_range(text)
         remedy = "write key=value, and put special characters in quotes: key='\"a=b\"'."
         if _QUOTED_KEY.search(text):
             remedy = "keys in a mapping have no quotes: write {a b: 1}, and a backslash before a special character."
         raise UserError(f"cannot read {shown(text)}; {remedy}") from error
     _check_key(override, of_hydra)
+    if override.is_sweep_override() and not override.is_discrete_sweep():
+        _check_no_range(text)
     if not override.is_sweep_override():
         _check_names(text, override.value())
     return override
@@ -77,11 +82,11 @@ def expand_sweeps(
     """Return every combination of lists, ranges and globs: each job's overrides, and its swept part as a folder name.
 
     `options` are those of a group, among which a glob chooses; none for a key that is no group. Raises UserError for a
-    word that cannot be swept, and for more than ten thousand combinations.
+    word that cannot be swept, and for more than two thousand combinations.
     """
     swept = [_sweep(word, options) for word in words]
     if math.prod(map(len, swept)) > _MOST_JOBS:
-        raise UserError(f"a sweep runs at most {_MOST_JOBS} jobs, got more; list fewer values.")
+        raise UserError(f"a sweep runs at most {_MOST_JOBS:,} jobs, got more; list fewer values.")
     jobs = itertools.product(*swept)
     return [([text for text, _ in job], ",".join(name for _, name in job if name)) for job in jobs]
 
@@ -175,6 +180,18 @@ def _check_size(text: str) -> None:
         deepest = max(deepest, depth)
     if deepest > MOST_NESTED:
         raise UserError(f"{shown(written)} is nested more than {MOST_NESTED} deep; write fewer brackets.")
+
+
+def _check_no_range(text: str) -> None:
+    """Refuse a range to sample from."""
+    if found := _RANGE.fullmatch(text):
+        key, before, low, high = (each.rpartition("=")[2].strip() for each in found.groups())  # also start=1, end=2
+        log = ",log:true" if "log" in before else ""
+        space = f"space.{key}={{low:{low},high:{high}{log}}}"
+        raise UserError(
+            f"{shown(text)} is a range to sample from; write {shown(space)} for python -m crossbow_py.search, or list "
+            "the values of a sweep."
+        )
 
 
 def _check_key(override: Override, of_hydra: bool) -> None:

@@ -11,6 +11,7 @@ from crossbow_py.core.version import PACKAGE
 
 # `?password=...` of libpq and redis-py, and their like for keys and in MySQL
 _IN_QUERY = re.compile(r"([?&][^=&\s]*passw(?:or)?d=)[^&\s]*", re.IGNORECASE)
+_SECRETS = re.compile(r"(?<=://).*[@?].*", re.DOTALL)
 _INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
 
 
@@ -182,6 +183,11 @@ def unwritable(path: Path, error: OSError) -> UserError:
 def without_query_password(text: str) -> str:
     """Return a text in which the address of a server has no password behind its question mark."""
     return _IN_QUERY.sub(r"\1***", text)
+
+
+def without_secrets(address: str) -> str:
+    """Return the address of a server, or a word with one, without all that is behind :// if a user or a query is."""
+    return _SECRETS.sub("***", address)
 
 
 def text_of(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """What other libraries call our keys: suggestions for the command line and for Python, from one table.
 
-The names are those of Lightning, Keras, fastai, Hugging Face's `TrainingArguments` and plain PyTorch loops. A word that
-is in no table may still be near to a key of ours by spelling, see `core.settings.suggestion`.
+The names are those of Lightning, Keras, fastai, Hugging Face's `TrainingArguments`, plain PyTorch loops, Optuna and Ray
+Tune. A word that is in no table may still be near to a key of ours by spelling, see `core.settings.suggestion`.
 """
 
 from __future__ import annotations
@@ -61,6 +61,13 @@ _WORDS = {
 }
 _OURS = {word: key for key, words in _WORDS.items() for word in words.split()}
 
+_OF_A_SEARCH = {"direction": "maximize", "pruner": "method", "scheduler": "method"}
+
+# How a key that is a list goes on in its message.
+ELSEWHERE = {
+    "logger": ": what a service has to know is in its own variables, such as WANDB_PROJECT and MLFLOW_TRACKING_URI.",
+}
+
 _SEVERAL = "every device has a process of its own: start it by torchrun --nproc-per-node=N, see several_gpus.md"
 _OTHERWISE = {
     **dict.fromkeys(("devices", "gpus", "num_gpus", "num_devices", "world_size", "ngpu", "n_gpu"), _SEVERAL),
@@ -76,7 +83,7 @@ _PYTHON = {
     "data.validation_fraction": "validation_data=...", "data": "train_data=..., test_data=...",
     "checkpoint_every_epochs": "checkpoint=CheckpointSettings(every_epochs=...)",
     "keep_checkpoints": "checkpoint=CheckpointSettings(keep=...)",
-    "logger": "callbacks=[MLflowLogger()]", "listeners": "callbacks=[...]",
+    "logger": "callbacks=[MLflowLogger()] or callbacks=[WandbLogger()]", "listeners": "callbacks=[...]",
 }  # fmt: skip
 _COMMAND_LINE = {
     "train_data": "data", "test_data": "data", "validation_data": "data.validation_fraction", "callbacks": "listeners",
@@ -111,6 +118,8 @@ def key_suggestion(word: str, known: Collection[str]) -> str | None:
     if word in _OTHERWISE:
         return f"; {_OTHERWISE[word]}."
     key = _OURS.get(word, word)
+    if _OF_A_SEARCH.get(word) in known:
+        key = _OF_A_SEARCH[word]
     key = _COMMAND_LINE.get(key, key)
     if key in ("loss", "sample_weights"):
         return f"; it is for Python: Trainer({key}=...)."

@@ -124,8 +124,8 @@ class SearchConfig(JobConfig):
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _check_sampler(self.sampler)
+        super().__post_init__()
         if self.metric not in _MEASURED and not {self.metric, self.metric.partition("/")[0]} & set(self.metrics):
             remedy = f"name one of them, or give metrics.{self.metric or 'NAME'}.target"
             if self.metric == PERPLEXITY:
@@ -175,13 +175,20 @@ class SearchConfig(JobConfig):
         )  # fmt: skip
 
 
-def _check_sampler(name: str) -> None:
+def _check_sampler(name: object) -> None:
     """Raise UserError for what is neither the name of a sampler nor a dotted one."""
     known = get_args(SamplerName)
-    if name not in known and "." not in name:
+    if isinstance(name, Mapping):
+        raise UserError(
+            f"sampler must be a name, got {shown(name)}; for other settings of a sampler write a function that takes a "
+            "seed and makes it, and sampler=package.module.function."
+        )
+    if isinstance(name, str) and name not in known and "." not in name:
+        meant = name.lower().removesuffix("sampler")  # as Optuna's class is called
+        remedy = f"did you mean {meant!r}?" if meant in known else "write one of these."
         raise UserError(
             f"sampler must be one of {', '.join(known)}, or a dotted name such as package.module.Sampler, got "
-            f"{shown(name)}; write one of these."
+            f"{shown(name)}; {remedy}"
         )
 
 

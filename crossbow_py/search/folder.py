@@ -12,7 +12,7 @@ from typing import Any
 
 from crossbow_py.cli.config_files import read_yaml, write_yaml
 from crossbow_py.cli.output_folder import RUNS, make_folder, new_folder, recorded_folders
-from crossbow_py.core.errors import RankError, UserError, unwritable
+from crossbow_py.core.errors import RankError, UserError, unwritable, without_secrets
 from crossbow_py.core.file_locks import locked
 from crossbow_py.core.files import check_own, given_path
 from crossbow_py.core.settings import written
@@ -72,7 +72,7 @@ def open_search_folder(config: SearchConfig, launch: Launch | None = None) -> Se
         found = _newest_to_go_on(config, ours) if config.resume == "auto" else None
         if found is not None:
             return _joined(found)
-        return SearchFolder(_begun(new_folder(config.experiment), text, launch), False, is_made=True)
+        return SearchFolder(_begun(new_folder(config.experiment), config, text, launch), False, is_made=True)
 
 
 @contextmanager
@@ -208,7 +208,7 @@ def _named(
     with _one_at_a_time(_lock_of(make_folder(path))):
         if _has_search(path, ours, config, asked):  # others may have begun one meanwhile, or have taken it back
             return _joined(path)
-        return SearchFolder(_begun(make_folder(path), text, launch), False, is_made)
+        return SearchFolder(_begun(make_folder(path), config, text, launch), False, is_made)
 
 
 def _has_search(path: Path, ours: Mapping[str, Any], config: SearchConfig, asked: str) -> bool:
@@ -254,10 +254,11 @@ def _newest_to_go_on(config: SearchConfig, ours: Mapping[str, Any]) -> Path | No
     return None
 
 
-def _begun(path: Path, text: str, launch: Launch | None) -> Path:
+def _begun(path: Path, config: SearchConfig, text: str, launch: Launch | None) -> Path:
+    storage = config.storage or ""
     with _writing(path):
         (path / _JOINED_FILE).unlink(missing_ok=True)
-        write_atomically(path / CONFIG_FILE, text)
+        write_atomically(path / CONFIG_FILE, text, private=without_secrets(storage) != storage)
         if launch is not None:
             write_launch(path, launch)
     return path

@@ -176,9 +176,11 @@ def write_json(path: Path, values: Mapping[str, Any], indent: int | None = 2) ->
     write_atomically(path, json.dumps(finite(values), indent=indent, allow_nan=False) + "\n")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` so that a reader, or a crash, sees either the old file or the new one."""
+def write_atomically(path: Path, text: str, *, private: bool = False) -> None:
+    """Write `text` so that a reader, or a crash, sees either the old file or the new one; one of the owner's alone."""
     with replacing(path, synced=True) as partial:
+        if private:
+            partial.touch(mode=0o600)
         partial.write_text(text, encoding="utf-8")
 
 

@@ -20,7 +20,7 @@ from crossbow_py.averaging import SMA, AveragingRule
 from crossbow_py.core.errors import UserError, unwritable
 from crossbow_py.core.files import given_path
 from crossbow_py.core.other_names import python_suggestion
-from crossbow_py.core.settings import suggestion
+from crossbow_py.core.settings import shown, suggestion
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data, in_tensors
@@ -69,10 +69,15 @@ def _keywords(function: Callable[..., Any]) -> list[str]:
 
 
 def _suggesting(fit: Callable[P, Result]) -> Callable[P, Result]:
-    """Have `fit` raise TypeError with a suggestion for a keyword argument that it does not take."""
+    """Have `fit` raise TypeError with a suggestion for arguments that it does not take."""
 
     @functools.wraps(fit)
     def checked(*trainer: P.args, **given: P.kwargs) -> Result:
+        if len(trainer) > 1:
+            raise TypeError(
+                "fit() takes keyword arguments alone, as in fit(max_epochs=10); the model and the data are Trainer's: "
+                "Trainer(model=..., train_data=...)."
+            )
         known, of_trainer = _keywords(fit), [*_keywords(Trainer), *(each.name for each in fields(RunSettings))]
         for word in given:
             if word not in known:
@@ -174,7 +179,7 @@ class Trainer:
         **changes: Any,
     ) -> None:
         begun, folder = time.monotonic(), None if output_dir is None else given_path("output_dir", output_dir)
-        self.callbacks, self._continues = callbacks, resume == "auto"
+        self.callbacks, self._continues = _checked(callbacks), resume == "auto"
         self._tensorboard, self._profile = tensorboard, profile
         settings = settings.changed(changes, others=_keywords(Trainer), of_fit=_keywords(Trainer.fit))
         check_tuner(auto_tuner)
@@ -369,6 +374,18 @@ class Trainer:
         if timeline is not None:
             listeners.append(TimelineFile(timeline, folder))
         return [*listeners, OperatorProfile(folder)] if self._profile else listeners
+
+
+def _checked(callbacks: Sequence[Listener]) -> Sequence[Listener]:
+    """Return the callbacks. Raises UserError for what is none."""
+    is_list = isinstance(callbacks, list | tuple)
+    unfit = [each for each in callbacks if not isinstance(each, Listener)] if is_list else [callbacks]
+    if unfit:
+        raise UserError(
+            f"callbacks must be a list of objects of crossbow_py.Listener, got {shown(unfit[0])}; write it as "
+            "callbacks=[MLflowLogger()]."
+        )
+    return callbacks
 
 
 def _timeline(trace: bool, profile: bool, output_dir: Path | None) -> Timeline | None:

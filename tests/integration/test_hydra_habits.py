@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
+import signal
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ import crossbow_py.estimate.__main__
 import crossbow_py.predict.__main__
 import crossbow_py.search.__main__
 from crossbow_py.cli.configuration import compose
+from crossbow_py.cli.hydra_app import end_with_sweep
 from crossbow_py.search.config import SearchConfig
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.train.__main__ import main
@@ -166,13 +171,15 @@ def test_config_name_is_the_file_to_begin_with(name: str, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["-cn", "nowhere"], "--config-name must be a file in a folder of options, got 'nowhere'; known: check, "),
+        (["-cn", "nowhere"], "--config-name must be a file in a folder of options, got 'nowhere'; known: choosing, "),
+        (["-cn", "digits"], "is a file to begin with, and 'digits' is a recipe; write +experiment=digits."),
         (["-cn", "../conf/mine"], "--config-name must be a file in a folder of options"),
         (["-cn", "mine", "-cd", "twice"], "twice/train.yaml apart, which have one name; rename one of them."),
         (["-cn", "search"], "which is for python -m crossbow_py.search"),
         (["-cn", "mine", "config=run"], "config=run begins with a run, and -cn with a file"),
         (["-cn", "launching"], "launching.yaml sets hydra, which counts on the command line alone"),
         (["-cn", "choosing"], "chooses hydra/job_logging=disabled, which counts on the command line alone"),
+        (["+experiment=choosing"], "experiment choosing chooses hydra/launcher=joblib, which counts on the command"),
         (["+experiment=launching"], "experiment launching sets hydra, which counts on the command line alone"),
         (["--cfg", "job", "-p", "modle"], "--package 'modle' is no key of this configuration; did you mean 'model'?"),
         (["--cfg", "job", "-p", "seed.x"], "--package 'seed.x' is no key of this configuration"),
@@ -180,6 +187,10 @@ def test_config_name_is_the_file_to_begin_with(name: str, capsys: pytest.Capture
         (["--info", "nun_learners=2"], "did you mean 'num_learners'?"),
         (["--cfg", "job", "seed=1,2"], "lists several values; add -m"),
         (["--cfg", "hydra", "hydra/launcher=jobblib"], "unknown hydra/launcher 'jobblib'; did you mean 'joblib'?"),
+        (["-m", "seed=1,2", "hydra/launcher=ax"], "unknown hydra/launcher 'ax'; known: basic, here, joblib, subm"),
+        (["-m", "experiment=digits,lenet"], "with a leading plus: write +experiment=digits,lenet."),
+        (["-m", "+model=mlp,lenet"], "without a plus: write model=mlp,lenet."),
+        (["-m", "optimizer.momentum=interval(0,0.9)"], "write 'space.optimizer.momentum={low:0,high:0.9}' for python"),
         (["hydra/launcher=joblib"], "'hydra/launcher=joblib' is for the jobs of a sweep; add -m"),
         (["-m", "seed=1,2", "hydra/launcher=here", "hydra.launcher.x=1"], "--cfg hydra -p hydra.launcher with"),
         (["-m", "seed=1,2", "hydra/launcher=here", "+hydra.launcher.nodes=2"], "hydra.launcher.nodes must be 1, got 2"),
@@ -199,6 +210,8 @@ def test_mistake_is_one_line_with_the_remedy(
     write("twice/train.yaml", MINE)
     write("conf/launching.yaml", f"{MINE}hydra:\n  launcher:\n    n_jobs: 2\n")
     write("conf/choosing.yaml", MINE.replace("max_epochs", "  - override /hydra/job_logging: disabled\nmax_epochs"))
+    choice = "defaults:\n  - override /hydra/launcher: joblib\n"
+    write("conf/experiment/choosing.yaml", f"# @package _global_\n{choice}max_epochs: 1\n")
     write("conf/experiment/launching.yaml", "# @package _global_\nhydra:\n  verbose: true\n")
     write("conf/hydra/launcher/here.yaml", HERE)
     assert main(arguments) == 2
@@ -229,7 +242,7 @@ def test_folders_of_a_sweep_may_be_named_as_in_hydra(capsys: pytest.CaptureFixtu
     assert main(["-m", *DIGITS, "+debug=fast", "schedule=constant,cosine", *within]) == 0
     (folder,) = Path("swept").iterdir()
     assert names(str(folder)) == ["0_constant", "1_cosine"]
-    assert "run 2 of 2: 1_cosine" in capsys.readouterr().out
+    assert "run 2 of 2: 1_cosine (schedule=cosine)\n" in capsys.readouterr().out
     assert main(["-m", *DIGITS, "+debug=fast", "seed=1,2", "hydra.sweep.dir=only"]) == 0
     assert names("only") == ["seed=1", "seed=2"]
     words = ["device=cpu", "+debug=fast", "seed=3"]
@@ -244,7 +257,7 @@ def test_glob_sweeps_over_options_and_the_recipes_of_the_command(capsys: pytest.
     arguments = ["-m", "+experiment=glob([*digits,lenet])", "memory=1GiB", "num_learners=2", "hydra/launcher=basic"]
     capsys.readouterr()
     assert crossbow_py.estimate.__main__.main(arguments) == 0
-    assert "run 2 of 2" in capsys.readouterr().out
+    assert "run 2 of 2: experiment=lenet\n" in capsys.readouterr().out
 
 
 def swept(launcher: str, *words: str) -> int:
@@ -317,6 +330,46 @@ def test_launcher_that_fails_is_one_line_and_exit_code_1(capsys: pytest.CaptureF
     assert main(["-m", "hydra/launcher=broken", "seed=1,2", "output_dir=swept"]) == 1
     assert "error: hydra/launcher=broken failed (" in error_line(capsys)
     assert not Path("swept").exists()
+
+
+def test_launcher_that_runs_nothing_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    words = ["-m", "hydra/launcher=joblib", "seed=1,2", "output_dir=swept"]
+    assert main([*words, "hydra.launcher.pre_dispatch=0"]) == 1
+    assert "error: hydra/launcher=joblib failed (RuntimeError: it has ended 0 of 2 runs)" in error_line(capsys)
+    assert main([*words, "hydra.launcher.n_jobs=0"]) == 2
+    assert "hydra.launcher.n_jobs must be the number of runs at a time, or -1" in error_line(capsys)
+
+
+def _runs_in_a_process_of_a_sweep(pids: Any, of_the_sweep: bool) -> None:
+    """A sweep's process, which starts another as joblib does, or which has been started by another."""
+
+    def job(sweep: int) -> None:
+        end_with_sweep(sweep)
+        pids.send(os.getpid())
+        time.sleep(60)
+
+    multiprocessing.get_context("fork").Process(target=job, args=(os.getpid() if of_the_sweep else 1,)).start()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+@pytest.mark.parametrize("of_the_sweep", [True, False])
+def test_job_ends_with_the_process_of_the_sweep_that_has_started_it_and_with_no_other(of_the_sweep: bool) -> None:
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    sweep = context.Process(target=_runs_in_a_process_of_a_sweep, args=(there, of_the_sweep))
+    sweep.start()
+    job = here.recv()
+    assert sweep.pid is not None
+    os.kill(sweep.pid, signal.SIGKILL)
+    sweep.join()
+    there.close()
+    try:
+        # The pipe ends when nobody else has it open any more.
+        assert here.poll(10 if of_the_sweep else 0.3) is of_the_sweep
+    finally:
+        if not of_the_sweep:
+            os.kill(job, signal.SIGKILL)
 
 
 @pytest.fixture

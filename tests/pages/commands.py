@@ -198,10 +198,12 @@ def _checks_tensorboard(words: Sequence[str]) -> None:
 
 
 def _checks_pip(words: Sequence[str]) -> None:
-    """What is installed is this project, or something that it declares."""
+    """What is installed is this project, or something that it declares or pins."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    declared = {Requirement(line).name for lines in [project["dependencies"], *extras.values()] for line in lines}
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    wanted = [*project["dependencies"], *itertools.chain(*extras.values()), *filter(str.strip, pinned)]
+    declared = {Requirement(line).name for line in wanted if not line.startswith("#")}
     for before, word in itertools.pairwise(words[1:]):
         if word.startswith("-"):
             continue

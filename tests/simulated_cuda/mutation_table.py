@@ -388,7 +388,7 @@ MUTATIONS = [
     ),
     Mutation(
         "flips freed too early", STREAMED, "the allocator is not told who uses flips and rectangles",
-        "for tensor in leaves((one.inputs, one.targets, one.mirrored, one.erased)):",
+        "for tensor in leaves((one.inputs, one.targets, one.mirrored, one.erased, one.corners)):",
         "for tensor in leaves((one.inputs, one.targets)):",
         _STREAMED,
     ),

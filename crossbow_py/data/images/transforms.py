@@ -17,7 +17,7 @@ from torch import Tensor
 from crossbow_py.core.errors import UserError, one_line, raised_at
 from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.core.settings import shown
-from crossbow_py.core.targets import import_target
+from crossbow_py.core.targets import import_target, installing
 from crossbow_py.data.images.decoding import channels_first
 
 _ALIKE = "give data.transform and data.test_transform that make them alike"
@@ -143,10 +143,10 @@ def transform_of(key: str, entry: Mapping[str, Any]) -> Transform | None:
         raise
     except Exception as error:
         words = ", ".join(f"{key}.{name}" for name in given) or "no arguments"
-        raise UserError(
-            f"{said} cannot be called with {words} ({one_line(error)}); the keys beside {key}.target are its "
-            "arguments, and it returns the transform, a function of an image."
-        ) from error
+        remedy = installing(error) or (
+            f"the keys beside {key}.target are its arguments, and it returns the transform, a function of an image"
+        )
+        raise UserError(f"{said} cannot be called with {words} ({one_line(error)}); {remedy}.") from error
     if not callable(function):
         raise UserError(
             f"{said} must return a transform, got {type(function).__name__}; name a class such as "

@@ -157,9 +157,11 @@ class HuggingFace(SourceSettings):
         except Exception as error:  # of the network, of the hub, of files: there are very many
             generating = isinstance(error, datasets.exceptions.DatasetGenerationError)  # it has no reason of its own
             reason = one_line((generating and error.__cause__) or error)[:_LONGEST_REASON]
+            is_named = path.suffix.lower() not in _KINDS and not path.exists()
+            nowhere = " is no file or folder here, and" if is_named else ""
             raise UserError(
-                f"data.path={self.path} cannot be loaded ({reason}); check the name, "
-                "data.subset, the network, and that every split has rows, or give a folder or files."
+                f"data.path={self.path}{nowhere} cannot be loaded ({reason}); check the name, data.subset, the "
+                "network, and that every split has rows, or give a folder or files."
             ) from error
 
     def _arguments(self, path: Path) -> dict[str, Any]:

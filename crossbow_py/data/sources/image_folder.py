@@ -76,7 +76,7 @@ class ImageFolder(SourceSettings):
     def _declared(self) -> Declared | None:
         """Return the shape of crops and the counted classes and files; without a folder, ImageNet's classes."""
         shape = (3, self.size, self.size)
-        found = find((str(given_path("data.folder", self.folder)),), data_folders(self.root)) if self.folder else None
+        found = self._found() if self.folder else None
         if found is None:
             note = f"data.folder={self.folder!r} is not there: {_ASSUMED_CLASSES} classes are assumed, as in ImageNet."
             return Declared(shape, _ASSUMED_CLASSES, None, None, resident=False, note=note)
@@ -94,15 +94,19 @@ class ImageFolder(SourceSettings):
                 f"data.folder must name a folder with {self.train}/<class>/* and {self.val}/<class>/*, got ''; write "
                 "data.folder=PATH."
             )
-        folders = data_folders(self.root)
-        found = find((str(given_path("data.folder", self.folder)),), folders)
+        found = self._found()
         if found is None:
-            looked = "" if Path(self.folder).is_absolute() else f" in {' or '.join(map(str, folders))}"
+            folders = ", ".join(map(str, data_folders(self.root)))
+            looked = "" if Path(self.folder).is_absolute() else f" in {folders} or the current folder"
             raise UserError(
                 f"data.folder={self.folder} is not there{looked}; write the folder that holds {self.train} and "
                 f"{self.val}, or set data.root."
             )
         return found
+
+    def _found(self) -> Path | None:
+        """Return the folder, looked for in the folders of data sets and then in the current one."""
+        return find((str(given_path("data.folder", self.folder)),), (*data_folders(self.root), Path.cwd()))
 
     def _data(self, files: ImageFiles, progress: bool) -> ImageFolderData:
         opened = Opened(None)

@@ -90,7 +90,7 @@ class Patience:
     """
 
     def __init__(self, address: str, sleep: Callable[[float], None] = time.sleep) -> None:
-        self.address, self._sleep = address, sleep
+        self.address, self._sleep, self._has_answered = address, sleep, False
 
     def call(self, do: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call `do`, and return what it returns.
@@ -102,7 +102,7 @@ class Patience:
         begun_s = time.monotonic()
         for tries, wait_s in enumerate((*_WAITS_S, None), start=1):
             try:
-                return do(*args, **kwargs)
+                returned = do(*args, **kwargs)
             except Exception as error:
                 if not _may_pass(error):
                     if isinstance(error, CrossbowError | OptunaError | ImportError):
@@ -113,15 +113,21 @@ class Patience:
                 if wait_s is None or time.monotonic() - begun_s > _PATIENCE_S:
                     raise self._given_up(error, tries) from error
                 self._sleep(wait_s)
+            else:
+                self._has_answered = True
+                return returned
         raise AssertionError("the last try returns or raises")
 
     def _given_up(self, error: Exception, tries: int) -> StorageError:
         if getattr(_cause(error), "sqlite_errorcode", None) in _DAMAGED:
             return BadStorageError(self.address, _said(error))
+        said = f"the search's storage {self.address} cannot be used, tried {tries} times: {_said(error)}"
+        check = "see that it is there, writable, not full and not locked by another program"
+        if not self._has_answered:
+            return StorageError(f"{said}; {check}.")
         return StorageError(
-            f"the search's storage {self.address} cannot be used, tried {tries} times: {_said(error)}. What was "
-            "finished stays in it: see that it is there, writable, not full and not locked by another program, and "
-            "start the same command again, which goes on from there."
+            f"{said}. What was finished stays in it: {check}, and start the same command again, which goes on from "
+            "there."
         )
 
 
@@ -159,9 +165,11 @@ def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> B
         _server_at(storage)
         return patience.call(lambda: JournalStorage(RedisJournal(storage)))
     if kind.partition("+")[0] not in _DATABASES:
+        remedy = "; write postgresql://" if kind == "postgres" else ""
         raise UserError(
             f"storage must be journal:PATH, a path that ends in .log or .journal, or an URL "
-            f"({', '.join(f'{name}://' for name in (*_DATABASES, _REDIS[0], _GRPC))}), got {shown_address(storage)!r}."
+            f"({', '.join(f'{name}://' for name in (*_DATABASES, _REDIS[0], _GRPC))}), got {shown_address(storage)!r}"
+            f"{remedy}."
         )
     return patience.call(_open_database, storage)
 

@@ -33,8 +33,14 @@ def check_loggers(names: object) -> None:
 
 
 def trackers(names: Sequence[str]) -> list[Tracker]:
-    """Return a tracker for each service that is named. Raises UserError for one that is not installed."""
-    return [_TRACKERS[name]() for name in names if name in _TRACKERS]
+    """Return a tracker for each service that is named.
+
+    Raises UserError for one that is not installed, or that will record nothing.
+    """
+    made: list[Tracker] = [_TRACKERS[name]() for name in names if name in _TRACKERS]
+    for tracker in made:
+        tracker.check()
+    return made
 
 
 def loggers_of(names: Sequence[str]) -> list[Listener]:

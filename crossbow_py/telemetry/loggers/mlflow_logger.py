@@ -93,18 +93,21 @@ class MLflowTracker(Tracker):
         self._folder: Path | None = None
         self._run_id = self._experiment_id = ""
 
-    def open(self, subject: Subject) -> list[str]:
+    def check(self) -> None:
+        """Ask a server whether it is there. A database is left to `open`, which makes the tables that it lacks."""
         import mlflow  # noqa: PLC0415  an extra, which takes a second
+
+        address = self._address or mlflow.get_tracking_uri()
+        with self._reaching(address):
+            if not _is_database(address):
+                mlflow.MlflowClient(tracking_uri=address).search_experiments(max_results=1)
+
+    def open(self, subject: Subject) -> list[str]:
+        import mlflow  # noqa: PLC0415
 
         self._folder = folder = subject.folder
         address = self._address or mlflow.get_tracking_uri()
-        shown, remedy = without_password(address), "start it, correct MLFLOW_TRACKING_URI"
-        with (
-            known_id(folder, RUN_FILE) as known,
-            refusing(self, f"MLflow at {shown}", remedy),
-            _at_the_start(),
-            _database_at_the_start(address),
-        ):
+        with known_id(folder, RUN_FILE) as known, self._reaching(address), _database_at_the_start(address):
             self._client = mlflow.MlflowClient(tracking_uri=address)
             before = (known.value or self._run_id or None) if subject.continues else None
             run = None if before is None else self._found(before)
@@ -117,7 +120,7 @@ class MLflowTracker(Tracker):
             said += self._describe(subject, run.data.params)
         name = run.data.tags.get("mlflow.runName", self._run_id)
         goes_on = "goes on with" if before and before == self._run_id else "records"
-        return [*said, f"MLflow {goes_on} run {name} ({self._run_id}) at {shown}"]
+        return [*said, f"MLflow {goes_on} run {name} ({self._run_id}) at {without_password(address)}"]
 
     def log(self, points: Sequence[Point]) -> None:
         metrics = [self._metrics(point.values, point.time_ms, point.samples_seen) for point in points]
@@ -155,6 +158,13 @@ class MLflowTracker(Tracker):
         self._client.log_batch(self._run_id, metrics=metrics, tags=_tags(facts))
         if status != RUNNING:
             self._client.set_terminated(self._run_id, _STATUS.get(status, "FINISHED"))
+
+    @contextmanager
+    def _reaching(self, address: str) -> Iterator[None]:
+        """Raise UserError, after seconds, for whatever the package raises."""
+        where = f"MLflow at {without_password(address)}"
+        with refusing(self, where, "start it, correct MLFLOW_TRACKING_URI"), _at_the_start():
+            yield
 
     def _begun(self, subject: Subject) -> Any:
         from mlflow.tracking.context.registry import resolve_tags  # noqa: PLC0415  the user, the program, the commit
@@ -240,10 +250,8 @@ def _database_at_the_start(address: str) -> Iterator[None]:
 
     One that cannot be opened is given up soon.
     """
-    from mlflow.store.db.db_types import DATABASE_ENGINES  # noqa: PLC0415
-
     with ExitStack() as stack:
-        if address.startswith(tuple(DATABASE_ENGINES)):
+        if _is_database(address):
             utils: Any = import_module("mlflow.store.db.utils")
             stack.callback(setattr, utils, "MAX_RETRY_COUNT", utils.MAX_RETRY_COUNT)
             utils.MAX_RETRY_COUNT = _DATABASE_TRIES
@@ -251,6 +259,12 @@ def _database_at_the_start(address: str) -> Iterator[None]:
                 user_cache().mkdir(parents=True, exist_ok=True)
                 stack.enter_context(locked(user_cache() / LOCK_FILE, lambda: None))
         yield
+
+
+def _is_database(address: str) -> bool:
+    from mlflow.store.db.db_types import DATABASE_ENGINES  # noqa: PLC0415
+
+    return address.startswith(tuple(DATABASE_ENGINES))
 
 
 def _params(values: Mapping[str, Plain]) -> list[Any]:

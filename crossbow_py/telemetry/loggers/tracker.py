@@ -103,6 +103,9 @@ class Tracker(ABC):
                 f'pip install "crossbow_py[{self.KEY}]", or leave it out.'
             )
 
+    def check(self) -> None:
+        """Raise UserError for settings that no run begins with, seconds before `open` would."""
+
     @abstractmethod
     def open(self, subject: Subject) -> list[str]:
         """Begin the run, or go on with it. Returns sentences for the user. Raises UserError."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import glob
+import inspect
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
-from crossbow_py.core.errors import UserError
+from crossbow_py.core.errors import UserError, without_secrets
+from crossbow_py.core.settings import shown, suggestion
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.telemetry.events import Images
 from crossbow_py.telemetry.loggers.run_logger import RunLogger
@@ -35,6 +39,7 @@ class WandbLogger(RunLogger):
 
     Raises:
         UserError: wandb is not installed.
+        TypeError: `wandb.init` has no such argument.
     """
 
     def __init__(
@@ -53,13 +58,26 @@ class WandbTracker(Tracker):
 
     def __init__(self, project: str | None = None, name: str | None = None, **init: Any) -> None:
         super().__init__()
+        known = _arguments_of_init() if init else []
+        for word in init:
+            if word not in known:
+                raise TypeError(f"unexpected keyword argument {word!r}{suggestion(word, known)}")
         self._project, self._name, self._init = project, name, init
         self._run: Any = None
         self._run_id: str | None = None
 
-    def open(self, subject: Subject) -> list[str]:
+    def check(self) -> None:
         import wandb  # noqa: PLC0415  an extra, which takes a second
 
+        modes = get_args(wandb.Settings.model_fields["mode"].annotation)
+        mode = self._init.get("mode") or os.environ.get("WANDB_MODE")
+        if mode and mode not in modes:
+            raise UserError(f"WANDB_MODE must be one of {', '.join(modes)}, got {shown(mode)}; correct it.")
+
+    def open(self, subject: Subject) -> list[str]:
+        import wandb  # noqa: PLC0415
+
+        self.check()
         folder = subject.folder
         if folder is not None and (folder / WANDB_FOLDER).is_symlink():
             raise UserError(f"output_dir {folder} has {WANDB_FOLDER} as a link; remove it, or set WANDB_DIR.")
@@ -79,6 +97,7 @@ class WandbTracker(Tracker):
         with (
             known_id(folder if subject.worker is None else None, RUN_FILE) as known,
             refusing(self, self.NAME, remedy),
+            _masked_command_line(),
         ):
             before = (known.value or self._run_id) if subject.continues else None
             if before is not None:
@@ -132,3 +151,21 @@ class WandbTracker(Tracker):
     def end(self, status: str, samples_seen: int, figures: Mapping[str, float], facts: Mapping[str, Plain]) -> None:
         self._run.summary.update({**figures, **{f"summary/{name}": value for name, value in facts.items()}})
         self._run.finish(exit_code=StopSignal.EXIT_CODES.get(status, int(status == "failed")))
+
+
+@contextmanager
+def _masked_command_line() -> Iterator[None]:
+    """Hide passwords in the command line, which the package records: a search's has the address of its storage."""
+    words = sys.argv
+    sys.argv = [without_secrets(word) for word in words]
+    try:
+        yield
+    finally:
+        sys.argv = words
+
+
+def _arguments_of_init() -> list[str]:
+    """Return the names that `WandbLogger` takes: its own, and those of `wandb.init`."""
+    import wandb  # noqa: PLC0415
+
+    return ["log_model", *inspect.signature(wandb.init).parameters]

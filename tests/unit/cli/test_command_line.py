@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from crossbow_py.cli import command_line
 from crossbow_py.cli.command_line import run_with_text, sweep_lines
+from crossbow_py.cli.flags import Flags
+from crossbow_py.train.config import TrainConfig
 
 
 @pytest.mark.parametrize(
@@ -48,25 +54,79 @@ def ended(folder: Path, **summary: Any) -> Path:
 
 
 def test_sweep_has_a_line_for_each_run_that_ended_and_says_how_to_compare_them(tmp_path: Path) -> None:
-    runs = [
-        ended(tmp_path / "seed=1", test_accuracy=0.5, images_per_s=1234.5),
-        tmp_path / "seed=2",
-        ended(tmp_path / "seed=3", test_accuracy=0.75, status="failed"),
-    ]
+    runs = {
+        ended(tmp_path / "0", test_accuracy=0.5, images_per_s=1234.5): "0 (seed=1)",
+        tmp_path / "1": "1 (seed=2)",
+        ended(tmp_path / "2", test_accuracy=0.75, status="failed"): "2 (seed=3)",
+    }
     assert sweep_lines(runs) == [
         "",
-        "  run       status  test accuracy  time of training  images/s",
-        "  seed=1  finished         0.5000             1.5 s     1,234",
-        "  seed=3    failed         0.7500             1.5 s          ",
+        "  run           status  test accuracy  time of training  images/s",
+        "  0 (seed=1)  finished         0.5000             1.5 s     1,234",
+        "  2 (seed=3)    failed         0.7500             1.5 s          ",
         "",
         f"compare them: python -m crossbow_py.report {tmp_path}",
     ]
 
 
 def test_sweep_of_one_run_has_no_table(tmp_path: Path) -> None:
-    assert sweep_lines([ended(tmp_path / "seed=1", test_accuracy=0.5)]) == []
+    assert sweep_lines({ended(tmp_path / "seed=1", test_accuracy=0.5): "seed=1"}) == []
 
 
-def test_sweep_of_more_runs_than_a_report_compares_does_not_offer_one(tmp_path: Path) -> None:
-    runs = [ended(tmp_path / f"seed={seed}", test_accuracy=0.5) for seed in range(13)]
-    assert len(sweep_lines(runs)) == 1 + 1 + 13
+def test_sweep_of_more_runs_than_a_report_compares_says_how_to_choose(tmp_path: Path) -> None:
+    folders = [ended(tmp_path / f"seed={seed}", test_accuracy=0.5) for seed in range(13)]
+    lines = sweep_lines({folder: folder.name for folder in folders})
+    assert len(lines) == 1 + 1 + 13 + 1 + 1
+    assert lines[-1] == f"compare up to 12 of them: python -m crossbow_py.report {folders[0]} {folders[1]}"
+
+
+@pytest.mark.parametrize(("runs", "beside"), [(("a/1", "a/2"), "a/3"), (("a/1", "b/2"), "c")])
+def test_sweep_whose_folder_does_not_hold_it_alone_names_its_runs(
+    runs: Sequence[str], beside: str, tmp_path: Path
+) -> None:
+    folders = [ended(tmp_path / name, test_accuracy=0.5) for name in runs]
+    ended(tmp_path / beside)
+    said = sweep_lines({folder: folder.name for folder in folders})[-1]
+    assert said == f"compare them: python -m crossbow_py.report {folders[0]} {folders[1]}"
+
+
+@pytest.mark.parametrize(("code", "shown"), [(0, "0"), (None, ""), ("done", "'done'")])
+def test_exit_in_a_users_function_is_a_failure_with_its_line(
+    code: Any, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.py"
+    exec(compile("import sys\ndef ends(code):\n    sys.exit(code)\n", str(own), "exec"), functions := {})
+
+    def job(_: list[str]) -> int:
+        functions["ends"](code)
+        return 0
+
+    assert run_with_text([], "usage", job) == 2
+    said = f"error: sys.exit({shown}) at {own}:3 is no way to end a run; raise an error there instead.\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lines"), [(0.4, []), (1.0, ["checks the configurations of 5 runs, for about 2 s more"])]
+)
+def test_configurations_that_take_long_to_check_are_said_once(
+    seconds: float, lines: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = itertools.count(step=seconds)
+    monkeypatch.setattr(command_line.time, "monotonic", lambda: next(clock))
+    command: Any = SimpleNamespace(kind=TrainConfig, composed=lambda words, kind, name: words[0])
+    assert command_line._all_composed(Flags(), [[word] for word in "abcde"], command) == list("abcde")
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_sweep_goes_on_after_a_run_that_has_exited(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = []
+
+    def job(config: Any) -> int:
+        seen.append(config)
+        if len(seen) == 1:
+            raise SystemExit
+        return 0
+
+    assert command_line._one_after_another(["a", "b"], ["", ""], job) == 2
+    assert seen == ["a", "b"]

@@ -116,7 +116,8 @@ def test_optimizer_answers_a_name_of_another_library_with_its_own(make: Any, wor
 
 
 @pytest.mark.parametrize(
-    ("key", "python"), [("logger", "callbacks=[MLflowLogger()]"), ("listeners", "callbacks=[...]")]
+    ("key", "python"),
+    [("logger", "callbacks=[MLflowLogger()] or callbacks=[WandbLogger()]"), ("listeners", "callbacks=[...]")],
 )
 def test_key_of_the_command_line_that_python_has_otherwise_is_refused_with_that(key: str, python: str) -> None:
     with pytest.raises(TypeError) as raised:

@@ -22,7 +22,7 @@ from crossbow_py.estimate.config import EstimateConfig
 from crossbow_py.train.config import TrainConfig, config_to_mapping
 from tests.unit.fuzz.examining import depths, examine, memory_of_at_most
 
-MOST_JOBS = 10_000
+MOST_JOBS = 2_000
 ODD = [
     "", "null", "true", "0", "-1", "1e999", "-1e999", "nan", "inf", "1e308", "5e-324", "9" * 400, "9" * 5000, "1_000",
     "0x1f", "[]", "{}", "[1,2", "{a:1}", "[[[1]]]", "{a:{b:[c]}}", "'a b'", "a=b", "1,2", "range(1,3)", "choice(1,2)",

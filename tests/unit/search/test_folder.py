@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import stat
 import threading
 from pathlib import Path
 from typing import Any
@@ -258,3 +259,21 @@ def test_search_of_others_or_with_measured_trials_or_without_a_mistake_is_kept()
     ended = open_search_folder(config(output_dir="new"))
     refuse(ended, SearchError("the storage is gone"))  # no mistake
     assert (ended.path / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("storage", "mode"),
+    [
+        ("postgresql://me:secret@host/x", 0o600),
+        ("redis://host/0?password=secret", 0o600),
+        ("postgresql://host/x", 0o644),
+        (None, 0o644),
+    ],
+)
+def test_configuration_with_a_password_is_readable_for_its_owner_alone(storage: str | None, mode: int) -> None:
+    before = os.umask(0o022)
+    try:
+        path = begun(storage=storage)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((path / "config.yaml").stat().st_mode) == mode

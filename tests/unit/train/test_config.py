@@ -122,7 +122,11 @@ def test_compose_with_debug_first_lets_it_win_over_the_experiment() -> None:
         (["modle=lenet"], ["unknown key modle", "'model'"]),
         (["model=lenett"], ["unknown model 'lenett'", "'lenet'"]),
         (["model=null"], ["unknown model None", "resnet32"]),
-        (["~model"], ["model must be one of", "model=NAME"]),
+        (["~model"], ["model must be one of", "got nothing; write model=NAME"]),
+        (["logger.wandb.project=x"], ["logger is a list, which has no key 'wandb'", "[tensorboard]", "WANDB_PROJECT"]),
+        (["logger.mlflow=true"], ["logger is a list, which has no key 'mlflow'", "MLFLOW_TRACKING_URI."]),
+        (["+experiment=digits", "model.hidden.foo=2"], ["model.hidden is a list", "'foo'", "model.hidden=[256,256]."]),
+        (["optimizer.learning_rate=interval(start=1e-3,end=0.1)"], ["rate={low:1e-3,high:0.1}' for python -m"]),
         (["model.name=vgg"], ["model.name", "'vgg16'"]),
         (["averaging=independent", "averaging.correction_rate=0.1"], ["averaging.correction_rate means nothing to"]),
         (["averaging=synchronous_sgd", "averaging.pull=0.1"], ["leave it out, or choose averaging=papa"]),
@@ -221,9 +225,18 @@ def test_expand_sweeps_over_lists_and_ranges_is_their_product() -> None:
     assert expand_sweeps(["seed=3"]) == [(["seed=3"], "")]
 
 
-@pytest.mark.parametrize("override", ["seed=interval(0,1)", "model=glob(*)"])
-def test_expand_sweeps_over_what_has_no_list_is_a_user_error(override: str) -> None:
-    with pytest.raises(UserError, match="cannot sweep"):
+def test_sweep_of_more_than_two_thousand_runs_is_a_user_error() -> None:
+    assert len(expand_sweeps(["seed=range(1,1001)", "batch_size=8,16"])) == 2000
+    for words in (["seed=range(1,1002)", "batch_size=8,16"], ["seed=range(1,2002)"]):
+        with pytest.raises(UserError, match="a sweep runs at most 2,000 jobs, got more"):
+            expand_sweeps(words)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"), [("seed=interval(0,1)", "is a range to sample from"), ("model=glob(*)", "cannot sweep")]
+)
+def test_expand_sweeps_over_what_has_no_list_is_a_user_error(override: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
         expand_sweeps([override])
 
 

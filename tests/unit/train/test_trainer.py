@@ -6,6 +6,7 @@ import hashlib
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import Dataset
 
-from crossbow_py import SGD, SMA, Augmentation, Independent, MultiStep, UserError
+from crossbow_py import SGD, SMA, Augmentation, Independent, Listener, MultiStep, UserError
 from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import CheckpointError
 from crossbow_py.telemetry.records import read_metrics, read_summary
@@ -495,3 +496,14 @@ def test_fit_resumed_without_metrics_says_that_they_are_lost(tmp_path):
 def test_misspelled_argument_is_named_with_what_was_meant(word, meant):
     with pytest.raises(TypeError, match=rf"unexpected keyword argument '{word}'; did you mean '{meant}'\?"):
         make_trainer(**{word: 1})
+
+
+@pytest.mark.parametrize("callbacks", [["mlflow"], "mlflow", [Listener], Listener()])
+def test_callbacks_that_are_no_listeners_are_refused_at_once(callbacks: Any) -> None:
+    with pytest.raises(UserError, match=r"callbacks must be a list of objects of .*; write it as callbacks=\[MLflow"):
+        make_trainer(callbacks=callbacks)
+
+
+def test_model_and_data_given_to_fit_are_sent_to_the_trainer() -> None:
+    with pytest.raises(TypeError, match=r"fit\(\) takes keyword arguments alone.*Trainer\(model=\.\.\., train_data="):
+        make_trainer().fit(nn.Linear(1, 1), [])  # type: ignore[misc]

@@ -40,6 +40,7 @@ def one(): return pair()[0]
 def unequal(): return pair(), (torch.zeros(3, 5), torch.zeros(2))
 def arrays(): return (numpy.zeros((3, 5)), numpy.zeros(3)), pair()
 def missing(): return pair(), None
+def streams(): import streaming
 """
 
 
@@ -82,7 +83,8 @@ def test_load_with_arguments_and_classes_given_uses_them() -> None:
     ("settings", "message"),
     [
         ({}, r"data\.target must be a dotted path such as package\.module\.function, got ''"),
-        ({"target": "users_broken.f"}, r"cannot be imported \(ZeroDivisionError"),
+        ({"target": "users_broken.f"}, r"cannot be imported \(ZeroDivisionError.*; correct users_broken, or what it"),
+        ({"target": "users_data.streams"}, r"failed with .* 'streaming'; run pip install mosaicml-streaming, or put"),
         ({"target": "users_data.raises"}, r"failed with ValueError: no such file; correct data\.args or the target"),
         ({"target": "users_data.tensors", "args": {"length": 3}}, "failed with TypeError: .*unexpected keyword"),
         ({"target": "users_data.one"}, r"must return \(train, test\), got Tensor; end it with"),

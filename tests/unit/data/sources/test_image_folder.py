@@ -94,7 +94,16 @@ def test_source_without_a_folder_is_refused_with_the_remedy() -> None:
 
 
 def test_source_whose_folder_is_not_there_says_where_it_looked(root: Path) -> None:
-    with pytest.raises(UserError, match=rf"data\.folder=paintings is not there in {root} or .*; write the folder"):
+    said = rf"data\.folder=paintings is not there in {root}, .* or the current folder; write the folder"
+    with pytest.raises(UserError, match=said):
         ImageFolder(folder="paintings", root=str(root)).load(progress=False)
     with pytest.raises(UserError, match=rf"data\.folder={root}/paintings is not there; write the folder"):
         ImageFolder(folder=str(root / "paintings")).load(progress=False)
+
+
+def test_folder_is_also_looked_for_in_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "paintings" / "train" / "cat").mkdir(parents=True)
+    (tmp_path / "paintings" / "train" / "cat" / "a.png").touch()
+    monkeypatch.chdir(tmp_path)
+    declared = ImageFolder(folder="paintings", root=str(tmp_path / "elsewhere")).declared()
+    assert declared is not None and (declared.num_classes, declared.num_train, declared.note) == (1, 1, None)

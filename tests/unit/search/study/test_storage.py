@@ -36,6 +36,7 @@ def test_storage_of_an_address_keeps_a_study(tmp_path: Path, address: str) -> No
     ("address", "said"),
     [
         ("results.csv", "^storage must be journal:PATH, .*, got 'results.csv'.$"),
+        ("postgres://me@host/x", "got 'postgres://me@host/x'; write postgresql://.$"),
         ("mongodb://host", "^storage must be journal:PATH, .*, got 'mongodb://host'.$"),
         ("grpc://:13000", "^storage must name a host and, if need be, its port, got 'grpc://:13000'; write it "),
         ("grpc://host:x", "^storage must name a host and, if need be, its port, got 'grpc://host:x'; write"),
@@ -190,8 +191,10 @@ def test_patience_with_what_stays_ends_in_one_sentence_after_seconds() -> None:
     def use() -> None:
         raise StorageInternalError("An exception is raised during the commit.") from OSError(28, "No space left")
 
+    patience = Patience("here", slept.append)
+    patience.call(len, "what answers once")
     with pytest.raises(StorageError, match="^the search's storage here cannot be used, tried 9 times: OSErr") as caught:
-        Patience("here", slept.append).call(use)
+        patience.call(use)
     assert "No space left" in str(caught.value) and "What was finished stays in it" in str(caught.value)
     assert caught.value.exit_code == 1 and 5 < sum(slept) < 10
 
@@ -204,7 +207,16 @@ def test_patience_with_what_takes_its_time_to_fail_ends_after_half_a_minute(monk
         now[0] += 10.0
         raise OSError("timed out")
 
-    with pytest.raises(StorageError, match="cannot be used, tried 4 times: OSError: timed out. What was"):
+    with pytest.raises(StorageError, match="cannot be used, tried 4 times: OSError: timed out; see that it is there"):
+        Patience("here", lambda _: None).call(use)
+
+
+def test_patience_with_what_never_answered_speaks_of_nothing_finished() -> None:
+    def use() -> None:
+        raise OSError("refused")
+
+    said = "OSError: refused; see that it is there, writable, not full and not locked by another program.$"
+    with pytest.raises(StorageError, match=said):
         Patience("here", lambda _: None).call(use)
 
 

@@ -17,6 +17,7 @@ import pytest
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.file_locks import is_held
 from crossbow_py.telemetry.class_counts import ClassCounts
+from crossbow_py.telemetry.loggers.chosen import trackers
 from crossbow_py.telemetry.loggers.mlflow_logger import MLflowLogger, MLflowTracker, _name
 from crossbow_py.telemetry.loggers.tracker import Subject, TrialRun
 from tests.trackers import mlflow_template
@@ -170,6 +171,22 @@ def test_server_that_does_not_answer_is_refused_at_the_start_and_variables_stay(
     assert "correct MLFLOW_TRACKING_URI, or leave mlflow out." in str(refused.value)
     assert "secret" not in str(refused.value)
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "./mlruns", "ftp://host", "nonsense:x"])
+def test_address_that_takes_no_runs_is_refused_before_a_run_begins(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(UserError, match=rf"^logger=\[mlflow\]: MLflow at {address} cannot record .* correct MLFLOW_"):
+        trackers(["mlflow"])
+
+
+def test_database_is_not_made_before_a_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/new.db")
+    assert len(trackers(["mlflow"])) == 1
+    assert not (tmp_path / "new.db").exists()
 
 
 def test_deleted_experiment_is_refused(events: Any, client: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.telemetry.class_counts import ClassCounts
+from crossbow_py.telemetry.loggers.chosen import trackers
 from crossbow_py.telemetry.loggers.tracker import Subject, TrialRun
 from crossbow_py.telemetry.loggers.wandb_logger import WandbLogger, WandbTracker
 from tests.trackers import wandb_history, wandb_records
@@ -95,6 +97,18 @@ def test_run_that_cannot_begin_is_refused_in_one_sentence(tmp_path: Path, events
     assert str(refused.value).endswith("set WANDB_MODE=offline, or leave wandb out.")
 
 
+def test_mode_that_is_unknown_is_refused_before_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "ofline")
+    with pytest.raises(UserError, match="WANDB_MODE must be one of online, offline, .*, got 'ofline'; correct it."):
+        trackers(["wandb"])
+
+
+def test_argument_that_wandb_does_not_take_is_refused_when_it_is_made() -> None:
+    with pytest.raises(TypeError, match="^unexpected keyword argument 'projct'; did you mean 'project'.$"):
+        WandbLogger(projct="x")
+    WandbLogger(entity="team", tags=["a"])
+
+
 def test_search_has_a_group_and_a_table_of_its_trials(tmp_path: Path) -> None:
     tracker = WandbTracker()
     tracker.open(Subject("search", tmp_path, {"seed": 0}, {}, continues=False, worker="host:1"))
@@ -114,3 +128,16 @@ def test_search_has_a_group_and_a_table_of_its_trials(tmp_path: Path) -> None:
         "data": [[0, 0.1, "sgd", 200, 0.75, False], [1, 0.2, None, None, None, True]],
     }
     assert not (tmp_path / "wandb.json").exists()
+
+
+def test_password_of_a_storage_on_the_command_line_is_not_recorded(
+    tmp_path: Path, events: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["search", "seed=1", "storage='postgresql://me:se/cr et@host/x'", "more=redis://host/0?password=secret"]
+    monkeypatch.setattr(sys, "argv", words)
+    record(WandbLogger(), events, tmp_path, range(1, 2))
+    assert sys.argv is words
+    wandb.teardown()  # files are complete when its process has ended
+    written = b"".join(path.read_bytes() for path in tmp_path.glob("**/*") if path.is_file())
+    assert b"storage='postgresql://***" in written and b"more=redis://***" in written
+    assert b"se/cr" not in written and b"secret" not in written
