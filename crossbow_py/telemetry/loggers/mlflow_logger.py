@@ -253,7 +253,7 @@ def _database_at_the_start(address: str) -> Iterator[None]:
     with ExitStack() as stack:
         if _is_database(address):
             utils: Any = import_module("mlflow.store.db.utils")
-            stack.callback(setattr, utils, "MAX_RETRY_COUNT", utils.MAX_RETRY_COUNT)
+            stack.callback(setattr, utils, "MAX_RETRY_COUNT", getattr(utils, "MAX_RETRY_COUNT", None))
             utils.MAX_RETRY_COUNT = _DATABASE_TRIES
             with suppress(OSError):
                 user_cache().mkdir(parents=True, exist_ok=True)
