@@ -83,7 +83,7 @@ QUICK = {"tables", "scaling/run", "update_bandwidth/run", "loader/run", "loader/
 LONG = {
     *(f"{question}/run" for question in _OF_GRIDS), "throughput/run", "throughput/suite", "model_batch/run",
     "workers/run", "pack_step_time/run", "hyperband/run", "muon_cost/run", "overhead/run", "faults/restarts",
-    "overhead/loggers", "ranks/search",
+    "overhead/loggers", "overhead/ranks", "ranks/search", "scaling/calibrate",
 }  # fmt: skip
 _DROPPED = ("--json", "--jobs", "--cells", "--seeds", "--name")
 _FLAGS = ("--add", "--quick")

@@ -149,6 +149,7 @@ def test_short_search_by_every_side_trains_the_same_trials_on_as_many_samples(tm
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("side", OTHERS)
 def test_optuna_and_ray_tune_train_the_trials_of_the_default_loop(side: str) -> None:
