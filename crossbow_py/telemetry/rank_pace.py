@@ -110,11 +110,12 @@ def rank_table(paces: Sequence[RankPace], most: int = MOST_CURVES) -> str:
 
 
 class _Moment(NamedTuple):
-    """Rounds and samples of all ranks so far, and the counts of each rank."""
+    """Seconds, rounds and samples of all ranks so far, and the counts of each rank, as they were sent."""
 
+    elapsed_s: float
     rounds: int
     samples: int
-    ranks: tuple[RankCounts, ...]
+    ranks: Sequence[Sequence[float]]
 
 
 class RankMeter:
@@ -136,16 +137,19 @@ class RankMeter:
         self._first: _Moment | None = None
         self._lap: _Moment | None = None
 
-    def update(self, counts: Sequence[RankCounts], rounds: int, samples: int) -> None:
-        """Note every rank's counts, after so many rounds, and samples of all ranks."""
-        moment = _Moment(rounds, samples, tuple(counts))
+    def update(self, counts: Sequence[Sequence[float]], rounds: int, samples: int) -> None:
+        """Note every rank's `RankCounts`, after so many rounds, and samples of all ranks.
+
+        Many of them are never looked at, so they stay vectors.
+        """
+        now_s = counts[0][0]
+        moment = _Moment(now_s, rounds, samples, counts)
         self._first, self._lap = self._first or moment, self._lap or moment
         moments = self._moments
         if moments and moments[-1].rounds == rounds:
             moments.pop()
         moments.append(moment)
-        now_s = counts[0].elapsed_s
-        while len(moments) > 2 and moments[1].ranks[0].elapsed_s <= now_s - self._window_s:
+        while len(moments) > 2 and moments[1].elapsed_s <= now_s - self._window_s:
             moments.popleft()
 
     @property
@@ -167,7 +171,8 @@ class RankMeter:
 
     def _between(self, start: _Moment, end: _Moment) -> tuple[RankPace, ...]:
         rounds, samples = end.rounds - start.rounds, (end.samples - start.samples) / len(self._hosts)
-        spans = [(then, now, now.elapsed_s - then.elapsed_s) for then, now in zip(start.ranks, end.ranks, strict=True)]
+        ranks = [(RankCounts(*then), RankCounts(*now)) for then, now in zip(start.ranks, end.ranks, strict=True)]
+        spans = [(then, now, now.elapsed_s - then.elapsed_s) for then, now in ranks]
         if rounds <= 0 or any(seconds <= 0 for *_, seconds in spans):
             return ()
         paces = []

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from tensorboard.compat.proto import summary_pb2  # type: ignore[import-untyped]
 from torch.utils.tensorboard import SummaryWriter
 
 from crossbow_py.telemetry.class_counts import ClassCounts, markdown_table
@@ -53,8 +53,17 @@ class MachineScalars(Listener):
     def on_progress(self, progress: Progress) -> None:
         if self._monitor is not None and self._writer is not None and progress.elapsed_s >= self._next_sample_s:
             self._next_sample_s = progress.elapsed_s + _MACHINE_INTERVAL_S
-            for tag, value in {**self._monitor.sample(), **self._sample_of_job(progress)}.items():
-                self._writer.add_scalar(tag, value, progress.samples_seen)
+            self._add_scalars({**self._monitor.sample(), **self._sample_of_job(progress)}, progress.samples_seen)
+
+    def _add_scalars(self, values: Mapping[str, float], samples_seen: int) -> None:
+        """Write the values of one point as one event: eight ranks have tens of them, and every event takes time."""
+        if values and self._writer is not None:
+            points = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+            self._add(summary_pb2.Summary(value=points), samples_seen)
+
+    def _add(self, summary: summary_pb2.Summary, samples_seen: int | None = None) -> None:
+        if self._writer is not None:
+            self._writer._get_file_writer().add_summary(summary, samples_seen)  # type: ignore[no-untyped-call]
 
     def _sample_of_job(self, progress: Progress) -> Mapping[str, float]:
         """Return what is known of other nodes' machines."""
@@ -128,8 +137,8 @@ class TensorBoardScalars(MachineScalars):
         assert self._writer is not None, "the base class has made it"
         self._num_devices = info.num_devices
         self._writer.add_custom_scalars(dashboard(info))
-        self._compare(columns_of_runs())
-        self._compare(started(info.hyper_parameters, str(self._folder), time.time()))
+        self._add(columns_of_runs())
+        self._add(started(info.hyper_parameters, str(self._folder), time.time()))
         if self._config_text is not None:
             indented = "\n".join("    " + line for line in self._config_text.splitlines())
             self._writer.add_text("config", indented, info.samples_seen)
@@ -186,7 +195,7 @@ class TensorBoardScalars(MachineScalars):
             self._writer.add_scalar("num_learners", change.num_learners, change.samples_seen)
 
     def on_end(self, summary: Summary) -> None:
-        self._compare(ended(failed=summary.status == "failed", now_s=time.time()))
+        self._add(ended(failed=summary.status == "failed", now_s=time.time()))
         if self._writer is not None:
             if (picture := self._rank_map.last()) is not None:
                 self._writer.add_image("ranks/step_map", picture, summary.samples_seen, dataformats="HWC")
@@ -200,15 +209,9 @@ class TensorBoardScalars(MachineScalars):
         warning = self._new_warning()
         return [] if warning is None else [warning]
 
-    def _compare(self, summary: Any) -> None:
-        if self._writer is not None:
-            self._writer._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
-
     def _write(self, samples_seen: int, values: Mapping[str, float | None]) -> None:
         self._last_samples = samples_seen
-        for tag, value in finite_values(values).items():
-            if self._writer is not None:
-                self._writer.add_scalar(tag, value, samples_seen)
+        self._add_scalars(finite_values(values), samples_seen)
 
 
 def rank_scalars(paces: Sequence[RankPace]) -> dict[str, float | None]:

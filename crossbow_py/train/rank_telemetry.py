@@ -42,9 +42,7 @@ class RankTelemetry:
         values = report.to_values()
         every = ranks.gather([*values, *counts, *load])
         first, second = len(values), len(values) + len(counts)
-        self.paces.update(
-            [RankCounts(*each[first:second]) for each in every], self._run.state.round_index, meter.samples
-        )
+        self.paces.update([each[first:second] for each in every], self._run.state.round_index, meter.samples)
         self._loads = [each[second:] for each in every]
         return [Report.from_values(each[:first]) for each in every]
 
