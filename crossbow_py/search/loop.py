@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 
@@ -401,6 +402,7 @@ class Search:
             self.hooks.message(f"{len(segments)} trials were taken over by another worker.")
 
 
+@cache
 def epoch_samples(epochs: float, samples_per_epoch: int) -> int:
     """Return the samples after which a training run of so many epochs ends."""
     planned = StopConditions(max_epochs=epochs).planned_samples(samples_per_epoch)

@@ -38,8 +38,8 @@ from experiments.tables.measuring import measure_and_write
 Result = Mapping[str, Any]
 SIDES = {1: "one searcher", 2: "two searchers"}
 KIND, WANTED = "search", 1.8
-# Four brackets of 27 trials, so that neither side is ever without trials to train, but at the very end.
-DEFAULTS = ("+experiment=search_digits", "method=successive_halving", "num_trials=108", "min_epochs=2", "max_epochs=54")
+# Twelve brackets of 27 trials, so that neither side is ever without trials to train, but at the very end.
+DEFAULTS = ("+experiment=search_digits", "method=successive_halving", "num_trials=324", "min_epochs=2", "max_epochs=54")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

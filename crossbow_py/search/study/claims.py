@@ -192,6 +192,7 @@ class SegmentClaims:
         self._storage, self._claims_study, self._patience, self._address = storage, study, patience, patience.address
         self._worker, self._lease_s, self._clock = worker, lease_s, clock
         self._held: dict[Segment, int] = {}
+        self._ended: dict[int, _Claim] = {}  # by their numbers in the storage, which keeps them as they are
         self._lost: set[Segment] = set()  # since the last `renew`
         self._watch = LeaseWatch()
         self._holder, self._beat, self._until_s = "", 0, -math.inf
@@ -421,7 +422,13 @@ class SegmentClaims:
     def _read(self) -> list[_Claim]:
         trials = self._patience.call(self._storage.get_all_trials, self._claims_study, deepcopy=False)
         with self._of_a_search("claim"):
-            return [_Claim.read(trial) for trial in trials if "holder" in trial.user_attrs]
+            return [self._claim_of(trial) for trial in trials if "holder" in trial.user_attrs]
+
+    def _claim_of(self, trial: FrozenTrial) -> _Claim:
+        claim = self._ended.get(trial._trial_id) or _Claim.read(trial)
+        if claim.has_ended:
+            self._ended[claim.id] = claim
+        return claim
 
     @contextmanager
     def _of_a_search(self, kind: str) -> Iterator[None]:

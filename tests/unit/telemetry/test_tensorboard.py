@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS
 from tensorboard.plugins.hparams.metadata import (
     EXPERIMENT_TAG,
@@ -25,6 +26,7 @@ from tensorboard.plugins.hparams.metadata import (
 from crossbow_py.telemetry.class_counts import ClassCounts, markdown_table
 from crossbow_py.telemetry.confusion_picture import confusion_picture
 from crossbow_py.telemetry.events import LearningStatistics, Predictions
+from crossbow_py.telemetry.rank_pace import RankPace
 from crossbow_py.telemetry.system import SystemMonitor
 from crossbow_py.telemetry.tensorboard import NodeScalars, TensorBoardScalars
 from tests.event_files import read_events
@@ -58,6 +60,21 @@ def test_scalars_of_an_epoch_are_tagged_and_placed_at_samples_seen(tmp_path: Pat
     assert set(read.Tags()["scalars"]) == {*expected, "learning_rate"}
     for tag, value in expected.items():
         assert [(event.step, event.value) for event in read.Scalars(tag)] == [(1000, value)]
+
+
+def test_values_of_a_point_are_one_event(tmp_path: Path, events: Any) -> None:
+    paces = tuple(RankPace(rank, "host", 100.0 + rank, 320.0, None, 0.0, 0.1) for rank in range(8))
+    with writing(tmp_path, events, info={"num_devices": 8}, new_monitor=lambda: SystemMonitor(nvml=None)) as scalars:
+        scalars.on_progress(events.progress(500, ranks=paces))
+    points = [
+        [value.tag for value in event.summary.value]
+        for path in tmp_path.glob("events.*")
+        for event in EventFileLoader(str(path)).Load()
+        if event.step == 500
+    ]
+    machine, training, ranks = points  # a sample of the machine, and the point of the curves
+    assert "system/host_memory_gib" in machine and "loss/train" in training
+    assert {f"rank/{rank}/step_ms" for rank in range(8)} < set(ranks) and len(ranks) == 1 + 8 * 4
 
 
 def test_statistics_of_learning_are_shown_where_they_were_measured(tmp_path: Path, events: Any) -> None:
