@@ -112,7 +112,7 @@ def test_image_has_what_reports_and_searches_need(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = {*project["dependencies"], *extras["plots"], *extras["search"]}
+    wanted = {*project["dependencies"], *extras["jpeg"], *extras["plots"], *extras["search"]}
     assert set((tmp_path / "requirements.txt").read_text().splitlines()) == wanted
 
 

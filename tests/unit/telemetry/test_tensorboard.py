@@ -73,7 +73,7 @@ def test_values_of_a_point_are_one_event(tmp_path: Path, events: Any) -> None:
         if event.step == 500
     ]
     machine, training, ranks = points  # a sample of the machine, and the point of the curves
-    assert "system/host_memory_gib" in machine and "loss/train" in training
+    assert "system/process_memory_gib" in machine and "loss/train" in training
     assert {f"rank/{rank}/step_ms" for rank in range(8)} < set(ranks) and len(ranks) == 1 + 8 * 4
 
 

@@ -6,6 +6,7 @@ import io
 import pickle
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,12 +16,14 @@ from PIL import Image, PngImagePlugin
 from crossbow_py.data.images.crops import Box
 from crossbow_py.data.images.decoding import (
     UnreadableImage,
+    _opened,
     centre_cropped,
     crop_resized,
     decode,
     encoded_size,
     shrunk,
 )
+from crossbow_py.data.images.faster_jpegs import FasterJpegs
 from tests.unit.data.images.pictures import save, scene, truncate
 
 SCENE = scene(37, 23)
@@ -36,6 +39,12 @@ def largest_difference(pixels: torch.Tensor, expected: np.ndarray) -> int:
 
 def slot(height: int, width: int) -> torch.Tensor:
     return torch.empty((1, 3, height, width), dtype=torch.uint8, memory_format=torch.channels_last)
+
+
+def exif_of(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    return exif
 
 
 def pixels_of(image: torch.Tensor) -> torch.Tensor:
@@ -120,18 +129,14 @@ def test_decode_of_cmyk_gives_the_colours_it_was_made_from(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.webp"])
 def test_decode_turns_as_exif_says(tmp_path: Path, name: str, orientation: int, turned: np.ndarray) -> None:
     # EXIF 2.3, tag 0x0112: where the 0th row and column of the stored image are to be shown.
-    exif = Image.Exif()
-    exif[ORIENTATION] = orientation
     options = {"a.jpg": {"quality": 95, "subsampling": 0}, "a.png": {}, "a.webp": {"lossless": True}}[name]
-    path = save(tmp_path / name, SCENE, exif=exif, **options)
+    path = save(tmp_path / name, SCENE, exif=exif_of(orientation), **options)
     assert largest_difference(decode(path), turned) <= (12 if name == "a.jpg" else 0)
 
 
 def test_decode_turns_grey_of_16_bits_too(tmp_path: Path) -> None:
-    exif = Image.Exif()
-    exif[ORIENTATION] = 8
     values = np.array([[0, 257 * 50, 257 * 100]], dtype=np.uint16)
-    path = save(tmp_path / "a.png", Image.fromarray(values), exif=exif)
+    path = save(tmp_path / "a.png", Image.fromarray(values), exif=exif_of(8))
     assert decode(path)[:, 0, 0].tolist() == [100, 50, 0]
 
 
@@ -274,3 +279,76 @@ def test_shrunk_makes_large_images_smaller_and_leaves_small_ones() -> None:
     assert largest_difference(small, np.asarray(expected)) <= 2
     assert shrunk(picture, 200) is picture
     assert shrunk(picture, 1000) is picture
+
+
+class Counted:
+    """Opens images by Pillow, and counts them."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        self.calls += 1
+        return _opened(image)
+
+
+KINDS = {
+    "444": {"subsampling": 0}, "422": {"subsampling": 1}, "420": {"subsampling": 2}, "grey": {},
+    "progressive": {"progressive": True}, "stored as RGB": {"keep_rgb": True}, "upright": {"exif": exif_of(1)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_faster_jpegs_are_those_of_pillow_to_the_bit_which_decodes_the_first_four(tmp_path: Path, kind: str) -> None:
+    simplejpeg = pytest.importorskip("simplejpeg")
+    plain, most = Counted(), 4
+    faster = FasterJpegs(simplejpeg, plain)
+    for number in range(most + 3):
+        picture = scene(61 + number, 47)
+        picture = Image.fromarray(picture[:, :, 0]) if kind == "grey" else picture
+        path = save(tmp_path / f"{number}.jpg", picture, quality=70 + 4 * number, **KINDS[kind])
+        assert torch.equal(decode(path, faster), decode(path, None))
+    assert plain.calls == most
+
+
+NOT_PLAIN = {"turned.jpg": {"exif": exif_of(6)}, "cmyk.jpg": {}, "a.png": {}}
+
+
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_faster_jpegs_leave_to_pillow_what_is_not_plain(tmp_path: Path, name: str) -> None:
+    plain = Counted()
+    faster = FasterJpegs(pytest.importorskip("simplejpeg"), plain)
+    picture = Image.fromarray(SCENE).convert("CMYK" if name == "cmyk.jpg" else "RGB")
+    path = save(tmp_path / name, picture, **NOT_PLAIN[name])
+    for number in range(6):
+        assert torch.equal(decode(path, faster), decode(path, None))
+        assert plain.calls == number + 1
+
+
+def test_faster_jpegs_are_unreadable_as_by_pillow(tmp_path: Path) -> None:
+    faster = FasterJpegs(pytest.importorskip("simplejpeg"), _opened)
+    whole, part = (save(tmp_path / name, SCENE) for name in ("whole.jpg", "part.jpg"))
+    truncate(part)
+    for _ in range(6):
+        decode(whole, faster)  # so that its kind is trusted
+    with pytest.raises(UnreadableImage) as expected:
+        decode(part, None)
+    with pytest.raises(UnreadableImage) as raised:
+        decode(part, faster)
+    assert str(raised.value) == str(expected.value)
+
+
+def test_jpegs_of_another_libjpeg_are_compared_once_and_left_to_pillow(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def decode_jpeg(data: bytes, colours: str) -> np.ndarray:
+        calls.append(colours)
+        with Image.open(io.BytesIO(data)) as image:
+            return np.array(image.convert(colours)) ^ np.uint8(1)
+
+    other = SimpleNamespace(decode_jpeg_header=lambda data: (23, 37, "YCbCr", "420"), decode_jpeg=decode_jpeg)
+    faster = FasterJpegs(other, _opened)
+    path = save(tmp_path / "a.jpg", SCENE)
+    for _ in range(3):
+        assert torch.equal(decode(path, faster), decode(path, None))
+    assert calls == ["RGB"]
