@@ -1,4 +1,4 @@
-"""Two searchers on two cores against one on one core: trials a second of a search under torchrun.
+"""Two searchers on two cores against one on one core, and against two searches: trials a second under torchrun.
 
     python experiments/ranks/search.py [--repetitions 3] [--json PATH] [KEY=VALUE ...]
 
@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,11 @@ from crossbow_py.telemetry.records import read_json
 from experiments.bench.machine import ROOT, on_cores
 from experiments.bench.results import count, measuring_parser
 from experiments.bench.windows import load_with_ended, paired_ratios, spread
-from experiments.tables.markdown import markdown_table, spread_text
+from experiments.tables.markdown import NONE, markdown_table, spread_text
 from experiments.tables.measuring import measure_and_write
 
 Result = Mapping[str, Any]
-SIDES = {1: "one searcher", 2: "two searchers"}
+ONE, TWO, APART = SIDES = ("one searcher", "two searchers", "two searches")
 KIND, WANTED = "search", 1.8
 # Twelve brackets of 27 trials, so that neither side is ever without trials to train, but at the very end.
 DEFAULTS = ("+experiment=search_digits", "method=successive_halving", "num_trials=324", "min_epochs=2", "max_epochs=54")
@@ -55,48 +56,57 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure_searchers(overrides: Sequence[str], repetitions: int) -> dict[str, Any]:
-    """Search `repetitions` times with each number of searchers, in one order and then the other.
+    """Search `repetitions` times by each side, in one order and then the other.
 
-    One search of each comes before: it measures how wide packs pay, which is remembered.
+    One search by one and by two searchers comes before: it measures how wide packs pay, which is remembered.
     """
-    runs: dict[int, list[dict[str, Any]]] = {number: [] for number in SIDES}
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+    first, second = (sorted(usable_core_ids()) * 2)[:2]  # the same one twice where there is no other
+    search: dict[str, Callable[[], dict[str, Any]]] = {
+        ONE: lambda: run_search(overrides, [first]),
+        TWO: lambda: run_search(overrides, [first, second]),
+        APART: lambda: run_apart(overrides, [first, second]),
+    }
     for repetition in range(repetitions + 1):
-        for number in SIDES if repetition % 2 else reversed(SIDES):
-            run = run_search(overrides, number)
-            print(f"repetition {repetition}: {SIDES[number]}, {run}", flush=True)
+        for side in SIDES if repetition % 2 else reversed(SIDES):
+            if not repetition and side == APART:
+                continue
+            run = search[side]()
+            print(f"repetition {repetition}: {side}, {run}", flush=True)
             if repetition:
-                runs[number].append(run)
+                runs[side].append(run)
     return {
         "kind": KIND,
         "overrides": list(overrides),
         "repetitions": repetitions,
-        "runs": {str(number): each for number, each in runs.items()},
-        **ratios_of({number: [run["trials_per_s"] for run in each] for number, each in runs.items()}),
+        "runs": runs,
+        **ratios_of({side: [run["trials_per_s"] for run in each] for side, each in runs.items()}),
     }
 
 
-def ratios_of(rates: Mapping[int, Sequence[float]]) -> dict[str, Any]:
-    """Trials/s by the number of searchers, and the ratio within repetitions."""
+def ratios_of(rates: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Trials/s by side, and ratios within repetitions."""
     return {
-        "trials_per_s": {str(number): spread(each) for number, each in rates.items()},
-        "two_over_one": spread(paired_ratios(rates[2], rates[1])),
+        "trials_per_s": {side: spread(each) for side, each in rates.items()},
+        "two_over_one": spread(paired_ratios(rates[TWO], rates[ONE])),
+        "apart_over_one": spread(paired_ratios(rates[APART], rates[ONE])),
     }
 
 
-def run_search(overrides: Sequence[str], num_searchers: int) -> dict[str, Any]:
-    """One search, of a core a searcher, which is a thread each. Raises UserError if it fails."""
+def run_search(overrides: Sequence[str], cores: Sequence[int]) -> dict[str, Any]:
+    """One search, by a searcher a core, which is a thread each. Raises UserError if it fails."""
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root) / "search"
         words = [*overrides, "device=cpu", f"output_dir={folder}"]
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_searchers}"]
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(cores)}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         before, begun_s = load_with_ended(), time.perf_counter()
         command = [sys.executable, *launcher, "-m", "crossbow_py.search", *words]
-        with on_cores(sorted(usable_core_ids())[:num_searchers]):
+        with on_cores(cores):
             done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
         wall_s, share = time.perf_counter() - begun_s, foreign_share(before, load_with_ended())
         if done.returncode:
-            raise UserError(f"the search by {SIDES[num_searchers]} failed: {done.stderr.strip()[-2000:]}")
+            raise UserError(f"a search by {len(cores)} searchers failed: {done.stderr.strip()[-2000:]}")
         config = compose(words, SearchConfig)
         span_s = searched_s(folder / JOURNAL_FILE, config.study or config.experiment)
         summary = read_json(folder / "search.json")
@@ -108,6 +118,20 @@ def run_search(overrides: Sequence[str], num_searchers: int) -> dict[str, Any]:
         "apart_s": round(wall_s - span_s, 2),
         "best_value": summary["best"]["value"],
         "foreign_share": None if share is None else round(share, 3),
+    }
+
+
+def run_apart(overrides: Sequence[str], cores: Sequence[int]) -> dict[str, Any]:
+    """A search a core at the same time, which know nothing of each other: all that these cores give."""
+    with ThreadPoolExecutor(len(cores)) as pool:  # `on_cores` is of the thread that calls it
+        runs = list(pool.map(lambda core: run_search(overrides, [core]), cores))
+    return {
+        "trials": sum(run["trials"] for run in runs),
+        "trials_per_s": round(sum(run["trials_per_s"] for run in runs), 4),
+        "searched_s": max(run["searched_s"] for run in runs),
+        "apart_s": max(run["apart_s"] for run in runs),
+        "best_value": max(run["best_value"] for run in runs),
+        "foreign_share": None,  # each is foreign to the other
     }
 
 
@@ -124,11 +148,12 @@ def span_s(times: Sequence[tuple[datetime | None, datetime | None]]) -> float:
 
 
 def headline(result: Result) -> str:
-    ratio = result["two_over_one"]
+    ratio, apart = result["two_over_one"], result["apart_over_one"]
     verdict = "reached" if ratio["median"] >= WANTED else "missed"
     return (
         f"Two searchers of a thread each end {spread_text(ratio)} times as many trials a second as one "
-        f"(n={result['repetitions']}); at least {WANTED} was wanted: {verdict}."
+        f"(n={result['repetitions']}); at least {WANTED} was wanted: {verdict}. Two searches that know nothing of each "
+        f"other end {spread_text(apart)} times as many on these cores."
     )
 
 
@@ -139,17 +164,17 @@ def answer(results: Mapping[str, Result]) -> str:
 
 def result_text(result: Result) -> str:
     rows = []
-    for number, name in SIDES.items():
-        runs = result["runs"][str(number)]
+    for side in SIDES:
+        runs = result["runs"][side]
         foreign = [run["foreign_share"] for run in runs if run["foreign_share"] is not None]
         rows.append(
             [
-                name,
-                spread_text(result["trials_per_s"][str(number)], ".2f"),
+                side,
+                spread_text(result["trials_per_s"][side], ".2f"),
                 spread_text(spread([run["searched_s"] for run in runs]), ".1f"),
                 spread_text(spread([run["apart_s"] for run in runs]), ".1f"),
                 spread_text(spread([run["best_value"] for run in runs]), ".4f"),
-                spread_text(spread(foreign), ".0%"),
+                spread_text(spread(foreign), ".0%") if foreign else NONE,
                 str(len(runs)),
             ]
         )

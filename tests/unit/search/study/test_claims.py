@@ -52,6 +52,19 @@ def test_segment_finished_is_seen_by_all_and_not_claimed_again(address: str) -> 
     assert len(storage.get_all_trials(storage.get_study_id_from_name("mine/segments"))) == count
 
 
+def test_claim_that_has_ended_is_read_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = worker(address, "first"), worker(address, "second")
+    first.claim(SEGMENTS[:3])
+    for segment in SEGMENTS[:2]:
+        first.params(segment.trial)
+        assert first.finish(segment, 0.5, epochs=1.0, seconds=1.0)
+    read, plain = [], module._Claim.read
+    monkeypatch.setattr(module._Claim, "read", lambda trial: read.append(trial.number) or plain(trial))
+    for _ in range(3):
+        assert second.results() == dict.fromkeys(sorted(SEGMENTS[:2]), 0.5)
+    assert len(read) == 2 + 3 * 1, "both that have ended, and every time the one that has not"
+
+
 def test_segment_of_an_ended_lease_is_claimed_by_another_and_its_late_holder_is_refused(address: str) -> None:
     clock = Clock()
     late, other = worker(address, "late", clock), worker(address, "other", clock)
