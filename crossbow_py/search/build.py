@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from crossbow_py.cli.config_files import write_yaml
-from crossbow_py.core.errors import CrossbowError, UserError
+from crossbow_py.core.errors import UserError
 from crossbow_py.core.host import versions
 from crossbow_py.core.settings import to_mapping
 from crossbow_py.core.targets import import_target
@@ -261,10 +261,10 @@ class SearchRun:
         self._search = search
         try:
             done = search.run(lambda: stopped() is not None or self._is_enough())
-        except StorageError:  # nobody can be asked who still searches
+        except (StorageError, KeyboardInterrupt):  # nobody can be asked who still searches, or nobody waits for it
             raise
         except BaseException:
-            with suppress(CrossbowError):  # the error before it counts
+            with suppress(Exception):  # the error before it counts
                 self._leave()
             raise
         self._leave()

@@ -24,8 +24,9 @@ def prepared(config: SearchConfig, folder: SearchFolder, ranks: Ranks = ALONE) -
     Raises UserError, or StorageError when the storage cannot be used; if there are several ranks, on all of them.
     """
     with told_how_to_go_on(config, folder), ExitStack() as stack:
-        made = search_listeners(folder.path, config.logger, speaks=ranks.is_first)
-        listeners = [stack.enter_context(closing(each)) for each in made]
+        with ranks.together():  # a service may answer some of them and not others
+            made = search_listeners(folder.path, config.logger, speaks=ranks.is_first)
+            listeners = [stack.enter_context(closing(each)) for each in made]
         run: SearchRun | None = None
         for turn in (True, False):
             with ranks.together():

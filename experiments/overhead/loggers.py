@@ -187,6 +187,9 @@ def headline(result: Result) -> str:
                 f"{name} takes {own['share']['median']:.2%} of training (at most {MOST_SHARE:.1%} was wanted: "
                 f"{verdict}) and {own['first_start_s']:.1f} s at the start."
             )
+            if own["pairs"]:
+                ratio = spread_text(own["throughput_ratio"], ".3f")
+                said.append(f"Runs with it had {ratio} times the images/s of runs without (n={own['pairs']}).")
     return " ".join([*said, *(f"{name} is not installed." for name in result["left_out"])])
 
 

@@ -102,9 +102,15 @@ def test_node_that_is_removed_loses_no_trial(alone: Outcome, tmp_path: Path) -> 
         on_nodes = command(folder, "launcher=ray", f"launcher.address={address}")
         with popen(on_nodes, tmp_path / "out", environment()) as driver:
             await_true(lambda: both_train(folder), driver)
+            both = pids(folder)
+            for pid in both:  # so that the search does not end before the node is gone
+                os.kill(pid, signal.SIGSTOP)
             assert cluster.stdin is not None
             cluster.stdin.write("remove\n")
             cluster.stdin.flush()
+            await_true(lambda: not all(map(is_alive, both)), driver)
+            for pid in filter(is_alive, both):
+                os.kill(pid, signal.SIGCONT)
             assert driver.wait(LONG_S) == 0, said(tmp_path / "out")
     assert outcome(folder) == alone
     printed = said(tmp_path / "out")

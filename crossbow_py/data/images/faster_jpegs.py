@@ -69,7 +69,7 @@ def faster_jpegs(plain: Callable[[Image.Image], Tensor]) -> FasterJpegs | None:
     """Return the decoder that falls back on `plain`; None if simplejpeg is not installed, or does not load."""
     try:
         return FasterJpegs(import_module("simplejpeg"), plain)
-    except ImportError:
+    except Exception:  # one that was compiled for another NumPy raises ValueError
         return None
 
 

@@ -34,7 +34,8 @@ _CLOSE_S = 10.0
 _TRIES = 3
 _LONGEST_SHOWN = 200
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_PASSWORD = re.compile(r"(?<=://)[^/\s]*@")
+# User and password up to the last @ before the host; a password may have a slash.
+_PASSWORD = re.compile(r"(?<=://)(?:[^/@\s:]*:[^@\s]*|[^/@\s]*)@(?:[^/?\s]*@)?")
 
 
 @dataclass(frozen=True)

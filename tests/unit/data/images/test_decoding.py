@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from crossbow_py.data.images.decoding import (
     encoded_size,
     shrunk,
 )
-from crossbow_py.data.images.faster_jpegs import FasterJpegs
+from crossbow_py.data.images.faster_jpegs import FasterJpegs, faster_jpegs
 from tests.unit.data.images.pictures import save, scene, truncate
 
 SCENE = scene(37, 23)
@@ -352,3 +353,12 @@ def test_jpegs_of_another_libjpeg_are_compared_once_and_left_to_pillow(tmp_path:
     for _ in range(3):
         assert torch.equal(decode(path, faster), decode(path, None))
     assert calls == ["RGB"]
+
+
+def test_simplejpeg_that_was_compiled_for_another_numpy_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "simplejpeg.py").write_text("raise ValueError('numpy.dtype size changed')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "simplejpeg", raising=False)
+    assert faster_jpegs(_opened) is None

@@ -242,7 +242,9 @@ def test_paragraph_that_a_service_raises_is_cut_to_200_characters() -> None:
     ("address", "shown"),
     [
         ("http://u:p@ss@127.0.0.1:1", "http://127.0.0.1:1"),
-        ("http://u:p@host/a@b", "http://host/a@b"),
+        ("http://token@host/a@b", "http://host/a@b"),
+        ("postgresql://u:p/w@host/x", "postgresql://host/x"),
+        ("not reached: postgresql://u:p/w@s@host:5432/x, sqlite:///a", "not reached: postgresql://host:5432/x, sqlite:///a"),
         ("postgresql://host/x?user=me&password=p@ss&sslmode=require", "postgresql://host/x?user=me&password=***&sslmode=require"),
         ("mysql://host/x?passwd=secret", "mysql://host/x?passwd=***"),
         ("sqlite:///runs/a.db", "sqlite:///runs/a.db"),
