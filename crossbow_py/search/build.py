@@ -261,7 +261,7 @@ class SearchRun:
         self._search = search
         try:
             done = search.run(lambda: stopped() is not None or self._is_enough())
-        except (StorageError, KeyboardInterrupt):  # nobody can be asked who still searches, or nobody waits for it
+        except StorageError:  # nobody can be asked who still searches
             raise
         except BaseException:
             with suppress(Exception):  # the error before it counts
