@@ -42,7 +42,7 @@ class UnreadableImage(Exception):  # noqa: N818 - a state of the file; the calle
         return f"{self.path} ({self.reason})"
 
 
-def _opened(image: Image.Image) -> Tensor:
+def _pillow_pixels(image: Image.Image) -> Tensor:
     """Return the pixels of an image that Pillow has opened."""
     image.load()
     with suppress(Exception):  # damaged EXIF can raise nearly anything, and does no harm to the image
@@ -50,7 +50,7 @@ def _opened(image: Image.Image) -> Tensor:
     return _rgb(image)
 
 
-_FASTER = faster_jpegs(_opened)
+_FASTER = faster_jpegs(_pillow_pixels)
 
 
 def decode(path: str | Path, faster: FasterJpegs | None = _FASTER) -> Tensor:
@@ -78,7 +78,7 @@ def decode(path: str | Path, faster: FasterJpegs | None = _FASTER) -> Tensor:
                 if max(image.size) > _LONGEST * min(image.size):
                     reason = "{} x {} pixels, more than {} times as long as wide".format(*image.size, _LONGEST)
                     raise UnreadableImage(str(path), reason)
-                return _opened(image) if faster is None else faster.pixels(data, image)
+                return _pillow_pixels(image) if faster is None else faster.pixels(data, image)
     except UnidentifiedImageError as error:
         raise UnreadableImage(str(path), "no JPEG, PNG or WebP image") from error
     except (MemoryError, UnreadableImage):

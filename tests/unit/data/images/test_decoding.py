@@ -17,7 +17,7 @@ from PIL import Image, PngImagePlugin
 from crossbow_py.data.images.crops import Box
 from crossbow_py.data.images.decoding import (
     UnreadableImage,
-    _opened,
+    _pillow_pixels,
     centre_cropped,
     crop_resized,
     decode,
@@ -290,7 +290,7 @@ class Counted:
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         self.calls += 1
-        return _opened(image)
+        return _pillow_pixels(image)
 
 
 KINDS = {
@@ -327,7 +327,7 @@ def test_faster_jpegs_leave_to_pillow_what_is_not_plain(tmp_path: Path, name: st
 
 
 def test_faster_jpegs_are_unreadable_as_by_pillow(tmp_path: Path) -> None:
-    faster = FasterJpegs(pytest.importorskip("simplejpeg"), _opened)
+    faster = FasterJpegs(pytest.importorskip("simplejpeg"), _pillow_pixels)
     whole, part = (save(tmp_path / name, SCENE) for name in ("whole.jpg", "part.jpg"))
     truncate(part)
     for _ in range(6):
@@ -348,7 +348,7 @@ def test_jpegs_of_another_libjpeg_are_compared_once_and_left_to_pillow(tmp_path:
             return np.array(image.convert(colours)) ^ np.uint8(1)
 
     other = SimpleNamespace(decode_jpeg_header=lambda data: (23, 37, "YCbCr", "420"), decode_jpeg=decode_jpeg)
-    faster = FasterJpegs(other, _opened)
+    faster = FasterJpegs(other, _pillow_pixels)
     path = save(tmp_path / "a.jpg", SCENE)
     for _ in range(3):
         assert torch.equal(decode(path, faster), decode(path, None))
@@ -361,4 +361,4 @@ def test_simplejpeg_that_was_compiled_for_another_numpy_is_left_out(
     (tmp_path / "simplejpeg.py").write_text("raise ValueError('numpy.dtype size changed')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "simplejpeg", raising=False)
-    assert faster_jpegs(_opened) is None
+    assert faster_jpegs(_pillow_pixels) is None
