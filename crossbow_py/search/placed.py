@@ -16,7 +16,7 @@ from crossbow_py.cli.launchers.ray_cluster import Place, PlacedJob, RayCluster, 
 from crossbow_py.cli.launchers.ray_worker import machine_name
 from crossbow_py.cli.overrides import as_override, parse
 from crossbow_py.core.errors import unwritable
-from crossbow_py.core.file_locks import is_locked, locked
+from crossbow_py.core.file_locks import is_held, locked
 from crossbow_py.core.printing import print_line
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.distributed.ranks import ALONE
@@ -33,6 +33,7 @@ from crossbow_py.train.evaluation.metrics import checked_metrics, metrics_of
 
 _OF_THE_FOLDER = ("output_dir", "resume")
 _MARK = ".seen_by_workers_"  # the beginning of its name; locked as long as whoever made it lives
+_MARK_AGE_S = 86_400.0  # before which none is removed: between machines a lock may not be seen
 
 
 def search_on_ray(config: SearchConfig, launcher: RayLauncher, words: Sequence[str]) -> int:
@@ -164,17 +165,19 @@ class _PlacedSearch:
 
 @contextmanager
 def _marked(path: Path) -> Iterator[Path]:
-    """Yield a file in the folder by which others see whether they share it. What killed processes left is removed."""
+    """Yield a file in the folder by which others see whether they share it. What killed processes left goes in time."""
     folder = path.absolute()
     mark = folder / f"{_MARK}{uuid.uuid4().hex[:12]}"
     with ExitStack() as stack:
         try:
-            for left in folder.glob(f"{_MARK}*"):
-                if not is_locked(left):
-                    left.unlink(missing_ok=True)
             stack.enter_context(locked(mark, lambda: None))
+            made_s = mark.stat().st_mtime  # by the folder's own clock
         except OSError as error:
             raise unwritable(path, error) from error
+        for left in folder.glob(f"{_MARK}*"):
+            with suppress(OSError):
+                if made_s - left.stat().st_mtime > _MARK_AGE_S and not is_held(left):
+                    left.unlink()
         try:
             yield mark
         finally:

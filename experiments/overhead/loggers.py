@@ -1,6 +1,6 @@
 """What do MLflow and Weights & Biases cost a run beside TensorBoard?
 
-    python experiments/overhead/loggers.py [--repetitions 5 --seconds 60] [--json PATH]
+    python experiments/overhead/loggers.py [--repetitions 9 --seconds 45] [--json PATH]
 
 README.md says what is measured and how.
 """
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,16 +24,15 @@ from unittest.mock import patch
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.host import foreign_share
-from crossbow_py.telemetry.events import Progress, RunInfo, Summary
+from crossbow_py.telemetry.events import Listener, Progress, RunInfo, Summary
 from crossbow_py.telemetry.loggers.mlflow_logger import MLflowTracker
 from crossbow_py.telemetry.loggers.run_logger import RunLogger
 from crossbow_py.telemetry.loggers.tracker import Tracker
 from crossbow_py.telemetry.loggers.wandb_logger import WandbTracker
-from experiments.bench.machine import usable_cores
 from experiments.bench.results import count, measuring_parser, positive
-from experiments.bench.windows import MAX_FOREIGN_SHARE, load_with_ended, spread
+from experiments.bench.windows import MAX_FOREIGN_SHARE, spread
 from experiments.overhead.run import train
+from experiments.overhead.side_by_side import run_pair
 from experiments.tables.markdown import NONE, markdown_table, spread_text
 from experiments.tables.measuring import measure_and_write
 
@@ -46,51 +46,54 @@ _TICKS_S = os.sysconf("SC_CLK_TCK")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
     add = parser.add_argument
-    add("--repetitions", type=count, default=5, help="pairs of runs for each logger (default %(default)s)")
-    add("--seconds", type=positive, default=60.0, help="of training, each time (default %(default)s)")
+    add("--repetitions", type=count, default=9, help="pairs of runs for each logger (default %(default)s)")
+    add("--seconds", type=positive, default=45.0, help="of training, each time (default %(default)s)")
 
     def measure(given: argparse.Namespace) -> dict[str, Any]:
         there = [name for name in TRACKERS if importlib.util.find_spec(name)]
         if not there:
             raise UserError("neither mlflow nor wandb is installed; run pip install 'crossbow_py[mlflow,wandb]'.")
         with patch.dict(os.environ, _OFFLINE):
-            measured = {name: measure_logger(name, given.repetitions, given.seconds) for name in there}
-        return {
-            "kind": KIND, "network": NETWORK, "seconds": given.seconds, "loggers": measured,
-            "left_out": [name for name in TRACKERS if name not in there],
-        }  # fmt: skip
+            return {
+                "kind": KIND, "network": NETWORK, "seconds": given.seconds,
+                **measure_loggers(there, given.repetitions, given.seconds),
+                "left_out": [name for name in TRACKERS if name not in there],
+            }  # fmt: skip
 
     return measure_and_write(parser, argv, measure, result_text)
 
 
-def measure_logger(name: str, repetitions: int, seconds: float) -> dict[str, Any]:
-    """Runs with TensorBoard and the logger, and with TensorBoard alone, by turns.
+def measure_loggers(names: Sequence[str], repetitions: int, seconds: float) -> dict[str, Any]:
+    """Runs with TensorBoard and a logger beside runs with TensorBoard alone; and of those beside their like.
 
-    Of a first pair only the start counts, in which the package is imported. Of others the ratio is dropped where
-    other programs were busy; what the logger itself takes is not.
+    A pair is dropped where other programs were busy; what the logger itself takes is counted all the same.
     """
-    costs, ratios, dropped, first_start_s = list[Cost](), list[float](), 0, 0.0
-    for repetition in range(repetitions + 1):
-        rates: dict[bool, float] = {}
-        before = load_with_ended()
-        for logged in (True, False) if repetition % 2 else (False, True):
-            cost = Cost()
-            callbacks = [WatchedLogger(TRACKERS[name](), cost)] if logged else []
-            with tempfile.TemporaryDirectory() as folder:
-                summary = train(NETWORK, Path(folder) / "run", seconds, callbacks)
-            rates[logged] = summary.images_per_s
-            if logged and repetition:
-                costs.append(cost)
-            elif logged:
-                first_start_s = cost.start_s
-        if not repetition:
-            continue
-        share = foreign_share(before, load_with_ended())
-        if share is not None and share > MAX_FOREIGN_SHARE:
-            dropped += 1
-            continue
-        ratios.append(rates[True] / rates[False])
-    return {"first_start_s": round(first_start_s, 3), **figures(costs, ratios, dropped, usable_cores())}
+    plain = partial(train_logged, None, seconds)
+    costs: dict[str, list[Cost]] = {name: [] for name in names}
+    ratios: dict[str | None, list[float]] = {name: [] for name in (*names, None)}
+    dropped: dict[str | None, int] = dict.fromkeys(ratios, 0)
+    for repetition in range(repetitions):
+        for name, own in ratios.items():
+            pair = run_pair(partial(train_logged, name, seconds), plain, is_swapped=bool(repetition % 2))
+            if name is not None:
+                costs[name].append(pair.answers[0])
+            if pair.ratio is None or (pair.foreign_share or 0.0) > MAX_FOREIGN_SHARE:
+                dropped[name] += 1
+            else:
+                own.append(pair.ratio)
+    return {
+        "loggers": {name: figures(costs[name], ratios[name], dropped[name]) for name in names},
+        "alike": {"throughput_ratio": spread(ratios[None]), "pairs": len(ratios[None]), "dropped": dropped[None]},
+    }
+
+
+def train_logged(name: str | None, seconds: float, marks: Listener) -> Cost:
+    """Train with TensorBoard and, if one is named, a logger; what that took."""
+    cost = Cost()
+    callbacks = [marks, *([] if name is None else [WatchedLogger(TRACKERS[name](), cost)])]
+    with tempfile.TemporaryDirectory() as folder:
+        train(NETWORK, Path(folder) / "run", seconds, callbacks, num_learners=1)
+    return cost
 
 
 @dataclass
@@ -112,19 +115,20 @@ class Cost:
     service_s: float = 0.0
     trained_s: float = 0.0
 
-    def share(self, cores: int) -> float:
-        """The share of training: the loop's time, and the processor's time of the rest as a part of all cores."""
-        return (self.loop_s + (self.courier_s + self.service_s) / cores) / self.trained_s
+    @property
+    def share(self) -> float:
+        """The share of training on one core: the loop's time, and the processor's time of the rest."""
+        return (self.loop_s + self.courier_s + self.service_s) / self.trained_s
 
 
-def figures(costs: Sequence[Cost], ratios: Sequence[float], dropped: int, cores: int) -> dict[str, Any]:
+def figures(costs: Sequence[Cost], ratios: Sequence[float], dropped: int) -> dict[str, Any]:
     """The figures of a logger as plain values."""
     trained = [cost for cost in costs if cost.trained_s > 0]
     return {
         "n": len(costs),
-        "share": spread([cost.share(cores) for cost in trained], 6),
+        "share": spread([cost.share for cost in trained], 6),
         "loop_share": spread([cost.loop_s / cost.trained_s for cost in trained], 6),
-        "processor_share": spread([(cost.courier_s + cost.service_s) / cost.trained_s / cores for cost in trained], 6),
+        "processor_share": spread([(cost.courier_s + cost.service_s) / cost.trained_s for cost in trained], 6),
         "start_s": spread([cost.start_s for cost in costs], 3),
         "end_s": spread([cost.end_s for cost in costs], 3),
         "throughput_ratio": spread(ratios),
@@ -184,12 +188,17 @@ def headline(result: Result) -> str:
         if own["share"] is not None:
             verdict = "reached" if own["share"]["median"] <= MOST_SHARE else "missed"
             said.append(
-                f"{name} takes {own['share']['median']:.2%} of training (at most {MOST_SHARE:.1%} was wanted: "
-                f"{verdict}) and {own['first_start_s']:.1f} s at the start."
+                f"{name} takes {own['share']['median']:.2%} of training on one core (at most {MOST_SHARE:.1%} was "
+                f"wanted: {verdict}) and {own['start_s']['median']:.1f} s at the start."
             )
             if own["pairs"]:
-                ratio = spread_text(own["throughput_ratio"], ".3f")
-                said.append(f"Runs with it had {ratio} times the images/s of runs without (n={own['pairs']}).")
+                said.append(
+                    f"Runs with it had {spread_text(own['throughput_ratio'], '.3f')} times the images/s of runs "
+                    f"without that went on beside them (n={own['pairs']})."
+                )
+    if (alike := result["alike"])["pairs"]:
+        ratio = spread_text(alike["throughput_ratio"], ".3f")
+        said.append(f"Of two runs without, one had {ratio} times the images/s of the other (n={alike['pairs']}).")
     return " ".join([*said, *(f"{name} is not installed." for name in result["left_out"])])
 
 
@@ -200,24 +209,27 @@ def answer(results: Mapping[str, Result]) -> str:
 
 def result_text(result: Result) -> str:
     header = [
-        "", "share of training", "of the loop", "of the processor", "first start, s", "later starts, s", "end, s", "n",
+        "", "share of training", "of the loop", "of the processor", "start, s", "end, s", "n",
         "images/s with ÷ without", "pairs", "dropped",
     ]  # fmt: skip
     rows = [
         [
             name,
             *(spread_text(own[part], ".2%") for part in ("share", "loop_share", "processor_share")),
-            f"{own['first_start_s']:.1f}",
             *(spread_text(own[part], ".1f") for part in ("start_s", "end_s")),
             str(own["n"]),
-            spread_text(own["throughput_ratio"], ".3f") if own["pairs"] else NONE,
-            str(own["pairs"]),
-            str(own["dropped"]),
+            *_of_pairs(own),
         ]
         for name, own in result["loggers"].items()
     ]
-    head = f"{result['network']}, runs of {result['seconds']:g} s."
+    rows.append(["neither", *[NONE] * 6, *_of_pairs(result["alike"])])
+    head = f"{result['network']}, runs of {result['seconds']:g} s, one learner on one core each, two at a time."
     return f"{headline(result)}\n\n{head}\n\n{markdown_table(header, rows)}"
+
+
+def _of_pairs(own: Mapping[str, Any]) -> list[str]:
+    ratio = spread_text(own["throughput_ratio"], ".3f") if own["pairs"] else NONE
+    return [ratio, str(own["pairs"]), str(own["dropped"])]
 
 
 TABLES = {"all": result_text, "headline": headline}

@@ -123,14 +123,18 @@ def measure_telemetry(network: str, repetitions: int, seconds: float) -> dict[st
     }  # fmt: skip
 
 
-def train(network: str, folder: Path | None, seconds: float, callbacks: Sequence[Listener] = ()) -> Summary:
+def train(
+    network: str, folder: Path | None, seconds: float, callbacks: Sequence[Listener] = (),
+    num_learners: int | None = None,
+) -> Summary:  # fmt: skip
     """Train for so many seconds on made-up samples, with all records if there is a folder; the run's summary."""
-    make_model, shape, num_learners = NETWORKS[network]
+    make_model, shape, usual_learners = NETWORKS[network]
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (_SAMPLES, *shape), dtype=torch.uint8, generator=generator)
     targets = torch.randint(0, 10, (_SAMPLES,), generator=generator)
     trainer = Trainer(
-        model=make_model, train_data=(images, targets), batch_size=_BATCH, num_learners=num_learners, device="cpu",
+        model=make_model, train_data=(images, targets), batch_size=_BATCH,
+        num_learners=num_learners or usual_learners, device="cpu",
         executor="threads", optimizer=SGD(learning_rate=0.01, momentum=0.9), output_dir=folder,
         checkpoint=CheckpointSettings(every_epochs=None), callbacks=callbacks,
     )  # fmt: skip

@@ -236,7 +236,7 @@ def _open_database(storage: str) -> BaseStorage:
     driver = ""
     if (found := _PASSWORD.search(storage)) and found[2]:
         raise UserError(
-            f"storage must have one @, before the host, got {shown_address(storage)!r}; write @ in a password as %40."
+            f"storage must have one @, before the host, got {shown_address(storage)!r}; write any other as %40."
         )
     try:
         url = make_url(storage)

@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -227,12 +227,14 @@ class _Job:
 
     Attributes:
         name: what it takes along; None for points, which are never left out.
+        points: these, if so.
         tries: how often it failed where the service took something else.
         error: what it failed with last.
     """
 
     name: str | None
     call: Callable[[], None]
+    points: Sequence[Point] = ()
     tries: int = 0
     error: str = ""
 
@@ -246,7 +248,8 @@ class Courier:
     """Takes points and pictures to a tracker, in a thread of its own: training never waits for a server.
 
     What fails keeps nothing back. It is tried again with what comes later, and once more in the end. What the service
-    refuses a few times, while it takes other things, is left out, except for points.
+    refuses a few times, while it takes other things, is left out, except for points. While it takes nothing, all points
+    wait together, and of other things the last of each name.
 
     Args:
         tracker: a tracker that is open.
@@ -326,12 +329,26 @@ class Courier:
                 takes_some = True
                 failed = [each for each in failed if each.name is None or each.name != job.name]
         with self._lock:
-            self._jobs[:0] = [job for job in failed if not self._leaves_out(job, takes_some)]
+            waiting = failed if takes_some else self._gathered(failed)
+            self._jobs[:0] = [job for job in waiting if not self._leaves_out(job, takes_some)]
 
     def _pack(self) -> None:
         if self._points:
-            self._jobs.append(_Job(None, partial(self._tracker.log, self._points)))
+            self._jobs.append(self._job_of(self._points))
             self._points = []
+
+    def _job_of(self, points: Sequence[Point]) -> _Job:
+        return _Job(None, partial(self._tracker.log, points), points)
+
+    def _gathered(self, failed: Sequence[_Job]) -> list[_Job]:
+        """Return one job for all points and the last of each name: what waits for a lost service does not grow."""
+        gathered: dict[str | None, _Job] = {}
+        for job in failed:
+            before = gathered.pop(job.name, None)
+            if job.name is None and before is not None:
+                job = replace(self._job_of([*before.points, *job.points]), error=job.error)  # noqa: PLW2901
+            gathered[job.name] = job
+        return list(gathered.values())
 
     def _tell_first(self, job: _Job) -> None:
         with self._lock:

@@ -6,16 +6,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from crossbow_py.core.host import usable_core_ids
 from crossbow_py.telemetry.events import Listener, Progress
 from crossbow_py.telemetry.loggers.tracker import Courier, Point
 from experiments.bench.windows import spread
 from experiments.overhead import loggers, ranks, report
 from experiments.overhead.loggers import Cost, WatchedLogger
 from experiments.overhead.ranks import CASES, act_out
+from experiments.overhead.side_by_side import ratio_of, run_pair
 from tests.trackers import MemoryTracker
 
 
@@ -61,19 +64,50 @@ def test_goal_of_ranks_holds_for_the_worst_case_of_eight(share: float, said: str
     assert report.TABLES_OVER_ALL["of_ranks"]({"overhead": {}}) == ""
 
 
-def test_share_of_a_logger_is_the_loops_time_and_its_part_of_the_cores() -> None:
-    cost = Cost(start_s=2.0, end_s=1.0, loop_s=0.1, courier_s=0.3, service_s=0.1, trained_s=100.0)
-    assert cost.share(cores=2) == pytest.approx(0.003)  # 0.1 + 0.4 / 2 of 100
-    found = loggers.figures([cost], [0.99, 1.01], dropped=3, cores=2)
-    assert found["share"]["median"] == 0.003
-    assert (found["loop_share"]["median"], found["processor_share"]["median"]) == (0.001, 0.002)
+def test_share_of_a_logger_is_the_loops_time_and_what_the_rest_takes_of_its_core() -> None:
+    cost = Cost(start_s=2.0, end_s=1.0, loop_s=0.1, courier_s=0.2, service_s=0.1, trained_s=100.0)
+    found = loggers.figures([cost], [0.99, 1.01], dropped=3)
+    assert found["share"]["median"] == cost.share == pytest.approx(0.004)
+    assert (found["loop_share"]["median"], found["processor_share"]["median"]) == (0.001, 0.003)
     assert (found["n"], found["pairs"], found["dropped"]) == (1, 2, 3)
-    assert found["throughput_ratio"] == {"median": 1.0, "minimum": 0.99, "maximum": 1.01}
-    result = {"kind": "loggers", "loggers": {"mlflow": {**found, "first_start_s": 4.9}}, "left_out": ["wandb"]}
+    alike = {"throughput_ratio": spread([1.001]), "pairs": 1, "dropped": 0}
+    result = {"kind": "loggers", "loggers": {"mlflow": found}, "alike": alike, "left_out": ["wandb"]}
     assert loggers.headline(result) == (
-        "mlflow takes 0.30% of training (at most 0.5% was wanted: reached) and 4.9 s at the start. "
-        "Runs with it had 1.000 (0.990–1.010) times the images/s of runs without (n=2). wandb is not installed."
+        "mlflow takes 0.40% of training on one core (at most 0.5% was wanted: reached) and 2.0 s at the start. "
+        "Runs with it had 1.000 (0.990–1.010) times the images/s of runs without that went on beside them (n=2). "
+        "Of two runs without, one had 1.001 (1.001–1.001) times the images/s of the other (n=1). "
+        "wandb is not installed."
     )
+
+
+def test_two_runs_are_compared_while_both_train() -> None:
+    own = [(10.0, 0), (11.0, 50), (13.0, 450), (15.0, 850)]
+    base = [(9.0, 0), (12.0, 100), (14.0, 500), (20.0, 9000)]
+    # From 11 s, a second after the later of the two has begun, to 15 s, when the first of them ends. The second is at
+    # 100 x 2 / 3 then, and at 500 + 8500 / 6.
+    expected = (850 - 50) / (500 + 8500 / 6 - 200 / 3)
+    assert ratio_of(own, base, settling_s=1.0) == pytest.approx(expected)
+    assert ratio_of(own, [(14.5, 0), (16.0, 10)], settling_s=1.0) is None
+    assert ratio_of(own, [], settling_s=1.0) is None
+
+
+def burn(marks: Listener) -> list[int]:
+    """A side that tells of what it has done, as fast as its core lets it."""
+    end_s, done = time.monotonic() + 1.5, 0
+    while time.monotonic() < end_s:
+        sum(range(10_000))
+        done += 1
+        marks.on_progress(replace(progress(1.0), samples_seen=done))
+    return sorted(usable_core_ids())
+
+
+@pytest.mark.skipif(len(usable_core_ids()) < 2, reason="two runs side by side need two cores")
+def test_two_runs_go_on_at_once_on_a_core_each_and_swap() -> None:
+    first, second, *_ = sorted(usable_core_ids())
+    for is_swapped, cores in ((False, ([first], [second])), (True, ([second], [first]))):
+        pair = run_pair(burn, burn, is_swapped)
+        assert pair.answers == cores
+        assert pair.ratio is None or pair.ratio > 0
 
 
 def test_cost_of_a_logger_is_counted_between_the_first_progress_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from tensorboard.plugins.hparams.metadata import (
     parse_session_end_info_plugin_data,
     parse_session_start_info_plugin_data,
 )
+from tensorboard.summary.writer import event_file_writer
 
 from crossbow_py.telemetry.class_counts import ClassCounts, markdown_table
 from crossbow_py.telemetry.confusion_picture import confusion_picture
@@ -137,7 +138,11 @@ def test_progress_at_the_end_of_an_epoch_is_not_repeated_by_the_epoch(tmp_path: 
     assert _points(tmp_path, "accuracy/test") == [(1000, 0.75)]
 
 
-def test_scalars_of_a_resumed_run_hide_what_came_after_the_checkpoint(tmp_path: Path, events: Any) -> None:
+def test_scalars_of_a_resumed_run_hide_what_came_after_the_checkpoint(
+    tmp_path: Path, events: Any, monkeypatch: Any
+) -> None:
+    # Files are read in the order of their names: within a second a process's tenth would come before its ninth.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     with writing(tmp_path, events) as first:
         for epoch in (1, 2, 3):
             first.on_epoch(events.epoch_record(epoch))
@@ -259,6 +264,25 @@ def test_full_disk_ends_the_writer_without_a_traceback_and_is_told(
     other.join()
     assert [args.exc_type for args in printed] == [ZeroDivisionError]
     scalars.close()
+    assert threading.excepthook == before
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_writers_that_close_in_any_order_leave_the_processes_own_hook_of_threads(
+    tmp_path: Path, events: Any, monkeypatch: Any, order: tuple[int, int]
+) -> None:
+    printed: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    before = threading.excepthook
+    writers = [TensorBoardScalars(tmp_path / str(index), None) for index in range(2)]
+    for writer in writers:
+        writer.on_start(events.run_info())
+    hook = threading.excepthook
+    assert hook != before
+    writers[order[0]].close()
+    writers[order[0]].close()
+    assert threading.excepthook == hook
+    writers[order[1]].close()
     assert threading.excepthook == before
 
 

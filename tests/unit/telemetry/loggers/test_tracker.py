@@ -139,6 +139,24 @@ def test_service_that_takes_nothing_for_long_gets_all_when_it_is_back() -> None:
     assert [point.samples_seen for point in tracker.points] == list(range(10))
 
 
+def test_for_a_service_that_takes_nothing_one_delivery_waits_and_the_last_of_each_name() -> None:
+    tracker = MemoryTracker()
+    courier = Courier(tracker, every_s=1000.0)
+    tracker.error = ConnectionError("gone")
+    for samples in range(5):
+        courier.add(samples, {"a": 1.0})
+        courier.do("predictions", tracker.file, Path(f"predictions_{samples}"))
+        courier.do("counts", tracker.file, Path(f"counts_{samples}"))
+        courier._deliver()
+    assert [job.name for job in courier._jobs] == [None, "predictions", "counts"]
+    courier.do("end", tracker.end, "finished", 5, {}, {})
+    tracker.error = None
+    assert courier.finish() == []
+    assert [name for name, _ in tracker.calls] == ["log", "file", "file", "end"]
+    assert tracker.of("file") == ["predictions_4", "counts_4"]
+    assert [point.samples_seen for point in tracker.points] == list(range(5))
+
+
 def test_points_that_are_refused_are_kept_to_the_end() -> None:
     tracker, refuses = MemoryTracker(), True
     taken = tracker.log
