@@ -65,7 +65,7 @@ test: setup  ## the tests of the package, and those of CUDA on a simulated devic
 
 test-more: setup  ## fuzzing, what pages say, experiments in their short form; and slow tests that no busy machine upsets
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow' $(MORE_TESTS)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist load -m 'slow and not long'
+	$(BIN)/python -m pytest -n 4 --dist load -m 'slow and not long'
 
 test-all: setup $(ZOO_STAMP)  ## everything, also what takes minutes or wants the machine to itself, and models of timm and transformers
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow'

@@ -47,8 +47,9 @@ def seen_with(variants, kernels):
     return {(each["precision"], each["key"]): each["learners"] for each in variants if each["kernel"] in kernels}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.long), 90])
+@pytest.mark.parametrize("capability", [80, 90])
 def test_every_kernel_is_within_its_budget(capability, tmp_path):
     made = compiled(tmp_path, "--capabilities", str(capability), "--learners", "8", "--each", "3")
     assert {each["kernel"] for each in made} == set(REGISTERS)

@@ -47,6 +47,7 @@ def try_mutations(*names):
 
 @needs_device
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_some_mutations_are_caught_as_the_table_says():
     caught = {each["name"]: each["caught_by"] for each in results()}

@@ -83,7 +83,8 @@ QUICK = {"tables", "scaling/run", "update_bandwidth/run", "loader/run", "loader/
 LONG = {
     *(f"{question}/run" for question in _OF_GRIDS), "throughput/run", "throughput/suite", "model_batch/run",
     "workers/run", "pack_step_time/run", "hyperband/run", "muon_cost/run", "overhead/run", "faults/restarts",
-    "overhead/loggers", "overhead/ranks", "ranks/search", "scaling/calibrate",
+    "overhead/loggers", "overhead/ranks", "ranks/search", "scaling/calibrate", "predicted_speed/run", "checkpoint/run",
+    "memory/run", "agreement/run",
 }  # fmt: skip
 _DROPPED = ("--json", "--jobs", "--cells", "--seeds", "--name")
 _FLAGS = ("--add", "--quick")

@@ -97,6 +97,7 @@ def test_overrides_of_any_text_are_a_configuration_or_one_sentence(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_every_key_with_odd_values_is_a_configuration_or_one_sentence() -> None:
     with memory_of_at_most(300):

@@ -26,6 +26,7 @@ SHAPES = {
     "gpt": (12,),
 }  # fmt: skip
 QUICK = ["mlp", "lenet", "resnet20", "gpt"]
+DEEPEST = ["resnet101", "resnet152"]  # of the slow ones
 
 
 def own_statistics(model):
@@ -67,9 +68,10 @@ def check(trio, inputs, tolerance=1e-10):
     return graph.looped
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
-)
+@pytest.mark.parametrize("name", [
+    name if name in QUICK else pytest.param(name, marks=[pytest.mark.slow, *([pytest.mark.long] * (name in DEEPEST))])
+    for name in SHAPES
+])  # fmt: skip
 def test_zoo_model_in_evaluation_mode_equals_each_module_alone_and_loops_over_nothing(name):
     trio = trio_of(lambda: MODELS[name]().build(SHAPES[name], 10), training=False)
     torch.manual_seed(9)
