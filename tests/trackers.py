@@ -18,6 +18,9 @@ class MemoryTracker(Tracker):
 
     Attributes:
         error: what all methods but `open` raise, if it is set.
+        fails: how many times more; None is for good.
+        refused: the samples seen of a point that `log` raises for.
+        asked: the number of calls.
         may_go_on: the methods wait for it.
     """
 
@@ -27,6 +30,9 @@ class MemoryTracker(Tracker):
         super().__init__()
         self.calls: list[tuple[str, Any]] = []
         self.error: Exception | None = None
+        self.fails: int | None = None
+        self.refused: int | None = None
+        self.asked = 0
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
@@ -44,6 +50,8 @@ class MemoryTracker(Tracker):
         return ["Service records this."]
 
     def log(self, points: Sequence[Point]) -> None:
+        if self.error is None and self.refused in [point.samples_seen for point in points]:
+            raise ValueError("no such point")
         self._keep("log", list(points))
 
     def picture(self, name: str, picture: Images, samples_seen: int) -> None:
@@ -63,7 +71,9 @@ class MemoryTracker(Tracker):
 
     def _keep(self, method: str, given: Any) -> None:
         self.may_go_on.wait(10)
-        if self.error is not None:
+        self.asked += 1
+        if self.error is not None and self.fails != 0:
+            self.fails = None if self.fails is None else self.fails - 1
             raise self.error
         self.calls.append((method, given))
 

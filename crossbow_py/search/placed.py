@@ -33,7 +33,7 @@ from crossbow_py.train.evaluation.metrics import checked_metrics, metrics_of
 
 _OF_THE_FOLDER = ("output_dir", "resume")
 _MARK = ".seen_by_workers_"  # the beginning of its name; locked as long as whoever made it lives
-_MARK_AGE_S = 86_400.0  # before which none is removed: between machines a lock may not be seen
+_MARK_AGE_S = 30 * 86_400.0  # before which none is removed: between machines a lock may not be seen
 
 
 def search_on_ray(config: SearchConfig, launcher: RayLauncher, words: Sequence[str]) -> int:
@@ -176,7 +176,9 @@ def _marked(path: Path) -> Iterator[Path]:
             raise unwritable(path, error) from error
         for left in folder.glob(f"{_MARK}*"):
             with suppress(OSError):
-                if made_s - left.stat().st_mtime > _MARK_AGE_S and not is_held(left):
+                found = left.stat()
+                is_ours = found.st_uid == os.getuid()  # of others' files it may not be seen whether they are held
+                if is_ours and made_s - found.st_mtime > _MARK_AGE_S and not is_held(left):
                     left.unlink()
         try:
             yield mark

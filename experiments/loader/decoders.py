@@ -259,6 +259,11 @@ def headline(result: Result) -> str:
         verdict = "a clear win" if best["crops_to_ours"]["median"] >= WINS else "no clear win"
         ratio = spread_text(best["crops_to_ours"])
         said.append(f"{name}: {best['name']} makes {ratio} times the crops of Pillow, {verdict} (from {WINS} on).")
+        said += [
+            f"What users get, {FASTER}, makes {spread_text(each['crops_to_ours'])}."
+            for each in rivals
+            if each["name"] == FASTER and each is not best
+        ]
     return " ".join(said)
 
 

@@ -1,6 +1,6 @@
 """What do MLflow and Weights & Biases cost a run beside TensorBoard?
 
-    python experiments/overhead/loggers.py [--repetitions 9 --seconds 45] [--json PATH]
+    python experiments/overhead/loggers.py [--repetitions 4 --seconds 40] [--json PATH]
 
 README.md says what is measured and how.
 """
@@ -30,9 +30,9 @@ from crossbow_py.telemetry.loggers.run_logger import RunLogger
 from crossbow_py.telemetry.loggers.tracker import Tracker
 from crossbow_py.telemetry.loggers.wandb_logger import WandbTracker
 from experiments.bench.results import count, measuring_parser, positive
-from experiments.bench.windows import MAX_FOREIGN_SHARE, spread
+from experiments.bench.windows import spread
 from experiments.overhead.run import train
-from experiments.overhead.side_by_side import run_pair
+from experiments.overhead.side_by_side import Couple, run_couple
 from experiments.tables.markdown import NONE, markdown_table, spread_text
 from experiments.tables.measuring import measure_and_write
 
@@ -46,8 +46,8 @@ _TICKS_S = os.sysconf("SC_CLK_TCK")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
     add = parser.add_argument
-    add("--repetitions", type=count, default=9, help="pairs of runs for each logger (default %(default)s)")
-    add("--seconds", type=positive, default=45.0, help="of training, each time (default %(default)s)")
+    add("--repetitions", type=count, default=4, help="couples of pairs of runs for each logger (default %(default)s)")
+    add("--seconds", type=positive, default=40.0, help="of training, each time (default %(default)s)")
 
     def measure(given: argparse.Namespace) -> dict[str, Any]:
         there = [name for name in TRACKERS if importlib.util.find_spec(name)]
@@ -64,34 +64,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure_loggers(names: Sequence[str], repetitions: int, seconds: float) -> dict[str, Any]:
-    """Runs with TensorBoard and a logger beside runs with TensorBoard alone; and of those beside their like.
-
-    A pair is dropped where other programs were busy; what the logger itself takes is counted all the same.
-    """
+    """Runs with TensorBoard and a logger beside runs with TensorBoard alone; and of those beside their like."""
     plain = partial(train_logged, None, seconds)
-    costs: dict[str, list[Cost]] = {name: [] for name in names}
-    ratios: dict[str | None, list[float]] = {name: [] for name in (*names, None)}
-    dropped: dict[str | None, int] = dict.fromkeys(ratios, 0)
-    for repetition in range(repetitions):
-        for name, own in ratios.items():
-            pair = run_pair(partial(train_logged, name, seconds), plain, is_swapped=bool(repetition % 2))
-            if name is not None:
-                costs[name].append(pair.answers[0])
-            if pair.ratio is None or (pair.foreign_share or 0.0) > MAX_FOREIGN_SHARE:
-                dropped[name] += 1
-            else:
-                own.append(pair.ratio)
-    return {
-        "loggers": {name: figures(costs[name], ratios[name], dropped[name]) for name in names},
-        "alike": {"throughput_ratio": spread(ratios[None]), "pairs": len(ratios[None]), "dropped": dropped[None]},
-    }
+    couples: dict[str | None, list[Couple]] = {name: [] for name in (*names, None)}
+    for _ in range(repetitions):
+        for name, own in couples.items():
+            own.append(run_couple(partial(train_logged, name, seconds), plain))
+    return {"loggers": {name: figures(couples[name]) for name in names}, "alike": ratios_of(couples[None])}
 
 
 def train_logged(name: str | None, seconds: float, marks: Listener) -> Cost:
     """Train with TensorBoard and, if one is named, a logger; what that took."""
     cost = Cost()
-    callbacks = [marks, *([] if name is None else [WatchedLogger(TRACKERS[name](), cost)])]
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"  # of this process, which ends
+        callbacks = [marks, *([] if name is None else [WatchedLogger(TRACKERS[name](), cost)])]
         train(NETWORK, Path(folder) / "run", seconds, callbacks, num_learners=1)
     return cost
 
@@ -104,8 +91,8 @@ class Cost:
         start_s, end_s: of the clock, while the run begins and ends.
         loop_s: of the training loop's thread, in between.
         courier_s, service_s: of the processor, by the thread that sends and by processes that the package has started,
-            from the first progress to the last.
-        trained_s: of training, from the first progress to the last.
+            from the first progress to the end.
+        trained_s: of training, from the first progress to the end.
     """
 
     start_s: float = 0.0
@@ -121,8 +108,9 @@ class Cost:
         return (self.loop_s + self.courier_s + self.service_s) / self.trained_s
 
 
-def figures(costs: Sequence[Cost], ratios: Sequence[float], dropped: int) -> dict[str, Any]:
+def figures(couples: Sequence[Couple]) -> dict[str, Any]:
     """The figures of a logger as plain values."""
+    costs = [cost for couple in couples for cost in couple.answers]
     trained = [cost for cost in costs if cost.trained_s > 0]
     return {
         "n": len(costs),
@@ -131,9 +119,18 @@ def figures(costs: Sequence[Cost], ratios: Sequence[float], dropped: int) -> dic
         "processor_share": spread([(cost.courier_s + cost.service_s) / cost.trained_s for cost in trained], 6),
         "start_s": spread([cost.start_s for cost in costs], 3),
         "end_s": spread([cost.end_s for cost in costs], 3),
+        **ratios_of(couples),
+    }
+
+
+def ratios_of(couples: Sequence[Couple]) -> dict[str, Any]:
+    """Ratios of images/s, and those of every couple and what others took meanwhile."""
+    ratios = [couple.ratio for couple in couples if couple.ratio is not None]
+    return {
         "throughput_ratio": spread(ratios),
-        "pairs": len(ratios),
-        "dropped": dropped,
+        "couples": len(ratios),
+        "dropped": len(couples) - len(ratios),
+        "pairs": [[*couple.ratios, couple.foreign_share] for couple in couples],
     }
 
 
@@ -154,32 +151,41 @@ class WatchedLogger(RunLogger):
         begun_s = time.perf_counter()
         super().on_progress(progress)
         self._cost.loop_s += time.perf_counter() - begun_s
-        now = progress.elapsed_s, self._courier_s(), processes_s()
-        self._first = self._first or now
-        cost, since = self._cost, [last - first for first, last in zip(self._first, now, strict=True)]
-        cost.trained_s, cost.courier_s, cost.service_s = since
+        # Not each time: reading what others have used takes longer than the logger.
+        self._first = self._first or self._used(progress.elapsed_s)
 
     def on_end(self, summary: Summary) -> None:
+        cost = self._cost
+        if self._first is not None:
+            used = self._used(summary.train_time_s)
+            cost.trained_s, cost.courier_s, cost.service_s = (
+                last - first for first, last in zip(self._first, used, strict=True)
+            )
         begun_s = time.perf_counter()
         super().on_end(summary)
-        self._cost.end_s += time.perf_counter() - begun_s
+        cost.end_s += time.perf_counter() - begun_s
 
-    def _courier_s(self) -> float:
-        """The processor's seconds of the thread that sends."""
-        if self._courier is None or self._courier._thread.ident is None:
-            return 0.0
-        return time.clock_gettime(time.pthread_getcpuclockid(self._courier._thread.ident))
+    def _used(self, elapsed_s: float) -> tuple[float, float, float]:
+        """Seconds of training, and the processor's of the thread that sends and of what the package has started."""
+        sends = None if self._courier is None else self._courier._thread.ident
+        courier_s = 0.0 if sends is None else time.clock_gettime(time.pthread_getcpuclockid(sends))
+        return elapsed_s, courier_s, descendants_s(os.getpid())
 
 
-def processes_s() -> float:
-    """The processor's seconds of this process's children that run, such as the one that Weights & Biases starts."""
-    ticks = 0
-    for listed in Path("/proc/self/task").glob("*/children"):
-        for child in listed.read_text().split():
-            with suppress(OSError):  # it has just ended
-                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-                ticks += int(fields[11]) + int(fields[12])  # user and system
-    return ticks / _TICKS_S
+def descendants_s(process: int) -> float:
+    """The processor's seconds of the processes that a process has started, and they have, as far as they run."""
+    children: dict[int, list[tuple[int, float]]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            fields = path.read_text().rpartition(")")[2].split()
+            seconds = (int(fields[11]) + int(fields[12])) / _TICKS_S  # user and system
+            children.setdefault(int(fields[1]), []).append((int(path.parent.name), seconds))
+    found, parents = 0.0, [process]
+    while parents:
+        for child, seconds in children.get(parents.pop(), ()):
+            found += seconds
+            parents.append(child)
+    return found
 
 
 def headline(result: Result) -> str:
@@ -191,14 +197,17 @@ def headline(result: Result) -> str:
                 f"{name} takes {own['share']['median']:.2%} of training on one core (at most {MOST_SHARE:.1%} was "
                 f"wanted: {verdict}) and {own['start_s']['median']:.1f} s at the start."
             )
-            if own["pairs"]:
+            if own["couples"]:
                 said.append(
                     f"Runs with it had {spread_text(own['throughput_ratio'], '.3f')} times the images/s of runs "
-                    f"without that went on beside them (n={own['pairs']})."
+                    f"without that went on beside them (n={own['couples']})."
                 )
-    if (alike := result["alike"])["pairs"]:
+    if (alike := result["alike"])["couples"]:
         ratio = spread_text(alike["throughput_ratio"], ".3f")
-        said.append(f"Of two runs without, one had {ratio} times the images/s of the other (n={alike['pairs']}).")
+        said.append(
+            f"Of two runs without, one had {ratio} times the images/s of the other (n={alike['couples']}): what is "
+            "less cannot be told from nothing."
+        )
     return " ".join([*said, *(f"{name} is not installed." for name in result["left_out"])])
 
 
@@ -210,7 +219,7 @@ def answer(results: Mapping[str, Result]) -> str:
 def result_text(result: Result) -> str:
     header = [
         "", "share of training", "of the loop", "of the processor", "start, s", "end, s", "n",
-        "images/s with ÷ without", "pairs", "dropped",
+        "images/s with ÷ without", "couples", "dropped",
     ]  # fmt: skip
     rows = [
         [
@@ -218,18 +227,18 @@ def result_text(result: Result) -> str:
             *(spread_text(own[part], ".2%") for part in ("share", "loop_share", "processor_share")),
             *(spread_text(own[part], ".1f") for part in ("start_s", "end_s")),
             str(own["n"]),
-            *_of_pairs(own),
+            *_of_couples(own),
         ]
         for name, own in result["loggers"].items()
     ]
-    rows.append(["neither", *[NONE] * 6, *_of_pairs(result["alike"])])
+    rows.append(["neither", *[NONE] * 6, *_of_couples(result["alike"])])
     head = f"{result['network']}, runs of {result['seconds']:g} s, one learner on one core each, two at a time."
     return f"{headline(result)}\n\n{head}\n\n{markdown_table(header, rows)}"
 
 
-def _of_pairs(own: Mapping[str, Any]) -> list[str]:
-    ratio = spread_text(own["throughput_ratio"], ".3f") if own["pairs"] else NONE
-    return [ratio, str(own["pairs"]), str(own["dropped"])]
+def _of_couples(own: Mapping[str, Any]) -> list[str]:
+    ratio = spread_text(own["throughput_ratio"], ".3f") if own["couples"] else NONE
+    return [ratio, str(own["couples"]), str(own["dropped"])]
 
 
 TABLES = {"all": result_text, "headline": headline}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
@@ -19,21 +20,31 @@ from experiments.bench.windows import load_with_ended
 
 Mark = tuple[float, int]  # seconds on the clock of all processes, and samples seen
 Side = Callable[[Listener], Any]  # trains, and tells the listener; what it returns is sent back
+MOST_FOREIGN_SHARE = 0.05  # of two cores: all of it may be the core of one side
 _SETTLING_S = 1.0
 
 
-class Pair(NamedTuple):
-    """What came of two runs.
+class Couple(NamedTuple):
+    """What came of two pairs of runs, in which the sides had each other's cores.
 
     Attributes:
-        ratio: the images/s of the first ÷ those of the second, while both trained; None if they never did.
-        answers: what the sides returned.
-        foreign_share: the part of the processor that other programs took; None when the kernel does not tell.
+        ratios: the images/s of the first side ÷ those of the second, of each pair, while both trained; None if they
+            never did.
+        answers: what the first side returned each time.
+        foreign_share: the most that other programs took of the two cores; None when the kernel does not tell.
     """
 
-    ratio: float | None
+    ratios: tuple[float | None, float | None]
     answers: tuple[Any, Any]
     foreign_share: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """The ratio without what one core is faster than the other; None where it is unknown or others were busy."""
+        first, second = self.ratios
+        if not first or not second or (self.foreign_share or 0.0) > MOST_FOREIGN_SHARE:
+            return None
+        return math.sqrt(first * second)
 
 
 class Marks(Listener):
@@ -46,25 +57,41 @@ class Marks(Listener):
         self.marks.append((time.monotonic(), progress.samples_seen))
 
 
-def run_pair(first: Side, second: Side, is_swapped: bool) -> Pair:
-    """Run both at once, in processes of their own, on the first core and the second, or on the second and the first."""
-    cores = sorted(usable_core_ids())
+def run_couple(first: Side, second: Side) -> Couple:
+    """Run both sides at once, each in a process of its own on a core of its own; and again on each other's core.
+
+    Raises:
+        UserError: there are no two cores, or a side has failed.
+    """
+    cores = sorted(usable_core_ids())[:2]
     if len(cores) < 2:
         raise UserError("two runs side by side need two cores; run this on a machine that has them.")
-    context = multiprocessing.get_context("spawn")
-    before, runs = load_with_ended(), []
-    for side, core in zip((first, second), cores[1::-1] if is_swapped else cores[:2], strict=True):
-        ours, theirs = context.Pipe()
-        with on_cores({core}):
-            process = context.Process(target=_run, args=(side, theirs))
-            process.start()
-        theirs.close()
-        runs.append((process, ours))
-    told = [connection.recv() for _, connection in runs]  # a side that failed has closed its end: EOFError
-    for process, _ in runs:
-        process.join()
-    (own, answer), (base, other) = told
-    return Pair(ratio_of(own, base), (answer, other), foreign_share(before, load_with_ended()))
+    pairs = [_run_pair((first, second), cores), _run_pair((first, second), cores[::-1])]
+    ratios, answers, shares = zip(*pairs, strict=True)
+    return Couple(ratios, answers, max((share for share in shares if share is not None), default=None))
+
+
+def _run_pair(sides: Sequence[Side], cores: Sequence[int]) -> tuple[float | None, Any, float | None]:
+    """Return the ratio, what the first side returned, and what others took of these cores."""
+    context, runs = multiprocessing.get_context("spawn"), []
+    with on_cores(set(cores)):
+        before = load_with_ended()
+        for side, core in zip(sides, cores, strict=True):
+            ours, theirs = context.Pipe()
+            with on_cores({core}):
+                process = context.Process(target=_run, args=(side, theirs))
+                process.start()
+            theirs.close()
+            runs.append((process, ours))
+        try:
+            (own, answer), (base, _) = (connection.recv() for _, connection in runs)
+        except EOFError as error:
+            for process, _ in runs:
+                process.terminate()
+            raise UserError("a run failed, by what it has printed above; correct that, and measure again.") from error
+        for process, _ in runs:
+            process.join()
+        return ratio_of(own, base), answer, foreign_share(before, load_with_ended())
 
 
 def ratio_of(own: Sequence[Mark], base: Sequence[Mark], settling_s: float = _SETTLING_S) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 from PIL import ExifTags, Image
 from torch import Tensor
 
-_COMPARED = 4  # files of a kind, before others of it are decoded by simplejpeg alone
+_COMPARED = 4  # files of a kind that show a difference, before others of it are decoded by simplejpeg alone
+_TRIED = 100  # files of a kind, after which it stays with Pillow if not so many of them could show one
+_COLOURED = 8  # levels by which colours of neighbours differ somewhere
 _TURNED = range(2, 9)  # orientations other than upright
 
 Kind = tuple[str, ...]
@@ -20,8 +23,8 @@ class FasterJpegs:
     """Decodes by simplejpeg what Pillow has opened. The first files of each kind are decoded by both and compared.
 
     A kind is a colour space and how coarse its colours are sampled; versions of libjpeg differ in how they smooth
-    these. Pillow alone decodes the kinds that differ, what is turned by its EXIF orientation, CMYK, and all in which
-    simplejpeg finds a fault.
+    these, which a picture without edges between colours does not show. Pillow alone decodes the kinds that differ or
+    are too seldom in colour, what is turned by its EXIF orientation, CMYK, and all in which simplejpeg finds a fault.
 
     Args:
         decoder: the module simplejpeg.
@@ -30,7 +33,7 @@ class FasterJpegs:
 
     def __init__(self, decoder: Any, plain: Callable[[Image.Image], Tensor]) -> None:
         self._decoder, self._plain = decoder, plain
-        self._equal: dict[Kind, int] = {}  # the files compared
+        self._compared, self._equal = Counter[Kind](), Counter[Kind]()  # the latter would have shown a difference
         self._refused: set[Kind] = set()
 
     def pixels(self, data: bytes, image: Image.Image) -> Tensor:
@@ -39,12 +42,12 @@ class FasterJpegs:
         pixels = None if kind is None or kind in self._refused else self._decoded(data)
         if kind is None or pixels is None:
             return self._plain(image)
-        if self._equal.get(kind, 0) >= _COMPARED:
+        if self._equal[kind] >= _COMPARED:
             return pixels
         expected = self._plain(image)
-        if torch.equal(pixels, expected):
-            self._equal[kind] = self._equal.get(kind, 0) + 1
-        else:
+        self._compared[kind] += 1
+        self._equal[kind] += image.mode == "L" or _has_edges_of_colour(expected)
+        if not torch.equal(pixels, expected) or self._compared[kind] - self._equal[kind] >= _TRIED:
             self._refused.add(kind)
         return expected
 
@@ -71,6 +74,13 @@ def faster_jpegs(plain: Callable[[Image.Image], Tensor]) -> FasterJpegs | None:
         return FasterJpegs(import_module("simplejpeg"), plain)
     except Exception:  # one that was compiled for another NumPy raises ValueError
         return None
+
+
+def _has_edges_of_colour(pixels: Tensor) -> bool:
+    """Return whether colours, not only brightness, change from a row to the next and from a column to the next."""
+    red, green, blue = pixels.short().unbind(-1)
+    colours = torch.stack([red - green, blue - green])
+    return all(colours.diff(dim=axis).abs().amax() >= _COLOURED for axis in (1, 2) if colours.shape[axis] > 1)
 
 
 def _is_turned(image: Image.Image) -> bool:

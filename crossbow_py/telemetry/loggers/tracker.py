@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -34,8 +34,8 @@ _CLOSE_S = 10.0
 _TRIES = 3
 _LONGEST_SHOWN = 200
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-# User and password up to the last @ before the host; a password may have a slash.
-_PASSWORD = re.compile(r"(?<=://)(?:[^/@\s:]*:[^@\s]*|[^/@\s]*)@(?:[^/?\s]*@)?")
+# User and password up to the last @, as either may have one, and a slash: in doubt too much is hidden.
+_PASSWORD = re.compile(r"(?<=://)(?:[^/@\s:]*:[^@\s]*@(?:[^?\s]*@)?|[^/@\s]*@(?:[^/?\s]*@)?)")
 
 
 @dataclass(frozen=True)
@@ -221,20 +221,18 @@ def _id_in(text: str) -> str | None:
     return value if isinstance(value, str) and _ID.fullmatch(value) else None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Job:
     """A call of a tracker's method.
 
     Attributes:
         name: what it takes along; None for points, which are never left out.
-        points: these, if so.
         tries: how often it failed where the service took something else.
         error: what it failed with last.
     """
 
     name: str | None
     call: Callable[[], None]
-    points: Sequence[Point] = ()
     tries: int = 0
     error: str = ""
 
@@ -244,12 +242,18 @@ class _Job:
         return self.name or "points"
 
 
+def _last_of_each(jobs: Sequence[_Job]) -> list[_Job]:
+    """Return all points, and of other things the last of each name: those do not grow while a service is gone."""
+    last = {job.name: job for job in jobs}
+    return [job for job in jobs if job.name is None or last[job.name] is job]
+
+
 class Courier:
     """Takes points and pictures to a tracker, in a thread of its own: training never waits for a server.
 
     What fails keeps nothing back. It is tried again with what comes later, and once more in the end. What the service
     refuses a few times, while it takes other things, is left out, except for points. While it takes nothing, all points
-    wait together, and of other things the last of each name.
+    wait, and of other things the last of each name.
 
     Args:
         tracker: a tracker that is open.
@@ -261,6 +265,7 @@ class Courier:
         self._lock, self._over = threading.Lock(), threading.Event()
         self._points: list[Point] = []
         self._jobs: list[_Job] = []
+        self._turn = 0  # deliveries so far
         self._problem: str | None = None
         self._has_failed = False
         self._losses: list[str] = []
@@ -316,39 +321,48 @@ class Courier:
         with self._lock:
             self._pack()
             jobs, self._jobs = self._jobs, []
-        failed: list[_Job] = []
-        takes_some = False
-        for job in jobs:
-            try:
-                job.call()
-            except Exception as error:  # whatever a service, its package and the network raise
-                job.error = _said(error)
-                failed.append(job)
-                self._tell_first(job)
-            else:
-                takes_some = True
-                failed = [each for each in failed if each.name is None or each.name != job.name]
+        left, takes_some = self._sent([job for job in jobs if job.name != END])
+        if ending := [job for job in jobs if job.name == END]:
+            if left:  # once more, while there is a run to send to
+                left, takes_more = self._sent(left, takes_some)
+                takes_some = takes_some or takes_more
+            left += self._sent(ending)[0]
         with self._lock:
-            waiting = failed if takes_some else self._gathered(failed)
+            waiting = left if takes_some else _last_of_each(left)
             self._jobs[:0] = [job for job in waiting if not self._leaves_out(job, takes_some)]
+
+    def _sent(self, jobs: Sequence[_Job], takes_some: bool = False) -> tuple[list[_Job], bool]:
+        """Make calls. Returns those that are left, and whether the service took anything.
+
+        Until it does, two deliveries of points are tried for all of them: the first, and another one each time.
+        """
+        points = [job for job in jobs if job.name is None]
+        asked = {*points[:1], *points[1 + self._turn % max(1, len(points) - 1) :][:1]}
+        self._turn += 1
+        gone, held = set[_Job](), list[_Job]()
+        for index, job in enumerate(jobs):
+            if job.name is None and not takes_some and job not in asked:
+                held.append(job)
+            elif self._is_taken(job):
+                takes_some = True
+                gone |= {job, *(each for each in jobs[:index] if each.name == job.name and job.name is not None)}
+        if takes_some:
+            gone |= {job for job in held if self._is_taken(job)}
+        return [job for job in jobs if job not in gone], takes_some
+
+    def _is_taken(self, job: _Job) -> bool:
+        try:
+            job.call()
+        except Exception as error:  # whatever a service, its package and the network raise
+            job.error = _said(error)
+            self._tell_first(job)
+            return False
+        return True
 
     def _pack(self) -> None:
         if self._points:
-            self._jobs.append(self._job_of(self._points))
+            self._jobs.append(_Job(None, partial(self._tracker.log, self._points)))
             self._points = []
-
-    def _job_of(self, points: Sequence[Point]) -> _Job:
-        return _Job(None, partial(self._tracker.log, points), points)
-
-    def _gathered(self, failed: Sequence[_Job]) -> list[_Job]:
-        """Return one job for all points and the last of each name: what waits for a lost service does not grow."""
-        gathered: dict[str | None, _Job] = {}
-        for job in failed:
-            before = gathered.pop(job.name, None)
-            if job.name is None and before is not None:
-                job = replace(self._job_of([*before.points, *job.points]), error=job.error)  # noqa: PLW2901
-            gathered[job.name] = job
-        return list(gathered.values())
 
     def _tell_first(self, job: _Job) -> None:
         with self._lock:

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from experiments.loader import decoders, run
-from experiments.loader.decoders import DRAFT, OURS
+from experiments.loader.decoders import DRAFT, FASTER, OURS
 
 
 @pytest.fixture
@@ -45,6 +45,9 @@ def test_ratios_are_those_within_repetitions() -> None:
 @pytest.mark.parametrize(("ratio", "said"), [(1.25, "no clear win"), (1.3, "a clear win")])
 def test_decoder_wins_clearly_from_a_ratio_on(ratio: float, said: str) -> None:
     assert f"times the crops of Pillow, {said} (from 1.3 on)" in decoders.headline(result(ratio))
+    own = result(ratio)
+    own["sets"]["photographs"]["rows"].append(measured(FASTER, 1.2))
+    assert decoders.headline(own).endswith(f" What users get, {FASTER}, makes 1.20 (1.20–1.20).")
     text = decoders.result_text(result(ratio))
     assert "photographs, 9 files of 60.5 kB in the mean:" in text
     assert text.endswith("PyTurboJPEG is left out: no library.")

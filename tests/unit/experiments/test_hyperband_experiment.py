@@ -77,6 +77,13 @@ def test_goal_on_cuda_is_one_of_its_own_and_the_other_ratio_is_said_without() ->
     assert [row.split("|")[5].strip() for row in rows] == ["0.01", "0.01", "0.02"]
 
 
+def test_those_that_go_on_with_other_trials_are_compared_by_images_a_second() -> None:
+    runs = {"packed": [(100, 1000.0), (200, 1000.0)], "optuna": [(200, 900.0), (200, 1200.0)]}
+    result = {"runs": {side: [{"seconds": s, "samples": n} for s, n in each] for side, each in runs.items()}}
+    # 10 / 4.5 and 5 / 6
+    assert run.pace_ratio(result, "optuna") == {"median": 1.5278, "minimum": 0.8333, "maximum": 2.2222}
+
+
 def test_optuna_and_ray_tune_are_sides_on_a_cpu_where_they_are_installed(
     pretended: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.core.host import usable_core_ids
-from crossbow_py.telemetry.events import Listener, Progress
+from crossbow_py.telemetry.events import Listener, Progress, Summary
 from crossbow_py.telemetry.loggers.tracker import Courier, Point
 from experiments.bench.windows import spread
 from experiments.overhead import loggers, ranks, report
 from experiments.overhead.loggers import Cost, WatchedLogger
 from experiments.overhead.ranks import CASES, act_out
-from experiments.overhead.side_by_side import ratio_of, run_pair
+from experiments.overhead.run import train
+from experiments.overhead.side_by_side import Couple, ratio_of, run_couple
 from tests.trackers import MemoryTracker
 
 
@@ -66,17 +71,19 @@ def test_goal_of_ranks_holds_for_the_worst_case_of_eight(share: float, said: str
 
 def test_share_of_a_logger_is_the_loops_time_and_what_the_rest_takes_of_its_core() -> None:
     cost = Cost(start_s=2.0, end_s=1.0, loop_s=0.1, courier_s=0.2, service_s=0.1, trained_s=100.0)
-    found = loggers.figures([cost], [0.99, 1.01], dropped=3)
+    busy, unknown = Couple((1.0, 1.0), (cost, cost), 0.06), Couple((None, 1.0), (cost, cost), 0.0)
+    # One core is 5 % faster than the other, and a logger costs nothing.
+    found = loggers.figures([Couple((1.05, 1 / 1.05), (cost, cost), 0.04), busy, unknown])
     assert found["share"]["median"] == cost.share == pytest.approx(0.004)
     assert (found["loop_share"]["median"], found["processor_share"]["median"]) == (0.001, 0.003)
-    assert (found["n"], found["pairs"], found["dropped"]) == (1, 2, 3)
-    alike = {"throughput_ratio": spread([1.001]), "pairs": 1, "dropped": 0}
+    assert (found["n"], found["couples"], found["dropped"]) == (6, 1, 2)
+    alike = loggers.ratios_of([Couple((1.002, 1.002), (None, None), None)])
     result = {"kind": "loggers", "loggers": {"mlflow": found}, "alike": alike, "left_out": ["wandb"]}
     assert loggers.headline(result) == (
         "mlflow takes 0.40% of training on one core (at most 0.5% was wanted: reached) and 2.0 s at the start. "
-        "Runs with it had 1.000 (0.990–1.010) times the images/s of runs without that went on beside them (n=2). "
-        "Of two runs without, one had 1.001 (1.001–1.001) times the images/s of the other (n=1). "
-        "wandb is not installed."
+        "Runs with it had 1.000 (1.000–1.000) times the images/s of runs without that went on beside them (n=1). "
+        "Of two runs without, one had 1.002 (1.002–1.002) times the images/s of the other (n=1): what is less cannot "
+        "be told from nothing. wandb is not installed."
     )
 
 
@@ -91,9 +98,9 @@ def test_two_runs_are_compared_while_both_train() -> None:
     assert ratio_of(own, [], settling_s=1.0) is None
 
 
-def burn(marks: Listener) -> list[int]:
+def burn(seconds: float, marks: Listener) -> list[int]:
     """A side that tells of what it has done, as fast as its core lets it."""
-    end_s, done = time.monotonic() + 1.5, 0
+    end_s, done = time.monotonic() + seconds, 0
     while time.monotonic() < end_s:
         sum(range(10_000))
         done += 1
@@ -101,22 +108,41 @@ def burn(marks: Listener) -> list[int]:
     return sorted(usable_core_ids())
 
 
+def fail(marks: Listener) -> None:
+    raise SystemExit(3)
+
+
 @pytest.mark.skipif(len(usable_core_ids()) < 2, reason="two runs side by side need two cores")
-def test_two_runs_go_on_at_once_on_a_core_each_and_swap() -> None:
+@pytest.mark.slow
+def test_two_runs_go_on_at_once_on_a_core_each_and_then_on_the_others() -> None:
     first, second, *_ = sorted(usable_core_ids())
-    for is_swapped, cores in ((False, ([first], [second])), (True, ([second], [first]))):
-        pair = run_pair(burn, burn, is_swapped)
-        assert pair.answers == cores
-        assert pair.ratio is None or pair.ratio > 0
+    couple = run_couple(partial(burn, 6.0), partial(burn, 6.0))
+    assert couple.answers == ([first], [second])
+    assert all(couple.ratios)  # of a time in which both went on, which there would not be one after the other
 
 
-def test_cost_of_a_logger_is_counted_between_the_first_progress_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    used = iter([5.0, 5.5, 7.0])
-    monkeypatch.setattr(loggers, "processes_s", lambda: next(used))
+@pytest.mark.skipif(len(usable_core_ids()) < 2, reason="two runs side by side need two cores")
+@pytest.mark.slow
+def test_side_that_fails_ends_the_other() -> None:
+    begun_s = time.monotonic()
+    with pytest.raises(UserError, match="^a run failed"):
+        run_couple(fail, partial(burn, 300.0))
+    assert time.monotonic() - begun_s < 100
+
+
+def ended(train_time_s: float) -> Summary:
+    """How a run ends after so long."""
+    return replace(train("mlp", None, 0.05), train_time_s=train_time_s)
+
+
+def test_cost_of_a_logger_is_counted_from_the_first_progress_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = iter([5.0, 7.0])
+    monkeypatch.setattr(loggers, "descendants_s", lambda _: next(used))
     cost = Cost()
     logger = WatchedLogger(MemoryTracker(), cost)
-    for elapsed_s in (10.0, 11.0, 14.0):
+    for elapsed_s in (10.0, 11.0, 12.0):
         logger.on_progress(progress(elapsed_s))
+    logger.on_end(ended(14.0))
     assert (cost.trained_s, cost.service_s, cost.courier_s) == (4.0, 2.0, 0.0)
     assert cost.loop_s > 0
 
@@ -127,27 +153,29 @@ def test_time_of_the_thread_that_sends_is_counted() -> None:
             end_s = time.thread_time() + 0.1
             while time.thread_time() < end_s:
                 pass
+            super().log(points)
 
-    cost = Cost()
-    logger = WatchedLogger(Busy(), cost)
-    logger._courier = Courier(logger._tracker, every_s=0.01)
+    cost, tracker = Cost(), Busy()
+    logger = WatchedLogger(tracker, cost)
+    logger._courier = Courier(tracker, every_s=0.01)
     logger.on_progress(progress(1.0))
     end_s = time.monotonic() + 30
-    while cost.courier_s < 0.1:
-        assert time.monotonic() < end_s, "a busy courier took no time"
-        time.sleep(0.02)
-        logger.on_progress(progress(2.0))
-    logger.close()
+    while not tracker.points:
+        assert time.monotonic() < end_s, "nothing was sent"
+        time.sleep(0.01)
+    logger.on_end(ended(2.0))
+    assert cost.courier_s >= 0.09
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells of processes")
-def test_time_of_a_child_that_runs_is_known() -> None:
-    child = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+def test_time_of_a_child_and_of_its_child_is_known() -> None:
+    work = "import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', 'while True: pass'])"
+    child = subprocess.Popen([sys.executable, "-S", "-c", work], start_new_session=True)
     try:
-        end_s, before_s = time.monotonic() + 30, loggers.processes_s()
-        while loggers.processes_s() - before_s < 0.1:
+        end_s, before_s = time.monotonic() + 30, loggers.descendants_s(os.getpid())
+        while loggers.descendants_s(os.getpid()) - before_s < 0.5:
             assert time.monotonic() < end_s, "a busy child took no time"
             time.sleep(0.02)
     finally:
-        child.kill()
+        os.killpg(child.pid, signal.SIGKILL)
         child.wait()

@@ -105,7 +105,7 @@ def test_search_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, capsys: py
         for mark in marks:
             mark.touch()
         for mark in (left, others):
-            os.utime(mark, (2 * DAY_S, mark.stat().st_mtime - 2 * DAY_S))
+            os.utime(mark, (0, mark.stat().st_mtime - 31 * DAY_S))
         assert search_digits(*ON_RAY) == 0
     assert set(Path("search").glob(".seen_*")) == {others, fresh}  # a lock on another machine may not be seen here
     said = capsys.readouterr().out

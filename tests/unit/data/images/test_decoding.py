@@ -355,6 +355,40 @@ def test_jpegs_of_another_libjpeg_are_compared_once_and_left_to_pillow(tmp_path:
     assert calls == ["RGB"]
 
 
+def test_pictures_without_colour_prove_nothing_of_how_colours_are_smoothed(tmp_path: Path) -> None:
+    simplejpeg = pytest.importorskip("simplejpeg")
+    coarse = SimpleNamespace(
+        decode_jpeg_header=simplejpeg.decode_jpeg_header,
+        decode_jpeg=lambda data, colours: simplejpeg.decode_jpeg(data, colours, fastupsample=True),
+    )
+    faster = FasterJpegs(coarse, _pillow_pixels)
+    colour = save(tmp_path / "colour.jpg", SCENE, subsampling=2)
+    with Image.open(colour) as image:
+        differs = coarse.decode_jpeg(colour.read_bytes(), "RGB") != np.array(image)
+    assert differs.any()  # so it is this file that has to be noticed
+    grey = save(tmp_path / "grey.jpg", Image.fromarray(SCENE).convert("L").convert("RGB"), subsampling=2)
+    for _ in range(10):
+        decode(grey, faster)
+    assert torch.equal(decode(colour, faster), decode(colour, None))
+
+
+def test_kind_that_hardly_shows_colour_is_left_to_pillow(tmp_path: Path) -> None:
+    calls: list[bytes] = []
+    simplejpeg = pytest.importorskip("simplejpeg")
+
+    def decode_jpeg(data: bytes, colours: str) -> np.ndarray:
+        calls.append(data)
+        decoded: np.ndarray = simplejpeg.decode_jpeg(data, colours)
+        return decoded
+
+    other = SimpleNamespace(decode_jpeg_header=simplejpeg.decode_jpeg_header, decode_jpeg=decode_jpeg)
+    faster = FasterJpegs(other, _pillow_pixels)
+    grey = save(tmp_path / "grey.jpg", Image.fromarray(SCENE).convert("L").convert("RGB"))
+    for _ in range(110):
+        assert torch.equal(decode(grey, faster), decode(grey, None))
+    assert len(calls) == 100
+
+
 def test_simplejpeg_that_was_compiled_for_another_numpy_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.telemetry.loggers.tracker import Courier, known_id, refusing, without_password
+from crossbow_py.telemetry.loggers.tracker import END, Courier, known_id, refusing, without_password
 from tests.trackers import MemoryTracker
 
 
@@ -139,7 +139,7 @@ def test_service_that_takes_nothing_for_long_gets_all_when_it_is_back() -> None:
     assert [point.samples_seen for point in tracker.points] == list(range(10))
 
 
-def test_for_a_service_that_takes_nothing_one_delivery_waits_and_the_last_of_each_name() -> None:
+def test_service_that_takes_nothing_is_asked_twice_for_all_points_and_gets_the_last_of_each_name() -> None:
     tracker = MemoryTracker()
     courier = Courier(tracker, every_s=1000.0)
     tracker.error = ConnectionError("gone")
@@ -147,14 +147,40 @@ def test_for_a_service_that_takes_nothing_one_delivery_waits_and_the_last_of_eac
         courier.add(samples, {"a": 1.0})
         courier.do("predictions", tracker.file, Path(f"predictions_{samples}"))
         courier.do("counts", tracker.file, Path(f"counts_{samples}"))
+        asked = tracker.asked
         courier._deliver()
-    assert [job.name for job in courier._jobs] == [None, "predictions", "counts"]
-    courier.do("end", tracker.end, "finished", 5, {}, {})
+        assert tracker.asked - asked <= 6  # two of the points, and this picture and the one before of each name
+    courier.do(END, tracker.end, "finished", 5, {}, {})
     tracker.error = None
     assert courier.finish() == []
-    assert [name for name, _ in tracker.calls] == ["log", "file", "file", "end"]
     assert tracker.of("file") == ["predictions_4", "counts_4"]
     assert [point.samples_seen for point in tracker.points] == list(range(5))
+    assert tracker.calls[-1][0] == "end"
+
+
+@pytest.mark.parametrize("refused", range(4))
+def test_points_that_are_refused_keep_no_others_of_an_outage_back(refused: int) -> None:
+    tracker = MemoryTracker()
+    courier = Courier(tracker, every_s=1000.0)
+    tracker.error = ConnectionError("gone")
+    for samples in range(4):
+        courier.add(samples, {"a": 1.0})
+        courier._deliver()
+    tracker.error, tracker.refused = None, refused
+    for _ in range(2):
+        courier._deliver()
+    assert sorted(point.samples_seen for point in tracker.points) == sorted({0, 1, 2, 3} - {refused})
+    assert courier.finish() == ["Service did not take points (ValueError: no such point)."]
+
+
+def test_what_fails_in_the_last_delivery_is_tried_again_before_the_run_ends() -> None:
+    tracker = MemoryTracker()
+    courier = Courier(tracker, every_s=1000.0)
+    tracker.error, tracker.fails = ConnectionError("a moment"), 1
+    courier.add(10, {"a": 1.0})
+    courier.do(END, tracker.end, "finished", 10, {}, {})
+    assert courier.finish() == []
+    assert [name for name, _ in tracker.calls] == ["log", "end"]
 
 
 def test_points_that_are_refused_are_kept_to_the_end() -> None:
@@ -262,6 +288,7 @@ def test_paragraph_that_a_service_raises_is_cut_to_200_characters() -> None:
         ("http://u:p@ss@127.0.0.1:1", "http://127.0.0.1:1"),
         ("http://token@host/a@b", "http://host/a@b"),
         ("postgresql://u:p/w@host/x", "postgresql://host/x"),
+        ("postgresql://u:p@s/w@host/x", "postgresql://host/x"),
         ("not reached: postgresql://u:p/w@s@host:5432/x, sqlite:///a", "not reached: postgresql://host:5432/x, sqlite:///a"),
         ("postgresql://host/x?user=me&password=p@ss&sslmode=require", "postgresql://host/x?user=me&password=***&sslmode=require"),
         ("mysql://host/x?passwd=secret", "mysql://host/x?passwd=***"),
