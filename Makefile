@@ -56,7 +56,7 @@ train: $(STAMP)  ## train on the built-in digits and say where the results are
 	@echo "look at the curves of all runs with: make tensorboard"
 
 tensorboard: $(STAMP)  ## the curves of all runs, on http://localhost:6006
-	@echo "open http://localhost:6006/#custom_scalars"
+	@echo "open http://localhost:6006/#custom_scalars; of more than forty runs none is shown until you press TOGGLE ALL RUNS"
 	$(BIN)/tensorboard --logdir $(LOGDIR) --host localhost
 
 test: setup  ## the tests of the package, and those of CUDA on a simulated device, in minutes

@@ -13,6 +13,7 @@ import io
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -57,7 +58,7 @@ Job = tuple[str, list[str]]  # the name of a run of a sweep, and its command lin
 _OURS = (
     "hydra/hydra_logging=none", "hydra/job_logging=none", "hydra.output_subdir=null", "hydra.job.chdir=false",
 )  # fmt: skip
-_GROUP = "hydra/launcher"
+_GROUP, _SLURM = "hydra/launcher", "submitit_slurm"
 _NUMBER = "job_of_the_sweep"
 _ONE_PROCESS = ("nodes", "tasks_per_node")  # settings of submitit by which a job becomes several processes
 
@@ -127,6 +128,11 @@ def launch(kind: type[CommandConfig], given: HydraWords, jobs: Sequence[Job], fo
             )
     if config.hydra.launcher.get("n_jobs") == 0:
         raise UserError("hydra.launcher.n_jobs must be the number of runs at a time, or -1: one for each core; got 0.")
+    if given.launcher == _SLURM and shutil.which("srun") is None:
+        raise UserError(
+            f"{_GROUP}={_SLURM} needs Slurm, whose srun is not here; start it on a machine of the cluster, or take "
+            f"{_GROUP}=submitit_local."
+        )
     task = partial(run_job, command_of(kind), str(Path.cwd()), os.getpid(), list(jobs))
     print_line(f"{_GROUP}={given.launcher} starts {len(jobs)} run{'s' * (len(jobs) > 1)}", sys.stdout)
     try:

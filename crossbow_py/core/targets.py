@@ -15,7 +15,7 @@ from crossbow_py.core.errors import UserError, is_users_code, one_line
 # Packages that are not called as the module in them is.
 _PACKAGES = {
     "PIL": "pillow", "cv2": "opencv-python", "skimage": "scikit-image", "sklearn": "scikit-learn",
-    "streaming": "mosaicml-streaming", "yaml": "pyyaml",
+    "streaming": "mosaicml-streaming", "timm": "timm", "torchvision": "torchvision", "yaml": "pyyaml",
 }  # fmt: skip
 _SPELLING = "check the spelling, and that its folder is on PYTHONPATH"
 
@@ -61,14 +61,14 @@ def installing(error: Exception) -> str | None:
     """Return the remedy for a module that was not found, None for another error."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return None
-    return f"run {_pip_install(error.name)}, or put its folder on PYTHONPATH"
+    return f"{_pip_install(error.name)}, or put its folder on PYTHONPATH"
 
 
 def _importing(error: Exception, module: str) -> str:
     """Return the remedy for an error of importing a module."""
     top, missing = module.partition(".")[0], isinstance(error, ModuleNotFoundError) and error.name
     if missing == top:
-        return f"{_SPELLING}; if it is a package, run {_pip_install(top)}"
+        return f"{_SPELLING}; if it is a package, {_pip_install(top) if top in _PACKAGES else 'install that'}"
     if missing and f"{module}.".startswith(f"{missing}."):
         return _SPELLING
     spec = importlib.util.find_spec(top)
@@ -79,4 +79,5 @@ def _importing(error: Exception, module: str) -> str:
 
 def _pip_install(module: str) -> str:
     top = module.partition(".")[0]
-    return f"pip install {_PACKAGES.get(top, top)}"
+    of_torch = f", of the build that fits torch {version('torch')}" if top == "torchvision" else ""
+    return f"run pip install {_PACKAGES.get(top, top)}{of_torch}"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from crossbow_py.cli.command_line import run, say
 from crossbow_py.cli.flags import split_flags
 from crossbow_py.cli.output_folder import make_folder, new_folder
 from crossbow_py.cli.overrides import as_override
+from crossbow_py.core.errors import unwritable
 from crossbow_py.core.files import given_path
 from crossbow_py.predict.config import PredictConfig
 from crossbow_py.predict.prediction import predict
@@ -28,11 +32,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def answer(config: PredictConfig) -> int:
     """One prediction, shown and written; returns its exit code."""
-    found = predict(config)
-    code = say(as_text(found))
+    with _writable_folder(config) as folder:
+        found = predict(config)
+        code = say(as_text(found))
+        return max(code, say(write(found, folder)))
+
+
+@contextmanager
+def _writable_folder(config: PredictConfig) -> Iterator[Path]:
+    """Yield the folder of the results, made before anything is loaded; one that is still empty goes in the end."""
     asked = config.output_dir
     folder = new_folder(config.experiment) if asked is None else make_folder(given_path("output_dir", asked))
-    return max(code, say(write(found, folder)))
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):
+            folder.rmdir()
+            if asked is None:
+                folder.parent.rmdir()
 
 
 if __name__ == "__main__":

@@ -258,7 +258,8 @@ def _picture(pixels: Images) -> Figure:
 
 
 _CONFUSION = (
-    "A row is a class, a column what it was predicted as; the redder, the more of the row. The folder has the counts."
+    "A row is a class, a column what it was predicted as; the redder, the more of the row. Independent models are "
+    "counted together, each with its own prediction of a sample. The folder has the counts."
 )
 _TIMELINE = (
     "A row is a stream, a bar a task while it ran, its number the round. Where averaging overlaps the next round's "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -221,6 +222,7 @@ def _read_curves(folder: Path, epochs: Sequence[Mapping[str, Any]], notes: list[
         EventAccumulator,
     )
 
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns of runs that went on from a checkpoint
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 1, "tensors": 1})
     try:
         events.Reload()

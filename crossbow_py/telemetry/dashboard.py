@@ -19,13 +19,15 @@ _Charts = dict[str, tuple[bool, str | list[str]]]
 def dashboard(info: RunInfo) -> dict[str, Any]:
     """Return the layout for `SummaryWriter.add_custom_scalars`."""
     measured = "validation" if info.validates else "test"
-    learners = [] if info.shares_samples else [rf"accuracy/{measured}_learner_\d+"]
     on_cuda = info.device.startswith("cuda")
     waits = info.num_workers is not None
     has_spread = info.shares_samples and info.several and info.replicas_differ
     sections: dict[str, _Charts] = {
         "How well it learns": {
-            "accuracy (share of samples)": (info.has_accuracy, [rf"accuracy/(train|{measured}(_z)?)", *learners]),
+            "accuracy (share of samples)": (info.has_accuracy, rf"accuracy/(train|{measured}(_z)?)"),
+            "accuracy of each learner (share of samples)": (
+                info.has_accuracy and not info.shares_samples, rf"accuracy/{measured}_learner_\d+"
+            ),
             "loss": (True, f"loss/(train|{measured})"),
             **{name: (True, rf"metrics/{re.escape(name)}(/.+)?") for name in info.metrics},
             "learning rate": (True, "learning_rate"),

@@ -232,6 +232,18 @@ def test_launcher_that_is_not_installed_is_one_line_that_says_how(
     assert "starts processes, and so does torchrun" in error_line(capsys)
 
 
+def test_slurm_that_is_not_here_is_one_line_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    monkeypatch.setenv("PATH", os.devnull)
+    assert main(["-m", *DIGITS, "seed=1,2", "hydra/launcher=submitit_slurm"]) == 2
+    assert error_line(capsys) == (
+        "error: hydra/launcher=submitit_slurm needs Slurm, whose srun is not here; start it on a machine of the "
+        "cluster, or take hydra/launcher=submitit_local.\n"
+    )
+
+
 def test_folder_of_a_run_may_be_named_as_in_hydra() -> None:
     assert main([*DIGITS, "+debug=fast", "hydra.run.dir='runs/${experiment}, ${seed}'", "seed=3"]) == 0
     assert read_summary(Path("runs/digits, 3"))["seed"] == 3

@@ -135,6 +135,24 @@ def test_without_a_folder_results_go_to_one_of_their_own() -> None:
     assert {path.name for path in written.iterdir()} == {"predict.json", "predictions.npz"}
 
 
+def test_folder_that_cannot_be_written_is_refused_before_anything_is_predicted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("crossbow_py.predict.__main__.tempfile.TemporaryFile", fail)
+    for words in ([], ["output_dir=predicted"]):
+        assert main(["models=[wide]", *ON_CPU, *words]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and "cannot be written (Permission denied); choose another folder" in said.err
+
+
+def test_prediction_that_fails_leaves_no_folder() -> None:
+    assert main(["models=[nowhere]", *ON_CPU, "output_dir=predicted"]) == 2
+    assert not Path("predicted").exists()
+
+
 def test_every_combination_of_swept_values_has_a_folder_of_its_own() -> None:
     assert main(["-m", "models=[wide]", *ON_CPU, "executor=serial,fused", "output_dir=swept"]) == 0
     assert {path.name for path in Path("swept").iterdir()} == {"executor=serial", "executor=fused"}

@@ -79,6 +79,12 @@ class BadStorageError(StorageError, UserError):
         )
 
 
+class UnansweredError(StorageError, UserError):
+    """A storage never answered, so that nothing has begun."""
+
+    exit_code = 2
+
+
 class Patience:
     """Calls of a storage, made again a few times for what may pass: a lock, a full disk, a lost connection.
 
@@ -97,6 +103,7 @@ class Patience:
 
         Raises:
             StorageError: it failed every time, or for half a minute.
+            UnansweredError: so did all before it.
             BadStorageError: Optuna cannot make sense of what is in it, or SQLite cannot.
         """
         begun_s = time.monotonic()
@@ -122,9 +129,9 @@ class Patience:
         if getattr(_cause(error), "sqlite_errorcode", None) in _DAMAGED:
             return BadStorageError(self.address, _said(error))
         said = f"the search's storage {self.address} cannot be used, tried {tries} times: {_said(error)}"
-        check = "see that it is there, writable, not full and not locked by another program"
+        check = "see that it is there (a server: that it runs), writable, not full and not locked by another program"
         if not self._has_answered:
-            return StorageError(f"{said}; {check}.")
+            return UnansweredError(f"{said}; {check}, or give another storage.")
         return StorageError(
             f"{said}. What was finished stays in it: {check}, and start the same command again, which goes on from "
             "there."

@@ -154,10 +154,11 @@ def refusing(tracker: Tracker, where: str, remedy: str) -> Iterator[None]:
 
 
 def _said(error: Exception) -> str:
-    """Return an error's type and the first line of its text, without passwords: services write paragraphs."""
+    """Return an error's type and the first line of its text, without passwords; of a long one its beginning and end."""
     first, *_ = str(error).strip().splitlines() or [""]
     text = without_password(f"{type(error).__name__}: {first}".rstrip(":. "))
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+    half = _LONGEST_SHOWN // 2
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:half]} ... {text[-half:]}"
 
 
 def without_password(address: str) -> str:

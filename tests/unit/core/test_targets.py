@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -34,11 +35,18 @@ def test_package_that_fails_when_it_is_imported_is_no_matter_of_spelling(package
     )
 
 
-@pytest.mark.parametrize(("module", "package"), [("no_such_vision", "no_such_vision"), ("cv2", "opencv-python")])
+@pytest.mark.parametrize(
+    ("module", "remedy"),
+    [
+        ("no_such_vision", "install that"),  # whatever is called so may be no package to trust
+        ("cv2", "run pip install opencv-python"),
+        ("torchvision", f"run pip install torchvision, of the build that fits torch {re.escape(version('torch'))}"),
+    ],
+)
 def test_package_that_is_not_there_is_named_as_pip_has_it(
-    module: str, package: str, monkeypatch: pytest.MonkeyPatch
+    module: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if module == "cv2":  # which may be there
+    if module != "no_such_vision":  # which may be there
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UserError, match=rf"PYTHONPATH; if it is a package, run pip install {package}\.$"):
+    with pytest.raises(UserError, match=rf"PYTHONPATH; if it is a package, {remedy}\.$"):
         import_target("data.transform.target", f"{module}.RandomCrop")

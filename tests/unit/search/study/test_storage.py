@@ -216,9 +216,10 @@ def test_patience_with_what_never_answered_speaks_of_nothing_finished() -> None:
     def use() -> None:
         raise OSError("refused")
 
-    said = "OSError: refused; see that it is there, writable, not full and not locked by another program.$"
-    with pytest.raises(StorageError, match=said):
+    said = "OSError: refused; see that it is there .*not locked by another program, or give another storage.$"
+    with pytest.raises(StorageError, match=said) as caught:
         Patience("here", lambda _: None).call(use)
+    assert isinstance(caught.value, UserError) and caught.value.exit_code == 2
 
 
 def test_patience_with_what_will_not_pass_raises_it_at_once() -> None:

@@ -276,10 +276,10 @@ def test_service_that_refuses_at_the_start_is_one_sentence_without_a_password() 
     )
 
 
-def test_paragraph_that_a_service_raises_is_cut_to_200_characters() -> None:
+def test_paragraph_that_a_service_raises_is_cut_in_the_middle_to_200_characters() -> None:
     with pytest.raises(UserError) as refused, refusing(MemoryTracker(), "Service", "start it"):
-        raise OSError(900 * "x")
-    assert f"(OSError: {191 * 'x'}...); start it" in str(refused.value)
+        raise OSError(450 * "x" + 450 * "y")
+    assert f"(OSError: {91 * 'x'} ... {100 * 'y'}); start it" in str(refused.value)
 
 
 @pytest.mark.parametrize(
