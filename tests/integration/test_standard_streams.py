@@ -51,7 +51,8 @@ def test_help_is_shown_where_letters_of_equations_cannot_be() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streams", [">&- 2>&- <&-", pytest.param(">/dev/full", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("streams", [">&- 2>&- <&-", ">/dev/full"])
 def test_run_that_nobody_listens_to_is_trained_and_its_files_are_whole(streams: str, tmp_path: Path) -> None:
     assert in_shell(tmp_path, "train", RUN, streams) == (0, "")
     assert read_summary(tmp_path / "run")["status"] == "finished"

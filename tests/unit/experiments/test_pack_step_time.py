@@ -105,7 +105,7 @@ def test_result_without_clean_windows_has_no_headline() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [
-    pytest.param(part, marks=[pytest.mark.long] if part == "mixed" else []) for part in PARTS
+    pytest.param(part, marks=[pytest.mark.long] if part != "families" else []) for part in PARTS
 ])  # fmt: skip
 def test_quick_run_from_the_command_line_measures_every_side(part: str, tmp_path: Path) -> None:
     path, script = tmp_path / "result.json", str(EXPERIMENTS / "pack_step_time" / "run.py")

@@ -96,6 +96,7 @@ def test_picture_has_a_line_a_batch_size_and_a_ring_at_the_recommended_number() 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_measurement_from_the_command_line_writes_its_result(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
