@@ -64,6 +64,7 @@ def test_every_kernel_is_within_its_budget(capability, tmp_path):
     assert "_move" not in fuse
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_one_more_learner_compiles_nothing_but_convolutions_whose_tiles_change(tmp_path):
     variants = compiled(tmp_path, "--precisions", "bf16", "--models", "resnet32", "lenet", "--learners",

@@ -144,6 +144,7 @@ def test_picture_splits_the_bars_of_the_sides_whose_parts_are_known() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_short_search_by_every_side_trains_the_same_trials_on_as_many_samples(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     search = ["+experiment=search_digits", "model.hidden=[8]", "num_trials=3", "max_epochs=3", "max_pack_size=2"]

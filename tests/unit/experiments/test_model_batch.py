@@ -101,7 +101,9 @@ def test_figure_of_another_name_is_refused(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("figure", ["layers", "mlp_inference", pytest.param("lstm", marks=pytest.mark.long)])
+@pytest.mark.parametrize("figure", [
+    "layers", *(pytest.param(figure, marks=pytest.mark.long) for figure in ("mlp_inference", "lstm"))
+])  # fmt: skip
 def test_quick_run_from_the_command_line_measures_every_side(figure: str, tmp_path: Path) -> None:
     path, script = tmp_path / "result.json", str(EXPERIMENTS / "model_batch" / "run.py")
     options = ["--quick", "--device", "cpu", "--max-foreign-share", "9", "--json", str(path)]

@@ -26,7 +26,7 @@ SHAPES = {
     "gpt": (12,),
 }  # fmt: skip
 QUICK = ["mlp", "lenet", "resnet20", "gpt"]
-DEEPEST = ["resnet101", "resnet152"]  # of the slow ones
+LARGEST = ["alexnet", "resnet101", "resnet152"]  # of the slow ones
 
 
 def own_statistics(model):
@@ -69,7 +69,7 @@ def check(trio, inputs, tolerance=1e-10):
 
 
 @pytest.mark.parametrize("name", [
-    name if name in QUICK else pytest.param(name, marks=[pytest.mark.slow, *([pytest.mark.long] * (name in DEEPEST))])
+    name if name in QUICK else pytest.param(name, marks=[pytest.mark.slow, *([pytest.mark.long] * (name in LARGEST))])
     for name in SHAPES
 ])  # fmt: skip
 def test_zoo_model_in_evaluation_mode_equals_each_module_alone_and_loops_over_nothing(name):
