@@ -12,7 +12,7 @@ from typing import Any
 
 from crossbow_py.core.errors import UserError, is_users_code, one_line
 
-# Packages that are not called as the module in them is.
+# The packages of modules that people name; of other names nobody knows what pip would fetch.
 _PACKAGES = {
     "PIL": "pillow", "cv2": "opencv-python", "skimage": "scikit-image", "sklearn": "scikit-learn",
     "streaming": "mosaicml-streaming", "timm": "timm", "torchvision": "torchvision", "yaml": "pyyaml",

@@ -40,21 +40,21 @@ def answer(config: PredictConfig) -> int:
 
 @contextmanager
 def _writable_folder(config: PredictConfig) -> Iterator[Path]:
-    """Yield the folder of the results, made before anything is loaded; one that is still empty goes in the end."""
-    asked = config.output_dir
-    folder = new_folder(config.experiment) if asked is None else make_folder(given_path("output_dir", asked))
+    """Yield the folder of the results, made before anything is loaded. A new one that stays empty goes in the end."""
+    asked = None if config.output_dir is None else given_path("output_dir", config.output_dir)
+    was_there = asked is not None and asked.exists()
+    folder = new_folder(config.experiment) if asked is None else make_folder(asked)
     try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise unwritable(folder, error) from error
-    try:
+        try:
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise unwritable(folder, error) from error
         yield folder
     finally:
-        with suppress(OSError):
-            folder.rmdir()
-            if asked is None:
-                folder.parent.rmdir()
+        if not was_there:
+            with suppress(OSError):  # there is something in it
+                folder.rmdir()
 
 
 if __name__ == "__main__":

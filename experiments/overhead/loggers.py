@@ -204,10 +204,7 @@ def headline(result: Result) -> str:
                 )
     if (alike := result["alike"])["couples"]:
         ratio = spread_text(alike["throughput_ratio"], ".3f")
-        said.append(
-            f"Of two runs without, one had {ratio} times the images/s of the other (n={alike['couples']}): what is "
-            "less cannot be told from nothing."
-        )
+        said.append(f"Of two runs without, one had {ratio} times the images/s of the other (n={alike['couples']}).")
     return " ".join([*said, *(f"{name} is not installed." for name in result["left_out"])])
 
 

@@ -146,11 +146,15 @@ def test_folder_that_cannot_be_written_is_refused_before_anything_is_predicted(
         assert main(["models=[wide]", *ON_CPU, *words]) == 2
         said = capsys.readouterr()
         assert said.out == "" and "cannot be written (Permission denied); choose another folder" in said.err
+    assert not Path("predicted").exists()
 
 
 def test_prediction_that_fails_leaves_no_folder() -> None:
     assert main(["models=[nowhere]", *ON_CPU, "output_dir=predicted"]) == 2
     assert not Path("predicted").exists()
+    Path("mine").mkdir()
+    assert main(["models=[nowhere]", *ON_CPU, "output_dir=mine"]) == 2
+    assert Path("mine").exists()
 
 
 def test_every_combination_of_swept_values_has_a_folder_of_its_own() -> None:
