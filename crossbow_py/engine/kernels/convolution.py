@@ -158,6 +158,23 @@ def _pixel(image, y, x, H: tl.constexpr, W: tl.constexpr, channels):
     return ((image * H + y) * W + x).to(tl.int64) * channels
 
 
+# The quotient and the remainder. This is a difference: LLVM knows how large a remainder by `%` can be, narrows what is
+# computed from it to 16 bits, and adds two such values in one instruction. For compute capability 9.0, NVIDIA's ptxas of
+# CUDA 12.8 to 13.0 then forgets to add the constant where only one half of the sum is used.
+@triton.jit
+def _divided(value, by: tl.constexpr):
+    quotient = value // by
+    return quotient, value - quotient * by
+
+
+# The image of a row of pixels, and the pixel's row and column in it.
+@triton.jit
+def _place_of(m, H: tl.constexpr, W: tl.constexpr):
+    image, pixel = _divided(m, H * W)
+    y, x = _divided(pixel, W)
+    return image, y, x
+
+
 # What depends on the number of learners is no constant, and nothing is compiled for what it is divisible by: one more
 # learner compiles nothing, but where it changes the tiles.
 _OF_LEARNERS = ["groups", "splits", "data_programs"]
@@ -177,18 +194,19 @@ def _forward(
     row_tile, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
     m = row_tile * BM + tl.arange(0, BM)
     o = column_tile * BN + tl.arange(0, BN)
-    image, pixel = m // (OH * OW), m % (OH * OW)
-    top, left = (pixel // OW) * SY - PY, (pixel % OW) * SX - PX
+    image, y_out, x_out = _place_of(m, OH, OW)
+    top, left = y_out * SY - PY, x_out * SX - PX
     own_filters = filters + (group * O + o) * (KH * KW * C)
     own_inputs = inputs + _pixel(image, top, left, H, W, groups * C) + group * C
     total = tl.zeros((BM, BN), tl.float32)
     for first in range(0, KH * KW * C, BK):
         k = first + tl.arange(0, BK)
-        place, c = k // C, k % C
-        y = top[:, None] + (place // KW)[None, :] * DY
-        x = left[:, None] + (place % KW)[None, :] * DX
+        place, c = _divided(k, C)
+        tap_y, tap_x = _divided(place, KW)
+        y = top[:, None] + tap_y[None, :] * DY
+        x = left[:, None] + tap_x[None, :] * DX
         there = (y >= 0) & (y < H) & (x >= 0) & (x < W) & (m < rows)[:, None] & (k < KH * KW * C)[None, :]
-        tap = _pixel(0, place // KW * DY, place % KW * DX, H, W, groups * C) + c
+        tap = _pixel(0, tap_y * DY, tap_x * DX, H, W, groups * C) + c
         a = tl.load(own_inputs[:, None] + tap[None, :], mask=there, other=0.0)
         b = tl.load(own_filters[None, :] + k[:, None], mask=(k < KH * KW * C)[:, None] & (o < O)[None, :], other=0.0)
         total = _dot(a, b, total, PRECISION)
@@ -238,16 +256,17 @@ def _input_gradient(
     column_tiles: tl.constexpr = (C + BN - 1) // BN
     m = (program // column_tiles) * BM + tl.arange(0, BM)
     c = (program % column_tiles) * BN + tl.arange(0, BN)
-    image, pixel = m // (H * W), m % (H * W)
-    down, right = pixel // W + PY, pixel % W + PX
+    image, y_in, x_in = _place_of(m, H, W)
+    down, right = y_in + PY, x_in + PX
     own_outputs = outputs + _pixel(image, 0, 0, OH, OW, groups * O) + group * O
     total = tl.zeros((BM, BN), tl.float32)
     for first in range(0, KH * KW * O, BK):
         k = first + tl.arange(0, BK)
-        place, o = k // O, k % O
+        place, o = _divided(k, O)
+        tap_y, tap_x = _divided(place, KW)
         # Times the stride; below zero there is no output, and C's division is not Python's: the mask sees to both.
-        y_stride = down[:, None] - (place // KW)[None, :] * DY
-        x_stride = right[:, None] - (place % KW)[None, :] * DX
+        y_stride = down[:, None] - tap_y[None, :] * DY
+        x_stride = right[:, None] - tap_x[None, :] * DX
         y, x = y_stride // SY, x_stride // SX
         there = (y_stride >= 0) & (y < OH) & (x_stride >= 0) & (x < OW) & (m < rows)[:, None]
         there = there & (k < KH * KW * O)[None, :]
@@ -279,8 +298,9 @@ def _filter_gradient(
     tile, split = program // splits, program % splits
     o = (tile // column_tiles) * BM + tl.arange(0, BM)
     k = (tile % column_tiles) * BN + tl.arange(0, BN)
-    place, c = k // C, k % C
-    own_inputs = inputs + _pixel(0, place // KW * DY, place % KW * DX, H, W, groups * C) + group * C + c
+    place, c = _divided(k, C)
+    tap_y, tap_x = _divided(place, KW)
+    own_inputs = inputs + _pixel(0, tap_y * DY, tap_x * DX, H, W, groups * C) + group * C + c
     own_outputs = outputs + tl.arange(0, BK)[:, None] * (groups * O) + (group * O + o)[None, :]
     part = tl.cdiv(tl.cdiv(rows, BK), splits) * BK  # rows of a split, whole steps
     total = tl.zeros((BM, BN), tl.float32)
@@ -288,10 +308,10 @@ def _filter_gradient(
     for step in range(0, tl.minimum(rows - begin, part), BK):
         first = begin + step
         m = first + tl.arange(0, BK)
-        image, pixel = m // (OH * OW), m % (OH * OW)
-        top, left = (pixel // OW) * SY - PY, (pixel % OW) * SX - PX
-        y = top[:, None] + (place // KW)[None, :] * DY
-        x = left[:, None] + (place % KW)[None, :] * DX
+        image, y_out, x_out = _place_of(m, OH, OW)
+        top, left = y_out * SY - PY, x_out * SX - PX
+        y = top[:, None] + tap_y[None, :] * DY
+        x = left[:, None] + tap_x[None, :] * DX
         there = (y >= 0) & (y < H) & (x >= 0) & (x < W) & (m < rows)[:, None] & (k < DEPTH)[None, :]
         # Likewise, so that 64 bits are multiplied once.
         corner = image.to(tl.int64) * (H * W * C * groups) + (top * W + left) * (groups * C)

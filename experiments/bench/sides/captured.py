@@ -80,7 +80,12 @@ def graph_of(step: Step) -> Step:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):  # waits for the device first
         step()
-    return graph.replay
+
+    def replay() -> None:
+        graph.replay()
+
+    replay.reads = step  # type: ignore[attr-defined]  # the model and data, whose memory a graph does not keep alive
+    return replay
 
 
 def few_ahead(step: Step) -> Step:

@@ -3,7 +3,8 @@
 A convolution of K learners is one grouped operator, channels-last or not, or the implicit-GEMM kernel. Which is fastest
 depends on shapes, dtypes and the library, so `measure` finds out before training, for each direction (forward, gradient
 of the input, gradient of the filters) by itself, as a CUDA graph runs it. Every way is compared with the first one
-before its time counts. Choices are remembered in the user's cache. Where nothing was measured it is a fixed way.
+before its time counts. Choices are remembered in the user's cache. Where nothing is timed it is a fixed way, which is
+compared all the same: a compiler may get the kernel of one size wrong and that of the next one right.
 """
 
 from __future__ import annotations
@@ -81,10 +82,7 @@ def ways(dtype: torch.dtype, device: torch.device) -> list[str]:
 
 
 def fixed_way(dtype: torch.dtype, device: torch.device) -> str:
-    """Return the way where nothing was measured: the kernel if it can be used, else the first.
-
-    There are no convolutions of all learners before `kernels.checks.serves` has compared the kernel with operators.
-    """
+    """Return the way where nothing is timed: the kernel if it can be used, else the first."""
     possible = ways(dtype, device)
     return IMPLICIT if IMPLICIT in possible else possible[0]
 
@@ -94,7 +92,7 @@ class ConvolutionChoices:
 
     Args:
         device: where ways run.
-        milliseconds: measures how long a way takes; raises if it fails.
+        milliseconds: measures how long a way takes; raises if it fails. None if ways are only to be compared.
         remembered: the choices of earlier runs.
 
     Attributes:
@@ -102,7 +100,7 @@ class ConvolutionChoices:
     """
 
     def __init__(
-        self, device: torch.device, milliseconds: Callable[[Callable[[], Tensor]], float], remembered: Remembered
+        self, device: torch.device, milliseconds: Callable[[Callable[[], Tensor]], float] | None, remembered: Remembered
     ) -> None:
         self._device, self._milliseconds, self._remembered = device, milliseconds, remembered
         self._known: dict[str, str] = {}
@@ -110,10 +108,10 @@ class ConvolutionChoices:
         self.notes: list[str] = []
 
     def choose(self, key: str, candidates: Mapping[str, Callable[[], Tensor]], default: str) -> str:
-        """Return the fastest candidate. Blocks the host while it measures.
+        """Return the fastest candidate, or `default` if nothing is timed and it gives the numbers of the first.
 
-        The first is right by definition. If it fails, there is nothing to compare with, and `default` is returned, as
-        it is once a capture has failed in this process.
+        The first is right by definition. If it fails, there is nothing to compare with, and `default` is returned.
+        Nothing is timed once a capture has failed in this process. Blocks the host while it measures.
         Raises KernelError if that is the first, and whatever says that memory has run out or the device is lost.
         """
         if key not in self._known:
@@ -122,35 +120,45 @@ class ConvolutionChoices:
 
     def _settle(self, key: str, candidates: Mapping[str, Callable[[], Tensor]], default: str) -> str:
         first, recalled = next(iter(candidates)), ""
-        if failed_capture():
-            return self._unmeasured(default)
+        if self._milliseconds is None or failed_capture():
+            return self._compared(candidates, default)
         with contextlib.suppress(OSError):
             recalled = self._remembered.recall(key) or ""
         if recalled == first:
             return first
         try:
-            expected = candidates[first]()
-            if not bool(expected.isfinite().all()):  # host–device synchronisation
-                raise ArithmeticError("it gave values that are not finite")
+            expected = _finite(candidates[first])
         except Exception as error:  # libraries raise anything
             return self._without_first(first, default, error)
         # A remembered way may have been compiled by another compiler since.
-        if recalled in candidates and self._is_right(recalled, candidates[recalled], expected):
+        if recalled in candidates and self.is_right(recalled, candidates[recalled], expected):
             return recalled
         right = {first: candidates[first]}
         others = {name: run for name, run in candidates.items() if name not in (first, recalled)}
-        right |= {name: run for name, run in others.items() if self._is_right(name, run, expected)}
+        right |= {name: run for name, run in others.items() if self.is_right(name, run, expected)}
         times = {name: time for name, run in right.items() if (time := self._time(name, run)) is not None}
         if failed_capture():
-            return self._unmeasured(default if default in right else first)
+            return self._untimed(default if default in right else first)
         found = min(times, key=lambda name: times[name], default=first)
         if first in times and len(times) > 1:
             with contextlib.suppress(OSError):
                 self._remembered.remember(key, found)
         return found
 
-    def _unmeasured(self, way: str) -> str:
-        self._note(f"Convolutions run by fixed ways where they were not measured yet, because {failed_capture()}.")
+    def _compared(self, candidates: Mapping[str, Callable[[], Tensor]], default: str) -> str:
+        """Return the default if it gives the numbers of the first candidate, else that."""
+        first = next(iter(candidates))
+        if default == first:
+            return self._untimed(first)
+        try:
+            expected = _finite(candidates[first])
+        except Exception as error:
+            return self._without_first(first, default, error)
+        return self._untimed(default if self.is_right(default, candidates[default], expected) else first)
+
+    def _untimed(self, way: str) -> str:
+        if failed := failed_capture():
+            self._note(f"Convolutions run by fixed ways where they were not measured yet, because {failed}.")
         return way
 
     def _without_first(self, first: str, default: str, error: Exception) -> str:
@@ -161,7 +169,8 @@ class ConvolutionChoices:
         self._note(f"Convolutions that cannot be measured run as {default}: {reason}.")
         return default
 
-    def _is_right(self, name: str, run: Callable[[], Tensor], expected: Tensor) -> bool:
+    def is_right(self, name: str, run: Callable[[], Tensor], expected: Tensor) -> bool:
+        """Return whether a way gives the numbers expected; if not, say so. Blocks the host."""
         try:
             distance = (run().double() - expected.double()).abs().amax()
             # False for NaN; a host–device synchronisation.
@@ -174,7 +183,7 @@ class ConvolutionChoices:
         return False
 
     def _time(self, name: str, run: Callable[[], Tensor]) -> float | None:
-        if failed_capture():
+        if self._milliseconds is None or failed_capture():
             return None
         try:
             return self._milliseconds(run)
@@ -200,15 +209,15 @@ class ConvolutionChoices:
 
 
 def choices_on(device: torch.device) -> ConvolutionChoices | None:
-    """Return choices that measure ways as a CUDA graph runs them; None where ways are fixed.
+    """Return choices that measure ways as a CUDA graph runs them; None on other devices, and without the kernel.
 
-    They are on other devices, where measuring or graphs may not be used, and if results must repeat, which do not if
-    another way is the fastest the next time.
+    They only compare where graphs may not be used, and if results must repeat, which do not if another way is the
+    fastest the next time.
     """
-    refused = why_not("convolutions", device) or why_not(GRAPHS, device) or failed_capture()
-    if device.type != "cuda" or must_repeat() or refused:
+    if device.type != "cuda" or why_not("convolutions", device):
         return None
-    return ConvolutionChoices(device, graph_milliseconds(device), Remembered("convolutions.json"))
+    is_timed = not (must_repeat() or why_not(GRAPHS, device) or failed_capture())
+    return ConvolutionChoices(device, graph_milliseconds(device) if is_timed else None, Remembered("convolutions.json"))
 
 
 def key_of(
@@ -295,6 +304,18 @@ class Convolution:
             )  # fmt: skip
             runs = {way: partial(tried, direction, way) for way in ways(weights.dtype, weights.device)}
             self._ways[direction] = choices.choose(key, runs, self._ways[direction])
+        if input_gradient and self._ways["inputs"] == self._ways["filters"] == IMPLICIT:
+            # One launch for both is another kernel than two for one each, which were compared.
+            own = torch.empty_like(filters)
+            for of_inputs in (True, False):
+                def both(of_inputs: bool = of_inputs) -> Tensor:
+                    found = self._implicit(given, images, filters, True, own)
+                    assert found is not None, "it was asked for"
+                    return found if of_inputs else own
+
+                alone = self._gradient(given, images, filters, IMPLICIT, of_inputs=of_inputs)
+                if not choices.is_right(f"{IMPLICIT} of both gradients", both, alone):
+                    self._ways["filters"] = GROUPED
 
     def forward(self, inputs: Tensor, statistics: Statistics | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Return the outputs, and their mean and rstd `[K·C]` if the kernel computes them in the same pass."""
@@ -347,6 +368,13 @@ class Convolution:
         gradient = found if of_inputs else own
         assert gradient is not None, "one of the two was asked for"
         return gradient
+
+
+def _finite(run: Callable[[], Tensor]) -> Tensor:
+    found = run()
+    if not bool(found.isfinite().all()):  # host–device synchronisation
+        raise ArithmeticError("it gave values that are not finite")
+    return found
 
 
 def _text_of(error: Exception) -> str:
