@@ -224,7 +224,11 @@ def key_of(
     sizes: Geometry, direction: Direction, dtype: torch.dtype, device: torch.device, *, bias: bool = False,
     statistics: bool = False,
 ) -> str:  # fmt: skip
-    """Return the key of a choice: a hash of all it depends on. Forward, `bias` and `statistics` are added or not."""
+    """Return the key of a choice: a hash of all it depends on. Forward, `bias` and `statistics` are added or not.
+
+    Numbers of groups share a choice up to each power of two, or every step of the auto-tuner would measure for seconds.
+    """
+    sizes = replace(sizes, groups=1 << (sizes.groups - 1).bit_length())
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     versions = [torch.__version__, triton.__version__, __version__]
     facts = [repr(sizes), direction, str(dtype), bias, statistics, where, *versions, uses_tf32()]

@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from crossbow_py.core.errors import LearnerError
 from crossbow_py.distributed.collective import Collective
@@ -37,6 +38,29 @@ def test_bodies_that_are_captured_ask_the_host_for_no_value():
         tasks.average(RoundOutcome(whole))
     with pytest.raises(AssertionError, match="the host asked"), OnlyLaunches():
         tasks.learn(0, RoundOutcome(whole))
+
+
+def test_beside_replays_the_host_enqueues_one_operator_before_and_one_after_them():
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if not func.is_view:
+                eager.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Noting(RecordingStreams):
+        def run(self, name, body, stream):
+            with Operators():
+                super().run(name, body, stream)
+
+    images = torch.randint(0, 256, (64, 3, 6, 6), dtype=torch.uint8), torch.arange(64) % 3
+    eager, tasks = [], make_tasks(norm_model, data=images)
+    runner = StreamsExecutor(tasks, Noting())
+    for n in range(WARM_UP_ROUNDS + 1):
+        runner.submit(plan(tasks, n))
+    eager.clear()
+    runner.submit(plan(tasks, n + 1))
+    runner.close()
+    assert eager == [*["aten.cat.out"] * 2, *["aten.copy_.default"] * 2]  # of two learners
 
 
 def test_model_with_dropout_learns_in_graphs_with_masks_drawn_ahead_of_them():

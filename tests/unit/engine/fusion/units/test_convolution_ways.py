@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -360,6 +361,11 @@ def test_key_depends_on_sizes_direction_format_bias_and_statistics():
     extras = [{"bias": True}, {"statistics": True}]
     keys = {key_of(*each, CPU) for each in facts} | {key_of(*facts[0], CPU, **each) for each in extras}
     assert len(keys) == 6
+
+
+def test_numbers_of_groups_share_a_choice_up_to_each_power_of_two():
+    keys = [key_of(replace(GEOMETRY, groups=k), "forward", torch.float32, CPU) for k in range(1, 9)]
+    assert [keys.index(key) for key in keys] == [0, 1, 2, 2, 4, 4, 4, 4]
 
 
 def test_layers_that_differ_in_bias_or_norm_alone_are_measured_each_and_share_gradients_of_inputs(
