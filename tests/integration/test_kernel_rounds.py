@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -54,6 +55,14 @@ def residual():
     return Residual()
 
 
+def deep():
+    """Layers that amplify a rounding."""
+    torch.manual_seed(3)
+    first, *others = (nn.Conv2d(c, 5, 3, padding=1, bias=False) for c in (3, 5, 5, 5, 5, 5, 5))
+    units = itertools.chain(*((each, nn.BatchNorm2d(5), nn.ReLU()) for each in others))
+    return nn.Sequential(first, *units, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 4))
+
+
 def by_kernels(tasks):
     return FusedExecutor(tasks, RecordingStreams(), kernels=True)
 
@@ -75,6 +84,28 @@ def assert_as_serial(executor, num_rounds=4, shared=False, **options):
     expected = run(SerialExecutor(reference), reference, num_rounds, shared=shared)
     assert_equal(ours.bank, reference.bank, found, expected)
     return runner
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.8])
+def test_kernel_whose_gradient_is_wrong_is_found_out_in_bf16_though_one_rounding_moves_all_gradients(
+    wrong, monkeypatch
+):
+    """As ptxas once left the gradient of filters; the sizes are not those that kernels are checked with."""
+    own = convolution.backward
+
+    def backward(*args, filter_gradient, **options):
+        found = own(*args, filter_gradient=filter_gradient, **options)
+        if filter_gradient is not None and filter_gradient.shape[1] == 5:
+            filter_gradient *= 1 - wrong
+        return found
+
+    monkeypatch.setattr(checks, "_failure", lambda *_: None)
+    monkeypatch.setattr(convolution, "backward", backward)
+    tasks = make_tasks(deep, data=images(), order="blocks", precision=BF16, kernels=True)
+    runner = by_kernels(tasks)
+    run(runner, tasks, 1)
+    said = [note for note in runner.notes if "gives other numbers than the model itself (the gradient of" in note]
+    assert len(said) == (wrong > 0), runner.notes
 
 
 @pytest.mark.parametrize("optimizer", [SGD(weight_decay=1e-3), AdamW(clip_norm=0.5)], ids=["sgd", "adamw"])

@@ -38,6 +38,7 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, tor
 # How far the control moves weights, relatively.
 _MOVED = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 _CHAOS, _CHAOS_SAME = 10.0, 2.0  # times what the control moves: allowed differences, of other and of the same operators
+_CHANCE = 3.0  # times as far from float32 as another way in the same format: allowed
 _NOISE = 0.1  # a value of which the control moves this share is nothing but rounding
 # What rounding leaves of a gradient that is zero, such as that of a bias before BatchNorm, relative to all gradients.
 _RESIDUE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}
@@ -89,6 +90,29 @@ def furthest(
     relative = {name: distances[name] / max(norms[name], torch.finfo(torch.float64).tiny) for name in far}
     worst = max(relative, key=lambda name: relative[name], default=None)
     return None if worst is None else Difference(worst, relative[worst])
+
+
+def least_precise(found: Values, other: Values, precise: Values, compute: torch.dtype) -> Difference | None:
+    """Return the gradient that is the furthest from float32's, if `other`, in the same format, comes much closer.
+
+    One rounding of the weights moves the gradients of a deep model in bfloat16 by a tenth and more, so that `furthest`
+    lets nearly anything pass there. But two ways in one format should be about as far from float32.
+
+    Args:
+        found, other, precise: values by name, `precise` computed in float32.
+        compute: the dtype that the first two were computed in.
+    """
+    names = [name for name in precise if name.startswith("the gradient")]
+    norms = {name: _norm([precise[name]]) for name in names}
+    ours, theirs = ({name: _distance(each[name], precise[name]) for name in names} for each in (found, other))
+    usual = float(np.median([theirs[name] / norms[name] for name in names if norms[name]] or [0.0]))
+    residue = _RESIDUE[compute] * math.hypot(*norms.values())
+    far = {
+        name: ours[name] / max(norms[name], residue) for name in names
+        if not ours[name] <= max(_CHANCE * theirs[name], _CHANCE * usual * norms[name], residue)
+    }  # fmt: skip
+    worst = max(far, key=lambda name: far[name], default=None)
+    return None if worst is None else Difference(worst, far[worst])
 
 
 def digits_of(compute: torch.dtype, device: torch.device) -> torch.dtype:
