@@ -72,9 +72,12 @@ def _records(found: dict[str, Any]) -> Any:
 
 
 def show_and_write(result: dict[str, Any], text: Callable[[dict[str, Any]], str], path: Path | None) -> None:
-    print(f"\n{text(result)}\n\n{machine_line(result['machine'])}")
+    """Print the tables of a result and write it; the tables are then those of the numbers in the file."""
     if path:
         write_result(path, result)
+        result = read_result(path)
+    print(f"\n{text(result)}\n\n{machine_line(result['machine'])}")
+    if path:
         print(f"written to {path}")
 
 
