@@ -221,7 +221,7 @@ def _points(own: Sequence[Run], one: Sequence[Run]) -> str:
     found = difference(own, one)
     if found is None:
         return NONE
-    text = f"{100 * found.mean:+.2f}"
+    text = f"{100 * found.mean:+z.2f}"
     return text if found.half_width is None else f"{text} ± {100 * found.half_width:.2f}"
 
 

@@ -1,10 +1,15 @@
-"""Results files: one JSON object each, in the `results` folder beside the script that wrote it."""
+"""Results files: one JSON object each, in the `results` folder beside the script that wrote it.
+
+They are kept in the repository, so they are small: numbers have eight significant digits, and the records of a curve
+are written as columns, in which numbers have six.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,7 @@ from experiments.bench.machine import ROOT, machine_line
 from experiments.bench.windows import MAX_FOREIGN_SHARE
 
 EXPERIMENTS = ROOT / "experiments"
+_DIGITS, _DIGITS_IN_COLUMNS = 8, 6
 
 
 def results_folder(experiment: str) -> Path:
@@ -21,18 +27,57 @@ def results_folder(experiment: str) -> Path:
 
 def read_results(experiment: str) -> dict[str, dict[str, Any]]:
     """All results of an experiment by the name of their file, in the order of names."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(results_folder(experiment).glob("*.json"))}
+    return {path.stem: read_result(path) for path in sorted(results_folder(experiment).glob("*.json"))}
+
+
+def read_result(path: Path) -> Any:
+    return json.loads(path.read_text(), object_hook=_records)
 
 
 def write_result(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a line for every key of a result, and one for every element of a list of objects."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(result, indent=1) + "\n")
+    lines = (f"{json.dumps(key)}:{_lines(_compact(value))}" for key, value in result.items())
+    write_atomically(path, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _lines(value: Any) -> str:
+    if isinstance(value, list) and any(isinstance(each, dict | list) for each in value):
+        return "[\n" + ",\n".join(map(_lines_of_one, value)) + "\n]"
+    return _lines_of_one(value)
+
+
+_lines_of_one = partial(json.dumps, separators=(",", ":"))
+
+
+def _compact(value: Any, depth: int = 0) -> Any:
+    """Round numbers, and turn lists of records within `depth` other lists, at least one, into columns."""
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS if depth < 2 else _DIGITS_IN_COLUMNS}g}")
+    if isinstance(value, Mapping):
+        return {key: _compact(each, depth) for key, each in value.items()}
+    if not isinstance(value, list | tuple):
+        return value
+    alike = all(isinstance(each, dict) and each and each.keys() == value[0].keys() for each in value)
+    if depth and len(value) > 1 and alike:
+        return {"columns": {key: _compact([each[key] for each in value], depth + 1) for key in value[0]}}
+    return [_compact(each, depth + 1) for each in value]
+
+
+def _records(found: dict[str, Any]) -> Any:
+    """Turn columns back into records."""
+    if found.keys() != {"columns"}:
+        return found
+    return [dict(zip(found["columns"], values, strict=True)) for values in zip(*found["columns"].values(), strict=True)]
 
 
 def show_and_write(result: dict[str, Any], text: Callable[[dict[str, Any]], str], path: Path | None) -> None:
-    print(f"\n{text(result)}\n\n{machine_line(result['machine'])}")
+    """Print the tables of a result and write it; the tables are then those of the numbers in the file."""
     if path:
         write_result(path, result)
+        result = read_result(path)
+    print(f"\n{text(result)}\n\n{machine_line(result['machine'])}")
+    if path:
         print(f"written to {path}")
 
 

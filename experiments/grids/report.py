@@ -63,7 +63,7 @@ def accuracy(found: Estimate | None, signed: bool = False) -> str:
     """A mean with its confidence interval, where there is one."""
     if found is None:
         return NONE
-    text = f"{found.mean:{'+' if signed else ''}.4f}"
+    text = f"{found.mean:{'+' if signed else ''}z.4f}"
     return text if found.half_width is None else f"{text} ± {found.half_width:.4f}"
 
 

@@ -7,7 +7,6 @@ stay the same; one that was stopped in any way goes on from its newest checkpoin
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import shutil
@@ -18,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.telemetry.records import METRICS_FILE, read_metrics, read_summary
 from crossbow_py.train.checkpoints.checkpoint import FOLDER as CHECKPOINTS_FOLDER
 from experiments.bench.machine import ROOT, machine
-from experiments.bench.results import count, results_folder, seeds, write_result
+from experiments.bench.results import count, read_result, results_folder, seeds, write_result
 from experiments.bench.windows import load_with_ended
 from experiments.grids.grid import Cell, Grid, chosen, in_turns
 
@@ -37,10 +37,10 @@ _POLL_S = 0.1
 _DIVERGED = "non_finite"
 _TERMINATED = 143
 _KEPT_OF_SUMMARY = (
-    "device", "executor", "precision", "averaging", "model", "data", "num_learners", "batch_size", "epochs",
-    "samples_seen", "test_accuracy", "best_test_accuracy", "train_time_s",
+    "device", "executor", "precision", "num_learners", "batch_size", "epochs", "samples_seen", "test_accuracy",
+    "best_test_accuracy", "train_time_s",
 )  # fmt: skip
-_KEPT_OF_EPOCH = ("epoch", "samples_seen", "elapsed_s", "num_learners", "train_loss", "test_loss", "test_accuracy")
+_KEPT_OF_EPOCH = ("epoch", "samples_seen", "elapsed_s", "test_accuracy")
 _KEPT_OF_LEARNING = ("learning", "spread")  # where learning_statistics=true measured them
 _KEPT_OF_EMA = ("z_accuracy",)  # where an EMA of z is evaluated
 _KEPT_OF_MACHINE = ("cpu", "cores", "gpus", "torch", "date", "commit")
@@ -110,8 +110,9 @@ def run_cells(grid: Grid, turns: Sequence[tuple[Cell, int]], places: Places, job
     return failed
 
 
-def add_recorded(grid: Grid, places: Places, runs: Sequence[Mapping[str, Any]]) -> None:
-    """Take as done the runs of a results file whose settings are those of a cell."""
+def add_recorded(grid: Grid, places: Places, result: Mapping[str, Any]) -> None:
+    """Take as done the runs of a result whose settings are those of a cell."""
+    runs = [{**run, "settings": f"{result['settings']} {run['settings']}"} for run in result["runs"]]
     for cell, run in ((cell, run) for cell in grid.cells for run in runs if cell.is_of(run)):
         folder = places.of(grid, cell)
         if _record(cell, run["seed"], folder) is None:
@@ -121,7 +122,7 @@ def add_recorded(grid: Grid, places: Places, runs: Sequence[Mapping[str, Any]]) 
 def _record(cell: Cell, seed: int, folder: Path) -> dict[str, Any] | None:
     """The record of a run; None where there is none, or where a default has changed since."""
     path = record_path(folder, seed)
-    record = json.loads(path.read_text()) if path.exists() else None
+    record = read_result(path) if path.exists() else None
     return record if record and cell.is_of(record) else None
 
 
@@ -171,7 +172,6 @@ def recorded(cell: Cell, seed: int, run: Path) -> dict[str, Any] | None:
         "seed": seed,
         "program": cell.program,
         "parts": cell.parts,
-        "overrides": list(cell.overrides),
         "settings": cell.settings,
         "status": status,
         "machine": {key: facts[key] for key in _KEPT_OF_MACHINE},
@@ -197,8 +197,9 @@ def collect(grid: Grid, places: Places, facts: Mapping[str, Any]) -> dict[str, A
         {**record, "cell": cell.name, "labels": dict(cell.labels)}
         for cell in grid.cells
         for path in sorted(places.of(grid, cell).glob("seed-*.json"))
-        if cell.is_of(record := json.loads(path.read_text()))
+        if cell.is_of(record := read_result(path))
     ]
+    shared, runs = _shared_settings(runs)
     return {
         "machine": dict(facts),
         "grid": grid.name,
@@ -207,8 +208,17 @@ def collect(grid: Grid, places: Places, facts: Mapping[str, Any]) -> dict[str, A
         "reference": grid.reference,
         "shown_after": list(grid.shown_after),
         "num_cells": len(grid.cells),
+        "settings": shared,
         "runs": runs,
     }
+
+
+def _shared_settings(runs: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """Return the settings that all runs have, and the runs with their other settings only."""
+    words = [run["settings"].split() for run in runs]
+    shared = [word for word in dict.fromkeys(chain(*words)) if all(word in own for own in words)]
+    others = [" ".join(word for word in own if word not in shared) for own in words]
+    return " ".join(shared), [{**run, "settings": own} for run, own in zip(runs, others, strict=True)]
 
 
 @contextmanager
@@ -243,7 +253,7 @@ def run_grid(experiment: str, grids: Mapping[str, Grid], argv: Sequence[str] | N
     places = Places(options.runs / experiment, options.results)
     path = places.results / f"{options.name or grid.name}.json"
     if options.add and path.exists():
-        add_recorded(grid, places, json.loads(path.read_text())["runs"])
+        add_recorded(grid, places, read_result(path))
     try:
         failed = run_cells(grid, turns, places, options.jobs)
     except KeyboardInterrupt:

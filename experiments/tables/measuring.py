@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from crossbow_py.core.errors import UserError
 from experiments.bench.machine import machine
-from experiments.bench.results import show_and_write
+from experiments.bench.results import read_result, show_and_write
 
 
 def measure_and_write(
@@ -49,4 +48,4 @@ def draw_after(question: str, path: Path) -> None:
     except ImportError as error:
         print(f"no picture: {error}; pip install '.[plots]', then python experiments/tables --pictures {question}")
         return
-    draw_beside(question, path, json.loads(path.read_text()))
+    draw_beside(question, path, read_result(path))

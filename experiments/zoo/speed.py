@@ -8,7 +8,6 @@ README.md says what is measured and how.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import multiprocessing
 import sys
 import tempfile
@@ -27,7 +26,14 @@ from crossbow_py.core.errors import CrossbowError, UserError, one_line
 from crossbow_py.core.host import foreign_share
 from crossbow_py.telemetry.events import RoundEnd
 from experiments.bench.machine import machine
-from experiments.bench.results import count, measuring_parser, positive, show_and_write, write_result
+from experiments.bench.results import (
+    count,
+    measuring_parser,
+    positive,
+    read_result,
+    show_and_write,
+    write_result,
+)
 from experiments.bench.windows import Windows, by_turns, load_with_ended
 from experiments.tables.markdown import NONE, markdown_table, spread_text
 from experiments.zoo.models import TIMM, entry_of
@@ -78,7 +84,7 @@ def _earlier(path: Path | None, method: Mapping[str, Any]) -> list[dict[str, Any
     """Return what an earlier run, stopped midway, has measured by the same method."""
     if path is None or not path.exists():
         return []
-    result = json.loads(path.read_text(encoding="utf-8"))
+    result = read_result(path)
     return list(result["rows"]) if all(result.get(key) == value for key, value in method.items()) else []
 
 

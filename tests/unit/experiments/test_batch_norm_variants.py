@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from crossbow_py.telemetry.records import read_metrics
 from crossbow_py.train.__main__ import main as train
 from experiments.batch_norm import variants
 from experiments.batch_norm.variants import MEAN, VARIANTS
@@ -41,7 +42,7 @@ def test_every_part_is_evaluated_with_all_kinds_of_statistics(folder: Path) -> N
     run = run_of(folder)
     assert [line["epoch"] for line in run["measured"]] == [0.5, 1.0]
     assert all(list(line["variants"]) == list(VARIANTS) for line in run["measured"])
-    for line, record in zip(run["measured"], run["epochs"], strict=True):
+    for line, record in zip(run["measured"], read_metrics(folder / "metrics.jsonl"), strict=True):
         mean = line["variants"][MEAN]
         assert (mean["test_accuracy"], mean["test_loss"]) == (record["test_accuracy"], record["test_loss"])
         assert len({each["test_loss"] for each in line["variants"].values()}) == len(VARIANTS)
@@ -52,7 +53,7 @@ def test_recalibrated_statistics_are_those_of_a_run_that_asks_for_them(folder: P
     asked = ["averaging.batch_norm=recalibrate", "averaging.recalibration_batches=8"]
     others = [word for word in WORDS if "batch_norm" not in word]
     assert train([*others, *asked, f"output_dir={tmp_path}"]) == 0
-    (record,) = run_of(tmp_path)["epochs"]
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
     last = run_of(folder)["measured"][-1]["variants"]["recalibrate, 8 batches"]
     assert (last["test_accuracy"], last["test_loss"]) == (record["test_accuracy"], record["test_loss"])
 

@@ -18,7 +18,7 @@ MACHINE = {"cpu": "any", "cores": 2, "gpus": [], "torch": "2", "date": "2026-01-
 def made_up(cell: str, seed: int, accuracy: float | None, alone: bool = True) -> dict[str, Any]:
     """A run; a diverged one without an accuracy."""
     return {
-        "cell": cell, "labels": {}, "seed": seed, "program": "p", "parts": 1, "overrides": [], "machine": MACHINE,
+        "cell": cell, "labels": {}, "seed": seed, "program": "p", "parts": 1, "machine": MACHINE,
         "status": "finished" if accuracy else "failed", "alone": alone, "foreign_share": 0.04 if alone else None,
         "summary": summary_of(accuracy), "epochs": epochs_of(accuracy or 0.0),
     }  # fmt: skip

@@ -17,6 +17,7 @@ import pytest
 from crossbow_py.telemetry.records import read_metrics
 from crossbow_py.train.__main__ import main as train
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
+from experiments.bench.results import read_result
 from experiments.grids import parts, running
 from experiments.grids.grid import Cell, Grid
 from experiments.grids.running import recorded, run_grid
@@ -41,7 +42,7 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def result(tmp_path: Path) -> Callable[[], dict[str, Any]]:
-    return lambda: json.loads((tmp_path / "out" / "any.json").read_text())
+    return lambda: read_result(tmp_path / "out" / "any.json")
 
 
 def runs_of(result: dict[str, Any]) -> list[tuple[str, int, float | None]]:
@@ -172,10 +173,8 @@ def test_training_in_parts_is_training_in_one_piece_with_more_evaluations(tmp_pa
         words = [*DIGITS, "averaging=diloco", "averaging.averaging_period=4", "max_epochs=1.5", "seed=1",
                  f"output_dir={folder}", "resume=auto"]  # fmt: skip
         assert parts.main([str(number), *words]) == 0
-        found = recorded(Cell("x", tuple(DIGITS)), 1, folder)
-        assert found is not None
-        outcomes[number] = found
-    whole, pieces = outcomes[1]["epochs"], outcomes[2]["epochs"]
+        outcomes[number] = read_metrics(folder / "metrics.jsonl")
+    whole, pieces = outcomes[1], outcomes[2]
     assert [round(record["epoch"], 1) for record in whole] == [1.0, 1.5]
     assert [round(record["epoch"], 1) for record in pieces] == [0.5, 1.0, 1.5]
     for key in ("samples_seen", "test_loss", "test_accuracy", "train_loss"):

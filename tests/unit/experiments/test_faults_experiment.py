@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from crossbow_py.train.checkpoints.writer import save
+from experiments.bench.results import read_result
 from experiments.faults import campaign, kill9, recording
 from experiments.faults.campaign import figures, hidden, phase
 from experiments.faults.recording import Recording, counted_stream, lost_and_repeated, read_recordings, starts_of
@@ -149,7 +149,7 @@ def test_killing_from_the_command_line_writes_its_result(tmp_path, capsys):
     path = tmp_path / "small.json"
     arguments = ["--kills", "1", "--kills-of-two-ranks", "0", "--epochs", "3", "--folder", str(tmp_path)]
     assert kill9.main([*arguments, "--json", str(path)]) == 0
-    result = json.loads(path.read_text())
+    result = read_result(path)
     found = figures(result["runs"])
     assert (found["kills"], found["resumed"], found["corrupt"]) == (1, 1, 0)
     assert found["equal_models"] == found["runs"]

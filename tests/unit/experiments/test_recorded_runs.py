@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.bench.results import read_result
 from experiments.flowers import run as flowers
 from experiments.grids import recorded_runs
 from experiments.grids.recorded_runs import RecordedRuns, table_of
@@ -86,10 +87,10 @@ def test_run_on_photographs_is_recorded_with_its_wait_for_data_also_when_given_a
                     "model=mlp", "model.hidden=[8]", "batch_size=2", "max_epochs=1", "executor=serial",
                     "device=cpu"]  # fmt: skip
     assert flowers.main(command_line) == 0
-    first = json.loads((tmp_path / "out" / "flowers.json").read_text())
+    first = read_result(tmp_path / "out" / "flowers.json")
     assert flowers.main(command_line) == 0
     capsys.readouterr()
-    result = json.loads((tmp_path / "out" / "flowers.json").read_text())
+    result = read_result(tmp_path / "out" / "flowers.json")
     (recorded,) = result["runs"]
     assert recorded["summary"]["num_workers"] == 1
     assert 0 < recorded["summary"]["data_wait_share"] <= 1
@@ -122,7 +123,7 @@ def test_accuracy_run_given_again_goes_on_and_keeps_no_path_of_the_machine(
     assert flowers.main([*command_line, "max_epochs=1"]) == 0
     assert flowers.main([*command_line, "max_epochs=2"]) == 0
     capsys.readouterr()
-    result = json.loads((tmp_path / "out" / "short.json").read_text())
+    result = read_result(tmp_path / "out" / "short.json")
     assert result["n"] == len(result["runs"]) == 2
     assert [[record["epoch"] for record in one["epochs"]] for one in result["runs"]] == [[1, 2], [1, 2]]
     assert all(one["summary"]["images_per_s"] > 0 for one in result["runs"])

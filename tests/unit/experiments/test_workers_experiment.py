@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from crossbow_py.core.host import Host
 from experiments.bench import windows
+from experiments.bench.results import read_result
 from experiments.bench.windows import Window, Windows
 from experiments.workers import plot, run
 from experiments.workers.run import Cell, Pace
@@ -105,7 +105,7 @@ def test_measurement_from_the_command_line_writes_its_result(
     path = tmp_path / "photos.json"
     arguments = ["--folder", str(photos), "--batch-sizes", "2", "3", "--workers", "1"]
     assert run.main([*arguments, "--seconds", "2", "--repetitions", "1", "--json", str(path)]) == 0
-    written = json.loads(path.read_text())
+    written = read_result(path)
     cells = [(cell["network"], cell["batch_size"]) for cell in written["cells"]]
     assert cells == [("light", 2), ("light", 3), ("heavy", 2), ("heavy", 3)]
     assert all(row["images_per_s"] > 0 for cell in written["cells"] for row in cell["rows"])
