@@ -285,7 +285,6 @@ def _connect_args(url: URL, driver: str) -> dict[str, Any]:
 
 def _limit_waits(engine: Engine) -> None:
     """Have PostgreSQL end what waits for a lock for too long, and transactions that nothing happens in."""
-
     from sqlalchemy import event  # noqa: PLC0415
 
     def limit(connection: Any, _record: Any) -> None:
@@ -304,7 +303,6 @@ def _lock_whole_transactions(engine: Engine) -> None:
     Its Python driver takes it at the first write: two that had read the same trial as unfinished would then both
     finish it, where other data bases lock the row that is read.
     """
-
     from sqlalchemy import event  # noqa: PLC0415
 
     def leave_transactions_to_us(connection: Any, _record: Any) -> None:
