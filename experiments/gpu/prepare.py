@@ -131,12 +131,12 @@ def tree() -> list[Path]:
     """The files that travel in every call: those that git does not ignore."""
     words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [ROOT / name for name in listed.split("\0") if name]
+    return [ROOT / name for name in listed.split("\0") if name and not (ROOT / name).is_symlink()]
 
 
 def mib(paths: Sequence[Path]) -> float:
-    files = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
-    return sum(file.stat().st_size for file in files) / 2**20
+    files = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path])]
+    return sum(file.stat().st_size for file in files if file.is_file()) / 2**20
 
 
 def show_calls() -> int:
