@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from crossbow_py.averaging import SMA, AveragingRule, Stage
 from crossbow_py.data.build import make_feed
-from crossbow_py.data.feed import Feed
+from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.layout import Order
 from crossbow_py.engine.bank.replicas import ReplicaBank
@@ -60,6 +60,28 @@ def norm_with_dropout() -> nn.Sequential:
     model = norm_model()
     model.insert(4, nn.Dropout(0.3))
     return model
+
+
+class Changed(Feed):
+    """Another feed's batches, each changed by its position in the stream: by no way but `batch`."""
+
+    def __init__(self, feed: Feed, change: Callable[[int, Batch], Batch] = lambda start, batch: batch) -> None:
+        super().__init__(feed.num_samples, feed.batch_size)
+        self._feed, self.change = feed, change
+
+    def batch(self, start):
+        return self.change(start, self._feed.batch(start))
+
+    def evaluation_batches(self, batch_size, first=0, step=1):
+        return self._feed.evaluation_batches(batch_size)
+
+
+def poison(tasks: RoundTasks, start: int, value: float) -> None:
+    """Make the batch at one stream position hold `value` and nothing else, before or after an executor is made."""
+    tasks.feed = tasks.feed if isinstance(tasks.feed, Changed) else Changed(tasks.feed)
+    tasks.feed.change = lambda position, found: (
+        found._replace(inputs=torch.full_like(found.inputs, value)) if position == start else found
+    )
 
 
 def features(num_samples: int, shape: tuple[int, ...] = (4,), num_classes: int = 3) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 
 import pytest
@@ -11,7 +10,6 @@ from torch import nn
 
 from crossbow_py.averaging import SMA
 from crossbow_py.data.build import make_feed
-from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.graphs import CudaStreams
@@ -74,21 +72,6 @@ def assert_as_serial(executor, num_rounds, rate=lambda n: 0.05, tolerance=1e-8, 
     if ours.bank.precision is FP64:
         assert found == [(pytest.approx(loss, rel=tolerance), right) for loss, right in expected]
     return device, ours
-
-
-class Poisoned(Feed):
-    """Another feed's batches, the one at a position NaN: by no way but these."""
-
-    def __init__(self, feed, position):
-        super().__init__(feed.num_samples, feed.batch_size)
-        self._feed, self._position = feed, position
-
-    def batch(self, start):
-        found = self._feed.batch(start)
-        return found._replace(inputs=found.inputs * math.nan) if start == self._position else found
-
-    def evaluation_batches(self, batch_size, first=0, step=1):
-        return self._feed.evaluation_batches(batch_size)
 
 
 class Counting(CudaStreams):

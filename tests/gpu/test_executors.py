@@ -28,7 +28,6 @@ from tests.gpu.support import (
     HAS_KERNELS,
     Counting,
     Eager,
-    Poisoned,
     assert_as_serial,
     needs_gpu,
     needs_kernels,
@@ -42,6 +41,7 @@ from tests.support import (
     features,
     norm_with_dropout,
     plan,
+    poison,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("captures_work")]
@@ -195,7 +195,7 @@ def test_learner_reseeded_in_the_middle_goes_on_as_under_serial():
 @pytest.mark.parametrize("poisoned", [0, WARM_UP_ROUNDS + 1])
 def test_non_finite_learner_keeps_its_row_to_the_bit_and_adds_nothing_to_z(executor, poisoned):
     tasks = tasks_on_cuda(precision=FP32, optimizer=AdamW(clip_norm=1.0))
-    tasks.feed = Poisoned(tasks.feed, plan(tasks, poisoned).starts[1])
+    poison(tasks, plan(tasks, poisoned).starts[1], math.nan)
     bank, runner = tasks.bank, executor(tasks)
     for n in range(poisoned):
         runner.submit(plan(tasks, n))

@@ -18,7 +18,7 @@ from torch import Tensor
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.trees import call, detached, leaves
-from crossbow_py.data.feed import Batch, MemoryOrder
+from crossbow_py.data.feed import Batch, Feed, MemoryOrder
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.fusion.fused_pass import FusedPass
 from crossbow_py.engine.goodput import Comparison
@@ -192,23 +192,37 @@ def compare_gradients(groups: Sequence[GroupTasks]) -> None:
     results[SQUARE_OF_MEAN].copy_(squares[-1] / len(lists) ** 2)
 
 
+def _gathered(feed: Feed) -> ResidentFeed | None:
+    """Return the feed if `learn`, and so a graph of it, can gather its batches. Mixing draws on the host."""
+    return feed if isinstance(feed, ResidentFeed) and feed.mixing is None else None
+
+
 class LearnerTasks(GroupTasks):
-    """Bodies for one learner, on a stream of its own."""
+    """Bodies for one learner, on a stream of its own; `learn` gathers its batch where the data are on the device."""
 
     def __init__(self, tasks: RoundTasks, learner: int) -> None:
         super().__init__(tasks, "streams", range(learner, learner + 1))
         self._row = OneLearner(learner, tasks.bank.trained_row(learner))
+        self._feed = _gathered(tasks.feed)
+        if self._feed is not None:
+            self._picks, self._batch = self._feed.new_picks(1), self._feed.new_batches(1).map(itemgetter(0))
 
     @property
     def _draws(self) -> bool:
         return self.tasks.bank.has_dropout
 
     def _load_batch(self, plan: Round) -> None:
-        self._keep(self.tasks.feed.batch(plan.starts[self.learners.start]))
+        start = plan.starts[self.learners.start]
+        if self._feed is None:
+            self._keep(self.tasks.feed.batch(start))
+        else:
+            self._feed.write_picks([start], self._picks)
 
     def learn(self, shared: bool, masks_ahead: bool) -> None:
         tasks, bank, batch, (learner,) = self.tasks, self.tasks.bank, self._batch, self.learners
         assert batch is not None, "a learning task needs a loaded batch"
+        if self._feed is not None:
+            self._feed.take(self._picks, batch)
         with self._tapes[shared].over(masks_ahead):
             output, targets = tasks.read(call(tasks.model(learner), batch.inputs), batch.targets)
         loss = tasks.loss_of(learner, output, targets)
@@ -241,16 +255,14 @@ class FusedTasks(GroupTasks):
         tasks: what to compute.
         fused: the forward and backward pass of the learners.
         update: corrections by kernels, or None for operators, which must have all learners of the bank.
-        gathers: whether `learn`, and so a graph of it, gathers the batch from the feed's picks, unless batches are
-            mixed.
+        gathers: whether `learn` gathers the batch from the feed's picks, where it can.
     """
 
     def __init__(self, tasks: RoundTasks, fused: FusedPass, update: KernelUpdate | None, gathers: bool) -> None:
         super().__init__(tasks, "fused", fused.learners)
         self._pass, self._kernels, self.notes = fused, update, fused.notes
         self._rows = None if update else AllLearners(tasks.bank, tasks.update.optimizer)
-        gathers = gathers and tasks.feed.mixing is None  # which draws for each batch on the host
-        self._feed = tasks.feed if gathers and isinstance(tasks.feed, ResidentFeed) else None
+        self._feed = _gathered(tasks.feed) if gathers else None
         # If `learn` gathers: static picks and the gathered batch, for one or K batches.
         self._picked: dict[int, tuple[Tensor, Batch]] = {}
 

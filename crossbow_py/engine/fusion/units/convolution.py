@@ -305,17 +305,17 @@ class Convolution:
             runs = {way: partial(tried, direction, way) for way in ways(weights.dtype, weights.device)}
             self._ways[direction] = choices.choose(key, runs, self._ways[direction])
         if input_gradient and self._ways["inputs"] == self._ways["filters"] == IMPLICIT:
-            # One launch for both is another kernel than two for one each, which were compared.
-            own = torch.empty_like(filters)
-            for of_inputs in (True, False):
-                def both(of_inputs: bool = of_inputs) -> Tensor:
-                    found = self._implicit(given, images, filters, True, own)
-                    assert found is not None, "it was asked for"
-                    return found if of_inputs else own
+            self._compare_both(choices, given, images, filters)
 
-                alone = self._gradient(given, images, filters, IMPLICIT, of_inputs=of_inputs)
-                if not choices.is_right(f"{IMPLICIT} of both gradients", both, alone):
-                    self._ways["filters"] = GROUPED
+    def _compare_both(self, choices: ConvolutionChoices, given: Tensor, images: Tensor, filters: Tensor) -> None:
+        """Compare one launch for both gradients with one launch each, which is another kernel, compared before."""
+        own = torch.empty_like(filters)
+        of_inputs = self._implicit(given, images, filters, True, own)
+        for together, is_of_inputs in ((of_inputs, True), (own, False)):
+            assert together is not None, "it was asked for"
+            alone = self._gradient(given, images, filters, IMPLICIT, of_inputs=is_of_inputs)
+            if not choices.is_right(f"{IMPLICIT} of both gradients", partial(torch.clone, together), alone):
+                self._ways["filters"] = GROUPED
 
     def forward(self, inputs: Tensor, statistics: Statistics | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Return the outputs, and their mean and rstd `[K·C]` if the kernel computes them in the same pass."""

@@ -26,6 +26,7 @@ from tests.support import (
     norm_model,
     norm_with_dropout,
     plan,
+    poison,
     run_rounds,
 )
 
@@ -242,22 +243,6 @@ def test_non_finite_learner_keeps_its_row_and_adds_nothing_to_z(executor, bad):
     assert torch.equal(bank.weights.shaped(1)["weight"], row)
     expected = z + 0.5 * (bank.weights.shaped(0)["weight"] - z)
     torch.testing.assert_close(bank.z.shaped()["weight"], expected, rtol=1e-12, atol=1e-12)
-
-
-def poison(tasks, start, value):
-    """Make the batch at one stream position hold `value` and nothing else."""
-    good, all_good = tasks.feed.batch, tasks.feed.batches
-
-    def batch(position):
-        found = good(position)
-        return found._replace(inputs=torch.full_like(found.inputs, value)) if position == start else found
-
-    def batches(positions):
-        found = all_good(positions)
-        found.inputs[list(positions).index(start)] = value
-        return found
-
-    tasks.feed.batch, tasks.feed.batches = batch, batches
 
 
 def test_threads_learning_overlaps_averaging_and_correction_waits_for_it():

@@ -25,6 +25,7 @@ from crossbow_py.telemetry.timeline import Timeline
 from tests.recording_streams import RecordingStreams, ShuffledStreams
 from tests.support import (
     IMAGES,
+    Changed,
     assert_equal,
     assert_learners_equal,
     bank_reseeded_in_the_middle,
@@ -32,10 +33,10 @@ from tests.support import (
     norm_model,
     norm_with_dropout,
     plan,
+    poison,
     run,
     run_rounds,
 )
-from tests.unit.engine.executors.test_executors import poison
 
 EXECUTORS = pytest.mark.parametrize("executor", [FusedExecutor, StreamsExecutor])
 
@@ -90,6 +91,7 @@ def test_outcomes_come_one_round_late_in_order_and_with_the_losses_of_their_own_
 @pytest.mark.parametrize("poisoned", [0, WARM_UP_ROUNDS + 1])
 def test_non_finite_learner_keeps_its_row_and_adds_nothing_to_z(executor, bad, poisoned):
     tasks = make_tasks(rule=SMA(), order="blocks")
+    tasks.feed = Changed(tasks.feed)
     runner, bank = executor(tasks, RecordingStreams()), tasks.bank
     for n in range(poisoned):
         runner.submit(plan(tasks, n))

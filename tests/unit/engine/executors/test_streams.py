@@ -20,6 +20,7 @@ from crossbow_py.telemetry.timeline import Timeline
 from tests.recording_streams import RecordingStreams, ShuffledStreams
 from tests.support import (
     IMAGES,
+    Changed,
     assert_equal,
     assert_learners_equal,
     linear_model,
@@ -221,8 +222,7 @@ def test_failing_task_raises_with_task_round_and_stream():
 
 def test_batch_of_another_shape_is_refused_with_the_remedy():
     tasks = make_tasks()
-    good = tasks.feed.batch
-    tasks.feed.batch = lambda start: good(start) if start < 16 else type(good(0))(*(t[:3] for t in good(start)))
+    tasks.feed = Changed(tasks.feed, lambda start, found: found if start < 16 else found.map(lambda each: each[:3]))
     with pytest.raises(UserError, match=r"batches of one shape, got \[3, 4\] .* after \[4, 4\] .*executor=serial"):
         run(StreamsExecutor(tasks, RecordingStreams()), tasks, 3)
 
