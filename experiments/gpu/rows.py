@@ -102,6 +102,7 @@ def made_up(given: argparse.Namespace, batch_size: int, folder: Path) -> Workloa
 def how_it_runs(ours: Rounds) -> dict[str, Any]:
     """Return whether an executor replays graphs, the ways of its convolutions, and what it has to say."""
     programs, convolutions = parts_of(ours.executor, (Program, Convolution))
+    programs = [program for program in programs if program.graphs or program.eager_rounds]  # that were launched
     graphs = {program.name: "captured" if program.graphs else "eager" for program in programs}
     kinds = set(graphs.values()) or {"eager"}
     ways = Counter(f"{to} {way}" for each in convolutions for to, way in each._ways.items())
@@ -161,7 +162,11 @@ def main(argv: Sequence[str] | None = None) -> int:  # a stage of on_device.py
             whole = build_all(cells, build_s, given, Path(folder), sides, result)
             if not (whole and take_turns(sides if cells else {}, given, result)):
                 return 1  # the device is lost to this process
-    print(f"\n{rows_text(result)}")
+    try:
+        print(f"\n{rows_text(result)}")
+    except ValueError as error:
+        print(f"error: {error}")
+        return 1
     return 0 if sides else 1
 
 

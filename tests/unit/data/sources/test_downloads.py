@@ -138,7 +138,7 @@ def test_download_forbidden_is_a_user_error_without_a_request(tmp_path: Path, se
 
 def test_download_without_pooch_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pooch", None)
-    with pytest.raises(UserError, match=r"^file can only be downloaded with pooch; run pip install pooch, or put file "):
+    with pytest.raises(UserError, match=r"^file can only be downloaded with pooch; run pip install pooch, or put file"):
         fetch("http://127.0.0.1/file", into=(tmp_path,))
 
 
