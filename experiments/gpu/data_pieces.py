@@ -34,7 +34,7 @@ _MD5 = {
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-def main(argv: Sequence[str] | None = None) -> int:  # called by prepare.py and on_device.py
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("what", choices=("pack", "unpack"))
     parser.add_argument("data", type=Path)

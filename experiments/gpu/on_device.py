@@ -209,7 +209,7 @@ def who_else(report: Report) -> None:
             report.say("NOTE  MIG is on: this is a slice of a card, and no figure is one of the card")
 
 
-def main(argv: Sequence[str] | None = None) -> int:  # the stages are named on README.md, which no test can run
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
     add("stages", nargs="+", help="names, joined by + if they run side by side")

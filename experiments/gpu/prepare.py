@@ -40,7 +40,7 @@ _CALLS = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:  # it downloads, so no test runs it
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
     add("--data", type=Path, default=os.environ.get("CROSSBOW_DATA_DIR"), help="has CIFAR-10 (default: the variable)")

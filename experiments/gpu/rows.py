@@ -136,7 +136,7 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def main(argv: Sequence[str] | None = None) -> int:  # a stage of on_device.py
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
     add("--json", type=Path, required=True, help="write the results there")
