@@ -13,10 +13,6 @@ import torch
 
 _TOOLS = ("nvidia-smi", "nvcc --version", "df -h /dev/shm /tmp", "nproc", "free -g")
 _WANTED = ("gcc", "ncu", "compute-sanitizer")
-_PACKAGES = (
-    "torch", "triton", "numpy", "hydra-core", "omegaconf", "antlr4-python3-runtime", "nvidia-ml-py", "tensorboard",
-    "rich", "pillow", "safetensors", "PyYAML", "pytest", "pytest-timeout", "hypothesis", "optuna", "matplotlib",
-)  # fmt: skip
 _ARITHMETIC = (("bf16", torch.bfloat16), ("tf32", torch.float32), ("fp32", torch.float32))
 _SIDE, _OPERATORS = 8192, 100
 
@@ -40,11 +36,7 @@ def main() -> int:
             print(subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip())
     print(*(f"{tool}: {shutil.which(tool) or 'missing'}" for tool in _WANTED), sep="\n")
     print(sys.version, platform.platform())
-    for name in _PACKAGES:
-        try:
-            print(f"{name}=={importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            print(f"{name}: missing")
+    print(*sorted(f"{each.name}=={each.version}" for each in importlib.metadata.distributions()), sep="\n")
     if not torch.cuda.is_available():
         print("no CUDA device is visible")
         return 0

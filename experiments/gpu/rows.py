@@ -1,12 +1,12 @@
 """Images/s of executors, learners and batch sizes in one process, by turns: the rows of the throughput table.
 
-    python experiments/gpu/rows.py --json PATH --cells NAME:K:B:RULE[:PRECISION] ... [--late CELL ...]
+    python experiments/gpu/rows.py --json PATH --cells NAME:K:B:RULE[:PRECISION] ... [--profile FOLDER]
 
 NAME is serial, streams, fused, tuned (one model: bf16 weights, fused SGD, channels-last, a CUDA graph of a step) or
 compiled (the same after torch.compile). RULE is sma, or none: learners that share the samples out and never meet.
-Cells are built first, then windows of all are taken in turns, so that what disturbs them disturbs all alike; then the
-late ones are built, which take long, and all take turns again. The file is written after each cell and each turn. cuDNN
-searches its algorithms for all cells. Images are made up, so no data set is needed.
+Cells are built first, then windows of all are taken in turns, so that what disturbs them disturbs all alike. The file is
+written after each cell and each turn. cuDNN searches its algorithms for all cells. No data set is needed. With
+`--profile` there is at last a file for each cell: the kernels of a round, by time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -26,27 +27,27 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from crossbow_py.averaging import SMA
 from crossbow_py.core.errors import CrossbowError, one_line
-from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.engine.device.memory import is_device_lost
 from crossbow_py.engine.executors.on_device import Program
 from crossbow_py.engine.fusion.units.convolution import Convolution
 from crossbow_py.engine.trust import facts, in_use
 from experiments.bench.machine import machine
 from experiments.bench.results import count, positive, write_result
-from experiments.bench.rounds import Rounds, Setup, input_shape, num_classes
+from experiments.bench.rounds import Rounds, Setup
 from experiments.bench.sides.captured import captured, model_step
-from experiments.bench.workloads import Workload
+from experiments.bench.workloads import Workload, prepare
 from experiments.gpu.report import row_name, rows_text
 
 _NEVER = 10**9
 _IMAGES = 8192
 _WARM_ROUNDS = 6  # eager ones, a capture, replays
 _WARM_S = 0.05
+_PROFILED, _MOST_KERNELS = 10, 80
 _COMPILE = {"cuda": "max-autotune-no-cudagraphs", "cpu": "default"}
 
 
@@ -70,33 +71,19 @@ class Side:
         return rounds * self.images / took, 1e3 * took / rounds
 
 
-def build(cell: str, given: argparse.Namespace, folder: Path) -> tuple[Side, Callable[[], dict[str, Any]]]:
+def build(cell: str, given: argparse.Namespace, workload: Workload) -> tuple[Side, Callable[[], dict[str, Any]]]:
     """Return a cell's side, and what says how its rounds run."""
     name, k, b, rule, *own = cell.split(":")
     precision = own[0] if own else given.precision
     if name in ("tuned", "compiled"):
         mode = _COMPILE[given.device] if name == "compiled" else None
-        step = captured(model_step(precision, made_up(given, int(b), folder), mode), given.device)
+        step = captured(model_step(precision, replace(workload, batch_size=int(b)), mode), given.device)
         rounds = "captured" if given.device == "cuda" else "eager"  # a capture that fails raises
         return Side(step, partial(synchronize, given.device), int(b)), lambda: {"rounds": rounds, "notes": []}
     setup = Setup(given.model, int(b), int(k), name, given.device, precision)  # type: ignore[arg-type]
     averaging = SMA() if rule == "sma" else SMA(averaging_period=_NEVER)
     ours = Rounds(setup, max(_IMAGES, 2 * int(k) * int(b)), averaging=averaging)
     return Side(ours.submit, ours.drain, int(k) * int(b)), lambda: how_it_runs(ours)
-
-
-def made_up(given: argparse.Namespace, batch_size: int, folder: Path) -> Workload:
-    """Images for one tuned model, alike for every cell."""
-    shape, classes = input_shape(given.model), num_classes(given.model)
-    images, labels = folder / "images.npy", folder / "labels.npy"
-    if not labels.exists():
-        np.save(images, np.random.default_rng(0).integers(0, 256, (_IMAGES, *shape), dtype=np.uint8))
-        np.save(labels, np.arange(_IMAGES) % classes)
-    augmentation = Augmentation(crop_padding=4, flip=True) if shape[0] == 3 else Augmentation()
-    centre, scale = (0.5,) * shape[0], (0.25,) * shape[0]
-    return Workload(
-        given.model, batch_size, given.device, "noise", images, labels, classes, centre, scale, augmentation
-    )  # fmt: skip
 
 
 def how_it_runs(ours: Rounds) -> dict[str, Any]:
@@ -141,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--json", type=Path, required=True, help="write the results there")
     add("--cells", nargs="+", required=True, help="the most wanted first")
-    add("--late", nargs="+", default=[], help="built after the others were measured")
+    add("--profile", type=Path, metavar="FOLDER", help="write the kernels of a round of each cell there")
     add("--device", choices=("cpu", "cuda"), default="cuda")
     add("--model", default="resnet32")
     add("--precision", choices=("fp32", "bf16"))
@@ -158,10 +145,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     sides: dict[str, Side] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for cells, build_s in ((given.cells, given.build_s), (given.late, 1e9)):
-            whole = build_all(cells, build_s, given, Path(folder), sides, result)
-            if not (whole and take_turns(sides if cells else {}, given, result)):
-                return 1  # the device is lost to this process
+        workload = prepare(given.model, 1, given.device, Path(folder))
+        if not (build_all(given, workload, sides, result) and take_turns(sides, given, result)):
+            return 1  # the device is lost to this process
+    for cell, side in sides.items() if given.profile else ():
+        given.profile.mkdir(parents=True, exist_ok=True)
+        (given.profile / f"{cell.replace(':', '_')}.txt").write_text(kernels_of(side, given.device))
     try:
         print(f"\n{rows_text(result)}")
     except ValueError as error:
@@ -171,18 +160,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_all(
-    cells: Sequence[str], limit_s: float, given: argparse.Namespace, folder: Path, sides: dict[str, Side],
-    result: dict[str, Any],
-) -> bool:  # fmt: skip
+    given: argparse.Namespace, workload: Workload, sides: dict[str, Side], result: dict[str, Any]
+) -> bool:
     """Build cells and try each by itself, until the time is up; returns False if the device is lost."""
     begun = time.monotonic()
-    for cell in cells:
+    for cell in given.cells:
         row = result["rows"][cell] = {"precision": given.precision, "images_per_s": [], "ms": []}
         started, free = time.monotonic(), torch.cuda.mem_get_info()[0] if given.device == "cuda" else 0
         try:
-            if started - begun > limit_s:
+            if started - begun > given.build_s:
                 raise TimeoutError("no time was left to build it")
-            side, said = build(cell, given, folder)
+            side, said = build(cell, given, workload)
             for _ in range(_WARM_ROUNDS):
                 side.step()
             side.settle()
@@ -205,7 +193,7 @@ def build_all(
 
 def take_turns(sides: dict[str, Side], given: argparse.Namespace, result: dict[str, Any]) -> bool:
     """Take a window of each side in each turn; returns False, and says so, if the device is lost."""
-    for _ in range(given.turns if sides else 0):
+    for _ in range(given.turns):
         for cell, side in sides.items():
             try:
                 rate, ms = side.window(given.seconds)
@@ -218,6 +206,23 @@ def take_turns(sides: dict[str, Side], given: argparse.Namespace, result: dict[s
             result["rows"][cell]["ms"].append(round(ms, 4))
         write_result(given.json, result)
     return True
+
+
+def kernels_of(side: Side, device: str) -> str:
+    """Return a line of totals, then one for each kernel: microseconds a round, launches a round, name."""
+    with profile(activities=[ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]) as found:
+        for _ in range(_PROFILED):
+            side.step()
+        side.settle()
+    times, counts = Counter[str](), Counter[str]()
+    for event in found.events() or ():
+        if device == "cpu" or event.device_type.name == "CUDA":
+            times[event.name] += event.cpu_time if device == "cpu" else event.device_time
+            counts[event.name] += 1
+    n = _PROFILED
+    head = f"{sum(times.values()) / n / 1e3:.3f} ms of kernels a round, {sum(counts.values()) / n:.0f} launches"
+    kernels = times.most_common(_MOST_KERNELS)
+    return "\n".join([head, *(f"{us / n:10.1f} us {counts[name] / n:8.1f} x  {name}" for name, us in kernels), ""])
 
 
 if __name__ == "__main__":

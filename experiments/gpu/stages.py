@@ -29,7 +29,7 @@ _MORE_ROWS = (
     "fused:8:64:sma tuned:1:512:none fused:8:16:sma:fp32 streams:8:16:sma:fp32 tuned:1:16:none:fp32 "
     "tuned:1:128:none:fp32"
 )
-_COMPILED = "compiled:1:128:none compiled:1:16:none"
+_COMPILED_ROWS = "fused:8:16:sma tuned:1:16:none tuned:1:128:none compiled:1:128:none compiled:1:16:none"
 _ONE = "num_learners=1 batch_size=64 optimizer.learning_rate=0.05 optimizer.other_learning_rate=0.17"  # as its recipe
 _SMA = "optimizer=resnet_short averaging=sma"
 _LEARNING = {
@@ -133,17 +133,15 @@ def _smoke(at: Place) -> Iterator[Job]:
 def _measuring(at: Place, switches: Mapping[str, str]) -> dict[str, Stage]:
     d, tiny = f"--device {at.device}", at.tiny
     rows = f"experiments/gpu/rows.py {d} --json"
+    cells = {"rows": f"{_ROWS} --profile {at.work}/profile", "rows_more": _MORE_ROWS, "rows_compiled": _COMPILED_ROWS}
+    how = "--build-s 150"
     if tiny:
-        cells = dict.fromkeys(("rows", "rows_more"), "serial:1:4:sma fused:2:4:sma --late tuned:1:4:none")
+        cells = dict.fromkeys(cells, f"serial:1:4:sma fused:2:4:sma tuned:1:4:none --profile {at.work}/profile")
         how = "--model lenet --seconds 0.05 --turns 2"
-    else:
-        cells, how = {"rows": f"{_ROWS} --late {_COMPILED}", "rows_more": _MORE_ROWS}, "--build-s 150"
     of_learners, pack = "experiments/throughput", "experiments/model_batch/run.py"
     of_packs, quick = "experiments/pack_step_time/run.py", "--quick" if tiny else "--seconds 0.3"
     told = {
         **{name: (f"{rows} {at.work}/{name}.json {how} --cells {own}", 300) for name, own in cells.items()},
-        "profile": (f"experiments/gpu/profile_rounds.py {at.work}/profile {d}"
-                    + (" --model lenet --cells serial:1:4 fused:2:4 --rounds 2" if tiny else ""), 120),
         "update": (f"experiments/update_bandwidth/run.py {d} "
                    + ("--model lenet --num-learners 2 --seconds 0.2 " if tiny else "--seconds 5 ")
                    + at.result("update_bandwidth", "vgg16_k4"), 120),

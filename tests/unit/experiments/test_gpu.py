@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from experiments.bench import workloads
 from experiments.bench.machine import ROOT
 from experiments.gpu import data_pieces, on_device, prepare, report, rows, stages
 from experiments.gpu.stages import EVERYTHING, Job, Place, Stage
@@ -130,11 +131,14 @@ def test_rows_are_measured_by_turns_and_say_how_they_ran(
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     path = tmp_path / "rows.json"
-    words = "--device cpu --model lenet --seconds 0.01 --turns 2 --cells fused:2:4:sma serial:1:4:none other:1:4:sma"
-    assert rows.main([*words.split(), "--late", "tuned:1:4:none", "--json", str(path)]) == 0
+    monkeypatch.setattr(workloads, "NUM_IMAGES", 64)
+    cells = "fused:2:4:sma serial:1:4:none other:1:4:sma tuned:1:4:none"
+    words = f"--device cpu --model lenet --seconds 0.01 --turns 2 --profile {tmp_path}/profile --cells {cells}"
+    assert rows.main([*words.split(), "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert {cell: len(row["ms"]) for cell, row in found["rows"].items()} == {
-        "fused:2:4:sma": 4, "serial:1:4:none": 4, "other:1:4:sma": 0, "tuned:1:4:none": 2,
+        "fused:2:4:sma": 2, "serial:1:4:none": 2, "other:1:4:sma": 0, "tuned:1:4:none": 2,
     }  # fmt: skip
     assert found["rows"]["fused:2:4:sma"]["rounds"] == "eager" and found["cudnn_benchmark"]
+    assert (tmp_path / "profile" / "fused_2_4_sma.txt").read_text().partition(" ms of kernels a round, ")[1]
     assert "other K=1 b=4:" in capsys.readouterr().out
