@@ -4,8 +4,8 @@
 
 NAME is serial, streams, fused, tuned (one model: bf16 weights, fused SGD, channels-last, a CUDA graph of a step) or
 compiled (the same after torch.compile). RULE is sma, or none: learners that share the samples out and never meet.
-Cells are built first, then windows of all are taken in turns, so that what disturbs them disturbs all alike. The file is
-written after each cell and each turn. cuDNN searches its algorithms for all cells. No data set is needed. With
+Cells are built first, then windows of all are taken in turns, so that what disturbs them disturbs all alike. The file
+is written after each cell and each turn. cuDNN searches its algorithms for all cells. No data set is needed. With
 `--profile` there is at last a file for each cell: the kernels of a round, by time.
 """
 
