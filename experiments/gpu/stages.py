@@ -34,10 +34,10 @@ _ONE = "num_learners=1 batch_size=64 optimizer.learning_rate=0.05 optimizer.othe
 _SMA = "optimizer=resnet_short averaging=sma"
 _LEARNING = {
     "k8": "executor=fused num_learners=8 batch_size=16",
-    "single": f"executor=serial {_ONE}",
+    "single": f"executor=fused {_ONE}",  # one model in graphs, with all kernels
     "k4": "executor=fused",
     "sma_k8": f"executor=fused {_SMA} num_learners=8 batch_size=16",
-    "sma_single": f"executor=serial {_SMA} num_learners=1 batch_size=64",
+    "sma_single": f"executor=fused {_SMA} num_learners=1 batch_size=64",
 }
 _KERNELS_WRONG = "the ladder's line names the kernel; leave its kind out: CROSSBOW_KERNELS=update,loss,batches"
 _MEMCHECK = ("compute-sanitizer", "--error-exitcode", "9", "--target-processes", "application-only")
@@ -134,6 +134,7 @@ def _measuring(at: Place, switches: Mapping[str, str]) -> dict[str, Stage]:
     d, tiny = f"--device {at.device}", at.tiny
     rows = f"experiments/gpu/rows.py {d} --json"
     cells = {"rows": f"{_ROWS} --profile {at.work}/profile", "rows_more": _MORE_ROWS, "rows_compiled": _COMPILED_ROWS}
+    cells["rows_compiled"] += " --build-s 40"
     how = "--build-s 150"
     if tiny:
         cells = dict.fromkeys(cells, f"serial:1:4:sma fused:2:4:sma tuned:1:4:none --profile {at.work}/profile")
@@ -169,7 +170,7 @@ def _measuring(at: Place, switches: Mapping[str, str]) -> dict[str, Stage]:
 
 def _learning(at: Place, switches: Mapping[str, str]) -> dict[str, Stage]:
     """Two at once would share the GPU, so each is a stage of its own."""
-    limit = 100
+    limit = 60
     tiny = "max_rounds=3 max_evaluation_batches=1" if at.tiny else f"max_time_s={limit}"
     found = {}
     for short, settings in _LEARNING.items():
