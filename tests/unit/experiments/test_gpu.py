@@ -6,6 +6,7 @@ import json
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -97,6 +98,19 @@ def test_kernels_of_another_triton_are_left_alone(out: Path, monkeypatch: pytest
     monkeypatch.setattr(on_device, "stages", lambda at, switches: {"good": Stage((python("good", ""),), "")})
     assert on_device.main(["--device", "cpu", "good"]) == 0
     assert "kernels are of 0.1: each is compiled anew" in (out / "summary.txt").read_text()
+
+
+def test_busy_card_and_a_slice_are_said(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(
+        NVMLError=OSError, nvmlInit=lambda: None, nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetComputeRunningProcesses=lambda _: [SimpleNamespace(usedGpuMemory=3 << 20)],
+        nvmlDeviceGetMigMode=lambda _: (1, 1),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", card)
+    monkeypatch.setattr(on_device, "stages", lambda at, switches: {"good": Stage((python("good", ""),), "")})
+    assert on_device.main(["good"]) == 0
+    text = (out / "summary.txt").read_text()
+    assert "NOTE  1 other programs are on the card, with 3 MiB" in text and "NOTE  MIG is on" in text
 
 
 def test_pictures_give_back_every_pixel() -> None:
