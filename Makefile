@@ -15,12 +15,22 @@ SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
 # The tests of CUDA, on a device that is simulated on host memory; nothing runs where that cannot be built.
 SIMULATED := $(BIN)/python -m tests.simulated_cuda pytest -n auto --maxprocesses 4 --dist load
 ON_CUDA := tests/gpu tests/simulated_cuda
-HAS_CUDA := import sys, torch; sys.exit(0 if torch.cuda.is_available() else "error: no CUDA device is visible here; run make gpu on a machine with a GPU.")
-PACK_TESTS := tests/gpu/test_packs.py tests/gpu/test_ensemble.py
-ENGINE_TESTS := $(filter-out $(PACK_TESTS),$(wildcard tests/gpu/test_*.py))
-# A process for each, as a fault on a GPU ends its process; what fails is named at the end.
-TRY := failed=""; try() { echo "$(BIN)/python $$*"; $(BIN)/python "$$@" || failed="$$failed [$$*]"; };
-SAY := if [ -n "$$failed" ]; then echo "error: these failed:$$failed" >&2; exit 1; fi
+# GPU_PYTHON=python3 make gpu-check: by that Python as it is, without an environment, an installation or a repository.
+ifdef GPU_PYTHON
+ON_GPU := PYTHONPATH=.$(if $(PYTHONPATH),:$(PYTHONPATH)) $(GPU_PYTHON)
+else
+ON_GPU := $(BIN)/python
+GPU_SETUP := setup
+endif
+define HAS_CUDA
+import importlib.util as u, sys; \
+missing = [name for name in ("torch", "hydra", "omegaconf") if u.find_spec(name) is None]; \
+sys.exit("error: this Python has no " + ", ".join(missing) + "; experiments/gpu/README.md says how they travel.") if missing else None; \
+import torch; \
+sys.exit(None if torch.cuda.is_available() else "error: no CUDA device is visible here; run make gpu on a machine with a GPU.")
+endef
+# A process for each, as a fault on a GPU ends its process; what fails stops nothing, and is named at the end.
+STAGES := experiments/gpu/on_device.py --results experiments
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 help:  ## show this list
@@ -73,35 +83,21 @@ test-all: setup $(ZOO_STAMP)  ## everything, also what takes minutes or wants th
 	$(SIMULATED) -m 'gpu and slow' $(ON_CUDA)
 	TRITON_INTERPRET=1 $(SIMULATED) -m gpu tests/gpu/test_executors.py
 
-gpu: setup  ## what a GPU can be trusted with, its tests, and all that is to be measured on it; nothing stops the rest
-	@$(BIN)/python -c '$(HAS_CUDA)'
+gpu: $(GPU_SETUP)  ## what a GPU can be trusted with, its tests, and all that is to be measured on it; nothing stops the rest
+	@$(ON_GPU) -c '$(HAS_CUDA)'
 	@$(MAKE) --keep-going gpu-check gpu-engine gpu-packs
 
-gpu-check: setup  ## the ladder of trust, in minutes; its archive is crossbow_check_<time>.tar.gz
-	@$(BIN)/python -c '$(HAS_CUDA)'
-	$(BIN)/python -m crossbow_py.check device=cuda again=true
+gpu-check: $(GPU_SETUP)  ## the ladder of trust, in minutes; its archive is crossbow_check_<time>.tar.gz
+	@$(ON_GPU) -c '$(HAS_CUDA)'
+	$(ON_GPU) -m crossbow_py.check device=cuda again=true
 
-gpu-engine: setup  ## that of training one model, in 8 minutes
-	@$(BIN)/python -c '$(HAS_CUDA)'
-	@$(TRY) \
-	for file in $(ENGINE_TESTS); do try -m pytest -m gpu $$file; done; \
-	try experiments/throughput/suite.py --device cuda --minutes 4.5 --json experiments/throughput/results/suite_cuda.json; \
-	try experiments/throughput/run.py --device cuda --precision bf16 --sides serial fused --num-learners 8 --seconds 0.5 --repetitions 5 --json experiments/throughput/results/resnet32_b16_cuda.json; \
-	try experiments/update_bandwidth/run.py --device cuda --seconds 5 --json experiments/update_bandwidth/results/vgg16_k4_cuda.json; \
-	try experiments/memory/run.py --device cuda --models resnet32 --num-learners 1 4 16 --json experiments/memory/results/memory_cuda.json; \
-	try experiments/tables; \
-	$(SAY)
+gpu-engine: $(GPU_SETUP)  ## that of training one model, in 8 minutes
+	@$(ON_GPU) -c '$(HAS_CUDA)'
+	$(ON_GPU) $(STAGES) tests suite sides update memory tables
 
-gpu-packs: setup  ## that of packs, ensembles and searches, in 6 minutes
-	@$(BIN)/python -c '$(HAS_CUDA)'
-	@$(TRY) \
-	for file in $(PACK_TESTS); do try -m pytest -m gpu $$file; done; \
-	try experiments/model_batch/run.py training --device cuda --batch-sizes 16 --seconds 0.3 --json experiments/model_batch/results/training_cuda.json; \
-	try experiments/model_batch/run.py inference --device cuda --batch-sizes 16 --seconds 0.3 --json experiments/model_batch/results/inference_cuda.json; \
-	try experiments/pack_step_time/run.py families --device cuda --families resnet20 --num-models 8 --seconds 0.3 --json experiments/pack_step_time/results/families_cuda.json; \
-	try experiments/hyperband/run.py --device cuda --repetitions 1 --json experiments/hyperband/results/lenet_cuda.json; \
-	try experiments/tables; \
-	$(SAY)
+gpu-packs: $(GPU_SETUP)  ## that of packs, ensembles and searches, in 6 minutes
+	@$(ON_GPU) -c '$(HAS_CUDA)'
+	$(ON_GPU) $(STAGES) tests.packs packs ensembles families hyperband tables
 
 lint: setup  ## ruff
 	$(BIN)/python -m ruff check .

@@ -63,11 +63,16 @@ def usable_cores() -> int:
 
 
 def commit() -> str | None:
-    """Short hash of the checkout's commit, with `+` when files other than results differ; None outside a repository."""
+    """Short hash of the checkout's commit, with `+` when files other than results differ.
+
+    Outside a repository it is `$CROSSBOW_COMMIT`, which whoever copied the files there has set, else None.
+    """
     head = _git("rev-parse", "--short", "HEAD")
+    if head is None:
+        return os.environ.get("CROSSBOW_COMMIT") or None
     apart = ":(exclude,glob)experiments/*/results/**"
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", apart)
-    return None if head is None else head + ("+" if changed else "")
+    return head + ("+" if changed else "")
 
 
 def command(argv: Sequence[str]) -> str:

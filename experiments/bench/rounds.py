@@ -75,9 +75,9 @@ class Rounds:
         built: the run that the trainer made; the bank among it.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, num_images: int = _NUM_IMAGES, **settings: Any) -> None:
         own = {key: value for key, value in vars(setup).items() if key != "model"}
-        trainer = trainer_on_noise(setup.model, max(_NUM_IMAGES, setup.batch_size), **own)
+        trainer = trainer_on_noise(setup.model, max(num_images, setup.batch_size), **own, **settings)
         self.built = trainer.run
         self._num_images = setup.num_learners * setup.batch_size
         self._executor: Executor | None = None
@@ -94,14 +94,27 @@ class Rounds:
         if self._executor is not None:
             self._executor.close()
 
-    def run(self, num_rounds: int) -> None:
-        """Run that many rounds more; when it returns, the device is past them. The first call makes the executor."""
+    @property
+    def executor(self) -> Executor:
+        """The executor, which is made when it is first asked for."""
         if self._executor is None:
             self._executor = self.built.new_executor()
+        return self._executor
+
+    def submit(self) -> None:
+        """Run another round, which may be in flight when this returns."""
+        self.executor.submit(self.built.plan(self._index, self._index * self._num_images, 1.0))
+        self._index += 1
+
+    def drain(self) -> None:
+        """Wait until the device is past all rounds."""
+        self.executor.drain()
+
+    def run(self, num_rounds: int) -> None:
+        """Run that many rounds more; when it returns, the device is past them."""
         for _ in range(num_rounds):
-            self._executor.submit(self.built.plan(self._index, self._index * self._num_images, 1.0))
-            self._index += 1
-        self._executor.drain()
+            self.submit()
+        self.drain()
 
     def learn(self) -> None:
         """The learning task of one learner alone: forward, loss, backward, its gradients to the bank."""

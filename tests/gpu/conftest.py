@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from crossbow_py.engine.device.graphs import failed_capture
 from tests.caches import trust_cuda
 from tests.gpu.support import IS_SIMULATED
 
@@ -20,6 +21,13 @@ def own_cache(monkeypatch, tmp_path):
     """What is measured in a test is remembered for it alone, and everything may be used: it is what is tested."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     trust_cuda(monkeypatch)
+
+
+@pytest.fixture
+def captures_work():
+    """After a capture that failed on a GPU all rounds of its process are eager: a test of graphs would find nothing."""
+    if failed := failed_capture():
+        pytest.fail(f"it tests graphs, and {failed}: run it by itself", pytrace=False)
 
 
 @pytest.fixture(autouse=True)

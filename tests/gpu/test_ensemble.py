@@ -17,7 +17,7 @@ from crossbow_py.predict.predictors import MOST_PROGRAMS
 from crossbow_py.train.evaluation.evaluator import Evaluator, evaluate_bank
 from tests.support import features, norm_model
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("captures_work")]
 
 CUDA = torch.device("cuda")
 

@@ -44,7 +44,7 @@ from tests.support import (
     poison,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("captures_work")]
 
 # Dropout and attention; BatchNorm; dropout of channels; 1-D BatchNorm and transposed convolution; tied and frozen.
 NETWORKS = [

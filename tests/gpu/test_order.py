@@ -33,7 +33,7 @@ from tests.gpu.support import Counting
 from tests.support import assert_equal, features, plan
 from tests.unit.data.streams import Images, same
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("captures_work")]
 
 IMAGES = features(48, (3, 6, 6))  # with four learners and batches of three, an epoch is four rounds
 of_both = pytest.mark.parametrize("executor", [FusedExecutor, StreamsExecutor], ids=["fused", "streams"])

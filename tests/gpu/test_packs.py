@@ -46,7 +46,7 @@ from tests.unit.search.packs.test_pack import (
     trial,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("captures_work")]
 
 DEVICE = torch.device("cuda", 0)
 EXECUTORS = ["serial", "fused", "streams"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import importlib
 import io
 import itertools
 import os
@@ -12,8 +13,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import pooch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -67,7 +68,7 @@ def download(wanted: PublishedFile, folders: Sequence[Path], allowed: bool, prog
     Every address is tried three times; only a file with the published hash is kept.
 
     Raises:
-        UserError: downloads are not allowed, or every address failed; says where to put the file instead.
+        UserError: downloads are not allowed, every address failed, or pooch is missing; says where to put the file.
     """
     looked = " or ".join(map(_described, folders))
     remedy = f"put {wanted.path} into {folders[0]} yourself, or set data.root to the folder that holds it"
@@ -76,11 +77,12 @@ def download(wanted: PublishedFile, folders: Sequence[Path], allowed: bool, prog
     target = next((folder for folder in folders if _writable(folder)), None)
     if target is None:
         raise UserError(f"{wanted.path} is not in {looked}, and neither can be written to for a download; {remedy}.")
+    pooch = _pooch(wanted.path, remedy)
     failures = []
     before = {path for path in (target / wanted.path).parents if os.path.exists(path)}  # noqa: PTH110 - as in `find`
     for url in wanted.urls:
         try:
-            return _download_from(url, wanted, target, progress)
+            return _download_from(pooch, url, wanted, target, progress)
         except (OSError, ValueError) as error:  # requests' errors are OSErrors; a wrong hash is a ValueError
             failures.append(f"{url} ({type(error).__name__})")
     for folder in itertools.takewhile(lambda folder: folder not in before, (target / wanted.path).parents):
@@ -152,7 +154,15 @@ class _Bar:
         """Do nothing: the bar ends with its `Progress`."""
 
 
-def _download_from(url: str, wanted: PublishedFile, target: Path, progress: bool) -> Path:
+def _pooch(path: str, remedy: str) -> Any:
+    """Return pooch, which only downloads need. Raises UserError without it."""
+    try:
+        return importlib.import_module("pooch")
+    except ModuleNotFoundError as error:
+        raise UserError(f"{path} can only be downloaded with pooch; run pip install pooch, or {remedy}.") from error
+
+
+def _download_from(pooch: Any, url: str, wanted: PublishedFile, target: Path, progress: bool) -> Path:
     pooch.get_logger().setLevel("WARNING")  # its announcements would tear the progress bar
     store = pooch.create(
         path=target,

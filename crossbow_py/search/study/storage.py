@@ -14,20 +14,20 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 import optuna
 from optuna.exceptions import ExperimentalWarning, OptunaError, StorageInternalError
 from optuna.storages import BaseStorage, GrpcStorageProxy, JournalStorage, RDBStorage, get_storage
 from optuna.storages.journal import BaseJournalBackend, JournalRedisBackend
-from sqlalchemy import URL, Engine, event
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from crossbow_py.core.errors import CrossbowError, SearchError, UserError, one_line, without_query_password
 from crossbow_py.core.file_locks import locked
 from crossbow_py.core.files import given_path
+
+if TYPE_CHECKING:  # only data bases need it
+    from sqlalchemy import URL, Engine
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -56,8 +56,8 @@ _LIMITS = ("SET lock_timeout = '10s'", "SET idle_in_transaction_session_timeout 
 _JOURNAL_BEGIN, _SQLITE_BEGIN = b'{"op_code":', b"SQLite format 3\x00"  # every record of a journal begins so
 # Tables that are not there or unlike Optuna's, for which SQLite has no code of its own, a torn file, another file.
 _DAMAGED = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-_PASSING = (OSError, StorageInternalError, SQLAlchemyError)
-_CLIENTS = ("grpc", "redis")  # packages all of whose errors may pass
+_PASSING = (OSError, StorageInternalError)
+_CLIENTS = ("grpc", "redis", "sqlalchemy")  # packages all of whose errors may pass
 _POLL_S = 0.002
 # A password up to the last @ before the host; SQLAlchemy ends it at the first.
 _PASSWORD = re.compile(r"(?<=://)([^:/@]*:)[^@]*@([^?]*@)?")
@@ -178,13 +178,14 @@ def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> B
             f"({', '.join(f'{name}://' for name in (*_DATABASES, _REDIS[0], _GRPC))}), got {shown_address(storage)!r}"
             f"{remedy}."
         )
+    _require_package("sqlalchemy", "SQLAlchemy", storage)
     return patience.call(_open_database, storage)
 
 
 def close_connections(storage: BaseStorage) -> None:
     """Close the connections to a data base, which are made anew where the storage is used again. Does not raise."""
     engine = getattr(getattr(storage, "_backend", None), "engine", None)
-    if isinstance(engine, Engine):
+    if engine is not None:
         with suppress(Exception):
             storage.remove_session()
             engine.dispose()
@@ -240,6 +241,9 @@ class _WithDeadline:
 
 
 def _open_database(storage: str) -> BaseStorage:
+    from sqlalchemy.engine import make_url  # noqa: PLC0415  an extra, as below
+    from sqlalchemy.exc import ArgumentError  # noqa: PLC0415
+
     driver = ""
     if (found := _PASSWORD.search(storage)) and found[2]:
         raise UserError(
@@ -281,6 +285,7 @@ def _connect_args(url: URL, driver: str) -> dict[str, Any]:
 
 def _limit_waits(engine: Engine) -> None:
     """Have PostgreSQL end what waits for a lock for too long, and transactions that nothing happens in."""
+    from sqlalchemy import event  # noqa: PLC0415
 
     def limit(connection: Any, _record: Any) -> None:
         with connection.cursor() as cursor:
@@ -298,6 +303,7 @@ def _lock_whole_transactions(engine: Engine) -> None:
     Its Python driver takes it at the first write: two that had read the same trial as unfinished would then both
     finish it, where other data bases lock the row that is read.
     """
+    from sqlalchemy import event  # noqa: PLC0415
 
     def leave_transactions_to_us(connection: Any, _record: Any) -> None:
         connection.isolation_level = None

@@ -107,11 +107,14 @@ def train_for_ever(step: Step, images: int, gate: Gate) -> None:
         gate.tick(images)
 
 
-def model_step(precision: str, workload: Workload) -> Step:
+def model_step(precision: str, workload: Workload, mode: str | None = None) -> Step:
+    """A step of one tuned model, compiled first if `mode` is one of torch.compile."""
     torch.backends.cudnn.benchmark = True
     bf16 = precision == "bf16"
     model = workload.make_model().to(workload.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     update = bf16_update(model, _SGD) if bf16 else plain_update(list(model.parameters()), _SGD)
+    if mode is not None:
+        model.compile(mode=mode)
     feed = DeviceFeed(workload, torch.bfloat16 if bf16 else torch.float32)
 
     def step() -> None:

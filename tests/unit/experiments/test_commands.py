@@ -183,6 +183,7 @@ def test_every_program_of_a_question_is_named_on_its_page() -> None:
     programs = {
         str(path.relative_to(EXPERIMENTS).with_suffix(""))
         for question in pages.questions()
+        if question != "gpu"  # whose programs are stages, see test_gpu.py
         for path in (EXPERIMENTS / question).glob("*.py")
         if re.search(r"^(main = partial|def main\(argv: Sequence\[str\] \| None)", path.read_text(), re.MULTILINE)
     }

@@ -23,6 +23,14 @@ def test_machine_names_what_a_number_depends_on() -> None:
     assert facts["commit"] == commit()
 
 
+def test_commit_outside_of_a_repository_is_the_one_that_was_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.bench.machine.ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert commit() is None
+    monkeypatch.setenv("CROSSBOW_COMMIT", "0123abcd")
+    assert commit() == "0123abcd"
+
+
 def test_command_shows_no_path_of_the_machine() -> None:
     argv = [str(ROOT / "experiments" / "x.py"), "--json", "/elsewhere/deep/out.json", "data.root=/some/data", "a=1"]
     assert command(argv) == "python experiments/x.py --json out.json data.root=data a=1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -133,6 +134,12 @@ def test_download_forbidden_is_a_user_error_without_a_request(tmp_path: Path, se
     with pytest.raises(UserError, match=r"is not in .* and data\.download is false; set it to true, or put file into"):
         fetch(server.url, into=(tmp_path,), allowed=False)
     assert server.requests == 0
+
+
+def test_download_without_pooch_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pooch", None)
+    with pytest.raises(UserError, match=r"^file can only be downloaded with pooch; run pip install pooch, or put file"):
+        fetch("http://127.0.0.1/file", into=(tmp_path,))
 
 
 def test_load_of_cifar10_not_found_downloads_its_archive_once(tmp_path, server, monkeypatch) -> None:

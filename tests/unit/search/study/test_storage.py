@@ -93,8 +93,12 @@ def test_data_base_is_told_how_long_to_wait_unless_its_address_says_so(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("address", "package", "install"), [("redis://host", "redis", "redis"), ("grpc://host:1", "grpc", "grpcio")]
-)
+    ("address", "package", "install"),
+    [
+        ("redis://host", "redis", "redis"), ("grpc://host:1", "grpc", "grpcio"),
+        ("sqlite:///a.db", "sqlalchemy", "SQLAlchemy"),
+    ],
+)  # fmt: skip
 def test_storage_without_its_package_names_what_to_install(
     address: str, package: str, install: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
