@@ -5,8 +5,9 @@
 Whole rounds run on the CPU with kernels that do nothing. Each launch goes through Triton's own specialisation, so what
 is compiled is what a run compiles: types, constants, and which integers are 1 or multiples of 16. Beside rounds, the
 launches are made that rounds of these models leave out. Prints the key of each variant and the number of learners it
-was seen with; with capabilities also its registers, bytes of spilled ones and of shared memory, whether a product and a
-sum round once, and how many instructions compute with two 16-bit integers at once. Exits with 1 if one does not compile.
+was seen with; with capabilities also its registers, bytes of spilled ones and of shared memory, whether a product and
+a sum round once, and how many instructions compute with two 16-bit integers at once. Exits with 1 if one does not
+compile.
 
 Runs outside of the tests' process, as Triton's interpreter and compiler do not live in one; with any Triton from 3.6.
 """

@@ -29,8 +29,8 @@ FEWER = {"_forward": 136, "_backward": 144}
 SHARED_MEMORY = 99 * 1024  # bytes a program may have on compute capability 8.6 and 8.9; others have more
 ON_THE_STACK = 16  # bytes: a few values that are not in registers, outside of loops
 FEW_LEARNERS = range(2, 6)
-# NVIDIA's ptxas of CUDA 12.8 to 13.0, which Triton 3.6 brings, drops the constant of a packed sum of 16-bit integers where
-# only one half of it is used: such a kernel addresses the wrong pixels, and its gradients are wrong without an error.
+# NVIDIA's ptxas of CUDA 12.8 to 13.0, which Triton 3.6 brings, drops the constant of a packed sum of 16-bit integers
+# of which only one half is used: such a kernel reads the wrong pixels, and gives wrong gradients without an error.
 MAY_MISCOMPILE = (90, 100)
 
 
@@ -70,7 +70,7 @@ def test_every_kernel_is_within_its_budget(capability, tmp_path):
 
 @pytest.mark.timeout(120)
 def test_gradients_of_resnet32s_first_stage_compute_with_no_packed_integers(tmp_path):
-    """Of eight learners in bfloat16. Its kernel once had ten such sums, and wrong gradients of the filters on an H100."""
+    """This kernel, of eight learners in bfloat16, had such sums, and gave wrong gradients of filters on an H100."""
     own = compiled(tmp_path, "--capabilities", *map(str, MAY_MISCOMPILE), "--precisions", "bf16", "--backward",
                    "16", "8", "16", "16", "32", "32")  # fmt: skip
     found = [(each["kernel"], each["capability"], each["packed"]) for each in own]

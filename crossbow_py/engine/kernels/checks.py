@@ -9,7 +9,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.core.triton_launch import KernelError, check_size, compiles, launches_run, repeated, require, unavailable
+from crossbow_py.core.triton_launch import (
+    KernelError,
+    check_size,
+    compiles,
+    launches_run,
+    repeated,
+    require,
+    unavailable,
+)
 from crossbow_py.engine.device.cudnn import uses_tf32
 from crossbow_py.engine.kernels.geometry import Geometry, Tiles
 from crossbow_py.engine.trust import why_not

@@ -159,8 +159,8 @@ def _pixel(image, y, x, H: tl.constexpr, W: tl.constexpr, channels):
 
 
 # The quotient and the remainder. This is a difference: LLVM knows how large a remainder by `%` can be, narrows what is
-# computed from it to 16 bits, and adds two such values in one instruction. For compute capability 9.0, NVIDIA's ptxas of
-# CUDA 12.8 to 13.0 then forgets to add the constant where only one half of the sum is used.
+# computed from it to 16 bits, and adds two such values in one instruction. For compute capability 9.0, NVIDIA's ptxas
+# of CUDA 12.8 to 13.0 then forgets to add the constant where only one half of the sum is used.
 @triton.jit
 def _divided(value, by: tl.constexpr):
     quotient = value // by

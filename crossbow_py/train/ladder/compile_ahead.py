@@ -88,7 +88,7 @@ def compile_share(share: Share) -> None:
 
     # All that Triton asks for up to a launch.
     driver.set_active(SimpleNamespace(
-        get_current_device=lambda: 0, get_current_stream=lambda device: 0,
+        get_current_device=lambda: 0, get_current_stream=lambda _: 0,
         get_current_target=lambda: GPUTarget("cuda", share.capability, 32),
     ))  # fmt: skip
     every = (

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from crossbow_py.core.measured import Remembered, digest
 from crossbow_py.core.triton_launch import KernelError, unavailable
 from crossbow_py.core.version import __version__
-from crossbow_py.engine.device.cudnn import cudnn_set, must_repeat, uses_tf32
+from crossbow_py.engine.device.cudnn import must_repeat, searching_libraries, uses_tf32
 from crossbow_py.engine.device.graphs import failed_capture, graph_milliseconds
 from crossbow_py.engine.device.memory import is_out_of_memory, raise_if_lost
 from crossbow_py.engine.fusion.values import channels_last, matrix_of
@@ -231,14 +230,6 @@ def key_of(
     return f"{direction} {digest(facts)}"
 
 
-def searching_libraries() -> AbstractContextManager[None]:
-    """Return a context in which cuDNN tries its algorithms for each new shape, and keeps the fastest.
-
-    Some of them add with atomics, in any order. Where results must repeat, nothing is tried.
-    """
-    return cudnn_set("benchmark", not must_repeat())
-
-
 @dataclass(frozen=True)
 class Leaf:
     """A parameter of a unit: its rows `[K, *shape]`, and those of its gradients, with the same shape and strides."""
@@ -306,12 +297,12 @@ class Convolution:
             self._ways[direction] = choices.choose(key, runs, self._ways[direction])
         if input_gradient and self._ways["inputs"] == self._ways["filters"] == IMPLICIT:
             # One launch for both is another kernel than two for one each, which were compared.
-            own = torch.empty_like(filters)
+            gradient = torch.empty_like(filters)
             for of_inputs in (True, False):
                 def both(of_inputs: bool = of_inputs) -> Tensor:
-                    found = self._implicit(given, images, filters, True, own)
+                    found = self._implicit(given, images, filters, True, gradient)
                     assert found is not None, "it was asked for"
-                    return found if of_inputs else own
+                    return found if of_inputs else gradient
 
                 alone = self._gradient(given, images, filters, IMPLICIT, of_inputs=of_inputs)
                 if not choices.is_right(f"{IMPLICIT} of both gradients", both, alone):
