@@ -86,6 +86,13 @@ class Executor(ABC):
         spans = self._spans_between
         return nullcontext() if spans is None else spans.span(name, AVERAGING_STREAM, round_index)
 
+    def in_effect(self) -> list[str]:
+        """Return what rounds run with: `graphs`, and kernels by their names in `core/switches.py`.
+
+        Of convolutions it also says how many directions are the kernel's, of three each.
+        """
+        return []
+
     def run_task(
         self, launch: Launch, outcome: RoundOutcome, body: Callable[[RoundOutcome], None] | None = None
     ) -> None:

@@ -255,6 +255,11 @@ class Convolution:
         self._moments_workspace = implicit.statistics_workspace(geometry, device)
         self._ways = dict.fromkeys(_DIRECTIONS, fixed_way(self._weights.dtype, device))
 
+    @property
+    def by_kernel(self) -> int:
+        """How many of the three directions are the kernel's."""
+        return list(self._ways.values()).count(IMPLICIT)
+
     @torch.no_grad()
     def measure(self, choices: ConvolutionChoices, statistics: Statistics | None, input_gradient: bool) -> None:
         """Take the fastest way of each direction, on random values: a round's may be zero or not finite.
