@@ -6,7 +6,7 @@ launched here: every tile of convolutions, TF32 and not, every optimizer, erasin
 and of many classes.
 
 What Triton compiles for that, in each of fp32 and bf16, takes a second or so each (0.1 to 0.8 s of
-a CPU, measured for compute capability 9.0 without a GPU):
+a CPU, measured for compute capability 9.0 without a GPU). `compile_ahead.py` shares it out among all cores:
 
     update            13
     loss               6
