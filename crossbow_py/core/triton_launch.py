@@ -39,10 +39,11 @@ class Launch:
 
 @dataclass(eq=False)
 class _Record:
-    """A list of launches, and whether the kernels run."""
+    """A list of launches, whether the kernels run, and whether those that do not are compiled."""
 
     launches: list[Launch]
     runs: bool
+    compiles: bool = False
 
 
 _RECORDS: list[_Record] = []
@@ -78,18 +79,25 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     for record in _RECORDS:
         names = tuple(kernel.arg_names)
         record.launches.append(Launch(kernel.__name__, grid, arguments, options, kernel.fn.__module__, names))
-    if all(record.runs for record in _RECORDS):
+    if launches_run():
         kernel[grid](*arguments, **options)
+    elif any(record.compiles for record in _RECORDS):
+        kernel.warmup(*arguments, grid=grid, **options)
+
+
+def launches_run() -> bool:
+    """Return whether kernels that are launched run. If not, there are no results to compare."""
+    return all(record.runs for record in _RECORDS)
 
 
 @contextlib.contextmanager
-def recorded(runs: bool = True) -> Iterator[list[Launch]]:
+def recorded(runs: bool = True, compiles: bool = False) -> Iterator[list[Launch]]:
     """Yield a list that receives every launch of the block, in order. For counting and tests; not thread-safe.
 
     Without `runs`, kernels are recorded instead of run, and what they would write stays as it was: for counting at
-    sizes that are too large for the interpreter.
+    sizes that are too large for the interpreter. With `compiles` these are compiled, into Triton's own cache.
     """
-    record = _Record([], runs)
+    record = _Record([], runs, compiles)
     _RECORDS.append(record)
     try:
         yield record.launches
@@ -99,6 +107,12 @@ def recorded(runs: bool = True) -> Iterator[list[Launch]]:
 
 class KernelError(Exception):
     """Kernels cannot be used here. The message says why, as half a sentence."""
+
+
+def require(agrees: bool, message: str) -> None:
+    """Raise KernelError if results do not agree with their reference; kernels that do not run have none."""
+    if not agrees and launches_run():
+        raise KernelError(message)
 
 
 def check_size(on_gpu: int, interpreted: int) -> int:
@@ -111,9 +125,9 @@ def repeated(name: str, run: Callable[[], list[Tensor]], interpreted: int = 2) -
 
     In the interpreter, which runs program after program and cannot race, they are made `interpreted` times.
     Raises KernelError if they differ by a bit: programs that race, or that leave something behind, show that way.
-    The host blocks at the end.
+    The host blocks at the end. Launches that do not run are made once.
     """
-    found, *others = [run() for _ in range(check_size(_REPETITIONS, interpreted))]
+    found, *others = [run() for _ in range(check_size(_REPETITIONS, interpreted) if launches_run() else 1)]
     for results in others:
         for first, other in zip(found, results, strict=True):
             # Bits, as NaN differs from itself. A host–device synchronisation.

@@ -110,6 +110,7 @@ class RoundEnd:
         waited_s: seconds of this call of `fit` in which training waited for data.
         num_learners: K, the learners of this rank.
         is_settled: whether the auto-tuner has settled on a number of learners; True if the number is fixed.
+        in_effect: what the round ran with: graphs, and kernels by their names.
     """
 
     images: int
@@ -117,6 +118,7 @@ class RoundEnd:
     waited_s: float
     num_learners: int
     is_settled: bool
+    in_effect: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -343,7 +343,8 @@ class TrainingLoop:
         """Call `after_round` of `fit`, and set the number of learners that it returns. Raises UserError."""
         tuning, now = self._run.tuning, self._run.bank.num_learners
         settled = tuning is None or tuning.state.phase == "settled"
-        wanted = after_round(RoundEnd(images, self.meter.elapsed_s, self.meter.waited_s, now, settled))
+        in_effect = tuple(self.rounds.executor.in_effect())
+        wanted = after_round(RoundEnd(images, self.meter.elapsed_s, self.meter.waited_s, now, settled, in_effect))
         if wanted is None:
             return
         is_whole = isinstance(wanted, SupportsIndex) and not isinstance(wanted, bool)

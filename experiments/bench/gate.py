@@ -78,13 +78,14 @@ class Window:
     """The result of one window. `foreign_share` is the share of the cores that others took, None where it is unknown.
 
     `members` are images/s by member of the side, where it has several loops: between the first and the last tick of
-    each, so that no part of a round is counted.
+    each, so that no part of a round is counted. `in_effect` is what its last round ran with, see `RoundEnd`.
     """
 
     images: int
     seconds: float
     foreign_share: float | None
     members: Mapping[int, float] = field(default_factory=dict, compare=False)
+    in_effect: tuple[str, ...] = ()
 
     @property
     def images_per_s(self) -> float:
@@ -122,7 +123,12 @@ class Gate:
         channel: commands come from here and windows go there.
         synchronize: waits for the device; called around every window.
         snapshot: clock and load, both read there.
+
+    Attributes:
+        in_effect: what the last round ran with, which the loop says before each tick; for windows.
     """
+
+    in_effect: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -169,6 +175,7 @@ class Gate:
         return Window(
             self._images, end.wall_s - start.wall_s, foreign_share(start, end),
             {n: pace.images / (pace.last_s - pace.first_s) for n, pace in self._paces.items() if pace.images},
+            self.in_effect,
         )  # fmt: skip
 
     def _await_visit(self) -> None:
@@ -184,6 +191,8 @@ class Gate:
 
 class Ticked(Protocol):
     """A gate, or one of several loops' share of it."""
+
+    in_effect: tuple[str, ...]
 
     @property
     def num_learners(self) -> int | None:
@@ -204,6 +213,7 @@ class Paced:
         """See `Trainer.fit`. Raises CrossbowError when memory did not hold the learners of the window."""
         if self._asked not in (None, end.num_learners):
             raise CrossbowError(f"memory does not hold {self._asked} learners")
+        self._gate.in_effect = end.in_effect
         self._gate.tick(end.images)
         self._asked = self._gate.num_learners or end.num_learners
         return self._asked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -11,6 +11,8 @@ from crossbow_py.engine.modules.precision import PrecisionName
 from experiments.bench.gate import Ready, Window
 from experiments.bench.sides.side import AUTO, EXECUTOR_SIDES, OPEN, SINGLE_SIDES, Side
 from experiments.bench.windows import Windows, paired_ratios
+
+CAPTURED_SIDES = "fused", "streams"
 
 
 @dataclass
@@ -30,7 +32,28 @@ def to_row(measurement: Measurement, model: str, batch_size: int) -> dict[str, A
         **measurement.windows.figures(),
         "threads": measurement.ready.threads,
         "detail": measurement.ready.detail,
+        "in_effect": sorted({", ".join(window.in_effect) or "operators" for window in measurement.windows.kept()}),
     }
+
+
+def mixed(rows: Sequence[Mapping[str, Any]], captures: bool) -> list[str]:
+    """Say which rows cannot be compared: those of one executor, model and precision that ran with different parts.
+
+    How many convolutions are the kernel's is measured for each size, and may differ. With `captures`, on CUDA, rounds
+    of `fused` and `streams` must all be graphs, or none of them.
+    """
+    parts: dict[str, set[str]] = {}
+    for row in rows:
+        for each in row.get("in_effect", ()):
+            own = [part for part in each.split(", ") if not part.startswith("convolutions: ")]
+            parts.setdefault(f"{row['side']} {row['precision']} of {row['model']}", set()).add(", ".join(own))
+            if captures and row["side"] in CAPTURED_SIDES:
+                words = "graphs" if "graphs" in own else "eager"
+                parts.setdefault(f"rounds of {' and '.join(CAPTURED_SIDES)}", set()).add(words)
+    return [
+        f"Not comparable: {where} ran with {'; and with '.join(sorted(found))}. `python -m crossbow_py.check` says why."
+        for where, found in parts.items() if len(found) > 1
+    ]  # fmt: skip
 
 
 def ratios(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from experiments.bench.sides.side import AVERAGING_WORDS, EXECUTOR_SIDES, SINGLE
 from experiments.bench.windows import dropped_windows
 from experiments.tables.markdown import NONE, cores, markdown_table
 from experiments.throughput import suite_report
+from experiments.throughput.comparison import mixed
 from experiments.throughput.roofline import roofline_of, roofline_text
 from experiments.throughput.suite_report import best_row, main_batch_size, models, rows_of_model
 from experiments.update_bandwidth.run import measure_update
@@ -42,6 +43,21 @@ def sides_table(result: Result) -> str:
             str(row["n"]),
             str(row["dropped"]),
         ])  # fmt: skip
+    return markdown_table(header, rows)
+
+
+def ran_with(result: Result) -> list[str]:
+    """Say what the rows of each executor ran with, if there is more than operators."""
+    found: dict[str, dict[str, None]] = {}
+    for row in result["rows"]:
+        found.setdefault(f"{row['side']} {row['precision']}", {}).update(dict.fromkeys(row.get("in_effect", ())))
+    return [f"{side} ran with {'; '.join(own)}." for side, own in found.items() if set(own) - {"operators"}]
+
+
+def in_effect_table(result: Result) -> str:
+    header = ["side", "b", "K", "averaging", "precision", "ran with"]
+    keys = ("side", "batch_size", "num_learners", "averaging", "precision")
+    rows = [[*(str(row[key]) for key in keys), "; ".join(row.get("in_effect", ()))] for row in result["rows"]]
     return markdown_table(header, rows)
 
 
@@ -83,10 +99,14 @@ def missing(result: Result) -> list[str]:
 
 
 def result_text(result: Result) -> str:
+    """The tables; where rows cannot be compared, why not, and what each ran with."""
+    if refusals := mixed(result["rows"], result["device"] == "cuda"):
+        return "\n\n".join([*refusals, in_effect_table(result)])
     parts = (
         sides_table(result),
         rounds_table(result),
         notes(result),
+        *ran_with(result),
         *choices(result),
         *missing(result),
     )
@@ -103,7 +123,9 @@ def _throughput_ratio(result: Result, row: Mapping[str, Any], base: str) -> str:
 
 
 def suite_text(result: Result) -> str:
-    return "\n\n".join(filter(None, [suite_report.result_text(result), analysis_text(result)]))
+    if refusals := mixed(result["rows"], result["device"] == "cuda"):
+        return "\n\n".join([*refusals, in_effect_table(result)])
+    return "\n\n".join(filter(None, [suite_report.result_text(result), *ran_with(result), analysis_text(result)]))
 
 
 def headline_rows(results: Mapping[str, Result]) -> list[list[str]]:

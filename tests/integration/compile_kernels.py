@@ -5,8 +5,9 @@
 Whole rounds run on the CPU with kernels that do nothing. Each launch goes through Triton's own specialisation, so what
 is compiled is what a run compiles: types, constants, and which integers are 1 or multiples of 16. Beside rounds, the
 launches are made that rounds of these models leave out. Prints the key of each variant and the number of learners it
-was seen with; with capabilities also its registers, bytes of spilled ones and of shared memory, and whether a product
-and a sum round once. Exits with 1 if one does not compile.
+was seen with; with capabilities also its registers, bytes of spilled ones and of shared memory, whether a product and
+a sum round once, and how many instructions compute with two 16-bit integers at once. Exits with 1 if one does not
+compile.
 
 Runs outside of the tests' process, as Triton's interpreter and compiler do not live in one; with any Triton from 3.6.
 """
@@ -50,6 +51,7 @@ MODULES = (batch_norm, convolution, cross_entropy, image_kernels, update)
 PRECISIONS = {"fp32": FP32, "bf16": BF16}
 SHAPES = {"lenet": (1, 28, 28)}
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+PACKED = re.compile(r"\b(add|sub|min|max)\.[su]16x2")
 CPU = torch.device("cpu")
 
 
@@ -89,7 +91,8 @@ class EveryWay:
         candidates[units.IMPLICIT]()
         return units.IMPLICIT
 
-    def is_right(self, *_):
+    def is_right(self, name, run, expected):
+        run()
         return True
 
 
@@ -154,6 +157,19 @@ def launch_what_rounds_leave_out(num_learners, precision):
     convolution.forward(x, w, torch.zeros(32 * k, dtype=dtype), g)
 
 
+def launch_backward(geometry, precision):
+    """Both gradients of a convolution, in one launch."""
+    g, dtype = geometry, precision.compute
+    x, y, w = (torch.zeros(shape, dtype=dtype).to(memory_format=torch.channels_last) for shape in (
+        (g.batch, g.groups * g.in_channels, g.height, g.width), (g.batch, g.groups * g.out_channels, *g.out_size),
+        (g.groups * g.out_channels, g.in_channels, *g.kernel),
+    ))  # fmt: skip
+    convolution.backward(
+        y, x, w, g, input_gradient=True, filter_gradient=torch.zeros_like(w),
+        workspace=convolution.backward_workspace(g, CPU),
+    )  # fmt: skip
+
+
 def update_rows(k, precision):
     """z that moves later, rounds that do not average, one to four totals."""
     tiles = update.make_tiles([(0, 0, 4096, True), (32768, 4096, 10, False)], CPU)
@@ -186,8 +202,9 @@ def compile_for(capability, kernel, source, options):
     made = triton.compile(
         ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", capability, 32), options=options
     )
-    return {"shared": made.metadata.shared, "fuses": "fma.rn" in made.asm["ptx"], "warps": made.metadata.num_warps,
-            **resources(made.asm["cubin"])}  # fmt: skip
+    ptx = made.asm["ptx"]
+    return {"shared": made.metadata.shared, "fuses": "fma.rn" in ptx, "packed": len(PACKED.findall(ptx)),
+            "warps": made.metadata.num_warps, **resources(made.asm["cubin"])}  # fmt: skip
 
 
 def arguments_of_the_command():
@@ -196,6 +213,9 @@ def arguments_of_the_command():
     parser.add_argument("--models", nargs="+", default=["resnet32"], choices=list(MODELS))
     parser.add_argument("--learners", type=int, nargs="+", default=[2])
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=list(PRECISIONS))
+    parser.add_argument(
+        "--backward", type=int, nargs=6, metavar=tuple("BGCOHW"), help="only the gradients of this 3x3 convolution"
+    )
     parser.add_argument("--each", type=int, help="compile at most so many variants of each kernel, spread over all")
     return parser.parse_args()
 
@@ -216,7 +236,9 @@ def main() -> int:
     for precision in given.precisions:
         variants = Variants()
         with launches_go_to(variants):
-            for variants.num_learners in given.learners:
+            if given.backward:
+                launch_backward(Geometry(*given.backward, (3, 3), padding=(1, 1)), PRECISIONS[precision])
+            for variants.num_learners in [] if given.backward else given.learners:
                 for model in given.models:
                     for optimizer in (SGD(), AdamW()) if model == given.models[0] else (SGD(),):
                         run_round(model, variants.num_learners, PRECISIONS[precision], optimizer)

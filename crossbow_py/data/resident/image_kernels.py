@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from crossbow_py.core.triton_launch import KernelError, check_size, launch, repeated
+from crossbow_py.core.triton_launch import KernelError, check_size, launch, repeated, require
 
 _BLOCK = 1024  # values of an image that a program writes, at most
 _TARGET_BLOCK = 128
@@ -109,8 +109,8 @@ def check(device: torch.device, dtype: torch.dtype, size: tuple[int, int] = (20,
         inputs, targets = repeated("batches", run)
         # Host–device synchronisations.
         same = torch.equal(inputs.permute(0, 1, 3, 4, 2).flatten(0, 1), expected)
-        if not same or not torch.equal(targets.flatten(), all_targets[ids]):
-            raise KernelError("the image kernel's batches differ from those of the torch operators")
+        same &= torch.equal(targets.flatten(), all_targets[ids])
+        require(same, "the image kernel's batches differ from those of the torch operators")
 
 
 def _interleaved(inputs: Tensor) -> bool:

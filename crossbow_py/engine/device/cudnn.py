@@ -8,7 +8,7 @@ what either was set to.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Literal
 
 import torch
@@ -33,3 +33,11 @@ def cudnn_set(name: Literal["benchmark", "enabled"], value: bool) -> Iterator[No
         yield
     finally:
         setattr(torch.backends.cudnn, name, before)
+
+
+def searching_libraries() -> AbstractContextManager[None]:
+    """Return a context in which cuDNN tries its algorithms for each new shape, and keeps the fastest.
+
+    Some of them add with atomics, in any order. Where results must repeat, nothing is tried.
+    """
+    return cudnn_set("benchmark", not must_repeat())

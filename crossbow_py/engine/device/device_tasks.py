@@ -267,6 +267,16 @@ class FusedTasks(GroupTasks):
         self._picked: dict[int, tuple[Tensor, Batch]] = {}
 
     @property
+    def has_kernels(self) -> bool:
+        """Whether corrections run as kernels."""
+        return self._kernels is not None
+
+    @property
+    def gathers(self) -> bool:
+        """Whether `learn` gathers the batch, by a kernel."""
+        return self._feed is not None
+
+    @property
     def _draws(self) -> bool:
         return self._pass.graph.draws
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from crossbow_py.core.errors import CrossbowError, LearnerError
 from crossbow_py.engine.bank.layout import Order
+from crossbow_py.engine.device.cudnn import searching_libraries
 from crossbow_py.engine.executors.spans import TaskSpans, spans_on
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, Scheduler
@@ -85,6 +86,13 @@ class Executor(ABC):
         spans = self._spans_between
         return nullcontext() if spans is None else spans.span(name, AVERAGING_STREAM, round_index)
 
+    def in_effect(self) -> list[str]:
+        """Return what rounds run with: `graphs`, and kernels by their names in `core/switches.py`.
+
+        Of convolutions it also says how many directions are the kernel's, of three each.
+        """
+        return []
+
     def run_task(
         self, launch: Launch, outcome: RoundOutcome, body: Callable[[RoundOutcome], None] | None = None
     ) -> None:
@@ -117,7 +125,9 @@ class Executor(ABC):
     def issue(self, plan: Round) -> None:
         """Issue a round without waiting; call `collect` before the next. Raises LearnerError if a task failed."""
         outcome = RoundOutcome(plan)
-        self._issue(outcome)
+        on_cuda = self.tasks.bank.device.type == "cuda"
+        with searching_libraries() if on_cuda else nullcontext():  # with every executor, so that they compare fairly
+            self._issue(outcome)
         self._in_flight.append(outcome)
 
     def _launches(self, plan: Round) -> tuple[Launch, ...]:

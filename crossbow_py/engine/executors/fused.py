@@ -146,6 +146,18 @@ class FusedExecutor(Executor):
     def _new_spans(self, timeline: Timeline, on_callers_stream: TaskSpans) -> TaskSpans:
         return on_callers_stream if self._on_device is None else self._on_device.rounds.spans(timeline)
 
+    def in_effect(self) -> list[str]:
+        on_device, by_kernel = self._on_device, self._pass.graph.by_kernel()
+        there = {
+            "graphs": on_device is not None and on_device.rounds.has_graphs,
+            "update": on_device is not None and on_device.bodies.has_kernels,
+            "loss": self._pass.has_kernel,
+            "batches": on_device is not None and on_device.bodies.gathers,
+            "layers": bool(self._pass.graph.written),
+            f"convolutions: {by_kernel}": by_kernel > 0,
+        }
+        return [name for name, is_there in there.items() if is_there]
+
     def drain(self) -> list[RoundOutcome]:
         outcomes = super().drain()
         if self._on_device is not None:
@@ -334,7 +346,7 @@ class FusedRounds:
             optimizer, rule = tasks.update.optimizer, tasks.update.rule
             update, note = choose_kernel_update(tasks.bank, optimizer, rule, moves=alone)
             notes += [note] if note else []
-        self._bodies = FusedTasks(tasks, fused, update, gathers=kernels)
+        self.bodies = FusedTasks(tasks, fused, update, gathers=kernels)
         averages_on = ALL_LEARNERS if alone else AVERAGING_STREAM
         self.rounds = DeviceRounds(device, "fused", list(dict.fromkeys([ALL_LEARNERS, averages_on])), tasks)
         program, pool = self.rounds.program, device.new_pool()
@@ -355,7 +367,7 @@ class FusedRounds:
             self._issue(outcome, slot)
 
     def _issue(self, outcome: RoundOutcome, slot: Slot) -> None:
-        rounds, bodies, plan = self.rounds, self._bodies, outcome.plan
+        rounds, bodies, plan = self.rounds, self.bodies, outcome.plan
         stream, shared = rounds.streams[ALL_LEARNERS], bodies.shares(plan)
         variant = (plan.averaging, plan.compares, shared) if self._is_alone else shared
         ahead = self._round.runs_graph(variant)
@@ -398,9 +410,9 @@ class FusedRounds:
         """Return what is done with all learners' gradients before they step: bodies, programs and variants."""
         found: list[tuple[Body, Program, Hashable]] = []
         if plan.compares:
-            found.append((partial(compare_gradients, [self._bodies]), self._comparison, None))
+            found.append((partial(compare_gradients, [self.bodies]), self._comparison, None))
         if self._averages_gradients:
-            found.append((partial(average_gated, [self._bodies]), self._gradient_mean, None))
+            found.append((partial(average_gated, [self.bodies]), self._gradient_mean, None))
         return found
 
     def _launch(self, program: Program, body: Body, variant: Hashable) -> None:
@@ -416,8 +428,8 @@ class FusedRounds:
 
     def read(self, outcome: RoundOutcome) -> None:
         """Block the host until the learners' stream has passed the round, then read its results."""
-        self._bodies.read(outcome, self.rounds.wait(outcome.plan.index))
+        self.bodies.read(outcome, self.rounds.wait(outcome.plan.index))
 
     def close(self) -> None:
         """Wait until the device is idle, and free it; see `DeviceRounds.close`."""
-        self.rounds.close(self._bodies.count_steps)
+        self.rounds.close(self.bodies.count_steps)

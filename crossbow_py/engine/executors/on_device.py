@@ -197,6 +197,11 @@ class DeviceRounds:
         self._programs.append(made)
         return made
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether anything was captured, and is replayed."""
+        return any(program.graphs for program in self._programs)
+
     def stop_capturing(self, reason: str) -> None:
         """Have all programs run eagerly from now on, because of `reason`, half a sentence."""
         self.no_graphs = reason

@@ -31,6 +31,7 @@ from crossbow_py.engine.executors.spans import TaskSpans
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, learner_stream
 from crossbow_py.engine.tasks import AveragingTask, ComparisonTask, CorrectionTask, GradientMeanTask, LearningTask, Task
+from crossbow_py.engine.trust import GRAPHS
 from crossbow_py.telemetry.timeline import Timeline
 
 _DRAWS = (
@@ -84,6 +85,9 @@ class StreamsExecutor(Executor):
 
     def _new_spans(self, timeline: Timeline, on_callers_stream: TaskSpans) -> TaskSpans:
         return self._rounds.spans(timeline)
+
+    def in_effect(self) -> list[str]:
+        return [GRAPHS] * self._rounds.has_graphs
 
     def drain(self) -> list[RoundOutcome]:
         outcomes = super().drain()

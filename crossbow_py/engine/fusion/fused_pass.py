@@ -82,6 +82,11 @@ class FusedPass:
 
                 self._loss = cross_entropy_of_learners
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether a kernel computes losses."""
+        return self._loss is not None
+
     def batch(self, plan: Round) -> Batch:
         """Return the round's batches `[K, B, ...]`, or `[B, ...]` if all learners take the same."""
         feed, starts = self._tasks.feed, self.starts(plan)

@@ -123,6 +123,7 @@ class FusedGraph:
             step.arguments, step.named, step.is_unit = (shortcut.input,), {}, True
             step.rule = partial(run_shortcut, shortcut)
         self._measure_units: Callable[[], list[str]] = list
+        self.by_kernel: Callable[[], int] = int
         self._add_units(units)
         free_after_use(self._steps, self._outputs.nodes)
         self._shared: bool | None = None
@@ -157,7 +158,7 @@ class FusedGraph:
         for step, unit in steps:
             step.rule = rules.rule(unit, reads[unit.last])
         self.written = frozenset(name_of[node.name] for unit in units for node in unit.parameters)
-        self._measure_units = rules.measure
+        self._measure_units, self.by_kernel = rules.measure, rules.by_kernel
 
     def measure(self) -> None:
         """Measure ways to run the graph's units, and take the fastest; see `UnitRules.measure`."""

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from crossbow_py.core.triton_launch import KernelError, check_size, launch, repeated
+from crossbow_py.core.triton_launch import KernelError, check_size, launch, repeated, require
 
 IGNORE_INDEX = -100  # torch's own default
 MAXIMUM_CLASSES = 16384  # a sample's outputs are in the registers of one program
@@ -87,8 +87,8 @@ def check(device: torch.device, dtype: torch.dtype, batch: int = 1030, classes: 
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     same &= torch.allclose(losses.double(), expected, rtol=tolerance, atol=tolerance)
     rounding = torch.finfo(dtype).eps
-    if not (same and torch.allclose(gradient.double(), of_sum, rtol=max(tolerance, rounding), atol=tolerance)):
-        raise KernelError("the cross-entropy kernel's results differ from those of the torch operators")
+    same &= torch.allclose(gradient.double(), of_sum, rtol=max(tolerance, rounding), atol=tolerance)
+    require(same, "the cross-entropy kernel's results differ from those of the torch operators")
 
 
 def _check_tensors(outputs: Tensor, targets: Tensor) -> None:

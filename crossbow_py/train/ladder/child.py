@@ -2,6 +2,7 @@
 
     python -m crossbow_py.train.ladder.child TASK RESULT      TASK is a `Task` in JSON, RESULT the file to write
 
+Without arguments it imports what training needs, and waits for them on its stdin, see `ReadyChildren`.
 Variants of the kernels that the task names are launched first (`variants.py`). The model has convolutions, BatchNorm
 and a linear layer, in one variant also dropout. Three learners take nine rounds: two eager ones, a capture, and
 replays; learning rates change, and images are cropped and flipped.
@@ -9,8 +10,10 @@ replays; learning rates change, and images are cropped and flipped.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import faulthandler
+import importlib
 import itertools
 import json
 import os
@@ -30,27 +33,28 @@ from torch import Tensor, nn
 
 from crossbow_py.averaging import SMA, SynchronousSGD
 from crossbow_py.core.errors import one_line
+from crossbow_py.core.files import replacing
 from crossbow_py.core.switches import KERNELS
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.launch import end_with_parent
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.device.memory import is_out_of_memory
-from crossbow_py.engine.modules.precision import BF16, FP32, choose_device
+from crossbow_py.engine.modules.precision import choose_device
 from crossbow_py.engine.trust import GRAPHS, why_not
 from crossbow_py.engine.update.optimizers import SGD, Muon
 from crossbow_py.telemetry.events import EpochRecord, Listener
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.ladder.rungs import Job, Task
-from crossbow_py.train.ladder.variants import failure_of, variants
+from crossbow_py.train.ladder.variants import PRECISIONS, failure_of, variants
 from crossbow_py.train.schedules import Constant
 from crossbow_py.train.trainer import Trainer
 
 LEARNERS, BATCH, ROUNDS, SAMPLES = 3, 6, 9, 54
 _MIDDLE = 5  # a round after the capture, and within an epoch
 _FULL_DISK = os.strerror(errno.ENOSPC)
+_IMPORTED_LATE = "torch._dynamo", "torch.export", "torch._functorch.aot_autograd", "triton"
 _BUSY = 46  # cudaErrorDevicesUnavailable: another process has the device to itself
-_PRECISIONS = {each.name: each for each in (FP32, BF16)}
 State = dict[str, Tensor]
 
 
@@ -139,6 +143,20 @@ def _train(executor: str, device: str, precision: str, dropout: float = 0.0, **o
     return _Trained(start, state_of(made), said.losses, said.messages)
 
 
+def _serial(task: Task, precision: str, dropout: float = 0.0, device: str = "", **own: Any) -> _Trained:
+    """Return what `serial` gives; without options of its own it is kept for the children of other rungs."""
+    device = device or task.device
+    path = Path(task.kept) / f"serial_{device}_{precision}_{dropout}.pt"
+    if task.kept and not own and path.exists():
+        return _Trained(**torch.load(path))
+    found = _train("serial", device, precision, dropout, **own)
+    if task.kept and not own:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as partial:
+            torch.save(vars(found), partial)
+    return found
+
+
 def state_of(made: Trainer) -> State:
     """Return the weights and buffers of all learners, and z, on the host in float64."""
     bank = made.run.bank
@@ -192,7 +210,7 @@ def _by_variants(task: Task) -> str:
     """Launch the variants of the task's kernels, and return why the first that failed did, by its name."""
     device = choose_device("cuda" if task.device == "cuda" else "cpu")
     for kernels, name in itertools.product(task.kernels, task.tolerance):
-        for variant in variants(kernels, device, _PRECISIONS[name]):
+        for variant in variants(kernels, device, PRECISIONS[name]):
             print(variant.name, flush=True)  # the last one in the log is what hung or ended the process
             if reason := failure_of(variant):
                 return reason
@@ -209,13 +227,13 @@ def _by_executor(task: Task) -> str:
 def _by_serial(task: Task, precision: str, allowed: float) -> str:
     """Compare `serial` in float32 with that on the CPU, and in other precisions with that in float32."""
     where = "cpu" if precision == "fp32" else task.device
-    expected = _train("serial", where, "fp32")
-    return _compare(_train("serial", task.device, precision), expected, precision, allowed)
+    expected = _serial(task, "fp32", device=where)
+    return _compare(_serial(task, precision), expected, precision, allowed)
 
 
 def _against_serial(task: Task, precision: str, dropout: float, num_workers: int = 0, **own: Any) -> str:
     """Return how a run differs from that of `serial`, or that it did not do as it was told; empty if all is well."""
-    expected = _train("serial", task.device, precision, dropout, **own)
+    expected = _serial(task, precision, dropout, **own)
     found = _train(task.executor, task.device, precision, dropout, num_workers=num_workers, **own)
     different = _compare(found, expected, precision, task.tolerance[precision])
     if different or task.device != "cuda" or task.job != "train":
@@ -254,7 +272,7 @@ def _resumed(task: Task) -> str:
             return state_of(made)
 
     for precision, allowed in task.tolerance.items():
-        expected = replace(_train("serial", task.device, precision, 0.3), losses=[])
+        expected = replace(_serial(task, precision, 0.3), losses=[])
         if reason := _compare(replace(expected, state=train(precision)), expected, precision, allowed):
             return reason
     return ""
@@ -321,7 +339,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(reason))
 
 
+def arguments_to_come() -> list[str]:
+    """Import what training imports late, and wait for the arguments, the environment and the log on stdin."""
+    for name in _IMPORTED_LATE:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    line = sys.stdin.readline()
+    if not line:
+        raise SystemExit(0)  # there is no rung left
+    call = json.loads(line)
+    os.environ.update(call["environment"])
+    log = os.open(call["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    for output in (sys.stdout, sys.stderr):
+        os.dup2(log, output.fileno())
+    return list(call["arguments"])
+
+
 if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR1)  # all stacks to the log, of a child that hangs; see `run_child`
     end_with_parent(signal.SIGKILL)  # a child that hangs would hold the device for ever
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:] or arguments_to_come()))

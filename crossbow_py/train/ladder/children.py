@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from crossbow_py.core.files import read_text
 from crossbow_py.engine.trust import Outcome
@@ -44,26 +45,80 @@ def run_child(command: Sequence[str], environment: Mapping[str, str], log: Path,
     At the limit its processes get SIGUSR1, and a second to write where they are. `environment` is laid over this
     process's. Raises OSError if the command cannot be started.
     """
-    inherited = {name: value for name, value in os.environ.items() if not _is_launchers(name)}
     begun = time.monotonic()
-    code: int | None = None
     with open(log, "wb") as output:
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            env={**inherited, **environment},
-        )  # fmt: skip
-        try:
-            code = child.wait(limit_s)
-            seconds = time.monotonic() - begun
-        except subprocess.TimeoutExpired:
-            seconds = time.monotonic() - begun
-            _signal_group(child, signal.SIGUSR1)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(_LAST_WORDS_S)
-        finally:
-            _signal_group(child, signal.SIGKILL)
-            child.wait()
+        child = start(command, environment, stdin=subprocess.DEVNULL, stdout=output)
+        return _end_of(child, begun, limit_s)
+
+
+def start(
+    command: Sequence[str], environment: Mapping[str, str], stdin: int, stdout: int | IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """Start a command in a group of its own, with what it says to stderr in `stdout`; see `run_child`."""
+    inherited = {name: value for name, value in os.environ.items() if not _is_launchers(name)}
+    return subprocess.Popen(
+        command, stdin=stdin, stdout=stdout, stderr=subprocess.STDOUT, start_new_session=True,
+        env={**inherited, **environment},
+    )  # fmt: skip
+
+
+def kill(child: subprocess.Popen[bytes]) -> None:
+    """Kill a child's whole group, and wait for the child."""
+    _signal_group(child, signal.SIGKILL)
+    child.wait()
+
+
+def _end_of(child: subprocess.Popen[bytes], begun: float, limit_s: float) -> Ended:
+    code: int | None = None
+    try:
+        code = child.wait(limit_s)
+        seconds = time.monotonic() - begun
+    except subprocess.TimeoutExpired:
+        seconds = time.monotonic() - begun
+        _signal_group(child, signal.SIGUSR1)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_LAST_WORDS_S)
+    finally:
+        kill(child)
     return Ended(code, seconds)
+
+
+class ReadyChildren:
+    """Runs commands as `run_child`; while one runs, the next process of the same module imports what it will need.
+
+    Args:
+        prefix: what the commands begin with. Alone, without arguments, it starts a process that waits for a line on
+            its stdin: `{"arguments": [...], "environment": {...}, "log": ...}`. Others are run as they are.
+    """
+
+    def __init__(self, prefix: Sequence[str]) -> None:
+        self._prefix, self._ready = list(prefix), list[subprocess.Popen[bytes]]()
+
+    def __call__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, limit_s: float) -> Ended:
+        """Run a command, see `run_child`."""
+        length = len(self._prefix)
+        if list(command[:length]) != self._prefix:
+            return run_child(command, environment, log, limit_s)
+        child = self._ready.pop() if self._ready else None
+        self._ready.append(start(self._prefix, environment, subprocess.PIPE, subprocess.DEVNULL))
+        begun = time.monotonic()
+        if child is not None:
+            line = json.dumps({"arguments": command[length:], "environment": environment, "log": str(log)})
+            with contextlib.suppress(OSError):  # it has ended
+                assert child.stdin is not None, "it was started with a pipe"
+                with child.stdin as its_input:
+                    its_input.write(f"{line}\n".encode())
+                return _end_of(child, begun, limit_s)
+            kill(child)
+        return run_child(command, environment, log, limit_s)
+
+    def close(self) -> None:
+        """Kill the process that waits."""
+        while self._ready:
+            child = self._ready.pop()
+            assert child.stdin is not None, "it was started with a pipe"
+            child.stdin.close()
+            kill(child)
 
 
 def _signal_group(child: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -24,11 +24,12 @@ from crossbow_py.core.version import PACKAGE
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.modules.precision import Precision, has_fast_bf16
 from crossbow_py.engine.trust import Outcome, RememberedOutcomes, facts
-from crossbow_py.train.ladder.children import Ended, outcome_of, run_child
+from crossbow_py.train.ladder.children import Ended, ReadyChildren, outcome_of
 from crossbow_py.train.ladder.climb import Attempt, climb, untried
+from crossbow_py.train.ladder.compile_ahead import compiling
 from crossbow_py.train.ladder.rungs import RUNGS, Rung, Task
 
-_CHILD = "crossbow_py.train.ladder.child"
+_CHILD = [sys.executable, "-X", "faulthandler", "-m", "crossbow_py.train.ladder.child"]
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 RunChild = Callable[[Sequence[str], dict[str, str], Path, float], Ended]
 Tell = Callable[[Rung, Outcome, bool], None]
@@ -42,7 +43,7 @@ class Ladder:
         folder: for what the children write: NAME.log, NAME.json, and a cache of their own, so that they measure anew.
         limit_s: seconds a child may take; None is what each rung says.
         rungs: the rungs, of which those for the device are taken.
-        run: runs a command, see `run_child`.
+        run: runs a command, as `run_child`; None has Python start ahead, see `ReadyChildren`.
 
     Attributes:
         is_kept: whether all outcomes so far could be written to the user's cache.
@@ -56,9 +57,11 @@ class Ladder:
         folder: Path,
         limit_s: float | None = None,
         rungs: Sequence[Rung] = RUNGS,
-        run: RunChild = run_child,
+        run: RunChild | None = None,
     ) -> None:
-        self.device, self.folder, self._limit_s, self._run = device, folder, limit_s, run
+        self.device, self.folder, self._limit_s = device, folder, limit_s
+        self._children = ReadyChildren(_CHILD)
+        self._run: RunChild = run or self._children
         self.is_kept = True
         self.rungs = [rung for rung in rungs if device.type in rung.devices]
         self.facts = _facts(device)
@@ -111,7 +114,14 @@ class Ladder:
             begin(attempt.rung)
             return self.attempt(attempt)
 
-        return climb(self.rungs, attempt, self.lacks, known, told, self.title)
+        with contextlib.closing(self._children), self._compiling(untried(self.rungs, self.lacks, known)):
+            return climb(self.rungs, attempt, self.lacks, known, told, self.title)
+
+    def _compiling(self, rungs: Sequence[Rung]) -> contextlib.AbstractContextManager[None]:
+        """Have the kernels of rungs be compiled while those before them are tried."""
+        kernels = [feature for rung in rungs for feature in rung.proves if feature in KERNELS]
+        precisions = ["fp32"] if self._lacks("bf16") else ["fp32", "bf16"]
+        return compiling(kernels, precisions, self.facts["capability"], _this_package())
 
     def attempt(self, attempt: Attempt) -> Outcome:
         """Try a rung in a child process."""
@@ -120,17 +130,19 @@ class Ladder:
         result.unlink(missing_ok=True)
         tolerance = {name: value for name, value in asdict(rung.tolerance).items() if name in attempt.precisions}
         kernels = [feature for feature in rung.proves if feature in KERNELS]
-        task = Task(rung.job, self.device.type, attempt.executor, tolerance, rung.dropout, kernels)
-        words = ["-m", _CHILD, json.dumps(asdict(task)), str(result)]
-        command = [sys.executable, "-X", "faulthandler", *words]
+        kept = str(self.folder / "cache")
+        task = Task(rung.job, self.device.type, attempt.executor, tolerance, rung.dropout, kernels, kept)
+        command = [*_CHILD, json.dumps(asdict(task)), str(result)]
         if rung.job == "ranks":
             command = [
                 sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1",
-                f"--nproc-per-node={self._num_ranks}", *words,
+                f"--nproc-per-node={self._num_ranks}", *command[3:],
             ]  # fmt: skip
         environment = {
             **attempt.switches.environment(),
-            "XDG_CACHE_HOME": str(self.folder / "cache"),
+            "XDG_CACHE_HOME": kept,
+            # Threads that share the work of a small model wait for each other wherever other processes are busy.
+            **({"OMP_NUM_THREADS": "1"} if self.device.type == "cuda" else {}),
             **_this_package(),
             **({} if rung.job == "ranks" else self._one_device()),
         }
@@ -185,7 +197,7 @@ def one_at_a_time(announce: Callable[[str], None]) -> Iterator[None]:
 
 
 def try_once(
-    device: torch.device, announce: Callable[[str], None], rungs: Sequence[Rung] = RUNGS, run: RunChild = run_child
+    device: torch.device, announce: Callable[[str], None], rungs: Sequence[Rung] = RUNGS, run: RunChild | None = None
 ) -> dict[str, Outcome]:
     """Find out what `executor=auto` may take on a CUDA device, in child processes, unless it is remembered.
 

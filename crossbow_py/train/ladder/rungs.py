@@ -2,7 +2,8 @@
 
 Every rung trains a small model for some rounds and is compared with `serial` on the same device, without TF32. Rungs of
 kernels first launch the variants that other models need (`variants.py`), also with TF32. Rungs build on each other:
-what has passed is switched on for those that follow, and what has failed is left out.
+what has passed is switched on for those that follow, and what has failed is left out. The cheapest come first, and last
+those that no run waits for.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Task:
         tolerance: the precisions to train in, each with the largest difference from `serial`.
         dropout: whether to train with dropout, too.
         kernels: those of which all variants are tried before it trains, see `variants.py`.
+        kept: a folder for what `serial` gives, which the children of other rungs take from there; empty keeps nothing.
     """
 
     job: Job
@@ -52,6 +54,7 @@ class Task:
     tolerance: Mapping[str, float]
     dropout: bool = True
     kernels: Sequence[str] = ()
+    kept: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ RUNGS: tuple[Rung, ...] = (
     Rung("bf16", "serial in bf16", executor="serial", proves=("bf16",), needs=("bf16",), precisions=("bf16",)),
     Rung("fused", "fused operators", executor="fused", proves=("fused",)),
     Rung("graphs", "+ as CUDA graphs", executor="fused", proves=("graphs",), after=("fused",), devices=("cuda",)),
+    Rung("streams", "streams", executor="streams", proves=("streams",), devices=("cuda",)),
     Rung(
         "update", "+ update kernel", executor="fused", proves=("update",), after=("fused",), devices=("cuda",),
         needs=("triton",), dropout=False, limit_s=_COMPILES_S,
@@ -119,7 +123,6 @@ RUNGS: tuple[Rung, ...] = (
     ),
     Rung("threads", "threads", executor="threads", devices=("cpu",)),
     Rung("fused_threads", "fused_threads", executor="fused_threads", after=("fused",), devices=("cpu",)),
-    Rung("streams", "streams", executor="streams", proves=("streams",), devices=("cuda",)),
     Rung("muon", "Muon", job="muon", precisions=("fp32",), dropout=False, serves_auto=False),
     Rung("sum", "{backend} of one rank", job="sum", needs=("nccl",), serves_auto=False),
     Rung("ranks", "{backend} of several ranks", job="ranks", after=("sum",), needs=("devices",), serves_auto=False),

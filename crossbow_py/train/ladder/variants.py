@@ -6,7 +6,7 @@ launched here: every tile of convolutions, TF32 and not, every optimizer, erasin
 and of many classes.
 
 What Triton compiles for that, in each of fp32 and bf16, takes a second or so each (0.1 to 0.8 s of
-a CPU, measured for compute capability 9.0 without a GPU):
+a CPU, measured for compute capability 9.0 without a GPU). `compile_ahead.py` shares it out among all cores:
 
     update            13
     loss               6
@@ -31,10 +31,11 @@ from crossbow_py.core.triton_launch import KernelError, check_size, compiles, in
 from crossbow_py.engine.device.cudnn import uses_tf32
 from crossbow_py.engine.kernels.checks import ConvolutionCase, NormCase, check_convolution, check_norm
 from crossbow_py.engine.kernels.geometry import Blocking, Geometry, Tiles, every_tiles
-from crossbow_py.engine.modules.precision import Precision
+from crossbow_py.engine.modules.precision import BF16, FP32, Precision
 from crossbow_py.engine.update import kernel_update
 from crossbow_py.engine.update.optimizers import SGD, AdamW, Optimizer
 
+PRECISIONS = {each.name: each for each in (FP32, BF16)}
 _OPTIMIZERS: dict[str, Optimizer] = {
     "SGD without momentum": SGD(momentum=0.0, weight_decay=1e-3),
     "SGD": SGD(momentum=0.9, weight_decay=1e-3, clip_norm=1.0),
@@ -44,6 +45,9 @@ _OPTIMIZERS: dict[str, Optimizer] = {
 # (samples, classes): programs of 4, 8 and 16 warps, of one and of several turns, and of as many as there may be.
 _LOSSES = (16, 10), (128, 10), (256, 10), (64, 100), (16, 1000), (4, 16384)
 _IMAGES = ((32, 32), 3), ((28, 28), 1)  # CIFAR's and MNIST's
+# The channels and the height of images by the columns of a tile: those of ResNets on images of 224 pixels, for tiles
+# without splits, and of ResNet-32 on CIFAR-10. What compilers make of a kernel depends on these sizes.
+_LAYERS = {16: ((16, 28), (16, 32)), 32: ((32, 14), (32, 16)), 64: ((128, 7), (64, 8))}
 _ROWS, _COLUMNS = (20_000, 304), (16, 48)  # both blocks of columns; by device, see `check_size`
 
 
@@ -151,13 +155,13 @@ def _cases() -> Iterator[tuple[str, ConvolutionCase]]:
 
 
 def _sizes(tiles: Tiles) -> Geometry:
-    """Return sizes of several programs and steps; on GPUs with the channels that usual models have with such tiles."""
+    """Return sizes of several programs and steps; on GPUs those that usual models have with such tiles."""
     wide = tiles.forward.columns
     if interprets():
         batch = 4 if tiles.forward.rows == 128 else 2
         return Geometry(batch, 1, 24, wide, 6, 6, (3, 1), padding=(1, 0))
-    channels = 128 if wide == 64 else wide
-    return Geometry(64, 2, channels, channels, 6, 6, (3, 3), padding=(1, 1))
+    channels, high = _LAYERS[wide][tiles.filters.splits > 1]
+    return Geometry(64, 2, channels, channels, high, high, (3, 3), padding=(1, 1))
 
 
 def _shape(tile: Blocking) -> str:

@@ -79,6 +79,7 @@ class Member:
     """The gate as one loop sees it."""
 
     num_learners: int | None = None
+    in_effect: tuple[str, ...] = ()
 
     def __init__(self, gate: SharedGate, number: int) -> None:
         self._gate, self._number = gate, number

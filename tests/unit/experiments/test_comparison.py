@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from experiments.bench.gate import Window
 from experiments.bench.sides.side import OPEN, Side
 from experiments.throughput import report
-from experiments.throughput.comparison import plan_sides, ratios, to_row
+from experiments.throughput.comparison import mixed, plan_sides, ratios, to_row
 from experiments.throughput.sides import sides_on
 from tests.unit.experiments.samples import DEFAULT, TUNED, WITH, WITHOUT, measurement, throughput_result
 
@@ -76,3 +77,34 @@ def test_throughput_text_has_ratios_choices_and_what_is_missing() -> None:
     assert "tuned_single fp32 chose fp32 fused, threads: 2." in text
     assert "serial K=1 with SMA fp32: no window was clean" in text
     assert "more than 15 % of the cores were dropped" in text
+
+
+def row(side: str, in_effect: str, num_learners: int = 2) -> dict[str, object]:
+    entry = measurement(Side(side, num_learners, "sma", "bf16"), 100.0)
+    entry.windows.taken = [Window(10, 0.1, 0.0, in_effect=tuple(in_effect.split(", ")) if in_effect else ())]
+    return to_row(entry, "lenet", 16)
+
+
+def test_rows_say_what_they_ran_with() -> None:
+    assert row("fused", "graphs, update")["in_effect"] == ["graphs, update"]
+    assert row("serial", "")["in_effect"] == ["operators"]
+
+
+def test_captured_and_eager_rounds_or_other_kernels_are_not_compared() -> None:
+    fused = [row("fused", "graphs, update, convolutions: 12"), row("fused", "graphs, update, convolutions: 9", 4)]
+    others = [row("streams", "graphs"), row("serial", "")]
+    assert mixed([*fused, *others], captures=True) == []
+    (said,) = mixed([*fused, row("streams", "")], captures=True)
+    assert said.startswith("Not comparable: rounds of fused and streams ran with eager; and with graphs.")
+    (said,) = mixed([*fused, row("fused", "graphs", 8), *others], captures=True)
+    assert said.startswith("Not comparable: fused bf16 of lenet ran with graphs; and with graphs, update.")
+
+
+def test_table_refuses_what_cannot_be_compared_and_shows_what_each_row_ran_with() -> None:
+    result = {**throughput_result(), "device": "cuda"}
+    result["rows"] = [row("fused", "graphs, update"), row("streams", "")]
+    text = report.result_text(result)
+    assert text.startswith("Not comparable:") and "÷ default_loop" not in text
+    assert "graphs, update |" in text and "operators |" in text
+    result["rows"] = [row("fused", "graphs, update")]
+    assert "fused bf16 ran with graphs, update." in report.result_text(result)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from crossbow_py.core.host import LoadSnapshot, busy_ticks, foreign_share
-from experiments.bench.gate import LEAD_IN_S, FinishedError, Gate, Ready, Visit, Window
+from crossbow_py.telemetry.events import RoundEnd
+from experiments.bench.gate import LEAD_IN_S, FinishedError, Gate, Paced, Ready, Visit, Window
 
 
 class Channel:
@@ -128,3 +129,15 @@ def test_load_snapshot_on_this_machine_counts_own_time() -> None:
         pass
     share = foreign_share(before, after)
     assert share is None or 0 <= share <= 1.1
+
+
+def test_window_says_what_its_last_round_ran_with() -> None:
+    channel, clock = Channel(Visit(0.25)), Clock()
+    gate = gate_for(channel, clock)
+    gate.ready(Ready(2))
+    paced = Paced(gate)
+    with pytest.raises(FinishedError):
+        for in_effect in ((), ("graphs",)):
+            clock.now += 0.25
+            paced(RoundEnd(10, clock.now, 0.0, 2, True, in_effect))
+    assert channel.sent[1].in_effect == ("graphs",)

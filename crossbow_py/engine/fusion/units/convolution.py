@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from crossbow_py.core.measured import Remembered, digest
 from crossbow_py.core.triton_launch import KernelError, unavailable
 from crossbow_py.core.version import __version__
-from crossbow_py.engine.device.cudnn import cudnn_set, must_repeat, uses_tf32
+from crossbow_py.engine.device.cudnn import must_repeat, searching_libraries, uses_tf32
 from crossbow_py.engine.device.graphs import failed_capture, graph_milliseconds
 from crossbow_py.engine.device.memory import is_out_of_memory, raise_if_lost
 from crossbow_py.engine.fusion.values import channels_last, matrix_of
@@ -235,14 +234,6 @@ def key_of(
     return f"{direction} {digest(facts)}"
 
 
-def searching_libraries() -> AbstractContextManager[None]:
-    """Return a context in which cuDNN tries its algorithms for each new shape, and keeps the fastest.
-
-    Some of them add with atomics, in any order. Where results must repeat, nothing is tried.
-    """
-    return cudnn_set("benchmark", not must_repeat())
-
-
 @dataclass(frozen=True)
 class Leaf:
     """A parameter of a unit: its rows `[K, *shape]`, and those of its gradients, with the same shape and strides."""
@@ -267,6 +258,11 @@ class Convolution:
         self._workspace = implicit.backward_workspace(geometry, device)
         self._moments_workspace = implicit.statistics_workspace(geometry, device)
         self._ways = dict.fromkeys(_DIRECTIONS, fixed_way(self._weights.dtype, device))
+
+    @property
+    def by_kernel(self) -> int:
+        """How many of the three directions are the kernel's."""
+        return list(self._ways.values()).count(IMPLICIT)
 
     @torch.no_grad()
     def measure(self, choices: ConvolutionChoices, statistics: Statistics | None, input_gradient: bool) -> None:

@@ -157,6 +157,10 @@ class UnitRules:
             convolution.measure(choices, statistics, needs_input_gradient)
         return choices.notes
 
+    def by_kernel(self) -> int:
+        """Return how many directions of convolutions the kernel computes, of three each."""
+        return sum(convolution.by_kernel for convolution, *_ in self._to_measure)
+
     def _convolution(self, images: Any, filters: Any, shift: Any = None, *options: Any) -> Convolution:
         defaults: tuple[Any, ...] = (1, 0, 1, 1)
         stride, padding, dilation, groups = options + defaults[len(options) :]

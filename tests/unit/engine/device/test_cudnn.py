@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.engine.device.cudnn import cudnn_set, uses_tf32
-from crossbow_py.engine.fusion.units.convolution import key_of, searching_libraries
+from crossbow_py.engine.device.cudnn import cudnn_set, searching_libraries, uses_tf32
+from crossbow_py.engine.fusion.units.convolution import key_of
 from crossbow_py.engine.kernels.convolution import precision_of
 from crossbow_py.engine.kernels.geometry import Geometry
 from crossbow_py.train.evaluation.learning_measurement import _differentiable

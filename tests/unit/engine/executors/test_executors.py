@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from crossbow_py.averaging import SMA, Crossbow, Independent
 from crossbow_py.core.errors import LearnerError, UserError
-from crossbow_py.engine.executors import EXECUTORS, candidates, check_executor
+from crossbow_py.engine.executors import EXECUTORS, SerialExecutor, candidates, check_executor
 from crossbow_py.engine.executors.base import even_groups
 from crossbow_py.engine.modules.precision import BF16, FP32
 from crossbow_py.engine.update.optimizers import SGD, AdamW
@@ -412,3 +413,19 @@ def test_groups_are_neighbours_as_even_as_they_go():
     assert even_groups(7, 4) == [range(2), range(2, 4), range(4, 6), range(6, 7)]
     assert even_groups(8, 2) == [range(4), range(4, 8)]
     assert even_groups(1, 4) == [range(1)]
+
+
+@pytest.mark.parametrize(
+    ("device", "repeats", "searches"), [("cuda", False, True), ("cuda", True, False), ("cpu", False, False)]
+)
+def test_cudnn_tries_its_algorithms_in_rounds_of_every_executor_on_cuda(device, repeats, searches, monkeypatch):
+    class Rounds(SerialExecutor):
+        def _issue(self, outcome):
+            found.append(torch.backends.cudnn.benchmark)
+
+    found, tasks = [], make_tasks()
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", repeats)
+    runner = Rounds(tasks)
+    runner.tasks = SimpleNamespace(bank=SimpleNamespace(device=torch.device(device)))
+    runner.issue(plan(tasks, 0))
+    assert (found, torch.backends.cudnn.benchmark) == ([searches], False)

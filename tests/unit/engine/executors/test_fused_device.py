@@ -285,3 +285,14 @@ def test_trace_has_a_span_a_round_between_two_times_around_its_launches():
     found = [(span.name, span.row, span.args["round"], span.end_ns - span.start_ns) for span in timeline._spans]
     # load, round, averaging, report: a millisecond each on this device's clock
     assert found == [("round", "all learners", n, 4_000_000) for n in range(4)]
+
+
+@pytest.mark.parametrize(("make_device", "said"), [(RecordingStreams, ["graphs"]), (Refuses, [])])
+def test_fused_rounds_say_whether_they_are_graphs(make_device, said):
+    tasks = tasks_for(networks.SqueezeExcite)
+    runner = FusedExecutor(tasks, make_device())
+    for n in range(4):
+        runner.submit(plan(tasks, n))
+    runner.drain()
+    assert runner.in_effect() == said
+    runner.close()

@@ -73,6 +73,17 @@ def test_three_rounds_of_two_learners_are_asked_of_the_device_in_the_order_writt
     assert device.log == [*ROUND_0, *ROUND_1, *ROUND_2, *DRAIN, *CLOSE]
 
 
+def test_rounds_say_that_they_are_graphs_from_when_they_are():
+    tasks = make_tasks()
+    runner, said = StreamsExecutor(tasks, RecordingStreams()), []
+    for n in range(3):
+        runner.submit(plan(tasks, n))
+        said.append(runner.in_effect())
+    runner.drain()
+    assert said == [[], [], ["graphs"]]
+    runner.close()
+
+
 def test_traced_launches_lie_between_two_times_after_what_they_wait_for_and_before_the_record():
     tasks, device, timeline = make_tasks(), RecordingStreams(), Timeline()
     runner = StreamsExecutor(tasks, device)

@@ -6,8 +6,11 @@ import dataclasses
 import itertools
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,3 +113,34 @@ def test_result_of_a_child_that_passes_gives_no_reason(tmp_path: Path, monkeypat
     monkeypatch.setattr(child, "tried", lambda task: "")
     assert main([json.dumps(dataclasses.asdict(TASK)), str(tmp_path / "result")]) == 0
     assert json.loads((tmp_path / "result").read_text()) == {"reason": "", "may_change": False}
+
+
+def test_what_serial_gives_is_computed_once_for_all_rungs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = dataclasses.replace(TASK, executor="serial", kept=str(tmp_path), dropout=False)
+    trained: list[str] = []
+    train = child._train
+
+    def counted(executor: str, *own: Any, **options: Any) -> child._Trained:
+        trained.append(executor)
+        return train(executor, *own, **options)
+
+    monkeypatch.setattr(child, "_train", counted)
+    assert tried(task) == "" and trained == ["serial"]  # on a CPU the two are one
+    assert tried(dataclasses.replace(task, executor="fused")) == "" and trained == ["serial", "fused"]
+    kept = child._serial(task, "fp32")
+    assert trained == ["serial", "fused"]
+    again = child._serial(dataclasses.replace(task, kept=""), "fp32")
+    assert child._compare(again, kept, "fp32", 0.0) == "" and again.messages == kept.messages
+
+
+def test_child_without_arguments_takes_them_with_its_environment_and_log_from_stdin(tmp_path: Path) -> None:
+    result, log = tmp_path / "result", tmp_path / "log"
+    bad = dataclasses.asdict(dataclasses.replace(TASK, executor="nonsense"))
+    call = {"arguments": [json.dumps(bad), str(result)], "environment": {"CROSSBOW_GRAPHS": "0"}, "log": str(log)}
+    words = [sys.executable, "-m", child.__name__]
+    line = json.dumps(call) + "\n"
+    ended = subprocess.run(words, input=line, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "Traceback" in log.read_text() and json.loads(result.read_text())["reason"]
+    nothing = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+    assert (nothing.returncode, nothing.stderr) == (0, b"")

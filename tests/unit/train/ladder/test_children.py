@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from crossbow_py.engine.trust import Outcome
-from crossbow_py.train.ladder.children import Ended, outcome_of, run_child
+from crossbow_py.train.ladder.children import Ended, ReadyChildren, outcome_of, run_child
 
 PASSES = "open(sys.argv[1], 'w').write('{\"reason\": \"\", \"may_change\": false}')"
 FAILS = "open(sys.argv[1], 'w').write('{\"reason\": \"numbers differ by 0.3\", \"may_change\": true}'); sys.exit(1)"
@@ -130,3 +131,46 @@ def test_child_whose_parent_is_killed_does_not_stay(tmp_path: Path) -> None:
     starts = f"import os, pathlib, subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}])"
     subprocess.run([sys.executable, "-c", f"{starts}\n{waits}\nos._exit(0)"], check=True, timeout=60)
     _await_end(int(pid.read_text()))
+
+
+# With arguments or told them on stdin, it says so in its log; a line tells whether it was there before.
+READY = """
+import json, os, sys
+words, was_ready = sys.argv[1:], len(sys.argv) == 1
+if was_ready:
+    call = json.loads(sys.stdin.readline() or sys.exit())
+    words = call["arguments"]
+    os.environ.update(call["environment"])
+    os.dup2(os.open(call["log"], os.O_WRONLY | os.O_CREAT), 1)
+print(was_ready, os.environ["RUNG"], *words, flush=True)
+os._exit(int(words[0]))
+"""
+
+
+def test_second_child_was_ready_before_it_was_asked_for_and_ends_as_others_do(tmp_path: Path) -> None:
+    prefix = [sys.executable, "-c", READY]
+    with contextlib.closing(ReadyChildren(prefix)) as run:
+        for number in range(3):
+            log = tmp_path / f"{number}.log"
+            ended = run([*prefix, str(number)], {"RUNG": f"rung {number}"}, log, 20.0)
+            assert ended.code == number
+            assert log.read_text() == f"{number > 0} rung {number} {number}\n"
+        assert run([sys.executable, "-c", "raise SystemExit(7)"], {}, tmp_path / "other.log", 20.0).code == 7
+        (waiting,) = run._ready
+    assert waiting.poll() is not None
+
+
+def test_child_that_ended_while_it_was_to_be_ready_is_started_anew(tmp_path: Path) -> None:
+    prefix = [sys.executable, "-c", "import sys; sys.exit(len(sys.argv) == 1)"]
+    with contextlib.closing(ReadyChildren(prefix)) as run:
+        for number in range(2):
+            assert run([*prefix, "go"], {}, tmp_path / f"{number}.log", 20.0).code == 0
+            run._ready[0].wait(20.0)
+
+
+def test_ready_child_that_hangs_is_killed_at_its_limit(tmp_path: Path) -> None:
+    code = "import sys, time; sys.argv[1:] or sys.stdin.readline(); time.sleep(0 if sys.argv[1:] else 60)"
+    prefix = [sys.executable, "-c", code]
+    with contextlib.closing(ReadyChildren(prefix)) as run:
+        assert run([*prefix, "go"], {}, tmp_path / "first.log", 20.0).code == 0
+        assert run([*prefix, "go"], {}, tmp_path / "second.log", 0.5).code is None

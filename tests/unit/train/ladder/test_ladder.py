@@ -56,7 +56,7 @@ def test_children_are_told_what_to_train_and_with_which_switches(tmp_path: Path)
     assert found["graphs"].reason == "killed by signal 11 (SIGSEGV)"
     assert commands.tasks["layers"] == {
         "job": "train", "device": "cuda", "executor": "fused", "tolerance": {"fp32": 1e-4, "bf16": 4e-2},
-        "dropout": False, "kernels": ["layers"],
+        "dropout": False, "kernels": ["layers"], "kept": str(tmp_path / "cache"),
     }  # fmt: skip
     own = commands.environments["layers"]
     assert (own["CROSSBOW_KERNELS"], own["CROSSBOW_GRAPHS"]) == ("update,loss,batches,layers", "0")
@@ -78,7 +78,7 @@ def test_auto_tries_a_gpu_once_says_so_and_leaves_out_what_it_does_not_need() ->
     assert list(first) == [rung.name for rung in RUNGS if rung.serves_auto and "cuda" in rung.devices]
     assert "streamed" not in commands.tasks and "ranks" not in commands.tasks
     assert "in 9 child processes:" in said[0]
-    assert said[7].split(maxsplit=4) == ["FAIL", "+", "layer", "kernels", "300.0 s  timed out after 300 s"]
+    assert said[8].split(maxsplit=4) == ["FAIL", "+", "layer", "kernels", "300.0 s  timed out after 300 s"]
     said.clear()
     again = Commands()
     assert try_once(CUDA, said.append, run=again) == {**first, "convolutions": again_skipped(first)}

@@ -13,6 +13,7 @@ from crossbow_py.core.errors import DeviceLostError
 from crossbow_py.core.measured import Remembered
 from crossbow_py.core.triton_launch import KernelError
 from crossbow_py.engine.device import graphs
+from crossbow_py.engine.device.cudnn import searching_libraries
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.fusion import fused_agreement
@@ -25,7 +26,6 @@ from crossbow_py.engine.fusion.units.convolution import (
     Operators,
     choices_on,
     key_of,
-    searching_libraries,
     ways,
 )
 from crossbow_py.engine.kernels.geometry import Geometry
