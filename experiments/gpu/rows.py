@@ -165,7 +165,8 @@ def build_all(
     """Build cells and try each by itself, until the time is up; returns False if the device is lost."""
     begun = time.monotonic()
     for cell in given.cells:
-        row = result["rows"][cell] = {"precision": given.precision, "images_per_s": [], "ms": []}
+        precision = (*cell.split(":")[4:], given.precision)[0]
+        row = result["rows"][cell] = {"precision": precision, "images_per_s": [], "ms": []}
         started, free = time.monotonic(), torch.cuda.mem_get_info()[0] if given.device == "cuda" else 0
         try:
             if started - begun > given.build_s:
