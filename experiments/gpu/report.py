@@ -33,7 +33,8 @@ def rows_table(results: Mapping[str, Result]) -> str:
     )
     require_one("kinds of rounds", {row["rounds"] for cell, row in measured if cell.split(":")[0] in _GRAPHS})
     lines = [
-        [row_name(cell), row["precision"], f"{median(row['images_per_s']):,.0f}", f"{min(row['images_per_s']):,.0f}–{max(row['images_per_s']):,.0f}",
+        [row_name(cell), row["precision"], f"{median(row['images_per_s']):,.0f}",
+         f"{min(row['images_per_s']):,.0f}–{max(row['images_per_s']):,.0f}",
          f"{median(row['ms']):.3f}", str(row.get("memory_mib", "–")), row["rounds"], str(len(row["ms"]))]
         for cell, row in measured
     ]  # fmt: skip
