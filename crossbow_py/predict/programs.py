@@ -80,8 +80,6 @@ def _is_constant(node: Node, known: dict[Node, Any]) -> bool:
 class Captures:
     """Captures functions, and has their calls follow on each other, whichever streams these are made on.
 
-    Not one line of it has run on a GPU yet.
-
     So all graphs have one pool of memory: what one computes on its way, the next may overwrite. Branches of them may
     share streams, and with those the workspaces of libraries, for the same reason.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from statistics import median
 from typing import Any
 
 from experiments.bench.results import read_results
@@ -122,27 +123,55 @@ def kernels_text(result: Result) -> str:
 
 
 def measured_text(results: Mapping[str, Result]) -> str:
-    """What experiments/throughput measured on one of the GPUs, beside the prediction of the same cell."""
+    """What was measured on one of the GPUs, beside the prediction of the same cell."""
     cells = {_cell(slow): (slow, fast) for result in results.values() for slow, fast in cells_of(result)}
     sizes = {result["batch_size"] for result in results.values()}
     lines = []
-    for measured in read_results("throughput").values():
-        gpu = next((each[2] for each in cells if each[2] in " ".join(measured["machine"]["gpus"])), None)
-        for row in measured["rows"] if gpu else ():
-            # torch's convolutions multiply float32 as TF32, unless told otherwise.
-            precision = "tf32" if row["precision"] == "fp32" else row["precision"]
-            model, size = ({**measured, **row}[key] for key in ("model", "batch_size"))
-            both = cells.get((model, precision, gpu, row["num_learners"]))
-            if both is None or row["side"] not in SIDES or size not in sizes:
-                continue
-            bounds = [each[row["side"]]["images_per_s"] for each in both]
-            lines.append([
-                f"{model} {precision} {gpu}, {row['side']}", str(row["num_learners"]), thousands(row["images_per_s"]),
-                _band(thousands, *bounds), ratio(row["images_per_s"] / math.sqrt(math.prod(bounds))),
-            ])  # fmt: skip
+    for machine, side, batch_size, cell, images_per_s in [*_of_throughput(), *_of_gpu(sizes)]:
+        gpu = next((each[2] for each in cells if each[2] in " ".join(machine["gpus"])), None)
+        model, precision, num_learners = cell
+        # torch's convolutions multiply float32 as TF32, unless told otherwise.
+        precision = "tf32" if precision == "fp32" else precision
+        both = cells.get((model, precision, gpu, num_learners))
+        if both is None or side not in SIDES or batch_size not in sizes:
+            continue
+        bounds = [each[side]["images_per_s"] for each in both]
+        lines.append([
+            f"{model} {precision} {gpu}, {side}", str(num_learners), thousands(images_per_s),
+            _band(thousands, *bounds), ratio(images_per_s / math.sqrt(math.prod(bounds))),
+        ])  # fmt: skip
     if not lines:
         return "Nothing of it has been measured yet."
-    return markdown_table(["", "K", "measured, thousand images/s", "predicted", "÷ middle of the band"], lines)
+    return markdown_table(
+        ["", "K", "measured, thousand images/s", "predicted", "÷ middle of the band"],
+        sorted(lines, key=lambda line: (line[0], int(line[1]))),
+    )
+
+
+Measured = tuple[Mapping[str, Any], str, int, tuple[str, str, int], float]
+
+
+def _of_throughput() -> Iterator[Measured]:
+    """Yield the rows of experiments/throughput: machine, side, batch size, (model, precision, K), images/s."""
+    for result in read_results("throughput").values():
+        for row in result["rows"]:
+            own = {**result, **row}
+            cell = own["model"], row["precision"], row["num_learners"]
+            yield result["machine"], row["side"], own["batch_size"], cell, row["images_per_s"]
+
+
+def _of_gpu(sizes: set[int]) -> Iterator[Measured]:
+    """Yield the rows of experiments/gpu likewise; one tuned model of K batches in one is the plain model."""
+    for result in read_results("gpu").values():
+        for name, row in result["rows"].items():
+            side, k, b, rule, *_ = name.split(":")
+            if not row["images_per_s"] or (rule == "none") != (side == "tuned"):
+                continue
+            for size in sizes if side == "tuned" else ():
+                cell = result["model"], row["precision"], int(b) // size
+                yield result["machine"], "plain", size, cell, median(row["images_per_s"])
+            cell = result["model"], row["precision"], int(k)
+            yield result["machine"], side, int(b), cell, median(row["images_per_s"])
 
 
 def _band(form: Callable[[float], str], *values: float) -> str:

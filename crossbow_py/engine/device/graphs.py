@@ -42,7 +42,7 @@ def failed_capture() -> str | None:
 
 
 class CudaStreams:
-    """The interface, for torch.cuda; it has not run on a GPU yet.
+    """The interface, for torch.cuda.
 
     Used from one thread; no method blocks the host unless its docstring says so. Raises UserError for a device that is
     not CUDA.

@@ -320,7 +320,7 @@ class FusedExecutor(Executor):
 
 
 class FusedRounds:
-    """Issues fused rounds to a device. None has run on a GPU yet.
+    """Issues fused rounds to a device.
 
     Args:
         tasks: what to compute, over a bank in `blocks` and with an optimizer that has a device update.

@@ -67,7 +67,7 @@ class _Block(NamedTuple):
 
 
 class StreamSpans(TaskSpans):
-    """Measures tasks enqueued on the streams of a device. Used from one thread. It has not run on a GPU yet.
+    """Measures tasks enqueued on the streams of a device. Used from one thread.
 
     A time is that of a moment known on both clocks, plus what has passed on the device's clock since: if the two clocks
     drift apart, spans follow the device. Making one blocks the host until the first stream is idle.
