@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +41,9 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def _lines(value: Any) -> str:
-    if isinstance(value, list) and any(isinstance(each, dict | list) for each in value):
-        return "[\n" + ",\n".join(map(_lines_of_one, value)) + "\n]"
-    return _lines_of_one(value)
-
-
-_lines_of_one = partial(json.dumps, separators=(",", ":"))
+    parts = value if isinstance(value, list) and any(isinstance(each, dict | list) for each in value) else ()
+    texts = [json.dumps(each, separators=(",", ":")) for each in parts or (value,)]
+    return "[\n" + ",\n".join(texts) + "\n]" if parts else texts[0]
 
 
 def _compact(value: Any, depth: int = 0) -> Any:

@@ -26,8 +26,6 @@ Result = Mapping[str, Any]
 Results = Mapping[str, Result]
 Pictures = Callable[[Results], Mapping[str, Figure]]
 
-_DPI = 100
-
 
 def beside(draw: Callable[[Result], Figure]) -> Pictures:
     return lambda results: {f"results/{name}.png": draw(result) for name, result in results.items()}
@@ -93,14 +91,9 @@ def pictures_of(question: str) -> Pictures | None:
     return one("curve.png", lambda results: recorded_plot.draw(run.RUNS, results)) if hasattr(run, "RUNS") else None
 
 
-def write_picture(picture: Image.Image, path: Path) -> None:
-    """Write a PNG of 256 colours, which has a third of the bytes of one with all of them and looks the same."""
-    few = picture.convert("RGB").quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
-    few.save(path, optimize=True, dpi=(_DPI, _DPI))
-
-
 def _save(figure: Figure, path: Path) -> None:
-    drawn = BytesIO()
-    figure.savefig(drawn, dpi=_DPI)
-    write_picture(Image.open(drawn), path)
+    """Save 256 colours, which look like all of them and take a third of the bytes."""
+    figure.savefig(drawn := BytesIO(), dpi=100)
+    picture = Image.open(drawn).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    picture.save(path, optimize=True)
     print(f"drawn to {path.relative_to(EXPERIMENTS.parent) if path.is_relative_to(EXPERIMENTS) else path}")

@@ -26,14 +26,7 @@ from crossbow_py.core.errors import CrossbowError, UserError, one_line
 from crossbow_py.core.host import foreign_share
 from crossbow_py.telemetry.events import RoundEnd
 from experiments.bench.machine import machine
-from experiments.bench.results import (
-    count,
-    measuring_parser,
-    positive,
-    read_result,
-    show_and_write,
-    write_result,
-)
+from experiments.bench.results import count, measuring_parser, positive, read_result, show_and_write, write_result
 from experiments.bench.windows import Windows, by_turns, load_with_ended
 from experiments.tables.markdown import NONE, markdown_table, spread_text
 from experiments.zoo.models import TIMM, entry_of
