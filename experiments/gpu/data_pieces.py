@@ -94,7 +94,7 @@ def _packed(path: Path, number: int) -> tuple[str, bytes]:
     pixels = np.frombuffer(content, np.uint8, _PIXELS, _start_of_pixels(content)).reshape(_IMAGES, 3072)
     file = io.BytesIO()
     picture = Image.fromarray(to_picture(pixels[number * _PICTURE : (number + 1) * _PICTURE]))
-    picture.save(file, "WEBP", lossless=True, quality=50, method=4, exact=True)
+    picture.save(file, "WEBP", lossless=True, quality=50, method=6, exact=True)
     return f"{path.name}.{number}.webp", file.getvalue()
 
 
