@@ -28,6 +28,7 @@ from crossbow_py.train.ladder.children import kill, start
 from crossbow_py.train.ladder.variants import PRECISIONS, failure_of, variants
 
 _MOST = 32  # processes; with more, each compiles for less time than it imports torch
+_MEMORY = 2**30  # bytes of a process, with torch and a compiler
 _NICE = 10  # the processes that try rungs come first
 
 
@@ -59,7 +60,8 @@ def compiling(
     without kernels, for the interpreter, and where Triton has no driver to launch with.
     """
     is_of_use = kernels and capability and not interprets() and _has_driver()
-    count = min(read_host().cores, _MOST) if is_of_use else 0
+    host = read_host()
+    count = min(host.cores, host.memory_bytes // _MEMORY, _MOST) if is_of_use else 0
     started: list[subprocess.Popen[bytes]] = []
     try:
         with contextlib.suppress(OSError):  # without memory for as many

@@ -28,6 +28,7 @@ from crossbow_py.engine.kernels.geometry import (
 from crossbow_py.engine.modules.precision import BF16, FP32, Precision
 from crossbow_py.engine.update.optimizers import SGD, AdamW, Optimizer
 from crossbow_py.models import MODELS
+from crossbow_py.train.ladder import variants as ladder_variants
 from crossbow_py.train.ladder.child import tried
 from crossbow_py.train.ladder.rungs import RUNGS, Task
 from crossbow_py.train.ladder.variants import failure_of, variants
@@ -159,6 +160,19 @@ def test_every_tile_is_one_that_some_size_takes_and_no_size_takes_another() -> N
     assert {blocking(*each) for each in asked} == set(every_blocking())
     split = {(shape(tile), tile.splits > 1) for tile in (split_blocking(*each) for each in asked)}
     assert split == {(shape(tile), tile.splits > 1) for tile in every_split_blocking()}
+
+
+def test_every_tile_is_launched_on_gpus_at_sizes_of_resnets_with_the_one_that_was_miscompiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ladder_variants, "interprets", lambda: False)
+    found = [(case.geometry, case.tiles) for _, case in ladder_variants._cases() if case.tiles is not None]
+    sizes = {(g.in_channels, g.height, tiles.filters.splits > 1) for g, tiles in found}
+    assert sizes == {(16, 32, True), (32, 16, True), (64, 8, True), (16, 28, False), (32, 14, False), (128, 7, False)}
+    on_an_h100 = tiles_of(Geometry(16, 8, 16, 16, 32, 32, (3, 3), padding=(1, 1))).filters
+    assert (shape(on_an_h100), on_an_h100.splits > 1) == ((16, 64, 64), True)
+    assert [g.height for g, tiles in found if shape(tiles.filters) == (16, 64, 64)] == [28, 32]
+    assert all(g.out_channels == g.in_channels and g.in_channels % tiles.forward.columns == 0 for g, tiles in found)
 
 
 def rung(kernels: str) -> Task:
