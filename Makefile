@@ -93,11 +93,11 @@ gpu-check: $(GPU_SETUP)  ## the ladder of trust, in minutes; its archive is cros
 
 gpu-engine: $(GPU_SETUP)  ## that of training one model, in 8 minutes
 	@$(ON_GPU) -c '$(HAS_CUDA)'
-	$(ON_GPU) $(STAGES) tests suite sides update memory tables
+	OUT=runs/gpu/$@ $(ON_GPU) $(STAGES) tests suite sides update memory tables
 
 gpu-packs: $(GPU_SETUP)  ## that of packs, ensembles and searches, in 6 minutes
 	@$(ON_GPU) -c '$(HAS_CUDA)'
-	$(ON_GPU) $(STAGES) tests.packs packs ensembles families hyperband tables
+	OUT=runs/gpu/$@ $(ON_GPU) $(STAGES) tests.packs packs ensembles families hyperband tables
 
 lint: setup  ## ruff
 	$(BIN)/python -m ruff check .

@@ -361,7 +361,7 @@ def new_feed(
         data.std,
         settings.channels_last,
         choices.precision.compute,
-        kernels=choices.device.type == "cuda" and _fuses(choices) and not _refusals(choices),
+        kernels=choices.device.type == "cuda" and _no_kernel(choices) is None,
         num_workers=first_workers(settings.num_workers, choices.device, training, ranks.num_local),
         num_ranks=ranks.num_ranks if training else 1,
         order_seed=settings.order_seed,
@@ -403,14 +403,15 @@ def _of_micro_batches(settings: RunSettings, template: nn.Module) -> list[str]:
 
 def _refusals(choices: Choices) -> list[str]:
     """Return the reason why kernels do not make batches of fused rounds on CUDA, if there is one."""
-    if choices.device.type != "cuda" or not _fuses(choices):
-        return []
-    return list(filter(None, [serves("batches", choices.device, choices.precision.compute)]))
+    fuses = choices.executor == "auto" or EXECUTORS[choices.executor].FUSES
+    return list(filter(None, [_no_kernel(choices)])) if choices.device.type == "cuda" and fuses else []
 
 
-def _fuses(choices: Choices) -> bool:
-    """Return whether rounds may be fused, whose batches are part of a graph."""
-    return choices.executor == "auto" or EXECUTORS[choices.executor].FUSES
+def _no_kernel(choices: Choices) -> str | None:
+    """Return why no kernel makes batches that are part of a graph, as in fused rounds and in those of streams."""
+    if choices.executor not in ("auto", "streams") and not EXECUTORS[choices.executor].FUSES:
+        return "batches are no part of a graph"
+    return serves("batches", choices.device, choices.precision.compute)
 
 
 def count_classes(data: DataSets, loss: Loss) -> tuple[int | None, bool]:

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
+import lzma
 import os
 import shutil
 import signal
@@ -23,7 +24,7 @@ import tempfile
 import threading
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
@@ -153,11 +154,8 @@ def take_what_was_carried(report: Report) -> dict[str, str]:
     """Make usable what a call has brought; returns variables of the environment. Nothing that is missing stops it."""
     taken = {}
     for wheel in sorted((CARRIED / "always").glob("*.whl")):
-        if not (_SITE / ".taken" / wheel.name).exists():  # they are of Python alone: unpacked is installed
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(_SITE)
-            (_SITE / ".taken").mkdir(exist_ok=True)
-            (_SITE / ".taken" / wheel.name).touch()
+        with said_if_broken(report, wheel.name):
+            _take(wheel)
     sys.path.insert(0, str(_SITE))
     importlib.invalidate_caches()
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
@@ -168,21 +166,45 @@ def take_what_was_carried(report: Report) -> dict[str, str]:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         if (found := importlib.metadata.version("torch").partition("+")[0]) != TORCH:
             report.say(f"NOTE  torch is {found}, and {TORCH} was expected: compare no figure with those of {TORCH}")
-    return {**taken, **_kernels(report), **_data(report)}
+    with said_if_broken(report, "kernels"):
+        _unpack_kernels(report)
+    if KERNELS.exists():
+        taken["TRITON_CACHE_DIR"] = str(KERNELS)
+    return {**taken, **_data(report)}
 
 
-def _kernels(report: Report) -> dict[str, str]:
+@contextlib.contextmanager
+def said_if_broken(report: Report, what: str) -> Iterator[None]:
+    """Say what was carried and cannot be used, and go on without it."""
+    try:
+        yield
+    except (OSError, EOFError, zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError) as error:
+        report.say(f"NOTE  {what} cannot be used ({type(error).__name__}: {error}); carry it again")
+
+
+def _take(wheel: Path) -> None:
+    taken = _SITE / ".taken" / wheel.name
+    if not taken.exists():  # they are of Python alone: unpacked is installed
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(_SITE)
+        taken.parent.mkdir(exist_ok=True)
+        taken.touch()
+
+
+def _unpack_kernels(report: Report) -> None:
     packed = CARRIED / "kernels" / "cache.tar.xz"
-    if packed.exists() and not KERNELS.exists():
-        compiled_by = (CARRIED / "kernels" / "triton").read_text().strip()
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            if (found := importlib.metadata.version("triton")) != compiled_by:
-                report.say(f"NOTE  Triton is {found}, kernels are of {compiled_by}: each is compiled anew, in a second")
-                return {}
-        with tarfile.open(packed) as archive:
-            archive.extractall(KERNELS, filter="data")
-        report.say(f"ok    kernels: {sum(1 for _ in KERNELS.iterdir())} entries")
-    return {"TRITON_CACHE_DIR": str(KERNELS)} if KERNELS.exists() else {}
+    if not packed.exists() or KERNELS.exists():
+        return
+    compiled_by = (CARRIED / "kernels" / "triton").read_text().strip()
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        if (found := importlib.metadata.version("triton")) != compiled_by:
+            report.say(f"NOTE  Triton is {found}, kernels are of {compiled_by}: each is compiled anew, in a second")
+            return
+    with tempfile.TemporaryDirectory(dir=KERNELS.parent) as folder, tarfile.open(packed) as archive:
+        archive.extractall(folder, filter="data")
+        entries = sum(1 for _ in Path(folder).iterdir())
+        shutil.copytree(folder, KERNELS)
+    report.say(f"ok    kernels: {entries} entries")
 
 
 def _data(report: Report) -> dict[str, str]:

@@ -91,22 +91,28 @@ def kernels(venv: Path) -> None:
     if made_of.exists() and made_of.read_text() == code:
         return
     python = str(venv / "bin" / "python")
-    if not Path(python).exists():
+    installed = venv / "installed"
+    if not installed.exists():
         subprocess.run([_PYTHON, "-m", "venv", str(venv)], check=True)
         install = [python, "-m", "pip", "install", "-q"]
         subprocess.run([*install, f"torch=={TORCH}", f"triton=={_TRITON}", *_ALSO], check=True)
         subprocess.run([*install, "--no-deps", *map(str, (CARRIED / "always").glob("*.whl"))], check=True)
-    shutil.rmtree(KERNELS, ignore_errors=True)
+        installed.touch()
+    if KERNELS.exists():
+        shutil.rmtree(KERNELS)
     ahead = ["nice", python, "tests/integration/compile_ahead.py", "--capability", str(_CAPABILITY)]
     own = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(KERNELS)}
-    if subprocess.run(ahead, cwd=ROOT, env=own, check=False).returncode:
+    if failed := subprocess.run(ahead, cwd=ROOT, env=own, check=False).returncode != 0:
         print("NOTE  some kernels were not compiled, see above")
+    if not KERNELS.exists():
+        return
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(folder / "cache.tar.xz", "w:xz") as archive:
         for path in sorted(path for path in KERNELS.rglob("*") if path.is_file() and path.suffix not in _LEFT_OUT):
             archive.add(path, path.relative_to(KERNELS))
     (folder / "triton").write_text(_TRITON)
-    made_of.write_text(code)
+    if not failed:
+        made_of.write_text(code)
 
 
 def data(folder: Path | None) -> None:

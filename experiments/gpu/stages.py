@@ -84,7 +84,10 @@ def stages(at: Place, switches: Mapping[str, str]) -> dict[str, Stage]:
     check = f"-m crossbow_py.check device={at.device} archive={at.work}/check.tar.gz"
     found = {
         "env": Stage((_python("env", "experiments/gpu/facts.py", 60),), "hand the machine back: its GPU is of no use"),
-        "check": Stage((_python("check", check, 560),), "if it was cut off, check goes on from there in the next call"),
+        "check": Stage(
+            (_python("check", check, 560, {"TMPDIR": str(at.work)}),),  # its logs are brought back if it is cut off
+            "if it was cut off, check goes on from there in the next call",
+        ),
         "tests": Stage(tuple(_tests(at, of_packs=False)), f"read its log; {_KERNELS_WRONG}"),
         "tests.packs": Stage(tuple(_tests(at, of_packs=True)), "read its log; leave packs out of the next calls"),
         "smoke": Stage(

@@ -9,13 +9,10 @@ ladder's variants run as they are, with launches that are kept instead of run, a
 from __future__ import annotations
 
 import argparse
-import contextlib
 import multiprocessing
 import os
 import sys
-import types
 import warnings
-from unittest.mock import patch
 
 import torch
 import triton
@@ -23,9 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from crossbow_py.core.switches import KERNELS
-from crossbow_py.engine.kernels import checks
+from crossbow_py.core.triton_launch import recorded
 from crossbow_py.engine.modules.precision import BF16, FP32
-from crossbow_py.engine.update import kernel_update
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.train.ladder import variants as ladder
 from tests.integration.compile_kernels import Variants, launches_go_to, run_round
@@ -33,21 +29,10 @@ from tests.integration.compile_kernels import Variants, launches_go_to, run_roun
 FOUND = {}  # by key; forked processes compile a share each
 
 
-@contextlib.contextmanager
-def nothing_is_compared():
-    def once(name, run, interpreted=2):
-        return run()
-
-    quiet = types.SimpleNamespace(print_exc=lambda: None)
-    with (patch.object(checks, "repeated", once), patch.object(checks, "_compare", lambda *_: None),
-          patch.object(kernel_update, "repeated", once), patch.object(ladder, "traceback", quiet)):  # fmt: skip
-        yield
-
-
 def find(models, learners):
     for precision in (BF16, FP32):
         variants = Variants()
-        with launches_go_to(variants), nothing_is_compared():
+        with launches_go_to(variants), recorded(runs=False):
             for variants.num_learners in learners:
                 for model in models:
                     run_round(model, variants.num_learners, precision, SGD())

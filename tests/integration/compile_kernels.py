@@ -165,7 +165,7 @@ def launch_backward(geometry, precision):
         (g.groups * g.out_channels, g.in_channels, *g.kernel),
     ))  # fmt: skip
     convolution.backward(
-        y, x, w, g, input_gradient=True, filter_gradient=torch.zeros_like(w),
+        y, x, w, g, input_gradient=True, filter_gradient=torch.zeros_like(w, dtype=torch.float32),
         workspace=convolution.backward_workspace(g, CPU),
     )  # fmt: skip
 

@@ -20,7 +20,8 @@ STAGES = "experiments/gpu/on_device.py --results experiments"
 
 
 def make(python: Path | str, target: str, *options: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    inherited = ("PYTHONPATH", "OUT", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+    environment = {name: value for name, value in os.environ.items() if name not in inherited}
     words = ["make", target, f"GPU_PYTHON={python}", *options]
     return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
 

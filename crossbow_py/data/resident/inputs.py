@@ -43,9 +43,11 @@ class ResidentInputs(ABC):
         shape: shape of one sample in a batch.
         dtype: dtype of batches.
         num_rows: R, the rows of the picks.
+        has_kernel: whether `fill` is one launch of a Triton kernel.
     """
 
     num_rows: int = 1
+    has_kernel: bool = False
 
     def __init__(self, shape: torch.Size, form: BatchFormat) -> None:
         self.shape, self.dtype, self._device = shape, form.dtype, form.device
@@ -173,6 +175,7 @@ class ImageInputs(ResidentInputs):
 
             table = PixelTable(self._images.pixels, self._images.row, self._normalise.table())
             self._kernel = partial(gather_images, table)
+            self.has_kernel = True
 
     def check_augmentation(self, augmentation: Augmentation) -> None:
         stored = self._augmentation

@@ -62,6 +62,11 @@ class ResidentFeed(Feed):
         # Picks int64 [R, N] in stream order, on the device: an epoch of the streams with the same variant.
         self._tables: EpochCache[tuple[Variant | None, int], Tensor] = EpochCache(self._epoch_picks)
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether a Triton kernel makes the batches of `take`."""
+        return self._inputs.has_kernel
+
     def with_batch_size(self, batch_size: int) -> ResidentFeed:
         """Return a feed of the same streams with another batch size, which shares the tables of epochs."""
         other = copy.copy(self)

@@ -57,6 +57,7 @@ class GroupTasks(ABC):
         self._results = torch.zeros(entries, NUM_RESULTS, dtype=torch.float64, device=bank.device)
         self._classifies = False
         self._batch: Batch | None = None
+        self._feed: ResidentFeed | None = None  # that `learn` gathers the batch from
         self._loaded_rates: tuple[float, ...] = ()
         self._tapes = {shared: MaskTape() for shared in (False, True)}
         # Learners that share a gradient step if it is finite and their group is kept (`average_gated`); their own
@@ -92,6 +93,11 @@ class GroupTasks(ABC):
                     self._rates[row].fill_(rate)
             self._loaded_rates = rates
         self._load_batch(plan)
+
+    @property
+    def gathers_by_kernel(self) -> bool:
+        """Whether a kernel makes the batches, in `learn`."""
+        return self._feed is not None and self._feed.has_kernel
 
     @property
     @abstractmethod
@@ -270,11 +276,6 @@ class FusedTasks(GroupTasks):
     def has_kernels(self) -> bool:
         """Whether corrections run as kernels."""
         return self._kernels is not None
-
-    @property
-    def gathers(self) -> bool:
-        """Whether `learn` gathers the batch, by a kernel."""
-        return self._feed is not None
 
     @property
     def _draws(self) -> bool:

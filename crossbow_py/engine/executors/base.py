@@ -125,8 +125,9 @@ class Executor(ABC):
     def issue(self, plan: Round) -> None:
         """Issue a round without waiting; call `collect` before the next. Raises LearnerError if a task failed."""
         outcome = RoundOutcome(plan)
-        on_cuda = self.tasks.bank.device.type == "cuda"
-        with searching_libraries() if on_cuda else nullcontext():  # with every executor, so that they compare fairly
+        # With every executor, so that they compare fairly; but each new shape would take seconds.
+        searches = self.tasks.bank.device.type == "cuda" and self.tasks.feed.one_shape
+        with searching_libraries() if searches else nullcontext():
             self._issue(outcome)
         self._in_flight.append(outcome)
 

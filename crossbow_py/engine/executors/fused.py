@@ -152,7 +152,7 @@ class FusedExecutor(Executor):
             "graphs": on_device is not None and on_device.rounds.has_graphs,
             "update": on_device is not None and on_device.bodies.has_kernels,
             "loss": self._pass.has_kernel,
-            "batches": on_device is not None and on_device.bodies.gathers,
+            "batches": on_device is not None and on_device.bodies.gathers_by_kernel,
             "layers": bool(self._pass.graph.written),
             f"convolutions: {by_kernel}": by_kernel > 0,
         }

@@ -87,7 +87,7 @@ class StreamsExecutor(Executor):
         return self._rounds.spans(timeline)
 
     def in_effect(self) -> list[str]:
-        return [GRAPHS] * self._rounds.has_graphs
+        return [GRAPHS] * self._rounds.has_graphs + ["batches"] * self._bodies[0].gathers_by_kernel
 
     def drain(self) -> list[RoundOutcome]:
         outcomes = super().drain()

@@ -358,4 +358,7 @@ def arguments_to_come() -> list[str]:
 if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR1)  # all stacks to the log, of a child that hangs; see `run_child`
     end_with_parent(signal.SIGKILL)  # a child that hangs would hold the device for ever
-    raise SystemExit(main(sys.argv[1:] or arguments_to_come()))
+    code = main(sys.argv[1:] or arguments_to_come())
+    for output in (sys.stdout, sys.stderr):
+        output.flush()
+    os._exit(code)  # threads of libraries that end together with Python may abort, which says nothing of the device

@@ -104,7 +104,6 @@ RUNGS: tuple[Rung, ...] = (
     Rung("bf16", "serial in bf16", executor="serial", proves=("bf16",), needs=("bf16",), precisions=("bf16",)),
     Rung("fused", "fused operators", executor="fused", proves=("fused",)),
     Rung("graphs", "+ as CUDA graphs", executor="fused", proves=("graphs",), after=("fused",), devices=("cuda",)),
-    Rung("streams", "streams", executor="streams", proves=("streams",), devices=("cuda",)),
     Rung(
         "update", "+ update kernel", executor="fused", proves=("update",), after=("fused",), devices=("cuda",),
         needs=("triton",), dropout=False, limit_s=_COMPILES_S,
@@ -113,6 +112,7 @@ RUNGS: tuple[Rung, ...] = (
         "loss_and_batches", "+ loss and batches kernels", executor="fused", proves=("loss", "batches"),
         after=("fused",), devices=("cuda",), needs=("triton",), dropout=False, limit_s=_COMPILES_S,
     ),
+    Rung("streams", "streams", executor="streams", proves=("streams",), devices=("cuda",)),
     Rung(
         "layers", "+ layer kernels", executor="fused", proves=("layers",), after=("fused",), devices=("cuda",),
         needs=("triton",), dropout=False, limit_s=_COMPILES_S,

@@ -5,8 +5,8 @@ kernel is compiled for each of these, and each may fault on its own. So what a r
 launched here: every tile of convolutions, TF32 and not, every optimizer, erasing, norms of every form, losses of few
 and of many classes.
 
-What Triton compiles for that, in each of fp32 and bf16, takes a second or so each (0.1 to 0.8 s of
-a CPU, measured for compute capability 9.0 without a GPU). `compile_ahead.py` shares it out among all cores:
+Triton takes 0.1 to 0.8 s of a CPU to compile each of them, in each of fp32 and bf16 (measured for compute capability
+9.0 without a GPU). `compile_ahead.py` shares them out among all cores:
 
     update            13
     loss               6

@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Literal, get_args
 
 import torch
@@ -28,7 +29,7 @@ from crossbow_py.engine.device.memory import is_out_of_memory, raise_if_lost
 from crossbow_py.engine.fusion.values import channels_last, matrix_of
 from crossbow_py.engine.kernels import batch_norm as norms
 from crossbow_py.engine.kernels import convolution as implicit
-from crossbow_py.engine.kernels.geometry import Geometry
+from crossbow_py.engine.kernels.geometry import Geometry, tiles_of
 from crossbow_py.engine.kernels.statistics import Statistics
 from crossbow_py.engine.trust import GRAPHS, why_not
 
@@ -225,12 +226,15 @@ def key_of(
 ) -> str:  # fmt: skip
     """Return the key of a choice: a hash of all it depends on. Forward, `bias` and `statistics` are added or not.
 
-    Numbers of groups share a choice up to each power of two, or every step of the auto-tuner would measure for seconds.
+    Numbers of groups share a choice up to each power of two if they have the same tiles, or every step of the
+    auto-tuner would measure for seconds.
     """
+    tiles = tiles_of(sizes)
+    tiles = replace(tiles, filters=replace(tiles.filters, splits=1))
     sizes = replace(sizes, groups=1 << (sizes.groups - 1).bit_length())
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     versions = [torch.__version__, triton.__version__, __version__]
-    facts = [repr(sizes), direction, str(dtype), bias, statistics, where, *versions, uses_tf32()]
+    facts = [repr(sizes), repr(tiles), direction, str(dtype), bias, statistics, where, *versions, uses_tf32()]
     return f"{direction} {digest(facts)}"
 
 
@@ -284,15 +288,19 @@ class Convolution:
 
         images = drawn(g.batch, g.groups * g.in_channels, g.height, g.width)
         given, filters = drawn(g.batch, len(weights), *g.out_size), drawn(*weights.shape)
-        # Without the running ones, which each try would move.
-        own = None if statistics is None else replace(statistics, running_mean=None, running_var=None)
+        own = None if statistics is None else _copied(statistics)  # each try moves the running ones
         workspace = norms.workspace_for(g.out_rows, len(weights), weights.dtype, weights.device)
+
+        def moments_of(outputs: Tensor) -> tuple[Tensor, Tensor]:
+            assert own is not None, "called with statistics alone"
+            running = own.running_mean, own.running_var
+            return norms.statistics(matrix_of(outputs), *running, own.momentum, own.eps, workspace)
 
         def tried(direction: Direction, way: str) -> Tensor:
             if direction == "forward":
                 outputs, moments = self._outputs(images, filters, way, own)
                 if own is not None and moments is None:
-                    norms.statistics(matrix_of(outputs), None, None, own.momentum, own.eps, workspace)
+                    moments_of(outputs)
                 return outputs
             return self._gradient(given, images, filters, way, of_inputs=direction == "inputs")
 
@@ -304,18 +312,43 @@ class Convolution:
             )  # fmt: skip
             runs = {way: partial(tried, direction, way) for way in ways(weights.dtype, weights.device)}
             self._ways[direction] = choices.choose(key, runs, self._ways[direction])
-        if input_gradient and self._ways["inputs"] == self._ways["filters"] == IMPLICIT:
+        if input_gradient:
             self._compare_both(choices, given, images, filters)
+        else:
+            self._ways.pop("inputs", None)
+        if own is not None and self._ways["forward"] == IMPLICIT:
+            outputs, moments = self._outputs(images, filters, IMPLICIT, own)
+            assert moments is not None, "the kernel computes them"
+            self._compare_moments(choices, moments, moments_of(outputs))
+
+    def _compare_moments(
+        self, choices: ConvolutionChoices, found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]
+    ) -> None:
+        """Compare the mean and rstd that the kernel computes in passing with those of a pass over its outputs."""
+        for place, each in enumerate(expected):
+            if not choices.is_right(f"{IMPLICIT} with statistics", partial(itemgetter(place), found), each):
+                self._ways["forward"] = GROUPED
 
     def _compare_both(self, choices: ConvolutionChoices, given: Tensor, images: Tensor, filters: Tensor) -> None:
         """Compare one launch for both gradients with one launch each, which is another kernel, compared before."""
-        own = torch.empty_like(filters)
-        of_inputs = self._implicit(given, images, filters, True, own)
-        for together, is_of_inputs in ((of_inputs, True), (own, False)):
-            assert together is not None, "it was asked for"
-            alone = self._gradient(given, images, filters, IMPLICIT, of_inputs=is_of_inputs)
-            if not choices.is_right(f"{IMPLICIT} of both gradients", partial(torch.clone, together), alone):
+        if self._ways["inputs"] != IMPLICIT or self._ways["filters"] != IMPLICIT:
+            return
+        own = self._new_gradient(filters)
+
+        def together(of_inputs: bool) -> Tensor:
+            found = self._implicit(given, images, filters, True, own)
+            assert found is not None, "it was asked for"
+            return found if of_inputs else own
+
+        for of_inputs in (True, False):
+            alone = self._gradient(given, images, filters, IMPLICIT, of_inputs=of_inputs)
+            if not choices.is_right(f"{IMPLICIT} of both gradients", partial(together, of_inputs), alone):
                 self._ways["filters"] = GROUPED
+                return
+
+    def _new_gradient(self, filters: Tensor) -> Tensor:
+        """Return memory for a gradient of filters, in the bank's dtype: the kernel of another one is another kernel."""
+        return torch.empty_like(filters, dtype=self._filters.gradient.dtype)
 
     def forward(self, inputs: Tensor, statistics: Statistics | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Return the outputs, and their mean and rstd `[K·C]` if the kernel computes them in the same pass."""
@@ -334,7 +367,7 @@ class Convolution:
 
     def backward(self, outputs: Tensor, inputs: Tensor, input_gradient: bool) -> Tensor | None:
         """Write the parameters' gradients, and return that of the inputs if `input_gradient`."""
-        of_filters, of_inputs = self._ways["filters"], self._ways["inputs"]
+        of_filters, of_inputs = self._ways["filters"], self._ways.get("inputs", GROUPED)
         if self._shift is not None:
             summed = outputs.sum((0, 2, 3), dtype=self._shift.gradient.dtype)
             self._shift.gradient.flatten(0, 1).copy_(summed)
@@ -363,7 +396,7 @@ class Convolution:
         if way != IMPLICIT:
             with searching_libraries():
                 return self._operators.gradient(way, outputs, inputs, filters, of_inputs)
-        own = None if of_inputs else torch.empty_like(filters)
+        own = None if of_inputs else self._new_gradient(filters)
         found = self._implicit(outputs, inputs, filters, of_inputs, own)
         gradient = found if of_inputs else own
         assert gradient is not None, "one of the two was asked for"
@@ -375,6 +408,12 @@ def _finite(run: Callable[[], Tensor]) -> Tensor:
     if not bool(found.isfinite().all()):  # host–device synchronisation
         raise ArithmeticError("it gave values that are not finite")
     return found
+
+
+def _copied(statistics: Statistics) -> Statistics:
+    running = statistics.running_mean, statistics.running_var
+    mean, variance = (None if each is None else each.clone() for each in running)
+    return replace(statistics, running_mean=mean, running_var=variance)
 
 
 def _text_of(error: Exception) -> str:

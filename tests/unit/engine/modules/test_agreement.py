@@ -15,6 +15,7 @@ from crossbow_py.averaging import SMA, Independent
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.writes import FusionError
+from crossbow_py.engine.modules.agreement import least_precise
 from crossbow_py.engine.modules.precision import BF16, FP32, FP64
 from crossbow_py.train.tuning.calibration import RememberedChoices
 from tests.support import make_tasks
@@ -211,3 +212,17 @@ def test_model_trains_by_a_graph_as_by_its_module_where_the_loss_draws_numbers()
     tasks = make_tasks(Net, order="blocks")
     tasks.loss = noisy
     EXECUTORS["fused"](tasks).close()
+
+
+def test_gradient_that_is_further_from_float32_than_the_other_way_in_its_format_is_named():
+    generator = torch.Generator().manual_seed(0)
+    precise = {f"the gradient of {name}": torch.randn(64, generator=generator) for name in "abcd"}
+    precise["buffer n"] = torch.zeros(1)
+
+    def off(share, **others):
+        return {name: value * (1 + others.get(name[-1], share)) for name, value in precise.items()}
+
+    assert least_precise(off(0.2), off(0.1), precise, torch.bfloat16) is None  # both are about as far
+    assert least_precise(off(1e-3), off(0.0), precise, torch.bfloat16) is None  # less than a rounding of the whole
+    assert str(least_precise(off(0.1, c=-0.8), off(0.1), precise, torch.bfloat16)) == "the gradient of c is off by 80%"
+    assert least_precise(off(0.1, c=float("nan")), off(0.1), precise, torch.bfloat16).name == "the gradient of c"

@@ -142,5 +142,4 @@ def test_child_without_arguments_takes_them_with_its_environment_and_log_from_st
     ended = subprocess.run(words, input=line, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert "Traceback" in log.read_text() and json.loads(result.read_text())["reason"]
-    nothing = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
-    assert (nothing.returncode, nothing.stderr) == (0, b"")
+    assert subprocess.run(words, stdin=subprocess.DEVNULL, timeout=60, check=False).returncode == 0

@@ -21,12 +21,13 @@ from crossbow_py.train.ladder.compile_ahead import Share, compiling
 from crossbow_py.train.ladder.variants import variants
 
 
-def compiled(share: Share, folder: Path) -> tuple[str, set[str]]:
-    """What a process says, and the kernels in Triton's cache after it."""
+def compiled(share: Share, folder: Path) -> tuple[str, dict[str, int]]:
+    """What a process says, and the kernels in Triton's cache after it, with when they were written."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
     command = [sys.executable, "-m", compile_ahead.__name__, json.dumps(asdict(share))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment)
-    return done.stdout, {f"{file.parent.name} {file.stem}" for file in folder.rglob("*.cubin")}
+    found = {f"{file.parent.name} {file.stem}": file.stat().st_mtime_ns for file in folder.rglob("*.cubin")}
+    return done.stdout, found
 
 
 @pytest.mark.timeout(200)

@@ -22,13 +22,16 @@ from crossbow_py.engine.fusion.units.convolution import (
     GROUPED,
     GROUPED_NCHW,
     IMPLICIT,
+    Convolution,
     ConvolutionChoices,
+    Leaf,
     Operators,
     choices_on,
     key_of,
     ways,
 )
 from crossbow_py.engine.kernels.geometry import Geometry
+from crossbow_py.engine.kernels.statistics import Statistics
 from crossbow_py.engine.modules.precision import FP32, FP64
 from tests.recording_streams import RecordingStreams
 from tests.support import IMAGES, assert_equal, make_tasks, run
@@ -161,6 +164,45 @@ def test_where_nothing_is_timed_the_fixed_way_is_taken_only_if_it_is_right(tmp_p
     given = {**candidates([1.0], [1.0], [1.5]), "unused": fails_with(AssertionError("it is run"))}
     assert [choices.choose(key, given, key) for key in ("a", "b", "c")] == ["a", "b", "a"]
     assert choices.notes == ["Convolutions never run as c, which gave other numbers than the others."]
+
+
+class OneKernelWrong(ConvolutionChoices):
+    """Takes the kernel for every direction, and finds one of its further comparisons wrong, or failing."""
+
+    def __init__(self, wrong, path):
+        super().__init__(CPU, None, Remembered("x", path))
+        self._wrong, self.compared = wrong, []
+
+    def choose(self, key, candidates, default):
+        return IMPLICIT
+
+    def is_right(self, name, run, expected):
+        self.compared.append((name, run().dtype))
+        return super().is_right(name, fails_with(RuntimeError("ptxas")) if name == self._wrong else run, expected)
+
+
+@pytest.mark.parametrize(("wrong", "left"), [
+    ("", (IMPLICIT, IMPLICIT, IMPLICIT)),
+    (f"{IMPLICIT} of both gradients", (IMPLICIT, IMPLICIT, GROUPED)),
+    (f"{IMPLICIT} with statistics", (GROUPED, IMPLICIT, IMPLICIT)),
+], ids=["right", "gradients", "statistics"])  # fmt: skip
+def test_kernels_that_a_round_launches_are_compared_with_the_formats_of_the_bank(wrong, left, tmp_path):
+    choices = OneKernelWrong(wrong, tmp_path / "ways.json")
+    rows = torch.randn(3, 5, 4, 3, 3).to(torch.bfloat16)
+    layer = Convolution(Geometry(2, 3, 4, 5, 7, 6, (3, 3), padding=(1, 1)), Leaf(rows, rows.float()), None)
+    running = [torch.zeros(15), torch.ones(15)]
+    layer.measure(choices, Statistics(*running, 0.1, 1e-5), input_gradient=True)
+    assert tuple(layer._ways[each] for each in ("forward", "inputs", "filters")) == left
+    assert (f"{IMPLICIT} of both gradients", torch.float32) in choices.compared or wrong.endswith("gradients")
+    assert (running[0] == 0).all() and (running[1] == 1).all()
+    assert len(choices.notes) == bool(wrong)
+
+
+def test_first_layer_counts_two_directions_by_kernel(tmp_path):
+    rows = torch.randn(3, 5, 4, 3, 3)
+    layer = Convolution(Geometry(2, 3, 4, 5, 7, 6, (3, 3), padding=(1, 1)), Leaf(rows, rows.clone()), None)
+    layer.measure(OneKernelWrong("", tmp_path / "ways.json"), None, input_gradient=False)
+    assert layer.by_kernel == 2
 
 
 @pytest.mark.parametrize("refused", ["a", "b"])
