@@ -25,7 +25,7 @@ from crossbow_py.search.packs.slots import advance
 from crossbow_py.search.packs.trial import TrialSettings
 from crossbow_py.search.packs.width import Width
 from crossbow_py.train import run_settings
-from tests.gpu.support import slow_if_simulated
+from tests.gpu.support import HAS_KERNELS, slow_if_simulated
 from tests.searches import assert_rungs_keep_the_best, report, search_digits, segments
 from tests.trainers import images
 from tests.unit.search.packs.test_pack import (
@@ -70,7 +70,7 @@ def pack_of(
     )
     feed = make_feed(
         images(NUM_SAMPLES), BATCH, ORDER_SEED, DEVICE, augmentation=LONGEST, channels_last=True,
-        dtype=precision.compute, kernels=True,
+        dtype=precision.compute, kernels=HAS_KERNELS,
     )  # fmt: skip
     assert isinstance(feed, ResidentFeed)
     template = trials[0].new_model().to(DEVICE)

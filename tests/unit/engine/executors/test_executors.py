@@ -416,9 +416,12 @@ def test_groups_are_neighbours_as_even_as_they_go():
 
 
 @pytest.mark.parametrize(
-    ("device", "repeats", "searches"), [("cuda", False, True), ("cuda", True, False), ("cpu", False, False)]
+    ("device", "repeats", "one_shape", "searches"),
+    [("cuda", False, True, True), ("cuda", True, True, False), ("cuda", False, False, False), ("cpu", False, True, False)],
 )
-def test_cudnn_tries_its_algorithms_in_rounds_of_every_executor_on_cuda(device, repeats, searches, monkeypatch):
+def test_cudnn_tries_its_algorithms_in_rounds_of_every_executor_on_cuda(
+    device, repeats, one_shape, searches, monkeypatch
+):
     class Rounds(SerialExecutor):
         def _issue(self, outcome):
             found.append(torch.backends.cudnn.benchmark)
@@ -426,6 +429,7 @@ def test_cudnn_tries_its_algorithms_in_rounds_of_every_executor_on_cuda(device, 
     found, tasks = [], make_tasks()
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", repeats)
     runner = Rounds(tasks)
-    runner.tasks = SimpleNamespace(bank=SimpleNamespace(device=torch.device(device)))
+    bank, feed = SimpleNamespace(device=torch.device(device)), SimpleNamespace(one_shape=one_shape)
+    runner.tasks = SimpleNamespace(bank=bank, feed=feed)
     runner.issue(plan(tasks, 0))
     assert (found, torch.backends.cudnn.benchmark) == ([searches], False)
