@@ -417,8 +417,11 @@ def test_groups_are_neighbours_as_even_as_they_go():
 
 @pytest.mark.parametrize(
     ("device", "repeats", "one_shape", "searches"),
-    [("cuda", False, True, True), ("cuda", True, True, False), ("cuda", False, False, False), ("cpu", False, True, False)],
-)
+    [
+        ("cuda", False, True, True), ("cuda", True, True, False), ("cuda", False, False, False),
+        ("cpu", False, True, False),
+    ],
+)  # fmt: skip
 def test_cudnn_tries_its_algorithms_in_rounds_of_every_executor_on_cuda(
     device, repeats, one_shape, searches, monkeypatch
 ):
