@@ -147,6 +147,9 @@ def test_trial_that_joins_a_pack_in_graphs_takes_the_row_of_one_that_leaves_unfi
         run(pack)
         assert [member.trial for member in pack.members] == [2, 0]
         assert_as_alone(pack, 1, alone(TRIALS[0]))
+        pack.assign([joining])
+        run(pack)
+        assert_as_alone(pack, 0, alone(TRIALS[2]))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

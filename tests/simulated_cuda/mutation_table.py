@@ -337,7 +337,8 @@ MUTATIONS = [
     ),
     Mutation(
         "batch not copied", TASKS, "a round's batch is kept instead of copied to where the graph reads",
-        "            kept.copy_(given)\n", "            pass\n        self._batch = batch\n", (_rounds("streams"),),
+        "            kept.copy_(given)\n", "            pass\n        self._batch = batch\n",
+        ("tests/gpu/test_order.py::test_runs_on_mixed_batches_end_as_those_of_a_cpu[streams]",),
     ),
     Mutation(
         "picks not static", TASKS, "every round has picks of its own, and not those that the graph reads",
