@@ -29,7 +29,7 @@ _ALSO = (
     "numpy", "nvidia-ml-py", "tensorboard", "pytest", "pytest-timeout", "hypothesis", "safetensors", "rich", "pillow",
     "pyyaml",
 )  # fmt: skip
-_TRITON, _CAPABILITY, _PYTHON = "3.6.0", 90, "python3.12"
+_TRITON, _CAPABILITY = "3.6.0", 90
 _LEFT_OUT = (".ttir", ".ttgir", ".llir", ".ptx", ".source")  # of a compiled kernel, what nothing reads
 _ROOM_MIB = 62.0  # of the 64 that travel in a call
 _RUN = "python3 experiments/gpu/on_device.py --untried --seconds"
@@ -93,7 +93,7 @@ def kernels(venv: Path) -> None:
     python = str(venv / "bin" / "python")
     installed = venv / "installed"
     if not installed.exists():
-        subprocess.run([_PYTHON, "-m", "venv", str(venv)], check=True)
+        subprocess.run([python312(), "-m", "venv", str(venv)], check=True)
         install = [python, "-m", "pip", "install", "-q"]
         subprocess.run([*install, f"torch=={TORCH}", f"triton=={_TRITON}", *_ALSO], check=True)
         subprocess.run([*install, "--no-deps", *map(str, (CARRIED / "always").glob("*.whl"))], check=True)
@@ -107,12 +107,21 @@ def kernels(venv: Path) -> None:
     if not KERNELS.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(folder / "cache.tar.xz", "w:xz") as archive:
+    with tarfile.open(folder / "cache.tar.xz", "w:xz", preset=9) as archive:
         for path in sorted(path for path in KERNELS.rglob("*") if path.is_file() and path.suffix not in _LEFT_OUT):
             archive.add(path, path.relative_to(KERNELS))
     (folder / "triton").write_text(_TRITON)
     if not failed:
         made_of.write_text(code)
+
+
+def python312() -> str:
+    """Return a Python 3.12: the one on the path, or one of pyenv's. Raises FileNotFoundError without any."""
+    others = sorted(Path.home().glob(".pyenv/versions/3.12.*/bin/python"))
+    for each in filter(None, [shutil.which("python3.12"), *map(str, others)]):
+        if subprocess.run([each, "--version"], capture_output=True, check=False).returncode == 0:  # a shim may fail
+            return each
+    raise FileNotFoundError("there is no Python 3.12 here")
 
 
 def data(folder: Path | None) -> None:
