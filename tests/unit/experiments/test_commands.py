@@ -42,6 +42,8 @@ SHORT: Mapping[str, str] = {
     "faults/kill9": "--kills 1 --kills-of-two-ranks 0 --epochs 3 --folder {folder}",
     "faults/restarts": "--runs 1 --starts 1 --epochs 3",
     "flowers/run": "--seeds 0 --runs {folder} --results {folder} +debug=fast",
+    "gpu/rows": "--json {folder}/rows.json --model lenet --device cpu --seconds 0.02 --turns 1 "
+    "--cells serial:1:4:sma fused:2:4:sma",
     "hyperband/run": "--repetitions 1 --processes 0 --device cpu +experiment=search_lenet precision=fp32 num_trials=3 "
     "max_epochs=0.06 min_epochs=0.02 max_pack_size=2",
     "loader/decoders": "--size 16 --images 2 --seconds 0.01",

@@ -233,12 +233,18 @@ def test_measurement_on_a_gpu_is_laid_beside_its_prediction(monkeypatch) -> None
     rows = [{**row, "batch_size": 16}, {**row, "batch_size": 32}, {**row, "batch_size": 16, "side": "serial"}]
     found = {"suite_cuda": {"machine": {"gpus": ["NVIDIA H100 80GB HBM3"]}, "rows": rows},
              "suite_cpu": {"machine": {"gpus": []}, "rows": rows}}  # fmt: skip
-    monkeypatch.setattr(report, "read_results", lambda question: found)
-    (line,) = report.measured_text({"hopper": result()}).splitlines()[2:]
-    assert [cell.strip() for cell in line.strip("|").split("|")] == [
-        "lenet bf16 H100, fused", "4", "3.16", "1–2.5", "2.00",
-    ]  # fmt: skip
+    cells = {"fused:4:16:sma": 3162.3, "fused:4:16:none": 9.0, "serial:4:16:sma": 9.0, "tuned:1:32:none": 9.0}
+    cells |= {"fused:4:16:sma:fp32": 9.0, "fused:4:64:sma": 9.0}
+    rows = {cell: {"precision": (*cell.split(":")[4:], "bf16")[0], "images_per_s": [own - 1, own, own + 1]}
+            for cell, own in cells.items()}  # fmt: skip
+    rows["fused:8:16:sma"] = {"precision": "bf16", "images_per_s": []}
+    of_gpu = {"rows": {"machine": {"gpus": ["NVIDIA H100 80GB HBM3"]}, "model": "lenet", "rows": rows}}
+    monkeypatch.setattr(report, "read_results", lambda question: of_gpu if question == "gpu" else found)
+    lines = report.measured_text({"hopper": result()}).splitlines()[2:]
+    expected = ["lenet bf16 H100, fused", "4", "3.16", "1–2.5", "2.00"]
+    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines] == [expected] * 2
     found.clear()
+    of_gpu.clear()
     assert report.measured_text({"hopper": result()}) == "Nothing of it has been measured yet."
 
 
