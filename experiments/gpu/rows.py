@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import sys
 import tempfile
 import time
@@ -21,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -34,7 +36,6 @@ from crossbow_py.averaging import SMA
 from crossbow_py.core.errors import CrossbowError, one_line
 from crossbow_py.engine.device.memory import is_device_lost
 from crossbow_py.engine.executors.on_device import Program
-from crossbow_py.engine.fusion.units.convolution import Convolution
 from crossbow_py.engine.trust import facts, in_use
 from experiments.bench.machine import machine
 from experiments.bench.results import count, positive, write_result
@@ -88,11 +89,11 @@ def build(cell: str, given: argparse.Namespace, workload: Workload) -> tuple[Sid
 
 def how_it_runs(ours: Rounds) -> dict[str, Any]:
     """Return whether an executor replays graphs, the ways of its convolutions, and what it has to say."""
-    programs, convolutions = parts_of(ours.executor, (Program, Convolution))
+    programs, *convolutions = parts_of(ours.executor, (Program, *_convolutions()))
     programs = [program for program in programs if program.graphs or program.eager_rounds]  # that were launched
     graphs = {program.name: "captured" if program.graphs else "eager" for program in programs}
     kinds = set(graphs.values()) or {"eager"}
-    ways = Counter(f"{to} {way}" for each in convolutions for to, way in each._ways.items())
+    ways = Counter(f"{to} {way}" for each in chain(*convolutions) for to, way in each._ways.items())
     return {
         "rounds": kinds.pop() if len(kinds) == 1 else "mixed",
         "programs": graphs,
@@ -100,6 +101,15 @@ def how_it_runs(ours: Rounds) -> dict[str, Any]:
         "convolutions": dict(sorted(ways.items())),
         "notes": list(dict.fromkeys(ours.executor.notes)),
     }
+
+
+def _convolutions() -> tuple[type, ...]:
+    """Return the class of a layer's convolution of all learners; none without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return ()
+    from crossbow_py.engine.fusion.units.convolution import Convolution  # noqa: PLC0415  needs Triton
+
+    return (Convolution,)
 
 
 def parts_of(root: object, kinds: tuple[type, ...]) -> list[list[Any]]:
