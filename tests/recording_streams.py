@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from crossbow_py.engine.device.graphs import CudaStreams
+from crossbow_py.engine.device.graphs import CudaStreams, WaitBetween
 
 
 class OnlyLaunches(TorchDispatchMode):
@@ -31,7 +31,12 @@ def in_graph(body):
         with OnlyLaunches():
             body()
 
-    return captured
+    return replace(body, first=in_graph(body.first), second=in_graph(body.second)) if halved(body) else captured
+
+
+def halved(body):
+    """Whether something comes between two halves of a body."""
+    return isinstance(body, WaitBetween)
 
 
 class OnHost(CudaStreams):
@@ -102,7 +107,7 @@ class RecordingStreams(OnHost):
     def callers_stream(self):
         return "caller"
 
-    def new_event(self):
+    def new_event(self, for_graphs=False):
         return Mark()
 
     def record(self, event, stream):
@@ -177,7 +182,7 @@ class ShuffledStreams(OnHost):
     def callers_stream(self):
         return self._caller
 
-    def new_event(self):
+    def new_event(self, for_graphs=False):
         return Counter()
 
     def record(self, event, stream):
@@ -212,6 +217,12 @@ class ShuffledStreams(OnHost):
             self._go_on()
 
     def run(self, name, body, stream):
+        if halved(body):
+            self.run(name, body.first, stream)
+            if body.event is not None:
+                self.wait(stream, body.event)
+            body = body.second
+
         def work():
             self._clock_ms += 1
             body()

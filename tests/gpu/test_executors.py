@@ -56,8 +56,7 @@ of_both = pytest.mark.parametrize("executor", [FusedExecutor, StreamsExecutor])
 
 def graphs_of(executor):
     """Of three learners."""
-    tasks = [f"{task}({j})" for task in ("correction", "learning") for j in range(3)]
-    return sorted(FUSED_GRAPHS if executor is FusedExecutor else ["averaging", *tasks])
+    return sorted(FUSED_GRAPHS if executor is FusedExecutor else ["averaging", *(f"step({j})" for j in range(3))])
 
 
 def resnet20():
@@ -333,7 +332,7 @@ runner.close()
     ("program", "beginning"),
     [
         (LOSS_THAT_ASKS, "executor=fused runs rounds without CUDA graphs, which is slower, because round cannot"),
-        (MODEL_THAT_ASKS, "executor=streams runs tasks without CUDA graphs, which is slower, because learning(0)"),
+        (MODEL_THAT_ASKS, "executor=streams runs tasks without CUDA graphs, which is slower, because step(0)"),
     ],
     ids=["fused", "streams"],
 )

@@ -29,6 +29,7 @@ from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.engine.update.row_update import TorchUpdate
+from crossbow_py.train.ladder.child import _by_waits
 from tests.gpu.support import Counting
 from tests.support import assert_equal, features, plan
 from tests.unit.data.streams import Images, same
@@ -168,8 +169,12 @@ def test_masks_and_rates_of_every_round_reach_its_graph(executor, rule):
     device = assert_as_serial(
         executor, 14, make_model=dropping, rule=rule, optimizer=SGD(clip_norm=0.5), rate=lambda n: 0.1 / (n + 1)
     )
-    last = "learning(3)" if executor is StreamsExecutor else "round"
+    last = "step(3)" if executor is StreamsExecutor else "round"
     assert last in device.captured, "what could be captured is not"
+
+
+def test_graph_that_waits_midway_sees_what_another_stream_wrote_before_its_replay():
+    assert _by_waits(torch.device("cuda", torch.cuda.current_device())) == ""
 
 
 @of_both
@@ -266,6 +271,7 @@ FAILS = """
 import torch
 from torch import nn
 from crossbow_py.engine.executors.streams import StreamsExecutor
+from crossbow_py.train.ladder.child import _by_waits
 from tests.gpu.support import Counting
 from tests.gpu.test_order import make_tasks
 from tests.support import plan
@@ -301,7 +307,7 @@ def test_after_a_capture_that_failed_nothing_is_captured_and_the_callers_stream_
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[(['learning(0)'], 1), ([], 0), ([], 1)]"
+    assert done.stdout.strip() == "[(['step(0)'], 1), ([], 0), ([], 1)]"
 
 
 def test_after_a_capture_whose_body_raised_others_follow_and_the_cache_is_emptied():

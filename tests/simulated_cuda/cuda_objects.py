@@ -68,7 +68,7 @@ class CudaEvent:
 
     def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
         made = super().__new__(cls)
-        made.timing, made.event, made.device = enable_timing, Event(), None
+        made.timing, made.event, made.device = enable_timing, Event(external), None
         made.cuda_event = id(made.event)
         return made
 

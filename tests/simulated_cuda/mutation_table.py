@@ -74,6 +74,7 @@ _CLOSING = _both("closing_in_the_middle_leaves_the_step_counts_of_the_rounds_iss
 _GIVEN_BACK = _both("streams_of_a_closed_executor_are_those_of_the_next")
 _NO_WAITING = _both("replayed_rounds_wait_for_nothing_but_the_round_before")
 _FAILED = (f"{_ORDER}after_a_capture_that_failed_nothing_is_captured_and_the_callers_stream_is_as_before",)
+_WAITED = (f"{_ORDER}graph_that_waits_midway_sees_what_another_stream_wrote_before_its_replay",)
 _CAPTURED = (f"{_ORDER}graph_is_captured_on_the_stream_it_is_replayed_on_while_other_threads_go_on",)
 _TIMED = (f"{_ORDER}timed_work_follows_what_the_caller_has_enqueued_and_takes_one_stream",)
 _RANKS = ("tests/simulated_cuda/test_nccl.py::test_two_ranks_train_what_they_train_on_cpus[1-fused]",)
@@ -182,8 +183,7 @@ MUTATIONS = [
     Mutation(
         "z read too early", ON_DEVICE, "the host does not wait for the last averaging",
         '            self._synchronize(event, "averaging", index, AVERAGING_STREAM)\n',
-        "            del index, event\n",
-        (_rounds("streams", "period"), _rounds("streams")),
+        "            del index, event\n", _OWN_WORK,
     ),
     Mutation(
         "settled without averaging", ON_DEVICE, "`settle` leaves out the averaging stream",
@@ -194,6 +194,14 @@ MUTATIONS = [
         "correction reads z too early", ON_DEVICE, "no stream waits for averaging",
         "            self.device.wait(self.streams[stream], self._averaged[1])\n", "            pass\n",
         (_rounds("streams"),),
+    ),
+    Mutation(
+        "graph reads z too early", GRAPHS, "a graph does not wait midway",
+        "            self.device.wait(self.stream, self.event)\n", "            pass\n", (_rounds("streams"),),
+    ),
+    Mutation(
+        "event not made", GRAPHS, "an event that graphs wait for is made at its first record, after the capture",
+        "            event.record(self.callers_stream())\n", "            pass\n", _WAITED,
     ),
     Mutation(
         "close does not wait", ON_DEVICE, "`close` reads step counts without waiting",
@@ -254,19 +262,21 @@ MUTATIONS = [
     ),
     Mutation(
         "mark before the work", STREAMS, "the event after a stream's last task is recorded before it",
-        "                self._launch(launch, outcome, slot.results)\n                if last[launch.stream] "
-        "is launch:\n"
+        "                if not (as_one and isinstance(launch.task, CorrectionTask)):  # run with learning\n"
+        "                    self._launch(launch, outcome, slot.results, as_one)\n"
+        "                if last[launch.stream] is launch:\n"
         "                    self._marks[launch.task] = rounds.mark(slot, launch.stream)\n",
         "                if last[launch.stream] is launch:\n"
         "                    self._marks[launch.task] = rounds.mark(slot, launch.stream)\n"
-        "                self._launch(launch, outcome, slot.results)\n                if last[launch.stream] "
-        "is launch:\n"
+        "                if not (as_one and isinstance(launch.task, CorrectionTask)):  # run with learning\n"
+        "                    self._launch(launch, outcome, slot.results, as_one)\n"
+        "                if last[launch.stream] is launch:\n"
         "                    pass\n",
         (_rounds("streams"),),
     ),
     Mutation(
         "no mark of learning", STREAMS, "learning tasks have no event between them and the gradient mean",
-        "                elif str(launch.task) in slot.events:\n",
+        "                elif str(launch.task) in slot.events and not as_one:\n",
         "                elif False:\n",
         (_rounds("streams", "sgd"),),
     ),
@@ -285,9 +295,8 @@ MUTATIONS = [
         "report before the correction", STREAMS, "results are copied before the correction writes them",
         "                    self._launch_program(self._correction[task.learner], partial(bodies.correct, "
         "averaging), averaging)\n"
-        '                    self._rounds.device.run(f"report({task.learner})", partial(bodies.report, host), '
-        'stream)\n',
-        '                    self._rounds.device.run(f"report({task.learner})", partial(bodies.report, host), stream)\n'
+        "                    self._report(task.learner, host, stream)\n",
+        "                    self._report(task.learner, host, stream)\n"
         "                    self._launch_program(self._correction[task.learner], partial(bodies.correct, "
         "averaging), averaging)\n",
         (_rounds("streams"),),

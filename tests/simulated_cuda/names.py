@@ -107,6 +107,7 @@ def _of_devices(library):
         "_cuda_getDefaultStream": lambda device: (0, device, _DEVICE_TYPE),
         "_cuda_getCurrentRawStream": _plain(library.sim_stream),
         "_cuda_setStream": set_stream,
+        "_cuda_sleep": lambda cycles: None,  # work comes late or early by the order, not by time
         "_cuda_isCurrentStreamCapturing": lambda: simulation().operators.current_stream().capture is not None,
         "_cuda_set_sync_debug_mode": set_sync_debug_mode,
         "_cuda_get_sync_debug_mode": lambda: simulation().operators.sync_debug_mode,

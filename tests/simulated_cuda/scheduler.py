@@ -41,12 +41,15 @@ def capture_error(message):
 
 
 class Event:
-    """A CUDA event: how often it was recorded, how many of the records have been passed, and where the last one is."""
+    """A CUDA event: how often it was recorded, how many of the records have been passed, and where the last one is.
 
-    __slots__ = ("asked", "captured", "done", "moment", "stream", "time_s")
+    A capture makes a node of a wait for an `external` one.
+    """
 
-    def __init__(self):
-        self.asked = self.done = 0
+    __slots__ = ("asked", "captured", "done", "external", "moment", "stream", "time_s")
+
+    def __init__(self, external=False):
+        self.asked, self.done, self.external = 0, 0, external
         self.stream = self.captured = None
         self.moment, self.time_s = {}, None
 
@@ -84,14 +87,24 @@ class Wait(Record):
     __slots__ = ()
 
 
-class Replay:
-    """A graph that a stream runs: the nodes that are still to be done."""
+class NodeOfWait(Work):
+    """Holds what follows it in a graph back until the record that was the event's last at the replay is passed."""
 
-    __slots__ = ("graph", "left", "prepare", "stream")
+    __slots__ = ("event",)
+
+    def __init__(self, event):
+        super().__init__("wait in a graph", lambda: None, (), ())
+        self.event = event
+
+
+class Replay:
+    """A graph that a stream runs: the nodes still to be done, and the record that each wait among them is for."""
+
+    __slots__ = ("graph", "left", "numbers", "prepare", "stream")
 
     def __init__(self, graph, stream, prepare):
         self.graph, self.stream, self.prepare = graph, stream, prepare
-        self.left = None
+        self.left, self.numbers = None, {node: node.work.event.asked for node in graph.waits}
 
 
 class Node:
@@ -107,9 +120,27 @@ class Graph:
     def __init__(self, nodes):
         self.nodes, self.replays, self.moment = nodes, deque(), {}
         self.name = nodes[0].work.name if nodes else "nothing"
-        works = [node.work for node in nodes]
-        self.writes = {each: None for work in works for each in work.writes}
-        self.reads = {each: None for work in works for each in work.reads if each not in self.writes}
+        self.waits = [node for node in nodes if isinstance(node.work, NodeOfWait)]
+        self.reads, self.writes = _extents(nodes)
+        self.parts = self._parts()
+
+    def _parts(self):
+        """Waits, reads and writes by how many waits, one after another, a node comes after; all of none first."""
+        if not self.waits:
+            return [([], self.reads, self.writes)]
+        num_waits, parts = {}, []
+        for node in self.nodes:
+            is_wait = isinstance(node.work, NodeOfWait)
+            num_waits[node] = number = max((num_waits[each] for each in node.after), default=0) + is_wait
+            parts += [([], []) for _ in range(number + 1 - len(parts))]
+            parts[number][not is_wait].append(node)
+        return [([wait.work.event for wait in waits], *_extents(others)) for waits, others in parts]
+
+
+def _extents(nodes):
+    works = [node.work for node in nodes]
+    writes = {each: None for work in works for each in work.writes}
+    return {each: None for work in works for each in work.reads if each not in writes}, writes
 
 
 class Capture:
@@ -238,6 +269,8 @@ class Scheduler:
         with self.lock:
             self.check()
             if stream.capture is not None:
+                if event.external:
+                    self.fail(stream.capture, "simulated graphs do not record external events")
                 event.captured = stream.capture, stream.capture.last[stream]
                 return
             event.asked += 1
@@ -250,6 +283,8 @@ class Scheduler:
             self.check()
             if event.captured is not None:
                 self._join(stream, event)
+            elif event.asked and stream.capture is not None and event.external:
+                self._capture(stream, NodeOfWait(event))
             elif event.asked and stream.capture is not None:
                 self.fail(stream.capture, "dependency created on uncaptured work in another stream")
             elif event.asked:
@@ -401,7 +436,10 @@ class Scheduler:
             if stream.capture is not None:
                 self.fail(stream.capture, "operation not permitted when stream is capturing")
             self.races.wait(stream, graph.moment)
-            self.races.enqueue(stream, f"graph of {graph.name}", graph.reads, graph.writes, self.block_of)
+            for events, reads, writes in graph.parts:
+                for event in events:
+                    self.races.wait(stream, event.moment)
+                self.races.enqueue(stream, f"graph of {graph.name}", reads, writes, self.block_of)
             graph.moment = self.races.moment(stream)
             stream.queue.append(Replay(graph, stream, prepare))
             graph.replays.append(stream.queue[-1])
@@ -438,8 +476,12 @@ class Scheduler:
                 if self._is_next(head):
                     return False
                 stream = next(each.stream for each in self.shared if each.group is head.group)
+            elif isinstance(head, Wait):
+                stream = head.event.stream
+            elif head.graph.replays[0] is head:  # held back by a wait within
+                stream = next(node for node in head.left if self._is_held(head, node)).work.event.stream
             else:
-                stream = head.event.stream if isinstance(head, Wait) else head.graph.replays[0].stream
+                stream = head.graph.replays[0].stream
         return True
 
     def _is_next(self, collective):
@@ -478,8 +520,9 @@ class Scheduler:
         elif type(head) is Replay:
             if head.graph.replays[0] is not head:
                 return False
-            if self._step_of_graph(head):
-                return True
+            there_is_more = self._step_of_graph(head)
+            if there_is_more is not False:
+                return bool(there_is_more)
         elif type(head) is Collective:
             if not self._is_over(head):
                 return False
@@ -490,7 +533,7 @@ class Scheduler:
         return True
 
     def _step_of_graph(self, replay):
-        """Do one node, any whose predecessors are done. Returns whether there are more."""
+        """Do one node, any whose predecessors are done. Returns whether there are more; None if all are held back."""
         graph = replay.graph
         if replay.left is None:
             replay.left = dict.fromkeys(graph.nodes)
@@ -498,9 +541,13 @@ class Scheduler:
                 replay.prepare()
         if replay.left:
             node = next(iter(replay.left))
-            if self.order == "random" and len(replay.left) > 1:
+            if replay.numbers or (self.order == "random" and len(replay.left) > 1):
                 some = [each for each, _ in zip(replay.left, range(32), strict=False)]
-                node = self._random.choice([each for each in some if not any(one in replay.left for one in each.after)])
+                ready = [each for each in some if not any(one in replay.left for one in each.after)]
+                ready = [each for each in ready if not self._is_held(replay, each)]
+                if not ready:
+                    return None
+                node = self._random.choice(ready) if self.order == "random" else ready[0]
             del replay.left[node]
             self._do(node.work)
         if replay.left:
@@ -508,11 +555,15 @@ class Scheduler:
         graph.replays.popleft()
         return False
 
+    @staticmethod
+    def _is_held(replay, node):
+        return node in replay.numbers and node.work.event.done < replay.numbers[node]
+
     def _do(self, work):
         self.num_done += 1
         self.num_running += 1
         try:
-            with self.around_work() if self.around_work is not None else _nothing():
+            with self.around_work() if self.around_work is not None else _no_context():
                 work.run()
         except Exception as error:  # a kernel that fails takes the device with it
             self.error = f"{work.name}: {error}"
@@ -524,5 +575,5 @@ class Scheduler:
 
 
 @contextmanager
-def _nothing():
+def _no_context():
     yield

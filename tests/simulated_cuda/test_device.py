@@ -511,11 +511,51 @@ def test_graphs_of_one_pool_share_memory_and_race_side_by_side(scheduler):
     assert any("graph of" in sentence for sentence in scheduler.races.take())
 
 
+@pytest.mark.parametrize("order", ["latest", "earliest", "random"])
+@pytest.mark.parametrize("external", [True, False])
+def test_graph_waits_for_the_last_record_of_an_external_event_before_its_replay(scheduler, order, external):
+    scheduler.order = order
+    own, other = torch.cuda.Stream(), torch.cuda.Stream()
+    event, done = torch.cuda.Event(external=external), torch.cuda.Event()
+    given, started, results = torch.zeros(3, device="cuda"), ones(1), torch.zeros(3, 3, device="cuda")
+    event.record(other)
+    torch.cuda.synchronize()
+
+    def body():
+        started.add_(1)
+        if external:
+            own.wait_event(event)
+        results.copy_(results.roll(1, 0))
+        results[0].copy_(given)
+
+    graph = captured(body, own)
+    for number in range(3):
+        with torch.cuda.stream(other):
+            given.fill_(number + 1)
+        event.record(other)
+        with torch.cuda.stream(own):
+            graph.replay()
+        done.record(own)
+        other.wait_event(done)
+    seen = scheduler.races.take()
+    torch.cuda.synchronize()
+    assert results[:, 0].tolist() == [3.0, 2.0, 1.0] or not external
+    assert any("graph of" in each and "fill" in each for each in seen) != external, seen
+
+
+def test_event_that_was_never_recorded_is_left_out_of_a_graph(scheduler):
+    """As torch does, which makes events at their first record."""
+    event, own = torch.cuda.Event(external=True), torch.cuda.Stream()
+    graph = captured(lambda: own.wait_event(event) or ones(1), own)
+    assert not graph._graph.waits
+
+
 REFUSED = {
     "a value for the host": lambda: ones(1).item(),
     "a shape that depends on values": lambda: ones(3).nonzero(),
     "waiting for the device": torch.cuda.synchronize,
     "a copy from pageable memory": lambda: torch.zeros(3).to("cuda"),
+    "recording an event of outside": lambda: torch.cuda.Event(external=True).record(),
     "waiting for work outside": lambda: torch.cuda.current_stream().wait_stream(torch.cuda.default_stream()),
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ Event = Any
 Graph = Any
 Pool = Any
 
-Body = Callable[[], None]
+Body = Callable[[], Any]  # what it returns is not looked at
 
 _HIGH_PRIORITY = -1  # lower numbers go first; learners have 0
 # The first capture that could not be begun or ended in this process. torch's allocator may believe for good that it is
@@ -70,9 +71,15 @@ class CudaStreams:
         """Return the caller's current stream."""
         return torch.cuda.current_stream(self._device)
 
-    def new_event(self) -> Event:
-        """Return an event, which may be recorded any number of times; without timing, which would make these slower."""
-        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def new_event(self, for_graphs: bool = False) -> Event:
+        """Return an event, which may be recorded any number of times; without timing, which would make these slower.
+
+        A graph may wait for one that is `for_graphs`, though it was not recorded in it: see `WaitBetween`.
+        """
+        event = torch.cuda.Event(external=for_graphs)  # type: ignore[no-untyped-call]
+        if for_graphs:  # CUDA makes it at its first record; until then torch skips waits for it, also in a capture
+            event.record(self.callers_stream())
+        return event
 
     def record(self, event: Event, stream: Stream) -> None:
         """Record the end of all work on the stream so far."""
@@ -174,6 +181,27 @@ class CudaStreams:
 
     def _device_random_state(self) -> Tensor:
         return torch.cuda.get_rng_state(self._device)  # seed and offset are kept on the host, so nothing waits
+
+
+@dataclass(frozen=True)
+class WaitBetween:
+    """Two bodies on a stream, the second after an event. As a graph, each replay waits for the last record before it.
+
+    The graph has an external event wait node; the event must be `for_graphs`, or None for no wait.
+    """
+
+    device: CudaStreams
+    stream: Stream
+    first: Body
+    event: Event | None
+    second: Body
+
+    def __call__(self) -> None:
+        """Enqueue the work and, between, the wait."""
+        self.first()
+        if self.event is not None:
+            self.device.wait(self.stream, self.event)
+        self.second()
 
 
 def graph_milliseconds(device: torch.device) -> Callable[[Callable[[], Tensor]], float]:

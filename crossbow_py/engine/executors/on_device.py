@@ -60,6 +60,7 @@ class Program:
     stream: Stream
     pool: Pool
     captures: bool = True
+    warm_up: int = WARM_UP_ROUNDS
     awaiting: Callable[[], AbstractContextManager[None]] = nullcontext
     eager_rounds: dict[Hashable, int] = field(default_factory=dict)
     graphs: dict[Hashable, Graph] = field(default_factory=dict)
@@ -107,7 +108,7 @@ class Program:
         """Return whether the next launch of the variant is a replay, maybe after a capture; else it is eager."""
         if not self.captures:
             return False
-        is_warm = self.eager_rounds.get(variant, 0) >= WARM_UP_ROUNDS
+        is_warm = self.eager_rounds.get(variant, 0) >= self.warm_up
         return variant in self.graphs or (is_warm and failed_capture() is None)
 
     def release(self) -> None:
@@ -121,8 +122,8 @@ class Program:
 class Slot:
     """A round in flight: events at the end of each stream's work and in between, and the round's results.
 
-    Averaging may be in flight for longer. Its event is recorded again only by a later averaging, which is enqueued
-    after everything that waits for this one.
+    Averaging may be in flight for longer. Its event is one for all slots, which graphs can wait for, and is recorded
+    again only by a later averaging, which is enqueued after everything that waits for this one.
     """
 
     events: dict[str, Event]
@@ -161,6 +162,7 @@ class DeviceRounds:
     Attributes:
         bank_changed: whether the caller may have changed the bank since the last round.
         no_graphs: why nothing is captured, as half a sentence; None if programs become graphs.
+        average_event: recorded after each averaging.
     """
 
     def __init__(
@@ -172,9 +174,10 @@ class DeviceRounds:
         self.no_graphs = why_not(GRAPHS, tasks.bank.device) or failed_capture()
         self._programs: list[Program] = []
         self._callers_event = device.new_event()
+        self.average_event = device.new_event(for_graphs=True)
         self._slots = [
             Slot(
-                {name: device.new_event() for name in (*names, *between)},
+                {name: device.new_event() for name in (*names, *between)} | {AVERAGING_STREAM: self.average_event},
                 device.host_values(tasks.bank.num_learners, NUM_RESULTS),
             )
             for _ in range(ROUNDS_IN_FLIGHT)
@@ -190,10 +193,10 @@ class DeviceRounds:
         if self._idle is not None:
             self._idle.by_device = True
 
-    def program(self, name: str, stream: str, pool: Pool) -> Program:
+    def program(self, name: str, stream: str, pool: Pool, warm_up: int = WARM_UP_ROUNDS) -> Program:
         """Return a new program on a stream; programs that share a pool must never run at the same time."""
         captures, own = self.no_graphs is None, self.streams[stream]
-        made = Program(self.device, self._executor, name, own, pool, captures, awaiting=self._awaiting)
+        made = Program(self.device, self._executor, name, own, pool, captures, warm_up, self._awaiting)
         self._programs.append(made)
         return made
 

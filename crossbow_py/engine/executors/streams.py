@@ -6,10 +6,11 @@
 With rules that average gradients, every learner's stream also records an event after learning(j, n); the gradient mean,
 on the averaging stream, waits for these events, and correction(j, n) waits for it.
 
-One Python thread enqueues everything. Learning and correction are one CUDA graph each, in the learner's own memory
-pool, so learners run side by side and share only z, which corrections read and averaging writes. Values that change
-from round to round are in tensors on the device (`engine/device/device_tasks.py`), so nothing is captured twice. Waits
-are CUDA events, and exactly those that the scheduler names.
+One Python thread enqueues everything. Learning, the wait and correction are one CUDA graph, in the learner's own memory
+pool, so learners run side by side and share only z, which corrections read and averaging writes. Where something has to
+come between, they are a graph each: gradients of all learners, waits for other ranks, the times of a trace. Values that
+change from round to round are in tensors on the device (`engine/device/device_tasks.py`), so nothing is captured twice.
+Waits are CUDA events, and exactly those that the scheduler names.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from torch import Tensor
 from crossbow_py.core.errors import CrossbowError, LearnerError
 from crossbow_py.engine.bank.layout import Order
 from crossbow_py.engine.device.device_tasks import LearnerTasks, average_gated, compare_gradients
-from crossbow_py.engine.device.graphs import Body, CudaStreams, Event, Stream
+from crossbow_py.engine.device.graphs import Body, CudaStreams, Event, Stream, WaitBetween
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.executors.on_device import CaptureError, DeviceRounds, Program
 from crossbow_py.engine.executors.spans import TaskSpans
-from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
+from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, learner_stream
 from crossbow_py.engine.tasks import AveragingTask, ComparisonTask, CorrectionTask, GradientMeanTask, LearningTask, Task
 from crossbow_py.engine.trust import GRAPHS
@@ -68,10 +69,12 @@ class StreamsExecutor(Executor):
         learners = range(tasks.bank.num_learners)
         self._bodies = [LearnerTasks(tasks, learner) for learner in learners]
         names = [*map(learner_stream, learners), AVERAGING_STREAM]
-        meets = bool(tasks.gradient_mean) or tasks.compares
-        between = [GradientMeanTask.NAME, ComparisonTask.NAME, *(f"learning({j})" for j in learners)] if meets else []
+        self._meets = tasks.gradient_mean is not None or not tasks.collective.is_alone  # in every round
+        meet = tasks.gradient_mean is not None or tasks.compares
+        between = [GradientMeanTask.NAME, ComparisonTask.NAME, *(f"learning({j})" for j in learners)] if meet else []
         self._rounds = DeviceRounds(device, self.NAME, names, tasks, between)
         program, pools = self._rounds.program, [device.new_pool() for _ in learners]
+        self._steps = [program(f"step({j})", learner_stream(j), pools[j], warm_up=0) for j in learners]
         self._learning = [program(f"learning({j})", learner_stream(j), pools[j]) for j in learners]
         self._correction = [program(f"correction({j})", learner_stream(j), pools[j]) for j in learners]
         self._averaging = program("averaging", AVERAGING_STREAM, device.new_pool())
@@ -101,14 +104,16 @@ class StreamsExecutor(Executor):
         if a graph is captured or if the feed makes it.
         """
         rounds, launches = self._rounds, self._launches(outcome.plan)
+        as_one = self._runs_as_one(outcome.plan)
         slot = rounds.begin()
         last = {launch.stream: launch for launch in launches}
         for launch in launches:
             try:
-                self._launch(launch, outcome, slot.results)
+                if not (as_one and isinstance(launch.task, CorrectionTask)):  # run with learning
+                    self._launch(launch, outcome, slot.results, as_one)
                 if last[launch.stream] is launch:
                     self._marks[launch.task] = rounds.mark(slot, launch.stream)
-                elif str(launch.task) in slot.events:
+                elif str(launch.task) in slot.events and not as_one:
                     self._marks[launch.task] = rounds.mark(slot, launch.stream, between=str(launch.task))
             except CrossbowError:
                 raise
@@ -116,7 +121,14 @@ class StreamsExecutor(Executor):
                 raise LearnerError(str(launch.task), outcome.plan.index, launch.stream, error) from error
         rounds.end(outcome.plan.index, slot, {stream: str(launch.task) for stream, launch in last.items()})
 
-    def _launch(self, launch: Launch, outcome: RoundOutcome, host: Tensor) -> None:
+    def _runs_as_one(self, plan: Round) -> bool:
+        """Return whether a learner's learning and correction are one graph: both are warm, and nothing is between."""
+        if self._meets or plan.compares or self._spans is not None:
+            return False
+        learning, correction = self._learning[0], self._correction[0]  # the others have run as often
+        return learning.runs_graph(self._bodies[0].shares(plan)) and correction.runs_graph(plan.averaging)
+
+    def _launch(self, launch: Launch, outcome: RoundOutcome, host: Tensor, as_one: bool) -> None:
         stream, task = self._rounds.streams[launch.stream], launch.task
         with self._rounds.waiting(launch.stream) if launch.after else nullcontext():
             for other in launch.after:
@@ -127,11 +139,13 @@ class StreamsExecutor(Executor):
         with self.span(task.NAME, launch.stream, task.round_index):
             match task:
                 case LearningTask():
-                    self._learn(task.learner, outcome, stream)
+                    self._learn(task.learner, outcome, stream, as_one)
+                    if as_one:
+                        self._report(task.learner, host, stream)
                 case CorrectionTask():
                     bodies, averaging = self._bodies[task.learner], outcome.plan.averaging
                     self._launch_program(self._correction[task.learner], partial(bodies.correct, averaging), averaging)
-                    self._rounds.device.run(f"report({task.learner})", partial(bodies.report, host), stream)
+                    self._report(task.learner, host, stream)
                 case AveragingTask():
                     self._launch_program(self._averaging, partial(self.tasks.average, outcome), outcome.plan.averaging)
                 case GradientMeanTask():
@@ -153,14 +167,18 @@ class StreamsExecutor(Executor):
         self._rounds.stop_capturing(error.said)
         self.notes.append(_EAGER.format(self.NAME, error.said))
 
-    def _learn(self, learner: int, outcome: RoundOutcome, stream: Stream) -> None:
-        """Load the round and learn, on the learner's stream."""
+    def _report(self, learner: int, host: Tensor, stream: Stream) -> None:
+        self._rounds.device.run(f"report({learner})", partial(self._bodies[learner].report, host), stream)
+
+    def _learn(self, learner: int, outcome: RoundOutcome, stream: Stream, as_one: bool) -> None:
+        """Load the round and learn, on the learner's stream; `as_one` also corrects."""
         bodies = self._bodies[learner]
         try:
-            drawn = self._load_and_learn(learner, outcome, stream)
+            drawn = self._load_and_learn(learner, outcome, stream, as_one)
         except CaptureError as error:
             self._stop_capturing(error)
-            drawn = self._load_and_learn(learner, outcome, stream)  # masks are drawn anew, as the pass takes them
+            # Masks are drawn anew, as the pass takes them.
+            drawn = self._load_and_learn(learner, outcome, stream, as_one)
         self.notes += bodies.notes
         bodies.notes.clear()
         if drawn:
@@ -168,14 +186,20 @@ class StreamsExecutor(Executor):
             for each in self._learning:
                 each.captures = False
 
-    def _load_and_learn(self, learner: int, outcome: RoundOutcome, stream: Stream) -> bool:
+    def _load_and_learn(self, learner: int, outcome: RoundOutcome, stream: Stream, as_one: bool) -> bool:
         """Return whether learning drew from global generators, so that it must not be captured."""
-        program, bodies, rounds = self._learning[learner], self._bodies[learner], self._rounds
-        plan, shared = outcome.plan, bodies.shares(outcome.plan)
-        ahead = program.runs_graph(shared)
+        bodies, rounds, plan = self._bodies[learner], self._rounds, outcome.plan
+        shared, averaging = bodies.shares(plan), plan.averaging
+        program = (self._steps if as_one else self._learning)[learner]
+        variant = (shared, averaging) if as_one else shared
+        ahead = program.runs_graph(variant)
         load = partial(bodies.load, plan, bank_changed=rounds.bank_changed, masks_ahead=ahead)
         rounds.device.run(f"load({learner})", load, stream)
-        return program.launch_watched(partial(bodies.learn, shared, masks_ahead=ahead), shared)
+        body: Body = partial(bodies.learn, shared, masks_ahead=ahead)
+        if as_one:
+            event = None if averaging is None else rounds.average_event
+            body = WaitBetween(rounds.device, stream, body, event, partial(bodies.correct, averaging))
+        return program.launch_watched(body, variant)
 
     def _wait(self, outcome: RoundOutcome) -> None:
         index = outcome.plan.index

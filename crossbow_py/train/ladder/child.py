@@ -39,6 +39,7 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.launch import end_with_parent
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.ranks import Ranks
+from crossbow_py.engine.device.graphs import CudaStreams, WaitBetween
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.modules.precision import choose_device
 from crossbow_py.engine.trust import GRAPHS, why_not
@@ -51,6 +52,7 @@ from crossbow_py.train.schedules import Constant
 from crossbow_py.train.trainer import Trainer
 
 LEARNERS, BATCH, ROUNDS, SAMPLES = 3, 6, 9, 54
+_WAITS, _LATE_CYCLES = 4, 10_000_000  # replays of a graph that waits, and for how much of the clock: some 5 ms
 _MIDDLE = 5  # a round after the capture, and within an epoch
 _FULL_DISK = os.strerror(errno.ENOSPC)
 _IMPORTED_LATE = "torch._dynamo", "torch.export", "torch._functorch.aot_autograd", "triton"
@@ -200,8 +202,8 @@ def _fell_back(found: _Trained, expected: _Trained, switched_off: Sequence[str])
 def tried(task: Task) -> str:
     """Do a task, and return why it failed, on one line; empty if it passed."""
     jobs: dict[Job, Callable[[Task], str]] = {
-        "train": _by_executor, "muon": _by_muon, "sum": _sum, "ranks": _by_ranks, "streamed": _streamed,
-        "resume": _resumed,
+        "train": _by_executor, "graphs": _by_graphs, "muon": _by_muon, "sum": _sum, "ranks": _by_ranks,
+        "streamed": _streamed, "resume": _resumed,
     }  # fmt: skip
     return _by_variants(task) or jobs[task.job](task)
 
@@ -236,10 +238,41 @@ def _against_serial(task: Task, precision: str, dropout: float, num_workers: int
     expected = _serial(task, precision, dropout, **own)
     found = _train(task.executor, task.device, precision, dropout, num_workers=num_workers, **own)
     different = _compare(found, expected, precision, task.tolerance[precision])
-    if different or task.device != "cuda" or task.job != "train":
+    if different or task.device != "cuda" or task.job not in ("train", "graphs"):
         return different
     device = choose_device("cuda")
     return _fell_back(found, expected, [reason for each in (*KERNELS, GRAPHS) if (reason := why_not(each, device))])
+
+
+def _by_graphs(task: Task) -> str:
+    return _by_waits(choose_device("cuda")) or _by_executor(task)
+
+
+def _by_waits(device: torch.device) -> str:
+    """Replay a graph that waits midway for another stream, as those of `streams` do for averaging.
+
+    The other stream is late with every value, and waits for the graph that is to see the one before: a graph that did
+    not wait would see too early a value, and one that waited for a later record would never end.
+    """
+    streams = CudaStreams(device)
+    own, other = streams.new_stream(), streams.new_stream()
+    written, seen = streams.new_event(for_graphs=True), streams.new_event()
+    given, copied, started = (torch.zeros((), device=device) for _ in range(3))
+    results = torch.zeros(_WAITS, device=device)
+    body = WaitBetween(streams, own, partial(started.add_, 1), written, partial(copied.copy_, given))
+    graph = streams.capture("what waits", body, own, streams.new_pool())
+    for number, result in enumerate(results):
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(_LATE_CYCLES)  # type: ignore[no-untyped-call]
+            given.fill_(number + 1)
+        streams.record(written, other)
+        streams.replay(graph, own)
+        streams.run("what it saw", partial(result.copy_, copied), own)
+        streams.record(seen, own)
+        streams.wait(other, seen)
+    streams.synchronize()
+    found = results.tolist()
+    return "" if found == [*range(1, _WAITS + 1)] else f"graphs that wait for another stream saw {found} of its values"
 
 
 def _by_muon(task: Task) -> str:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from crossbow_py.core.switches import KERNELS
 
-Job = Literal["train", "muon", "sum", "ranks", "streamed", "resume"]
+Job = Literal["train", "graphs", "muon", "sum", "ranks", "streamed", "resume"]
 Need = Literal["bf16", "triton", "nccl", "devices"]
 BEST = "best"  # fused if that passed, else serial
 
@@ -38,8 +38,9 @@ class Task:
     """What a rung's child process does, as it is handed over.
 
     Attributes:
-        job: train, muon (train with that optimizer), sum (all-reduces of one rank), ranks (train on all, under
-            torchrun), streamed (data from worker processes) or resume (from a checkpoint).
+        job: train, graphs (first one that waits for another stream), muon (train with that optimizer), sum (all-reduces
+            of one rank), ranks (train on all, under torchrun), streamed (data from worker processes) or resume (from a
+            checkpoint).
         device: cuda or cpu.
         executor: the executor that is tried.
         tolerance: the precisions to train in, each with the largest difference from `serial`.
@@ -103,7 +104,10 @@ RUNGS: tuple[Rung, ...] = (
     Rung("serial", "serial in fp32", executor="serial", proves=("serial",), after=(), precisions=("fp32",)),
     Rung("bf16", "serial in bf16", executor="serial", proves=("bf16",), needs=("bf16",), precisions=("bf16",)),
     Rung("fused", "fused operators", executor="fused", proves=("fused",)),
-    Rung("graphs", "+ as CUDA graphs", executor="fused", proves=("graphs",), after=("fused",), devices=("cuda",)),
+    Rung(
+        "graphs", "+ as CUDA graphs", job="graphs", executor="fused", proves=("graphs",), after=("fused",),
+        devices=("cuda",),
+    ),
     Rung(
         "update", "+ update kernel", executor="fused", proves=("update",), after=("fused",), devices=("cuda",),
         needs=("triton",), dropout=False, limit_s=_COMPILES_S,

@@ -52,19 +52,15 @@ ROUND_1 = [
     "host wait s0#1", "host wait s1#1",
 ]  # fmt: skip
 ROUND_2 = [
-    # captured, one after another, each on its own stream, and replayed at once
-    "s0 run load(0)", "s0 capture learning(0)", "s0 replay learning(0)",
-    "s1 run load(1)", "s1 capture learning(1)", "s1 replay learning(1)",
-    "s0 wait high#2", "s0 capture correction(0)", "s0 replay correction(0)", "s0 run report(0)", "s0 record s0#3",
-    "s1 wait high#2", "s1 capture correction(1)", "s1 replay correction(1)", "s1 run report(1)", "s1 record s1#3",
+    # captured, one after another, each on its own stream, and replayed at once, which waits for averaging(1) midway
+    "s0 run load(0)", "s0 capture step(0)", "s0 replay step(0)", "s0 wait high#2", "s0 run report(0)",
+    "s1 run load(1)", "s1 capture step(1)", "s1 replay step(1)", "s1 wait high#2", "s1 run report(1)",
+    "s0 record s0#3", "s1 record s1#3",
     "high wait s0#3", "high wait s1#3", "high capture averaging", "high replay averaging", "high record high#3",
     "host wait s0#2", "host wait s1#2",
 ]  # fmt: skip
 DRAIN = ["host wait s0#3", "host wait s1#3", "host wait high#3"]
-CLOSE = [
-    "host wait all",
-    "release learning(0)", "release learning(1)", "release correction(0)", "release correction(1)", "release averaging",
-]  # fmt: skip
+CLOSE = ["host wait all", "release step(0)", "release step(1)", "release averaging"]
 
 
 def test_three_rounds_of_two_learners_are_asked_of_the_device_in_the_order_written_here():
@@ -197,9 +193,8 @@ def test_learning_rate_that_changes_every_round_captures_nothing_anew():
     tasks, reference, device = make_tasks(optimizer=AdamW()), make_tasks(optimizer=AdamW()), RecordingStreams()
     found = run(StreamsExecutor(tasks, device), tasks, 8, rate)
     assert_equal(tasks.bank, reference.bank, found, run(SerialExecutor(reference), reference, 8, rate))
-    assert sorted(entry.split()[2] for entry in device.log if "capture" in entry) == [
-        "averaging", "correction(0)", "correction(1)", "learning(0)", "learning(1)",
-    ]  # fmt: skip
+    captured = sorted(entry.split()[2] for entry in device.log if "capture" in entry)
+    assert captured == ["averaging", "step(0)", "step(1)"]
 
 
 def test_failing_replay_raises_with_task_round_and_stream():

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from crossbow_py.averaging import Crossbow
 from crossbow_py.core.errors import LearnerError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.device import graphs
@@ -20,6 +21,7 @@ from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.executors.streams import StreamsExecutor
+from crossbow_py.engine.goodput import EVERY_ROUNDS
 from crossbow_py.engine.rounds import RoundOutcome
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from tests.recording_streams import OnlyLaunches, RecordingStreams
@@ -40,6 +42,50 @@ def test_bodies_that_are_captured_ask_the_host_for_no_value():
         tasks.learn(0, RoundOutcome(whole))
 
 
+def steady(device, tasks, num_rounds=1):
+    """What is asked of a device in rounds after the captures."""
+    runner = StreamsExecutor(tasks, device)
+    for n in range(WARM_UP_ROUNDS + 1 + num_rounds):
+        if n == WARM_UP_ROUNDS + 1:
+            device.log.clear()
+        runner.submit(plan(tasks, n))
+    found = list(device.log)
+    runner.close()
+    return found
+
+
+def test_round_of_a_learner_is_one_replay_that_waits_once_and_one_record():
+    found = steady(RecordingStreams(), make_tasks(num_learners=3))
+    for learner in range(3):
+        own = [entry.removeprefix(f"s{learner} ") for entry in found if entry.startswith(f"s{learner} ")]
+        assert own == [
+            f"run load({learner})", f"replay step({learner})", "wait high#3", f"run report({learner})",
+            f"record s{learner}#4",
+        ]  # fmt: skip
+    assert [entry.split()[1] for entry in found if entry.startswith("high")] == [*["wait"] * 3, "replay", "record"]
+
+
+def test_learners_run_in_graphs_though_the_rule_changes_its_coefficients_in_every_round():
+    tasks, device = make_tasks(rule=Crossbow(final_correction_rate=0.9)), RecordingStreams()
+    runner = StreamsExecutor(tasks, device)
+    for n in range(5):
+        runner.submit(plan(tasks, n, factor=1 - n / 5))
+    runner.close()
+    assert [entry for entry in device.log if "capture" in entry] == [f"s{j} capture learning({j})" for j in range(2)]
+
+
+def test_only_rounds_that_compare_gradients_run_in_two_graphs():
+    tasks, device = make_tasks(compares=True), RecordingStreams()
+    runner = StreamsExecutor(tasks, device)
+    for n in range(2 * EVERY_ROUNDS):
+        runner.submit(plan(tasks, n))
+    runner.close()
+    ran = [entry.split()[2].partition("(")[0] for entry in device.log if entry.startswith(("s0 run", "s0 replay"))]
+    apart, as_one = ["load", "learning", "correction", "report"], ["load", "step", "report"]
+    own = [apart if n in (0, 1, EVERY_ROUNDS) else as_one for n in range(2 * EVERY_ROUNDS)]
+    assert ran == [each for tasks_of_round in own for each in tasks_of_round]
+
+
 def test_beside_replays_the_host_enqueues_one_operator_before_and_one_after_them():
     class Operators(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -54,13 +100,8 @@ def test_beside_replays_the_host_enqueues_one_operator_before_and_one_after_them
 
     images = torch.randint(0, 256, (64, 3, 6, 6), dtype=torch.uint8), torch.arange(64) % 3
     eager, tasks = [], make_tasks(norm_model, data=images)
-    runner = StreamsExecutor(tasks, Noting())
-    for n in range(WARM_UP_ROUNDS + 1):
-        runner.submit(plan(tasks, n))
-    eager.clear()
-    runner.submit(plan(tasks, n + 1))
-    runner.close()
-    assert eager == [*["aten.cat.out"] * 2, *["aten.copy_.default"] * 2]  # of two learners
+    steady(Noting(), tasks, num_rounds=3)
+    assert eager[-12:] == ["aten.cat.out", "aten.copy_.default"] * 2 * 3  # of two learners in three rounds
 
 
 def test_model_with_dropout_learns_in_graphs_with_masks_drawn_ahead_of_them():
@@ -69,7 +110,7 @@ def test_model_with_dropout_learns_in_graphs_with_masks_drawn_ahead_of_them():
     run(runner, tasks, 4)  # graphs of the recording device refuse to draw
     assert runner.notes == []
     captured = {entry.split()[2] for entry in device.log if "capture" in entry}
-    assert captured == {"learning(0)", "learning(1)", "correction(0)", "correction(1)", "averaging"}
+    assert captured == {"step(0)", "step(1)", "averaging"}
 
 
 def test_masks_in_graphs_differ_between_rounds_and_learners():
@@ -114,7 +155,7 @@ def test_model_that_no_graph_can_hold_goes_on_without_graphs_and_says_so_once():
     runner = StreamsExecutor(tasks, device)
     run(runner, tasks, 5)
     assert runner.notes == [
-        "executor=streams runs tasks without CUDA graphs, which is slower, because learning(0) cannot be captured "
+        "executor=streams runs tasks without CUDA graphs, which is slower, because step(0) cannot be captured "
         "(RuntimeError: dropout takes masks of other shapes than in the rounds before)."
     ]
     assert not any("replay" in entry for entry in device.log)
@@ -131,7 +172,8 @@ def test_model_that_draws_elsewhere_learns_without_graphs_and_says_so(draw):
     run(runner, tasks, 4)
     assert len(runner.notes) == 1
     assert "outside nn.Dropout" in runner.notes[0]
-    assert not [entry for entry in device.log if "capture learning" in entry]
+    captured = {entry.split()[2] for entry in device.log if "capture" in entry}
+    assert captured == {"correction(0)", "correction(1)", "averaging"}
 
 
 def test_averaging_over_several_devices_is_never_captured():
@@ -145,7 +187,7 @@ def test_averaging_over_several_devices_is_never_captured():
     assert "s0 capture correction(0)" in device.log
 
 
-@pytest.mark.parametrize("refused", ["learning(1)", "correction(0)", "averaging"])
+@pytest.mark.parametrize("refused", ["step(0)", "step(1)", "averaging"])
 def test_capture_that_fails_runs_everything_eagerly_as_serial_would(refused):
     class Refuses(RecordingStreams):
         def capture(self, name, body, stream, pool):
@@ -193,21 +235,21 @@ class Full(RecordingStreams):
 
 
 def test_capture_that_memory_does_not_hold_is_the_learners_error_and_leaves_no_graph():
-    tasks, device = make_tasks(), Full("learning(1)")
+    tasks, device = make_tasks(), Full("step(1)")
     runner = StreamsExecutor(tasks, device)
     with pytest.raises(LearnerError, match=r"learning\(1\) failed in round 2 on learner 1: OutOfMemory") as caught:
         run(runner, tasks, 3)
     assert is_out_of_memory(caught.value.__cause__)
-    assert device.log[-2:] == ["host wait all", "release learning(0)"]
+    assert device.log[-2:] == ["host wait all", "release step(0)"]
 
 
-@pytest.mark.parametrize("name", ["learning(2)", "correction(1)", "averaging"])
+@pytest.mark.parametrize("name", ["step(2)", "step(1)", "averaging"])
 def test_learners_fewer_than_memory_held_go_on_with_the_steps_their_rows_have_taken(name):
     tasks = make_tasks(num_learners=3, optimizer=AdamW())
     runner = StreamsExecutor(tasks, Full(name))
     with pytest.raises(LearnerError):
         run(runner, tasks, 3)
-    steps = {"learning(2)": [2, 2, 2], "correction(1)": [3, 2, 2], "averaging": [3, 3, 3]}[name]
+    steps = {"step(2)": [3, 3, 2], "step(1)": [3, 2, 2], "averaging": [3, 3, 3]}[name]
     assert tasks.bank.step_counts == steps
     tasks.bank.resize(2)
     run(StreamsExecutor(tasks, RecordingStreams()), tasks, 4)
