@@ -233,7 +233,7 @@ MUTATIONS = [
     ),
     Mutation(
         "autograd's thread", ON_DEVICE, "backward passes run on autograd's thread",
-        "set_multithreading_enabled(False)", "set_multithreading_enabled(True)",
+        "        with torch.autograd.set_multithreading_enabled(False):\n", "        with contextlib.nullcontext():\n",
         (f"{_ORDER}backward_passes_stay_on_the_thread_that_launches",),
     ),
     Mutation(
@@ -295,8 +295,8 @@ MUTATIONS = [
         "report before the correction", STREAMS, "results are copied before the correction writes them",
         "                    self._launch_program(self._correction[task.learner], partial(bodies.correct, "
         "averaging), averaging)\n"
-        "                    self._report(task.learner, host, stream)\n",
-        "                    self._report(task.learner, host, stream)\n"
+        "                    self._report(task.learner, host)\n",
+        "                    self._report(task.learner, host)\n"
         "                    self._launch_program(self._correction[task.learner], partial(bodies.correct, "
         "averaging), averaging)\n",
         (_rounds("streams"),),

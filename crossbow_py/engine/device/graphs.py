@@ -25,7 +25,7 @@ Event = Any
 Graph = Any
 Pool = Any
 
-Body = Callable[[], Any]  # what it returns is not looked at
+Body = Callable[[], None]
 
 _HIGH_PRIORITY = -1  # lower numbers go first; learners have 0
 # The first capture that could not be begun or ended in this process. torch's allocator may believe for good that it is

@@ -60,7 +60,6 @@ class Program:
     stream: Stream
     pool: Pool
     captures: bool = True
-    warm_up: int = WARM_UP_ROUNDS
     awaiting: Callable[[], AbstractContextManager[None]] = nullcontext
     eager_rounds: dict[Hashable, int] = field(default_factory=dict)
     graphs: dict[Hashable, Graph] = field(default_factory=dict)
@@ -83,17 +82,21 @@ class Program:
             self.device.run(self.name, body, self.stream)
             return
         if variant not in self.graphs:
-            try:
-                with self.awaiting():
-                    self.graphs[variant] = self.device.capture(self.name, body, self.stream, self.pool)
-            except Exception as error:
-                if is_out_of_memory(error):  # which graphs with pools of their own are likely to cause
-                    raise
-                raise CaptureError(self.executor, self.name, one_line(error)) from error
-            while len(self.graphs) > MOST_VARIANTS:  # the capture waited for the device, so none of them is running
-                self.device.release(self.graphs.pop(next(iter(self.graphs))))
+            self.capture(body, variant)
         self.graphs[variant] = self.graphs.pop(variant)  # the last used one is the last
         self.device.replay(self.graphs[variant], self.stream)
+
+    def capture(self, body: Body, variant: Hashable = None) -> None:
+        """Capture `body` for later launches of the variant. Blocks the host. Raises CaptureError, see `launch`."""
+        try:
+            with self.awaiting(), torch.autograd.set_multithreading_enabled(False):
+                self.graphs[variant] = self.device.capture(self.name, body, self.stream, self.pool)
+        except Exception as error:
+            if is_out_of_memory(error):  # which graphs with pools of their own are likely to cause
+                raise
+            raise CaptureError(self.executor, self.name, one_line(error)) from error
+        while len(self.graphs) > MOST_VARIANTS:  # the capture waited for the device, so none of them is running
+            self.device.release(self.graphs.pop(next(iter(self.graphs))))
 
     def launch_watched(self, body: Body, variant: Hashable = None) -> bool:
         """Launch, and return whether the body drew from global generators, so that it must not be captured."""
@@ -108,7 +111,7 @@ class Program:
         """Return whether the next launch of the variant is a replay, maybe after a capture; else it is eager."""
         if not self.captures:
             return False
-        is_warm = self.eager_rounds.get(variant, 0) >= self.warm_up
+        is_warm = self.eager_rounds.get(variant, 0) >= WARM_UP_ROUNDS
         return variant in self.graphs or (is_warm and failed_capture() is None)
 
     def release(self) -> None:
@@ -193,10 +196,10 @@ class DeviceRounds:
         if self._idle is not None:
             self._idle.by_device = True
 
-    def program(self, name: str, stream: str, pool: Pool, warm_up: int = WARM_UP_ROUNDS) -> Program:
+    def program(self, name: str, stream: str, pool: Pool) -> Program:
         """Return a new program on a stream; programs that share a pool must never run at the same time."""
         captures, own = self.no_graphs is None, self.streams[stream]
-        made = Program(self.device, self._executor, name, own, pool, captures, warm_up, self._awaiting)
+        made = Program(self.device, self._executor, name, own, pool, captures, awaiting=self._awaiting)
         self._programs.append(made)
         return made
 

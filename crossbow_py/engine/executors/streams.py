@@ -22,10 +22,11 @@ from typing import assert_never
 
 from torch import Tensor
 
+from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.core.errors import CrossbowError, LearnerError
 from crossbow_py.engine.bank.layout import Order
 from crossbow_py.engine.device.device_tasks import LearnerTasks, average_gated, compare_gradients
-from crossbow_py.engine.device.graphs import Body, CudaStreams, Event, Stream, WaitBetween
+from crossbow_py.engine.device.graphs import Body, CudaStreams, Event, WaitBetween, failed_capture
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.executors.on_device import CaptureError, DeviceRounds, Program
 from crossbow_py.engine.executors.spans import TaskSpans
@@ -35,6 +36,8 @@ from crossbow_py.engine.tasks import AveragingTask, ComparisonTask, CorrectionTa
 from crossbow_py.engine.trust import GRAPHS
 from crossbow_py.telemetry.timeline import Timeline
 
+# Graphs of whole steps that are kept for a learner, each for the averaging of a round; rules with a period have three.
+_MOST_STEPS = 3
 _DRAWS = (
     "executor={} runs learning tasks without CUDA graphs, which is slower, because the model or the loss draws "
     "random numbers outside nn.Dropout modules."
@@ -69,12 +72,13 @@ class StreamsExecutor(Executor):
         learners = range(tasks.bank.num_learners)
         self._bodies = [LearnerTasks(tasks, learner) for learner in learners]
         names = [*map(learner_stream, learners), AVERAGING_STREAM]
-        self._meets = tasks.gradient_mean is not None or not tasks.collective.is_alone  # in every round
-        meet = tasks.gradient_mean is not None or tasks.compares
-        between = [GradientMeanTask.NAME, ComparisonTask.NAME, *(f"learning({j})" for j in learners)] if meet else []
+        averages_gradients = tasks.gradient_mean is not None
+        meets = [GradientMeanTask.NAME, ComparisonTask.NAME, *(f"learning({j})" for j in learners)]
+        between = meets if averages_gradients or tasks.compares else []
         self._rounds = DeviceRounds(device, self.NAME, names, tasks, between)
         program, pools = self._rounds.program, [device.new_pool() for _ in learners]
-        self._steps = [program(f"step({j})", learner_stream(j), pools[j], warm_up=0) for j in learners]
+        self._may_be_one = not averages_gradients and tasks.collective.is_alone
+        self._steps = [program(f"step({j})", learner_stream(j), pools[j]) for j in learners]
         self._learning = [program(f"learning({j})", learner_stream(j), pools[j]) for j in learners]
         self._correction = [program(f"correction({j})", learner_stream(j), pools[j]) for j in learners]
         self._averaging = program("averaging", AVERAGING_STREAM, device.new_pool())
@@ -104,8 +108,8 @@ class StreamsExecutor(Executor):
         if a graph is captured or if the feed makes it.
         """
         rounds, launches = self._rounds, self._launches(outcome.plan)
-        as_one = self._runs_as_one(outcome.plan)
         slot = rounds.begin()
+        as_one = self._runs_as_one(outcome.plan)
         last = {launch.stream: launch for launch in launches}
         for launch in launches:
             try:
@@ -122,11 +126,39 @@ class StreamsExecutor(Executor):
         rounds.end(outcome.plan.index, slot, {stream: str(launch.task) for stream, launch in last.items()})
 
     def _runs_as_one(self, plan: Round) -> bool:
-        """Return whether a learner's learning and correction are one graph: both are warm, and nothing is between."""
-        if self._meets or plan.compares or self._spans is not None:
+        """Return whether learning and correction of each learner are one graph, which is captured if both are warm."""
+        steps, averaging = self._steps, plan.averaging
+        if not self._may_be_one or plan.compares or self._spans is not None or not steps[0].captures:
             return False
-        learning, correction = self._learning[0], self._correction[0]  # the others have run as often
-        return learning.runs_graph(self._bodies[0].shares(plan)) and correction.runs_graph(plan.averaging)
+        if averaging in steps[-1].graphs:
+            return True
+        learning, correction = self._learning[0], self._correction[0]  # those of others have run as often
+        is_warm = learning.runs_graph() and correction.runs_graph(averaging) and failed_capture() is None
+        return is_warm and len(steps[0].graphs) < _MOST_STEPS and self._capture_steps(plan)
+
+    def _capture_steps(self, plan: Round) -> bool:
+        """Capture the steps of all learners before any runs, so that none has stepped if memory does not hold them.
+
+        Returns False if one cannot be captured.
+        """
+        for learner, program in enumerate(self._steps):
+            try:
+                self._load(learner, plan, masks_ahead=True)
+                program.capture(self._step(learner, plan.averaging), plan.averaging)
+            except CaptureError as error:
+                self._stop_capturing(error)
+                return False
+            except CrossbowError:
+                raise
+            except Exception as error:
+                raise LearnerError(f"learning({learner})", plan.index, learner_stream(learner), error) from error
+        return True
+
+    def _step(self, learner: int, averaging: LinearRound | None) -> Body:
+        bodies, rounds, stream = self._bodies[learner], self._rounds, learner_stream(learner)
+        learn = partial(bodies.learn, shared=False, masks_ahead=True)
+        event = None if averaging is None else rounds.average_event
+        return WaitBetween(rounds.device, rounds.streams[stream], learn, event, partial(bodies.correct, averaging))
 
     def _launch(self, launch: Launch, outcome: RoundOutcome, host: Tensor, as_one: bool) -> None:
         stream, task = self._rounds.streams[launch.stream], launch.task
@@ -139,13 +171,17 @@ class StreamsExecutor(Executor):
         with self.span(task.NAME, launch.stream, task.round_index):
             match task:
                 case LearningTask():
-                    self._learn(task.learner, outcome, stream, as_one)
                     if as_one:
-                        self._report(task.learner, host, stream)
+                        self._load(task.learner, outcome.plan, masks_ahead=True)
+                        averaging = outcome.plan.averaging
+                        self._steps[task.learner].launch(self._step(task.learner, averaging), averaging)
+                        self._report(task.learner, host)
+                    else:
+                        self._learn(task.learner, outcome.plan)
                 case CorrectionTask():
                     bodies, averaging = self._bodies[task.learner], outcome.plan.averaging
                     self._launch_program(self._correction[task.learner], partial(bodies.correct, averaging), averaging)
-                    self._report(task.learner, host, stream)
+                    self._report(task.learner, host)
                 case AveragingTask():
                     self._launch_program(self._averaging, partial(self.tasks.average, outcome), outcome.plan.averaging)
                 case GradientMeanTask():
@@ -167,39 +203,35 @@ class StreamsExecutor(Executor):
         self._rounds.stop_capturing(error.said)
         self.notes.append(_EAGER.format(self.NAME, error.said))
 
-    def _report(self, learner: int, host: Tensor, stream: Stream) -> None:
-        self._rounds.device.run(f"report({learner})", partial(self._bodies[learner].report, host), stream)
+    def _load(self, learner: int, plan: Round, masks_ahead: bool) -> None:
+        load = partial(self._bodies[learner].load, plan, self._rounds.bank_changed, masks_ahead)
+        self._rounds.device.run(f"load({learner})", load, self._rounds.streams[learner_stream(learner)])
 
-    def _learn(self, learner: int, outcome: RoundOutcome, stream: Stream, as_one: bool) -> None:
-        """Load the round and learn, on the learner's stream; `as_one` also corrects."""
+    def _report(self, learner: int, host: Tensor) -> None:
+        report = partial(self._bodies[learner].report, host)
+        self._rounds.device.run(f"report({learner})", report, self._rounds.streams[learner_stream(learner)])
+
+    def _learn(self, learner: int, plan: Round) -> None:
+        """Load the round and learn, on the learner's stream."""
         bodies = self._bodies[learner]
         try:
-            drawn = self._load_and_learn(learner, outcome, stream, as_one)
+            drawn = self._load_and_learn(learner, plan)
         except CaptureError as error:
             self._stop_capturing(error)
-            # Masks are drawn anew, as the pass takes them.
-            drawn = self._load_and_learn(learner, outcome, stream, as_one)
+            drawn = self._load_and_learn(learner, plan)  # masks are drawn anew, as the pass takes them
         self.notes += bodies.notes
         bodies.notes.clear()
         if drawn:
             self.notes.append(_DRAWS.format(self.NAME))
-            for each in self._learning:
+            for each in (*self._learning, *self._steps):
                 each.captures = False
 
-    def _load_and_learn(self, learner: int, outcome: RoundOutcome, stream: Stream, as_one: bool) -> bool:
+    def _load_and_learn(self, learner: int, plan: Round) -> bool:
         """Return whether learning drew from global generators, so that it must not be captured."""
-        bodies, rounds, plan = self._bodies[learner], self._rounds, outcome.plan
-        shared, averaging = bodies.shares(plan), plan.averaging
-        program = (self._steps if as_one else self._learning)[learner]
-        variant = (shared, averaging) if as_one else shared
-        ahead = program.runs_graph(variant)
-        load = partial(bodies.load, plan, bank_changed=rounds.bank_changed, masks_ahead=ahead)
-        rounds.device.run(f"load({learner})", load, stream)
-        body: Body = partial(bodies.learn, shared, masks_ahead=ahead)
-        if as_one:
-            event = None if averaging is None else rounds.average_event
-            body = WaitBetween(rounds.device, stream, body, event, partial(bodies.correct, averaging))
-        return program.launch_watched(body, variant)
+        program = self._learning[learner]
+        masks_ahead = program.runs_graph()
+        self._load(learner, plan, masks_ahead)
+        return program.launch_watched(partial(self._bodies[learner].learn, shared=False, masks_ahead=masks_ahead))
 
     def _wait(self, outcome: RoundOutcome) -> None:
         index = outcome.plan.index

@@ -259,7 +259,14 @@ def _by_waits(device: torch.device) -> str:
     written, seen = streams.new_event(for_graphs=True), streams.new_event()
     given, copied, started = (torch.zeros((), device=device) for _ in range(3))
     results = torch.zeros(_WAITS, device=device)
-    body = WaitBetween(streams, own, partial(started.add_, 1), written, partial(copied.copy_, given))
+
+    def begin() -> None:
+        started.add_(1)
+
+    def copy() -> None:
+        copied.copy_(given)
+
+    body = WaitBetween(streams, own, begin, written, copy)
     graph = streams.capture("what waits", body, own, streams.new_pool())
     for number, result in enumerate(results):
         with torch.cuda.stream(other):

@@ -52,9 +52,11 @@ ROUND_1 = [
     "host wait s0#1", "host wait s1#1",
 ]  # fmt: skip
 ROUND_2 = [
-    # captured, one after another, each on its own stream, and replayed at once, which waits for averaging(1) midway
-    "s0 run load(0)", "s0 capture step(0)", "s0 replay step(0)", "s0 wait high#2", "s0 run report(0)",
-    "s1 run load(1)", "s1 capture step(1)", "s1 replay step(1)", "s1 wait high#2", "s1 run report(1)",
+    # captured, one after another, each on its own stream
+    "s0 run load(0)", "s0 capture step(0)", "s1 run load(1)", "s1 capture step(1)",
+    # and then replayed, which waits for averaging(1) midway
+    "s0 run load(0)", "s0 replay step(0)", "s0 wait high#2", "s0 run report(0)",
+    "s1 run load(1)", "s1 replay step(1)", "s1 wait high#2", "s1 run report(1)",
     "s0 record s0#3", "s1 record s1#3",
     "high wait s0#3", "high wait s1#3", "high capture averaging", "high replay averaging", "high record high#3",
     "host wait s0#2", "host wait s1#2",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import random
 
@@ -74,6 +75,28 @@ def test_learners_run_in_graphs_though_the_rule_changes_its_coefficients_in_ever
     assert [entry for entry in device.log if "capture" in entry] == [f"s{j} capture learning({j})" for j in range(2)]
 
 
+def test_steps_are_captured_for_three_kinds_of_rounds_and_other_rounds_run_in_two_graphs():
+    tasks, device = make_tasks(), RecordingStreams()
+    runner = StreamsExecutor(tasks, device)
+    for n in range(20):
+        kind = dataclasses.replace(plan(tasks, n).together, correction=0.1 + 0.1 * (n // 4))
+        runner.submit(dataclasses.replace(plan(tasks, n), together=kind))
+    runner.close()
+    captured = [entry.split()[2] for entry in device.log if entry.startswith("s0 capture")]
+    assert captured == ["step(0)", "learning(0)", *["step(0)"] * 2, *["correction(0)"] * 2]
+
+
+def test_graphs_of_before_a_capture_that_failed_elsewhere_are_replayed(monkeypatch):
+    tasks, device = make_tasks(), RecordingStreams()
+    runner = StreamsExecutor(tasks, device)
+    for n in range(6):
+        if n == WARM_UP_ROUNDS + 1:
+            monkeypatch.setattr(graphs, "_FAILED_CAPTURES", ["elsewhere"])
+        runner.submit(plan(tasks, n))
+    assert device.log.count("s1 replay step(1)") == 6 - WARM_UP_ROUNDS
+    runner.close()
+
+
 def test_only_rounds_that_compare_gradients_run_in_two_graphs():
     tasks, device = make_tasks(compares=True), RecordingStreams()
     runner = StreamsExecutor(tasks, device)
@@ -81,9 +104,9 @@ def test_only_rounds_that_compare_gradients_run_in_two_graphs():
         runner.submit(plan(tasks, n))
     runner.close()
     ran = [entry.split()[2].partition("(")[0] for entry in device.log if entry.startswith(("s0 run", "s0 replay"))]
-    apart, as_one = ["load", "learning", "correction", "report"], ["load", "step", "report"]
+    apart, as_one = ["learning", "correction"], ["step"]
     own = [apart if n in (0, 1, EVERY_ROUNDS) else as_one for n in range(2 * EVERY_ROUNDS)]
-    assert ran == [each for tasks_of_round in own for each in tasks_of_round]
+    assert [each for each in ran if each not in ("load", "report")] == [each for names in own for each in names]
 
 
 def test_beside_replays_the_host_enqueues_one_operator_before_and_one_after_them():
@@ -249,7 +272,7 @@ def test_learners_fewer_than_memory_held_go_on_with_the_steps_their_rows_have_ta
     runner = StreamsExecutor(tasks, Full(name))
     with pytest.raises(LearnerError):
         run(runner, tasks, 3)
-    steps = {"step(2)": [3, 3, 2], "step(1)": [3, 2, 2], "averaging": [3, 3, 3]}[name]
+    steps = [3, 3, 3] if name == "averaging" else [2, 2, 2]  # none has stepped if one cannot
     assert tasks.bank.step_counts == steps
     tasks.bank.resize(2)
     run(StreamsExecutor(tasks, RecordingStreams()), tasks, 4)
