@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from crossbow_py import SGD, Listener, Trainer
 from crossbow_py.core.host import usable_core_ids

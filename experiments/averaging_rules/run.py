@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from experiments.grids import report as grids_report
 from experiments.grids.grid import AS_RECORDED, CROSSBOW, RESNET8, RESNET_BY_SGD, Grid, cells

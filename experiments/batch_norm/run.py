@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from experiments.batch_norm.variants import MEAN, VARIANTS
 from experiments.grids.grid import AS_RECORDED, CROSSBOW, RESNET8, RESNET_BY_SGD, Cell, Grid, cells

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from experiments.grids.grid import CROSSBOW, Cell, Grid, merged
 from experiments.grids.report import Reached, Result, by_cell, notes, reached, when

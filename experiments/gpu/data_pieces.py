@@ -98,10 +98,18 @@ def _packed(path: Path, number: int) -> tuple[str, bytes]:
     return f"{path.name}.{number}.webp", file.getvalue()
 
 
-def _unpacked(path: Path, to: Path) -> None:
+def _unpacked(path: Path, to: Path) -> str:
+    """Unpack a part; returns its name if it cannot be read."""
     partial = to.with_name(f"{to.name}.partial")
-    partial.write_bytes(from_picture(np.asarray(Image.open(path).convert("RGB"))).tobytes())
+    try:
+        if path.suffix == ".xz":
+            partial.write_bytes(lzma.decompress(path.read_bytes()))
+        else:
+            partial.write_bytes(from_picture(np.asarray(Image.open(path).convert("RGB"))).tobytes())
+    except (OSError, lzma.LZMAError):
+        return path.name
     partial.replace(to)
+    return ""
 
 
 def unpack(data: Path, pieces: Sequence[Path]) -> int:
@@ -110,15 +118,13 @@ def unpack(data: Path, pieces: Sequence[Path]) -> int:
     parts.mkdir(parents=True, exist_ok=True)
     found = {path.stem: path for piece in pieces if piece.is_dir() for path in piece.iterdir()}
     new = {name: path for name, path in found.items() if not (parts / name).exists()}
-    for name, path in new.items():
-        if path.suffix == ".xz":
-            (parts / name).write_bytes(lzma.decompress(path.read_bytes()))
-    pictures = [(path, parts / name) for name, path in new.items() if path.suffix == ".webp"]
-    if pictures:
-        with multiprocessing.Pool(min(12, os.cpu_count() or 1)) as pool:
-            pool.starmap(_unpacked, pictures)
+    with multiprocessing.Pool(min(12, os.cpu_count() or 1)) as pool:
+        broken = list(filter(None, pool.starmap(_unpacked, [(path, parts / name) for name, path in new.items()])))
+    if broken:
+        print(f"data: {', '.join(sorted(broken))} cannot be read: carry {'it' if len(broken) == 1 else 'them'} again")
     whole = sum(_joined(name, data, parts) for name in _MD5)
-    print(f"data: {whole} of {len(_MD5)} batches of CIFAR-10 are whole")
+    if not broken:
+        print(f"data: {whole} of {len(_MD5)} batches of CIFAR-10 are whole")
     if whole == len(_MD5):
         (data / "whole").touch()
     return int(whole < len(_MD5))

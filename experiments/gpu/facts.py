@@ -39,7 +39,7 @@ def main() -> int:
     print(*sorted(f"{each.name}=={each.version}" for each in importlib.metadata.distributions()), sep="\n")
     if not torch.cuda.is_available():
         print("no CUDA device is visible")
-        return 0
+        return int("--device=cuda" in sys.argv)
     ceilings()
     return 0
 

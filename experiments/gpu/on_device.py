@@ -27,7 +27,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from experiments.bench.machine import ROOT, commit
 from experiments.bench.results import positive
@@ -52,7 +52,6 @@ class Report:
         self._lock = threading.RLock()
         self.failed: list[str] = []
         self.running: set[subprocess.Popen[bytes]] = set()
-        out.mkdir(parents=True, exist_ok=True)
 
     def elapsed(self) -> float:
         return time.monotonic() - self._begun
@@ -129,7 +128,7 @@ def run_stage(
 ) -> None:
     """Run the jobs of a stage side by side, and say what to try if one fails."""
     jobs = list(stage.jobs)
-    if any(job.reads_data for job in jobs) and _DATA.exists() and not (_DATA / "whole").exists():
+    if any(job.reads_data for job in jobs) and not _has_data():
         report.say(f"SKIP  {name:22} CIFAR-10 is not whole: a call must carry each piece of it; next: {stage.then}")
         report.failed.append(name)
         return
@@ -148,6 +147,11 @@ def run_stage(
         report.failed.append(name)
         report.say(f"      {name} failed; next: {stage.then}")
     report.collect()
+
+
+def _has_data() -> bool:
+    named = os.environ.get("CROSSBOW_DATA_DIR", "")  # of a machine that has it
+    return (_DATA / "whole").exists() or bool(named and list(Path(named).glob("cifar-10*")))
 
 
 def take_what_was_carried(report: Report) -> dict[str, str]:
@@ -193,7 +197,7 @@ def _take(wheel: Path) -> None:
 
 def _unpack_kernels(report: Report) -> None:
     packed = CARRIED / "kernels" / "cache.tar.xz"
-    if not packed.exists() or KERNELS.exists():
+    if not packed.exists() or (KERNELS / f"{packed.stat().st_size}.unpacked").exists():
         return
     compiled_by = (CARRIED / "kernels" / "triton").read_text().strip()
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -203,7 +207,8 @@ def _unpack_kernels(report: Report) -> None:
     with tempfile.TemporaryDirectory(dir=KERNELS.parent) as folder, tarfile.open(packed) as archive:
         archive.extractall(folder, filter="data")
         entries = sum(1 for _ in Path(folder).iterdir())
-        shutil.copytree(folder, KERNELS)
+        shutil.copytree(folder, KERNELS, dirs_exist_ok=True)
+    (KERNELS / f"{packed.stat().st_size}.unpacked").touch()
     report.say(f"ok    kernels: {entries} entries")
 
 
@@ -248,7 +253,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = [group.split("+") for group in given.stages]
     if unknown := [name for group in wanted for name in group if name not in known]:
         parser.error(f"there is no stage {', '.join(unknown)}; there are {', '.join(known)}")
-    report = Report(Path(os.environ.get("OUT") or ROOT / "runs/gpu"), at)
+    out = Path(os.environ.get("OUT") or ROOT / "runs/gpu")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "summary.txt").touch()
+    except OSError as error:
+        shutil.rmtree(work)
+        parser.error(f"results cannot be written to {out} ({error.strerror}); set OUT to a folder that can be")
+    report = Report(out, at)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         _run(wanted, known, report, at, given.seconds)

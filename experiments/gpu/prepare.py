@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from experiments.bench.machine import ROOT, commit
 from experiments.gpu.on_device import CARRIED, KERNELS, TORCH
@@ -32,8 +32,9 @@ _ALSO = (
 _TRITON, _CAPABILITY = "3.6.0", 90
 _LEFT_OUT = (".ttir", ".ttgir", ".llir", ".ptx", ".source")  # of a compiled kernel, what nothing reads
 _ROOM_MIB = 62.0  # of the 64 that travel in a call
+_NOTES: list[str] = []
 _RUN = "python3 experiments/gpu/on_device.py --untried --seconds"
-_CALLS = (  # with the start, transfers and a spare minute they are a quarter of an hour
+_CALLS = (  # with a start of two minutes, the slowest so far, they are a quarter of an hour
     (("always", "kernels", "data1"), 300, "285 env check+tests+tests.packs+smoke"),
     (("always", "data2"), 270, "255 rows update rows_compiled"),
     (("always", "data3"), 200, "185 learn.k8 learn.single memory packs mlps rows_more sanitize"),
@@ -48,10 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--venv", type=Path, default=Path("/tmp/crossbow_gpu_venv"), help="of the GPU machine's versions")
     given = parser.parse_args(argv)
     at = commit()
-    if at is None or at.endswith("+"):
-        print("NOTE  commit first: results will not name a commit that has this code")
+    if at is None or shutil.which("git") is None:
+        parser.error("it asks git which files travel: run it in a clone of the repository")
+    if at.endswith("+"):
+        note("commit first: results will not name a commit that has this code")
     (CARRIED / "always").mkdir(parents=True, exist_ok=True)
-    (CARRIED / "always" / "commit").write_text(f"{at or 'unknown'}\n")
+    (CARRIED / "always" / "commit").write_text(f"{at}\n")
     steps: dict[str, Callable[[], None]] = {"wheels": wheels}
     if not given.no_kernels:
         steps["kernels"] = partial(kernels, given.venv)
@@ -59,9 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             step()
         except (OSError, subprocess.CalledProcessError) as error:
-            print(f"NOTE  {name}: {error}; the rest goes on without")
+            note(f"{name}: {error}; the rest goes on without")
     data(given.data)
     return show_calls()
+
+
+def note(said: str) -> None:
+    """Say at the end what a call will lack."""
+    _NOTES.append(f"NOTE  {said}")
 
 
 def wheels() -> None:
@@ -103,7 +111,7 @@ def kernels(venv: Path) -> None:
     ahead = ["nice", python, "tests/integration/compile_ahead.py", "--capability", str(_CAPABILITY)]
     own = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(KERNELS)}
     if failed := subprocess.run(ahead, cwd=ROOT, env=own, check=False).returncode != 0:
-        print("NOTE  some kernels were not compiled, see above")
+        note("some kernels were not compiled, see above")
     if not KERNELS.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,11 +141,11 @@ def data(folder: Path | None) -> None:
     for piece in pieces:
         shutil.rmtree(piece, ignore_errors=True)
     if folder is None:
-        print("NOTE  no data: give --data or set CROSSBOW_DATA_DIR; the learn stages will be skipped")
+        note("no data: give --data or set CROSSBOW_DATA_DIR; the learn stages will be skipped")
         return
     words = [str(ROOT / "experiments/gpu/data_pieces.py"), "pack", str(folder), *map(str, pieces)]
     if subprocess.run(["nice", sys.executable, *words, "--room-mib", *map(str, room)], check=False).returncode:
-        print("NOTE  CIFAR-10 was not packed; the learn stages will be skipped")
+        note("CIFAR-10 was not packed; the learn stages will be skipped")
         for piece in pieces:
             shutil.rmtree(piece, ignore_errors=True)
 
@@ -162,6 +170,7 @@ def show_calls() -> int:
         fits = fits and size <= _ROOM_MIB
         print(f"\ncall {number}, limit {limit} s, {size:.1f} MiB with the tree, carries {' '.join(carried)}")
         print(f"  {_RUN} {words}")
+    print(*_NOTES, sep="\n")
     if not fits:
         print(f"error: a call has room for {_ROOM_MIB:g} MiB; take large files out of the tree", file=sys.stderr)
     return int(not fits)

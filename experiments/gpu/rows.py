@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 import torch
 from torch.profiler import ProfilerActivity, profile

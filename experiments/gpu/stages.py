@@ -83,17 +83,21 @@ def stages(at: Place, switches: Mapping[str, str]) -> dict[str, Stage]:
     """All stages by name; `switches` are the variables of those that measure."""
     check = f"-m crossbow_py.check device={at.device} archive={at.work}/check.tar.gz"
     found = {
-        "env": Stage((_python("env", "experiments/gpu/facts.py", 60),), "hand the machine back: its GPU is of no use"),
+        "env": Stage(
+            (_python("env", f"experiments/gpu/facts.py --device={at.device}", 60),),
+            "hand the machine back: its GPU is of no use",
+        ),
         "check": Stage(
             (_python("check", check, 560, {"TMPDIR": str(at.work)}),),  # its logs are brought back if it is cut off
-            "if it was cut off, check goes on from there in the next call",
+            "FAIL lines of its log, in logs.tar.gz, name the rungs; if it was cut off, check goes on from there in the "
+            "next call",
         ),
         "tests": Stage(tuple(_tests(at, of_packs=False)), f"read its log; {_KERNELS_WRONG}"),
         "tests.packs": Stage(tuple(_tests(at, of_packs=True)), "read its log; leave packs out of the next calls"),
         "smoke": Stage(
             tuple(_smoke(at)),
-            f"serial: torch itself fails. plain, not graphs: CROSSBOW_GRAPHS=0 in the next call. graphs, not all: "
-            f"{_KERNELS_WRONG}",
+            "serial: torch itself fails, or a wheel is missing. plain, not graphs: CROSSBOW_GRAPHS=0 in the next call. "
+            f"graphs, not all: {_KERNELS_WRONG}",
         ),
     }
     return {**found, **_measuring(at, switches), **_learning(at, switches)}

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from experiments.grids.grid import AS_RECORDED, CROSSBOW, RESNET8, RESNET_BY_SGD, Grid, cells
 from experiments.grids.report import Result, Run, accuracy, by_cell, estimate, has_diverged, notes

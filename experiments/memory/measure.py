@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 import torch
 from torch.autograd.profiler import profile

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from crossbow_py.engine.modules.precision import choose_device, choose_precision
 from crossbow_py.engine.sizing.memory import LearnerBytes, learner_bytes, predicted_bytes

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from crossbow_py.distributed.ranks import Place, Ranks
 from crossbow_py.distributed.synchronisation import SYNCHRONISE_EVERY_S, Report

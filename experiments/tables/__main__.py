@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 sys.path.pop(0)  # this folder: its `markdown` is not to stand for the library of that name
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from experiments.tables.pages import main
 

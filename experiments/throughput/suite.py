@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from crossbow_py.engine.modules.precision import BF16, PrecisionName, choose_device, choose_precision
 from experiments.bench.results import count, measuring_parser, positive

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from experiments.bench.windows import spread
 from experiments.grids.grid import RESNET8, TRAIN, Cell, Grid, cells

@@ -11,7 +11,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from experiments.grids import report
 from experiments.grids.grid import Grid, cells

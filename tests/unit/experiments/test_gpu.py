@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tarfile
 from pathlib import Path
@@ -88,6 +89,24 @@ def test_half_of_the_data_is_said_and_skips_what_reads_it(out: Path, monkeypatch
     text = (out / "summary.txt").read_text()
     assert "NOTE  data: 0 of 6 batches of CIFAR-10 are whole" in text
     assert "CIFAR-10 is not whole: a call must carry each piece of it; next: rows_more" in text
+    (piece / "data_batch_1.tail.xz").write_bytes(b"cut off")
+    assert on_device.main(["--device", "cpu", "learn"]) == 1
+    assert "NOTE  data: data_batch_1.tail.xz cannot be read: carry it again" in (out / "summary.txt").read_text()
+    shutil.rmtree(piece)
+    monkeypatch.delenv("CROSSBOW_DATA_DIR", raising=False)
+    assert on_device.main(["--device", "cpu", "learn"]) == 1
+    assert "CIFAR-10 is not whole" in (out / "summary.txt").read_text()
+
+
+def test_folder_of_results_that_cannot_be_written_is_said_in_one_line(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out.parent.joinpath("file").touch()
+    monkeypatch.setenv("OUT", str(out.parent / "file" / "inside"))
+    with pytest.raises(SystemExit) as ended:
+        on_device.main(["--device", "cpu", "env"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("(Not a directory); set OUT to a folder that can be")
 
 
 def test_kernels_of_another_triton_are_left_alone(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
