@@ -24,7 +24,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What comes back; nothing was carried."""
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     monkeypatch.setattr(on_device, "CARRIED", tmp_path / "carried")
-    for name in ("_SITE", "_DATA", "KERNELS"):
+    for name in ("SITE", "DATA", "KERNELS"):
         monkeypatch.setattr(on_device, name, tmp_path / name)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(on_device.signal, "signal", lambda *_: None)
