@@ -160,7 +160,9 @@ def sample_digest(data: Data) -> str | None:
     chosen = torch.linspace(0, len(pair[1]) - 1, min(len(pair[1]), _DIGESTED)).long()
     found = hashlib.blake2b(digest_size=8)
     for leaf in (*leaves(pair[0]), pair[1]):
-        found.update(leaf[chosen.to(leaf.device)].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(
+            leaf[chosen.to(leaf.device)].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
     return found.hexdigest()
 
 

@@ -28,9 +28,7 @@ def epoch_order(seed: int, epoch: int, num_samples: int) -> npt.NDArray[np.int64
     return permutation(seed, "sample order", epoch, num_samples)
 
 
-def weighted_order(
-    seed: int, epoch: int, weights: npt.NDArray[np.float64]
-) -> npt.NDArray[np.int64]:
+def weighted_order(seed: int, epoch: int, weights: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     """Return N draws with replacement, int64 [N], in which sample i has the probability w_i / Σ w, `weights` [N].
 
     A sample of weight 0 is never drawn. As in `torch.utils.data.WeightedRandomSampler`, draws are independent.
