@@ -84,7 +84,7 @@ class ProcessGroupRanks(Ranks):
             # A connection of its own, so that a call that blocks does not hold up other threads.
             own = store.clone()  # type: ignore[attr-defined]
             watch = RankWatch(own, self.rank, self.num_ranks, settings.timeout_s)
-            watch.say()  # so that a rank that hangs before its first beat is found, too
+            watch.report()  # so that a rank that hangs before its first beat is found, too
         except Exception as error:
             raise RankLostError(f"not all {self.num_ranks} ranks have joined ({one_line(error)})") from error
         self.watch = watch
