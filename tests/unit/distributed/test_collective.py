@@ -34,10 +34,6 @@ def test_collective_that_keeps_two_nodes_apart_sums_in_each_and_means_over_both(
     assert found[2] == found[3] == (2, True, False, [7.0, 70.0], [5.0, 50.0], 1)
 
 
-def test_collective_asked_to_keep_nodes_apart_where_there_is_one_sums_over_it():
-    assert on_ranks(rank_jobs.sums_of_collective, 2, True)[0][:4] == (2, False, False, [3.0, 30.0])
-
-
 def test_collective_of_one_rank_a_node_is_not_alone():
     found = on_ranks(rank_jobs.sums_of_collective, 2, True, num_nodes=2)
     assert found == [

@@ -78,18 +78,6 @@ def test_wait_counts_from_when_the_last_thread_that_computed_was_done(clock, idl
     assert idle.seconds == 1.5
 
 
-def test_wait_counts_until_another_thread_begins_to_compute(clock, idle):
-    with idle.waiting():
-        clock.now += 1
-        with on_another_thread(idle.computing()):
-            clock.now += 0.25
-            assert idle.seconds == 1
-        clock.now += 2
-        with on_another_thread(idle.computing()):
-            clock.now += 4
-    assert idle.seconds == 3
-
-
 def test_waits_of_two_threads_at_a_time_count_once(clock, idle):
     with on_another_thread(idle.waiting()):
         clock.now += 1

@@ -43,9 +43,3 @@ def test_pooling_before_relu_gives_what_relu_before_pooling_gives(small: OneTowe
         elif isinstance(layer, nn.MaxPool2d):
             expected = layer(expected)
     assert torch.equal(small.features(x), expected)
-
-
-@pytest.mark.parametrize(("share", "modules"), [(0.0, 0), (0.3, 2)])
-def test_dropout_of_a_share_is_that_of_its_modules(small: OneTower, share: float, modules: int) -> None:
-    found = [module.p for module in OneTower(3, 10, share).modules() if isinstance(module, nn.Dropout)]
-    assert found == [share] * modules

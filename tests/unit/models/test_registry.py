@@ -232,16 +232,3 @@ def test_build_for_unfit_samples_is_refused_in_one_line(name: str, needs: str, s
         with pytest.raises(UserError, match=rf"^model={name} needs {needs} pixels, got samples of .*model=mlp") as said:
             MODELS[name]().build(shape, 10)
         assert str(shape) in str(said.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("lenet", {"dropout": 1.0}, r"model\.dropout must be less than 1, got 1\.0"),
-        ("mlp", {"hidden": (16, 0)}, r"model\.hidden must be at least 1, got 0"),
-        ("mobilenet", {"width": 0}, r"^model\.width must be greater than 0, got 0"),
-    ],
-)
-def test_settings_out_of_range_are_refused(name: str, settings: dict, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        MODELS[name](**settings)

@@ -220,13 +220,6 @@ def test_disk_without_room_is_found_before_anything_is_written(files, tmp_path, 
     assert fill(files, tmp_path / "caches").cache is not None
 
 
-def test_folder_that_cannot_be_made_is_no_reason_to_stop(files: ImageFiles, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    opened = fill(files, tmp_path / "file" / "caches")
-    assert opened.cache is None
-    assert f"There is no image cache in {tmp_path}/file/caches: NotADirectoryError" in opened.notes[0]
-
-
 def test_user_without_a_home_is_no_reason_to_stop(files: ImageFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise OSError("there is no home folder")

@@ -17,7 +17,6 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.data.sources.cifar import Cifar10
 from crossbow_py.data.sources.downloads import PublishedFile, data_folders, download, find
 from crossbow_py.data.sources.image_folder import ImageFolder
-from crossbow_py.data.sources.mnist import Mnist
 from tests.unit.data.files import cifar10_batches, cifar_archive, write_cifar
 
 CONTENT = b"published" * 1000
@@ -151,12 +150,6 @@ def test_load_of_cifar10_not_found_downloads_its_archive_once(tmp_path, server, 
         assert len(Cifar10(root=str(tmp_path / "root")).load(progress=False).train[1]) == 10
     assert server.requests == 1
     assert (tmp_path / "root" / "cifar-10-python.tar.gz").read_bytes() == content
-
-
-def test_load_of_mnist_without_a_network_names_the_first_file(tmp_path, closed_url, monkeypatch) -> None:
-    monkeypatch.setattr(Mnist, "MIRRORS", (closed_url + "/a/", closed_url + "/b/"))
-    with pytest.raises(UserError, match=r"^mnist/train-images-idx3-ubyte\.gz is not in .*/a/.* or .*/b/"):
-        Mnist(root=str(tmp_path)).load(progress=False)
 
 
 def test_data_folders_prefer_root_over_the_variable_over_the_cache(tmp_path, monkeypatch) -> None:
