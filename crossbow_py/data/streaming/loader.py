@@ -46,7 +46,7 @@ _SHARED_REMEDY = (
 
 
 class _Failed(NamedTuple):
-    """The reason why a worker makes no batch: the user's mistake, or an unexpected error and its traceback."""
+    """A batch that could not be loaded: the user's mistake, or an unexpected error and its traceback."""
 
     message: str
     trace: str = ""
@@ -70,9 +70,9 @@ class _BatchDataset:
 
     def __getitems__(self, request: tuple[list[Key], int]) -> tuple[int, Loaded | _Failed]:
         keys, slot = request
-        return slot, self._made(keys, slot)
+        return slot, self._load(keys, slot)
 
-    def _made(self, keys: list[Key], slot: int) -> Loaded | _Failed:
+    def _load(self, keys: list[Key], slot: int) -> Loaded | _Failed:
         worker = get_worker_info()
         own = self._notes[0 if worker is None else worker.id].numpy()
 
@@ -197,16 +197,16 @@ class Loader:
                 )
         raise StopIteration
 
-    def _received(self, slot: int, made: Loaded | _Failed) -> Loaded:
+    def _received(self, slot: int, result: Loaded | _Failed) -> Loaded:
         """Raise a worker's failure, or copy the inputs out of their slot, which a worker overwrites later."""
-        if isinstance(made, _Failed):
-            if made.trace:
-                raise DataError(made.message) from RuntimeError(made.trace)
-            raise BadDataError(made.message)
+        if isinstance(result, _Failed):
+            if result.trace:
+                raise DataError(result.message) from RuntimeError(result.trace)
+            raise BadDataError(result.message)
         if self._slots is None:
-            return made
-        inputs = self._slots[slot, : len(made.targets)]
-        return made._replace(inputs=inputs.pin_memory() if self._pins else inputs.clone())
+            return result
+        inputs = self._slots[slot, : len(result.targets)]
+        return result._replace(inputs=inputs.pin_memory() if self._pins else inputs.clone())
 
     def check(self) -> None:
         """Raise DataError if a worker is dead, or has been loading one sample for longer than `data.timeout_s`."""
