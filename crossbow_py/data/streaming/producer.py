@@ -24,7 +24,7 @@ class Staged(NamedTuple):
 
     Attributes:
         batch: as it was loaded, on the device.
-        draws: int32 [R, B] on the device, the random numbers of its augmentation, see `Preparation`; None for none.
+        draws: int32 [B, R] on the device, the random numbers of its augmentation, see `Preparation`; None for none.
         copied: on CUDA, the event that the copies to the device record.
     """
 

@@ -15,7 +15,7 @@ import itertools
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -146,7 +146,7 @@ class StreamingFeed(Feed):
         each = self._take(starts)
         draws = [one.draws for one in each if one.draws is not None]
         together = Batch(joined([one.batch.inputs for one in each]), torch.cat([one.batch.targets for one in each]))
-        prepared = self._prepare(together, torch.cat(draws, dim=1) if draws else None)
+        prepared = self._prepare(together, torch.cat(draws) if draws else None)
         return prepared.map(lambda values: values.view(len(starts), -1, *values.shape[1:]))
 
     def aside(self, starts: Sequence[int]) -> Generator[Batch, None, None]:
@@ -268,12 +268,12 @@ class StreamingFeed(Feed):
         return values.to(self._device, non_blocking=True)
 
     def _drawn(self, start: int, inputs: Tree) -> Tensor | None:
-        """Return the draws of the batch at a position, int32 [R, B] on the host; None if nothing is augmented."""
+        """Return the draws of the batch at a position, int32 [B, R] on the host; None if nothing is augmented."""
         extent = self._prepare.extent(inputs)
         if extent is None:
             return None
-        drawn = [self._draws((epoch, extent)).index_select(1, draws) for epoch, _, draws in self._ids(start)]
-        return drawn[0] if len(drawn) == 1 else torch.cat(drawn, dim=1)
+        drawn = [self._draws((epoch, extent)).index_select(0, draws) for epoch, _, draws in self._ids(start)]
+        return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
     def _ids(self, start: int) -> list[tuple[int, Tensor, Tensor]]:
         """Return (epoch, sample ids, the numbers they are drawn by) of a batch, epoch by epoch, on the host."""
@@ -371,7 +371,7 @@ class Preparation:
 
     uint8 images [B, C, H, W] and clips [B, C, T, H, W] are scaled to [0, 1] and normalised. Floating inputs are cast,
     and normalised if there is a normalisation. Other inputs stay as they are. Images are augmented by draws, int32
-    [R, B], of which the augmentation has those that it needs: whether the image is mirrored; (top, left) of its crop;
+    [B, R], of which the augmentation has those that it needs: whether the image is mirrored; (top, left) of its crop;
     (top, bottom, left, right) of the erased rectangle. Masks as targets are flipped with their images.
     """
 
@@ -393,24 +393,25 @@ class Preparation:
         return height, width
 
     def draws(self, seed: int, epoch: int, num_samples: int, extent: tuple[int, int]) -> Tensor:
-        """Return the draws of an epoch by sample, int32 [R, N], on the host."""
-        own, rows = self._augmentation, list[Ids]()
-        if own.flip or self._corner:
-            top, left, mirrored = own.draw(seed, epoch, num_samples)
-            rows += [mirrored] * bool(own.flip) + [top, left] * bool(self._corner)
+        """Return the draws of an epoch by sample, int32 [N, R], on the host."""
+        own, rows = self._augmentation, list[Any]()
+        if own.flip:
+            rows.append(own.draw_flips(seed, epoch, num_samples))
+        if self._corner:
+            rows += own.draw(seed, epoch, num_samples)[:2]
         if self._edges:
             rows += [*own.draw_erased(seed, epoch, num_samples, extent)]
-        return torch.from_numpy(np.stack(rows).astype(np.int32))  # half the memory, for millions of samples
+        return torch.from_numpy(np.stack(rows, axis=1).astype(np.int32))  # half the memory, for millions of samples
 
     def __call__(self, batch: Batch, draws: Tensor | None = None) -> Batch:
         """Return the prepared batch, enqueued on the current stream; the host does not block.
 
         Args:
             batch: on the device. Of several inputs only bytes are normalised.
-            draws: int32 [R, B] on the device; None for no augmentation.
+            draws: int32 [B, R] on the device; None for no augmentation.
         """
         inputs, targets = batch
-        mirrored = draws[0].bool() if draws is not None and self._augmentation.flip else None
+        mirrored = draws[:, 0].bool() if draws is not None and self._augmentation.flip else None
 
         def prepared(each: Tensor) -> Tensor:
             if is_image_batch(each):
@@ -446,11 +447,11 @@ class Preparation:
 
     def _images(self, images: Tensor, mirrored: Tensor | None, draws: Tensor | None) -> Tensor:
         if draws is not None and self._corner:
-            images = cropped(images, draws[self._corner], self._augmentation.crop_padding)
+            images = cropped(images, draws[:, self._corner].T, self._augmentation.crop_padding)
         if mirrored is not None:
             images = flipped(images, mirrored)
         shape = images.shape[1], images.shape[2], images.shape[3]
         if shape not in self._pixels:
             self._pixels[shape] = PixelNormaliser(shape, self._form)
-        erased = draws[self._edges] if draws is not None and self._edges else None
+        erased = draws[:, self._edges].T if draws is not None and self._edges else None
         return self._pixels[shape](images.permute(0, 2, 3, 1).reshape(len(images), -1), erased)

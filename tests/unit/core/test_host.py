@@ -49,16 +49,6 @@ def test_quota_of_version_2_that_cannot_be_read_counts_as_no_limit(paths: HostPa
     assert read_host(paths, affinity=6).cores == 6
 
 
-@pytest.mark.parametrize(("quota", "period"), [("--5", 100000), ("²", 100000), (250000, 0), (250000, -1)])
-def test_quota_of_version_1_that_cannot_be_read_counts_as_no_limit(
-    paths: HostPaths, quota: object, period: int
-) -> None:
-    write(paths.proc / "self" / "cgroup", "2:cpu:/")
-    write(paths.cgroups / "cpu" / "cpu.cfs_quota_us", quota)
-    write(paths.cgroups / "cpu" / "cpu.cfs_period_us", period)
-    assert read_host(paths, affinity=6).cores == 6
-
-
 def test_host_in_nested_groups_of_version_2_has_the_least_of_all(paths: HostPaths) -> None:
     write(paths.proc / "self" / "cgroup", "0::/outer/inner")
     outer, inner = paths.cgroups / "outer", paths.cgroups / "outer" / "inner"

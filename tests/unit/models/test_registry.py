@@ -128,21 +128,6 @@ def test_parameters_of_a_width_match_what_is_published_for_large_images(width: f
 
 
 @pytest.mark.parametrize(
-    ("name", "shortcuts"),
-    [("resnet32", 0), ("resnet18", 3), ("resnet34", 3), ("resnet50", 4), ("resnet101", 4), ("resnet152", 4),
-     ("resnet3d10", 3), ("resnet3d18", 3), ("densenet40", 0), ("densenet121", 0)],
-)  # fmt: skip
-def test_depth_counts_layers_with_weights_outside_of_shortcuts(name: str, shortcuts: int) -> None:
-    with torch.device("meta"):
-        model = MODELS[name]().build((3, 16, 112, 112) if "3d" in name else (3, 224, 224), 10)
-    kinds = nn.Conv2d | nn.Conv3d | nn.Linear
-    layers = [path for path, module in model.named_modules() if isinstance(module, kinds)]
-    assert sum("shortcut" in path for path in layers) == shortcuts
-    depth = name.replace("3d", "").removeprefix("resnet").removeprefix("densenet")
-    assert len(layers) - shortcuts == int(depth)
-
-
-@pytest.mark.parametrize(
     ("make", "variance"),
     [
         (lambda: MODELS["resnet20"]().build((3, 32, 32), 10).blocks[-1].conv2, 2 / (9 * 64)),
@@ -195,22 +180,6 @@ def test_forward_in_channels_last_equals_the_default_layout_and_keeps_its_own(na
         torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
         if name in FEATURES:
             assert FEATURES[name](model)(x).is_contiguous(memory_format=torch.channels_last)
-
-
-@pytest.mark.parametrize("name", ["mlp", "lenet", "resnet20"])
-def test_export_in_training_mode_gives_the_same_logits(name: str) -> None:
-    model, x = build(name).train(), torch.randn(2, *BUILT_IN[name])
-    exported = torch.export.export(model, (x,), strict=False)
-    torch.testing.assert_close(exported.module()(x), model(x))
-
-
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_build_after_the_same_seed_gives_the_same_weights(name: str) -> None:
-    states = []
-    for _ in range(2):
-        torch.manual_seed(7)
-        states.append(build(name).state_dict())
-    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
 @pytest.mark.parametrize(

@@ -220,15 +220,6 @@ def test_disk_without_room_is_found_before_anything_is_written(files, tmp_path, 
     assert fill(files, tmp_path / "caches").cache is not None
 
 
-def test_user_without_a_home_is_no_reason_to_stop(files: ImageFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> Path:
-        raise OSError("there is no home folder")
-
-    monkeypatch.setattr(cache_module, "user_cache", homeless)
-    opened = open_or_fill(files, SHORT, None, timeout_s=60, progress=False)
-    assert "There is no image cache in the home folder: OSError: there is no home folder." in opened.notes[0]
-
-
 def test_second_process_waits_and_takes_what_the_first_made(files, tmp_path, monkeypatch) -> None:
     made = filled(files, tmp_path / "made").folder
     place = tmp_path / "caches" / made.name

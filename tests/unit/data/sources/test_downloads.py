@@ -15,7 +15,7 @@ import pytest
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.sources.cifar import Cifar10
-from crossbow_py.data.sources.downloads import PublishedFile, data_folders, download, find
+from crossbow_py.data.sources.downloads import PublishedFile, data_folders, download
 from crossbow_py.data.sources.image_folder import ImageFolder
 from tests.unit.data.files import cifar10_batches, cifar_archive, write_cifar
 
@@ -182,11 +182,3 @@ def test_data_root_that_is_a_file_or_not_there_is_named(tmp_path: Path) -> None:
         data_folders(str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"is not in /.*/missing \(which does not exist\) or /"):
         Cifar10(root=str(tmp_path / "missing"), download=False).load(progress=False)
-
-
-def test_find_of_several_names_takes_folders_in_order(tmp_path: Path) -> None:
-    for name in ("first/b", "second/a"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text("")
-    assert find(("a", "b"), (tmp_path / "first", tmp_path / "second")) == tmp_path / "first" / "b"
-    assert find(("c",), (tmp_path / "first",)) is None

@@ -299,23 +299,14 @@ class NoSharedMemory(Images):
         return super().fetch(*args, **kwargs)
 
 
-class NoSharedItems(Items):
-    """The same, of items that are stacked in shared memory."""
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        forbid_files()
-        return super().__getitem__(index)
-
-
 def forbid_files() -> None:
     if multiprocessing.parent_process() is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("data", [NoSharedMemory(), NoSharedItems()])
-def test_batch_for_which_shared_memory_has_no_room_is_told_with_what_helps(made: Any, data: Any) -> None:
-    feed = made(data, 1)
+def test_batch_for_which_shared_memory_has_no_room_is_told_with_what_helps(made: Any) -> None:
+    feed = made(NoSharedMemory(), 1)
     said = r"^a batch could not be made .*unable to .*File too large.*give it more room .* set num_workers=0\.$"
     with pytest.raises(DataError, match=said) as caught:
         rounds(feed, [(0,)])
