@@ -223,7 +223,6 @@ def test_learner_gone_non_finite_on_the_first_rank_is_its_own_error(tmp_path):
 @pytest.mark.parametrize(
     ("executor", "num_learners", "averaging"),
     [
-        ("serial", 2, SMA()),
         ("threads", 1, SMA()),
         ("fused", 2, SMA()),
         ("fused", 3, SynchronousSGD()),  # six in all: a division by which is not exact
@@ -299,23 +298,13 @@ def test_batch_of_a_recalibration_that_one_rank_cannot_make_leaves_all_with_the_
     assert "rank 1: " in said
 
 
-def test_bad_sample_of_a_recalibration_has_another_in_its_place_and_does_not_count():
-    bad = int(epoch_order(0, 0, 50)[32 + 4 + 1])
-    options = {"augmentation": None, "num_workers": 0, "averaging": SMA(recalibration_batches=2)}
-    found = results(
-        rank_jobs.train, 2, {**options, "train_data": rank_jobs.Pictures(50, bad=bad)}, {"max_rounds": 2}
-    )
-    assert_alike(found)
-    assert not [message for message in found[0].messages or [] if "BatchNorm" in message or "Skipped" in message]
-
-
 # The number of learners
 
 
 @pytest.mark.parametrize(
     "averaging",
-    [SMA(), SMA(average_ema=5.0, batch_norm="mean"), DiLoCo(averaging_period=7)],
-    ids=["sma", "ema", "diloco"],
+    [SMA(average_ema=5.0, batch_norm="mean"), DiLoCo(averaging_period=7)],
+    ids=["ema", "diloco"],
 )
 def test_auto_tuner_decides_alike_on_all_ranks(averaging):
     options = {"executor": "threads", "averaging": averaging}
@@ -330,7 +319,6 @@ def test_auto_tuner_decides_alike_on_all_ranks(averaging):
     ("executor", "where", "averaging"),
     [
         ("serial", "allocation", SMA()),
-        ("threads", "round", SMA()),
         ("fused", "round", SMA()),
         # An EMA that moves after almost every round, also in that which memory did not hold.
         ("threads", "round", SMA(average_ema=1.0)),
@@ -338,9 +326,6 @@ def test_auto_tuner_decides_alike_on_all_ranks(averaging):
         ("fused", "round", SynchronousSGD()),
         ("threads", "round", GroupedSMA(group_size=2)),
         ("threads", "round", LocalSGD(averaging_period=3)),
-        pytest.param("serial", "round", SMA(), marks=pytest.mark.slow),
-        pytest.param("threads", "allocation", SMA(), marks=pytest.mark.slow),
-        pytest.param("fused", "allocation", SMA(), marks=pytest.mark.slow),
     ],
 )
 def test_out_of_memory_on_one_rank_takes_learners_away_on_all(where, executor, averaging):

@@ -56,9 +56,10 @@ def trainer_of(folder: Path | None, **options: Any) -> Trainer:
     return image_trainer(**{**defaults, **options})
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize(
-    "averaging", [SMA(batch_norm="mean"), SMA(recalibration_batches=3)], ids=["means", "recal"]
+    ("executor", "averaging"),
+    [("serial", SMA(batch_norm="mean")), ("threads", SMA(recalibration_batches=3))],
+    ids=["serial", "threads"],
 )
 def test_run_resumed_in_mid_epoch_with_other_workers_equals_the_uninterrupted_one(tmp_path, executor, averaging):
     options: dict[str, Any] = {"executor": executor, "averaging": averaging}
@@ -105,8 +106,7 @@ def test_waiting_for_slow_data_is_counted_and_none_for_data_on_the_device(tmp_pa
     assert read_summary(tmp_path / "resident")["data_wait_share"] is None
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize(("executor", "num_workers"), [("serial", 0), ("threads", 1)])
 def test_bad_sample_stops_the_run_with_a_checkpoint_of_all_that_was_trained(tmp_path, executor, num_workers):
     options: dict[str, Any] = {"num_workers": num_workers, "executor": executor}
     recorder = Recorder()
