@@ -21,7 +21,8 @@ from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.telemetry.records import CONFIG_FILE, METRICS_FILE, read_metrics, read_summary
 from crossbow_py.train.__main__ import main as train
 from experiments.bench.machine import ROOT, machine
-from experiments.bench.results import results_folder, seeds, write_result
+from experiments.bench.program import seeds
+from experiments.bench.results import results_folder, write_result
 from experiments.grids.report import first_at
 from experiments.tables.markdown import NONE, markdown_table
 

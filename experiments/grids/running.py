@@ -26,7 +26,8 @@ from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.telemetry.records import METRICS_FILE, read_metrics, read_summary
 from crossbow_py.train.checkpoints.checkpoint import FOLDER as CHECKPOINTS_FOLDER
 from experiments.bench.machine import ROOT, machine
-from experiments.bench.results import count, read_result, results_folder, seeds, write_result
+from experiments.bench.program import count, seeds
+from experiments.bench.results import read_result, results_folder, write_result
 from experiments.bench.windows import load_with_ended
 from experiments.grids.grid import Cell, Grid, chosen, in_turns, read_grids
 

@@ -35,11 +35,10 @@ from crossbow_py.data.sources.image_folder import ImageFolder
 from crossbow_py.data.streaming.loader import Loader
 from crossbow_py.data.streaming.streamed_data import Key
 from experiments.bench.machine import on_cores
-from experiments.bench.results import count, measuring_parser, positive
+from experiments.bench.program import count, measure_and_write, measuring_parser, positive
 from experiments.bench.windows import spread
 from experiments.loader import decoders
-from experiments.tables.markdown import markdown_table, spread_text
-from experiments.tables.measuring import measure_and_write
+from experiments.tables.markdown import markdown_table, spread_text, texts_of_kind
 
 BATCH = 32
 SEED = 0
@@ -266,7 +265,7 @@ def _tell_nobody(_: int) -> None:
 
 TABLES = {"all": result_text}
 TABLES_OF_KIND = {decoders.KIND: decoders.TABLES}
-TABLES_OVER_ALL = {"decoders": decoders.answer}
+TABLES_OVER_ALL = {"decoders": texts_of_kind(decoders.KIND, decoders.headline)}
 
 
 if __name__ == "__main__":

@@ -23,10 +23,9 @@ from crossbow_py.engine.modules.precision import choose_device, choose_precision
 from crossbow_py.engine.sizing.memory import LearnerBytes, learner_bytes, predicted_bytes
 from crossbow_py.models import MODELS
 from experiments.bench.machine import ROOT
-from experiments.bench.results import count, measuring_parser
+from experiments.bench.program import count, measure_and_write, measuring_parser
 from experiments.bench.rounds import ExecutorName, Setup
 from experiments.tables.markdown import NONE, markdown_table
-from experiments.tables.measuring import measure_and_write
 
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]

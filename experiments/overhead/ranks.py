@@ -30,11 +30,10 @@ from crossbow_py.train.rank_telemetry import RankTelemetry
 from crossbow_py.train.run import Run
 from crossbow_py.train.run_folder.reporter import Reporter, run_info
 from crossbow_py.train.run_state import RunState
-from experiments.bench.results import count, measuring_parser, positive
+from experiments.bench.program import count, measure_and_write, measuring_parser, positive
 from experiments.bench.rounds import trainer_on_noise
 from experiments.bench.windows import spread
 from experiments.tables.markdown import markdown_table, spread_text
-from experiments.tables.measuring import measure_and_write
 
 Result = Mapping[str, Any]
 KIND, MOST_SHARE, WANTED_OF = "ranks", 0.005, 8
@@ -180,11 +179,6 @@ def headline(result: Result) -> str:
     verdict = "reached" if most[WANTED_OF]["share"]["median"] <= MOST_SHARE else "missed"
     said[WANTED_OF] += f" (at most {MOST_SHARE:.1%} was wanted: {verdict})"
     return " ".join(f"{each}." for each in said.values())
-
-
-def answer(results: Mapping[str, Result]) -> str:
-    """The headline; nothing before it is measured."""
-    return "\n\n".join(headline(result) for result in results.values() if result.get("kind") == KIND)
 
 
 def result_text(result: Result) -> str:

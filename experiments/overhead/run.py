@@ -31,10 +31,9 @@ from crossbow_py.telemetry.events import Listener, Summary
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.run_folder.reporter import Reporter
 from experiments.bench.machine import ROOT
-from experiments.bench.results import count, measuring_parser, positive
+from experiments.bench.program import count, measure_and_write, measuring_parser, positive
 from experiments.bench.windows import MAX_FOREIGN_SHARE, spread
 from experiments.tables.markdown import NONE, markdown_table, spread_text
-from experiments.tables.measuring import measure_and_write
 
 Result = Mapping[str, Any]
 MOST_IMPORT_RATIO, MOST_HELP_S, MOST_TELEMETRY, MOST_OF_A_TREE = 1.2, 3.0, 0.01, 0.01

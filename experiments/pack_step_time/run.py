@@ -49,9 +49,8 @@ from experiments.bench.packs.side import (
     prepare_packs,
     single,
 )
-from experiments.bench.results import count
+from experiments.bench.program import count, measure_and_write
 from experiments.tables.markdown import NONE, markdown_table, spread_text
-from experiments.tables.measuring import measure_and_write
 
 LIMIT_MODELS = 4
 LARGER_BATCHES = (4, 16, 64, 256)

@@ -17,11 +17,10 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from crossbow_py.engine.device.host import intra_op_threads
-from experiments.bench.results import count, measuring_parser
+from experiments.bench.program import count, measure_and_write, measuring_parser
 from experiments.bench.streamed_runs import SIZE, Setup, StreamedRun, five_layers, photographs
 from experiments.bench.windows import MAX_FOREIGN_SHARE, Window, Windows, waiting
 from experiments.tables.markdown import markdown_table, spread_text
-from experiments.tables.measuring import measure_and_write
 
 Result = Mapping[str, Any]
 # ModelBatch's figure 3: the share with one model, and with 16 that share a feed.

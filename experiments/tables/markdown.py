@@ -56,3 +56,8 @@ def cores(result: Mapping[str, Any]) -> str:
     facts = result["machine"]
     fast = any("bf16" in flag for flag in facts["flags"])
     return f"{facts['cores']}{' (bf16)' if fast else ''}"
+
+
+def texts_of_kind(kind: str, text: Callable[[Mapping[str, Any]], str]) -> Callable[[Mapping[str, Any]], str]:
+    """Make the table over all results that is a text of each of a kind; empty while there is none."""
+    return lambda results: "\n\n".join(text(each) for each in results.values() if each.get("kind") == kind)

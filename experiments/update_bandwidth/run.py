@@ -25,11 +25,10 @@ import torch
 from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.engine.modules.precision import choose_device, choose_precision
-from experiments.bench.results import count, measuring_parser, positive
+from experiments.bench.program import count, measure_and_write, measuring_parser, positive
 from experiments.bench.windows import MAX_FOREIGN_SHARE, clean_window, wait_until
 from experiments.bench.workloads import WORKLOAD_MODELS
 from experiments.tables.markdown import markdown_table, number, spread_text
-from experiments.tables.measuring import measure_and_write
 from experiments.update_bandwidth.copies import copies, copy_bytes
 from experiments.update_bandwidth.updates import Part, device_parts, host_parts, make_bank, num_values
 

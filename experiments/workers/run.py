@@ -23,11 +23,10 @@ from crossbow_py.data.streaming.loader import BATCHES_A_WORKER
 from crossbow_py.data.streaming.streamed_data import Key
 from crossbow_py.engine.device.host import intra_op_threads
 from crossbow_py.engine.sizing.workers import Loading, recommend
-from experiments.bench.results import count, measuring_parser, positive
+from experiments.bench.program import count, measure_and_write, measuring_parser, positive
 from experiments.bench.streamed_runs import SIZE, Photographs, Setup, StreamedRun, photographs
 from experiments.bench.windows import MAX_FOREIGN_SHARE, Window, Windows, wait_until, waiting
 from experiments.tables.markdown import markdown_table, number, spread_text
-from experiments.tables.measuring import measure_and_write
 
 Result = Mapping[str, Any]
 NETWORKS = {"light": 16, "heavy": 96}  # widths: starved of data by one worker, and not
