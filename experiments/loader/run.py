@@ -38,7 +38,7 @@ from experiments.bench.machine import on_cores
 from experiments.bench.program import count, measure_and_write, measuring_parser, positive
 from experiments.bench.windows import spread
 from experiments.loader import decoders
-from experiments.tables.markdown import markdown_table, spread_text, texts_of_kind
+from experiments.tables.markdown import columns_table, number_of, spread_text, texts_of_kind
 
 BATCH = 32
 SEED = 0
@@ -153,18 +153,10 @@ def headline(result: Result) -> str:
 
 
 def sides_table(result: Result) -> str:
-    header = ["", "images/s a core", "÷ Pillow", "÷ decoded", "n"]
-    rows = [
-        [
-            row["name"],
-            f"{row['images_per_s']:,.0f}",
-            _ratio(row["to_pillow"]),
-            _ratio(row["to_decoded"]),
-            str(row["n"]),
-        ]
-        for row in result["rows"]
-    ]
-    return markdown_table(header, rows)
+    return columns_table(result["rows"], {
+        "": "name", "images/s a core": number_of("images_per_s"), "÷ Pillow": lambda row: _ratio(row["to_pillow"]),
+        "÷ decoded": lambda row: _ratio(row["to_decoded"]), "n": "n",
+    })  # fmt: skip
 
 
 def result_text(result: Result) -> str:

@@ -28,7 +28,7 @@ from experiments.bench.machine import machine
 from experiments.bench.program import count, measuring_parser, positive, show_and_write
 from experiments.bench.rounds import trained_window
 from experiments.bench.windows import Window, Windows, by_turns, load_with_ended
-from experiments.tables.markdown import NONE, markdown_table, spread_text
+from experiments.tables.markdown import columns_table, number, number_of, spread_of
 from experiments.tasks import examples
 from experiments.tasks.tasks import BATCH_SIZE, TASKS, Task
 
@@ -134,21 +134,14 @@ _MOST_BATCHES = 20_000
 
 
 def result_text(result: Result) -> str:
-    rows = [
-        [
-            row["task"], row["note"], f"{row['difference']:.0e}", str(row["plain_lines"]), str(row["trainer_lines"]),
-            _rate(row["plain"]), f"{_rate(row['learners'])} ({row['executor']})",
-            spread_text(row["ratio"]) if row["ratio"] else NONE,
-        ]
-        for row in result["rows"]
-    ]  # fmt: skip
-    header = ["task", "", "difference", "lines, plain", "lines, Trainer", "plain loop, samples/s",
-              f"K = {result['num_learners']} learners, samples/s", "learners ÷ plain"]  # fmt: skip
-    return markdown_table(header, rows)
-
-
-def _rate(figures: Mapping[str, Any]) -> str:
-    return NONE if figures["images_per_s"] is None else f"{figures['images_per_s']:,.0f}"
+    return columns_table(result["rows"], {
+        "task": "task", "": "note", "difference": number_of("difference", ".0e"), "lines, plain": "plain_lines",
+        "lines, Trainer": "trainer_lines",
+        "plain loop, samples/s": lambda row: number(row["plain"]["images_per_s"], ",.0f"),
+        f"K = {result['num_learners']} learners, samples/s":
+            lambda row: f"{number(row['learners']['images_per_s'], ',.0f')} ({row['executor']})",
+        "learners ÷ plain": spread_of("ratio"),
+    })  # fmt: skip
 
 
 TABLES = {"all": result_text}
