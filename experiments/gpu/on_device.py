@@ -30,7 +30,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from experiments.bench.machine import ROOT, commit
-from experiments.bench.results import positive
+from experiments.bench.program import positive
 from experiments.gpu.stages import EVERYTHING, Job, Place, Stage, stages
 
 CARRIED = ROOT / ".gpu"  # what prepare.py made and a call has brought; ignored by git

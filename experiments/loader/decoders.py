@@ -33,10 +33,9 @@ from crossbow_py.data.images.decoding import crop_resized, decode
 from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.data.sources.image_folder import ImageFolder
 from experiments.bench.machine import on_cores
-from experiments.bench.results import count, measuring_parser, positive
+from experiments.bench.program import count, measure_and_write, measuring_parser, positive
 from experiments.bench.windows import spread
 from experiments.tables.markdown import markdown_table, number, spread_text
-from experiments.tables.measuring import measure_and_write
 
 Result = Mapping[str, Any]
 Decode = Callable[[str], Tensor]
@@ -265,11 +264,6 @@ def headline(result: Result) -> str:
             if each["name"] == FASTER and each is not best
         ]
     return " ".join(said)
-
-
-def answer(results: Mapping[str, Result]) -> str:
-    """The headline; nothing before it is measured."""
-    return "\n\n".join(headline(result) for result in results.values() if result.get("kind") == KIND)
 
 
 def result_text(result: Result) -> str:

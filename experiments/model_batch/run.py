@@ -39,9 +39,8 @@ from experiments.bench.packs.report import (
     summary_row,
 )
 from experiments.bench.packs.side import DEFAULT, DEFAULT_ENSEMBLE, TUNED, PackSide, Work, packed, prepare_packs, single
-from experiments.bench.results import count
+from experiments.bench.program import count, measure_and_write
 from experiments.tables.markdown import markdown_table, spread_text
-from experiments.tables.measuring import measure_and_write
 
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 _FEWER = (1, 4, 16, 64)

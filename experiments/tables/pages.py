@@ -3,7 +3,7 @@
 A page says where a table goes by `<!-- table:NAME -->` and, on a later line, `<!-- end -->`; what is between them is
 replaced. NAME is QUESTION for all of its results (nothing while there are none), QUESTION/TABLE for a table over all of
 them, or QUESTION/RESULT/TABLE. A question, a folder of experiments/ with a page, offers its tables in `report.py`, or
-where it has none in `run.py`:
+where it has none in `run.py`; those of grids of training runs are in `grids/report.py`:
 
     TABLES: by name; the first is what a page about all of its results shows. `machine` is added.
     TABLES_OF_KIND: by the kind that a result says it is, what takes the place of TABLES.
@@ -96,8 +96,8 @@ def _offered(name: str, question: str) -> ModuleType:
     """The module that offers the tables of a question. Raises ValueError where there is no such question."""
     if question not in questions():
         raise ValueError(f"table:{name} is of no known question; known: {', '.join(questions())}.")
-    module = "report" if (EXPERIMENTS / question / "report.py").exists() else "run"
-    return import_module(f"experiments.{question}.{module}")
+    there = [name for name in ("report", "run") if (EXPERIMENTS / question / f"{name}.py").exists()]
+    return import_module(f"experiments.{question}.{there[0]}" if there else "experiments.grids.report")
 
 
 def _tables(offered: ModuleType, result: Mapping[str, Any]) -> Mapping[str, Table]:

@@ -1,26 +1,12 @@
-"""Seconds to a target accuracy: learners, one model by Muon and by SGD, and PyTorch's default loop.
-
-    python experiments/time_to_accuracy/run.py lenet|resnet8|resnet32|gpt [--cells PATTERN] [--seeds 0,1,...]
-
-Writes results/GRID.json. README.md says what the sides are. Sides take turns, seed by seed; a run that is done is not
-made again.
-"""
+"""Tables of the seconds to a target accuracy: learners, one model by several optimizers, and PyTorch's default loop."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
-
 from experiments.bench.windows import spread
-from experiments.grids.grid import RESNET8, TRAIN, Cell, Grid, cells
 from experiments.grids.report import Result, Run, accuracy, by_cell, first_at, notes, summarize
-from experiments.grids.running import run_grid
 from experiments.tables.markdown import NONE, cores, markdown_table, spread_text
 
 Times = dict[int, float]
@@ -29,57 +15,6 @@ LEARNERS, DEFAULT = "learners", "PyTorch's default loop"
 BY_MUON, BY_SGD = "one model, Muon", "one model, SGD"
 BY_ADAMW = "one model, AdamW"
 BASES = (BY_MUON, BY_SGD, BY_ADAMW, DEFAULT)  # what learners are compared with
-DEFAULT_LOOP = "experiments.time_to_accuracy.default_loop"
-LENET = "+experiment=lenet max_epochs=2"
-GPT = "+experiment=gpt_tiny max_epochs=0.2 evaluations_per_epoch=1"
-RESNET32 = "+experiment=resnet32_short checkpoint_every_s=120"
-# Rates follow the samples of a round, by their power of 0.75; every side has the fewest epochs in which it got there.
-_MUON = "num_learners=1 batch_size=64 optimizer.learning_rate=0.05 optimizer.other_learning_rate=0.17"
-_ADAMW = (
-    "optimizer=adamw optimizer.learning_rate=0.003 optimizer.beta2=0.99 optimizer.weight_decay=0.1 "
-    "optimizer.clip_norm=1.0"
-)
-_SGD = "num_learners=1 batch_size=64 optimizer=resnet_short optimizer.learning_rate=0.17"
-
-
-def side(name: str, common: str, own: Mapping[str, str], parts: int = 1) -> tuple[Cell, ...]:
-    """Cells of one side, each with what it is called beside the side's name."""
-    found = cells(common, {f"{name}, {words}": overrides for words, overrides in own.items()}, parts)
-    program = DEFAULT_LOOP if name == DEFAULT else TRAIN
-    return tuple(replace(cell, labels={"side": name}, program=program) for cell in found)
-
-
-def of_resnet(common: str, sgd_epochs: int, default_epochs: int) -> tuple[Cell, ...]:
-    """The sides of a ResNet: learners by the recipe, and others, of which those by SGD take epochs of their own."""
-    return (
-        *side(LEARNERS, common, {"K=4, b=32": ""}),
-        *side(BY_MUON, common, {"b=64": _MUON, "b=128": "num_learners=1 batch_size=128"}),
-        *side(BY_SGD, common, {"b=64": f"{_SGD} max_epochs={sgd_epochs}"}),
-        *side(DEFAULT, common, {"b=64": f"{_SGD} max_epochs={default_epochs} data.flip=true"}),
-    )
-
-
-_LENET_BATCHES = {b: f"num_learners=1 batch_size={b} optimizer.learning_rate={0.03 * b / 32:g}" for b in (32, 64, 128)}
-GRIDS = {
-    grid.name: grid
-    for grid in (
-        Grid("lenet", "LeNet on MNIST",
-             (*side(LEARNERS, LENET, {"K=2, b=32": "num_learners=2", "K=4, b=32": "num_learners=4",
-                                      "K=2, b=64": "num_learners=2 batch_size=64 optimizer.learning_rate=0.06"}, 4),
-              *side(BY_SGD, LENET, {f"b={b}": words for b, words in _LENET_BATCHES.items()}, 4),
-              *side(DEFAULT, LENET, {f"b={b}": _LENET_BATCHES[b] for b in (32, 64)}, 4)),
-             seeds=(0, 1, 2, 3, 4), targets=(0.99,), alone=True),
-        Grid("resnet8", "ResNet-8 on CIFAR-10", of_resnet(f"{RESNET32} {RESNET8} max_epochs=3", 5, 6), targets=(0.79,),
-             alone=True),
-        Grid("gpt", "a GPT of 0.84 M on bytes of Python",
-             (*side(LEARNERS, GPT, {"K=2, b=4": "", "K=2, b=4, AdamW": _ADAMW}, 25),
-              *side(BY_MUON, GPT, {"b=8": "num_learners=1 batch_size=8"}, 25),
-              *side(BY_ADAMW, GPT, {f"b={b}": f"num_learners=1 batch_size={b} {_ADAMW}" for b in (8, 16)}, 25),
-              *side(DEFAULT, GPT, {"b=8": f"num_learners=1 batch_size=8 {_ADAMW}"}, 25)),
-             targets=(0.48,), alone=True),
-        Grid("resnet32", "ResNet-32 on CIFAR-10", of_resnet(RESNET32, 10, 10), targets=(0.88, 0.9), alone=True),
-    )
-}  # fmt: skip
 
 
 def sides_table(result: Result, target: float) -> str:
@@ -174,8 +109,3 @@ def headline_rows(results: Mapping[str, Result]) -> list[list[str]]:
 
 TABLES = {"all": result_text}
 HEADLINE = headline_rows
-main = partial(run_grid, "time_to_accuracy", GRIDS)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,51 +1,12 @@
-"""Trains learners once and evaluates their average model with every kind of BatchNorm statistics; writes results.
-
-    python experiments/batch_norm/run.py resnet8 [--cells PATTERN] [--seeds 0,1,...] [--jobs N]
-
-README.md says what is compared. A cell that is done is not run again; `--list` says what would be run.
-"""
+"""Tables of the average model's accuracy with every kind of BatchNorm statistics, and what these cost."""
 
 from __future__ import annotations
 
-import sys
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from statistics import mean, median
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
-
 from experiments.batch_norm.variants import MEAN, VARIANTS
-from experiments.grids.grid import AS_RECORDED, CROSSBOW, RESNET8, RESNET_BY_SGD, Cell, Grid, cells
 from experiments.grids.report import Result, Run, accuracy, by_cell, estimate, has_diverged, notes
-from experiments.grids.running import run_grid
 from experiments.tables.markdown import NONE, markdown_table
-
-LEARNERS = {
-    "crossbow, K=4": f"{CROSSBOW} num_learners=4",
-    "crossbow, K=8": f"{CROSSBOW} num_learners=8",
-    "local_sgd, K=4": "averaging=local_sgd averaging.rate_scaling=sqrt num_learners=4",
-    "synchronous_sgd, linear, K=4": "averaging=synchronous_sgd_linear num_learners=4",
-    "one learner": "averaging=sma num_learners=1",
-    "one learner, b=8": "averaging=sma num_learners=1 batch_size=8 optimizer.learning_rate=0.025",
-    "crossbow, K=4, b=8": f"{CROSSBOW} num_learners=4 batch_size=8 optimizer.learning_rate=0.025",
-}
-
-
-def measured(common: str, parts: int) -> tuple[Cell, ...]:
-    """A cell for every kind of learners, evaluated so many times an epoch."""
-    return tuple(replace(cell, program="experiments.batch_norm.variants") for cell in cells(common, LEARNERS, parts))
-
-
-GRIDS = {
-    grid.name: grid
-    for grid in (
-        Grid("resnet8", "ResNet-8 on CIFAR-10, 2 epochs",
-             measured(f"{RESNET_BY_SGD} {RESNET8} batch_size=32 max_epochs=2 precision=fp32 "
-                      f"checkpoint_every_s=120 {AS_RECORDED}", parts=2),
-             seeds=(0, 1)),
-    )
-}  # fmt: skip
 
 
 def healthy(result: Result) -> dict[str, list[Run]]:
@@ -97,8 +58,3 @@ def result_text(result: Result) -> str:
 
 
 TABLES = {"all": result_text}
-main = partial(run_grid, "batch_norm", GRIDS)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

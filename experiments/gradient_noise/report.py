@@ -1,49 +1,17 @@
-"""Trains learners by several rules while their learning is measured, and writes results/GRID.json.
-
-    python experiments/gradient_noise/run.py lenet|resnet8 [--cells PATTERN] [--seeds 0,1,...] [--jobs N]
-
-README.md says what is measured. A cell that is done is not run again; `--list` says what would be run.
-"""
+"""Tables of what was measured of learning while learners trained by several rules."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
-
-from experiments.grids.grid import AS_RECORDED, CROSSBOW, RESNET8, RESNET_BY_SGD, Grid, cells
 from experiments.grids.report import Result, Run, accuracy, by_cell, estimate, has_diverged, notes
-from experiments.grids.running import run_grid
 from experiments.tables.markdown import markdown_table, number
 
 Records = Sequence[Any]
 _THIRDS = ("first third", "second third", "last third")
-ONE = "one learner"
-_MEASURED = f"{AS_RECORDED} batch_size=32 precision=fp32 learning_statistics=true"
-_RULES = {
-    ONE: "num_learners=1",
-    "crossbow": f"{CROSSBOW} num_learners=4",
-    "local_sgd": "averaging=local_sgd averaging.rate_scaling=sqrt num_learners=4",
-}
-GRIDS = {
-    grid.name: grid
-    for grid in (
-        Grid("lenet", "LeNet on MNIST, learners of 32 samples",
-             cells(f"+experiment=lenet executor=fused max_epochs=2 {_MEASURED}",
-                   {**_RULES, "synchronous_sgd, sqrt": "averaging=synchronous_sgd_sqrt num_learners=4"}, parts=4),
-             reference=ONE),
-        Grid("resnet8", "ResNet-8 on CIFAR-10, learners of 32 samples",
-             cells(f"{RESNET_BY_SGD} {RESNET8} max_epochs=5 checkpoint_every_s=120 {_MEASURED}",
-                   {**_RULES, "synchronous_sgd, linear": "averaging=synchronous_sgd_linear num_learners=4"}, parts=2),
-             seeds=(0, 1), reference=ONE),
-    )
-}  # fmt: skip
 
 
 def by_evaluation(runs: Sequence[Run]) -> list[Records]:
@@ -100,8 +68,3 @@ def result_text(result: Result) -> str:
 
 
 TABLES = {"all": result_text}
-main = partial(run_grid, "gradient_noise", GRIDS)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
