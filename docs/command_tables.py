@@ -1,7 +1,7 @@
 """A hook of mkdocs: fills in the tables of reference/commands.md, which the repository does not keep.
 
-The page says where a table goes by `<!-- keys:PART -->`. The tables have the keys of every command and group, and the options
-of every group. They are made of the settings classes, as `--help` and `--list` are.
+The page says where a table goes by `<!-- keys:PART -->`. The tables have the keys of every command and group, and the
+options of every group. They are made of the settings classes, as `--help` and `--list` are.
 """
 
 from __future__ import annotations
