@@ -161,7 +161,7 @@ class PageRun:
 
 
 def _shortened(entry: str, argv: Sequence[str], place: str) -> list[str]:
-    """Return the words that make a command one of seconds; only those of README measure which executor is the fastest."""
+    """Return the words that make a command one of seconds. Only those of README measure which executor is fastest."""
     measures = place.startswith("README.md") or any(word.startswith("executor=") for word in argv)
     return FAST[entry] if measures or entry != "train" else [*FAST[entry], "executor=serial"]
 
