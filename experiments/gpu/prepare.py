@@ -195,9 +195,8 @@ def rehearse(venv: Path) -> int:
             own = {"OUT": f"{folder}/out", "PATH": os.environ["PATH"], "HOME": folder}
             call = ["unshare", "-rn", str(venv / "bin" / "python"), "experiments/gpu/on_device.py", "--device", "cpu"]
             print(f"\n{words}")
-            done = subprocess.run(
-                [*call, "--tiny", "--untried", "--seconds", *words.split()], cwd=folder, env=own, timeout=2 * limit, check=False
-            )
+            call += ["--tiny", "--untried", "--seconds", *words.split()]
+            done = subprocess.run(call, cwd=folder, env=own, timeout=2 * limit, check=False)
             archives = sorted(path.name for path in Path(folder, "out").iterdir())
             print(f"exit code {done.returncode}; it brings back {', '.join(archives)}")
             ended.append("results.tar.gz" in archives)

@@ -10,7 +10,7 @@ where it has none in `run.py`; those of grids of training runs are in `grids/rep
     TABLES_OVER_ALL: by name, tables over all results.
     HEADLINE: rows of the table on the first page, from all results.
 
-Other names: `headline/QUESTION/...` has the rows of these questions; `keys/...` are made of the settings classes.
+`headline/QUESTION/...` has the rows of several questions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from typing import Any
 
 from experiments.bench.machine import ROOT, machine_line
 from experiments.bench.results import EXPERIMENTS, read_results
-from experiments.tables import keys
 from experiments.tables.markdown import markdown_table, replace_blocks
 
 Table = Callable[[Mapping[str, Any]], str]
@@ -71,8 +70,6 @@ def rebuilt(page: str) -> str:
 def build(name: str, results: Results) -> str:
     """Return what belongs into the block NAME, given its question's results. Raises ValueError for an unknown name."""
     question, *rest = name.split("/")
-    if question == keys.NAME:
-        return keys.table("/".join(rest))
     if question == "headline":
         rows = [row for each in rest for row in _offered(name, each).HEADLINE(read_results(each))]
         return markdown_table(_HEADLINE, rows)

@@ -1,12 +1,15 @@
-"""The tables of docs/reference/commands.md: the keys of every command and group, and the options of every group.
+"""A hook of mkdocs: fills in the tables of reference/commands.md, which the repository does not keep.
 
-They are made of the settings classes, as `--help` and `--list` are.
+The page says where a table goes by `<!-- keys:PART -->`. The tables have the keys of every command and group, and the
+options of every group. They are made of the settings classes, as `--help` and `--list` are.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from crossbow_py.check.config import CheckConfig
 from crossbow_py.cli.configuration import APPENDED_GROUPS
@@ -16,17 +19,22 @@ from crossbow_py.predict.config import PredictConfig
 from crossbow_py.search.config import SearchConfig
 from crossbow_py.train.config import TrainConfig
 
-NAME = "keys"
+_PLACE = re.compile(r"^<!-- keys:(\S+) -->$", re.MULTILINE)
 _LARGEST = 2**63 - 1
 _FEW = 2  # options that lack a key: shorter to name than those that have it
 
 
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Return a page with its tables. Called by mkdocs for every page of the site."""
+    return _PLACE.sub(lambda place: table(place[1]), markdown)
+
+
 def table(part: str) -> str:
-    """One table. Raises ValueError for a part that there is not.
+    """Return one table. Raises ValueError for an unknown part.
 
     Args:
-        part: of `keys/PART`: a command, of `search` and `estimate` what `train` has not or has otherwise; a group, or
-            `launcher`, which is part of no configuration; or `options/GROUP`.
+        part: a command (for `search` and `estimate` only the keys that differ from those of `train`), a group,
+            `launcher`, which is part of no configuration, or `options/GROUP`.
     """
     tables: dict[str, Callable[[], str]] = {
         "train": lambda: _key_table(command_keys(TrainConfig)),
@@ -39,12 +47,12 @@ def table(part: str) -> str:
         **{f"options/{group}": partial(_option_table, group) for group in (*APPENDED_GROUPS, *TrainConfig.GROUPS)},
     }
     if part not in tables:
-        raise ValueError(f"table:{NAME}/{part} is none of {', '.join(f'{NAME}/{known}' for known in tables)}.")
+        raise ValueError(f"keys:{part} is none of {', '.join(tables)}.")
     return tables[part]()
 
 
 def _own(keys: Sequence[Key]) -> list[Key]:
-    """The keys that training has not, or with another meaning or default."""
+    """Return the keys that training lacks, or has with another meaning or default."""
     of_training = command_keys(TrainConfig)
     return [key for key in keys if key not in of_training]
 

@@ -1,4 +1,4 @@
-"""The tables of keys: every command's and group's, as --help has them."""
+"""The tables that the site's page of commands gets: the keys of every command and group, as --help has them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 
 from crossbow_py.train.config import TrainConfig
-from experiments.bench.machine import ROOT
-from experiments.tables.keys import table
-from experiments.tables.pages import build
+from docs.command_tables import on_page_markdown, table
+from tests.pages.snippets import ROOT
 
 
 def rows(part: str) -> dict[str, list[list[str]]]:
@@ -63,14 +62,17 @@ def test_table_of_options_escapes_what_would_be_markup() -> None:
     assert "train/&lt;class>/\\*" in images
 
 
-def test_table_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ValueError, match="table:keys/other is none of keys/train"):
-        build("keys/other", {})
+def test_unknown_table_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"keys:other is none of train"):
+        on_page_markdown("<!-- keys:other -->")
 
 
-def test_page_of_commands_has_the_table_of_every_command_and_group() -> None:
-    page = (ROOT / "docs" / "reference" / "commands.md").read_text()
+def test_page_of_commands_gets_the_table_of_every_command_and_group() -> None:
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
     groups = list(TrainConfig.GROUPS)
-    others = (*groups, *(f"options/{group}" for group in groups))
-    for part in ("train", "search", "estimate", "predict", "launcher", *others):
-        assert f"<!-- table:keys/{part} -->" in page
+    parts = ["train", "search", "estimate", "predict", "check", "launcher", *groups]
+    parts += [f"options/{group}" for group in (*groups, "experiment", "debug")]
+    built = on_page_markdown(page)
+    assert [part for part in parts if table(part) not in built] == []
+    assert "| key |" not in page, "the repository keeps no tables of keys"
+    assert "<!-- keys:" not in built
