@@ -16,9 +16,8 @@ from crossbow_py.core.printing import print_line
 from crossbow_py.engine.executors import candidates
 from crossbow_py.engine.modules.precision import choose_device, why_no_cuda
 from crossbow_py.engine.trust import Outcome, RememberedOutcomes, in_use
-from crossbow_py.train.ladder.climb import untried
 from crossbow_py.train.ladder.ladder import Ladder, forgotten, line, one_at_a_time
-from crossbow_py.train.ladder.rungs import RUNGS, Rung
+from crossbow_py.train.ladder.rungs import RUNGS, Rung, untried
 
 
 def main(argv: Sequence[str] | None = None) -> int:

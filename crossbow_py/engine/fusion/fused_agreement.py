@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from operator import itemgetter
@@ -35,11 +35,14 @@ from crossbow_py.engine.fusion.fused_pass import FusedPass
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.fusion.rules import draws
 from crossbow_py.engine.fusion.writes import FusionError
-from crossbow_py.engine.modules.agreement import (
+from crossbow_py.engine.modules.call_watch import CallWatch
+from crossbow_py.engine.modules.dropout import OwnDraws
+from crossbow_py.engine.modules.losses import Loss, Part, part_for, scores_of
+from crossbow_py.engine.modules.precision import Precision
+from crossbow_py.engine.rounds import RoundTasks
+from crossbow_py.engine.trust.compare import (
     Difference,
-    backward_hook,
-    changed_state,
-    custom_backwards,
+    Values,
     digits_of,
     furthest,
     gradients_of,
@@ -49,14 +52,9 @@ from crossbow_py.engine.modules.agreement import (
     moved_weights,
     outputs_by_name,
     projection,
-    python_state,
     values_of,
 )
-from crossbow_py.engine.modules.call_watch import CallWatch
-from crossbow_py.engine.modules.dropout import OwnDraws
-from crossbow_py.engine.modules.losses import Loss, Part, part_for, scores_of
-from crossbow_py.engine.modules.precision import Precision
-from crossbow_py.engine.rounds import RoundTasks
+from crossbow_py.engine.trust.side_effects import backward_hook, custom_backwards, kept_between_passes
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.engine.update.row_update import TorchUpdate
 
@@ -66,6 +64,7 @@ _MANY_SHAPES = (
     "the batches of its data may differ in shape, and learners' batches are put together; pad samples to one length, "
     "and say so by Collated(..., one_shape=True)"
 )
+_OTHER_NUMBERS = "its graph gives other numbers than the model itself ({})"
 _APART = 0.02  # relative distance of the second learner's weights from the first one's
 
 _FOUND: WeakKeyDictionary[nn.Module, dict[Any, str | None]] = WeakKeyDictionary()
@@ -124,13 +123,12 @@ def _shares_batches(tasks: RoundTasks) -> bool:
     return not tasks.update.rule.has_central_model or tasks.bank.num_learners == 1
 
 
-@contextlib.contextmanager
-def _moved_learner(bank: ReplicaBank, learner: int) -> Iterator[None]:
-    """Have the block run with a learner's weights moved by about one rounding, see `moved_weights`."""
+def _with_moved_weights(bank: ReplicaBank, learner: int, values: Callable[[], Values]) -> Values:
+    """Return the control of a comparison: values with a learner's weights moved by about one rounding."""
     try:
         with moved_weights(list(bank.weights.shaped(learner).values()), bank.precision.compute):
             bank.refresh_shadow(learner)
-            yield
+            return values()
     finally:
         bank.refresh_shadow(learner)
 
@@ -167,9 +165,9 @@ class _Passes:
         with kept_buffers(module):
             return gradients_of(self.loss(learner, batch), module, self.names)
 
-    def alone_with_moved_weights(self, learner: int, batch: Batch) -> dict[str, Tensor]:
-        with _moved_learner(self.bank, learner):
-            return self.alone(learner, batch)
+    def control(self, learner: int, batch: Batch) -> Callable[[], Values]:
+        """Return what computes the same with weights that are moved by about one rounding."""
+        return partial(_with_moved_weights, self.bank, learner, partial(self.alone, learner, batch))
 
     def together(
         self, fused: FusedPass, batch: Batch, shared: bool, rows: int | None = None, copies: bool = False
@@ -203,8 +201,7 @@ def outdated(tasks: RoundTasks, fused: FusedPass) -> str | None:
         with kept_generators(tasks.bank.device):
             given = batch if shared else batch.map(lambda values: torch.stack([values] * len(fused.learners)))
             found = passes.together(fused, given, shared, rows=1)[0]
-            expected = passes.alone(learner, batch)
-            control = partial(passes.alone_with_moved_weights, learner, batch)
+            expected, control = passes.alone(learner, batch), passes.control(learner, batch)
             difference = furthest(found, expected, control, tasks.bank.precision.compute)
     except Exception:  # memory has run out, or forward fails now, which training will report
         return None
@@ -243,37 +240,35 @@ def trusted_outputs(
     with kept_buffers(*modules), kept_generators(bank.device):
         outputs = graph.run(map_tree(torch.clone, inputs), shared=True)
     for learner in sorted({rows[0], rows[-1]}):
-        own = map_tree(itemgetter(learner - rows[0]), outputs)
-        found = _output_difference(bank, learner, inputs, own, part)
-        if found is not None:
-            raise FusionError(f"its graph gives other numbers than the model itself ({found})")
+        own = outputs_by_name(map_tree(itemgetter(learner - rows[0]), outputs))
+        values = partial(_outputs_alone, bank, learner, inputs, part)
+        control = partial(_with_moved_weights, bank, learner, values)
+        if (found := furthest(own, values(), control, bank.precision.compute)) is not None:
+            raise FusionError(_OTHER_NUMBERS.format(found))
     known[key] = None
     return graph
 
 
-def _output_difference(
-    bank: ReplicaBank, learner: int, inputs: Tree, found: Tree, part: Part
-) -> Difference | None:
+def _outputs_alone(bank: ReplicaBank, learner: int, inputs: Tree, part: Part) -> dict[str, Tensor]:
     module = bank.module(learner)
-
-    def values() -> dict[str, Tensor]:
-        with kept_buffers(module), kept_generators(bank.device):
-            return outputs_by_name(part(call(module, map_tree(torch.clone, inputs))))
-
-    def control() -> dict[str, Tensor]:
-        with _moved_learner(bank, learner):
-            return values()
-
-    return furthest(outputs_by_name(found), values(), control, bank.precision.compute)
+    with kept_buffers(module), kept_generators(bank.device):
+        return outputs_by_name(part(call(module, map_tree(torch.clone, inputs))))
 
 
 def require_agreement(compared: Comparison, kernels: bool = False) -> None:
-    """Raise FusionError unless a fused pass of the model gives the model's own numbers; checked once per template."""
+    """Raise FusionError unless a fused pass of the model gives the model's own numbers; checked once per template.
+
+    With `kernels`, a pass by operators is checked first, and with it what the model does besides computing values.
+    """
     if not compared.feed.one_shape:
         raise FusionError(_MANY_SHAPES)
+    if kernels:
+        require_agreement(compared)
     example = compared.example
-    part = part_for(compared.loss)
-    key = batch_key(example), compared.precision.name, compared.channels_last, compared.shared, kernels, part
+    key = (
+        batch_key(example), compared.precision.name, compared.channels_last, compared.shared, kernels,
+        part_for(compared.loss),
+    )  # fmt: skip
     known = _FOUND.setdefault(compared.template, {})
     if key not in known:
         try:
@@ -286,9 +281,25 @@ def require_agreement(compared: Comparison, kernels: bool = False) -> None:
 
 
 def _disagreement(compared: Comparison, kernels: bool) -> str | None:
+    pair = _Pair(compared, kernels)
+    if not kernels and (refusal := _refusal(pair, compared)) is not None:
+        return refusal
+    with _failing("its graph fails on the model's first samples"):
+        fused = pair.by_graph()
+    with _failing("it cannot be compared with its graph"):
+        found = next((each for j in _LEARNERS if (each := pair.difference(j, fused[j])) is not None), None)
+        if found is None and pair.is_coarse and not kernels and pair.difference(0, fused[0], same_operators=True):
+            # In a coarse format rounding hides a lot; running the graph's operators one by one leaves little to it.
+            found = pair.difference(0, pair.one_by_one(), same_operators=True)
+        if found is None and kernels and compared.precision.compute.itemsize < 4:
+            found = pair.less_precise(fused[0])
+    return None if found is None else _OTHER_NUMBERS.format(found)
+
+
+def _refusal(pair: _Pair, compared: Comparison) -> str | None:
+    """Return why no graph can stand for the model, whatever numbers it gives; None if one may."""
     if (hooked := backward_hook(compared.template)) is not None:
         return f"{hooked} has a hook on its backward pass, and a graph calls none"
-    pair = _Pair(compared, kernels)
     example, part = compared.example, part_for(compared.loss)
     try:
         # Before the export, or what a first pass keeps would be tensors without values.
@@ -304,16 +315,7 @@ def _disagreement(compared: Comparison, kernels: bool) -> str | None:
         draws.draws(node) and not draws.is_of_dropout_module(node) for node in program.graph.nodes
     ):
         return "it draws random numbers outside nn.Dropout modules, which on CUDA cannot be compared"
-    with _failing("its graph fails on the model's first samples"):
-        fused = pair.by_graph()
-    with _failing("it cannot be compared with its graph"):
-        found = next((each for j in _LEARNERS if (each := pair.difference(j, fused[j])) is not None), None)
-        if found is None and pair.is_coarse and not kernels and pair.difference(0, fused[0], same_operators=True):
-            # In a coarse format rounding hides a lot; running the graph's operators one by one leaves little to it.
-            found = pair.difference(0, pair.one_by_one(), same_operators=True)
-        if found is None and kernels and compared.precision.compute.itemsize < 4:
-            found = pair.less_precise(fused[0])
-    return None if found is None else f"its graph gives other numbers than the model itself ({found})"
+    return None
 
 
 @contextlib.contextmanager
@@ -351,11 +353,11 @@ class _Pair(_Passes):
         super().__init__(tasks)
         self._batches, self._shared, self._kernels = _two_batches(compared), compared.shared, kernels
         self._expected: dict[int, dict[str, Tensor]] = {}
-        self._controls = [cache(partial(self.alone_with_moved_weights, *pair)) for pair in enumerate(self._batches)]
+        self._controls = [cache(self.control(*pair)) for pair in enumerate(self._batches)]
 
     @property
     def is_coarse(self) -> bool:
-        """Whether the format is so coarse that rounding explains a lot."""
+        """Return whether the format is so coarse that rounding explains a lot."""
         return digits_of(self.bank.precision.compute, self.bank.device).itemsize < 4
 
     def examine(self) -> str | None:
@@ -370,13 +372,10 @@ class _Pair(_Passes):
             if customs := custom_backwards(loss):
                 return f"it has a backward pass of its own, {customs[0]}, and a graph has none"
             self._expected[0] = gradients_of(loss, module, self.names)
-            before = python_state(module)
-        again = self.alone(0, self._batches[0])
-        if (changed := changed_state(before, python_state(module))) is not None:
-            return f"its forward changes {changed}, and a graph would repeat one value"
-        # The same operators on the same values: any difference was made by the first pass.
-        found = furthest(again, self._expected[0], lambda: self._expected[0], torch.float32)
-        return None if found is None else f"a second pass on the same batch differs ({found}), and a graph's would not"
+        kept = kept_between_passes(module, self._expected[0], partial(self.alone, 0, self._batches[0]))
+        if isinstance(kept, str):
+            return f"its forward changes {kept}, and a graph would repeat one value"
+        return None if kept is None else f"a second pass on the same batch differs ({kept}), and a graph's would not"
 
     def loss_of(self, learner: int, output: Tree, targets: Tensor) -> Tensor:
         """Return the loss; if it draws random numbers, whose order a fused pass changes, use another from then on."""
@@ -389,6 +388,7 @@ class _Pair(_Passes):
 
     def by_graph(self) -> list[dict[str, Tensor]]:
         """Return what fused passes give for both learners; if they share batches, a pass on the batch of each."""
+        self.expected(0)  # after which the loss is one that draws nothing
         fused = FusedPass(self.tasks, self._kernels)
         if not self._shared:
             both = stacked(self._batches)
@@ -400,10 +400,14 @@ class _Pair(_Passes):
 
     def difference(self, learner: int, found: dict[str, Tensor], same_operators: bool = False) -> Difference | None:
         """Return where values differ from the learner's own by more than rounding explains; see `furthest`."""
+        compute = self.bank.precision.compute
+        return furthest(found, self.expected(learner), self._controls[learner], compute, same_operators)
+
+    def expected(self, learner: int) -> dict[str, Tensor]:
+        """Return what a learner's module gives on its batch, computed once."""
         if learner not in self._expected:
             self._expected[learner] = self.alone(learner, self._batches[learner])
-        compute = self.bank.precision.compute
-        return furthest(found, self._expected[learner], self._controls[learner], compute, same_operators)
+        return self._expected[learner]
 
     def less_precise(self, found: dict[str, Tensor]) -> Difference | None:
         """Return the first learner's gradient that is much further from float32's than its module's; None if none is.
@@ -416,7 +420,7 @@ class _Pair(_Passes):
         inputs = map_tree(lambda each: each.float() if each.is_floating_point() else each, self._batches[0].inputs)
         output, targets = self.tasks.read(call(module, inputs), self._batches[0].targets)
         precise = gradients_of(self.loss_of(0, output, targets), module, self.names)
-        return least_precise(found, self._expected[0], precise, self.bank.precision.compute)
+        return least_precise(found, self.expected(0), precise, self.bank.precision.compute)
 
     def one_by_one(self) -> dict[str, Tensor]:
         """Return what the first learner gives with the graph's operators run as they were exported."""

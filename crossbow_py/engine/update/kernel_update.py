@@ -19,14 +19,8 @@ from crossbow_py.engine.bank.layout import DECAYED
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import Precision
 from crossbow_py.engine.trust import why_not
-from crossbow_py.engine.update.agreement import (
-    NUM_LEARNERS,
-    ROUNDS,
-    are_close,
-    random_bank,
-    round_by_row,
-    written_values,
-)
+from crossbow_py.engine.trust.compare import are_close
+from crossbow_py.engine.update.agreement import NUM_LEARNERS, ROUNDS, random_bank, round_by_row, written_values
 from crossbow_py.engine.update.optimizers import SGD, AdamW, Optimizer, as_first, for_learner
 from crossbow_py.engine.update.row_update import Step, TorchUpdate
 
