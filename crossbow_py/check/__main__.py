@@ -37,10 +37,10 @@ def answer(config: CheckConfig, rungs: Sequence[Rung] = RUNGS) -> int:
 
         def begin(rung: Rung) -> None:
             if sys.stdout.isatty():  # its outcome is written over it
-                print(f"....  {ladder.title(rung)}", end="\r", flush=True)
+                print(f"....  {rung.title}", end="\r", flush=True)
 
         def tell(rung: Rung, outcome: Outcome, is_known: bool) -> None:
-            shown.append(line(ladder.title(rung), outcome, is_known))
+            shown.append(line(rung.title, outcome, is_known))
             print_line(shown[-1], sys.stdout)
 
         remembered = RememberedOutcomes()

@@ -4,15 +4,6 @@
 does besides computing values, and `devices` remembers what has held on a device.
 """
 
-from crossbow_py.engine.trust.devices import (
-    EXECUTORS_TRIED,
-    GRAPHS,
-    Outcome,
-    RememberedOutcomes,
-    facts,
-    in_use,
-    proven,
-    why_not,
-)
+from crossbow_py.engine.trust.devices import GRAPHS, Outcome, RememberedOutcomes, facts, in_use, proven, why_not
 
-__all__ = ["EXECUTORS_TRIED", "GRAPHS", "Outcome", "RememberedOutcomes", "facts", "in_use", "proven", "why_not"]
+__all__ = ["GRAPHS", "Outcome", "RememberedOutcomes", "facts", "in_use", "proven", "why_not"]

@@ -30,7 +30,6 @@ from crossbow_py.core.version import PACKAGE, __version__
 
 Status = Literal["passed", "failed", "skipped"]
 GRAPHS = "graphs"
-EXECUTORS_TRIED = ("fused", "streams")  # by rungs of their own
 _ENDED: dict[Status, str] = {"failed": "failed when they were tried", "skipped": "were not tried"}
 _COMPUTES = ("core", "data", "engine", "train/ladder")
 UNTRIED = "not tried on this GPU yet (python -m crossbow_py.check tries it)"

@@ -20,15 +20,7 @@ from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.modules.dropout import without_dropout
 from crossbow_py.engine.modules.precision import Precision, cast_module
-from crossbow_py.engine.trust.compare import (
-    Difference,
-    furthest,
-    gradients_of,
-    kept_buffers,
-    move,
-    moved_weights,
-    projection,
-)
+from crossbow_py.engine.trust import compare
 from crossbow_py.train.checkpoints.weights import load_weights
 
 MakeModel = Callable[[], nn.Module]
@@ -195,7 +187,7 @@ def faithful_copy(original: nn.Module, precision: Precision, batch: Batch, chann
 
 def _difference(
     original: nn.Module, copied: nn.Module, precision: Precision, batch: Batch, channels_last: bool
-) -> Difference | None:
+) -> compare.Difference | None:
     """Return where a learner in a bank's row, with weights that were moved, differs from the model itself."""
     bank = ReplicaBank(
         copied, 1, device=batch.targets.device, precision=precision, state_names=(),
@@ -210,23 +202,23 @@ def _difference(
         # Contiguous inputs for the original show a forward that depends on strides. Not if it draws: random numbers are
         # drawn in memory order.
         own = map_tree(Tensor.contiguous, inputs) if model is original and not any(drawn) else inputs
-        with kept_generators(batch.targets.device), kept_buffers(model), without_dropout(model.train()):
+        with kept_generators(batch.targets.device), compare.kept_buffers(model), without_dropout(model.train()):
             torch.manual_seed(0)
             before = torch.random.get_rng_state()
-            found = gradients_of(projection(call(model, own)), model, trained)
+            found = compare.gradients_of(compare.projection(call(model, own)), model, trained)
             drawn.append(not torch.equal(before, torch.random.get_rng_state()))
             return found
 
     def control() -> dict[str, Tensor]:
-        with moved_weights(list(original.parameters()), precision.compute):
+        with compare.moved_weights(list(original.parameters()), precision.compute):
             return values(original)
 
     found = None
     with _borrowed(original, bank.precision):
         for _ in range(_TRIES):
-            move(list(learner.parameters()), _APART)
+            compare.move(list(learner.parameters()), _APART)
             _load(original, dict(learner.named_parameters()))
-            found = furthest(values(learner), values(original), control, precision.compute)
+            found = compare.furthest(values(learner), values(original), control, precision.compute)
             if found is None:
                 break
     return found

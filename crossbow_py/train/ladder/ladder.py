@@ -61,19 +61,13 @@ class Ladder:
         self._children = ReadyChildren(_CHILD)
         self._run: RunChild = run or self._children
         self.is_kept = True
-        self.rungs = [rung for rung in rungs if device.type in rung.devices]
+        fitting = [rung for rung in rungs if device.type in rung.devices]
+        self.rungs = [replace(rung, title=rung.title.format(backend=self._backend)) for rung in fitting]
         self.facts = _facts(device)
-
-    def title(self, rung: Rung) -> str:
-        """Return what a rung is called on the screen."""
-        return rung.title.format(backend=self._backend)
 
     def lacks(self, rung: Rung) -> str | None:
         """Return what this machine lacks to try a rung; None if it has all."""
-        for need in rung.needs:
-            if reason := self._lacks(need):
-                return reason
-        return None
+        return next(filter(None, map(self._lacks, rung.needs)), None)
 
     def _lacks(self, need: str) -> str | None:
         on_cuda = self.device.type == "cuda"
@@ -113,7 +107,7 @@ class Ladder:
             return self.attempt(rung, has)
 
         with contextlib.closing(self._children), self._compiling(untried(self.rungs, self.lacks, known)):
-            return climb(self.rungs, attempt, self.lacks, known, told, self.title)
+            return climb(self.rungs, attempt, self.lacks, known, told)
 
     def _compiling(self, rungs: Sequence[Rung]) -> contextlib.AbstractContextManager[None]:
         """Have the kernels of rungs be compiled while those before them are tried."""
@@ -215,7 +209,7 @@ def try_once(
 
             def tell(rung: Rung, outcome: Outcome, is_known: bool) -> None:
                 if not is_known:
-                    announce(line(ladder.title(rung), outcome))
+                    announce(line(rung.title, outcome))
 
             outcomes = ladder.climb(known, tell)
         if not ladder.is_kept:

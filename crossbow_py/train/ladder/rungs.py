@@ -147,7 +147,6 @@ def climb(
     lacks: Callable[[Rung], str | None] = lambda _: None,
     known: Mapping[str, Outcome] | None = None,
     tell: Callable[[Rung, Outcome, bool], None] = lambda *_: None,
-    title: Callable[[Rung], str] = lambda rung: rung.title,
 ) -> dict[str, Outcome]:
     """Try the rungs in order, and return their outcomes by name.
 
@@ -159,10 +158,9 @@ def climb(
         lacks: returns what the machine lacks to try a rung, on one line, or None.
         known: outcomes that are remembered, and not found out again, unless the rung was skipped.
         tell: called with each rung and its outcome, and whether that was known.
-        title: returns what a rung is called on the screen.
     """
     found: dict[str, Outcome] = {}
-    titles = {rung.name: title(rung) for rung in rungs}
+    titles = {rung.name: rung.title.removeprefix("+ ") for rung in rungs}
     for rung in rungs:
         missed = [name for name in rung.after if name in found and not found[name].passed]
         is_known = False
@@ -171,7 +169,7 @@ def climb(
         elif missed:
             before = found[missed[0]]
             ended = "was skipped" if before.status == "skipped" else before.status
-            reason = f"it builds on '{titles[missed[0]].removeprefix('+ ')}', which {ended}"
+            reason = f"it builds on '{titles[missed[0]]}', which {ended}"
             outcome = Outcome("skipped", reason, proves=rung.proves, may_change=before.may_change)
         elif known and rung.name in known and known[rung.name].status != "skipped":
             outcome, is_known = known[rung.name], True
