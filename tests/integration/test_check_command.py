@@ -17,11 +17,11 @@ from crossbow_py.check.archive import check_writable, write_archive
 from crossbow_py.check.config import CheckConfig
 from crossbow_py.engine.modules.precision import why_no_cuda
 from crossbow_py.engine.trust import RememberedOutcomes
-from crossbow_py.train.ladder.rungs import RUNGS, Tolerance
+from crossbow_py.train.ladder.rungs import RUNGS
 from tests.caches import use_cache
 
 SERIAL, FUSED, RESUME = (next(rung for rung in RUNGS if rung.name == name) for name in ("serial", "fused", "resume"))
-EXACT = Tolerance(fp32=0.0, bf16=0.0)
+EXACT = {"fp32": 0.0, "bf16": 0.0}
 
 
 @pytest.fixture(autouse=True)

@@ -563,7 +563,7 @@ def side_by_side(each: Sequence[Optimizer]) -> Optimizer:
     return replace(first, **{name: own for name, own in values.items() if len(set(own)) > 1})
 
 
-def as_first(optimizer: Optimizer) -> Optimizer:
+def with_first_settings(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer with the first learner's settings for all learners."""
     settings = {name: getattr(optimizer, name) for name in optimizer.per_learner()}
     return replace(optimizer, **{name: value[0] for name, value in settings.items() if isinstance(value, tuple)})

@@ -19,9 +19,9 @@ from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.engine.update.optimizers import Muon, Place
 from crossbow_py.train.ladder import child
 from crossbow_py.train.ladder.child import difference, main, tried
-from crossbow_py.train.ladder.rungs import Task, Tolerance
+from crossbow_py.train.ladder.rungs import RUNGS, Task
 
-TOLERANCE = dataclasses.asdict(Tolerance())
+TOLERANCE = RUNGS[-1].tolerance
 TASK = Task("train", "cpu", "fused", {"fp32": TOLERANCE["fp32"]})
 
 

@@ -1,4 +1,4 @@
-"""What may be used on a device: what held there when it was tried, and what the environment switches on or off.
+"""The parts that may be used on a device: those that held there when they were tried, and switches of the environment.
 
 A kernel that strays ends the process, one that is wrong spoils the numbers. So on CUDA each part is tried first in a
 child process (`train/ladder/`), and its outcome is remembered in the user's cache, by the device's name and driver,
@@ -30,8 +30,7 @@ from crossbow_py.core.version import PACKAGE, __version__
 
 Status = Literal["passed", "failed", "skipped"]
 GRAPHS = "graphs"
-EXECUTORS_TRIED = ("fused", "streams")  # by rungs of their own
-_SAID: dict[Status, str] = {"failed": "failed when they were tried", "skipped": "were not tried"}
+_ENDED: dict[Status, str] = {"failed": "failed when they were tried", "skipped": "were not tried"}
 _COMPUTES = ("core", "data", "engine", "train/ladder")
 UNTRIED = "not tried on this GPU yet (python -m crossbow_py.check tries it)"
 
@@ -177,7 +176,7 @@ def _refusal(feature: str, outcomes: Mapping[str, Outcome]) -> str | None:
         return f"{what} were {UNTRIED}"
     if found.passed:
         return None
-    return f"{what} {_SAID[found.status]} here: {found.reason.rstrip('.')}"
+    return f"{what} {_ENDED[found.status]} here: {found.reason.rstrip('.')}"
 
 
 def in_use(device: torch.device) -> list[str]:

@@ -1,4 +1,4 @@
-"""The comparison of another way to run a model with the model itself, on its data and this machine.
+"""The comparison of another way to run a model with the model itself, and how much two ways may differ.
 
 Exported graphs, kernels, compiled code and copies are trusted only after they were compared with the module as the user
 wrote it, run by eager autograd. What autograd does only in the backward pass, such as a custom backward or a hook, is
@@ -12,41 +12,57 @@ as much by rounding.
 from __future__ import annotations
 
 import contextlib
-import inspect
-import itertools
-import logging
 import math
-import pickle
-import random
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from crossbow_py.core.trees import Tree, leaves
-from crossbow_py.engine.modules.dropout import CounterDropout
 
 Values = Mapping[str, Tensor]
 
-# The relative norm of a difference that rounding alone explains.
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
-# How far the control moves weights, relatively.
-_MOVED = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+
+class Tolerance(NamedTuple):
+    """The largest differences that rounding alone explains in a format; none where nothing is compared in it.
+
+    Attributes:
+        rounding: of a value of a whole model, by norm, relative to its norm.
+        moved: how far the control moves weights, relatively.
+        residue: what rounding leaves of a gradient that is zero, such as that of a bias before BatchNorm, relative to
+            all gradients.
+        each: of single values by the same formula, absolute and relative to each.
+        kernel: of long sums in another order, in float32 with TF32's 10 bits: relative to the largest value.
+        run: of a bank after the nine rounds of a rung of the ladder, by norm, relative to how far the weights went. On
+            a CPU another order of sums makes 1e-6 in float32 and 1.5e-2 in bfloat16, a stale batch or a lost gradient
+            of one learner in one round 2e-2 to 7e-2, and TF32 3e-3. So float32 has room for a hundred times that
+            rounding, as libraries on GPUs choose other algorithms, and finds faults; bfloat16 finds gross ones.
+    """
+
+    rounding: float
+    moved: float
+    residue: float
+    each: float = 0.0
+    kernel: float = 0.0
+    run: float = 0.0
+
+
+TOLERANCES = {
+    torch.float64: Tolerance(1e-9, 1e-14, 1e-13, each=1e-12, kernel=1e-10),
+    torch.float32: Tolerance(1e-4, 1e-6, 1e-5, each=1e-5, kernel=1e-2, run=1e-4),
+    torch.bfloat16: Tolerance(3e-2, 2**-8, 2**-8, each=2**-7, kernel=5e-2, run=4e-2),
+    torch.float16: Tolerance(3e-3, 2**-10, 2**-10),  # and TF32, see `digits_of`
+}
+EXACT_PRODUCTS = 1e-4  # in place of `kernel` for convolutions in float32 without TF32
 _CHAOS, _CHAOS_SAME = 10.0, 2.0  # times what the control moves: allowed differences, of other and of the same operators
 _CHANCE = 3.0  # times as far from float32 as another way in the same format: allowed
 _NOISE = 0.1  # a value of which the control moves this share is nothing but rounding
-# What rounding leaves of a gradient that is zero, such as that of a bias before BatchNorm, relative to all gradients.
-_RESIDUE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}
-_OF_TORCH = frozenset(vars(nn.Module()))
-_DEEPEST = 5  # levels of containers and objects inside each other
-_LEAST = 1e-2  # the share of that residue that is always allowed: the last digit of the whole gradient
-_DEVIATES = 4093  # a prime, so that repetitions are never in step with a layer
+_LEAST = 1e-2  # the share of the residue that is always allowed: the last digit of the whole gradient
 _SMALL = 1e-12  # norms below this lose squares of float32 values
+_DEVIATES = 4093  # a prime, so that repetitions are never in step with a layer
 
 
 @dataclass(frozen=True)
@@ -58,6 +74,21 @@ class Difference:
 
     def __str__(self) -> str:
         return f"{self.name} is off by {self.distance:.0%}" if self.distance > 0.01 else f"{self.name} differs"
+
+
+def are_close(found: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
+    """Return whether all tensors agree in format and value by value. Blocks the host."""
+    return all(
+        one.dtype == other.dtype
+        and torch.allclose(one, other, rtol=TOLERANCES[one.dtype].each, atol=TOLERANCES[one.dtype].each)
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+def is_within(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Return whether no value is off by more than a share of the largest; not if there is NaN. Blocks the host."""
+    expected = expected.double()
+    return bool((found.double() - expected).abs().max() <= tolerance * expected.abs().max())
 
 
 def furthest(
@@ -72,9 +103,10 @@ def furthest(
         same_operators: whether both ran the same operators, and may differ only in the order of some sums.
     """
     compute = digits_of(compute, next(iter(expected.values())).device)
-    few = max(_ROUNDING[torch.float32], 4 * _MOVED[compute])  # roundings
-    rounding, chaos = (few, _CHAOS_SAME) if same_operators else (_ROUNDING[compute], _CHAOS)
-    residue = _RESIDUE[compute] * _norm([value for name, value in expected.items() if name.startswith("the gradient")])
+    few = max(TOLERANCES[torch.float32].rounding, 4 * TOLERANCES[compute].moved)  # roundings
+    rounding, chaos = (few, _CHAOS_SAME) if same_operators else (TOLERANCES[compute].rounding, _CHAOS)
+    gradients = [value for name, value in expected.items() if name.startswith("the gradient")]
+    residue = TOLERANCES[compute].residue * _norm(gradients)
     distances = {name: _distance(found[name], expected[name]) for name in expected}
     norms = {name: _norm([value]) for name, value in expected.items()}
 
@@ -106,7 +138,7 @@ def least_precise(found: Values, other: Values, precise: Values, compute: torch.
     norms = {name: _norm([precise[name]]) for name in names}
     ours, theirs = ({name: _distance(each[name], precise[name]) for name in names} for each in (found, other))
     usual = float(np.median([theirs[name] / norms[name] for name in names if norms[name]] or [0.0]))
-    residue = _RESIDUE[compute] * math.hypot(*norms.values())
+    residue = TOLERANCES[compute].residue * math.hypot(*norms.values())
     far = {
         name: ours[name] / max(norms[name], residue) for name in names
         if not ours[name] <= max(_CHANCE * theirs[name], _CHANCE * usual * norms[name], residue)
@@ -157,12 +189,11 @@ def gradients_of(loss: Tensor, module: nn.Module, names: Sequence[str]) -> dict[
 
 def projection(outputs: Tree) -> Tensor:
     """Return a scalar for autograd that depends on all outputs."""
-    return torch.stack([_projection(own) for own in leaves(outputs) if own.is_floating_point()]).sum()
-
-
-def _projection(outputs: Tensor) -> Tensor:
-    weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs.device)
-    return (outputs.to(torch.promote_types(outputs.dtype, torch.float32)) * weights).mean()
+    found = []
+    for own in (each for each in leaves(outputs) if each.is_floating_point()):
+        weights = torch.randn(own.shape, generator=torch.Generator().manual_seed(0)).to(own.device)
+        found.append((own.to(torch.promote_types(own.dtype, torch.float32)) * weights).mean())
+    return torch.stack(found).sum()
 
 
 def outputs_by_name(outputs: Tree) -> dict[str, Tensor]:
@@ -203,7 +234,7 @@ def moved_weights(parameters: Sequence[Tensor], compute: torch.dtype) -> Iterato
     kept = [parameter.detach().clone() for parameter in parameters]
     try:
         with torch.no_grad():
-            move(parameters, _MOVED[digits_of(compute, parameters[0].device)])
+            move(parameters, TOLERANCES[digits_of(compute, parameters[0].device)].moved)
         yield
     finally:
         with torch.no_grad():
@@ -222,94 +253,3 @@ def move(tensors: Sequence[Tensor], share: float) -> None:
         own = factors.roll(index).to(tensor.device, tensor.dtype)
         repeated = own.repeat(1 + tensor.numel() // _DEVIATES)
         tensor.mul_(repeated[: tensor.numel()].view(tensor.shape))
-
-
-def graph_nodes(value: Tensor) -> Iterator[Any]:
-    """Yield the nodes of the autograd graph behind a value, each once."""
-    seen: set[Any] = set()
-    waiting = [value.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [function for function, _ in node.next_functions]
-            yield node
-
-
-def custom_backwards(value: Tensor) -> list[str]:
-    """Return the custom autograd functions behind a value, except torch's own, with the file and line of each."""
-    found: dict[str, None] = {}
-    for node in graph_nodes(value):
-        own = getattr(type(node), "_forward_cls", None)
-        if own is not None and not own.__module__.startswith("torch."):
-            place = ""
-            with contextlib.suppress(OSError, TypeError):  # its source may be nowhere
-                if path := inspect.getsourcefile(own):
-                    place = f" ({Path(path).name}:{inspect.getsourcelines(own)[1]})"
-            found[f"{own.__qualname__}{place}"] = None
-    return list(found)
-
-
-def backward_hook(model: nn.Module) -> str | None:
-    """Return the name of a module with a hook on its backward pass, "every module" for a global hook, or None."""
-    everywhere = nn.modules.module
-    if everywhere._global_backward_hooks or everywhere._global_backward_pre_hooks:
-        return "every module"
-    for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            return name or type(module).__name__
-    return None
-
-
-def python_state(model: nn.Module) -> dict[str, str]:
-    """Return the Python attributes of modules and their classes as text: numbers, containers, generators.
-
-    Tensors are left out, because many models keep some only to inspect them; a second pass shows whether one matters.
-    """
-    state = {}
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule | CounterDropout):
-            continue  # TorchScript makes attributes when they are read; CounterDropout draws a learner's known numbers
-        for key, value in vars(module).items():
-            if key not in _OF_TORCH:
-                state[f"{name}.{key}".lstrip(".")] = fingerprint(value)
-    for kind in {type(module) for module in model.modules()}:
-        for own in kind.__mro__:
-            if not own.__module__.startswith(("torch.", "builtins")):
-                state |= {f"{own.__qualname__}.{key}": fingerprint(value) for key, value in vars(own).items()}
-    return state
-
-
-def changed_state(before: Mapping[str, str], after: Mapping[str, str]) -> str | None:
-    """Return the first attribute of `python_state` that has changed, or None."""
-    return next((name for name in after if before.get(name) != after[name]), None)
-
-
-def fingerprint(value: Any, depth: int = _DEEPEST) -> str:
-    """Return a text that changes with the value; "" for tensors, modules, functions and deeply nested values."""
-    if isinstance(value, Tensor | nn.Module | type | logging.Logger) or depth == 0:
-        return ""
-    if isinstance(value, Mapping):
-        return repr([(repr(key), fingerprint(each, depth - 1)) for key, each in value.items()])
-    if isinstance(value, list | tuple | set | deque):
-        return repr([fingerprint(each, depth - 1) for each in value])
-    for kinds, text in _FINGERPRINTS:
-        if isinstance(value, kinds):
-            return text(value)
-    if callable(value) or not hasattr(value, "__dict__"):
-        return ""
-    return fingerprint(vars(value), depth - 1)
-
-
-def _hashed(value: object) -> str:
-    return str(hash(value))
-
-
-_FINGERPRINTS: list[tuple[Any, Callable[[Any], str]]] = [
-    (int | float | str | bytes | np.generic | itertools.count | None, repr),
-    (np.ndarray, lambda value: _hashed(value.tobytes())),
-    (random.Random, lambda value: _hashed(value.getstate())),
-    (np.random.Generator, lambda value: repr(value.bit_generator.state)),
-    (np.random.RandomState, lambda value: _hashed(pickle.dumps(value.get_state()))),
-    (torch.Generator, lambda value: _hashed(value.get_state().cpu().numpy().tobytes())),
-]
