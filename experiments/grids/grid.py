@@ -28,9 +28,10 @@ AS_RECORDED = "averaging.batch_norm=mean averaging.recalibration_batches=32 labe
 # SMA as it was by default then.
 CROSSBOW = "averaging=crossbow averaging.correction_rate=null averaging.rate_scaling=sqrt"
 # The recipe of a short run of ResNet-32 as it was until it took Muon: Nesterov SGD and a cosine.
+NESTEROV = "optimizer=sgd optimizer.weight_decay=5e-4 optimizer.nesterov=true"
 RESNET_BY_SGD = (
-    "+experiment=resnet32_short optimizer=resnet_short schedule=resnet_short averaging=synchronous_sgd_linear "
-    "num_learners=2 batch_size=32 max_epochs=12 label_smoothing=0 data=cifar10"
+    f"+experiment=resnet32_short {NESTEROV} schedule=cosine schedule.warmup_epochs=1 "
+    "averaging=synchronous_sgd_linear num_learners=2 batch_size=32 max_epochs=12 label_smoothing=0 data=cifar10"
 )
 # A ResNet that a CPU trains in minutes, for CIFAR-10.
 RESNET8 = (

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from experiments.grids import report
-from experiments.grids.grid import RESNET8, RESNET_BY_SGD, Cell, Grid, Label, merged
+from experiments.grids.grid import NESTEROV, RESNET8, RESNET_BY_SGD, Cell, Grid, Label, merged
 from experiments.grids.running import run_grid
 from experiments.tables.markdown import NONE, markdown_table
 
@@ -51,7 +51,7 @@ class Model:
         if name == "SGD":
             return f"{self.sgd} optimizer.learning_rate={self.sgd_rate * factor:.4g}"
         return (
-            f"optimizer=muon optimizer.learning_rate={self.muon_rate * factor:.4g} "
+            f"optimizer=muon optimizer.weight_decay=0 optimizer.learning_rate={self.muon_rate * factor:.4g} "
             f"optimizer.other_learning_rate={self.other_rate * factor:.4g} "
             f"optimizer.momentum={0.9 if scale == 1 else 0.8}"
         )
@@ -72,13 +72,14 @@ class Model:
 
 RESNET = Model(
     f"{RESNET_BY_SGD} {RESNET8} data=cifar10 max_epochs=2 {_SHORT} schedule.warmup_epochs=0.1", "bf16",
-    "optimizer=resnet_short", sgd_rate=0.1, muon_rate=0.03, other_rate=0.1, normalizes=True,
+    NESTEROV, sgd_rate=0.1, muon_rate=0.03, other_rate=0.1, normalizes=True,
 )  # fmt: skip
 RESNET_PULLED = replace(RESNET, normalizes=False)  # a pull would undo it, and it is refused
 RESNET_PULLED_FP32 = replace(RESNET_PULLED, precision="fp32")
 LENET = Model(
-    f"{_LENET} max_epochs=5", "bf16", "optimizer=lenet", 0.01, muon_rate=0.00625, other_rate=0.0125, normalizes=False
-)
+    f"{_LENET} max_epochs=5", "bf16", "optimizer=sgd optimizer.weight_decay=1e-4 optimizer.nesterov=true", 0.01,
+    muon_rate=0.00625, other_rate=0.0125, normalizes=False,
+)  # fmt: skip
 LENET_LONG = replace(LENET, common=f"{_LENET} max_epochs=15", precision="fp32")
 
 

@@ -18,7 +18,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from experiments.bench.windows import spread
-from experiments.grids.grid import RESNET8, TRAIN, Cell, Grid, cells
+from experiments.grids.grid import NESTEROV, RESNET8, TRAIN, Cell, Grid, cells
 from experiments.grids.report import Result, Run, accuracy, by_cell, first_at, notes, summarize
 from experiments.grids.running import run_grid
 from experiments.tables.markdown import NONE, cores, markdown_table, spread_text
@@ -39,7 +39,7 @@ _ADAMW = (
     "optimizer=adamw optimizer.learning_rate=0.003 optimizer.beta2=0.99 optimizer.weight_decay=0.1 "
     "optimizer.clip_norm=1.0"
 )
-_SGD = "num_learners=1 batch_size=64 optimizer=resnet_short optimizer.learning_rate=0.17"
+_SGD = f"num_learners=1 batch_size=64 {NESTEROV} optimizer.learning_rate=0.17"
 
 
 def side(name: str, common: str, own: Mapping[str, str], parts: int = 1) -> tuple[Cell, ...]:
