@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from crossbow_py.check.config import CheckConfig
-from crossbow_py.cli.configuration import APPENDED_GROUPS
-from crossbow_py.cli.help_text import Key, command_keys, group_keys, launcher_keys, option_meanings
+from crossbow_py.cli.configuration import APPENDED_GROUPS, group_options
+from crossbow_py.cli.help_text import Key, command_keys, group_keys, launcher_keys
 from crossbow_py.estimate.config import EstimateConfig
 from crossbow_py.predict.config import PredictConfig
 from crossbow_py.search.config import SearchConfig
@@ -62,7 +62,7 @@ def _group_table(group: str) -> str:
 
 
 def _option_table(group: str) -> str:
-    options = option_meanings(group, TrainConfig)
+    options = group_options(group, TrainConfig)
     return _rows(["option", "what it is"], [[f"`{name}`", said] for name, said in options.items()])
 
 

@@ -17,7 +17,7 @@ from tests.searches import (
     values,
 )
 
-MLP = ["data=digits", "model=mlp", "model.hidden=[16]", "optimizer=digits"]
+MLP = ["data=digits", "model=mlp", "model.hidden=[16]", "optimizer.learning_rate=0.05", "optimizer.weight_decay=1e-4"]
 IMAGES = ["data=synthetic", "data.num_train=96", "data.num_test=32", "data.validation_fraction=0.25", "batch_size=24"]
 GRID = ["sampler=grid", "method=none", "max_epochs=1", "output_dir=search", "device=cpu", "precision=fp32"]
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder", "no_pictures")

@@ -207,9 +207,9 @@ def test_space_that_does_not_fit_a_run_is_refused(digits: SearchConfig, key: str
             "give it when: {optimizer: sgd}.",
         ),
         (
-            {"optimizer": ["adamw", "digits", "sgd"], "optimizer.momentum": [0.5, 0.9]},
+            {"optimizer": ["adamw", "muon", "sgd"], "optimizer.momentum": [0.5, 0.9]},
             "space: optimizer.momentum is searched with optimizer=adamw too, which has no such key; "
-            "give it when: {optimizer: [digits,sgd]}.",
+            "give it when: {optimizer: [muon,sgd]}.",
         ),
         (
             {"optimizer": ["sgd", "adamw"], "optimizer.momentun": [0.5, 0.9]},
