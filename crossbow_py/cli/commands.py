@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # a job that another process holds must begin at once
-    from crossbow_py.cli.configuration import CommandConfig
+from typing import Any
 
 CONFIGURED = ("train", "search", "estimate", "predict", "check")  # those with keys
 
 
-def configuration_of(command: str) -> type[CommandConfig]:
-    """Return the configuration class of a command: NameConfig in `crossbow_py.name.config`."""
-    module = importlib.import_module(f"crossbow_py.{command}.config")
-    kind: type[CommandConfig] = getattr(module, f"{command.capitalize()}Config")
-    return kind
+def configuration_of(command: str) -> Any:
+    """Return the `CommandConfig` class of a command: NameConfig in `crossbow_py.name.config`."""
+    return getattr(importlib.import_module(f"crossbow_py.{command}.config"), f"{command.capitalize()}Config")
 
 
 def run_command(command: str, words: Sequence[str]) -> int:

@@ -102,7 +102,8 @@ def test_help_and_list_are_texts_and_train_nothing(flag: str, capsys: pytest.Cap
     assert main([flag, "+experiment=nonsense"]) == 0
     said = capsys.readouterr().out
     words = ["resnet32", "sma", "multistep"]
-    own = ["LeNet on MNIST"] if flag == "--list" else ["num_learners=auto", "averaging.correction_rate=1.0", "α"]
+    of_help = ["num_learners=auto", "averaging.correction_rate=0.1", "grouped_sma: 1.0", "α"]
+    own = ["LeNet on MNIST"] if flag == "--list" else of_help
     words += own
     for word in words:
         assert word in said

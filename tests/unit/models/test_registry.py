@@ -5,22 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.settings import from_mapping, to_mapping
 from crossbow_py.models import MODELS, MobileNet, alexnet, resnet_imagenet
 from crossbow_py.models.alexnet import OneTower
 from crossbow_py.models.densenet import DenseLayer, DenseNet
 from crossbow_py.models.mobilenet import InvertedResidual, MobileNetV2
 from crossbow_py.models.resnet3d import ResNet3d
 
-CONF = Path(__file__).parents[3] / "conf" / "model"
 BUILT_IN = {"mlp": (1, 8, 8), "lenet": (1, 16, 16), "resnet20": (3, 8, 8), "vgg16": (3, 32, 32)}
 # Every family in a small form, for its smallest samples; few units save time and change no operator.
 SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -49,14 +45,6 @@ def small(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, Tensor
             patched.setattr(resnet_imagenet, "STAGE_CHANNELS", (4, 6, 8, 8))
         make, shape = SMALL[name]
         return make(), torch.randn(2, *shape)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_defaults_in_conf_equal_those_of_the_settings(name: str) -> None:
-    values = yaml.safe_load((CONF / f"{name}.yaml").read_text())
-    assert values.pop("name") == name == MODELS[name].NAME
-    assert values == to_mapping(MODELS[name]())
-    assert from_mapping(MODELS[name], values, "model") == MODELS[name]()
 
 
 def resnet_count(depth: int) -> int:

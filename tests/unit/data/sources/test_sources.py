@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch.utils.data import Subset, TensorDataset
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.settings import from_mapping, to_mapping
 from crossbow_py.data.datasets import split_validation
-from crossbow_py.data.sources import SOURCES
 from crossbow_py.data.sources.digits import Digits
 from crossbow_py.data.sources.synthetic import Synthetic
-
-CONF = Path(__file__).parents[4] / "conf" / "data"
-
-
-@pytest.mark.parametrize("name", sorted(SOURCES))
-def test_conf_of_every_source_states_the_defaults_of_its_settings(name: str) -> None:
-    written = yaml.safe_load((CONF / f"{name}.yaml").read_text())
-    assert written == {"name": name, **to_mapping(SOURCES[name]())}
-    assert from_mapping(SOURCES[name], {key: written[key] for key in written if key != "name"}) == SOURCES[name]()
-
-
-def test_conf_has_a_file_for_every_source_and_others_that_set_one_up() -> None:
-    names = {path.stem: yaml.safe_load(path.read_text())["name"] for path in CONF.glob("*.yaml")}
-    assert set(names) >= set(SOURCES) == set(names.values())
 
 
 def test_digits_hold_the_published_samples_in_a_fixed_stratified_split() -> None:
