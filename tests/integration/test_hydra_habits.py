@@ -48,6 +48,7 @@ def names(folder: str) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())
 
 
+@pytest.mark.slow
 def test_cfg_job_is_the_whole_configuration_that_a_run_would_record(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "--cfg", "job", "seed=3")
     assert yaml.safe_load(text) == config_to_mapping(compose([*DIGITS, "seed=3"], TrainConfig))
@@ -56,6 +57,7 @@ def test_cfg_job_is_the_whole_configuration_that_a_run_would_record(capsys: pyte
     assert capsys.readouterr().out == text
 
 
+@pytest.mark.slow
 def test_cfg_of_a_package_is_what_is_beneath_it(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "-c", "job", "-p", "schedule", "schedule=step")
     assert text.startswith("# @package schedule\nname: step\n")
@@ -65,6 +67,7 @@ def test_cfg_of_a_package_is_what_is_beneath_it(capsys: pytest.CaptureFixture[st
     assert shown(capsys, "--cfg", "job", "-p", "_global_") == shown(capsys, "--cfg", "job")
 
 
+@pytest.mark.slow
 def test_cfg_shows_interpolations_unless_they_are_to_be_resolved(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["seed=3", "order_seed=${seed}", "model.hidden=[8,${batch_size}]", "--cfg", "job"]
     for package, written, value in (("order_seed", "${seed}", "3"), ("batch_size", "16", "16")):
@@ -74,6 +77,7 @@ def test_cfg_shows_interpolations_unless_they_are_to_be_resolved(capsys: pytest.
     assert yaml.safe_load(shown(capsys, *asked, "-p", "model", "--resolve"))["hidden"] == [8, 16]
 
 
+@pytest.mark.slow
 def test_cfg_hydra_says_where_a_run_is_and_who_starts_it(capsys: pytest.CaptureFixture[str]) -> None:
     hydra = yaml.safe_load(shown(capsys, "--cfg", "hydra"))["hydra"]
     assert hydra["launcher"]["_target_"].endswith(".BasicLauncher")
@@ -89,6 +93,7 @@ def test_cfg_hydra_says_where_a_run_is_and_who_starts_it(capsys: pytest.CaptureF
     assert {key: value for key, value in both.items() if key != "hydra"} == job
 
 
+@pytest.mark.slow
 def test_text_that_looks_like_an_interpolation_stays_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +110,7 @@ def test_text_that_looks_like_an_interpolation_stays_text(
     assert names("swept") == ["${oc.env:SECRET}_8"]
 
 
+@pytest.mark.slow
 def test_cfg_of_a_search_and_a_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["+experiment=search_digits", "+space.batch_size=[8,16]"]
     assert crossbow_py.search.__main__.main([*words, "--cfg", "job"]) == 0
@@ -113,6 +119,7 @@ def test_cfg_of_a_search_and_a_prediction(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == "# @package models\n- somewhere\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "said"),
     [
@@ -225,6 +232,7 @@ def test_launcher_that_is_not_installed_is_one_line_that_says_how(
     assert "starts processes, and so does torchrun" in error_line(capsys)
 
 
+@pytest.mark.slow
 def test_slurm_that_is_not_here_is_one_line_before_anything_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +250,7 @@ def test_folder_of_a_run_may_be_named_as_in_hydra() -> None:
     assert read_summary(Path("runs/digits, 3"))["seed"] == 3
 
 
+@pytest.mark.slow
 def test_folders_of_a_sweep_may_be_named_as_in_hydra(capsys: pytest.CaptureFixture[str]) -> None:
     within = ["hydra.sweep.dir=swept/${now:%S%f}", "hydra.sweep.subdir=${hydra.job.num}_${schedule.name}"]
     assert main(["-m", *DIGITS, "+debug=fast", "schedule=constant,cosine", *within]) == 0
@@ -255,6 +264,7 @@ def test_folders_of_a_sweep_may_be_named_as_in_hydra(capsys: pytest.CaptureFixtu
     assert names("one") == ["+debug=fast,device=cpu,seed=3"]
 
 
+@pytest.mark.slow
 def test_glob_sweeps_over_options_and_the_recipes_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["optimizer=glob([sgd,ada*,muon*],exclude=muon_*)", "averaging=synchronous_sgd", "executor=serial"]
     assert main(["-m", "+debug=fast", "device=cpu", *words, "model.hidden=[8,8]", "output_dir=swept"]) == 0
@@ -283,6 +293,7 @@ def without_places(folder: str, measured: bool = True) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_launcher_has_the_folders_files_codes_and_lines_of_a_plain_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     write("conf/hydra/launcher/here.yaml", HERE)
     assert swept("basic", "output_dir=plain") == 2
@@ -299,6 +310,7 @@ def test_launcher_has_the_folders_files_codes_and_lines_of_a_plain_sweep(capsys:
     assert rest.endswith("compare them: python -m crossbow_py.report launched\n")
 
 
+@pytest.mark.slow
 def test_launched_runs_take_the_added_folder_and_file_and_words_with_odd_characters() -> None:
     write("conf/hydra/launcher/here.yaml", HERE)
     write("more/mine.yaml", "defaults:\n  - train\n  - _self_\nmax_rounds: 2\n")
@@ -312,6 +324,7 @@ def test_launched_runs_take_the_added_folder_and_file_and_words_with_odd_charact
     assert yaml.safe_load((folder / "seed=2" / "config.yaml").read_text())["max_rounds"] == 2
 
 
+@pytest.mark.slow
 def test_launcher_starts_estimates_and_leaves_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
     write("conf/hydra/launcher/here.yaml", HERE)
     arguments = ["-m", "hydra/launcher=here", "memory=1GiB", "num_learners=1,2", "device=cpu"]
@@ -330,6 +343,7 @@ def test_launcher_starts_searches() -> None:
     assert names("searched") == ["seed=1", "seed=2"]
 
 
+@pytest.mark.slow
 def test_launcher_that_fails_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     write("conf/hydra/launcher/broken.yaml", f"{HERE}nothing_like_this: 1\n")
     assert main(["-m", "hydra/launcher=broken", "seed=1,2", "output_dir=swept"]) == 1
@@ -337,6 +351,7 @@ def test_launcher_that_fails_is_one_line_and_exit_code_1(capsys: pytest.CaptureF
     assert not Path("swept").exists()
 
 
+@pytest.mark.slow
 def test_launcher_that_runs_nothing_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     words = ["-m", "hydra/launcher=joblib", "seed=1,2", "output_dir=swept"]
@@ -357,6 +372,7 @@ def _runs_in_a_process_of_a_sweep(pids: Any, of_the_sweep: bool) -> None:
     multiprocessing.get_context("fork").Process(target=job, args=(os.getpid() if of_the_sweep else 1,)).start()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 @pytest.mark.parametrize("of_the_sweep", [True, False])
 def test_job_ends_with_the_process_of_the_sweep_that_has_started_it_and_with_no_other(of_the_sweep: bool) -> None:
@@ -389,6 +405,7 @@ def loky_ends() -> Iterator[None]:
     os.environ.update(before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("loky_ends")
 def test_joblib_runs_a_sweep_in_processes(capsys: pytest.CaptureFixture[str]) -> None:
     assert swept("joblib", "hydra.launcher.n_jobs=2", "output_dir=launched") == 2

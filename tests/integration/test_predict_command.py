@@ -79,6 +79,7 @@ def by_hand(file: str, hidden: int) -> Tensor:
         return module(digits()).softmax(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
 def test_five_independent_learners_equal_plain_pytorch_and_are_better_together(
     executor: str, capsys: pytest.CaptureFixture[str]
@@ -100,6 +101,7 @@ def test_five_independent_learners_equal_plain_pytorch_and_are_better_together(
     assert "five/model_3.safetensors" in said and "images/s" in said
 
 
+@pytest.mark.slow
 def test_models_of_several_architectures_and_single_files_answer_together() -> None:
     found, arrays = predict("wide,five/model_2.safetensors,narrow/model.safetensors")
     members = [
@@ -113,6 +115,7 @@ def test_models_of_several_architectures_and_single_files_answer_together() -> N
     assert found["num_architectures"] == 3
 
 
+@pytest.mark.slow
 def test_latency_is_told_for_batches_of_1_to_64(capsys: pytest.CaptureFixture[str]) -> None:
     found, _ = predict("five", "latency_s=0.001", "executor=fused", "batch_size=100")
     assert [int(size) for size in found["latency"]] == list(SIZES)
@@ -123,12 +126,14 @@ def test_latency_is_told_for_batches_of_1_to_64(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.count(" fused\n") == len(SIZES)
 
 
+@pytest.mark.slow
 def test_data_that_was_named_is_taken_in_place_of_the_models_own() -> None:
     found, arrays = predict("five,other", "data=synthetic", "data.shape=[1,8,8]")
     assert found["data"] == "synthetic"
     assert arrays["members"].shape[0] == 6
 
 
+@pytest.mark.slow
 def test_without_a_folder_results_go_to_one_of_their_own() -> None:
     assert main(["models=wide", *ON_CPU]) == 0
     (written,) = Path("runs/predict").iterdir()
@@ -157,11 +162,13 @@ def test_prediction_that_fails_leaves_no_folder() -> None:
     assert Path("mine").exists()
 
 
+@pytest.mark.slow
 def test_every_combination_of_swept_values_has_a_folder_of_its_own() -> None:
     assert main(["-m", "models=[wide]", *ON_CPU, "executor=serial,fused", "output_dir=swept"]) == 0
     assert {path.name for path in Path("swept").iterdir()} == {"executor=serial", "executor=fused"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -218,6 +225,7 @@ def test_what_cannot_be_predicted_is_said_in_one_line_and_ends_with_2(
     assert message in said and "evil" not in said
 
 
+@pytest.mark.slow
 def test_one_model_alone_is_shown_as_no_ensemble(capsys: pytest.CaptureFixture[str]) -> None:
     found, _ = predict("wide", "latency_s=0.001")
     said = capsys.readouterr().out
@@ -311,6 +319,7 @@ def test_folders_alone_are_models(capsys: pytest.CaptureFixture[str]) -> None:
         load_models("python")
 
 
+@pytest.mark.slow
 def test_importing_the_package_leaves_the_configuration_of_the_command_line_alone() -> None:
     code = (
         "import sys, crossbow_py; assert not {'hydra', 'sympy'} & {*sys.modules}; "

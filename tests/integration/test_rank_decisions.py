@@ -65,6 +65,7 @@ def test_run_of_two_ranks_resumed_in_mid_epoch_equals_the_uninterrupted_one_in_e
     assert_alike(resumed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_learners_that_go_by_themselves_lose_nothing_of_it_with_another_number_of_ranks(tmp_path, num_ranks):
     options: dict[str, Any] = {"executor": "threads", "output_dir": tmp_path, "num_learners": 1}
@@ -77,6 +78,7 @@ def test_learners_that_go_by_themselves_lose_nothing_of_it_with_another_number_o
     np.testing.assert_allclose(found[-1][0].learners[0], mean, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_run_of_two_ranks_goes_on_with_another_number_of_them(tmp_path, num_ranks):
     options: dict[str, Any] = {"executor": "threads", "output_dir": tmp_path}
@@ -104,6 +106,7 @@ def test_run_of_two_ranks_goes_on_with_another_number_of_them(tmp_path, num_rank
     assert np.isfinite(after[0].z).all() and (after[0].z != begun[0].z).any()
 
 
+@pytest.mark.slow
 def test_epoch_taken_up_by_more_ranks_counts_every_loss_once(tmp_path):
     # With a rate of zero the mean loss of an epoch is that of one model on all samples.
     options = {**LINEAR, "train_data": blobs(96), "test_data": blobs(96), "output_dir": tmp_path}
@@ -118,6 +121,7 @@ def test_epoch_taken_up_by_more_ranks_counts_every_loss_once(tmp_path):
     assert line["train_accuracy"] == pytest.approx(line["test_accuracy"])
 
 
+@pytest.mark.slow
 def test_one_learner_grows_to_two_ranks_and_back_with_z_exact(tmp_path):
     options: dict[str, Any] = {"num_learners": 1, "executor": "threads", "output_dir": tmp_path}
     (alone,) = results(rank_jobs.train, 1, options, {"max_rounds": 5})
@@ -131,6 +135,7 @@ def test_one_learner_grows_to_two_ranks_and_back_with_z_exact(tmp_path):
     assert back.samples_seen == 5 * 4 + 5 * 8
 
 
+@pytest.mark.slow
 def test_ranks_whose_clocks_differ_write_checkpoints_in_the_same_rounds(tmp_path):
     settings = CheckpointSettings(every_epochs=None, every_s=0.2, keep=100)
     options = {"output_dir": tmp_path, "checkpoint": settings, "train_data": images(400)}
@@ -165,11 +170,13 @@ def test_signal_to_one_rank_stops_all_in_the_same_round_with_a_checkpoint(tmp_pa
     assert resumed[0].z.tobytes() == whole[0].z.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [{"max_time_s": 0.3}, {"target_accuracy": 0.3, "max_epochs": 50}])
 def test_time_and_targets_stop_all_ranks_in_the_same_round(stops):
     assert_alike(results(rank_jobs.train, 2, {"executor": "threads"}, stops))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 1])
 def test_patience_stops_all_ranks_at_once_and_all_have_the_best_model_also_after_a_resume(tmp_path, num_ranks):
     # One epoch is enough to get every sample right, so no later one is better.
@@ -213,6 +220,7 @@ def test_learner_gone_non_finite_on_one_rank_stops_all_and_leaves_the_checkpoint
     assert (summary["status"], summary["stop_reason"]) == ("failed", "non_finite")
 
 
+@pytest.mark.slow
 def test_learner_gone_non_finite_on_the_first_rank_is_its_own_error(tmp_path):
     options = {**with_a_nan_at(5 * PER_ROUND + 5), "output_dir": tmp_path}
     first, second = on_ranks(rank_jobs.train, 2, options, {"max_epochs": 1})
@@ -220,6 +228,7 @@ def test_learner_gone_non_finite_on_the_first_rank_is_its_own_error(tmp_path):
     assert "learner 1 went non-finite in round 5" in first.text and first.text in second.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("executor", "num_learners", "averaging"),
     [
@@ -243,6 +252,7 @@ def test_learner_gone_non_finite_on_one_rank_is_reseeded_and_all_go_on(tmp_path,
         assert expected in each.messages
 
 
+@pytest.mark.slow
 def test_learner_gone_non_finite_before_a_checkpoint_is_reseeded_by_another_number_of_ranks(tmp_path):
     data = rank_jobs.images_with_a_nan(SICK)
     options = {"train_data": data, "augmentation": None, "on_nonfinite": "reseed", "output_dir": tmp_path}
@@ -258,6 +268,7 @@ def test_learner_gone_non_finite_before_a_checkpoint_is_reseeded_by_another_numb
 # Data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_bad_sample_on_one_rank_stops_all_with_a_checkpoint_and_a_resume_finishes(tmp_path, num_workers):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -276,6 +287,7 @@ def test_bad_sample_on_one_rank_stops_all_with_a_checkpoint_and_a_resume_finishe
     assert weights(parts) == weights(whole)
 
 
+@pytest.mark.slow
 def test_bad_test_sample_in_one_ranks_share_is_raised_on_all_with_a_checkpoint(tmp_path):
     options = {"test_data": rank_jobs.Pictures(20, bad=6), "num_workers": 0, "output_dir": tmp_path}
     found = on_ranks(rank_jobs.evaluate_in_fours, 2, options)
@@ -285,6 +297,7 @@ def test_bad_test_sample_in_one_ranks_share_is_raised_on_all_with_a_checkpoint(t
     assert names_of(tmp_path) == ["samples-000000000064"]
 
 
+@pytest.mark.slow
 def test_batch_of_a_recalibration_that_one_rank_cannot_make_leaves_all_with_the_mean_of_their_statistics():
     # After 32 samples batches 8 and on are taken for it, by turns: batch 9 is rank 1's.
     odd = int(epoch_order(0, 0, 50)[32 + 4 + 1])
@@ -301,6 +314,7 @@ def test_batch_of_a_recalibration_that_one_rank_cannot_make_leaves_all_with_the_
 # The number of learners
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "averaging",
     [SMA(average_ema=5.0, batch_norm="mean"), DiLoCo(averaging_period=7)],
@@ -315,6 +329,7 @@ def test_auto_tuner_decides_alike_on_all_ranks(averaging):
     assert_alike([first, second])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("executor", "where", "averaging"),
     [
@@ -350,6 +365,7 @@ def test_out_of_memory_on_one_rank_takes_learners_away_on_all(where, executor, a
 # Refusals
 
 
+@pytest.mark.slow
 def test_rank_with_another_configuration_or_source_is_refused_on_all():
     config = config_to_mapping(compose(["+experiment=digits"], TrainConfig))
     other = config_to_mapping(compose(["+experiment=digits", "batch_size=8", "output_dir=/elsewhere"], TrainConfig))

@@ -32,6 +32,7 @@ def test_z_that_differs_by_a_bit_on_one_of_three_ranks_is_found_and_the_rank_nam
         assert first.text in other.text
 
 
+@pytest.mark.slow
 def test_z_that_differs_is_found_in_the_next_round_that_is_checked():
     options = {"train_data": images(200), "distributed": DistributedSettings(check_every_rounds=4)}
     first, _ = on_ranks(rank_jobs.spoil_z, 2, options, {"max_rounds": 40}, 5, 1)
@@ -39,6 +40,7 @@ def test_z_that_differs_is_found_in_the_next_round_that_is_checked():
     assert "of rank 1 differs from the others' before round 8:" in first.text
 
 
+@pytest.mark.slow
 def test_metric_that_fails_on_one_rank_ends_the_other_too():
     begun = time.monotonic()
     other, failed = on_ranks(rank_jobs.evaluate_in_fours, 2, {"metrics": {"broken": rank_jobs.broken_on_rank_1}})
@@ -101,6 +103,7 @@ def test_rank_whose_model_blocks_leaves_its_stacks_and_the_run_says_who_hung_whe
     assert "in all_reduce" in stacks[0] and "waits for other ranks: for " in stacks[0]
 
 
+@pytest.mark.slow
 def test_rank_ends_with_all_records_when_that_of_nccl_blocks_every_thread(tmp_path):
     with started(rank_jobs.hang_beside_a_device_that_does_not_answer, 2, tmp_path, timeout_s=1.0) as (first, second):
         assert answer_of(*first) == 1
@@ -110,6 +113,7 @@ def test_rank_ends_with_all_records_when_that_of_nccl_blocks_every_thread(tmp_pa
     assert (tmp_path / "stderr.0").read_text() == f"error: {said}\n"
 
 
+@pytest.mark.slow
 def test_run_goes_on_when_a_rank_was_late_beyond_the_timeout_while_others_write_their_stacks(tmp_path):
     folder = tmp_path / "run"
     assert on_ranks(rank_jobs.be_late, 2, folder, timeout_s=1.0) == [("finished", False)] * 2

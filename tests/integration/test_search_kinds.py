@@ -34,6 +34,7 @@ def values_by(key: str) -> dict[Any, float]:
     return {trial["params"][key]: trial["value"] for trial in trials()}
 
 
+@pytest.mark.slow
 def test_grid_tries_every_combination_once() -> None:
     rates = "space.optimizer.learning_rate={low:0.01,high:1.0,log:true,num:3}"
     assert main([*MLP, *GRID, *ALONE, rates, "space.label_smoothing=[0.0,0.1]"]) == 0
@@ -43,6 +44,7 @@ def test_grid_tries_every_combination_once() -> None:
     assert all(trial["state"] == "complete" for trial in trials())
 
 
+@pytest.mark.slow
 def test_parameter_with_a_condition_exists_only_where_that_holds() -> None:
     space = "space={optimizer:[sgd,adamw],optimizer.momentum:{choices:[0.5,0.9],when:{optimizer:sgd}}}"
     assert main([*MLP, *GRID, *ALONE, space]) == 0
@@ -53,6 +55,7 @@ def test_parameter_with_a_condition_exists_only_where_that_holds() -> None:
     assert trained_by_command()["validation_accuracy"] == pytest.approx(report()["best"]["value"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_tpe_learns_from_both_brackets_where_random_sampling_goes_on_as_before() -> None:
     options = ["num_trials=14", "max_epochs=0.5", "min_epochs=0.16", "method=hyperband"]
     found = {}
@@ -71,6 +74,7 @@ def test_successive_halving_keeps_the_best_third_at_every_rung() -> None:
     assert len(segments()) == 9 + 3 + 1
 
 
+@pytest.mark.slow
 def test_command_trains_the_best_trial_of_a_model_with_batch_norm() -> None:
     resnet = "model.args={depth: 8, in_channels: 1, num_classes: 10}"
     words = [word for word in DIGITS if not word.startswith("model.")]
@@ -79,6 +83,7 @@ def test_command_trains_the_best_trial_of_a_model_with_batch_norm() -> None:
     assert report()["best"]["value"] == pytest.approx(trained_by_command()["validation_loss"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_metric_loss_keeps_the_trials_with_the_least() -> None:
     assert search_digits("metric=loss", "num_trials=3") == 0
     first = {trial: own["1"] for trial, own in values().items()}
@@ -91,6 +96,7 @@ def test_metric_loss_keeps_the_trials_with_the_least() -> None:
 F1 = ["metrics.f1.target=tests.state_metrics.MacroF1", "metrics.f1.num_classes=10"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("packs_of_three")
 @pytest.mark.parametrize("maximize", [True, False])
 def test_metric_of_ones_own_decides_which_trials_go_on(maximize: bool) -> None:
@@ -104,6 +110,7 @@ def test_metric_of_ones_own_decides_which_trials_go_on(maximize: bool) -> None:
     assert found["metrics"]["f1"] != found["validation_accuracy"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("packs_of_three")
 def test_batch_sizes_in_the_space_train_in_packs_of_their_own_as_they_would_alone() -> None:
     space = ["space.batch_size=[16,64]", "space.optimizer.learning_rate=[0.02,0.2]", "metric=loss"]
@@ -114,6 +121,7 @@ def test_batch_sizes_in_the_space_train_in_packs_of_their_own_as_they_would_alon
     assert len({own["1"] for own in values("alone").values()}) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("packs_of_three")
 @pytest.mark.parametrize(
     "space",
@@ -133,6 +141,7 @@ def test_augmentation_in_the_space_is_each_trials_own(space: list[str]) -> None:
         assert report("plain")["best"]["value"] == pytest.approx(trials()[tried.index(plain)]["value"], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("packs_of_three")
 def test_dropout_in_the_space_is_each_trials_own() -> None:
     options = [*IMAGES, "data.shape=[1,28,28]", "model=lenet", "optimizer.learning_rate=0.01", "metric=loss"]
@@ -146,12 +155,14 @@ def test_dropout_in_the_space_is_each_trials_own() -> None:
     assert packed == {rate: pytest.approx(value, rel=1e-3) for rate, value in alone.items()}
 
 
+@pytest.mark.slow
 def test_models_in_the_space_are_of_several_kinds() -> None:
     target = "model.target:{choices:[tests.searches.linear],when:{model:custom}}"
     assert main([*MLP, *GRID, *ALONE, f"space={{model:[mlp,custom],{target}}}"]) == 0
     assert [trial["state"] for trial in trials()] == ["complete", "complete"]
 
 
+@pytest.mark.slow
 def test_seed_in_the_space_is_the_trials_own() -> None:
     assert main([*MLP, *GRID, *ALONE, "space.seed=[3,4]", "metric=loss"]) == 0
     found = values_by("seed")

@@ -22,6 +22,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return outcome(folder)
 
 
+@pytest.mark.slow
 def test_ranks_share_the_trials_of_one_folder_and_the_first_speaks(tmp_path: Path) -> None:
     folder = tmp_path / "search"
     with started_ranks(folder, "num_trials=6", "max_epochs=1", "method=none") as ranks:
@@ -63,6 +64,7 @@ def test_mistake_is_said_once_and_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "search").exists()
 
 
+@pytest.mark.slow
 def test_gpu_by_its_number_is_refused_with_the_rule_of_ranks(tmp_path: Path) -> None:
     with started_ranks(tmp_path / "search", "device=cuda:1") as ranks:
         assert [ended(rank) for rank in ranks] == [2, 2]

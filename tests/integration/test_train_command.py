@@ -41,6 +41,7 @@ def train(*arguments: str) -> int:
     return main([*DIGITS, *arguments])
 
 
+@pytest.mark.slow
 def test_command_with_statistics_of_learning_records_them_every_epoch_and_trains_the_same_model() -> None:
     assert train("max_epochs=3", "output_dir=off") == 0
     assert train("max_epochs=3", "output_dir=on", "learning_statistics=true") == 0
@@ -92,6 +93,7 @@ def test_command_without_output_dir_writes_under_runs() -> None:
     assert read_metrics(run / "metrics.jsonl")
 
 
+@pytest.mark.slow
 def test_command_with_independent_learners_ends_well() -> None:
     assert train("averaging=independent", "max_epochs=1", "output_dir=run") == 0
     assert len(read_metrics(Path("run/metrics.jsonl"))[0]["learner_accuracy"]) == 2
@@ -159,6 +161,7 @@ def test_mistake_is_one_error_line_and_exit_code_2(
     assert not list(Path("runs").rglob("config.yaml"))
 
 
+@pytest.mark.slow
 def test_metrics_by_their_targets_are_recorded_and_may_change_when_the_run_goes_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -178,6 +181,7 @@ def test_metrics_by_their_targets_are_recorded_and_may_change_when_the_run_goes_
     assert set(read_summary(Path("run"))["metrics"]) == {f"f1/{digit}" for digit in range(10)}
 
 
+@pytest.mark.slow
 def test_language_model_shows_its_perplexity_everywhere_without_being_asked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -206,6 +210,7 @@ def test_language_model_shows_its_perplexity_everywhere_without_being_asked(
     assert Path("run/report/metric_0_perplexity.png").is_file()
 
 
+@pytest.mark.slow
 def test_run_that_cannot_be_gone_on_with_is_one_error_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("+debug=fast", "output_dir=run") == 0
     capsys.readouterr()
@@ -225,6 +230,7 @@ def test_resume_with_a_later_end_goes_on_and_keeps_one_line_per_epoch() -> None:
     assert read_summary(Path("run"))["resumed_from"]
 
 
+@pytest.mark.slow
 def test_rounds_are_counted_since_the_run_began(capsys: pytest.CaptureFixture[str]) -> None:
     seen = []
     for rounds in (2, 5, 5):
@@ -234,6 +240,7 @@ def test_rounds_are_counted_since_the_run_began(capsys: pytest.CaptureFixture[st
     assert "Nothing is left to train: the run had reached max_rounds" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_multirun_in_the_home_folder_is_there_and_in_the_table(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +252,7 @@ def test_multirun_in_the_home_folder_is_there_and_in_the_table(
     assert not Path("~").exists()
 
 
+@pytest.mark.slow
 def test_weights_in_the_home_folder_are_what_a_run_begins_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(Path("home").absolute()))
     assert train("+debug=fast", "output_dir=~/run") == 0
@@ -259,6 +267,7 @@ def test_multirun_with_a_failing_job_runs_the_others_and_returns_the_worst_code(
     assert [path.name for path in Path("sweep").iterdir()] == ["batch_size=16"]
 
 
+@pytest.mark.slow
 def test_multirun_with_an_impossible_job_runs_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("-m", "+debug=fast", "batch_size=16,0", "output_dir=sweep") == 2
     assert not Path("sweep").exists()
@@ -283,6 +292,7 @@ def test_signal_in_the_middle_writes_a_checkpoint_and_resume_auto_takes_it_up(
     assert [line["epoch"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_multirun_ends_with_the_job_that_was_stopped_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ConsoleListener, "on_epoch", lambda *_: signal.raise_signal(signal.SIGTERM))
     assert train("-m", "max_epochs=3", "seed=1,2", "output_dir=sweep") == EXIT_TERMINATED
@@ -330,6 +340,7 @@ def test_memory_that_does_not_hold_a_run_is_one_error_line_and_exit_code_1(
     assert "python -m crossbow_py.estimate" in said
 
 
+@pytest.mark.slow
 def test_multirun_without_output_dir_names_folders_after_what_is_swept(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("-m", "seed=1,2", "max_rounds=1") == 0
     (folder,) = Path("runs/digits").iterdir()
@@ -342,6 +353,7 @@ def test_resume_auto_with_nothing_to_resume_says_so(capsys: pytest.CaptureFixtur
     assert "There is no checkpoint of an unfinished run configured like this" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_summary_of_a_resumed_run_is_of_the_whole_run() -> None:
     assert train("max_epochs=5", "output_dir=run") == 0
     first = read_summary(Path("run"))

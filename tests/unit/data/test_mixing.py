@@ -125,6 +125,7 @@ def made() -> Any:
     closed(feeds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("mixing", [Mixing(0.4, 0, SEED, 4), Mixing(0, 1, SEED, 4), Mixing(0.4, 1, SEED, 4)])
 def test_feeds_of_every_kind_mix_the_same_batches_in_the_same_way(

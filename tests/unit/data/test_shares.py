@@ -78,6 +78,7 @@ def flat(rounds: Sequence[Sequence[int]]) -> list[int]:
     return list(itertools.chain.from_iterable(rounds))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "num_own"), [(1, 3), (2, 2), (3, 1)])
 def test_ranks_take_the_batches_of_one_rank_and_make_no_others(feed_of: Any, num_ranks: int, num_own: int) -> None:
     num_rounds = -(-2 * N // (num_ranks * num_own * B)) + 1  # beyond the end of the second epoch
@@ -106,6 +107,7 @@ def test_ranks_take_the_batches_of_one_rank_and_make_no_others(feed_of: Any, num
         assert sorted(samples) == list(range(N))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_rank_goes_on_when_its_learners_change_and_the_cursor_jumps(feed_of: Any, workers: int) -> None:
     rank, num_ranks = 1, 2
@@ -137,6 +139,7 @@ FEEDS: dict[str, Callable[[], Feed]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FEEDS)
 def test_shares_of_an_evaluation_make_up_the_whole_in_its_order(kind: str) -> None:
     for batch_size, step in [(4, 1), (4, 2), (4, 3), (18, 3), (N, 2)]:

@@ -104,6 +104,7 @@ def decide_late(ranks: Ranks) -> list[list[float]]:
         return again.gather([float(again.rank)])
 
 
+@pytest.mark.slow
 def test_ranks_whose_hosts_count_starts_differently_join_and_wait_for_one_that_loads_for_long():
     assert on_ranks(decide_late, 2) == [[[0.0], [1.0]]] * 2
 

@@ -298,6 +298,7 @@ def test_threads_find_the_rank_that_stopped_speaking_tell_it_once_and_end_on_clo
     assert watch_threads() == []
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_record_once_what_the_one_that_hangs_was_doing_and_end_together(tmp_path):
     """Rank 2 does not wait, and its threads answer: as in a model that blocks."""
     store, records, found = DictStore(), [], [[], [], []]
@@ -343,6 +344,7 @@ def question(tmp_path, monkeypatch):
         watch.close()
 
 
+@pytest.mark.slow
 def test_rank_that_was_only_late_ends_no_run(question):
     (first, late), asked, disk, events = question
     with first.waiting():
@@ -354,6 +356,7 @@ def test_rank_that_was_only_late_ends_no_run(question):
         until(lambda: events == ["record", "end"])
 
 
+@pytest.mark.slow
 def test_watch_that_is_closed_while_it_asks_records_and_ends_nothing(question):
     (first, _), asked, disk, events = question
     with first.waiting():
@@ -364,6 +367,7 @@ def test_watch_that_is_closed_while_it_asks_records_and_ends_nothing(question):
     assert events == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closes", [False, True])
 def test_no_wait_ends_and_no_watch_closes_between_the_record_and_the_end(question, closes):
     (first, _), _, disk, events = question
@@ -385,6 +389,7 @@ def test_no_wait_ends_and_no_watch_closes_between_the_record_and_the_end(questio
     assert events == ["record", "end", *["closed"] * closes, "left"]
 
 
+@pytest.mark.slow
 def test_wait_that_fails_while_the_rank_asks_is_recorded_as_a_hang(question):
     (first, _), asked, disk, events = question
     with pytest.raises(RuntimeError, match="lost"), first.waiting():
@@ -410,6 +415,7 @@ def test_record_that_fails_and_a_folder_that_is_gone_keep_no_rank_from_ending(tm
     assert "for rank 1 (" in found[0]
 
 
+@pytest.mark.slow
 def test_threads_of_ranks_that_answer_each_other_find_nothing_and_end_on_close():
     store, found = DictStore(), []
     for rank in range(2):

@@ -79,6 +79,7 @@ class Embeds(nn.Module):
         return scores
 
 
+@pytest.mark.slow
 def test_estimate_writes_an_answer_that_fits_and_the_next_larger_does_not(tmp_path: Path) -> None:
     found = plain(tmp_path, "+experiment=resnet20", "memory=2GiB", "num_learners=3", "held_back=0", "precision=fp32")
     assert found["method"] == "counted"
@@ -98,6 +99,7 @@ def test_estimate_writes_an_answer_that_fits_and_the_next_larger_does_not(tmp_pa
     assert found["config"]["experiment"] == "resnet20"
 
 
+@pytest.mark.slow
 def test_estimate_counts_the_velocity_and_the_ema_that_the_averaging_rule_keeps() -> None:
     def needed(*options: str) -> int:
         model = estimate(compose(["model=lenet", "data=mnist", "memory=1GiB", *options], EstimateConfig)).model
@@ -108,6 +110,7 @@ def test_estimate_counts_the_velocity_and_the_ema_that_the_averaging_rule_keeps(
     assert needed("averaging=slowmo", "averaging.average_ema=2") == plain + 2
 
 
+@pytest.mark.slow
 def test_estimate_of_images_that_are_not_there_assumes_imagenet_and_says_so(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -119,6 +122,7 @@ def test_estimate_of_images_that_are_not_there_assumes_imagenet_and_says_so(
     assert "training not measured" in said
 
 
+@pytest.mark.slow
 def test_estimate_without_output_dir_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["memory=1GiB"]) == 0
@@ -126,6 +130,7 @@ def test_estimate_without_output_dir_writes_nothing(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_estimate_draws_a_picture_where_it_can(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plain(tmp_path, "memory=1GiB")
@@ -141,12 +146,14 @@ def test_estimate_without_matplotlib_says_so_and_goes_on(
     assert not (tmp_path / "estimate.png").exists()
 
 
+@pytest.mark.slow
 def test_estimate_on_this_machine_is_held_against_its_free_memory(tmp_path: Path) -> None:
     found = plain(tmp_path, "device=cpu", "max_learners=2")
     assert found["host"]["memory_bytes"] > found["limit_bytes"] > 0
     assert "workspaces inside operators" in found["held_back"]
 
 
+@pytest.mark.slow
 def test_estimate_of_the_users_own_model_and_data_reads_the_data(tmp_path: Path) -> None:
     here = f"{__name__}"
     found = plain(
@@ -159,6 +166,7 @@ def test_estimate_of_the_users_own_model_and_data_reads_the_data(tmp_path: Path)
     assert found["recommendation"]["limits"] == ["samples"]
 
 
+@pytest.mark.slow
 def test_estimate_of_items_with_several_inputs(tmp_path: Path) -> None:
     found = plain(
         tmp_path, "model=custom", f"model.target={__name__}.EmbedsWeighted", "data=custom",
@@ -169,6 +177,7 @@ def test_estimate_of_items_with_several_inputs(tmp_path: Path) -> None:
     assert found["recommendation"]["batch_size"] == 40  # all samples
 
 
+@pytest.mark.slow
 def test_estimate_with_one_learner_at_a_time_counts_one_pass() -> None:
     at_once, in_turn = (
         estimate(compose(["+experiment=resnet20", "memory=1GiB", "num_learners=4", *extra], EstimateConfig))
@@ -178,11 +187,13 @@ def test_estimate_with_one_learner_at_a_time_counts_one_pass() -> None:
     assert in_turn.recommendation.batch_size > 3.9 * at_once.recommendation.batch_size
 
 
+@pytest.mark.slow
 def test_estimate_where_nothing_fits_says_how_much_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model=vgg16", "data=cifar10", "memory=100MB", "num_learners=2", "held_back=0"]) == 0
     assert "Nothing fits: 2 learners need" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_estimate_where_the_configured_batch_does_not_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model=resnet20", "data=cifar10", "memory=1GiB", "batch_size=20000", "num_learners=1"]) == 0
     said = capsys.readouterr().out
@@ -190,6 +201,7 @@ def test_estimate_where_the_configured_batch_does_not_fit_says_so(capsys: pytest
     assert "does not fit." in said
 
 
+@pytest.mark.slow
 def test_answer_says_at_least_only_where_all_learners_that_were_asked_about_fit() -> None:
     found = estimate(compose(["+experiment=resnet20", "memory=1GiB", "num_learners=3"], EstimateConfig))
     table = dict.fromkeys((1, 2, 3, 4, 6), 10)  # 8 are asked about, and do not fit
@@ -197,6 +209,7 @@ def test_answer_says_at_least_only_where_all_learners_that_were_asked_about_fit(
     assert "configured: at least 8 learners fit" in as_text(dataclasses.replace(found, fitting_learners=8))
 
 
+@pytest.mark.slow
 def test_estimate_takes_the_users_speed_of_the_device() -> None:
     overrides = ["model=resnet18", "data=image_folder", "data.size=32", "data.resize=32", "data.root=/nowhere"]
     found = estimate(compose([*overrides, "memory=1GiB", "images_per_s=500"], EstimateConfig))
@@ -236,6 +249,7 @@ class MadeUpDevice:
         return taken if taken <= self.limit else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.8, 1.3])
 def test_estimate_with_a_gpu_recommends_what_was_run_and_fits_the_table_to_it(
     scale: float, monkeypatch: pytest.MonkeyPatch
@@ -257,6 +271,7 @@ def test_estimate_with_a_gpu_recommends_what_was_run_and_fits_the_table_to_it(
     assert found.table[1] > 2.9 * best
 
 
+@pytest.mark.slow
 def test_estimate_with_a_gpu_that_the_data_set_fills_says_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     device = MadeUpDevice(monkeypatch, 1.0)
     # CIFAR-10 with padding takes 269 MB.
@@ -266,6 +281,7 @@ def test_estimate_with_a_gpu_that_the_data_set_fills_says_that_nothing_fits(monk
     assert "Nothing fits: 3 learners need" in as_text(found)
 
 
+@pytest.mark.slow
 def test_estimate_with_a_gpu_measures_a_model_that_does_not_fuse_one_learner_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -276,6 +292,7 @@ def test_estimate_with_a_gpu_measures_a_model_that_does_not_fuse_one_learner_at_
     assert found.table[3] > 0.9 * found.table[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [(["memory=abc"], "memory must be an amount of memory above 0"),
@@ -311,6 +328,7 @@ def test_help_says_what_memory_and_output_dir_are(capsys: pytest.CaptureFixture[
     assert "held_back=null" in said
 
 
+@pytest.mark.slow
 def test_estimate_into_a_closed_pipe_ends_quietly() -> None:
     code = "import sys; from crossbow_py.estimate.__main__ import main; sys.exit(main(sys.argv[1:]))"
     shell = f"'{sys.executable}' -c '{code}' +experiment=digits memory=1GiB | true; echo ${{PIPESTATUS[0]}}"

@@ -63,6 +63,7 @@ def assert_as_by_hand(ensemble, models, batch, tolerance=1e-6):
         assert (ensemble.predict(batch) - expected.mean(0)).abs().max() <= tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_members_and_their_mean_equal_plain_pytorch_at_every_batch_size(executor):
     models = seeded(convolutional, 4)
@@ -75,6 +76,7 @@ def test_members_and_their_mean_equal_plain_pytorch_at_every_batch_size(executor
     assert all(model.training for model in models)  # as they were
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_models_of_several_architectures_are_banks_side_by_side_and_keep_their_order(executor):
     small, wide, other = seeded(mlp, 2), seeded(lambda: mlp(16), 2), seeded(lambda: mlp(activation=nn.Tanh), 1)
@@ -179,6 +181,7 @@ def prediction_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("crossbow prediction")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["threads", "fused_threads"])
 def test_closing_ends_the_threads_and_the_ensemble_may_be_used_again(executor, three_cores):
     models = seeded(mlp, 4)
@@ -190,6 +193,7 @@ def test_closing_ends_the_threads_and_the_ensemble_may_be_used_again(executor, t
         assert not prediction_threads()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_models", [1, 2, 4, 7])
 def test_fused_threads_equal_plain_pytorch_with_fewer_and_with_more_models_than_cores(num_models, three_cores):
     models = seeded(convolutional, num_models)
@@ -199,6 +203,7 @@ def test_fused_threads_equal_plain_pytorch_with_fewer_and_with_more_models_than_
         assert len(prediction_threads()) <= min(num_models, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["auto", "fused_threads"])
 def test_fused_threads_of_several_architectures_keep_the_order_of_the_models(executor, three_cores):
     small, wide, other = seeded(mlp, 5), seeded(lambda: mlp(16), 2), seeded(lambda: mlp(activation=nn.Tanh), 1)
@@ -273,6 +278,7 @@ def test_what_the_executor_of_cuda_streams_computes_equals_plain_pytorch(num_mod
         predictor.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["fused", "fused_threads"])
 def test_programs_are_kept_for_the_last_shapes_alone_and_made_anew_for_others(executor):
     models, most = seeded(mlp, 3), predictors.MOST_PROGRAMS
@@ -285,6 +291,7 @@ def test_programs_are_kept_for_the_last_shapes_alone_and_made_anew_for_others(ex
     assert len(predictor._programs) == 0
 
 
+@pytest.mark.slow
 def test_choices_and_notes_are_bounded_as_well(monkeypatch):
     class Branching(nn.Linear):
         def forward(self, x):

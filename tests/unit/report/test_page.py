@@ -49,6 +49,7 @@ def headings(text: str) -> list[str]:
     return re.findall(r"<h[12]>(.*?)</h[12]>", text)
 
 
+@pytest.mark.slow
 def test_page_of_one_run_has_its_charts_decisions_and_timeline_and_loads_nothing(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "digits" / "a")
     write_trace(folder)
@@ -65,6 +66,7 @@ def test_page_of_one_run_has_its_charts_decisions_and_timeline_and_loads_nothing
     assert (balance.open, balance.wrong) == ([], [])
 
 
+@pytest.mark.slow
 def test_page_of_two_runs_shows_in_what_they_differ(tmp_path: Path) -> None:
     text = page([write_run(tmp_path / "a", "seed=1"), write_unfinished(tmp_path / "b", "seed=2")])
     assert "Differences in configuration" in headings(text)
@@ -79,6 +81,7 @@ def cats_and_dogs(right: int, of_positions: bool = False, size: int = 2) -> Clas
     return ClassCounts(counts, ("cat", "<dog>"), of_positions)
 
 
+@pytest.mark.slow
 def test_page_of_a_run_with_classes_has_their_figures_and_confusions(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "digits" / "a", class_counts=cats_and_dogs(3))
     text = page([folder])
@@ -92,6 +95,7 @@ def test_page_of_a_run_with_classes_has_their_figures_and_confusions(tmp_path: P
     assert (balance.open, balance.wrong) == ([], [])
 
 
+@pytest.mark.slow
 def test_page_of_several_runs_compares_the_f1_of_their_classes_or_the_iou_of_masks(tmp_path: Path) -> None:
     folders = [
         write_run(tmp_path / "a", class_counts=cats_and_dogs(3)),
@@ -112,6 +116,7 @@ def test_page_of_several_runs_compares_the_f1_of_their_classes_or_the_iou_of_mas
     assert "IoU of the classes" in page(masks)
 
 
+@pytest.mark.slow
 def test_many_classes_are_folded_up(tmp_path: Path) -> None:
     text = page([write_run(tmp_path / "a", class_counts=cats_and_dogs(3, size=26))])
     assert "<details><summary>Classes, 26 of them</summary>" in text
@@ -125,6 +130,7 @@ def test_damaged_figures_of_classes_are_those_of_the_matrix(saved: object) -> No
     assert "<td>cat</td><td>1.0000</td><td>0.7500</td><td>0.8571</td><td>4</td>" in as_html([run], [], NOW)
 
 
+@pytest.mark.slow
 def test_page_of_runs_alike_says_so(tmp_path: Path) -> None:
     assert "None." in page([write_run(tmp_path / "a", epochs=1), write_run(tmp_path / "b", epochs=1)])
 
@@ -150,6 +156,7 @@ def test_half_a_surrogate_pair_does_not_keep_the_page_from_being_written() -> No
     as_html([run], [], NOW).encode("utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [r"a$\frac$b", "lr$0.1$", "_hidden"])
 def test_names_that_matplotlib_would_take_for_something_else_are_shown(tmp_path: Path, name: str) -> None:
     folders = [write_run(tmp_path / each, epochs=2) for each in (name, "b")]
@@ -171,6 +178,7 @@ def test_page_of_a_run_without_any_epoch_has_no_charts(tmp_path: Path) -> None:
     assert headings(page([folder])) == [f"{tmp_path.name}/a"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "is_open"), [(8, True), (24, False)])
 def test_page_of_many_ranks_has_the_slowest_first_and_its_curve(
     tmp_path: Path, num_ranks: int, is_open: bool
@@ -186,6 +194,7 @@ def test_page_of_many_ranks_has_the_slowest_first_and_its_curve(
     assert Balance(text).wrong == []
 
 
+@pytest.mark.slow
 def test_page_names_the_ranks_that_hung(tmp_path: Path) -> None:
     hanging = [HangingRank(3, "gpu-<1>", 7, "round 5", "12:00", 3.0), HangingRank(4, "b", 8, "round 5", "12:00", 3.0)]
     text = page([write_run(tmp_path / "a", summary={"status": "failed", "hanging_ranks": tuple(hanging)})])

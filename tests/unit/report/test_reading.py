@@ -80,6 +80,7 @@ def test_torn_and_foreign_lines_are_left_out_and_counted(tmp_path: Path) -> None
     assert "metrics.jsonl has 3 lines that cannot be read" in run.notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["summary.json", "config.yaml", "trace.json"])
 @pytest.mark.parametrize("content", [b"", b"{", b"\x00\xff\x80", b'{"traceEvents": [{}]}', b"[" * 3000, ODD_SPANS])
 def test_damaged_files_are_named_and_the_rest_is_there(tmp_path: Path, name: str, content: bytes) -> None:
@@ -116,6 +117,7 @@ def test_find_runs_takes_runs_and_folders_of_runs_each_once(tmp_path: Path) -> N
     assert find_runs([b, tmp_path / "digits"]) == [b, a]
 
 
+@pytest.mark.slow
 def test_names_leave_out_what_all_have_in_common(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / place, epochs=1) for place in ("digits/a", "digits/b", "lenet/a")]
     assert [run.name for run in read_runs(folders)] == ["digits/a", "digits/b", "lenet/a"]

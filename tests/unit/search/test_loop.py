@@ -58,6 +58,7 @@ def test_search_keeps_the_top_third_of_every_rung_and_runs_no_segment_twice(sett
         assert sorted(segment.trial for segment in results if segment.rung == rung + 1) == sorted(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["signature", "batch_size", "random", "knn", "none"])
 def test_every_policy_finds_the_same_values(setting: Setting, policy: Policy, tmp_path: Path) -> None:
     setting.policy = policy
@@ -81,6 +82,7 @@ def test_trials_of_two_batch_sizes_run_side_by_side_each_with_batches_of_its_siz
     assert {4, 8} in seen
 
 
+@pytest.mark.slow
 def test_hyperband_interleaves_brackets_so_that_packs_stay_full(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +96,7 @@ def test_hyperband_interleaves_brackets_so_that_packs_stay_full(
     assert first_narrow > len(rows) // 2  # only when little is left
 
 
+@pytest.mark.slow
 def test_killed_search_repeats_no_finished_rung_and_finds_the_same_best(setting: Setting, tmp_path: Path) -> None:
     whole = finished(tmp_path / "whole")
     for after in (1, 3, 4):  # the process ends without a word: no release, no close
@@ -109,6 +112,7 @@ def test_killed_search_repeats_no_finished_rung_and_finds_the_same_best(setting:
     assert setting.study().results() == pytest.approx(whole.study().results())
 
 
+@pytest.mark.slow
 def test_stopped_search_gives_back_what_it_held(setting: Setting) -> None:
     search = setting.search()
     assert not search.run(lambda: len(setting.finished) >= 3)
@@ -117,6 +121,7 @@ def test_stopped_search_gives_back_what_it_held(setting: Setting) -> None:
     assert len(setting.finished) == len(set(setting.finished)) == 13
 
 
+@pytest.mark.slow
 def test_stopped_search_goes_on_in_the_middle_of_its_segments(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -137,6 +142,7 @@ def test_stopped_search_goes_on_in_the_middle_of_its_segments(
     assert not list(setting.folder.glob("*/*.underway.pt"))
 
 
+@pytest.mark.slow
 def test_search_killed_within_long_segments_goes_on_where_they_were_kept(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +235,7 @@ def waiting_segments(search: Search) -> list[Segment]:
     return ready(search.rules.brackets, search.results, maximize=True)
 
 
+@pytest.mark.slow
 def test_streamed_samples_are_shared_by_trials_that_are_at_the_same_ones(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +251,7 @@ def test_streamed_samples_are_shared_by_trials_that_are_at_the_same_ones(
     assert len(setting.finished) == len(set(setting.finished))
 
 
+@pytest.mark.slow
 def test_two_workers_share_the_trials_and_train_none_twice(setting: Setting) -> None:
     errors: list[BaseException] = []
 
@@ -265,6 +273,7 @@ def test_two_workers_share_the_trials_and_train_none_twice(setting: Setting) -> 
     assert len(workers) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -283,6 +292,7 @@ def test_trial_that_raises_fails_with_its_reason_and_the_others_go_on(
     assert states.count(TrialState.FAILED) == 2 and states.count(TrialState.COMPLETE) == 1
 
 
+@pytest.mark.slow
 def test_trial_that_raises_in_a_pack_is_found_by_training_each_alone(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +308,7 @@ def test_trial_that_raises_in_a_pack_is_found_by_training_each_alone(
     assert any("one at a time" in message for message in setting.messages)
 
 
+@pytest.mark.slow
 def test_trial_whose_settings_are_refused_fails_and_the_others_go_on(setting: Setting) -> None:
     setting.rates = {0: -1.0, 4: 1e38}
     assert setting.search().run(never)
@@ -306,6 +317,7 @@ def test_trial_whose_settings_are_refused_fails_and_the_others_go_on(setting: Se
     assert [message for message in setting.messages if "Trial 0 failed" in message]
 
 
+@pytest.mark.slow
 def test_state_that_is_lost_is_trained_again_from_the_beginning(setting: Setting, tmp_path: Path) -> None:
     whole = finished(tmp_path / "whole")
     search = setting.search()

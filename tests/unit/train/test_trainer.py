@@ -44,6 +44,7 @@ def outputs_right(module: nn.Module, num_samples: int = 30) -> float:
     return float((module(inputs).argmax(1) == targets).float().mean())
 
 
+@pytest.mark.slow
 def test_time_in_all_includes_the_making_of_the_trainer():
     def slow_model() -> nn.Module:
         time.sleep(0.2)
@@ -154,6 +155,7 @@ def test_fit_that_has_nothing_left_to_do_still_returns_the_measured_model():
     assert equal_states(first.model, again.model)
 
 
+@pytest.mark.slow
 def test_fit_on_augmented_images_with_batch_norm_and_dropout_learns_in_bf16():
     trainer = make_trainer(
         model=image_model, train_data=images(60), test_data=images(60), augmentation=Augmentation(2, flip=True),
@@ -414,6 +416,7 @@ def test_resume_auto_starts_afresh_goes_on_and_needs_a_folder(tmp_path):
         make_trainer(resume="auto")
 
 
+@pytest.mark.slow
 def test_paths_beneath_the_home_folder_are_written_and_read_there(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)

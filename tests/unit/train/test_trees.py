@@ -119,6 +119,7 @@ def test_several_inputs_train_as_in_a_plain_loop(executor: str, form: str) -> No
     assert_alike(trained(samples(form), executor).weights, plain(6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("returns", ["dict", "named tuple"])
 def test_losses_of_torch_take_the_logits_of_an_output(executor: str, returns: str) -> None:
@@ -158,6 +159,7 @@ DATA = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DATA)
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_data_sets_of_every_form_give_the_same_numbers(name: str, num_workers: int) -> None:
@@ -245,6 +247,7 @@ class Cut(Items):
         return own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["serial", "threads", "auto"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_of_a_collate_of_ones_own_may_differ_in_shape(executor: str, num_workers: int) -> None:
@@ -255,6 +258,7 @@ def test_batches_of_a_collate_of_ones_own_may_differ_in_shape(executor: str, num
     assert trainer.evaluate().loss == pytest.approx(with_masks.evaluate().loss, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_fused_learners_need_batches_of_one_shape() -> None:
     with pytest.raises(UserError, match="may differ in shape.*one_shape=True"):
         trained(Collated(Cut(), padded), "fused")
@@ -262,6 +266,7 @@ def test_fused_learners_need_batches_of_one_shape() -> None:
     assert_alike(trained(data, "fused").weights, plain(6))
 
 
+@pytest.mark.slow
 def test_independent_learners_are_evaluated_on_batches_of_any_shape() -> None:
     trainer, _ = trained(Collated(Cut(), padded), averaging=Independent(), learning_statistics=True)
     assert trainer.evaluate().accuracy is not None
@@ -296,6 +301,7 @@ class ReaderWithLoss(Reader):
         return {"loss": loss, "logits": scores, "cache": (scores, 3)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("name", ["pairs", "a mapping of tensors", "mappings of lists"])
 def test_a_model_that_takes_labels_trains_on_the_loss_it_returns(executor: str, name: str) -> None:
@@ -312,6 +318,7 @@ def test_a_loss_that_was_given_replaces_the_models_own() -> None:
     assert_alike(trained(samples(), model=ReaderWithLoss, loss=nn.CrossEntropyLoss()).weights, plain(6))
 
 
+@pytest.mark.slow
 def test_collated_batches_reach_a_model_with_their_labels() -> None:
     found = trained(Collated(Cut(), padded), model=ReaderWithLoss, num_workers=1)
     assert_alike(found.weights, plain(6, lambda scores, labels: 2 * F.cross_entropy(scores, labels)))

@@ -90,6 +90,7 @@ def zoo_model(name):
     return maker(lambda: MODELS[name]().build(ZOO[name], 10))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", networks.NETWORKS)
 @pytest.mark.parametrize("rule", [SMA(), Independent()], ids=["sma", "independent"])
 def test_fused_after_twenty_rounds_in_float64_equals_serial(network, rule):
@@ -104,6 +105,7 @@ def test_fused_after_twenty_rounds_in_float64_equals_serial(network, rule):
     assert sorted(set(fused.looped)) == LOOPED.get(network, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", deep(ZOO))
 def test_fused_zoo_model_after_five_rounds_in_float64_equals_serial_and_loops_over_nothing(name):
     data = features(48, ZOO[name], 10)
@@ -112,6 +114,7 @@ def test_fused_zoo_model_after_five_rounds_in_float64_equals_serial_and_loops_ov
     assert fused.looped == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", deep(ZOO))
 def test_fused_zoo_model_after_one_round_in_float32_equals_serial(name):
     data = features(48, ZOO[name], 10)
@@ -131,6 +134,7 @@ def test_fused_with_weight_decay_clipping_and_adamw_equals_serial(optimizer):
     assert_equal(fused, serial, 1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", [networks.SqueezeExcite, networks.Transformer, networks.UNet])
 def test_fused_in_bf16_follows_serial_in_bf16(network):
     fp32, serial, fused = (

@@ -177,6 +177,7 @@ def test_comparison_leaves_learners_their_weights_buffers_and_random_numbers():
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_auto_goes_on_to_executors_that_give_the_models_gradients(monkeypatch):
     monkeypatch.setattr(RememberedChoices, "recall", lambda choices, key: None)
     parts = make_trainer(model=lambda: Net(Sign.apply), executor="auto").run

@@ -102,6 +102,7 @@ UPDATES = {"fp64": (FP64, False, 1e-9), "fp32": (FP32, False, 2e-5), "native": (
 
 # Every optimizer with every update, learner by learner and, by native code, for all learners in one pass; and every
 # executor with every update.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("executor", "order", "update", "name"),
     [
@@ -131,6 +132,7 @@ def test_groups_follow_those_of_torch(executor, order, update, name, monkeypatch
     assert_follows(tasks, plain_loop(optimizer, tasks, 6, factor, precision.master), tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("executor", "order", "rule", "groups"),
     [
@@ -169,6 +171,7 @@ def test_rates_of_learners_are_multiplied_by_those_of_groups():
     torch.testing.assert_close(after["bias"], before["bias"] - 0.1 * gradients["bias"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("executor", "order", "precision", "others"),
     [
@@ -208,6 +211,7 @@ def test_muon_takes_rates_and_decay_of_groups_for_matrices_and_others(executor, 
     assert not torch.equal(found["middle.weight"], tasks["others"].bank.stacked()["middle.weight"])
 
 
+@pytest.mark.slow
 def test_muon_with_clipped_groups_is_the_same_in_native_code(two_cores):
     optimizer = Muon(momentum=0.8, groups=(ParameterGroup("middle", clip_norm=0.01), ParameterGroup("head", rate=2)))
     reference, ours = (

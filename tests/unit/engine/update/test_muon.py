@@ -150,6 +150,7 @@ def test_embedding_is_the_first_layer_of_a_transformer() -> None:
     assert found == tuple(f"blocks.layers.{block}.{name}" for block in range(2) for name in each)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["serial", "fused"])
 def test_queries_keys_and_values_are_three_matrices(executor: str) -> None:
     """Each takes a step of about the same size, whatever the size of its gradient."""
@@ -255,6 +256,7 @@ def test_fifty_rounds_are_those_of_numpy(optimizer: Muon, order: str) -> None:
     assert bank.weights.shaped(0)["a.weight"].equal(template.a.weight)  # the other learner has not moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("iterations", [5, 8, 12, 20])
 @pytest.mark.parametrize("rank", [1, 3])
 def test_matrices_of_low_rank_stay_in_range_in_float32(rank: int, iterations: int) -> None:
@@ -274,6 +276,7 @@ MUONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("executor", "averaging", "optimizer"),
     [  # every two of an executor, a rule and an optimizer
@@ -342,6 +345,7 @@ def test_steps_on_the_device_are_those_of_the_reference(optimizer: Muon, togethe
         torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("averaging", [SynchronousSGD(), SMA(), GroupedSMA(group_size=2)], ids=lambda rule: rule.NAME)
 @pytest.mark.parametrize("kind", [FusedExecutor, StreamsExecutor])
 @pytest.mark.parametrize("others", ["sgd", "adamw"])

@@ -25,6 +25,7 @@ from tests.unit.search.study.shared_studies import SEGMENTS, Clock, Failing, don
 MANY = [Segment(trial, rung) for trial in range(20) for rung in range(2)]
 
 
+@pytest.mark.slow
 def test_segments_claimed_by_one_are_not_given_to_another(address: str) -> None:
     first, second = worker(address, "first"), worker(address, "second")
     assert first.claim(SEGMENTS[:4]) == SEGMENTS[:4] == list(first.held)
@@ -65,6 +66,7 @@ def test_claim_that_has_ended_is_read_once(address: str, monkeypatch: pytest.Mon
     assert len(read) == 2 + 3 * 1, "both that have ended, and every time the one that has not"
 
 
+@pytest.mark.slow
 def test_segment_of_an_ended_lease_is_claimed_by_another_and_its_late_holder_is_refused(address: str) -> None:
     clock = Clock()
     late, other = worker(address, "late", clock), worker(address, "other", clock)
@@ -95,6 +97,7 @@ def test_lease_renewed_in_time_is_kept_and_costs_nothing_in_between(journal: str
         assert other.claim(SEGMENTS) == []
 
 
+@pytest.mark.slow
 def test_lease_renewed_too_late_keeps_what_nobody_has_taken(address: str) -> None:
     clock = Clock()
     late, other = worker(address, "late", clock), worker(address, "other", clock)
@@ -120,6 +123,7 @@ def test_segment_taken_within_a_living_lease_is_told_by_renew(journal: str) -> N
     assert holder.renew() == SEGMENTS[:1] and holder.held == (SEGMENTS[1],)
 
 
+@pytest.mark.slow
 def test_segments_that_are_free_are_those_that_a_claim_would_be_given(address: str) -> None:
     clock = Clock()
     first, second = worker(address, "first", clock), worker(address, "second", clock)
@@ -300,6 +304,7 @@ def test_two_threads_that_claim_get_every_segment_once(journal: str) -> None:
     assert sorted(claimed[0] + claimed[1]) == MANY
 
 
+@pytest.mark.slow
 def test_two_processes_share_trials_and_segments_none_twice(new_address: str) -> None:
     first, second = said_by_two_processes(new_address)
     assert first[0] == second[0]
@@ -494,6 +499,7 @@ def test_worker_that_joins_watches_an_old_lease_before_it_takes_anything(address
     assert new.num_searchers() == 1 and new.claim(SEGMENTS[:1]) == SEGMENTS[:1]
 
 
+@pytest.mark.slow
 def test_workers_whose_clocks_are_years_apart_keep_and_take_segments_in_time(address: str) -> None:
     behind, ahead = Clock(), Clock()
     ahead.now += 1e8

@@ -23,6 +23,7 @@ from crossbow_py.core.file_locks import locked
 from crossbow_py.search.study.storage import JournalFile, Patience, StorageError, open_storage, shown_address
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["journal:{}/a", "{}/a.log", "{}/a.journal", "sqlite:///{}/a.db"])
 def test_storage_of_an_address_keeps_a_study(tmp_path: Path, address: str) -> None:
     place = address.format(tmp_path)
@@ -129,6 +130,7 @@ def test_sqlite_trial_finished_by_two_connections_is_finished_by_one(tmp_path: P
     first.remove_session(), second.remove_session()
 
 
+@pytest.mark.slow
 def test_sqlite_transaction_that_reads_keeps_others_from_writing(tmp_path: Path) -> None:
     """So that nobody finishes a trial between another's look at it and what it does about it."""
     address = f"sqlite:///{tmp_path}/a.db"
@@ -142,6 +144,7 @@ def test_sqlite_transaction_that_reads_keeps_others_from_writing(tmp_path: Path)
     first.remove_session(), second.remove_session()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -227,6 +227,7 @@ def test_what_there_is_too_little_of_to_measure_is_none_and_the_rest_is_there(op
     assert {name for name, value in learning.items() if value is None} == missing
 
 
+@pytest.mark.slow
 def test_model_without_second_derivatives_has_no_sharpness_and_the_user_is_told_once():
     records, _, recorder = measured(model=OnceModel, stops={"max_epochs": 3}, optimizer=SGD(learning_rate=0.02))
     assert [record.learning.sharpness for record in records] == [None] * 3
@@ -235,6 +236,7 @@ def test_model_without_second_derivatives_has_no_sharpness_and_the_user_is_told_
     assert said.startswith("The sharpness of this model is not measured (")
 
 
+@pytest.mark.slow
 def test_memory_that_is_short_ends_measuring_and_not_the_run(monkeypatch):
     def refuse(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -271,6 +273,7 @@ def test_statistics_that_are_off_run_no_model(monkeypatch):
     assert [record.learning for record in recorder.of("epoch")] == [None] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
 @pytest.mark.parametrize("rule", [SMA(batch_norm="mean"), SMA(), Independent()], ids=["means", "recal", "apart"])
 def test_run_with_statistics_is_the_one_without_in_every_bit(executor, rule):
@@ -327,6 +330,7 @@ def test_time_of_measuring_is_no_time_of_training_and_the_watch_says_so(monkeypa
     assert said == ["the statistics of learning after round 4", "the statistics of learning after round 9"]
 
 
+@pytest.mark.slow
 def test_resumed_run_measures_what_the_uninterrupted_one_does_and_may_switch_it_on(tmp_path):
     whole, parts, late = tmp_path / "whole", tmp_path / "parts", tmp_path / "late"
     options = image_options(checkpoint=CheckpointSettings(every_epochs=1))
@@ -343,6 +347,7 @@ def test_resumed_run_measures_what_the_uninterrupted_one_does_and_may_switch_it_
     assert switched == {**expected, 1: None}
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_what_one_with_all_learners_does_and_the_first_alone_says_of_z():
     (one,) = results(train_measured, 1, {"num_learners": 4}, {"max_epochs": 2})
     found = results(train_measured, 2, {"num_learners": 2}, {"max_epochs": 2})
@@ -355,12 +360,14 @@ def test_two_ranks_measure_what_one_with_all_learners_does_and_the_first_alone_s
         assert (second["sharpness"], second["gradient_variance"]) == (None, None)
 
 
+@pytest.mark.slow
 def test_ranks_of_one_learner_each_have_an_agreement():
     found = results(train_measured, 2, {"num_learners": 1, "executor": "threads"}, {"max_epochs": 1})
     assert [learning[-1]["agreement"] for _, learning in found] == [pytest.approx(found[0][1][-1]["agreement"])] * 2
     assert 0 < found[0][1][-1]["agreement"] <= 1
 
 
+@pytest.mark.slow
 def test_rank_that_cannot_predict_leaves_all_without_agreement_and_with_the_rest():
     found = results(measure_with_a_failure, 2, 1, "_predictions", ValueError("torn"), {"num_learners": 2})
     assert_alike([ended for ended, _ in found])
@@ -369,6 +376,7 @@ def test_rank_that_cannot_predict_leaves_all_without_agreement_and_with_the_rest
     assert any("agreement of learners" in message for message in found[1][0].messages)
 
 
+@pytest.mark.slow
 def test_data_that_fails_while_the_first_rank_measures_ends_all_ranks():
     found = on_ranks(measure_with_a_failure, 2, 0, "_noise", DataError("sample 3 is torn"), {"num_learners": 1})
     assert [(each.kind, each.exit_code) for each in found] == [("DataError", 1), ("RankError", 1)]

@@ -45,6 +45,7 @@ def test_end_of_a_child_is_one_line(code: str, reason: str | None, may_change: b
     assert found.seconds > 0 and found.proves == ("layers",)
 
 
+@pytest.mark.slow
 def test_child_that_hangs_says_where_and_is_killed_with_all_it_has_started(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     code = (
@@ -99,6 +100,7 @@ def test_result_that_is_no_result_counts_as_none(tmp_path: Path) -> None:
     assert outcome_of(Ended(0, 1.0), tmp_path / "result", tmp_path / "log", ()).status == "failed"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone says when a parent has ended")
 def test_child_whose_parent_is_killed_does_not_stay(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
@@ -148,6 +150,7 @@ def test_child_that_ended_while_it_was_to_be_ready_is_started_anew(tmp_path: Pat
             run._ready[0].wait(20.0)
 
 
+@pytest.mark.slow
 def test_ready_child_that_hangs_is_killed_at_its_limit(tmp_path: Path) -> None:
     code = "import sys, time; sys.argv[1:] or sys.stdin.readline(); time.sleep(0 if sys.argv[1:] else 60)"
     prefix = [sys.executable, "-c", code]

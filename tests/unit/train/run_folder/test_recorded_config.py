@@ -54,6 +54,7 @@ def digits_with(folder: Path, **changes: Any) -> str:
     return f"config={folder}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -70,10 +71,12 @@ def test_recorded_run_is_told_the_same_in_a_folder_of_its_own(tmp_path: Path, ov
     assert composed(words, TrainConfig) == configuration(*overrides)
 
 
+@pytest.mark.slow
 def test_recorded_run_may_be_named_by_its_file(tmp_path: Path) -> None:
     assert composed([f"config={run(tmp_path, *TOLD)}/config.yaml"], TrainConfig) == configuration(*TOLD)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a[b]", "seed=1,x={y"])
 @pytest.mark.parametrize("multirun", [False, True])
 def test_folder_with_brackets_in_its_name_is_found_where_it_is_quoted(
@@ -84,11 +87,13 @@ def test_folder_with_brackets_in_its_name_is_found_where_it_is_quoted(
     assert composed(words, TrainConfig).seed == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["${oc.env:HOME}", r"\${oc.env:HOME}", r"a\\${b}", "a ${x} 'b' ${y}"])
 def test_text_that_looks_like_an_interpolation_stays_text(tmp_path: Path, text: str) -> None:
     assert composed([digits_with(tmp_path, init_from=text)], TrainConfig).init_from == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["a\\\\\n", "a\n", "null\n", 'a"\n', "${oc.env:HOME}\n"])
 def test_text_that_ends_a_line_stays_as_it_is(tmp_path: Path, text: str) -> None:
     word = digits_with(tmp_path, model={"name": "custom", "target": "mine.net", "args": {"text": text}})
@@ -139,6 +144,7 @@ def test_recorded_run_with_a_yaml_tag_is_refused(tmp_path: Path, value: str) -> 
         composed([f"config={folder}", "model.target=mine.net"], TrainConfig)
 
 
+@pytest.mark.slow
 def test_code_that_a_recorded_run_names_is_called_only_when_it_is_named_again(tmp_path: Path) -> None:
     folder = run(tmp_path, "data=digits", "model=custom", "model.target=os.system", "model.args={command:'true'}")
     with pytest.raises(UserError, match=r"names model.target=os.system, code that would be run; .* say it again"):
@@ -147,6 +153,7 @@ def test_code_that_a_recorded_run_names_is_called_only_when_it_is_named_again(tm
     assert composed([f"config={folder}", "model.target=mine.net"], TrainConfig).model.target == "mine.net"
 
 
+@pytest.mark.slow
 def test_transform_that_a_recorded_run_names_is_called_only_when_it_is_named_again(tmp_path: Path) -> None:
     named = ["data.test_transform.target=os.system", "data.test_transform.command=x"]
     folder = run(tmp_path, "+experiment=digits", *named)
@@ -159,6 +166,7 @@ def test_transform_that_a_recorded_run_names_is_called_only_when_it_is_named_aga
     assert composed([f"config={folder}", "~data.test_transform"], TrainConfig).data.test_transform == {}
 
 
+@pytest.mark.slow
 def test_metric_that_a_recorded_run_names_is_called_only_when_it_is_named_again(tmp_path: Path) -> None:
     folder = run(tmp_path, "+experiment=digits", "metrics.m.target=os.system", "metrics.m.command='true'")
     for words in ([], ["metrics={}"], ["metrics.m={x: 1}"], ["metrics.n.target=mine.metric"]):
@@ -170,6 +178,7 @@ def test_metric_that_a_recorded_run_names_is_called_only_when_it_is_named_again(
     assert again.metrics == {"m": {"target": "mine.metric", "command": "true"}}
 
 
+@pytest.mark.slow
 def test_listeners_that_a_recorded_run_names_are_called_only_when_they_are_named_again(tmp_path: Path) -> None:
     folder = run(tmp_path, "+experiment=digits", "listeners=[os.getcwd]")
     for words in ([], ["listeners.0=mine.Listener"], ["logger=[]"]):
@@ -179,6 +188,7 @@ def test_listeners_that_a_recorded_run_names_are_called_only_when_they_are_named
         assert composed([f"config={folder}", *words], TrainConfig).listeners == expected
 
 
+@pytest.mark.slow
 def test_keys_and_groups_are_laid_over_a_recorded_run_wherever_they_stand(tmp_path: Path) -> None:
     folder = run(tmp_path, *TOLD)
     own = ["averaging=local_sgd", "optimizer.beta1=0.5", "seed=7", f"config={folder}", "+debug=fast", "resume=auto"]
@@ -191,11 +201,13 @@ def test_keys_and_groups_are_laid_over_a_recorded_run_wherever_they_stand(tmp_pa
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_estimate_takes_a_recorded_run(tmp_path: Path) -> None:
     found = composed([f"config={run(tmp_path, *TOLD)}", "memory=8GiB"], EstimateConfig)
     assert (found.memory, found.data, found.init_from) == ("8GiB", configuration(*TOLD).data, "a=b.safetensors")
 
 
+@pytest.mark.slow
 def test_recipe_keeps_its_name_and_another_name_none() -> None:
     assert overrides_of(configuration("+experiment=digits", "seed=4"))[0] == "+experiment=digits"
     own = dataclasses.replace(configuration("+experiment=digits"), experiment="of_a_later_version")
@@ -220,6 +232,7 @@ def test_rule_that_is_gone_is_told_and_its_models_are_found(tmp_path: Path) -> N
     assert found.file == folder / "model.safetensors"
 
 
+@pytest.mark.slow
 def test_tuner_of_an_earlier_run_maximises_throughput(tmp_path: Path) -> None:
     folder = run(tmp_path, "+experiment=digits", "num_learners=auto", without=("auto_tuner", "objective"))
     assert recorded(str(folder)).auto_tuner.objective == "throughput"

@@ -138,6 +138,7 @@ def test_growth_from_one_learner_begins_at_its_weights_and_shrinking_to_one_ends
     assert torch.equal(bank.weights.flat(0)[0], bank.z.flat()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["threads", "fused"])
 def test_resumed_run_goes_on_with_the_learners_it_had_bit_for_bit(executor, tmp_path):
     options = {"model": image_model, "train_data": images(96), "executor": executor}
@@ -161,6 +162,7 @@ def test_decisions_are_lines_of_their_own_in_the_metrics(tmp_path):
     assert [line["epoch"] for line in lines if "event" not in line] == [1]
 
 
+@pytest.mark.slow
 def test_learner_that_memory_does_not_hold_is_not_added_and_nothing_is_lost(monkeypatch):
     trainer = auto_trainer([2, 3], train_data=blobs(120), test_data=blobs(30))
     allocate, bank = ReplicaBank._allocate, trainer.run.bank
@@ -179,6 +181,7 @@ def test_learner_that_memory_does_not_hold_is_not_added_and_nothing_is_lost(monk
     assert result.test_accuracy >= 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
 def test_round_that_dies_for_want_of_memory_takes_learners_away_and_training_goes_on(executor):
     trainer = auto_trainer([2, 3], executor=executor, train_data=blobs(120), test_data=blobs(30))
@@ -220,6 +223,7 @@ def test_learner_that_is_non_finite_when_the_number_changes_is_reseeded_first():
     assert all(bool(value.isfinite().all()) for each in states for value in each.values())
 
 
+@pytest.mark.slow
 def test_number_found_when_memory_runs_out_in_the_last_round_is_not_overruled_by_the_decision_before():
     trainer = auto_trainer([3], executor="serial", train_data=blobs(120))
     trainer.fit(max_rounds=2)  # three learners now
@@ -245,6 +249,7 @@ def test_out_of_memory_with_a_number_of_learners_that_was_asked_for_is_the_end(m
         trainer.fit(max_epochs=1)
 
 
+@pytest.mark.slow
 def test_auto_finds_a_number_of_learners_by_itself():
     trainer = Trainer(model=image_model, train_data=images(96), device="cpu", executor="threads", max_learners=3)
     trainer.run.tuning = LearnerTuning(AutoTuner(max_learners=3), window_s=0.02)

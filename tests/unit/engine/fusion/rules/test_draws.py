@@ -83,6 +83,7 @@ def after_rounds(name, executor, seed=0):
     return tasks.bank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWS)
 def test_numbers_drawn_in_forward_are_the_same_in_every_executor(name):
     serial, *others = (after_rounds(name, executor) for executor in ("serial", "threads", "fused", "fused_threads"))
@@ -90,6 +91,7 @@ def test_numbers_drawn_in_forward_are_the_same_in_every_executor(name):
         assert_learners_equal(bank, serial)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["serial", "fused"])
 def test_numbers_drawn_in_forward_follow_from_the_seed_alone(executor):
     first, second, other = (after_rounds("drop path", executor, seed) for seed in (1, 1, 2))

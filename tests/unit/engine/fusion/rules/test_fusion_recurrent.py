@@ -142,6 +142,7 @@ def check(model: nn.Module, training: bool = True, looped: Sequence[str] | None 
 ARRIVALS = [*((name, "scaled") for name in LAYERS), *((name, how) for name in STATES for how in ("raw", "mixed"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "arrives"), ARRIVALS)
 def test_recurrent_layer_of_three_learners_equals_three_modules(name, arrives):
     check(Layer(LAYERS[name](), arrives))
@@ -157,6 +158,7 @@ def test_recurrent_layer_in_evaluation_mode_equals_three_modules(name):
     check(Layer(LAYERS[name](), "scaled"), training=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", ["weight_ih_l0", "weight_hh_l0", "bias_hh_l0"])
 @pytest.mark.parametrize("make", [lstm, gru, elman])
 def test_recurrent_layer_with_a_frozen_parameter_equals_three_modules(make, frozen):
@@ -258,6 +260,7 @@ def run_both(kind, **options):
     return both
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("rule", [SMA(), Independent()], ids=["sma", "ensemble"])
 def test_fused_recurrent_network_after_some_rounds_in_float64_equals_serial(kind, rule):
@@ -266,6 +269,7 @@ def test_fused_recurrent_network_after_some_rounds_in_float64_equals_serial(kind
     assert_equal(fused, serial, 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_fused_recurrent_network_in_bf16_follows_serial_in_bf16(kind):
     fused, serial = run_both(kind, num_rounds=3, precision=BF16)
