@@ -193,7 +193,8 @@ def rehearse(venv: Path) -> int:
                 with contextlib.suppress(FileNotFoundError):
                     shutil.copytree(CARRIED / name, Path(folder, ".gpu", name))
             own = {"OUT": f"{folder}/out", "PATH": os.environ["PATH"], "HOME": folder}
-            call = ["unshare", "-rn", str(venv / "bin" / "python"), "experiments/gpu/on_device.py", "--device", "cpu"]
+            alone = ["unshare", "-rn", "sh", "-c", 'ip link set lo up; exec "$@"', "sh"]  # ranks meet on this host
+            call = [*alone, str(venv / "bin" / "python"), "experiments/gpu/on_device.py", "--device", "cpu"]
             print(f"\n{words}")
             call += ["--tiny", "--untried", "--seconds", *words.split()]
             done = subprocess.run(call, cwd=folder, env=own, timeout=2 * limit, check=False)
