@@ -26,7 +26,6 @@ def test_every_format_so_far_has_its_golden_checkpoint():
         assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 20_000
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("folder", FORMATS, ids=lambda folder: folder.name)
 def test_golden_checkpoint_is_resumed_and_trains_on_to_the_known_model(folder, tmp_path):
     num_ranks = find_newest(folder)[0].num_ranks

@@ -20,7 +20,6 @@ WORDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 def test_search_with_all_keys_of_a_run_is_gone_on_with(tmp_path):
     folder = tmp_path / "search"
     shutil.copytree(GOLDEN_SEARCH, folder)

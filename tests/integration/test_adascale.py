@@ -46,7 +46,6 @@ def with_rates(**options):
     return trainer, rates, found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", [SMA, SynchronousSGD], ids=lambda rule: rule.NAME)
 @pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
 def test_rate_is_that_of_the_gain_of_the_rounds_before_the_last(rule, executor):

@@ -177,7 +177,6 @@ def test_learner_that_went_non_finite_is_not_in_the_ema() -> None:
     assert all(value.isfinite().all() for value in result.model.state_dict().values())
 
 
-@pytest.mark.slow
 def test_statistics_of_learning_are_those_of_z() -> None:
     found = []
     for averaging in (SMA(), SMA(average_ema=5.0)):

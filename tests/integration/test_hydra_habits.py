@@ -110,7 +110,6 @@ def test_text_that_looks_like_an_interpolation_stays_text(
     assert names("swept") == ["${oc.env:SECRET}_8"]
 
 
-@pytest.mark.slow
 def test_cfg_of_a_search_and_a_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["+experiment=search_digits", "+space.batch_size=[8,16]"]
     assert crossbow_py.search.__main__.main([*words, "--cfg", "job"]) == 0
@@ -232,7 +231,6 @@ def test_launcher_that_is_not_installed_is_one_line_that_says_how(
     assert "starts processes, and so does torchrun" in error_line(capsys)
 
 
-@pytest.mark.slow
 def test_slurm_that_is_not_here_is_one_line_before_anything_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,7 +341,6 @@ def test_launcher_starts_searches() -> None:
     assert names("searched") == ["seed=1", "seed=2"]
 
 
-@pytest.mark.slow
 def test_launcher_that_fails_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     write("conf/hydra/launcher/broken.yaml", f"{HERE}nothing_like_this: 1\n")
     assert main(["-m", "hydra/launcher=broken", "seed=1,2", "output_dir=swept"]) == 1
@@ -372,7 +369,6 @@ def _runs_in_a_process_of_a_sweep(pids: Any, of_the_sweep: bool) -> None:
     multiprocessing.get_context("fork").Process(target=job, args=(os.getpid() if of_the_sweep else 1,)).start()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 @pytest.mark.parametrize("of_the_sweep", [True, False])
 def test_job_ends_with_the_process_of_the_sweep_that_has_started_it_and_with_no_other(of_the_sweep: bool) -> None:

@@ -162,13 +162,11 @@ def test_prediction_that_fails_leaves_no_folder() -> None:
     assert Path("mine").exists()
 
 
-@pytest.mark.slow
 def test_every_combination_of_swept_values_has_a_folder_of_its_own() -> None:
     assert main(["-m", "models=[wide]", *ON_CPU, "executor=serial,fused", "output_dir=swept"]) == 0
     assert {path.name for path in Path("swept").iterdir()} == {"executor=serial", "executor=fused"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -220,7 +220,6 @@ def test_learner_gone_non_finite_on_one_rank_stops_all_and_leaves_the_checkpoint
     assert (summary["status"], summary["stop_reason"]) == ("failed", "non_finite")
 
 
-@pytest.mark.slow
 def test_learner_gone_non_finite_on_the_first_rank_is_its_own_error(tmp_path):
     options = {**with_a_nan_at(5 * PER_ROUND + 5), "output_dir": tmp_path}
     first, second = on_ranks(rank_jobs.train, 2, options, {"max_epochs": 1})
@@ -287,7 +286,6 @@ def test_bad_sample_on_one_rank_stops_all_with_a_checkpoint_and_a_resume_finishe
     assert weights(parts) == weights(whole)
 
 
-@pytest.mark.slow
 def test_bad_test_sample_in_one_ranks_share_is_raised_on_all_with_a_checkpoint(tmp_path):
     options = {"test_data": rank_jobs.Pictures(20, bad=6), "num_workers": 0, "output_dir": tmp_path}
     found = on_ranks(rank_jobs.evaluate_in_fours, 2, options)

@@ -32,7 +32,6 @@ def test_z_that_differs_by_a_bit_on_one_of_three_ranks_is_found_and_the_rank_nam
         assert first.text in other.text
 
 
-@pytest.mark.slow
 def test_z_that_differs_is_found_in_the_next_round_that_is_checked():
     options = {"train_data": images(200), "distributed": DistributedSettings(check_every_rounds=4)}
     first, _ = on_ranks(rank_jobs.spoil_z, 2, options, {"max_rounds": 40}, 5, 1)
@@ -40,7 +39,6 @@ def test_z_that_differs_is_found_in_the_next_round_that_is_checked():
     assert "of rank 1 differs from the others' before round 8:" in first.text
 
 
-@pytest.mark.slow
 def test_metric_that_fails_on_one_rank_ends_the_other_too():
     begun = time.monotonic()
     other, failed = on_ranks(rank_jobs.evaluate_in_fours, 2, {"metrics": {"broken": rank_jobs.broken_on_rank_1}})

@@ -127,7 +127,6 @@ def test_keyboard_interrupt_in_a_round_is_summed_up_as_interrupted(tmp_path, mon
     assert not checkpoints(tmp_path)
 
 
-@pytest.mark.slow
 def test_run_stopped_right_before_a_restart_restarts_when_resumed(tmp_path):
     recorder = Recorder()  # the rate drops at 50, which the round that starts at 56 is the first to see
     assert_resumed_as_whole(tmp_path, {"max_samples": 56}, 2, callbacks=[recorder])
@@ -152,7 +151,6 @@ def test_run_stopped_by_sigterm_in_mid_epoch_and_resumed_equals_the_uninterrupte
     assert read_summary(parts)["best_test_accuracy"] == read_summary(whole)["best_test_accuracy"]
 
 
-@pytest.mark.slow
 def test_independent_learners_resumed_equal_the_uninterrupted_ones(tmp_path):
     options = {"averaging": Independent(), "optimizer": SGD(learning_rate=(0.01, 0.1))}
     assert_resumed_as_whole(tmp_path, {"max_rounds": 17}, 2, **options)
@@ -252,7 +250,6 @@ def test_choices_of_auto_are_kept_on_resume_whatever_this_machine_would_choose(t
     assert (fresh.run.choices.executor, fresh.run.choices.precision.name) == ("threads", "bf16")
 
 
-@pytest.mark.slow
 def test_resume_after_a_fall_back_goes_on_from_the_newest_of_its_own_checkpoints(tmp_path):
     keep = {"checkpoint": CheckpointSettings(every_epochs=1, keep=1)}
     trainer_of(tmp_path).fit(max_epochs=3)

@@ -150,7 +150,6 @@ def test_best_of_a_stopped_search_has_the_command_that_trains_it_as_far_as_it_ca
     assert all(torch.allclose(model[name], again[name], atol=1e-5) for name in model)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("refused", [False, True])
 def test_data_of_a_search_is_closed_when_it_ends_and_when_it_is_refused(
@@ -205,7 +204,6 @@ def test_second_ctrl_c_ends_at_once_and_says_where_the_search_goes_on(
     assert len(segments()) == 4
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(("num_signals", "num_others"), [(1, 0), (1, 1), (2, 1)])  # the second is raised at once
 def test_worker_that_ends_early_tells_its_listeners_how_many_others_still_search(

@@ -155,14 +155,12 @@ def test_dropout_in_the_space_is_each_trials_own() -> None:
     assert packed == {rate: pytest.approx(value, rel=1e-3) for rate, value in alone.items()}
 
 
-@pytest.mark.slow
 def test_models_in_the_space_are_of_several_kinds() -> None:
     target = "model.target:{choices:[tests.searches.linear],when:{model:custom}}"
     assert main([*MLP, *GRID, *ALONE, f"space={{model:[mlp,custom],{target}}}"]) == 0
     assert [trial["state"] for trial in trials()] == ["complete", "complete"]
 
 
-@pytest.mark.slow
 def test_seed_in_the_space_is_the_trials_own() -> None:
     assert main([*MLP, *GRID, *ALONE, "space.seed=[3,4]", "metric=loss"]) == 0
     found = values_by("seed")

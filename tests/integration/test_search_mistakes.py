@@ -190,7 +190,6 @@ def test_trial_that_fails_is_recorded_with_its_reason_and_the_others_go_on(
     assert report()["best"]["params"][key.partition("=")[0]] != failing
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "words"),
     [

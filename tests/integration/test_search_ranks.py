@@ -64,7 +64,6 @@ def test_mistake_is_said_once_and_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "search").exists()
 
 
-@pytest.mark.slow
 def test_gpu_by_its_number_is_refused_with_the_rule_of_ranks(tmp_path: Path) -> None:
     with started_ranks(tmp_path / "search", "device=cuda:1") as ranks:
         assert [ended(rank) for rank in ranks] == [2, 2]

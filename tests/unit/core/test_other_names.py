@@ -39,7 +39,6 @@ def test_every_entry_leads_to_what_exists_and_hides_no_key_of_ours() -> None:
     assert {*words, *other_names._OTHERWISE} & (KEYS | KEYWORDS) == set()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "python", "key"),
     [

@@ -88,7 +88,6 @@ def test_batch_of_another_size_augments_the_same_sample_alike() -> None:
         assert torch.equal(small.batch(start).inputs, whole.inputs[start - N : start - N + 4])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("streamed", [False, True])
 def test_batch_asked_for_by_many_threads_equals_one_threads(streamed: bool) -> None:
     starts = [start % (4 * N) for start in range(0, (8 if streamed else 40) * N, 3)]
@@ -228,7 +227,6 @@ def test_batches_loaded_in_two_steps_equal_those_of_one(
         assert all(batch.is_contiguous(memory_format=wished) for batch in got.inputs)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("augmentation", "order", "dtype"),
     [

@@ -415,7 +415,6 @@ def test_record_that_fails_and_a_folder_that_is_gone_keep_no_rank_from_ending(tm
     assert "for rank 1 (" in found[0]
 
 
-@pytest.mark.slow
 def test_threads_of_ranks_that_answer_each_other_find_nothing_and_end_on_close():
     store, found = DictStore(), []
     for rank in range(2):

@@ -89,7 +89,6 @@ def test_micro_batches_give_the_run_of_the_whole_batch_in_float64(executor, orde
     assert_learners_equal(ours.bank, whole.bank)
 
 
-@pytest.mark.slow
 @ON_ALL
 def test_micro_batches_that_all_learners_share_give_the_run_of_the_whole_batch(executor, order, two_cores):
     (whole, losses), (ours, own) = two_runs(executor, order, rule=Independent())
@@ -131,7 +130,6 @@ def test_label_smoothing_of_few_counted_samples_is_that_of_the_whole_batch(execu
     assert_learners_equal(ours.bank, whole.bank)
 
 
-@pytest.mark.slow
 @ON_ALL
 def test_right_predictions_are_counted_over_the_whole_batch(executor, order, two_cores):
     counts = []

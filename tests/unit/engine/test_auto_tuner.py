@@ -542,7 +542,6 @@ def test_memory_that_ran_out_goes_back_to_the_best_by_goodput() -> None:
     assert quick().out_of_memory(state)[0].num_learners == 3
 
 
-@pytest.mark.slow
 @given(st.lists(st.tuples(POSITIVE, st.floats(0, 1e6)), min_size=1, max_size=60))
 def test_tuner_stays_within_its_counts_whatever_the_noise(script: list[tuple[float, float]]) -> None:
     tuner, state = quick(), START

@@ -105,7 +105,6 @@ def test_one_learner_is_compared_seldom_once_enough_is_known() -> None:
     assert [index for index in range(10) if compares_in(index, 3, 100)] == [0, 4, 8]
 
 
-@pytest.mark.slow
 def test_halves_of_a_batch_show_what_whole_batches_do() -> None:
     """By samples' gradients N(G, σ²) of P values: |G|² = P·G² and tr(Σ) = P·σ²."""
     rng, b, num_values = np.random.default_rng(0), 8, 50
@@ -127,7 +126,6 @@ def follow(tasks, runner, num_rounds: int = 6) -> list[Comparison | None]:  # ty
     return [outcome.comparison for outcome in run(runner, tasks, num_rounds)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", [SMA(), Crossbow(), SynchronousSGD(), GroupedSMA(group_size=2)], ids=lambda r: r.NAME)
 @pytest.mark.parametrize("optimizer", [SGD(), Muon()], ids=["sgd", "muon"])
 @pytest.mark.parametrize(("precision", "tolerance"), [(FP64, 1e-10), (FP32, 1e-3)], ids=["fp64", "fp32"])
@@ -209,7 +207,6 @@ def test_weights_that_one_half_does_not_use_count_as_zero() -> None:
     assert found == pytest.approx((q, (3 * q - s) / 2, 2), rel=1e-9)
 
 
-@pytest.mark.slow
 def test_single_learner_knows_its_gradient_where_steps_overshoot() -> None:
     """Near the end of stability two rounds' gradients oppose each other, and those of a batch's halves do not."""
     generator = torch.Generator().manual_seed(0)

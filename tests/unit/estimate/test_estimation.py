@@ -99,7 +99,6 @@ def test_estimate_writes_an_answer_that_fits_and_the_next_larger_does_not(tmp_pa
     assert found["config"]["experiment"] == "resnet20"
 
 
-@pytest.mark.slow
 def test_estimate_counts_the_velocity_and_the_ema_that_the_averaging_rule_keeps() -> None:
     def needed(*options: str) -> int:
         model = estimate(compose(["model=lenet", "data=mnist", "memory=1GiB", *options], EstimateConfig)).model
@@ -130,7 +129,6 @@ def test_estimate_without_output_dir_writes_nothing(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_estimate_draws_a_picture_where_it_can(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plain(tmp_path, "memory=1GiB")
@@ -146,14 +144,12 @@ def test_estimate_without_matplotlib_says_so_and_goes_on(
     assert not (tmp_path / "estimate.png").exists()
 
 
-@pytest.mark.slow
 def test_estimate_on_this_machine_is_held_against_its_free_memory(tmp_path: Path) -> None:
     found = plain(tmp_path, "device=cpu", "max_learners=2")
     assert found["host"]["memory_bytes"] > found["limit_bytes"] > 0
     assert "workspaces inside operators" in found["held_back"]
 
 
-@pytest.mark.slow
 def test_estimate_of_the_users_own_model_and_data_reads_the_data(tmp_path: Path) -> None:
     here = f"{__name__}"
     found = plain(
@@ -166,7 +162,6 @@ def test_estimate_of_the_users_own_model_and_data_reads_the_data(tmp_path: Path)
     assert found["recommendation"]["limits"] == ["samples"]
 
 
-@pytest.mark.slow
 def test_estimate_of_items_with_several_inputs(tmp_path: Path) -> None:
     found = plain(
         tmp_path, "model=custom", f"model.target={__name__}.EmbedsWeighted", "data=custom",
@@ -193,7 +188,6 @@ def test_estimate_where_nothing_fits_says_how_much_is_needed(capsys: pytest.Capt
     assert "Nothing fits: 2 learners need" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_estimate_where_the_configured_batch_does_not_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model=resnet20", "data=cifar10", "memory=1GiB", "batch_size=20000", "num_learners=1"]) == 0
     said = capsys.readouterr().out
@@ -209,7 +203,6 @@ def test_answer_says_at_least_only_where_all_learners_that_were_asked_about_fit(
     assert "configured: at least 8 learners fit" in as_text(dataclasses.replace(found, fitting_learners=8))
 
 
-@pytest.mark.slow
 def test_estimate_takes_the_users_speed_of_the_device() -> None:
     overrides = ["model=resnet18", "data=image_folder", "data.size=32", "data.resize=32", "data.root=/nowhere"]
     found = estimate(compose([*overrides, "memory=1GiB", "images_per_s=500"], EstimateConfig))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
@@ -17,7 +16,6 @@ def on_meta() -> DenseNet:
     return model
 
 
-@pytest.mark.slow
 def test_blocks_end_with_the_channels_and_positions_of_the_papers_table() -> None:
     model = on_meta()
     x, shapes = model.stem(torch.empty(2, 3, 224, 224, device="meta")), []

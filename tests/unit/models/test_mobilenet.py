@@ -17,7 +17,6 @@ def on_meta(width: float = 1.0) -> MobileNetV2:
     return model
 
 
-@pytest.mark.slow
 def test_blocks_halve_the_image_three_times() -> None:
     x, shapes = torch.empty(2, 3, 32, 32, device="meta"), []
     for module in on_meta().features:

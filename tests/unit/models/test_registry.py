@@ -101,7 +101,6 @@ PARAMETERS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "shape", "classes", "parameters"), PARAMETERS)
 def test_parameters_match_what_is_published(name: str, shape: tuple[int, ...], classes: int, parameters: int) -> None:
     with torch.device("meta"):
@@ -132,7 +131,6 @@ def test_convolutions_after_building_have_the_standard_deviation_of_he(make: Cal
     assert weight.mean().item() == pytest.approx(0, abs=0.05 * math.sqrt(variance))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_forward_and_backward_reach_every_parameter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = small(name, monkeypatch)

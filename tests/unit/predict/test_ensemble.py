@@ -76,7 +76,6 @@ def test_members_and_their_mean_equal_plain_pytorch_at_every_batch_size(executor
     assert all(model.training for model in models)  # as they were
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_models_of_several_architectures_are_banks_side_by_side_and_keep_their_order(executor):
     small, wide, other = seeded(mlp, 2), seeded(lambda: mlp(16), 2), seeded(lambda: mlp(activation=nn.Tanh), 1)
@@ -181,7 +180,6 @@ def prediction_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("crossbow prediction")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["threads", "fused_threads"])
 def test_closing_ends_the_threads_and_the_ensemble_may_be_used_again(executor, three_cores):
     models = seeded(mlp, 4)
@@ -291,7 +289,6 @@ def test_programs_are_kept_for_the_last_shapes_alone_and_made_anew_for_others(ex
     assert len(predictor._programs) == 0
 
 
-@pytest.mark.slow
 def test_choices_and_notes_are_bounded_as_well(monkeypatch):
     class Branching(nn.Linear):
         def forward(self, x):

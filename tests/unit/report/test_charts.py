@@ -65,7 +65,6 @@ def test_a_run_has_one_colour_in_every_chart_and_a_name_where_there_are_several(
         assert [text.get_text() for text in legend.get_texts()] == ["a", "b"]
 
 
-@pytest.mark.slow
 def test_timeline_shows_three_usual_rounds_with_a_row_a_stream(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", epochs=1)
     write_trace(folder)

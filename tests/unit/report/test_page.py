@@ -49,7 +49,6 @@ def headings(text: str) -> list[str]:
     return re.findall(r"<h[12]>(.*?)</h[12]>", text)
 
 
-@pytest.mark.slow
 def test_page_of_one_run_has_its_charts_decisions_and_timeline_and_loads_nothing(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "digits" / "a")
     write_trace(folder)
@@ -194,7 +193,6 @@ def test_page_of_many_ranks_has_the_slowest_first_and_its_curve(
     assert Balance(text).wrong == []
 
 
-@pytest.mark.slow
 def test_page_names_the_ranks_that_hung(tmp_path: Path) -> None:
     hanging = [HangingRank(3, "gpu-<1>", 7, "round 5", "12:00", 3.0), HangingRank(4, "b", 8, "round 5", "12:00", 3.0)]
     text = page([write_run(tmp_path / "a", summary={"status": "failed", "hanging_ranks": tuple(hanging)})])

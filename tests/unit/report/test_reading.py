@@ -117,7 +117,6 @@ def test_find_runs_takes_runs_and_folders_of_runs_each_once(tmp_path: Path) -> N
     assert find_runs([b, tmp_path / "digits"]) == [b, a]
 
 
-@pytest.mark.slow
 def test_names_leave_out_what_all_have_in_common(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / place, epochs=1) for place in ("digits/a", "digits/b", "lenet/a")]
     assert [run.name for run in read_runs(folders)] == ["digits/a", "digits/b", "lenet/a"]

@@ -30,7 +30,6 @@ from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator
 from tests.unit.search.tiny_search import Setting, lost, never
 
 
-@pytest.mark.slow
 def test_best_trial_is_measured_on_the_test_data_and_written(setting: Setting, tmp_path: Path) -> None:
     search = setting.search()
     assert search.run(never)
@@ -91,7 +90,6 @@ def kept(setting: Setting, tmp_path: Path) -> Keep:
     return keep
 
 
-@pytest.mark.slow
 def test_best_trial_whose_files_are_elsewhere_leaves_no_model_of_another(kept: Keep, tmp_path: Path) -> None:
     elsewhere = TrialStates(tmp_path / "elsewhere")
     found, seconds = kept("seed: 1\n", elsewhere)
@@ -156,7 +154,6 @@ def test_best_trial_is_tested_with_as_many_samples_as_memory_holds(kept: Keep, m
     assert (found.test_accuracy, found.test_loss) == (ample.test_accuracy, pytest.approx(ample.test_loss))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name"),
     [(trial_registry, "Evaluator"), (Evaluator, "module"), (Evaluator, "evaluate"), (outcome, "save_weights")],

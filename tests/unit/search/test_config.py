@@ -159,7 +159,6 @@ def test_trial_of_a_searched_group_has_the_options_own_values_and_what_is_search
     assert (adamw.NAME, adamw.beta1, adamw.beta2) == ("adamw", 0.8, 0.999)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "entry", "words"),
     [
@@ -257,7 +256,6 @@ def test_value_that_a_search_cannot_have_is_refused(
         assert word in str(refused.value)
 
 
-@pytest.mark.slow
 def test_search_without_a_space_or_without_a_number_of_trials_is_refused() -> None:
     with pytest.raises(UserError, match="space must be a mapping with at least one key"):
         search("data=digits")
@@ -275,7 +273,6 @@ def test_search_without_a_space_or_without_a_number_of_trials_is_refused() -> No
         search(*DIGITS, "metric=loss", "target_accuracy=0.9")
 
 
-@pytest.mark.slow
 def test_key_of_the_space_on_the_command_line_is_laid_over_the_experiments() -> None:
     fixed, narrowed, added = (
         search(*DIGITS, override).parsed_space.to_plain()

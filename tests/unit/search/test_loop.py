@@ -82,7 +82,6 @@ def test_trials_of_two_batch_sizes_run_side_by_side_each_with_batches_of_its_siz
     assert {4, 8} in seen
 
 
-@pytest.mark.slow
 def test_hyperband_interleaves_brackets_so_that_packs_stay_full(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +95,6 @@ def test_hyperband_interleaves_brackets_so_that_packs_stay_full(
     assert first_narrow > len(rows) // 2  # only when little is left
 
 
-@pytest.mark.slow
 def test_killed_search_repeats_no_finished_rung_and_finds_the_same_best(setting: Setting, tmp_path: Path) -> None:
     whole = finished(tmp_path / "whole")
     for after in (1, 3, 4):  # the process ends without a word: no release, no close
@@ -112,7 +110,6 @@ def test_killed_search_repeats_no_finished_rung_and_finds_the_same_best(setting:
     assert setting.study().results() == pytest.approx(whole.study().results())
 
 
-@pytest.mark.slow
 def test_stopped_search_gives_back_what_it_held(setting: Setting) -> None:
     search = setting.search()
     assert not search.run(lambda: len(setting.finished) >= 3)
@@ -121,7 +118,6 @@ def test_stopped_search_gives_back_what_it_held(setting: Setting) -> None:
     assert len(setting.finished) == len(set(setting.finished)) == 13
 
 
-@pytest.mark.slow
 def test_stopped_search_goes_on_in_the_middle_of_its_segments(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -142,7 +138,6 @@ def test_stopped_search_goes_on_in_the_middle_of_its_segments(
     assert not list(setting.folder.glob("*/*.underway.pt"))
 
 
-@pytest.mark.slow
 def test_search_killed_within_long_segments_goes_on_where_they_were_kept(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +230,6 @@ def waiting_segments(search: Search) -> list[Segment]:
     return ready(search.rules.brackets, search.results, maximize=True)
 
 
-@pytest.mark.slow
 def test_streamed_samples_are_shared_by_trials_that_are_at_the_same_ones(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,7 +245,6 @@ def test_streamed_samples_are_shared_by_trials_that_are_at_the_same_ones(
     assert len(setting.finished) == len(set(setting.finished))
 
 
-@pytest.mark.slow
 def test_two_workers_share_the_trials_and_train_none_twice(setting: Setting) -> None:
     errors: list[BaseException] = []
 
@@ -308,7 +301,6 @@ def test_trial_that_raises_in_a_pack_is_found_by_training_each_alone(
     assert any("one at a time" in message for message in setting.messages)
 
 
-@pytest.mark.slow
 def test_trial_whose_settings_are_refused_fails_and_the_others_go_on(setting: Setting) -> None:
     setting.rates = {0: -1.0, 4: 1e38}
     assert setting.search().run(never)
@@ -317,7 +309,6 @@ def test_trial_whose_settings_are_refused_fails_and_the_others_go_on(setting: Se
     assert [message for message in setting.messages if "Trial 0 failed" in message]
 
 
-@pytest.mark.slow
 def test_state_that_is_lost_is_trained_again_from_the_beginning(setting: Setting, tmp_path: Path) -> None:
     whole = finished(tmp_path / "whole")
     search = setting.search()

@@ -29,7 +29,6 @@ def test_right_predictions_are_blue_and_wrong_ones_red_by_the_root_of_their_shar
     assert wrong not in colours(matrix(2))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("size", "side"), [(2, 88), (10, 440), (100, 800), (1000, 1000)])
 def test_picture_has_room_for_every_class_and_is_no_larger_than_a_screen_where_it_can(size: int, side: int) -> None:
     picture = confusion_picture(matrix(size, wrong=3))

@@ -91,7 +91,6 @@ def test_every_chart_of_the_dashboard_has_a_curve_and_every_tag_of_a_section_a_c
     }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [8, 64])
 def test_every_chart_of_many_ranks_has_a_few_curves_and_every_node_a_run_of_its_own(
     tmp_path: Path, num_ranks: int
@@ -115,7 +114,6 @@ def test_every_chart_of_many_ranks_has_a_few_curves_and_every_node_a_run_of_its_
         assert set(read_events(folder / "tensorboard" / node).Tags()["scalars"]) >= of_gpus
 
 
-@pytest.mark.slow
 def test_curves_of_many_ranks_show_the_slow_one(tmp_path: Path) -> None:
     """The rank is slower by a fifth in the second half; others vary by a hundredth."""
     read = read_events(write_job(tmp_path / "run", 64, synchronisations=80) / "tensorboard")

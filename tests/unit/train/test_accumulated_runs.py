@@ -36,7 +36,6 @@ def test_run_counts_the_samples_of_all_micro_batches(tmp_path: Any) -> None:
     assert "2 learners of batch size 4 × 5 accumulated" in header_lines(heard.of("start")[0])[1]
 
 
-@pytest.mark.slow
 def test_resumed_run_ends_with_the_bits_of_one_that_ran_through(tmp_path: Any) -> None:
     def trainer(name: str, resume: str | None = None) -> Any:
         return image_trainer(accumulate=3, batch_size=2, output_dir=tmp_path / name, resume=resume)

@@ -79,7 +79,6 @@ def test_experiment_with_another_group_option_leaks_nothing_into_it(experiment: 
     assert config.data == TrainConfig.GROUPS["data"]["synthetic"]()
 
 
-@pytest.mark.slow
 def test_option_that_a_recipe_has_too_is_without_its_keys_if_it_is_chosen() -> None:
     recipe = compose(["+experiment=alexnet"], TrainConfig)
     assert recipe.optimizer == SGD(learning_rate=0.01, momentum=0.9, weight_decay=5e-4)
@@ -330,7 +329,6 @@ max_epochs: 3
     return folder / "conf"
 
 
-@pytest.mark.slow
 def test_options_in_conf_of_the_current_folder_are_options(own_options: Path) -> None:
     config = compose(["+experiment=mine"], TrainConfig)
     assert (config.experiment, config.max_epochs, config.optimizer.learning_rate) == ("mine", 3, 0.25)

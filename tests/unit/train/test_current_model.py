@@ -55,7 +55,6 @@ def test_model_after_ctrl_c_is_that_of_the_rounds_until_then(rule, num_learners)
     assert trainer.evaluate().loss == whole.summary.test_loss
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["threads", "fused"])
 def test_trainer_interrupted_beside_working_threads_has_a_model_and_trains_on(executor):
     trainer = image_trainer(executor=executor, num_learners=4)

@@ -30,7 +30,6 @@ def test_frozen_group_keeps_its_first_weights_and_others_do_not(tmp_path: Path, 
     assert [name for name, value in after.items() if torch.equal(value, before[name])] == ["0.weight"]
 
 
-@pytest.mark.slow
 def test_resumed_run_ends_with_the_bits_of_one_that_ran_through_and_takes_no_other_groups(tmp_path: Path) -> None:
     trainer(tmp_path / "whole").fit(max_rounds=9)
     trainer(tmp_path / "parts").fit(max_rounds=4)

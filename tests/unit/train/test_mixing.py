@@ -88,7 +88,6 @@ def test_mixing_changes_what_is_learned() -> None:
     assert not torch.allclose(one["0.weight"], other["0.weight"], atol=1e-3)
 
 
-@pytest.mark.slow
 def test_run_resumed_in_mid_epoch_mixes_as_the_uninterrupted_one(tmp_path: Path) -> None:
     options: dict[str, Any] = {"augmentation": Augmentation(2, True, mixup=0.4, cutmix=1.0)}
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -127,7 +127,6 @@ def test_run_stops_after_patience_and_returns_the_model_of_the_best_evaluation(o
     assert read_summary(tmp_path)["model_epoch"] == result.summary.model_epoch
 
 
-@pytest.mark.slow
 def test_restore_best_returns_the_best_of_a_run_that_ends_otherwise_and_evaluate_measures_it():
     trainer, watcher = watched()
     result = trainer.fit(max_epochs=8, restore_best=True)
@@ -166,7 +165,6 @@ def test_resumed_run_counts_on_and_has_the_same_best_model(tmp_path: Path, optio
     assert "Nothing is left to train: the run had reached patience; allow more of it." in recorder.of("message")
 
 
-@pytest.mark.slow
 def test_best_is_looked_for_from_here_on_where_earlier_models_were_not_kept():
     trainer, watcher = watched()
     trainer.fit(max_epochs=8)

@@ -117,7 +117,6 @@ def test_learners_that_share_gradients_wait_for_another_ranks_weights_while_thei
     assert torch.equal(bank.weights.flat()[0], before)
 
 
-@pytest.mark.slow
 def test_learners_that_share_gradients_are_alike_again_after_one_ran_out_of_memory_in_its_step(make_runner):
     runner, run, _, _ = make_runner("serial", averaging=SynchronousSGD())
     runner._run = run = dataclasses.replace(run, collective=Collective())
@@ -172,7 +171,6 @@ def test_rank_out_of_memory_goes_on_with_fewer_learners_after_all_have_met(make_
     assert collective.given[-1].any()
 
 
-@pytest.mark.slow
 def test_rank_that_is_healthy_shrinks_too_when_another_is_out_of_memory(make_runner):
     runner, run, collective, _ = make_runner("threads")
     submit(runner, run, range(3))

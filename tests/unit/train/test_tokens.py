@@ -213,7 +213,6 @@ def test_labels_that_count_weigh_alike_in_the_loss_of_a_model() -> None:
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.slow
 def test_micro_batches_of_classes_without_weight_add_nothing() -> None:
     inputs, targets = torch.randn(16, 4), torch.tensor([0, 1] * 8)
     for executor in EXECUTORS:

@@ -44,7 +44,6 @@ def outputs_right(module: nn.Module, num_samples: int = 30) -> float:
     return float((module(inputs).argmax(1) == targets).float().mean())
 
 
-@pytest.mark.slow
 def test_time_in_all_includes_the_making_of_the_trainer():
     def slow_model() -> nn.Module:
         time.sleep(0.2)
@@ -155,7 +154,6 @@ def test_fit_that_has_nothing_left_to_do_still_returns_the_measured_model():
     assert equal_states(first.model, again.model)
 
 
-@pytest.mark.slow
 def test_fit_on_augmented_images_with_batch_norm_and_dropout_learns_in_bf16():
     trainer = make_trainer(
         model=image_model, train_data=images(60), test_data=images(60), augmentation=Augmentation(2, flip=True),

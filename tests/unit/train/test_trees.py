@@ -119,7 +119,6 @@ def test_several_inputs_train_as_in_a_plain_loop(executor: str, form: str) -> No
     assert_alike(trained(samples(form), executor).weights, plain(6))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("returns", ["dict", "named tuple"])
 def test_losses_of_torch_take_the_logits_of_an_output(executor: str, returns: str) -> None:
@@ -258,7 +257,6 @@ def test_batches_of_a_collate_of_ones_own_may_differ_in_shape(executor: str, num
     assert trainer.evaluate().loss == pytest.approx(with_masks.evaluate().loss, rel=1e-5)
 
 
-@pytest.mark.slow
 def test_fused_learners_need_batches_of_one_shape() -> None:
     with pytest.raises(UserError, match="may differ in shape.*one_shape=True"):
         trained(Collated(Cut(), padded), "fused")
@@ -318,7 +316,6 @@ def test_a_loss_that_was_given_replaces_the_models_own() -> None:
     assert_alike(trained(samples(), model=ReaderWithLoss, loss=nn.CrossEntropyLoss()).weights, plain(6))
 
 
-@pytest.mark.slow
 def test_collated_batches_reach_a_model_with_their_labels() -> None:
     found = trained(Collated(Cut(), padded), model=ReaderWithLoss, num_workers=1)
     assert_alike(found.weights, plain(6, lambda scores, labels: 2 * F.cross_entropy(scores, labels)))

@@ -245,7 +245,6 @@ def test_ray_that_is_not_installed_is_one_line_that_says_how(
     assert list(Path().iterdir()) == []
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("in_an_empty_folder")
 def test_launcher_that_cannot_start_this_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -323,7 +322,6 @@ class Sweep:
         return Done(Ended(2, err="error: no.\n") if seed == "seed=3" else Ended(0, f"trained {seed}\n"))
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("in_an_empty_folder")
 def test_sweep_prints_each_run_as_it_ends_and_resumes_what_was_lost(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -366,7 +364,6 @@ class Interrupted:
         pass
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("in_an_empty_folder")
 def test_sweep_that_is_interrupted_ends_with_the_code_of_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = SimpleNamespace(machines=lambda: [Machine(1, 0)], start=lambda *_: Interrupted())

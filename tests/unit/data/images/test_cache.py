@@ -101,7 +101,6 @@ def test_cache_is_filled_alike_by_worker_processes(files, tmp_path, monkeypatch)
     assert same_pixels(filled(files, tmp_path / "caches"), files)
 
 
-@pytest.mark.slow
 def test_worker_that_dies_is_no_reason_to_stop(files, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(cache_module, "read_host", lambda: Host(2, 0, None))
     monkeypatch.setattr(cache_module, "_CHUNK", 2)

@@ -138,7 +138,6 @@ def test_tensors_not_as_described_are_refused(change, message) -> None:
         gather_images(**change(given))
 
 
-@pytest.mark.slow
 def test_check_passes_and_notices_a_kernel_that_is_wrong(monkeypatch) -> None:
     check(torch.device("cpu"), torch.bfloat16)
 

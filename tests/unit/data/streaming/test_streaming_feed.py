@@ -105,7 +105,6 @@ class StillImages(Images):
         return super().fetch([Key(0, key.sample) for key in keys], **options)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("crop_padding", "workers", "channels_last"), [(0, 0, True), (2, 0, False), (2, 2, True)])
 def test_streamed_images_are_augmented_like_resident_ones_to_the_bit(
     made: Any, crop_padding: int, workers: int, channels_last: bool
@@ -185,7 +184,6 @@ def test_stream_goes_on_unchanged_when_the_number_of_workers_changes(made: Any) 
     assert same(found, rounds(made(Items(), 0), starts))
 
 
-@pytest.mark.slow
 def test_stream_goes_back_and_forth_where_it_is_asked_to(made: Any) -> None:
     starts = [(0, 4), (8, 12), (400,), (404,), (0,), (4,), (12, 16, 20), (40, 3, 93), (97, 101, 105)]
     assert same(rounds(made(Items(), 1), starts), rounds(made(Items(), 0), starts))
@@ -270,7 +268,6 @@ def test_items_of_different_shapes_are_refused_in_one_sentence(made: Any, worker
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
 def test_worker_that_is_killed_is_laid_to_a_sample(made: Any) -> None:
     feed = made(Images(slow=dict.fromkeys(range(N), 0.02)), 1)
     rounds(feed, [(0,)])
@@ -282,7 +279,6 @@ def test_worker_that_is_killed_is_laid_to_a_sample(made: Any) -> None:
         rounds(feed, [(p,) for p in range(4, 400, 4)])
 
 
-@pytest.mark.slow
 def test_worker_that_hangs_is_laid_to_its_sample_and_ended(made: Any) -> None:
     order = ids_at(0, N)
     data = Images(slow={order[5]: 60.0})

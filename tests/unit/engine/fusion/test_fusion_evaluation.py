@@ -84,7 +84,6 @@ def test_every_zoo_model_is_tried():
     assert {*SHAPES, "custom"} == set(MODELS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("network", networks.NETWORKS)
 @pytest.mark.parametrize("order", ["blocks", "rows"])
 def test_network_in_evaluation_mode_equals_each_module_alone(network, order):

@@ -260,7 +260,6 @@ def test_autocast_blocks_beside_and_in_others_learn_as_in_serial_rounds(take, pr
     assert_learners_equal(fused, serial, 1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("take", [of_two_formats, off_twice, fixed_at_the_end, fixed_inside_off, shared_layer])
 def test_autocast_blocks_that_return_their_format_learn_as_in_serial_rounds(take):
     serial, fused = (after_rounds(partial(Layers, take), executor, FP32) for executor in ("serial", "fused"))

@@ -119,7 +119,6 @@ def test_layer_of_every_kind_equals_torch(num_gradients, residual, relu, dtype):
     assert_as_reference(layer((21, 19), dtype, residual, relu, num_gradients))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_of_many_tiles_and_blocks_equals_torch(small_blocks, dtype):
     given = layer((59, 20), dtype)
@@ -153,7 +152,6 @@ def test_variance_beside_a_large_mean_is_kept(small_blocks):
     assert (of_squares.double() / variance - 1).abs().min() > 0.1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_second_call_gives_the_same_bits_and_leaves_counters_at_zero(small_blocks, dtype):
     given = layer((22, 37), dtype)
@@ -258,7 +256,6 @@ def test_statistics_of_tiles_in_another_kernel_equal_torch(shape):
         assert_near(actual, wanted, 1e-6, 5)
 
 
-@pytest.mark.slow
 def test_statistics_of_tiles_do_not_depend_on_which_program_is_last():
     x = torch.randn(67, 37, device=DEVICE)
     forwards, backwards = of_tiles(x, (None, None)), of_tiles(x, (None, None), backwards=True)

@@ -72,7 +72,6 @@ def test_convolution_and_its_gradients_equal_float64(geometry, dtype):
     assert_close(d_filters, gradients[1], torch.float32 if dtype == torch.float32 else dtype)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("wanted", ["inputs", "filters"])
 def test_either_gradient_alone_is_what_it_is_beside_the_other(wanted):
     geometry = GEOMETRIES["stride"]
@@ -117,7 +116,6 @@ def test_statistics_of_the_outputs_come_with_them(name):
     assert not workspace.counters.any()
 
 
-@pytest.mark.slow
 def test_forward_is_one_launch_and_so_are_both_gradients():
     geometry = GEOMETRIES["three by three"]
     inputs, filters, _, given, _, _ = case(geometry, torch.float32)

@@ -243,7 +243,6 @@ def test_update_moves_no_more_bytes_than_every_value_read_and_written_once(num_l
     assert total["_squares"] - entries["_squares"] == 4 * num_learners * values
 
 
-@pytest.mark.slow
 def test_choice_takes_the_kernels_after_they_agreed_with_the_reference():
     bank = make_bank(SGD(), FP32)
     update, note = choose_kernel_update(bank, SGD(), SMA(), moves=True)

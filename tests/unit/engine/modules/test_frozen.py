@@ -62,7 +62,6 @@ def assert_still(state: dict[str, Any]) -> None:
     assert all(torch.equal(value, expected[name].to(value)) for name, value in still_part(state).items())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("make_model", WAYS)
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_one_learner_trains_as_a_plain_loop_does(make_model: Callable[[], nn.Module], executor: str) -> None:

@@ -102,7 +102,6 @@ UPDATES = {"fp64": (FP64, False, 1e-9), "fp32": (FP32, False, 2e-5), "native": (
 
 # Every optimizer with every update, learner by learner and, by native code, for all learners in one pass; and every
 # executor with every update.
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("executor", "order", "update", "name"),
     [
@@ -211,7 +210,6 @@ def test_muon_takes_rates_and_decay_of_groups_for_matrices_and_others(executor, 
     assert not torch.equal(found["middle.weight"], tasks["others"].bank.stacked()["middle.weight"])
 
 
-@pytest.mark.slow
 def test_muon_with_clipped_groups_is_the_same_in_native_code(two_cores):
     optimizer = Muon(momentum=0.8, groups=(ParameterGroup("middle", clip_norm=0.01), ParameterGroup("head", rate=2)))
     reference, ours = (

@@ -150,7 +150,6 @@ def test_embedding_is_the_first_layer_of_a_transformer() -> None:
     assert found == tuple(f"blocks.layers.{block}.{name}" for block in range(2) for name in each)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["serial", "fused"])
 def test_queries_keys_and_values_are_three_matrices(executor: str) -> None:
     """Each takes a step of about the same size, whatever the size of its gradient."""
@@ -345,7 +344,6 @@ def test_steps_on_the_device_are_those_of_the_reference(optimizer: Muon, togethe
         torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("averaging", [SynchronousSGD(), SMA(), GroupedSMA(group_size=2)], ids=lambda rule: rule.NAME)
 @pytest.mark.parametrize("kind", [FusedExecutor, StreamsExecutor])
 @pytest.mark.parametrize("others", ["sgd", "adamw"])

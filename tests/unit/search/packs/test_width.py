@@ -150,7 +150,6 @@ def measure(
     )
 
 
-@pytest.mark.slow
 def test_measuring_tries_every_executor_alone_and_in_packs_up_to_the_limit(asked: Asked) -> None:
     width, notes = measure(6)
     first = [("serial", 1), ("threads", 2), ("fused", 6), ("fused_threads", 6)]
@@ -160,7 +159,6 @@ def test_measuring_tries_every_executor_alone_and_in_packs_up_to_the_limit(asked
     assert width.size == 6 and notes == []
 
 
-@pytest.mark.slow
 def test_measured_width_is_remembered_for_the_same_trials(asked: Asked) -> None:
     told: list[str] = []
     first, _ = measure(4, told=told)
@@ -170,7 +168,6 @@ def test_measured_width_is_remembered_for_the_same_trials(asked: Asked) -> None:
     assert len(asked) == 2
 
 
-@pytest.mark.slow
 def test_rate_of_dropout_is_nothing_that_packs_are_measured_anew_for(asked: Asked) -> None:
     for model in (
         lambda: nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.25)),
@@ -317,7 +314,6 @@ def test_what_a_short_search_measured_is_remembered_for_short_ones(asked: Asked)
     assert len(asked) == 2
 
 
-@pytest.mark.slow
 def test_what_was_measured_beside_other_workers_of_the_search_is_remembered_for_that(asked: Asked) -> None:
     beside = Effort(is_alone=False)
     measure(4, effort=beside)
@@ -327,7 +323,6 @@ def test_what_was_measured_beside_other_workers_of_the_search_is_remembered_for_
     assert len(asked) == 2
 
 
-@pytest.mark.slow
 def test_width_that_memory_bounds_is_bounded_anew_where_there_is_room_to_be_made(asked: Asked) -> None:
     room: list[str] = []
     asked.bounds = (8 if room else 2 for _ in itertools.count())
@@ -338,7 +333,6 @@ def test_width_that_memory_bounds_is_bounded_anew_where_there_is_room_to_be_made
     measure(8, make_room=lambda: pytest.fail("memory is not short"))
 
 
-@pytest.mark.slow
 def test_width_that_is_remembered_parks_no_packs(asked: Asked) -> None:
     asked.bounds = iter((8, 2))
     first, _ = measure(16)
@@ -374,7 +368,6 @@ def test_packs_below_the_size_that_memory_refuses_are_remembered(asked: Asked) -
     assert len(asked) == 3
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize(("late", "num_measured"), [((), 2), ((("fused", 4),), 3)])
 def test_packs_that_memory_refused_are_measured_again_in_the_time_that_is_left(

@@ -25,7 +25,6 @@ from tests.unit.search.study.shared_studies import SEGMENTS, Clock, Failing, don
 MANY = [Segment(trial, rung) for trial in range(20) for rung in range(2)]
 
 
-@pytest.mark.slow
 def test_segments_claimed_by_one_are_not_given_to_another(address: str) -> None:
     first, second = worker(address, "first"), worker(address, "second")
     assert first.claim(SEGMENTS[:4]) == SEGMENTS[:4] == list(first.held)
@@ -66,7 +65,6 @@ def test_claim_that_has_ended_is_read_once(address: str, monkeypatch: pytest.Mon
     assert len(read) == 2 + 3 * 1, "both that have ended, and every time the one that has not"
 
 
-@pytest.mark.slow
 def test_segment_of_an_ended_lease_is_claimed_by_another_and_its_late_holder_is_refused(address: str) -> None:
     clock = Clock()
     late, other = worker(address, "late", clock), worker(address, "other", clock)
@@ -97,7 +95,6 @@ def test_lease_renewed_in_time_is_kept_and_costs_nothing_in_between(journal: str
         assert other.claim(SEGMENTS) == []
 
 
-@pytest.mark.slow
 def test_lease_renewed_too_late_keeps_what_nobody_has_taken(address: str) -> None:
     clock = Clock()
     late, other = worker(address, "late", clock), worker(address, "other", clock)

@@ -81,7 +81,6 @@ def test_trial_beyond_the_grid_is_refused() -> None:
         sampling("grid").sampled(54, [])
 
 
-@pytest.mark.slow
 def test_trials_of_tpe_gather_where_values_are_best_in_the_searchs_direction() -> None:
     rates: dict[float, float | None] = {0.001 * 1.2**index: -abs(index - 22) / 10 for index in range(30)}
     asked = {

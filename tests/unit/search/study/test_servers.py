@@ -110,7 +110,6 @@ def test_proxy_that_is_not_there_is_one_sentence() -> None:
         worker("grpc://127.0.0.1:1")
 
 
-@pytest.mark.slow
 def test_proxy_that_stands_still_is_one_sentence_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("grpc")
     monkeypatch.setattr(module, "_ANSWER_S", 0.05)

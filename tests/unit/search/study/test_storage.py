@@ -23,7 +23,6 @@ from crossbow_py.core.file_locks import locked
 from crossbow_py.search.study.storage import JournalFile, Patience, StorageError, open_storage, shown_address
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("address", ["journal:{}/a", "{}/a.log", "{}/a.journal", "sqlite:///{}/a.db"])
 def test_storage_of_an_address_keeps_a_study(tmp_path: Path, address: str) -> None:
     place = address.format(tmp_path)
@@ -144,7 +143,6 @@ def test_sqlite_transaction_that_reads_keeps_others_from_writing(tmp_path: Path)
     first.remove_session(), second.remove_session()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -150,7 +150,6 @@ def test_tpe_learns_from_results_of_all_workers(journal: str) -> None:
     assert first.params(12) == second.params(12) != alone.params(12)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("state", "value", "optunas"),
     [
@@ -296,7 +295,6 @@ OWN: dict[str, Any] = {"rate": 0.01, "rule": "sgd"}
 RATES, RULES = FloatDistribution(0.0, 9.0), CategoricalDistribution(("sgd", "adam", "os.system", 1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "found"),
     [
@@ -326,7 +324,6 @@ def test_trial_that_comes_while_the_search_goes_on_is_refused(address: str, use:
         use(study)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("trial", ["../../x", -1, 1.5, True, None, [0]])
 def test_trial_whose_number_is_none_is_refused(address: str, trial: Any) -> None:
     written_by_a_stranger(address, OWN, {"rate": RATES, "rule": RULES}, trial)
@@ -334,7 +331,6 @@ def test_trial_whose_number_is_none_is_refused(address: str, trial: Any) -> None
         worker(address)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "attributes",
     [
@@ -358,7 +354,6 @@ def test_claim_that_no_worker_has_made_is_refused(address: str, attributes: dict
             use()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("plain", [None, {}, {"until": "x"}, {"beat": 1.0}, 7, [1]])
 def test_lease_that_no_worker_has_taken_is_refused(address: str, plain: Any) -> None:
     study, storage = worker(address), open_storage(address)

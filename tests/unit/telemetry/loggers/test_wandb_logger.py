@@ -41,7 +41,6 @@ def record(logger: WandbLogger, events: Any, folder: Path, epochs: range, **info
     logger.close()
 
 
-@pytest.mark.slow
 def test_run_that_is_stopped_and_goes_on_has_settings_curves_pictures_files_and_one_id(
     tmp_path: Path, events: Any
 ) -> None:
@@ -71,7 +70,6 @@ def _by_id(runs: list[Any]) -> list[list[Any]]:
     return [runs[: len(runs) // 2], runs[len(runs) // 2 :]]
 
 
-@pytest.mark.slow
 def test_files_and_names_follow_the_variables(tmp_path: Path, events: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"DIR": str(tmp_path), "PROJECT": "theirs", "NAME": "named"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
@@ -111,7 +109,6 @@ def test_argument_that_wandb_does_not_take_is_refused_when_it_is_made() -> None:
     WandbLogger(entity="team", tags=["a"])
 
 
-@pytest.mark.slow
 def test_search_has_a_group_and_a_table_of_its_trials(tmp_path: Path) -> None:
     tracker = WandbTracker()
     tracker.open(Subject("search", tmp_path, {"seed": 0}, {}, continues=False, worker="host:1"))
@@ -133,7 +130,6 @@ def test_search_has_a_group_and_a_table_of_its_trials(tmp_path: Path) -> None:
     assert not (tmp_path / "wandb.json").exists()
 
 
-@pytest.mark.slow
 def test_password_of_a_storage_on_the_command_line_is_not_recorded(
     tmp_path: Path, events: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -503,7 +503,6 @@ def test_maps_that_are_drawn_on_outside_of_modules_are_no_reason_to_refuse(execu
     make_trainer(model=lambda: DropsMaps(noise), train_data=images(40), executor=executor).fit(max_rounds=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
 @pytest.mark.parametrize(
     "mode", [lambda: torch.autocast("cpu", torch.bfloat16), torch.no_grad, torch.inference_mode],

@@ -227,7 +227,6 @@ def test_what_there_is_too_little_of_to_measure_is_none_and_the_rest_is_there(op
     assert {name for name, value in learning.items() if value is None} == missing
 
 
-@pytest.mark.slow
 def test_model_without_second_derivatives_has_no_sharpness_and_the_user_is_told_once():
     records, _, recorder = measured(model=OnceModel, stops={"max_epochs": 3}, optimizer=SGD(learning_rate=0.02))
     assert [record.learning.sharpness for record in records] == [None] * 3
@@ -236,7 +235,6 @@ def test_model_without_second_derivatives_has_no_sharpness_and_the_user_is_told_
     assert said.startswith("The sharpness of this model is not measured (")
 
 
-@pytest.mark.slow
 def test_memory_that_is_short_ends_measuring_and_not_the_run(monkeypatch):
     def refuse(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -360,7 +358,6 @@ def test_two_ranks_measure_what_one_with_all_learners_does_and_the_first_alone_s
         assert (second["sharpness"], second["gradient_variance"]) == (None, None)
 
 
-@pytest.mark.slow
 def test_ranks_of_one_learner_each_have_an_agreement():
     found = results(train_measured, 2, {"num_learners": 1, "executor": "threads"}, {"max_epochs": 1})
     assert [learning[-1]["agreement"] for _, learning in found] == [pytest.approx(found[0][1][-1]["agreement"])] * 2
@@ -376,7 +373,6 @@ def test_rank_that_cannot_predict_leaves_all_without_agreement_and_with_the_rest
     assert any("agreement of learners" in message for message in found[1][0].messages)
 
 
-@pytest.mark.slow
 def test_data_that_fails_while_the_first_rank_measures_ends_all_ranks():
     found = on_ranks(measure_with_a_failure, 2, 0, "_noise", DataError("sample 3 is torn"), {"num_learners": 1})
     assert [(each.kind, each.exit_code) for each in found] == [("DataError", 1), ("RankError", 1)]

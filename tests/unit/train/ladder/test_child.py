@@ -117,7 +117,6 @@ def test_result_of_a_child_that_passes_gives_no_reason(tmp_path: Path, monkeypat
     assert json.loads((tmp_path / "result").read_text()) == {"reason": "", "may_change": False}
 
 
-@pytest.mark.slow
 def test_what_serial_gives_is_computed_once_for_all_rungs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = dataclasses.replace(TASK, executor="serial", kept=str(tmp_path), dropout=False)
     trained: list[str] = []

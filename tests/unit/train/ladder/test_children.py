@@ -150,7 +150,6 @@ def test_child_that_ended_while_it_was_to_be_ready_is_started_anew(tmp_path: Pat
             run._ready[0].wait(20.0)
 
 
-@pytest.mark.slow
 def test_ready_child_that_hangs_is_killed_at_its_limit(tmp_path: Path) -> None:
     code = "import sys, time; sys.argv[1:] or sys.stdin.readline(); time.sleep(0 if sys.argv[1:] else 60)"
     prefix = [sys.executable, "-c", code]

@@ -209,7 +209,6 @@ def test_rung_of_an_optimizer_that_gives_other_numbers_fails_by_its_name(monkeyp
     assert reason.startswith("update by AdamW on one device in fp32: the update kernel's results differ")
 
 
-@pytest.mark.slow
 def test_rung_of_erasing_that_is_wrong_fails_by_its_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     harmed = copy_of("image_kernels", tmp_path, "(x >= right)", "(x > right)")
     monkeypatch.setattr(data.resident, "image_kernels", harmed)

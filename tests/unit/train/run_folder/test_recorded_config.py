@@ -71,7 +71,6 @@ def test_recorded_run_is_told_the_same_in_a_folder_of_its_own(tmp_path: Path, ov
     assert composed(words, TrainConfig) == configuration(*overrides)
 
 
-@pytest.mark.slow
 def test_recorded_run_may_be_named_by_its_file(tmp_path: Path) -> None:
     assert composed([f"config={run(tmp_path, *TOLD)}/config.yaml"], TrainConfig) == configuration(*TOLD)
 
@@ -144,7 +143,6 @@ def test_recorded_run_with_a_yaml_tag_is_refused(tmp_path: Path, value: str) -> 
         composed([f"config={folder}", "model.target=mine.net"], TrainConfig)
 
 
-@pytest.mark.slow
 def test_code_that_a_recorded_run_names_is_called_only_when_it_is_named_again(tmp_path: Path) -> None:
     folder = run(tmp_path, "data=digits", "model=custom", "model.target=os.system", "model.args={command:'true'}")
     with pytest.raises(UserError, match=r"names model.target=os.system, code that would be run; .* say it again"):
@@ -188,7 +186,6 @@ def test_listeners_that_a_recorded_run_names_are_called_only_when_they_are_named
         assert composed([f"config={folder}", *words], TrainConfig).listeners == expected
 
 
-@pytest.mark.slow
 def test_keys_and_groups_are_laid_over_a_recorded_run_wherever_they_stand(tmp_path: Path) -> None:
     folder = run(tmp_path, *TOLD)
     own = ["averaging=local_sgd", "optimizer.beta1=0.5", "seed=7", f"config={folder}", "+debug=fast", "resume=auto"]
@@ -201,13 +198,11 @@ def test_keys_and_groups_are_laid_over_a_recorded_run_wherever_they_stand(tmp_pa
     )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_estimate_takes_a_recorded_run(tmp_path: Path) -> None:
     found = composed([f"config={run(tmp_path, *TOLD)}", "memory=8GiB"], EstimateConfig)
     assert (found.memory, found.data, found.init_from) == ("8GiB", configuration(*TOLD).data, "a=b.safetensors")
 
 
-@pytest.mark.slow
 def test_recipe_keeps_its_name_and_another_name_none() -> None:
     assert overrides_of(configuration("+experiment=digits", "seed=4"))[0] == "+experiment=digits"
     own = dataclasses.replace(configuration("+experiment=digits"), experiment="of_a_later_version")
@@ -232,7 +227,6 @@ def test_rule_that_is_gone_is_told_and_its_models_are_found(tmp_path: Path) -> N
     assert found.file == folder / "model.safetensors"
 
 
-@pytest.mark.slow
 def test_tuner_of_an_earlier_run_maximises_throughput(tmp_path: Path) -> None:
     folder = run(tmp_path, "+experiment=digits", "num_learners=auto", without=("auto_tuner", "objective"))
     assert recorded(str(folder)).auto_tuner.objective == "throughput"

@@ -88,13 +88,11 @@ def test_calibration_takes_the_executor_with_the_most_images_per_second(clock):
     assert slow.closed and fast.closed and faster.closed
 
 
-@pytest.mark.slow
 def test_calibration_of_a_slow_candidate_is_cut_short(clock):
     calibrate([candidate("serial", 1, FakeExecutor(clock, 3.0))], 1, CPU)
     assert clock.now == 6.0  # a round to warm up and one to measure
 
 
-@pytest.mark.slow
 def test_slow_candidate_is_as_fast_as_the_faster_of_two_rounds(clock):
     seconds = iter([2.0, 2.5, 1.5])
 
@@ -115,7 +113,6 @@ def test_candidate_that_cannot_run_is_left_out_and_named(clock):
     assert found.notes == ("Executor fused is left out for this model: torch.export cannot capture it.",)
 
 
-@pytest.mark.slow
 def test_calibration_leaves_out_what_would_take_too_long(clock):
     sides = [candidate("serial", 2, FakeExecutor(clock, 2.0)), candidate("fused", 4, FakeExecutor(clock, 4.0))]
     found = calibrate(sides, 1, CPU, Effort(8.0))
@@ -187,7 +184,6 @@ def test_calibration_takes_no_more_than_a_tenth_of_the_time_of_what_is_to_be_tra
     assert len(found.images_per_s) == 4 and found.is_lasting
 
 
-@pytest.mark.slow
 def test_calibration_that_is_to_stop_measures_the_first_alone(clock):
     sides = [candidate(name, 1, FakeExecutor(clock, 0.01)) for name in ("serial", "threads")]
     found = calibrate(sides, 1, CPU, Effort(stopped=lambda: True))
@@ -346,7 +342,6 @@ def test_auto_executor_measures_once_and_remembers(memory, monkeypatch):
     assert elsewhere.is_file()
 
 
-@pytest.mark.slow
 def test_measuring_leaves_no_trace_in_the_run(memory, monkeypatch):
     monkeypatch.setattr(calibration, "_WINDOW_S", 0.01)
     monkeypatch.setattr("crossbow_py.train.tuning.executor_choice.candidates", lambda device: ["threads"])
@@ -414,7 +409,6 @@ def test_calibration_on_a_gpu_looks_past_the_rounds_that_compile_and_capture(clo
     assert found.images_per_s == pytest.approx({("fused", 2): 2000.0})
 
 
-@pytest.mark.slow
 def test_executor_that_nothing_was_compared_with_is_not_called_the_fastest(clock):
     slow = FakeExecutor(clock, 9.0)
     found = calibrate([candidate("serial", 2, slow), candidate("fused", 4, slow)], 10, CPU)

@@ -91,7 +91,6 @@ def test_numbers_drawn_in_forward_are_the_same_in_every_executor(name):
         assert_learners_equal(bank, serial)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["serial", "fused"])
 def test_numbers_drawn_in_forward_follow_from_the_seed_alone(executor):
     first, second, other = (after_rounds("drop path", executor, seed) for seed in (1, 1, 2))

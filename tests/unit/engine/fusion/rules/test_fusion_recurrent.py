@@ -142,7 +142,6 @@ def check(model: nn.Module, training: bool = True, looped: Sequence[str] | None 
 ARRIVALS = [*((name, "scaled") for name in LAYERS), *((name, how) for name in STATES for how in ("raw", "mixed"))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "arrives"), ARRIVALS)
 def test_recurrent_layer_of_three_learners_equals_three_modules(name, arrives):
     check(Layer(LAYERS[name](), arrives))
@@ -158,7 +157,6 @@ def test_recurrent_layer_in_evaluation_mode_equals_three_modules(name):
     check(Layer(LAYERS[name](), "scaled"), training=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("frozen", ["weight_ih_l0", "weight_hh_l0", "bias_hh_l0"])
 @pytest.mark.parametrize("make", [lstm, gru, elman])
 def test_recurrent_layer_with_a_frozen_parameter_equals_three_modules(make, frozen):

@@ -381,7 +381,6 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_operator_for_three_learners_equals_three_modules(name):
     case = CASES[name]
