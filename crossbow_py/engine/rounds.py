@@ -148,6 +148,11 @@ def comparison_of(gradients: Sequence[list[Tensor]]) -> Comparison:
     return Comparison(sum(squares) / n, (norm(mean) / n) ** 2, n)
 
 
+def smoothing_rows(share: float, bank: ReplicaBank) -> Tensor | None:
+    """Return the label smoothing of every row of a bank, [capacity]; None for none."""
+    return torch.full((bank.capacity,), share, dtype=bank.precision.master, device=bank.device) if share else None
+
+
 class RoundTasks:
     """The bodies of a bank's tasks. Thread-safe across learners, as the module's docstring says.
 
