@@ -133,7 +133,7 @@ class Trainer:
             self._build(arguments)
 
     def _build(self, given: TrainArguments) -> None:
-        begun, ranks, self._arguments = time.monotonic(), given.ranks, given
+        begun, ranks, self.callbacks = time.monotonic(), given.ranks, given.callbacks
         folder = None if given.output_dir is None else given_path("output_dir", given.output_dir)
         _check_callbacks(given.callbacks)
         check_tuner(given.auto_tuner)
@@ -307,11 +307,11 @@ class Trainer:
                 self.run.close_feeds()
 
     def _announce(self, message: str) -> None:
-        for listener in self._arguments.callbacks:
+        for listener in self.callbacks:
             listener.on_message(message)
 
     def _own_listeners(self) -> list[Listener]:
-        return [each for each in self._arguments.callbacks if self.run.ranks.is_first or not each.ONLY_FIRST_RANK]
+        return [each for each in self.callbacks if self.run.ranks.is_first or not each.ONLY_FIRST_RANK]
 
     def _new_monitor(self) -> SystemMonitor | None:
         """Return the monitor of this rank's node, if this rank is the first on it and the run has a folder."""
@@ -329,20 +329,20 @@ class Trainer:
         resumed = self.state.samples_seen if begun else None
         if not self.run.ranks.is_first:
             name = node_name(self.run.places, self.run.ranks.rank)
-            return node_listeners(folder, resumed, monitor, name) if self._arguments.tensorboard else []
-        if not (begun or self._arguments.resume == "auto") and holds_run(folder):
+            return node_listeners(folder, resumed, monitor, name) if self.run.arguments.tensorboard else []
+        if not (begun or self.run.arguments.resume == "auto") and holds_run(folder):
             raise UserError(
                 f"output_dir {folder} already holds a run; give resume='auto' to continue it, or another folder."
             )
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            listeners = file_listeners(folder, resumed, monitor, self.state.closed_epochs, self._arguments.tensorboard)
+            listeners = file_listeners(folder, resumed, monitor, self.state.closed_epochs, self.run.arguments.tensorboard)
         except OSError as error:
             raise unwritable(folder, error) from error
         timeline = self.run.timeline
         if timeline is not None:
             listeners.append(TimelineFile(timeline, folder))
-        return [*listeners, OperatorProfile(folder)] if self._arguments.profile else listeners
+        return [*listeners, OperatorProfile(folder)] if self.run.arguments.profile else listeners
 
 
 def _check_callbacks(callbacks: Sequence[Listener]) -> None:

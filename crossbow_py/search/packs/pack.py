@@ -228,7 +228,7 @@ class Pack:
             executor.settle()
             self.feed.wait(plan.starts)
         self._in_flight.append(list(self.members))
-        executor.issue(plan)
+        executor.submit(plan, wait=False)
         for member in self.members:
             member.samples_seen += member.settings.batch_size
             member.num_rounds += 1

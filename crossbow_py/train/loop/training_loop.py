@@ -157,33 +157,31 @@ class TrainingLoop:
             if reason := self._end_reached():
                 self._check_trained(reason, first_round)
                 return "finished", reason
-            self.step(next_round(self._run, self.total_samples))
+            plan = next_round(self._run, self.total_samples)
+            self._prepare(plan)
+            self._finish(plan, counts=self.step(plan))
 
-    def step(self, plan: Round) -> None:
-        """Submit a round, absorb the outcome of the one before, and do what is due between rounds.
+    def step(self, plan: Round) -> bool:
+        """Submit a round, and absorb the outcome of the one before. Returns whether it counts.
 
-        A round that did not fit in memory is planned again with fewer learners, but not on several ranks, because the
+        A round that did not fit in memory is planned again with fewer learners; but not on several ranks, because the
         others have gone on: this rank then learns nothing from its samples.
         """
-        state, learners, start = self.state, self.learners, self.state.samples_seen
-        self._prepare(plan)
+        learners = self.learners
         learners.in_flight = True
         if learners.memory.sits_out:
             learners.memory.sit_out(plan)
-        else:
-            learners.memory.submitted(plan)
-            try:
-                for outcome in learners.executor.submit(plan):
-                    state.absorb(outcome)
-                if plan.outer_step is not None:
-                    learners.take_outer_step(plan)
-            except LearnerError as error:
-                learners.absorb_failure(error)
-        again = learners.memory.sits_out and self._run.collective.is_alone
-        if self.ranks.num_ranks == 1:
-            self._handle_lost_learners(len(state.non_finite_learners), learners.memory.sits_out)
-        if not again:
-            self._finish(plan, start)
+            return True
+        learners.memory.submitted(plan)
+        try:
+            for outcome in learners.executor.submit(plan):
+                self.state.absorb(outcome)
+            if plan.outer_step is not None:
+                learners.take_outer_step(plan)
+        except LearnerError as error:
+            learners.absorb_failure(error)
+            return not self._run.collective.is_alone
+        return True
 
     def _prepare(self, plan: Round) -> None:
         """Do what precedes a round: restarts of learners from z, and the comparison of a single learner's gradients."""
@@ -197,9 +195,13 @@ class TrainingLoop:
             self._drain()
             compare_alone(run, plan)
 
-    def _finish(self, plan: Round, start: int) -> None:
-        """Count a round that began at `start` samples, and do what is due between rounds."""
-        run, state = self._run, self.state
+    def _finish(self, plan: Round, counts: bool) -> None:
+        """Count a round, unless it is to be planned again, and do what is due before the next."""
+        run, state, start = self._run, self.state, self.state.samples_seen
+        if self.ranks.num_ranks == 1:
+            self._handle_lost_learners(len(state.non_finite_learners), self.learners.memory.sits_out)
+        if not counts:
+            return
         factor = run.schedule.warmed_up_factor(run.progress, self.num_samples, self.total_samples)
         state.note_round(run.samples_per_round, run.progress, factor, plan.averages, run.bank.total_learners)
         images = self.settings.samples_per_step * run.bank.total_learners
