@@ -86,6 +86,7 @@ def taking(arguments: Callable[P, A], of_fit: Callable[[], Callable[..., Any]]) 
                     raise TypeError(
                         f"unexpected keyword argument {word!r}{meant or suggestion(word, signature.parameters)}"
                     )
+            signature.bind(*args, **given)  # its errors name no class of ours
             init(self, arguments(*args, **given))
 
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)

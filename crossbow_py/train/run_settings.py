@@ -31,7 +31,7 @@ from crossbow_py.engine.modules.precision import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class JobSettings:
     """Settings that runs and searches share: how learners or trials are trained."""
 
@@ -80,7 +80,7 @@ class JobSettings:
 MOST_LEARNERS = 16_384  # each has its own module: more take minutes to set up
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunSettings(JobSettings):
     """The top-level keys that shape a run's training. The same checks apply from Python and the command line."""
 
