@@ -1,8 +1,8 @@
 """Mutants: whether tests notice small faults in a module. `python -m tests.mutants MODULE.py ... --tests PATH ...`.
 
-A mutant is the module with one fault: an operator swapped, a condition negated, a number off by one, a statement left out. A
-sample of them is drawn, and each is run in a process of its own, in which the import of the module yields the faulty
-source. It is killed if a test fails or hangs. Tests that start the package in other processes do not see the fault.
+A mutant is the module with one fault: an operator swapped, a condition negated, a number off by one, a statement left
+out. A sample of them is drawn, and each is run in a process of its own, in which the import of the module yields the
+faulty source. It is killed if a test fails or hangs. Tests that start the package in other processes do not see it.
 """
 
 from __future__ import annotations
@@ -80,20 +80,20 @@ class _Faulty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._path, self._source = path, source
         self._name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         """Return a spec for the module."""
-        if fullname != self._name:
+        if name != self._name:
             return None
-        inside = [str(self._path.resolve().parent)] if self._path.name == "__init__.py" else None
-        location = self._path.resolve()
-        return importlib.util.spec_from_file_location(fullname, location, loader=self, submodule_search_locations=inside)
+        file = self._path.resolve()
+        inside = [str(file.parent)] if file.name == "__init__.py" else None
+        return importlib.util.spec_from_file_location(name, file, loader=self, submodule_search_locations=inside)
 
     def create_module(self, spec: Any) -> None:
         """Leave it to Python."""
 
     def exec_module(self, module: Any) -> None:
         """Run the faulty source."""
-        exec(compile(self._source, str(self._path), "exec"), module.__dict__)  # noqa: S102
+        exec(compile(self._source, str(self._path), "exec"), module.__dict__)
 
 
 def is_killed(path: Path, source: str, tests: list[str], limit_s: float) -> bool:
@@ -132,7 +132,7 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     known = json.loads(given.json.read_text()) if given.json and given.json.exists() else None
     every = [(path, *each) for path in given.modules for each in mutants_of(path.read_text())]
-    chosen = random.Random(given.seed).sample(every, min(given.sample, len(every)))  # noqa: S311
+    chosen = random.Random(given.seed).sample(every, min(given.sample, len(every)))
     if known is not None:
         chosen = [each for each in every if [str(each[0]), each[1].partition(": ")[2]] in known]
     path = given.modules[0]

@@ -71,6 +71,11 @@ class JobSettings:
         check(self)
         check_name(self.executor)
 
+    @property
+    def sample_order_seed(self) -> int:
+        """The seed of the sample order."""
+        return self.seed if self.order_seed is None else self.order_seed
+
 
 MOST_LEARNERS = 16_384  # each has its own module: more take minutes to set up
 
