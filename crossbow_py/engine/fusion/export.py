@@ -125,7 +125,7 @@ def first_names(template: nn.Module) -> dict[str, str]:
 
 
 class Outputs(NamedTuple):
-    """What a graph returns: the leaves of a tree, nodes or what is no tensor, and the form of the tree."""
+    """The values that a graph returns: nodes, or constants that are no tensors, and the form of their tree."""
 
     values: list[Any]
     tree: pytree.TreeSpec

@@ -55,7 +55,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether it passed."""
+        """True if it passed."""
         return self.status == "passed"
 
 

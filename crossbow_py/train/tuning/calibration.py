@@ -165,17 +165,17 @@ class Calibration:
 
     @property
     def is_busy(self) -> bool:
-        """Whether other programs used much of the machine."""
+        """True if other programs used much of the machine."""
         return self.others > _BUSY
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether other programs, or a capture that failed, made some executors slower than they are."""
+        """True if other programs, or a capture that failed, made some executors slower than they are."""
         return self.is_busy or self.no_graphs is not None
 
     @property
     def is_lasting(self) -> bool:
-        """Whether to remember the choice.
+        """True if the choice is to be remembered.
 
         It is remembered if executors were compared, undisturbed, and another time would not allow to measure more of
         them.
