@@ -17,14 +17,9 @@ from torch import nn
 from crossbow_py.core.measured import Remembered
 
 Answer = TypeVar("Answer")
-
-
-class _Process:
-    """The owner of answers that depend on no model."""
-
-
-_PROCESS = _Process()
-_ANSWERS: WeakKeyDictionary[_Process | nn.Module, dict[tuple[str, Hashable], Any]] = WeakKeyDictionary()
+_Known = dict[tuple[str, Hashable], Any]  # answers by question and key
+_OF_THE_MACHINE: _Known = {}
+_OF_MODELS: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 _ASSUMED: dict[str, Any] = {}
 UNKNOWN = object()
 
@@ -33,7 +28,7 @@ def once(question: str, key: Hashable, find: Callable[[], Answer], model: nn.Mod
     """Return the answer that `find` gave when the question was first asked with this key, about this model."""
     if (answer := _ASSUMED.get(question, UNKNOWN)) is not UNKNOWN:
         return cast(Answer, answer)
-    known = _ANSWERS.setdefault(_PROCESS if model is None else model, {})
+    known = _OF_THE_MACHINE if model is None else _OF_MODELS.setdefault(model, {})
     if (question, key) not in known:
         known[question, key] = find()
     return cast(Answer, known[question, key])
@@ -91,7 +86,7 @@ class RememberedAnswers(Remembered):
 
 def forget(question: str) -> None:
     """Have a question asked anew."""
-    for known in _ANSWERS.values():
+    for known in (_OF_THE_MACHINE, *_OF_MODELS.values()):
         for own in [each for each in known if each[0] == question]:
             del known[own]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from crossbow_py.averaging.rule import GradientMean
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.measured import fingerprint
+from crossbow_py.core.measured import fingerprint, model_facts
 from crossbow_py.core.trees import form_of
 from crossbow_py.core.version import __version__
 from crossbow_py.data.feed import Feed
@@ -161,8 +161,7 @@ def _fingerprint(
     inputs = feed.batch(0).inputs
     return fingerprint(
         crossbow_py=__version__,
-        model=(type(template).__module__, type(template).__qualname__, f"{template}"),
-        parameters=[tuple(parameter.shape) for parameter in template.parameters()],
+        **model_facts(template),
         inputs=(tuple(inputs.shape), str(inputs.dtype)) if isinstance(inputs, Tensor) else form_of(inputs),
         learners=(settings.num_learners, settings.max_learners),
         device=str(choices.device),
