@@ -11,7 +11,7 @@ import torch
 from crossbow_py.engine.executors import candidates
 from crossbow_py.engine.kernels.checks import serves
 from crossbow_py.engine.trust import Outcome, RememberedOutcomes, assumed, devices, in_use, proven, refusal, why_not
-from crossbow_py.engine.trust.remember import forget
+from crossbow_py.engine.trust.remember import UNKNOWN, forget
 from tests.caches import trust_cuda, use_cache
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -104,7 +104,9 @@ def test_question_is_asked_once_for_a_key_and_a_model_and_again_where_its_check_
 
     found = [why("a", ValueError("no")), why("a", None), why("b", None), why("a", None, model)]
     assert found == ["no", "no", None, None]
-    with assumed("mine", "assumed"), assumed("other", None):
+    with assumed("mine", "assumed"):
+        with assumed("mine", UNKNOWN):
+            assert why("a", None) == "no"
         assert why("c", None) == "assumed"
     with pytest.raises(MemoryError):
         why("d", MemoryError())
