@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from crossbow_py.engine.device import graphs
+from crossbow_py.engine.trust import assumed
 from tests.fork_server import one_for_all
 from tests.triton_version import has_interpreter
 
@@ -151,11 +152,8 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def known_executor() -> Iterator[None]:
-    """What `executor=auto` takes is known beforehand, so that no test measures unless it means to."""
-    with pytest.MonkeyPatch.context() as patch:
-        remembered = "crossbow_py.train.tuning.calibration.RememberedChoices"
-        patch.setattr(f"{remembered}.recall", lambda choices, key: "threads")
-        patch.setattr(f"{remembered}.remember", lambda choices, key, choice: None)
+    """What `executor=auto` takes is assumed, so that no test measures unless it means to."""
+    with assumed("executor", "threads"):
         yield
 
 

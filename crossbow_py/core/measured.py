@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from crossbow_py.core.files import read_text, replacing
 
@@ -84,6 +85,14 @@ class Remembered:
             return {}
         plain = values if isinstance(values, dict) else {}
         return {str(key): value for key, value in plain.items() if isinstance(value, str)}
+
+
+def model_facts(model: nn.Module) -> dict[str, Any]:
+    """Return what is known of a model without running it: its class, its layers as text, and parameters' shapes."""
+    return {
+        "model": (type(model).__module__, type(model).__qualname__, f"{model}"),
+        "parameters": [tuple(parameter.shape) for parameter in model.parameters()],
+    }
 
 
 def fingerprint(**facts: Any) -> str:

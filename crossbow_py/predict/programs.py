@@ -21,12 +21,11 @@ from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.graphs import CudaStreams, Event, Graph, Pool, Stream, failed_capture
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS, CaptureError
-from crossbow_py.engine.trust import GRAPHS, why_not
+from crossbow_py.engine.trust import GRAPHS, not_used, why_not
 from crossbow_py.engine.trust.compare import are_close
 
 Forward = Callable[[Tree], Tensor]
 _NAME = "the models"
-_EAGER = "executor={} predicts without CUDA graphs, which is slower, because {}."
 _DRAWS = "the models draw random numbers"
 
 
@@ -123,7 +122,7 @@ class Captures:
         if self._random_state() != before:
             eager = eager or _DRAWS
         if eager:
-            note = _EAGER.format(self._executor, eager)
+            note = not_used("CUDA graphs", eager)
             self.notes += [note] if note not in self.notes else []
             return partial(self._in_order, run)
         if not self._graphs:  # a pool that has lost its last graph takes no other

@@ -108,7 +108,7 @@ def test_ensemble_without_graphs_says_so_once(executor, monkeypatch):
         for size in (1, 2, 1):
             ensemble.predict(torch.randn(size, 3, 6, 6, device=CUDA))
         assert ensemble.notes == [
-            f"executor={executor} predicts without CUDA graphs, which is slower, because CROSSBOW_GRAPHS is 0."
+            "CUDA graphs are not used: CROSSBOW_GRAPHS is 0."
         ]
 
 

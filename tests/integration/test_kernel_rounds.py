@@ -16,8 +16,9 @@ from crossbow_py.core.triton_launch import recorded
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
-from crossbow_py.engine.kernels import batch_norm, checks, convolution, cross_entropy, update
+from crossbow_py.engine.kernels import batch_norm, convolution, cross_entropy, update
 from crossbow_py.engine.modules.precision import BF16, FP32, FP64
+from crossbow_py.engine.trust.remember import assumed, forget
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.models import MODELS
 from tests.recording_streams import RecordingStreams
@@ -99,10 +100,10 @@ def test_kernel_whose_gradient_is_wrong_is_found_out_in_bf16_though_one_rounding
             filter_gradient *= 1 - wrong
         return found
 
-    monkeypatch.setattr(checks, "_failure", lambda *_: None)
     monkeypatch.setattr(convolution, "backward", backward)
     tasks = make_tasks(deep, data=images(), order="blocks", precision=BF16, kernels=True)
-    runner = by_kernels(tasks)
+    with assumed("kernels", None):
+        runner = by_kernels(tasks)
     run(runner, tasks, 1)
     said = [note for note in runner.notes if "gives other numbers than the model itself (the gradient of" in note]
     assert len(said) == (wrong > 0), runner.notes
@@ -127,7 +128,7 @@ def test_rounds_by_kernels_in_float64_equal_serial(make_model, optimizer):
 )
 def test_switch_says_which_kernels_run_and_the_rest_are_operators(switch, families, monkeypatch):
     monkeypatch.setenv("CROSSBOW_KERNELS", switch)
-    checks._failure.cache_clear()
+    forget("kernels")
     ours, reference = both(precision=FP32)
     with recorded() as launches:
         runner = by_kernels(ours)
@@ -136,9 +137,9 @@ def test_switch_says_which_kernels_run_and_the_rest_are_operators(switch, famili
     assert_learners_equal(ours.bank, reference.bank, 1e-4)
     modules = {each.__name__.rpartition(".")[2]: each for each in (batch_norm, convolution, cross_entropy, update)}
     assert {name for name, own in modules.items() if any(each.kernel in vars(own) for each in launches)} == families
-    left_out = [note for note in runner.notes if "because CROSSBOW_KERNELS leaves them out" in note]
+    left_out = [note for note in runner.notes if "CROSSBOW_KERNELS leaves them out" in note]
     assert len(left_out) == len(runner.notes) == len({"update", "loss", "layers"}.difference(switch.split(",")))
-    checks._failure.cache_clear()
+    forget("kernels")
 
 
 @pytest.mark.parametrize(
@@ -233,13 +234,12 @@ def resnet32():
 
 
 @pytest.mark.parametrize("num_learners", [1, 2, 8])
-def test_round_of_resnet32_is_at_most_200_launches_for_any_number_of_learners(num_learners, monkeypatch):
+def test_round_of_resnet32_is_at_most_200_launches_for_any_number_of_learners(num_learners):
     """Counted from the first round whose graph is captured: own kernels, and torch's operators that do work."""
-    monkeypatch.setattr("crossbow_py.engine.fusion.fused_agreement.require_agreement", lambda *_, **__: None)
     data = (torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8), torch.arange(64) % 10)
     tasks = make_tasks(resnet32, num_learners=num_learners, data=data, order="blocks", precision=FP32, kernels=True)
-    device = RecordingStreams()
-    runner = FusedExecutor(tasks, device, kernels=True)
+    with assumed("fused graph", None):
+        runner = FusedExecutor(tasks, RecordingStreams(), kernels=True)
     with recorded(runs=False):
         for n in range(2):
             runner.submit(plan(tasks, n))
@@ -264,7 +264,7 @@ def test_kernels_that_fail_in_the_first_round_leave_it_to_operators(monkeypatch)
     monkeypatch.undo()
     assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 3))
     assert runner.notes == [
-        "Fused rounds run as torch operators, which is slower: kernels failed (RuntimeError: out of "
+        "Kernels are not used: the first round with them failed (RuntimeError: out of "
         "resource: shared memory, Required: 300000 Hardware limit: 232448)."
     ]
 

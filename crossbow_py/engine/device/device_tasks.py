@@ -96,13 +96,13 @@ class GroupTasks(ABC):
 
     @property
     def gathers_by_kernel(self) -> bool:
-        """Whether a kernel makes the batches, in `learn`."""
+        """True if a kernel makes the batches, in `learn`."""
         return self._feed is not None and self._feed.has_kernel
 
     @property
     @abstractmethod
     def _draws(self) -> bool:
-        """Whether `learn` draws dropout masks."""
+        """True if `learn` draws dropout masks."""
 
     @abstractmethod
     def _load_batch(self, plan: Round) -> None:
@@ -274,7 +274,7 @@ class FusedTasks(GroupTasks):
 
     @property
     def has_kernels(self) -> bool:
-        """Whether corrections run as kernels."""
+        """True if corrections run as kernels."""
         return self._kernels is not None
 
     @property
@@ -329,7 +329,7 @@ class FusedTasks(GroupTasks):
 
     @property
     def moves_z(self) -> bool:
-        """Whether `correct` also moves z, so that `average` has nothing to do."""
+        """True if `correct` also moves z, so that `average` has nothing to do."""
         return self._kernels is not None and self._kernels.moves
 
     def average(self, outcome: RoundOutcome) -> None:

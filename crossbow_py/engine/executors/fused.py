@@ -41,7 +41,7 @@ from crossbow_py.engine.fusion.fused_pass import FusedPass, PassNotes
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks, comparison_of
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch
 from crossbow_py.engine.tasks import AveragingTask
-from crossbow_py.engine.trust import why_not
+from crossbow_py.engine.trust import not_used, why_not
 from crossbow_py.engine.update.device_update import knows
 from crossbow_py.engine.update.kernel_update import choose_kernel_update
 from crossbow_py.engine.update.row_update import NativeUpdate, StackedRows, Step
@@ -49,11 +49,6 @@ from crossbow_py.telemetry.timeline import Timeline
 
 ALL_LEARNERS = "all learners"
 
-_HOST_UPDATES = (
-    "executor=fused updates learner by learner, which is slower, because this optimizer has no update for all at once."
-)
-_NO_KERNELS = "executor=fused runs without kernels, which is slower, because {}."
-_EAGER = "executor=fused runs rounds without CUDA graphs, which is slower, because {}."
 _DRAWS = "the model or the loss draws random numbers outside nn.Dropout modules"
 
 
@@ -105,7 +100,7 @@ class FusedExecutor(Executor):
         if bank.device.type == "cpu":
             keep_freed_memory()
         elif not knows(tasks.update.optimizer):
-            self.notes.append(_HOST_UPDATES)
+            self.notes.append(not_used("Updates of all learners at once", "this optimizer has none"))
         elif bank.order == "blocks":
             device = device or CudaStreams(bank.device)
         self._pass_notes = PassNotes()
@@ -125,7 +120,7 @@ class FusedExecutor(Executor):
         """Return whether any kernel may be used on the bank's device; if not, say why."""
         reasons = [why_not(each, self.tasks.bank.device) for each in KERNELS]
         if None not in reasons:
-            self.notes.append(_NO_KERNELS.format(reasons[0]))
+            self.notes.append(not_used("Kernels", f"{reasons[0]}"))
         return None in reasons
 
     def _build(self, kernels: bool) -> None:
@@ -197,7 +192,7 @@ class FusedExecutor(Executor):
         for buffer, before in self._before:
             buffer.copy_(before)
         self._on_trial = False
-        self.notes.append(f"Fused rounds run as torch operators, which is slower: kernels failed ({one_line(error)}).")
+        self.notes.append(not_used("Kernels", f"the first round with them failed ({one_line(error)})"))
         self._build(kernels=False)
         if self._timeline is not None:
             self.trace(self._timeline)  # on the new stream
@@ -358,7 +353,7 @@ class FusedRounds:
         self._comparison = program("comparison", ALL_LEARNERS, pool)
         if not alone:  # sums by NCCL are not captured
             self._averaging.captures = self._gradient_mean.captures = False
-        notes += [_EAGER.format(reason)] if (reason := self.rounds.no_graphs) else []
+        notes += [not_used("CUDA graphs", reason)] if (reason := self.rounds.no_graphs) else []
 
     def issue(self, outcome: RoundOutcome) -> None:
         """Enqueue a round. Blocks the host only if a graph is captured or if the feed does."""
@@ -420,10 +415,10 @@ class FusedRounds:
         try:
             if program.launch_watched(body, variant):
                 program.captures = False
-                self._notes.append(_EAGER.format(_DRAWS))
+                self._notes.append(not_used("CUDA graphs", _DRAWS))
         except CaptureError as error:
             self.rounds.stop_capturing(error.said)
-            self._notes.append(_EAGER.format(error.said))
+            self._notes.append(not_used("CUDA graphs", error.said))
             program.launch(body, variant)
 
     def read(self, outcome: RoundOutcome) -> None:

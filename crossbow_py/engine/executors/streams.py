@@ -33,16 +33,12 @@ from crossbow_py.engine.executors.spans import TaskSpans
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, learner_stream
 from crossbow_py.engine.tasks import AveragingTask, ComparisonTask, CorrectionTask, GradientMeanTask, LearningTask, Task
-from crossbow_py.engine.trust import GRAPHS
+from crossbow_py.engine.trust import GRAPHS, not_used
 from crossbow_py.telemetry.timeline import Timeline
 
 # Graphs of whole steps that are kept for a learner, each for the averaging of a round; rules with a period have three.
 _MOST_STEPS = 3
-_DRAWS = (
-    "executor={} runs learning tasks without CUDA graphs, which is slower, because the model or the loss draws "
-    "random numbers outside nn.Dropout modules."
-)
-_EAGER = "executor={} runs tasks without CUDA graphs, which is slower, because {}."
+_DRAWS = "the model or the loss draws random numbers outside nn.Dropout modules"
 
 
 class StreamsExecutor(Executor):
@@ -87,7 +83,7 @@ class StreamsExecutor(Executor):
         if not tasks.collective.is_alone:  # sums by NCCL are not captured
             self._averaging.captures = self._gradient_mean.captures = False
         if self._rounds.no_graphs:
-            self.notes.append(_EAGER.format(self.NAME, self._rounds.no_graphs))
+            self.notes.append(not_used("CUDA graphs", self._rounds.no_graphs))
         self._marks: dict[Task, Event] = {}
 
     def _new_spans(self, timeline: Timeline, on_callers_stream: TaskSpans) -> TaskSpans:
@@ -201,7 +197,7 @@ class StreamsExecutor(Executor):
 
     def _stop_capturing(self, error: CaptureError) -> None:
         self._rounds.stop_capturing(error.said)
-        self.notes.append(_EAGER.format(self.NAME, error.said))
+        self.notes.append(not_used("CUDA graphs", error.said))
 
     def _load(self, learner: int, plan: Round, masks_ahead: bool) -> None:
         load = partial(self._bodies[learner].load, plan, self._rounds.bank_changed, masks_ahead)
@@ -222,7 +218,7 @@ class StreamsExecutor(Executor):
         self.notes += bodies.notes
         bodies.notes.clear()
         if drawn:
-            self.notes.append(_DRAWS.format(self.NAME))
+            self.notes.append(not_used("CUDA graphs of learning", _DRAWS))
             for each in (*self._learning, *self._steps):
                 each.captures = False
 

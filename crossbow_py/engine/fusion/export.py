@@ -9,8 +9,8 @@ import logging
 import operator
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,9 @@ from crossbow_py.engine.fusion.writes import FusionError, Write, find_writes
 from crossbow_py.engine.modules.code_lines import line_of_failure
 from crossbow_py.engine.modules.losses import Part, scores_of
 from crossbow_py.engine.modules.precision import Precision, cast_module
+from crossbow_py.engine.trust.remember import once
 
 _CALLED = "crossbow_model"  # the attribute that holds the model in a graph of a tree of inputs
-_EXPORTED: WeakKeyDictionary[nn.Module, dict[Any, torch.export.ExportedProgram]] = WeakKeyDictionary()
 
 
 class _Called(nn.Module):
@@ -57,11 +57,8 @@ def exported(
     Raises:
         FusionError: the model cannot be exported, does not return tensors, or writes in a way that cannot be followed.
     """
-    graphs = _EXPORTED.setdefault(template, {})
-    key = (batch_key(example), precision.name, training, part)
-    if key not in graphs:
-        graphs[key] = _export(template, example, precision, training, part)
-    return graphs[key]
+    key = batch_key(example), precision.name, training, part
+    return once("exported graph", key, partial(_export, template, example, precision, training, part), template)
 
 
 def _export(
@@ -128,7 +125,7 @@ def first_names(template: nn.Module) -> dict[str, str]:
 
 
 class Outputs(NamedTuple):
-    """What a graph returns: the leaves of a tree, nodes or what is no tensor, and the form of the tree."""
+    """The values that a graph returns: nodes, or constants that are no tensors, and the form of their tree."""
 
     values: list[Any]
     tree: pytree.TreeSpec

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from operator import itemgetter
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -40,7 +38,7 @@ from crossbow_py.engine.modules.dropout import OwnDraws
 from crossbow_py.engine.modules.losses import Loss, Part, part_for, scores_of
 from crossbow_py.engine.modules.precision import Precision
 from crossbow_py.engine.rounds import RoundTasks
-from crossbow_py.engine.trust import compare
+from crossbow_py.engine.trust import compare, not_used, refusal
 from crossbow_py.engine.trust.side_effects import backward_hook, custom_backwards, kept_between_passes
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.engine.update.row_update import TorchUpdate
@@ -51,10 +49,7 @@ _MANY_SHAPES = (
     "the batches of its data may differ in shape, and learners' batches are put together; pad samples to one length, "
     "and say so by Collated(..., one_shape=True)"
 )
-_OTHER_NUMBERS = "its graph gives other numbers than the model itself ({})"
 _APART = 0.02  # relative distance of the second learner's weights from the first one's
-
-_FOUND: WeakKeyDictionary[nn.Module, dict[Any, str | None]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -90,19 +85,16 @@ def trusted_pass(tasks: RoundTasks, kernels: bool = False, learners: range | Non
         tasks.accumulate,
     )  # fmt: skip
     require_agreement(compared)
-    notes = []
-    if kernels:
-        try:
-            require_agreement(compared, kernels=True)
-        except FusionError as error:
-            notes, kernels = [f"Layers run by operators, not by kernels, as with these {error}."], False
-    found = FusedPass(tasks, kernels, learners)
     try:
+        if kernels:
+            require_agreement(compared, kernels=True)
+        found = FusedPass(tasks, kernels, learners)
         found.graph.measure()
-    except KernelError as error:
-        notes = [f"Layers run by operators, not by kernels, because {error}."]
+    except (FusionError, KernelError) as error:
+        if not kernels:
+            raise
         found = FusedPass(tasks, learners=learners)
-    found.notes += notes
+        found.notes.append(not_used("Kernels for layers", f"{error}"))
     return found
 
 
@@ -221,25 +213,30 @@ def trusted_outputs(
     with compare.kept_buffers(modules[0]), kept_generators(bank.device):
         call(modules[0], map_tree(torch.clone, inputs))  # before the export: see `_disagreement`
     graph = FusedGraph(bank.template, inputs, bank, learners=learners, training=False, part=part)
-    known, key = _FOUND.setdefault(bank.template, {}), (batch_key(inputs), bank.precision.name, part)
-    if key in known:
-        return graph
-    with compare.kept_buffers(*modules), kept_generators(bank.device):
-        outputs = graph.run(map_tree(torch.clone, inputs), shared=True)
-    for learner in sorted({rows[0], rows[-1]}):
-        own = compare.outputs_by_name(map_tree(itemgetter(learner - rows[0]), outputs))
-        values = partial(_outputs_alone, bank, learner, inputs, part)
-        control = partial(_with_moved_weights, bank, learner, values)
-        if (found := compare.furthest(own, values(), control, bank.precision.compute)) is not None:
-            raise FusionError(_OTHER_NUMBERS.format(found))
-    known[key] = None
+
+    def check() -> None:
+        with compare.kept_buffers(*modules), kept_generators(bank.device):
+            outputs = graph.run(map_tree(torch.clone, inputs), shared=True)
+        for learner in sorted({rows[0], rows[-1]}):
+            own = compare.outputs_by_name(map_tree(itemgetter(learner - rows[0]), outputs))
+            values = partial(alone, learner)
+            control = partial(_with_moved_weights, bank, learner, values)
+            _require(compare.furthest(own, values(), control, bank.precision.compute))
+
+    def alone(learner: int) -> dict[str, Tensor]:
+        module = bank.module(learner)
+        with compare.kept_buffers(module), kept_generators(bank.device):
+            return compare.outputs_by_name(part(call(module, map_tree(torch.clone, inputs))))
+
+    key = batch_key(inputs), bank.precision.name, part
+    if (reason := refusal("fused outputs", key, check, FusionError, bank.template)) is not None:
+        raise FusionError(reason)
     return graph
 
 
-def _outputs_alone(bank: ReplicaBank, learner: int, inputs: Tree, part: Part) -> dict[str, Tensor]:
-    module = bank.module(learner)
-    with compare.kept_buffers(module), kept_generators(bank.device):
-        return compare.outputs_by_name(part(call(module, map_tree(torch.clone, inputs))))
+def _require(difference: compare.Difference | None) -> None:
+    if difference is not None:
+        raise FusionError(f"its graph gives other numbers than the model itself ({difference})")
 
 
 def require_agreement(compared: Comparison, kernels: bool = False) -> None:
@@ -252,57 +249,53 @@ def require_agreement(compared: Comparison, kernels: bool = False) -> None:
     if kernels:
         require_agreement(compared)
     example = compared.example
-    key = (
-        batch_key(example), compared.precision.name, compared.channels_last, compared.shared, kernels,
-        part_for(compared.loss),
-    )  # fmt: skip
-    known = _FOUND.setdefault(compared.template, {})
-    if key not in known:
-        try:
-            with kept_generators(leaves(example)[0].device):
-                known[key] = _disagreement(compared, kernels)
-        except FusionError as error:
-            known[key] = str(error)
-    if (reason := known[key]) is not None:
+    part = part_for(compared.loss)
+    key = batch_key(example), compared.precision.name, compared.channels_last, compared.shared, kernels, part
+
+    def check() -> None:
+        with kept_generators(leaves(example)[0].device):
+            _compare(compared, kernels)
+
+    if (reason := refusal("fused graph", key, check, FusionError, compared.template)) is not None:
         raise FusionError(reason)
 
 
-def _disagreement(compared: Comparison, kernels: bool) -> str | None:
+def _compare(compared: Comparison, kernels: bool) -> None:
+    """Raise FusionError if the graph cannot stand for the model, or gives other numbers."""
     pair = _Pair(compared, kernels)
-    if not kernels and (refusal := _refusal(pair, compared)) is not None:
-        return refusal
+    if not kernels:
+        _check_graph(pair, compared)
     with _failing("its graph fails on the model's first samples"):
         fused = pair.by_graph()
     with _failing("it cannot be compared with its graph"):
-        found = next((each for j in _LEARNERS if (each := pair.difference(j, fused[j])) is not None), None)
-        if found is None and pair.is_coarse and not kernels and pair.difference(0, fused[0], same=True):
+        for learner in _LEARNERS:
+            _require(pair.difference(learner, fused[learner]))
+        if pair.is_coarse and not kernels and pair.difference(0, fused[0], same=True):
             # In a coarse format rounding hides a lot; running the graph's operators one by one leaves little to it.
-            found = pair.difference(0, pair.one_by_one(), same=True)
-        if found is None and kernels and compared.precision.compute.itemsize < 4:
-            found = pair.less_precise(fused[0])
-    return None if found is None else _OTHER_NUMBERS.format(found)
+            _require(pair.difference(0, pair.one_by_one(), same=True))
+        if kernels and compared.precision.compute.itemsize < 4:
+            _require(pair.less_precise(fused[0]))
 
 
-def _refusal(pair: _Pair, compared: Comparison) -> str | None:
-    """Return why no graph can stand for the model, whatever numbers it gives; None if one may."""
+def _check_graph(pair: _Pair, compared: Comparison) -> None:
+    """Raise FusionError if no graph can stand for the model, whatever numbers it gives."""
     if (hooked := backward_hook(compared.template)) is not None:
-        return f"{hooked} has a hook on its backward pass, and a graph calls none"
-    example, part = compared.example, part_for(compared.loss)
+        raise FusionError(f"{hooked} has a hook on its backward pass, and a graph calls none")
+    example, export = compared.example, partial(exported, part=part_for(compared.loss))
     try:
         # Before the export, or what a first pass keeps would be tensors without values.
         with _failing("the model itself fails on its first samples"):
-            refusal = pair.examine()
+            refused = pair.examine()
     except FusionError:
-        exported(compared.template, example, compared.precision, part=part)  # whose error says more
+        export(compared.template, example, compared.precision)  # whose error says more
         raise
-    if refusal is not None:
-        return refusal
-    program = exported(compared.template, example, compared.precision, part=part)
+    if refused is not None:
+        raise FusionError(refused)
+    program = export(compared.template, example, compared.precision)
     if leaves(example)[0].device.type == "cuda" and any(
         draws.draws(node) and not draws.is_of_dropout_module(node) for node in program.graph.nodes
     ):
-        return "it draws random numbers outside nn.Dropout modules, which on CUDA cannot be compared"
-    return None
+        raise FusionError("it draws random numbers outside nn.Dropout modules, which on CUDA cannot be compared")
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ class FusedPass:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a kernel computes losses."""
+        """True if a kernel computes losses."""
         return self._loss is not None
 
     def batch(self, plan: Round) -> Batch:

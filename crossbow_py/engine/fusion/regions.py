@@ -41,7 +41,7 @@ class Modes:
 
     @property
     def casts(self) -> bool:
-        """Whether operators choose their dtypes."""
+        """True if operators choose their dtypes."""
         return any(dtype is not None for _, dtype in self.autocast)
 
     @contextmanager

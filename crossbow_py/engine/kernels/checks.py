@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,7 +20,7 @@ from crossbow_py.core.triton_launch import (
 )
 from crossbow_py.engine.device.cudnn import uses_tf32
 from crossbow_py.engine.kernels.geometry import Geometry, Tiles
-from crossbow_py.engine.trust import why_not
+from crossbow_py.engine.trust import not_used, refusal, why_not
 from crossbow_py.engine.trust.compare import EXACT_PRODUCTS, TOLERANCES, is_within
 
 Family = Literal["layers", "loss", "batches"]
@@ -37,17 +37,11 @@ def serves(family: Family, device: torch.device, dtype: torch.dtype) -> str | No
     compiles and compares, which blocks the host.
     """
     reason = why_not(family, device) or unavailable(device)
-    reason = reason or (_failure(family, device, dtype) if dtype in _DTYPES else f"there are no kernels for {dtype}")
-    return f"Fused rounds have torch operators for the {family}, which is slower, because {reason}." if reason else None
-
-
-@cache
-def _failure(family: Family, device: torch.device, dtype: torch.dtype) -> str | None:
-    try:
-        compiles(lambda: _check(family, device, dtype))
-    except KernelError as error:
-        return str(error)
-    return None
+    if reason is None and dtype not in _DTYPES:
+        reason = f"there are no kernels for {dtype}"
+    check = partial(compiles, partial(_check, family, device, dtype))
+    reason = reason or refusal("kernels", (family, device, dtype), check, KernelError)
+    return None if reason is None else not_used(f"Kernels for the {family}", reason)
 
 
 def _check(family: Family, device: torch.device, dtype: torch.dtype) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -25,22 +24,16 @@ class CallWatch:
 
     It takes the place of Python's profiler, which pauses meanwhile; beside other profilers it notes nothing.
 
-    Args:
-        under_mode: whether the block runs under a dispatch mode.
-
     Attributes:
         hooks: the file and line, in the user's code, of each hook on a gradient or on a node of the autograd graph.
         reseeds: the file and line of each call that seeds torch's CPU generator.
     """
 
-    def __init__(self, under_mode: bool = True) -> None:
-        self._under_mode = under_mode
+    def __init__(self) -> None:
         self.hooks: list[str] = []
         self.reseeds: list[str] = []
 
     def __enter__(self) -> CallWatch:
-        if self._under_mode:  # a dispatch mode imports this, which would take longer while it is watched
-            importlib.import_module("torch._dynamo")
         before: Any = sys.getprofile()
         self._put_back: Callable[[], None] | None = None
         if before is None or callable(before):

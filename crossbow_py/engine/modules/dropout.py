@@ -141,6 +141,11 @@ class OwnDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._generator, self.has_drawn = generator, False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: compiled models run without this mode, and torch would import its compiler, for a second."""
+        return False
+
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

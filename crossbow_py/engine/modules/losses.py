@@ -239,7 +239,7 @@ def num_averaged(loss: Loss, targets: Tensor, lead: int = 0) -> Tensor:
 
 
 class Compared(NamedTuple):
-    """What a loss compares: outputs [B, ...], or a tree of such, and targets [B, ...]; B are tokens, if it has some."""
+    """The arguments of a loss: outputs [B, ...], or a tree of such, and targets [B, ...]; B counts tokens if any."""
 
     outputs: Tree
     targets: Tensor

@@ -49,7 +49,7 @@ class Precision:
 
     @property
     def has_shadow(self) -> bool:
-        """Whether models compute with a lower-precision copy of the weights."""
+        """True if models compute with a lower-precision copy of the weights."""
         return self.master != self.compute
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from crossbow_py.core.host import read_host
 from crossbow_py.core.host_randomness import kept_torch_state
-from crossbow_py.core.measured import Remembered, digest
+from crossbow_py.core.measured import Remembered, digest, model_facts
 from crossbow_py.core.trees import Tree, call, form_of, leaves
 from crossbow_py.core.version import __version__
 from crossbow_py.engine.modules.dropout import replace_dropout
@@ -73,8 +73,7 @@ def learners_that_fit(
     key = digest(
         {
             "versions": (__version__, torch.__version__),
-            "model": (type(template).__module__, type(template).__qualname__, f"{template}"),
-            "parameters": [tuple(parameter.shape) for parameter in template.parameters()],
+            **model_facts(template),
             "inputs": (form_of(inputs), batch_size, *([job.accumulate] if job.accumulate > 1 else [])),
             "job": (
                 job.precision.name,

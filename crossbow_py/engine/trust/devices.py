@@ -15,16 +15,15 @@ import importlib.util
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal, get_type_hints
+from typing import Literal
 
 import pynvml
 import torch
 
 from crossbow_py.core.measured import Remembered, digest, processor
-from crossbow_py.core.settings import fits
 from crossbow_py.core.switches import GRAPHS_VARIABLE, KERNELS, KERNELS_VARIABLE, read_switches
 from crossbow_py.core.version import PACKAGE, __version__
 
@@ -55,11 +54,8 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether it passed."""
+        """True if it passed."""
         return self.status == "passed"
-
-
-_FIELDS, _HINTS = fields(Outcome), get_type_hints(Outcome)
 
 
 class RememberedOutcomes(Remembered):
@@ -100,11 +96,9 @@ def _outcomes(text: str | None) -> dict[str, Outcome]:
     """Return outcomes by name from JSON; none from what is not theirs."""
     try:
         plain = json.loads(text or "{}")
-        found = {str(name): Outcome(**{**own, "proves": tuple(own["proves"])}) for name, own in plain.items()}
+        return {str(name): Outcome(**{**own, "proves": tuple(own["proves"])}) for name, own in plain.items()}
     except (ValueError, TypeError, LookupError, AttributeError):
         return {}
-    are_whole = all(fits(getattr(own, field.name), _HINTS[field.name]) for own in found.values() for field in _FIELDS)
-    return found if are_whole else {}
 
 
 def facts(device: torch.device) -> dict[str, str]:

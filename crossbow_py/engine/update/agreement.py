@@ -26,6 +26,12 @@ _LARGE, _SMALL = (509, 521), (53, 41)
 _GROUPED = ("1.weight", "0.bias", "0.weight")  # the last bias is in no group
 
 
+class _Undrawn(nn.Linear):
+    """A layer whose values are not drawn. `to_empty` of one on `meta` has torch import sympy, for most of a second."""
+
+    def reset_parameters(self) -> None: ...
+
+
 def random_bank(optimizer: Optimizer, device: torch.device, precision: Precision, least: float = 0.0) -> ReplicaBank:
     """Return a bank with odd row lengths and the same values in [least, least + 1) each time.
 
@@ -33,9 +39,9 @@ def random_bank(optimizer: Optimizer, device: torch.device, precision: Precision
     """
     wide, narrow = _LARGE if device.type == "cuda" and not interprets() else _SMALL
     groups = optimizer.groups
-    layers = nn.Linear(wide, narrow, device="meta"), nn.Linear(narrow, 3, device="meta")
+    layers = _Undrawn(wide, narrow, device=device), _Undrawn(narrow, 3, device=device)
     bank = ReplicaBank(
-        nn.Sequential(*layers).to_empty(device=device), NUM_LEARNERS, device=device, precision=precision,
+        nn.Sequential(*layers), NUM_LEARNERS, device=device, precision=precision,
         state_names=optimizer.state_names, order="blocks", matrices=("0.weight",) if optimizer.TAKES_MATRICES else (),
         groups={name: 1 + number % len(groups) for number, name in enumerate(_GROUPED)} if groups else None,
     )  # fmt: skip

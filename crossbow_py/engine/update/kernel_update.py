@@ -8,7 +8,7 @@ sum of corrections, which is all-reduced before z moves.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from crossbow_py.core.triton_launch import KernelError, compiles, repeated, requ
 from crossbow_py.engine.bank.layout import DECAYED
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import Precision
-from crossbow_py.engine.trust import why_not
+from crossbow_py.engine.trust import not_used, refusal, why_not
 from crossbow_py.engine.trust.compare import are_close
 from crossbow_py.engine.update.agreement import NUM_LEARNERS, ROUNDS, random_bank, round_by_row, written_values
 from crossbow_py.engine.update.optimizers import SGD, AdamW, Optimizer, for_learner, with_first_settings
@@ -132,22 +132,11 @@ def choose_kernel_update(
     if not KernelUpdate.supports(bank, optimizer, rule):
         return None, None
     reason = why_not("update", bank.device) or unavailable(bank.device)
-    reason = reason or _failure(with_first_settings(optimizer), rule, bank.device, bank.precision, moves)
+    key = with_first_settings(optimizer), rule, bank.device, bank.precision, moves
+    reason = reason or refusal("kernels", key, partial(compiles, partial(check, *key)), KernelError)
     if reason is None:
         return KernelUpdate(bank, optimizer, moves=moves), None
-    return None, f"Updates run as torch operators, which is slower, because {reason}."
-
-
-@cache
-def _failure(
-    optimizer: Optimizer, rule: AveragingRule, device: torch.device, precision: Precision, moves: bool
-) -> str | None:
-    """Return why kernels cannot be used, as part of a sentence, or None. Blocks the host while they compile and run."""
-    try:
-        compiles(partial(check, optimizer, rule, device, precision, moves))
-    except KernelError as error:
-        return str(error)
-    return None
+    return None, not_used("Kernels for updates", reason)
 
 
 def check(optimizer: Optimizer, rule: AveragingRule, device: torch.device, precision: Precision, moves: bool) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from crossbow_py.averaging.rule import AveragingRule
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import BF16
+from crossbow_py.engine.trust import not_used, refusal
 from crossbow_py.engine.trust.compare import are_close
 from crossbow_py.engine.update.agreement import ROUNDS, random_bank, round_by_row, written_values
 from crossbow_py.engine.update.native.library import NativeError, load
@@ -21,7 +22,7 @@ from crossbow_py.engine.update.row_update import NativeUpdate, StackedRows, Step
 
 _FIRST = Step(0.1, step_count=3, gradient_scale=0.5)
 _STEPS: tuple[Step | None, ...] = (_FIRST, None, Step(0.1, step_count=3))
-_CHECKED: set[Any] = set()
+_OTHER_COMPILER = "name another C compiler in CC"
 
 
 def choose_update(
@@ -36,25 +37,14 @@ def choose_update(
         return reference, None
     try:
         library = load(cache)
-        check_once(optimizer, rule, library)
     except NativeError as error:
-        return reference, (
-            f"Updates run as torch operators, which is slower for models with many parameters, because {error}; "
-            f"{error.remedy}."
-        )
-    return NativeUpdate(optimizer, rule, library), None
-
-
-def check_once(optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) -> None:
-    """Check native code, once in this process for everything that selects code in C. It takes a tenth of a second.
-
-    Raises NativeError if it does not agree with the reference.
-    """
+        return reference, not_used("Native updates", f"{error}; {error.remedy}")
+    # Everything that selects code in C.
     terms = {name: getattr(optimizer, name) == 0 for name in optimizer.per_learner()}
-    key = (library._name, type(rule), repr(optimizer.shared()), repr(terms))
-    if key not in _CHECKED:
-        _check(optimizer, rule, library)
-        _CHECKED.add(key)
+    key = library._name, type(rule), repr(optimizer.shared()), repr(terms)
+    if reason := refusal("native updates", key, partial(_check, optimizer, rule, library), NativeError):
+        return reference, not_used("Native updates", f"{reason}; {_OTHER_COMPILER}")
+    return NativeUpdate(optimizer, rule, library), None
 
 
 def _check(optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) -> None:
@@ -104,4 +94,4 @@ def _require_agreement(
         for own, of_gradients in ((bank, norms), (expected, expected_norms))
     )
     if not are_close(found, wanted):
-        raise NativeError("its results differ from those of torch's operators", "name another C compiler in CC")
+        raise NativeError("its results differ from those of torch's operators", _OTHER_COMPILER)

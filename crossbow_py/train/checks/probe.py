@@ -126,7 +126,7 @@ class _TwoPasses:
         self._model, self._inputs, self._generator, self._own = model, inputs, generator, own
         self._bound, self._seed = bindings_of(model), generator.get_state()
         self._buffers = {name: own.clone() for name, own in model.named_buffers()}
-        self._watch = CallWatch(under_mode=own)
+        self._watch = CallWatch()
         self._draws_torch = self._draws_host = False
 
     def first(self) -> Tree:

@@ -42,7 +42,7 @@ from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.device.graphs import CudaStreams, WaitBetween
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.modules.precision import choose_device
-from crossbow_py.engine.trust import GRAPHS, why_not
+from crossbow_py.engine.trust import GRAPHS, reason_in, why_not
 from crossbow_py.engine.update.optimizers import SGD, Muon
 from crossbow_py.telemetry.events import EpochRecord, Listener
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
@@ -196,7 +196,7 @@ def _fell_back(found: _Trained, expected: _Trained, switched_off: Sequence[str])
     """
     new = [message for message in found.messages if message not in expected.messages]
     message = next((each for each in new if not any(reason in each for reason in switched_off)), "")
-    return message.partition(", which is slower, because ")[2] or message  # what is told of runs begins in the same way
+    return reason_in(message) or message
 
 
 def tried(task: Task) -> str:

@@ -53,7 +53,7 @@ class BusyCores:
 
     @property
     def on_trial(self) -> bool:
-        """Whether threads are trying another way to wait, which is being measured."""
+        """True while threads are trying another way to wait, which is being measured."""
         return self.state.on_trial
 
     def stop(self) -> None:

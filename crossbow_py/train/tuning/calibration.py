@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 
@@ -23,18 +22,19 @@ from crossbow_py.averaging.rule import AveragingRule, Stage
 from crossbow_py.core.errors import CrossbowError, UnknownIdError, UserError, text_of
 from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.core.host_randomness import kept_generators
-from crossbow_py.core.measured import Remembered
 from crossbow_py.engine.device.graphs import failed_capture
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
 from crossbow_py.engine.executors import Executor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.rounds import Round
+from crossbow_py.engine.trust import not_used
 
 _BUDGET_S = 30.0  # spent where rounds take a second; where they are short, candidates take one each
 _WINDOW_S = 0.25
 _WINDOWS = 3
 _SLOW_S, _VERY_SLOW_S = 1.0, 3.0
 _FAR_BEHIND = 0.7  # of the best throughput so far: more learners will not make up for it
+_HOPELESS = 0.5  # of the best throughput so far: too far behind for one window to have been disturbed by so much
 _GAIN = 1.05  # times the throughput of fewer learners, below which still more are not tried
 _BUSY = 0.2  # share of the cores used by other programs, above which a choice is not remembered
 _WORTH = 0.1  # of the training time, the most to spend on measuring
@@ -157,9 +157,7 @@ class Calibration:
             by_reason.setdefault(reason, []).append(name)
         return (
             *(
-                f"Executor {names[0]} is left out for this model: {reason}."
-                if len(names) == 1
-                else f"Executors {' and '.join(names)} are left out for this model: {reason}."
+                not_used(f"Executor{'s' * (len(names) > 1)} {' and '.join(names)}", reason)
                 for reason, names in by_reason.items()
             ),
             *self.disturbed_notes,
@@ -167,17 +165,17 @@ class Calibration:
 
     @property
     def is_busy(self) -> bool:
-        """Whether other programs used much of the machine."""
+        """True if other programs used much of the machine."""
         return self.others > _BUSY
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether other programs, or a capture that failed, made some executors slower than they are."""
+        """True if other programs, or a capture that failed, made some executors slower than they are."""
         return self.is_busy or self.no_graphs is not None
 
     @property
     def is_lasting(self) -> bool:
-        """Whether to remember the choice.
+        """True if the choice is to be remembered.
 
         It is remembered if executors were compared, undisturbed, and another time would not allow to measure more of
         them.
@@ -235,7 +233,7 @@ def calibrate(
                 what = f"executor {candidate.executor} with {candidate.num_learners}"
                 announce(f"Compiling and measuring {what} ({number} of at most {len(candidates)}).")
             try:
-                rates[key] = _images_per_s(candidate, batch_size, warm_up)
+                rates[key] = _images_per_s(candidate, batch_size, warm_up, max(rates.values(), default=0.0))
             except UnknownIdError:  # whichever executor it is
                 raise
             except (CrossbowError, RuntimeError, MemoryError) as error:
@@ -295,8 +293,11 @@ class _WarmUp:
             self.seconds += time.perf_counter() - begun if self.rounds else 0.0
 
 
-def _images_per_s(candidate: Candidate, batch_size: int, warm_up: _WarmUp) -> float:
-    """Return the median over a few windows after a warm-up; of slow rounds the faster of two."""
+def _images_per_s(candidate: Candidate, batch_size: int, warm_up: _WarmUp, fastest: float) -> float:
+    """Return the median over a few windows after a warm-up; of slow rounds the faster of two.
+
+    Where the first window is far from the `fastest` candidate so far, it is the only one.
+    """
     with warm_up.counted():
         executor, plan = candidate.build()
     try:
@@ -319,13 +320,9 @@ def _images_per_s(candidate: Candidate, batch_size: int, warm_up: _WarmUp) -> fl
         round_s = time.perf_counter() - begun
         if round_s > _SLOW_S:  # what disturbs a single round makes it slower, never faster
             return max(window(0.0) for _ in range(2 if round_s < _VERY_SLOW_S else 1))
-        return statistics.median(window(_WINDOW_S) for _ in range(_WINDOWS))
+        rates = [window(_WINDOW_S)]
+        while len(rates) < _WINDOWS and rates[0] > _HOPELESS * fastest:
+            rates.append(window(_WINDOW_S))
+        return statistics.median(rates)
     finally:
         executor.close()
-
-
-class RememberedChoices(Remembered):
-    """The executors that earlier runs took."""
-
-    def __init__(self, path: Path | None = None) -> None:
-        super().__init__("executors.json", path)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from crossbow_py.averaging.rule import GradientMean
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.measured import fingerprint
+from crossbow_py.core.measured import fingerprint, model_facts
 from crossbow_py.core.trees import form_of
 from crossbow_py.core.version import __version__
 from crossbow_py.data.feed import Feed
@@ -24,7 +24,7 @@ from crossbow_py.engine.fusion.fused_agreement import Comparison, require_agreem
 from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.rounds import Round, RoundTasks
-from crossbow_py.engine.trust import in_use
+from crossbow_py.engine.trust import RememberedAnswers, in_use
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.train.checks.losses import copied_loss
@@ -33,7 +33,6 @@ from crossbow_py.train.tuning.calibration import (
     Calibration,
     Candidate,
     Effort,
-    RememberedChoices,
     calibrate,
     calibration_round,
 )
@@ -66,7 +65,8 @@ def choose_executor(
         raise UserError(f"executor={choices.executor} cannot run this model: {reason}; set executor=auto.")
     if choices.executor != "auto":
         return choices, []
-    known, key = RememberedChoices(cache), _fingerprint(template, settings, choices, update, feed, num_ranks)
+    known = RememberedAnswers("executor", cache)
+    key = _fingerprint(template, settings, choices, update, feed, num_ranks)
     remembered = known.recall(key)
     possible = _candidates(settings, choices, num_ranks, one_shape)
     if remembered in possible and still_runs(remembered, compared):
@@ -100,7 +100,7 @@ def choose_executor(
     return chosen, [sentence, *found.notes]
 
 
-def _kept(found: Calibration, known: RememberedChoices, key: str) -> str:
+def _kept(found: Calibration, known: RememberedAnswers, key: str) -> str:
     """Remember the choice, and return a message about it."""
     is_kept = known.remember(key, found.executor)
     kept = "remembered for the next run" if is_kept else "not remembered, as the user's cache cannot be written"
@@ -161,8 +161,7 @@ def _fingerprint(
     inputs = feed.batch(0).inputs
     return fingerprint(
         crossbow_py=__version__,
-        model=(type(template).__module__, type(template).__qualname__, f"{template}"),
-        parameters=[tuple(parameter.shape) for parameter in template.parameters()],
+        **model_facts(template),
         inputs=(tuple(inputs.shape), str(inputs.dtype)) if isinstance(inputs, Tensor) else form_of(inputs),
         learners=(settings.num_learners, settings.max_learners),
         device=str(choices.device),

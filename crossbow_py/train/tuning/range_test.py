@@ -57,7 +57,7 @@ class LearningRateTest:
 
     @property
     def sentence(self) -> str:
-        """What was found, for the user."""
+        """The result, as a sentence for the user."""
         end = "where it diverged" if self.diverged else "without diverging"
         tried = f"{len(self.losses)} rounds from {self.learning_rates[0]:.3g} to {self.learning_rates[-1]:.3g}, {end}"
         if self.suggested is None:

@@ -10,7 +10,8 @@ import torch
 
 from crossbow_py.engine.executors import candidates
 from crossbow_py.engine.kernels.checks import serves
-from crossbow_py.engine.trust import Outcome, RememberedOutcomes, devices, in_use, proven, why_not
+from crossbow_py.engine.trust import Outcome, RememberedOutcomes, assumed, devices, in_use, proven, refusal, why_not
+from crossbow_py.engine.trust.remember import UNKNOWN, forget
 from tests.caches import trust_cuda, use_cache
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -88,6 +89,30 @@ def test_file_that_nobody_could_have_written_is_as_if_nothing_had_been_tried(tex
     RememberedOutcomes._OWN.clear()
     own_cache.write_text(text.replace("KEY", key))
     assert RememberedOutcomes().of(CUDA) == {}
+
+
+def test_question_is_asked_once_for_a_key_and_a_model_and_again_where_its_check_could_not_be_made() -> None:
+    asked, model = list[str](), torch.nn.Linear(1, 1)
+
+    def why(key: str, error: Exception | None, about: torch.nn.Module | None = None) -> str | None:
+        def check() -> None:
+            asked.append(key)
+            if error is not None:
+                raise error
+
+        return refusal("mine", key, check, ValueError, about)
+
+    found = [why("a", ValueError("no")), why("a", None), why("b", None), why("a", None, model)]
+    assert found == ["no", "no", None, None]
+    with assumed("mine", "assumed"):
+        with assumed("mine", UNKNOWN):
+            assert why("a", None) == "no"
+        assert why("c", None) == "assumed"
+    with pytest.raises(MemoryError):
+        why("d", MemoryError())
+    assert why("d", None) is None and asked == ["a", "b", "a", "d", "d"]
+    forget("mine")
+    assert why("a", None) is None and why("a", ValueError("no"), model) == "no"
 
 
 def test_user_without_a_cache_has_tried_it_for_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,7 @@ def test_function_that_draws_is_no_graph_and_keeps_its_place_in_the_order():
     captures = made(device)
     run = captures.captured(lambda x: x + torch.rand(()), torch.ones(1))
     assert captures.notes == [
-        "executor=streams predicts without CUDA graphs, which is slower, because the models draw random numbers."
+        "CUDA graphs are not used: the models draw random numbers."
     ]
     assert not any("capture" in entry for entry in device.log)
     device.log.clear()
@@ -206,6 +206,6 @@ def test_where_nothing_is_captured_calls_run_as_they_are_and_in_order(monkeypatc
     run, _ = (captures.captured(lambda x: 3 * x, torch.ones(size)) for size in (2, 4))
     assert run(torch.ones(2)).tolist() == [3.0, 3.0]
     assert captures.notes == [
-        "executor=streams predicts without CUDA graphs, which is slower, because CROSSBOW_GRAPHS is 0."
+        "CUDA graphs are not used: CROSSBOW_GRAPHS is 0."
     ]
     assert not any("capture" in entry for entry in device.log)

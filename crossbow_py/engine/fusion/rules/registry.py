@@ -56,7 +56,7 @@ class Call:
 
     @property
     def draws(self) -> bool:
-        """Whether the operator may draw from the learners' generators; on CUDA the loop draws from torch's own."""
+        """True if the operator may draw from the learners' generators; on CUDA the loop draws from torch's own."""
         seeded = torch.Tag.nondeterministic_seeded in self.target.tags
         return seeded and self.generators[0].device.type == "cpu"
 

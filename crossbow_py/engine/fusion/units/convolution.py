@@ -9,7 +9,6 @@ compared all the same: a compiler may get the kernel of one size wrong and that 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -118,42 +117,29 @@ class ConvolutionChoices:
         return self._known[key]
 
     def _settle(self, key: str, candidates: Mapping[str, Callable[[], Tensor]], default: str) -> str:
-        first, recalled = next(iter(candidates)), ""
-        if self._milliseconds is None or failed_capture():
-            return self._compared(candidates, default)
-        with contextlib.suppress(OSError):
-            recalled = self._remembered.recall(key) or ""
-        if recalled == first:
-            return first
+        first, is_timed = next(iter(candidates)), self._milliseconds is not None and not failed_capture()
+        wanted = (self._remembered.recall(key) or "") if is_timed else default
+        if wanted == first:
+            return self._untimed(first)
         try:
             expected = _finite(candidates[first])
         except Exception as error:  # libraries raise anything
             return self._without_first(first, default, error)
         # A remembered way may have been compiled by another compiler since.
-        if recalled in candidates and self.is_right(recalled, candidates[recalled], expected):
-            return recalled
+        if wanted in candidates and self.is_right(wanted, candidates[wanted], expected):
+            return self._untimed(wanted)
+        if not is_timed:
+            return self._untimed(first)
         right = {first: candidates[first]}
-        others = {name: run for name, run in candidates.items() if name not in (first, recalled)}
+        others = {name: run for name, run in candidates.items() if name not in (first, wanted)}
         right |= {name: run for name, run in others.items() if self.is_right(name, run, expected)}
         times = {name: time for name, run in right.items() if (time := self._time(name, run)) is not None}
         if failed_capture():
             return self._untimed(default if default in right else first)
         found = min(times, key=lambda name: times[name], default=first)
         if first in times and len(times) > 1:
-            with contextlib.suppress(OSError):
-                self._remembered.remember(key, found)
+            self._remembered.remember(key, found)
         return found
-
-    def _compared(self, candidates: Mapping[str, Callable[[], Tensor]], default: str) -> str:
-        """Return the default if it gives the numbers of the first candidate, else that."""
-        first = next(iter(candidates))
-        if default == first:
-            return self._untimed(first)
-        try:
-            expected = _finite(candidates[first])
-        except Exception as error:
-            return self._without_first(first, default, error)
-        return self._untimed(default if self.is_right(default, candidates[default], expected) else first)
 
     def _untimed(self, way: str) -> str:
         if failed := failed_capture():
@@ -262,7 +248,7 @@ class Convolution:
 
     @property
     def by_kernel(self) -> int:
-        """How many of the three directions are the kernel's."""
+        """The number of directions, of three, that run by the kernel."""
         return list(self._ways.values()).count(IMPLICIT)
 
     @torch.no_grad()

@@ -171,7 +171,7 @@ def test_capture_that_is_refused_runs_rounds_eagerly_tries_no_other_and_says_so_
     runner = FusedExecutor(tasks, device)
     run(runner, tasks, 6)
     assert runner.notes == [
-        "executor=fused runs rounds without CUDA graphs, which is slower, because round cannot be captured "
+        "CUDA graphs are not used: round cannot be captured "
         "(RuntimeError: operation not permitted when stream is capturing)."
     ]
     assert device.asked == ["round"]
@@ -196,7 +196,7 @@ def test_after_a_failed_capture_in_the_process_nothing_else_is_captured_but_grap
     run(runner, later, 5)
     assert not any("capture" in entry for entry in device.log)
     assert runner.notes == [
-        "executor=fused runs rounds without CUDA graphs, which is slower, because a capture failed in this process "
+        "CUDA graphs are not used: a capture failed in this process "
         "(RuntimeError: by another model)."
     ]
 
@@ -210,7 +210,7 @@ def test_switch_runs_rounds_without_graphs_and_they_are_what_serial_gives(monkey
     assert_equal(ours.bank, reference.bank, found, expected)
     assert not any("capture" in entry for entry in device.log)
     assert runner.notes == [
-        "executor=fused runs rounds without CUDA graphs, which is slower, because CROSSBOW_GRAPHS is 0."
+        "CUDA graphs are not used: CROSSBOW_GRAPHS is 0."
     ]
 
 

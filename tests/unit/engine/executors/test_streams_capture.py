@@ -178,7 +178,7 @@ def test_model_that_no_graph_can_hold_goes_on_without_graphs_and_says_so_once():
     runner = StreamsExecutor(tasks, device)
     run(runner, tasks, 5)
     assert runner.notes == [
-        "executor=streams runs tasks without CUDA graphs, which is slower, because step(0) cannot be captured "
+        "CUDA graphs are not used: step(0) cannot be captured "
         "(RuntimeError: dropout takes masks of other shapes than in the rounds before)."
     ]
     assert not any("replay" in entry for entry in device.log)
@@ -224,7 +224,7 @@ def test_capture_that_fails_runs_everything_eagerly_as_serial_would(refused):
     found, expected = run(runner, ours, 6), run(SerialExecutor(reference), reference, 6)
     assert_equal(ours.bank, reference.bank, found, expected)
     assert runner.notes == [
-        f"executor=streams runs tasks without CUDA graphs, which is slower, because {refused} cannot be captured "
+        f"CUDA graphs are not used: {refused} cannot be captured "
         "(RuntimeError: operation not permitted when stream is capturing)."
     ]
     rounds_4_to_6 = device.log[len(device.log) - device.log[::-1].index("s0 run load(0)") :]
@@ -239,7 +239,7 @@ def test_switch_runs_tasks_without_graphs_on_the_same_streams(monkeypatch):
     found, expected = run(runner, ours, 5), run(SerialExecutor(reference), reference, 5)
     assert_equal(ours.bank, reference.bank, found, expected)
     assert runner.notes == [
-        "executor=streams runs tasks without CUDA graphs, which is slower, because CROSSBOW_GRAPHS is 0."
+        "CUDA graphs are not used: CROSSBOW_GRAPHS is 0."
     ]
     assert device.log.count("s1 run learning(1)") == device.log.count("high run averaging") == 5
 

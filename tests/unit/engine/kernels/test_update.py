@@ -18,7 +18,7 @@ from crossbow_py.core.triton_launch import recorded
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.kernels import update as kernels
 from crossbow_py.engine.modules.precision import BF16, FP32, FP64
-from crossbow_py.engine.update import kernel_update
+from crossbow_py.engine.trust.remember import forget
 from crossbow_py.engine.update.kernel_update import KernelUpdate, choose_kernel_update
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.engine.update.row_update import Step, TorchUpdate
@@ -92,9 +92,9 @@ def assert_close(bank, reference, tolerance):
 
 @pytest.fixture(autouse=True)
 def no_memory_of_checks():
-    kernel_update._failure.cache_clear()
+    forget("kernels")
     yield
-    kernel_update._failure.cache_clear()
+    forget("kernels")
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [(FP64, 1e-13), (FP32, 2e-6), (BF16, 2e-6)])
@@ -254,7 +254,7 @@ def test_choice_without_triton_says_so_in_one_line(monkeypatch):
     monkeypatch.setattr("crossbow_py.engine.update.kernel_update.unavailable", lambda device: "Triton is not installed")
     update, note = choose_kernel_update(make_bank(SGD(), FP32), SGD(), SMA(), moves=True)
     assert update is None
-    assert note == "Updates run as torch operators, which is slower, because Triton is not installed."
+    assert note == "Kernels for updates are not used: Triton is not installed."
 
 
 def test_choice_of_kernels_that_give_other_numbers_falls_back(monkeypatch):

@@ -16,8 +16,8 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.precision import BF16, FP32, FP64
+from crossbow_py.engine.trust import assumed
 from crossbow_py.engine.trust.compare import least_precise
-from crossbow_py.train.tuning.calibration import RememberedChoices
 from tests.support import make_tasks
 from tests.trainers import make_trainer
 
@@ -178,11 +178,11 @@ def test_comparison_leaves_learners_their_weights_buffers_and_random_numbers():
 
 
 @pytest.mark.slow
-def test_auto_goes_on_to_executors_that_give_the_models_gradients(monkeypatch):
-    monkeypatch.setattr(RememberedChoices, "recall", lambda choices, key: None)
-    parts = make_trainer(model=lambda: Net(Sign.apply), executor="auto").run
+def test_auto_goes_on_to_executors_that_give_the_models_gradients():
+    with assumed("executor", None):
+        parts = make_trainer(model=lambda: Net(Sign.apply), executor="auto").run
     assert parts.choices.executor in ("serial", "threads")
-    why = "Executors fused and fused_threads are left out for this model: it has a backward pass of its own, Sign"
+    why = "Executors fused and fused_threads are not used: it has a backward pass of its own, Sign"
     assert any(note.startswith(why) for note in parts.warnings), parts.warnings
 
 

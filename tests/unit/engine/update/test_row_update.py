@@ -18,6 +18,7 @@ from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.engine.bank.layout import TrainedRow
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import BF16, FP32
+from crossbow_py.engine.trust.remember import forget
 from crossbow_py.engine.update.agreement import round_by_row
 from crossbow_py.engine.update.native.library import load
 from crossbow_py.engine.update.optimizers import SGD, AdamW
@@ -362,9 +363,9 @@ def in_a_process(cache):
 
 
 def test_library_that_computes_something_else_is_not_used(monkeypatch):
-    # Another test may have found it right.
-    monkeypatch.setattr("crossbow_py.engine.update.update_choice._CHECKED", set())
+    forget("native updates")  # another test may have found them right
     monkeypatch.setattr(AveragingRule, "corrections", lambda self, out, weights, z, coefficients: None)
     update, message = choose_update(SGD(), SMA(), CPU, torch.float32)
     assert update.NAME == "torch"
     assert "its results differ" in message
+    forget("native updates")

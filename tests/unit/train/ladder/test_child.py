@@ -88,8 +88,8 @@ def test_loss_that_is_another_is_found() -> None:
 
 def test_run_that_did_not_do_as_it_was_told_has_not_passed() -> None:
     serial = child._train("serial", "cpu", "fp32")
-    fell_back = dataclasses.replace(serial, messages=[*serial.messages, "Updates run as torch operators, because X."])
-    assert child._fell_back(fell_back, serial, []) == "Updates run as torch operators, because X."
+    fell_back = dataclasses.replace(serial, messages=[*serial.messages, "Kernels for updates are not used: X."])
+    assert child._fell_back(fell_back, serial, []) == "X"
     assert child._fell_back(serial, serial, []) == ""
     told = dataclasses.replace(serial, messages=["executor=fused runs eagerly, because CROSSBOW_GRAPHS is 0."])
     assert child._fell_back(told, serial, ["CROSSBOW_GRAPHS is 0"]) == ""  # as it was told

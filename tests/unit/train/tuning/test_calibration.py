@@ -16,12 +16,12 @@ from crossbow_py.core.errors import CrossbowError, DeviceLostError, UserError
 from crossbow_py.core.measured import fingerprint
 from crossbow_py.engine.device import graphs
 from crossbow_py.engine.device.memory import is_out_of_memory
+from crossbow_py.engine.trust.remember import UNKNOWN, RememberedAnswers, assumed
 from crossbow_py.train.tuning import calibration
-from crossbow_py.train.tuning.calibration import Candidate, Effort, Refusal, RememberedChoices, calibrate
+from crossbow_py.train.tuning.calibration import Candidate, Effort, Refusal, calibrate
 from tests.caches import use_cache
 from tests.trainers import Recorder, image_model, images, make_trainer
 
-RECALL, REMEMBER = RememberedChoices.recall, RememberedChoices.remember  # before `conftest` pretends
 CPU = torch.device("cpu")
 
 
@@ -88,6 +88,15 @@ def test_calibration_takes_the_executor_with_the_most_images_per_second(clock):
     assert slow.closed and fast.closed and faster.closed
 
 
+def test_candidate_that_is_far_behind_is_measured_for_one_window(clock):
+    def windows(seconds):
+        began = clock.now
+        calibrate([candidate("threads", 1, FakeExecutor(clock, seconds))], 1, CPU, known={("serial", 1): 100.0})
+        return round((clock.now - began - seconds) / 0.25)
+
+    assert [windows(seconds) for seconds in (1 / 40, 1 / 60)] == [1, 3]  # 40 and 60 of 100 images/s
+
+
 def test_calibration_of_a_slow_candidate_is_cut_short(clock):
     calibrate([candidate("serial", 1, FakeExecutor(clock, 3.0))], 1, CPU)
     assert clock.now == 6.0  # a round to warm up and one to measure
@@ -110,7 +119,7 @@ def test_candidate_that_cannot_run_is_left_out_and_named(clock):
     sides = [failing(unfit, learners=k) for k in (2, 4)] + [candidate("serial", 2, FakeExecutor(clock, 0.1))]
     found = calibrate(sides, 1, CPU)
     assert found.executor == "serial"
-    assert found.notes == ("Executor fused is left out for this model: torch.export cannot capture it.",)
+    assert found.notes == ("Executor fused is not used: torch.export cannot capture it.",)
 
 
 def test_calibration_leaves_out_what_would_take_too_long(clock):
@@ -118,7 +127,7 @@ def test_calibration_leaves_out_what_would_take_too_long(clock):
     found = calibrate(sides, 1, CPU, Effort(8.0))
     # Serial took 6 of 8 seconds for 1 image/s; twice a round of 4 images would take 8 more.
     assert (found.executor, list(found.images_per_s), clock.now) == ("serial", [("serial", 2)], 6.0)
-    assert found.notes == ("Executor fused is left out for this model: measuring it with 4 learners takes too long.",)
+    assert found.notes == ("Executor fused is not used: measuring it with 4 learners takes too long.",)
 
 
 @pytest.mark.slow
@@ -254,7 +263,7 @@ def test_executor_that_cannot_run_is_not_tried_with_fewer_learners(clock):
 @pytest.mark.slow
 def test_an_error_without_words_is_named_by_its_kind(clock):
     found = calibrate([candidate("serial", 1, FakeExecutor(clock, 0.01)), failing(MemoryError())], 1, CPU)
-    assert found.notes == ("Executor fused is left out for this model: MemoryError.",)
+    assert found.notes == ("Executor fused is not used: MemoryError.",)
 
 
 @pytest.mark.slow
@@ -277,23 +286,22 @@ def test_still_more_learners_are_measured_only_while_they_gain(clock, seconds, m
 
 
 @pytest.fixture
-def memory(tmp_path, monkeypatch, known_executor):
-    """A file of remembered choices for the test alone, in place of that of `conftest`."""
-    monkeypatch.setattr(RememberedChoices, "recall", RECALL)
-    monkeypatch.setattr(RememberedChoices, "remember", REMEMBER)
+def memory(tmp_path, monkeypatch):
+    """A file of remembered choices for the test alone, in place of what `conftest` assumes."""
     use_cache(tmp_path, monkeypatch)
     monkeypatch.setattr(calibration, "foreign_share", lambda before, after: 0.0)
-    return tmp_path / "crossbow_py" / "executors.json"
+    with assumed("executor", UNKNOWN):
+        yield tmp_path / "crossbow_py" / "executors.json"
 
 
 def test_memory_keeps_choices_and_survives_a_damaged_file(memory):
-    RememberedChoices().remember("a", "threads")
-    RememberedChoices().remember("b", "fused")
-    assert [RememberedChoices().recall(key) for key in "abc"] == ["threads", "fused", None]
+    RememberedAnswers("executor").remember("a", "threads")
+    RememberedAnswers("executor").remember("b", "fused")
+    assert [RememberedAnswers("executor").recall(key) for key in "abc"] == ["threads", "fused", None]
     memory.write_text("{damaged")
-    assert RememberedChoices().recall("a") is None
-    RememberedChoices().remember("a", "serial")
-    assert RememberedChoices().recall("a") == "serial"
+    assert RememberedAnswers("executor").recall("a") is None
+    RememberedAnswers("executor").remember("a", "serial")
+    assert RememberedAnswers("executor").recall("a") == "serial"
 
 
 @pytest.mark.slow
@@ -376,13 +384,13 @@ def test_measuring_is_announced_and_draws_from_no_generator_of_the_users(memory,
 @pytest.mark.slow
 def test_remembered_fused_is_measured_anew_when_the_model_cannot_be_fused_any_more(memory, monkeypatch):
     monkeypatch.setattr(calibration, "_WINDOW_S", 0.01)
-    monkeypatch.setattr(RememberedChoices, "recall", lambda self, key: "fused")
 
     class Branches(nn.Linear):
         def forward(self, inputs):
             return super().forward(inputs if inputs.sum() > 0 else -inputs)
 
-    trainer = make_trainer(model=lambda: Branches(4, 3), executor="auto")
+    with assumed("executor", "fused"):
+        trainer = make_trainer(model=lambda: Branches(4, 3), executor="auto")
     assert trainer.run.choices.executor in ("serial", "threads")
 
 

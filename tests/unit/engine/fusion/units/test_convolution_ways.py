@@ -16,7 +16,6 @@ from crossbow_py.engine.device import graphs
 from crossbow_py.engine.device.cudnn import searching_libraries
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
-from crossbow_py.engine.fusion import fused_agreement
 from crossbow_py.engine.fusion.units import unit_step
 from crossbow_py.engine.fusion.units.convolution import (
     GROUPED,
@@ -33,6 +32,7 @@ from crossbow_py.engine.fusion.units.convolution import (
 from crossbow_py.engine.kernels.geometry import Geometry
 from crossbow_py.engine.kernels.statistics import Statistics
 from crossbow_py.engine.modules.precision import FP32, FP64
+from crossbow_py.engine.trust import assumed
 from tests.recording_streams import RecordingStreams
 from tests.support import IMAGES, assert_equal, make_tasks, run
 from tests.unit.engine.kernels.launches import counted_launches
@@ -387,13 +387,13 @@ def test_layers_whose_convolutions_cannot_be_compared_run_by_operators_and_say_s
         raise RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")
 
     monkeypatch.setattr(Operators, "forward", fails)
-    monkeypatch.setattr(fused_agreement, "require_agreement", lambda *_, **__: None)  # which would fail as well
-    runner, ours = executor_of(FP64)
+    with assumed("fused graph", None):  # whose comparison would fail as well
+        runner, ours = executor_of(FP64)
     reference = make_tasks(two_layers, data=IMAGES, order="blocks")
     found = run(runner, ours, 3)
     assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 3))
     assert runner.notes == [
-        "Layers run by operators, not by kernels, because convolutions cannot be measured: grouped_nhwc, which others "
+        "Kernels for layers are not used: convolutions cannot be measured: grouped_nhwc, which others "
         "are compared with, failed: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED."
     ]
 
