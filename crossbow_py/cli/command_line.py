@@ -22,7 +22,7 @@ from typing import Generic
 from crossbow_py.cli.completion import completion_script
 from crossbow_py.cli.config_files import added_config_dir
 from crossbow_py.cli.configuration import C, check_plus, command_of, compose, filled_in, options_for
-from crossbow_py.cli.flags import Flags, read_flags, split_flags
+from crossbow_py.cli.flags import Flags, read_flags
 from crossbow_py.cli.help_text import help_text, list_text
 from crossbow_py.cli.hydra_app import config_text, info_text, launch
 from crossbow_py.cli.hydra_words import BASIC, HydraWords, split_hydra
@@ -86,24 +86,18 @@ Placing = Callable[[C, RayLauncher, Sequence[str]], int]
 
 @dataclass(frozen=True)
 class _Command(Generic[C]):
-    """What a command is made of.
-
-    Attributes:
-        kind: its configuration class, which defines the keys.
-        job: runs it with one configuration, and returns its exit code.
-        composed: makes a configuration of words and the file to begin with.
-        placed: runs one job by several processes that a launcher starts, each of these words; None if it cannot.
-    """
+    """The parts of a command; see `run`."""
 
     kind: type[C]
     job: Callable[[C], int]
     composed: Composing[C]
     placed: Placing[C] | None
+    settled: Callable[[list[str]], list[str]]
 
 
 def run(
     argv: Sequence[str] | None, kind: type[C], job: Callable[[C], int], composed: Composing[C] = compose,
-    placed: Placing[C] | None = None,
+    placed: Placing[C] | None = None, settled: Callable[[list[str]], list[str]] = list,
 ) -> int:  # fmt: skip
     """Run `job` once for every configuration that `argv` asks for, and return the worst exit code.
 
@@ -113,9 +107,10 @@ def run(
         job: runs the command with one configuration, and returns its exit code.
         composed: makes a configuration of words and the file to begin with.
         placed: runs one job by several processes that a launcher starts, of the same words; None if it cannot.
+        settled: returns the words that are no flags as KEY=VALUE, where a command takes others too.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    command = _Command(kind, job, composed, placed)
+    command = _Command(kind, job, composed, placed, settled)
     with standard_streams(), flushed_denormals():  # also in the threads that torch starts at its first operation
         return _guarded(lambda: _dispatch(arguments, command))
 
@@ -140,15 +135,14 @@ def _dispatch(arguments: list[str], command: _Command[C]) -> int:
     kind = command.kind
     if "--help" in arguments or "-h" in arguments:
         return say(help_text(kind))
-    given, words = split_flags(arguments)
-    flags = read_flags(given, [field.name for field in dataclasses.fields(kind)])
+    flags, words = read_flags(arguments, [field.name for field in dataclasses.fields(kind)])
     if flags.completion is not None:
         return say(completion_script(flags.completion))
     with added_config_dir(flags.config_dir):
-        if flags.listing:
+        if flags.list:
             return say(list_text(kind))
         read_switches()  # so that a mistake in them is found at once
-        asked, rest = split_hydra(words)
+        asked, rest = split_hydra(command.settled(words))
         launcher, own = split_launcher(rest)
         if flags.multirun:
             return _multirun(flags, asked, launcher, own, command)

@@ -128,7 +128,7 @@ def test_help_and_list_are_texts_and_train_nothing(flag: str, capsys: pytest.Cap
         (["data=custom", f"data.target={__name__}.unnamed_classes"], ["set data.num_classes, or use model=custom"]),
         (["model=custom", "model.target=no_such_package.model"], ["model.target"]),
         (["-m", "seed=1,2", "batch_size=0"], ["batch_size"]),
-        (["-m", "hydra/sweeper=optuna"], ["'hydra/sweeper=optuna' sets what is Hydra's own", "crossbow_py.search"]),
+        (["-m", "hydra/sweeper=optuna"], ["'hydra/sweeper=optuna' is not read here"]),
         (["--batch_size=32"], ["unknown option --batch_size=32; keys have no dashes: write batch_size=32."]),
         (["--num-learners", "2"], ["keys have no dashes: write num_learners=VALUE."]),
         (["-\x1b[2J\u202e\udc80"], [r"unknown option -\x1b[2J\u202e\udc80; known"]),

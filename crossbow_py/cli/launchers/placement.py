@@ -49,7 +49,7 @@ class RayLauncher:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine of a cluster has for jobs, as Ray counts it."""
+    """A machine of a cluster: its resources for jobs, as Ray counts them."""
 
     cpus: float
     gpus: float
@@ -57,7 +57,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Share:
-    """What each job gets, and how many have a place at once."""
+    """The resources of each job, and how many jobs have a place at once."""
 
     cpus: int
     gpus: int

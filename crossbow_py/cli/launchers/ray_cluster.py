@@ -32,7 +32,7 @@ _STORE_BYTES = 80 * 2**20  # about the least that Ray takes: nothing but command
 
 @dataclass(frozen=True)
 class PlacedJob:
-    """What a process elsewhere is told: a command line and the folder to run it in.
+    """A job for a process elsewhere: a command line and the folder to run it in.
 
     Attributes:
         command: the command, such as train.
@@ -49,7 +49,7 @@ class PlacedJob:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process was placed: `machine` is its name, and the others what is seen there, see `PlacedJob`."""
+    """The machine where a process was placed, and whether it has the folder and sees the mark of `PlacedJob`."""
 
     machine: str
     has_folder: bool
@@ -188,12 +188,12 @@ class RayProcess:
 
     @property
     def is_placed(self) -> bool:
-        """Whether a place has been found for it."""
+        """Return whether a place has been found for it."""
         return self._is_placed
 
     @property
     def has_printed(self) -> bool:
-        """Whether it has printed anything, by the last `poll`."""
+        """Return whether it has printed anything, by the last `poll`."""
         return self._has_printed
 
     def poll(self) -> Ended | Lost | None:

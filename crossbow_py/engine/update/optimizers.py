@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.other_names import answers_other_names
 from crossbow_py.core.settings import check, setting
 from crossbow_py.engine.bank.layout import Block, Matrix, TrainedRow, norm
 from crossbow_py.engine.bank.row_optimizer import RowOptimizer
@@ -31,7 +30,7 @@ from crossbow_py.engine.update.torch_target import Facts, facts, made, path_of
 
 @dataclass(frozen=True)
 class NativeStep:
-    """What the C function of this index takes for some vectors: its numbers, in its order, and λ."""
+    """The arguments of the C function of this index for some vectors: its numbers, in its order, and λ."""
 
     function: int
     values: tuple[float, ...]
@@ -111,7 +110,7 @@ class Optimizer(ABC):
 
     @property
     def prepares_weights(self) -> bool:
-        """Whether `prepare` changes the weights of matrices too."""
+        """Return whether `prepare` changes the weights of matrices too."""
         return False
 
     @abstractmethod
@@ -127,12 +126,12 @@ class Optimizer(ABC):
 
     @property
     def has_groups(self) -> bool:
-        """Whether some groups of parameters take other steps."""
+        """Return whether some groups of parameters take other steps."""
         return any(group.acts for group in self.groups)
 
     @property
     def clips_groups(self) -> bool:
-        """Whether some groups of parameters are clipped by themselves."""
+        """Return whether some groups of parameters are clipped by themselves."""
         return any(group.clip_norm is not None for group in self.groups)
 
     def prepared(self, module: nn.Module) -> nn.Module:
@@ -570,6 +569,4 @@ def with_first_settings(optimizer: Optimizer) -> Optimizer:
     return replace(optimizer, **{name: value[0] for name, value in settings.items() if isinstance(value, tuple)})
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {
-    each.NAME: answers_other_names(each.GROUP, each) for each in (SGD, AdamW, Muon, TorchOptimizer)
-}
+OPTIMIZERS: dict[str, type[Optimizer]] = {each.NAME: each for each in (SGD, AdamW, Muon, TorchOptimizer)}

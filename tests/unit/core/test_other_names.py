@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from crossbow_py import SGD, AdamW, Muon, Trainer
+from crossbow_py import Trainer
 from crossbow_py.cli.configuration import compose
 from crossbow_py.core import other_names
 from crossbow_py.core.errors import UserError
@@ -96,23 +96,6 @@ def test_command_without_the_key_does_not_suggest_it() -> None:
     with pytest.raises(UserError) as raised:
         compose(["early_stopping=3"], PredictConfig)
     assert "did you mean 'patience'" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("make", "word", "meant"),
-    [
-        (SGD, "lr", "learning_rate"),
-        (AdamW, "eps", "epsilon"),
-        (AdamW, "betas", "beta1"),
-        (Muon, "max_grad_norm", "clip_norm"),
-        (SGD, "momentun", "momentum"),
-    ],
-)
-def test_optimizer_answers_a_name_of_another_library_with_its_own(make: Any, word: str, meant: str) -> None:
-    with pytest.raises(TypeError, match=rf"{make.__name__}\(\) got .* '{word}'; did you mean '{meant}'\?"):
-        make(**{word: 0.1})
-    assert [*inspect.signature(make).parameters] == [field.name for field in dataclasses.fields(make)]
-    assert make() == dataclasses.replace(make())
 
 
 @pytest.mark.parametrize(
