@@ -149,7 +149,7 @@ class AveragingRule(ABC):
 
     @property
     def is_linear(self) -> bool:
-        """Return whether `corrections` and `average` are not overridden, so that native code and kernels compute them."""
+        """Return whether `corrections` and `average` are not overridden: native code and kernels compute them."""
         own = type(self)
         return own.corrections is AveragingRule.corrections and own.average is AveragingRule.average
 
