@@ -175,9 +175,7 @@ def _multirun(
     """Run every combination of what `words` list. All are composed first, so that a mistake in the last is found."""
     asked.check_sweep(words)
     if launcher is not None and asked.launcher != BASIC:
-        raise UserError(
-            f"launcher={launcher.NAME} and hydra/launcher={asked.launcher} both start the jobs of a sweep; choose one."
-        )
+        raise UserError(f"launcher={launcher.NAME} and hydra/launcher={asked.launcher} exclude each other; choose one.")
     for word in words:
         check_plus(word, command.kind)
     jobs = expand_sweeps(words, partial(options_for, kind=command.kind))

@@ -235,10 +235,8 @@ def filled_in(
             found.append({key: str(OmegaConf.select(root, f"hydra.sweep.{key}")) for key in texts})
         except OmegaConfBaseException as error:
             given = " ".join(f"hydra.sweep.{key}={shown(text)}" for key, text in texts.items())
-            raise UserError(
-                f"{given}: {one_line_of(error).rstrip('.')}; keys of a run, hydra.job.num, hydra.job.override_dirname, "
-                "hydra.job.name and now can be filled in."
-            ) from error
+            known = "keys of a run, hydra.job.num, hydra.job.override_dirname, hydra.job.name and now can be filled in"
+            raise UserError(f"{given}: {one_line_of(error).rstrip('.')}; {known}.") from error
         before = root
     return found
 
@@ -333,10 +331,8 @@ def _check_experiment(name: str, known: Sequence[str]) -> None:
     _check_no_hydra(f"experiment {name}", plain)
     for key in plain:
         if key not in (*known, "defaults") and (commands := _commands_with(key)):
-            raise UserError(
-                f"experiment {name} is for {commands}: it sets {key}, which means nothing here; choose "
-                "another experiment, --list shows them."
-            )
+            remedy = "choose another experiment, --list shows them"
+            raise UserError(f"experiment {name} is for {commands}: it sets {key}, no key of this command; {remedy}.")
 
 
 def _check_command(keys: Iterable[str], known: Sequence[str]) -> None:

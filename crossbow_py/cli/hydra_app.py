@@ -203,9 +203,8 @@ def _compose(
             words = [*_OURS, *given.of_launcher, *overrides, *folders]
             return loader.load_configuration(name, words, mode, from_shell=False), loader
     except COMPOSITION_ERRORS as error:
-        raise UserError(
-            f"{one_line_of(error).rstrip('.')}; --cfg hydra -p hydra.launcher with {_GROUP}=NAME shows its settings."
-        ) from error
+        remedy = f"--cfg hydra -p hydra.launcher with {_GROUP}=NAME shows its settings"
+        raise UserError(f"{one_line_of(error).rstrip('.')}; {remedy}.") from error
 
 
 def _check_launcher(name: str, known: Sequence[str]) -> None:

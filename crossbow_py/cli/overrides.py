@@ -167,10 +167,8 @@ def _check_no_range(text: str) -> None:
         key, before, low, high = (each.rpartition("=")[2].strip() for each in found.groups())  # also start=1, end=2
         log = ",log:true" if "log" in before else ""
         space = f"space.{key}={{low:{low},high:{high}{log}}}"
-        raise UserError(
-            f"{shown(text)} is a range to sample from; write {shown(space)} for python -m crossbow_py.search, or list "
-            "the values of a sweep."
-        )
+        remedy = f"write {shown(space)} for python -m crossbow_py.search, or list the values of a sweep"
+        raise UserError(f"{shown(text)} is a range to sample from; {remedy}.")
 
 
 def _check_key(override: Override, of_hydra: bool) -> None:

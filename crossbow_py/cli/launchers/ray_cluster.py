@@ -123,10 +123,8 @@ def _check_answers(launcher: RayLauncher) -> None:
     if address == AUTO:
         address = os.environ.get("RAY_ADDRESS") or None
     if address is not None and "://" in address:
-        raise UserError(
-            f"RAY_ADDRESS must be HOST:PORT, got {shown(address)}; start the command on a machine of the cluster, for "
-            "example by ray job submit."
-        )
+        remedy = "start the command on a machine of the cluster, for example by ray job submit"
+        raise UserError(f"RAY_ADDRESS must be HOST:PORT, got {shown(address)}; {remedy}.")
     if address is None or ":" not in address:  # Ray finds it, or says why not
         return
     host, _, port = address.rpartition(":")
@@ -138,10 +136,8 @@ def _check_answers(launcher: RayLauncher) -> None:
 
 def _no_cluster(address: str, error: Exception) -> UserError:
     said = one_line(error)[:_LONGEST_REASON].rstrip(".")
-    return UserError(
-        f"launcher.address={address}: no Ray cluster can be reached ({said}); start one by ray start --head, or "
-        "leave launcher.address out for one of this machine alone."
-    )
+    remedy = "start one by ray start --head, or leave launcher.address out for one of this machine alone"
+    return UserError(f"launcher.address={address}: no Ray cluster can be reached ({said}); {remedy}.")
 
 
 class RayCluster:
@@ -219,10 +215,8 @@ class RayProcess:
     def _begin(self, answer: tuple[str, bool, bool]) -> None:
         job, place = self._job, Place(*answer)
         if not place.has_folder:
-            raise UserError(
-                f"machine {place.host} of the Ray cluster has no folder {job.folder}, where the command was started; "
-                "start it in one that all machines have."
-            )
+            lacks = f"machine {place.host} of the Ray cluster has no folder {job.folder}, where the command was started"
+            raise UserError(f"{lacks}; start it in one that all machines have.")
         self._check(place)
         self._is_placed = True
         on_gpu, threads = self._share.gpus > 0, self._share.cpus

@@ -80,16 +80,11 @@ class Optimizer(ABC):
             value = getattr(self, name)
             if not isinstance(value, tuple):
                 continue
+            lists, remedy = f"optimizer.{name} lists {len(value)} values", "give one value for all, or"
             if num_learners == "auto":
-                raise UserError(
-                    f"optimizer.{name} lists {len(value)} values, and num_learners is auto; give one value for "
-                    f"all, or set num_learners={len(value)}."
-                )
+                raise UserError(f"{lists}, and num_learners is auto; {remedy} set num_learners={len(value)}.")
             if len(value) != num_learners:
-                raise UserError(
-                    f"optimizer.{name} lists {len(value)} values for {num_learners} learners; "
-                    "give one value for all, or one for each learner."
-                )
+                raise UserError(f"{lists} for {num_learners} learners; {remedy} one for each learner.")
 
     def per_learner(self) -> list[str]:
         """Return the names of the settings that may differ between learners."""
@@ -376,10 +371,8 @@ class Muon(Optimizer):
         taken = {id(own) for own in layers if own.requires_grad} - left_out
         found = tuple(name for name, own in module.named_parameters() if id(own) in taken)
         if not found:
-            raise UserError(
-                "optimizer=muon needs linear or convolutional layers between the model's first and last one, and there "
-                "are none to train; set optimizer=sgd or optimizer=adamw."
-            )
+            rule = "optimizer=muon needs linear or convolutional layers between the model's first and last one"
+            raise UserError(f"{rule}, and there are none to train; set optimizer=sgd or optimizer=adamw.")
         return found
 
     def remarks(self, module: nn.Module) -> list[str]:
@@ -519,10 +512,8 @@ class TorchOptimizer(Optimizer):
     def prepared(self, module: nn.Module) -> nn.Module:
         decays = [self.weight_decay, *(group.weight_decay for group in self.groups)]
         if not self._facts.decays and any(decays):
-            raise UserError(
-                f"optimizer.target={path_of(self.target)} has no weight_decay, got one; set it to 0, and give what it "
-                "has in optimizer.args."
-            )
+            target = f"optimizer.target={path_of(self.target)}"
+            raise UserError(f"{target} has no weight_decay, got one; set it to 0, and its own in optimizer.args.")
         return super().prepared(module)
 
     def row_optimizer(

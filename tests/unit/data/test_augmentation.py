@@ -102,7 +102,7 @@ def test_normalisation_of_float_and_uint8_inputs_differ_by_the_unit() -> None:
     ("mean", "std", "message"),
     [
         ((0.5,), None, "given together"),
-        ((0.5,), (0.5, 0.5), "of equal length.*; give both one value a channel"),
+        ((0.5,), (0.5, 0.5), "of equal length.*; give one value a channel"),
         ((0.5,), (float("nan"),), "must be finite"),
         ((float("inf"),), (0.5,), "must be finite"),
         ((0.5,), (0.0,), "std positive"),

@@ -57,7 +57,7 @@ def test_synthetic_of_equal_seeds_is_equal_and_of_others_differs() -> None:
 
 def test_synthetic_of_two_axes_is_a_user_error() -> None:
     with pytest.raises(
-        UserError, match=r"data\.shape must be \[channels, height, width\] or, for clips, .* got \[8, 8\]"
+        UserError, match=r"data\.shape must be \[channels, height, width\] or .* got \[8, 8\]"
     ):
         Synthetic(shape=(8, 8))
 

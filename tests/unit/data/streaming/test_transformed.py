@@ -255,7 +255,7 @@ def test_images_of_several_sizes_without_a_transform_are_named(made: Any) -> Non
 
 
 def test_batches_of_a_collate_and_several_images_are_refused() -> None:
-    with pytest.raises(UserError, match="by its own collate; transform them there"):
+    with pytest.raises(UserError, match="has its own collate; transform them there"):
         transformed(Collated(Items(), list), both("dark"), training=True)
 
     class Two(Items):
