@@ -69,10 +69,6 @@ def test_sweep_has_a_line_for_each_run_that_ended_and_says_how_to_compare_them(t
     ]
 
 
-def test_sweep_of_one_run_has_no_table(tmp_path: Path) -> None:
-    assert sweep_lines({ended(tmp_path / "seed=1", test_accuracy=0.5): "seed=1"}) == []
-
-
 def test_sweep_of_more_runs_than_a_report_compares_says_how_to_choose(tmp_path: Path) -> None:
     folders = [ended(tmp_path / f"seed={seed}", test_accuracy=0.5) for seed in range(13)]
     lines = sweep_lines({folder: folder.name for folder in folders})

@@ -13,7 +13,6 @@ from crossbow_py.cli.configuration import compose
 from crossbow_py.core import other_names
 from crossbow_py.core.errors import UserError
 from crossbow_py.predict.config import PredictConfig
-from crossbow_py.train.__main__ import main
 from crossbow_py.train.config import TrainConfig
 from crossbow_py.train.run_settings import RunSettings
 from tests.trainers import make_trainer
@@ -80,16 +79,6 @@ def test_stop_given_to_the_trainer_and_setting_given_to_fit_are_sent_where_they_
             trainer.fit(**{word: 1})
     with pytest.raises(TypeError, match="'max_epoch'; did you mean 'max_epochs'"):
         trainer.fit(max_epoch=1)
-
-
-def test_accumulation_is_called_accumulate() -> None:
-    with pytest.raises(TypeError, match=r"did you mean accumulate=\.\.\.\?"):
-        make_trainer(gradient_accumulation_steps=4)
-
-
-def test_command_exits_with_2_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["+experiment=digits", "early_stopping=3"]) == 2
-    assert capsys.readouterr().err.strip() == "error: unknown key early_stopping; did you mean 'patience'?"
 
 
 def test_command_without_the_key_does_not_suggest_it() -> None:

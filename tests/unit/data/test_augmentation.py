@@ -111,8 +111,3 @@ def test_normalisation_of_float_and_uint8_inputs_differ_by_the_unit() -> None:
 def test_normalisation_of_unfit_values_is_a_user_error(mean: tuple, std: tuple | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
         Normalisation.of(mean, std)
-
-
-def test_normalisation_for_other_channels_is_a_user_error() -> None:
-    with pytest.raises(UserError, match="got 2 for 3 channels"):
-        PixelNormaliser((3, 2, 2), BatchFormat(CPU, normalisation=Normalisation((0.5, 0.5), (1.0, 1.0))))

@@ -40,17 +40,6 @@ def test_beta_has_the_moments_of_the_distribution(alpha: float) -> None:
     assert float((drawn - 0.5).pow(4).mean()) == pytest.approx(kurtosis * variance**2, rel=0.01)
 
 
-def test_beta_of_one_is_uniform_and_of_nearly_nothing_is_all_or_none() -> None:
-    middles = [(place + 0.5) / 200 for place in range(200)]
-    drawn = torch.tensor([symmetric_beta(1.0, u, v) for u, v in itertools.product(middles, middles)])
-    for edge in (0.1, 0.25, 0.7):
-        assert float((drawn < edge).float().mean()) == pytest.approx(edge, abs=0.005)
-    extremes = [symmetric_beta(1e-4, u, v) for u, v in itertools.product((0.1, 0.5, 0.999999), (0.01, 0.4, 0.6, 0.99))]
-    assert {round(value, 6) for value in extremes} == {0.0, 1.0}
-    assert symmetric_beta(0.2, 0.0, 0.3) == 0.5  # no radius
-    assert 0 <= symmetric_beta(0.2, 1 - 2**-53, 0.0) <= 1
-
-
 def test_mixup_of_three_samples_by_hand() -> None:
     batch = Batch(torch.tensor([[4.0, 0.0], [0.0, 8.0], [12.0, 4.0]]), torch.tensor([0, 2, 1]))
     inputs, targets = Fixed(0.2, 0.0, SEED, 3)(batch, 0)
@@ -156,13 +145,6 @@ def test_feeds_of_every_kind_mix_the_same_batches_in_the_same_way(
             assert torch.equal(each.inputs[1], resident.batch(start + 4).inputs)
     (whole,) = list(resident.evaluation_batches(N))
     assert torch.equal(whole.targets, images()[1]) and resident.first_samples(3).targets.tolist() == [0, 1, 2]
-
-
-def test_feeds_to_measure_with_mix_too(made: Any) -> None:
-    mixing = Mixing(0.4, 0, SEED, 4)
-    for data in (images(), Items()):
-        targets = made(data, mixing, num_workers=0).for_measuring().batch(0).targets
-        assert tuple(targets.shape) == (4, 4) and targets.is_floating_point()
 
 
 ONE = torch.zeros(2, dtype=torch.int64)

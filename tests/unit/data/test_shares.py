@@ -154,13 +154,6 @@ def test_shares_of_an_evaluation_make_up_the_whole_in_its_order(kind: str) -> No
         assert same(together, whole)
 
 
-def test_share_of_an_evaluation_is_all_that_workers_make(feed_of: Any) -> None:
-    data = Noted()
-    batches = list(feed_of(data, workers=2).evaluation_batches(4, 1, 3))
-    assert [batch.targets.tolist() for batch in batches] == [[4, 5, 6, 7], [16, 17, 18, 19]]
-    assert data.made[0].nonzero().flatten().tolist() == [4, 5, 6, 7, 16, 17, 18, 19]
-
-
 def test_share_without_a_batch_is_empty_and_starts_no_process(feed_of: Any) -> None:
     feed = feed_of(Noted(), workers=2)
     assert list(feed.evaluation_batches(12, 2, 3)) == [] and feed._evaluating is None

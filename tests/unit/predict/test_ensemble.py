@@ -116,13 +116,6 @@ def test_weights_are_copied_and_no_room_is_made_for_training():
     assert not before.requires_grad
 
 
-def test_members_are_the_callers_own():
-    ensemble, batch = Ensemble(seeded(mlp, 2), executor="fused", device="cpu"), torch.randn(2, 12)
-    first = ensemble.members(batch)
-    first.zero_()
-    assert ensemble.members(batch).sum() == pytest.approx(4)
-
-
 def test_bf16_gives_other_numbers_and_probabilities_in_float32():
     models, batch = seeded(mlp, 3), torch.randn(4, 12)
     found = Ensemble(models, executor="fused", device="cpu", precision="bf16").predict(batch)
@@ -192,16 +185,6 @@ def test_closing_ends_the_threads_and_the_ensemble_may_be_used_again(executor, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_models", [1, 2, 4, 7])
-def test_fused_threads_equal_plain_pytorch_with_fewer_and_with_more_models_than_cores(num_models, three_cores):
-    models = seeded(convolutional, num_models)
-    with Ensemble(models, executor="fused_threads", device="cpu") as ensemble:
-        for size in (5, 1):
-            assert_as_by_hand(ensemble, models, torch.randn(size, 3, 6, 6))
-        assert len(prediction_threads()) <= min(num_models, 3)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["auto", "fused_threads"])
 def test_fused_threads_of_several_architectures_keep_the_order_of_the_models(executor, three_cores):
     small, wide, other = seeded(mlp, 5), seeded(lambda: mlp(16), 2), seeded(lambda: mlp(activation=nn.Tanh), 1)
@@ -239,11 +222,6 @@ def test_fused_threads_runs_a_graph_a_core_side_by_side_with_one_intra_op_thread
 def test_answers_want_no_gradients_though_the_inputs_do(executor):
     with Ensemble(seeded(mlp, 2), executor=executor, device="cpu") as ensemble:
         assert not ensemble.predict(torch.randn(2, 12, requires_grad=True)).requires_grad
-
-
-def test_executor_of_no_such_name_is_refused_with_those_there_are():
-    with pytest.raises(UserError, match=r"executor must be auto, .*threads.*, got 'turbo'; set executor=auto\."):
-        Ensemble(seeded(mlp, 2), executor="turbo", device="cpu")
 
 
 def test_executors_of_cpu_threads_are_refused_on_cuda_and_left_out_by_auto():

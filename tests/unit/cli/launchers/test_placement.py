@@ -36,11 +36,6 @@ def test_share_is_a_gpu_and_cores_or_cores(
     assert shared(machines, **settings) == share
 
 
-def test_jobs_on_the_cpu_take_no_gpu() -> None:
-    assert shared([(64, 8)], ["cpu", "cpu"]) == Share(64, 0, 1)
-    assert shared([(64, 8)], ["cpu", "auto"]) == Share(8, 1, 8)
-
-
 @pytest.mark.parametrize(
     ("machines", "devices", "settings", "said"),
     [
@@ -59,10 +54,3 @@ def test_jobs_that_would_never_have_a_place_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=said):
         shared(machines, devices, **settings)
-
-
-@pytest.mark.parametrize(
-    ("share", "text"), [(Share(8, 1, 2), "a GPU and 8 cores"), (Share(1, 0, 2), "1 core"), (Share(2, 0, 1), "2 cores")]
-)
-def test_share_in_words(share: Share, text: str) -> None:
-    assert share.text == text

@@ -40,11 +40,6 @@ def test_source_looks_in_the_folder_of_data_sets(root: Path, monkeypatch: pytest
     assert ImageFolder(folder="photos", size=16, resize=20).load(False).num_classes == 3
 
 
-def test_source_takes_parts_of_other_names(root: Path) -> None:
-    (root / "photos" / "val").rename(root / "photos" / "held out")
-    assert len(photos(root, val="held out").load(False).test) == 3
-
-
 def test_source_with_a_cache_fills_it_for_both_parts_and_says_so(root: Path) -> None:
     settings = photos(root, cache=True, cache_dir=str(root / "caches"))
     source = settings.load(progress=False)
@@ -80,11 +75,6 @@ def test_source_whose_first_image_cannot_be_read_stops_unless_that_is_allowed(ro
 def test_settings_that_cannot_work_are_refused(settings: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         ImageFolder(**settings)
-
-
-def test_source_without_a_folder_is_refused_with_the_remedy() -> None:
-    with pytest.raises(UserError, match=r"data\.folder must name a folder with train/<class>/\* .*data\.folder=PATH"):
-        ImageFolder().load(progress=False)
 
 
 def test_source_whose_folder_is_not_there_says_where_it_looked(root: Path) -> None:

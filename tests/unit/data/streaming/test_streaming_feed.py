@@ -128,14 +128,6 @@ def test_items_drawing_at_random_are_the_same_with_any_number_of_workers(made: A
     assert same(rounds(made(Items(), 0), starts), rounds(made(Items(), workers), starts))
 
 
-def test_items_of_another_epoch_draw_other_numbers(made: Any) -> None:
-    feed = made(Items(), 0, batch_size=N)
-    first, second = (feed.batch(start).inputs for start in (0, N))
-    by_sample = [rows[rows[:, 0].argsort()] for rows in (first, second)]
-    assert torch.equal(by_sample[0][:, 0], by_sample[1][:, 0])
-    assert not (by_sample[0][:, 1:] == by_sample[1][:, 1:]).any()
-
-
 def test_loading_in_the_caller_leaves_the_generators_alone(made: Any) -> None:
     feed = made(Items(), 0)
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
@@ -187,12 +179,6 @@ def test_stream_goes_on_unchanged_when_the_number_of_workers_changes(made: Any) 
 def test_stream_goes_back_and_forth_where_it_is_asked_to(made: Any) -> None:
     starts = [(0, 4), (8, 12), (400,), (404,), (0,), (4,), (12, 16, 20), (40, 3, 93), (97, 101, 105)]
     assert same(rounds(made(Items(), 1), starts), rounds(made(Items(), 0), starts))
-
-
-def test_shared_batch_is_made_once_for_all_learners(made: Any) -> None:
-    feed = made(Images(), 0)
-    rounds(feed, [(0, 0, 0), (4, 4, 4)])
-    assert feed.loading_times.num_batches == 2
 
 
 def test_prefetch_buffer_holds_two_rounds_and_what_is_made_ahead(made: Any) -> None:
@@ -349,13 +335,6 @@ def test_feed_goes_on_after_it_was_closed(made: Any) -> None:
     before = rounds(feed, [(0,)])
     feed.close()
     assert same(before, rounds(feed, [(0,)]))
-
-
-def test_feed_for_measuring_gives_batches_alike_and_starts_nothing(made: Any) -> None:
-    feed = made(Images(), 2, batch_size=5)
-    still = feed.for_measuring()
-    assert still.batch(400).inputs.shape == feed.batch(0).inputs.shape and still.batch(400).targets.tolist() == [0] * 5
-    assert still.batches((0, 5)).inputs.shape == (2, 5, 3, 2, 4)
 
 
 class OutOfMemory(Images):
