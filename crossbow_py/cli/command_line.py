@@ -53,7 +53,7 @@ from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.telemetry.figures import MOST_RUNS, RecordedRun, figures
 from crossbow_py.telemetry.records import read_summary
 
-_SAID_IN_A_LINE = (
+_EXPECTED_ERRORS = (
     UserError, NonFiniteError, DataError, RankError, RankLostError, CentralModelError, SearchError, LaunchError,
 )  # fmt: skip
 _LONGEST_SHOWN = 200
@@ -289,7 +289,7 @@ def _guarded(action: Callable[[], int]) -> int:
     """Return the action's exit code, or that of the error it raised, which is printed on stderr."""
     try:
         return action()
-    except _SAID_IN_A_LINE as error:
+    except _EXPECTED_ERRORS as error:
         # One rank prints it.
         is_said = error.is_said if isinstance(error, RankError) else error.after_joining or _is_first("LOCAL_RANK")
         if is_said:

@@ -389,7 +389,7 @@ class Muon(Optimizer):
         if matrices.weights:  # not every group of parameters has some
             self.plain.step(learner, matrices, learning_rate, step_count)
         if others.weights:
-            self.others.step(learner, self.of_others(others), self._other_rate(learner, learning_rate), step_count)
+            self.others.step(learner, self.row_of_others(others), self._other_rate(learner, learning_rate), step_count)
 
     def native_steps(self, learner: int, learning_rate: float, step_count: int) -> tuple[NativeStep, ...]:
         others = self._other_rate(learner, learning_rate)
@@ -473,7 +473,7 @@ class Muon(Optimizer):
             decay_norm_and_bias=self.decay_norm_and_bias,
         )  # fmt: skip
 
-    def of_others(self, row: TrainedRow) -> TrainedRow:
+    def row_of_others(self, row: TrainedRow) -> TrainedRow:
         """Return a row of other parameters with its state under the names that their optimizer has for it."""
         state = zip(self.others.STATE, row.state.values(), strict=True)
         return replace(row, state=dict(state))
