@@ -11,7 +11,6 @@ import errno
 import os
 import shlex
 import sys
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,7 +73,7 @@ _SMALLER = (
     "keys says what fits."
 )
 _LONGEST_LINE = 800
-_LONG_S = 2.0  # without a word
+_MANY = 20  # configurations
 # The columns of the table at the end of a sweep.
 _SWEEP_FIGURES = (
     "status", "test accuracy", "best validation accuracy", "time to accuracy", "time of training", "images/s",
@@ -205,17 +204,10 @@ def _run_name(folder: str | None, swept: str) -> str:
 
 
 def _all_composed(flags: Flags, jobs: Sequence[list[str]], command: _Command[C]) -> list[C]:
-    """Return the configurations of jobs. A line says so if that takes long."""
-    composed: list[C] = []
-    begun, is_said = time.monotonic(), False
-    for words in jobs:
-        composed.append(command.composed(words, command.kind, flags.config_name))
-        passed, left = time.monotonic() - begun, len(jobs) - len(composed)
-        if passed > _LONG_S and left and not is_said and _is_first("RANK"):
-            seconds = passed / len(composed) * left
-            print_line(f"checks the configurations of {len(jobs)} runs, for about {seconds:.0f} s more", sys.stdout)
-            is_said = True
-    return composed
+    """Return the configurations of jobs, of which each takes a tenth of a second."""
+    if len(jobs) > _MANY and _is_first("RANK"):
+        print_line(f"checks the configurations of {len(jobs)} runs", sys.stdout)
+    return [command.composed(words, command.kind, flags.config_name) for words in jobs]
 
 
 def _one_after_another(configs: Sequence[C], names: Sequence[str], job: Callable[[C], int]) -> int:

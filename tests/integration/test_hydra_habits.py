@@ -178,9 +178,9 @@ def test_config_name_is_the_file_to_begin_with(name: str, capsys: pytest.Capture
     ("arguments", "said"),
     [
         (["-cn", "nowhere"], "--config-name must be a file in a folder of options, got 'nowhere'; known: choosing, "),
-        (["-cn", "digits"], "is a file to begin with, and 'digits' is a recipe; write +experiment=digits."),
+        (["-cn", "digits"], "takes a file, and 'digits' is a recipe; write +experiment=digits."),
         (["-cn", "../conf/mine"], "--config-name must be a file in a folder of options"),
-        (["-cn", "mine", "-cd", "twice"], "twice/train.yaml apart, which have one name; rename one of them."),
+        (["-cn", "mine", "-cd", "twice"], "twice/train.yaml apart, which have one name; rename one."),
         (["-cn", "search"], "--config-name search is the file of another command; write python -m crossbow_py.search."),
         (["-cn", "mine", "config=run"], "config=run begins with a run, and -cn with a file"),
         (["-cn", "launching"], "launching.yaml sets hydra, which counts on the command line alone"),
