@@ -288,8 +288,8 @@ def _targets(rows: Any, columns: Columns) -> Tensor:
     classes = [numbers.get(str(name), -1) for name in names]
     if -1 in classes:
         unknown = names[classes.index(-1)]
-        found = f"data.label={columns.label} has {unknown!r} in a split to evaluate"
-        raise UserError(f"{found}, which is no class of the training data; correct it, or leave it out.")
+        has = f"data.label={columns.label} has {unknown!r} in a split to evaluate"
+        raise UserError(f"{has}, which is no class of the training data; correct it, or leave it out.")
     return torch.tensor(classes)
 
 
