@@ -134,7 +134,7 @@ def test_help_and_list_are_texts_and_train_nothing(flag: str, capsys: pytest.Cap
         (["-\x1b[2J\u202e\udc80"], [r"unknown option -\x1b[2J\u202e\udc80; known"]),
         (["config=" + "x" * 300], ["config must have names of at most 255 bytes"]),
         (["-" + "x" * 100_000],
-         ["error: unknown option -xxx", "xxx; known: --cfg, --completion, --config-dir, ", "-h, -i, -m, -p.\n"]),
+         ["error: unknown option -xxx", "xxx; known: --cfg, --completion, --config-dir, ", "--package, --resolve.\n"]),
         (["+experiment=digits", "+experiment=lenet"], ["error: experiment is chosen 2 times; choose it once.\n"]),
         (["+experiment=digits", "model.hidden=[4096,4096]", "num_learners=16384"],
          ["num_learners=16384 replicas of this model cannot be allocated on cpu", "lower num_learners.\n"]),
