@@ -17,7 +17,6 @@ from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.mixing import Mix, Mixing, check_mixable, symmetric_beta
 from crossbow_py.data.randomness import sample_words
-from tests.unit.data.streams import closed
 
 SEED, N = 7, 20
 
@@ -102,16 +101,13 @@ class Items:
 
 
 @pytest.fixture
-def made() -> Any:
-    feeds: list[Feed] = []
-
+def made(kept: Any) -> Any:
     def make(data: Any, mixing: Mixing | None = None, **settings: Any) -> Feed:
-        feeds.append(make_feed(data, 4, SEED, augmentation=Augmentation(flip=True), **settings))
-        feeds[-1].mixing = mixing
-        return feeds[-1]
+        feed = kept(make_feed(data, 4, SEED, augmentation=Augmentation(flip=True), **settings))
+        feed.mixing = mixing
+        return feed
 
-    yield make
-    closed(feeds)
+    return make
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.data.streaming.streamed_data import Key, Loaded
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
-from tests.unit.data.streams import Images, N, closed, counted_out, same, until
+from tests.unit.data.streams import Images, N, counted_out, same, until
 
 SEED, B = 5, 2
 EPOCHS = 30
@@ -42,17 +42,12 @@ class Noted(Images):
 
 
 @pytest.fixture
-def feed_of() -> Iterator[Callable[..., StreamingFeed]]:
-    feeds: list[Feed] = []
-
+def feed_of(kept: Any) -> Callable[..., StreamingFeed]:
     def make(data: Any, workers: int = 0, num_ranks: int = 1) -> StreamingFeed:
-        feed = make_feed(data, B, SEED, augmentation=Augmentation(flip=True), num_workers=workers, num_ranks=num_ranks)
-        feeds.append(feed)
-        assert isinstance(feed, StreamingFeed)
-        return feed
+        flips = Augmentation(flip=True)
+        return kept(make_feed(data, B, SEED, augmentation=flips, num_workers=workers, num_ranks=num_ranks))
 
-    yield make
-    closed(feeds)
+    return make
 
 
 def trained(feed: Feed, rounds: Sequence[Sequence[int]]) -> list[Batch]:

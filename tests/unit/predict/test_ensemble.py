@@ -42,6 +42,13 @@ def convolutional():
     return model
 
 
+class Branching(nn.Linear):
+    """No graph can hold it."""
+
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else super().forward(-x)
+
+
 def seeded(make, count):
     models = []
     for seed in range(count):
@@ -124,10 +131,6 @@ def test_bf16_gives_other_numbers_and_probabilities_in_float32():
 
 
 def test_models_that_cannot_be_fused_run_by_auto_with_a_note_and_are_refused_by_fused():
-    class Branching(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) if x.sum() > 0 else super().forward(-x)
-
     models, batch = [Branching(4, 3) for _ in range(2)], torch.randn(2, 4)
     with Ensemble(models, device="cpu") as ensemble:
         assert_as_by_hand(ensemble, models, batch)
@@ -268,10 +271,6 @@ def test_programs_are_kept_for_the_last_shapes_alone_and_made_anew_for_others(ex
 
 
 def test_choices_and_notes_are_bounded_as_well(monkeypatch):
-    class Branching(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) if x.sum() > 0 else super().forward(-x)
-
     monkeypatch.setattr(ensembles, "_MOST_CHOICES", 2)
     models = [Branching(4, 3) for _ in range(2)]
     with Ensemble(models, device="cpu") as ensemble:

@@ -10,7 +10,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from crossbow_py.data.streaming import streaming_feed
 from crossbow_py.data.streaming.streamed_data import BadSample, Key, Loaded
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
 from crossbow_py.engine.sizing.memory import staged_batches
-from tests.unit.data.streams import Images, N, closed, same, until
+from tests.unit.data.streams import Images, N, same, until
 
 SEED = 7
 
@@ -49,21 +49,15 @@ class Items:
 
 
 @pytest.fixture
-def made() -> Iterator[Callable[..., StreamingFeed]]:
-    feeds: list[Feed] = []
-
+def made(kept: Any) -> Callable[..., StreamingFeed]:
     def make(
         data: Any, workers: int, batch_size: int = 4, flip: Flip = False, random_erasing: float = 0,
         crop_padding: int = 0, **settings: Any,
     ) -> StreamingFeed:  # fmt: skip
         augmentation = Augmentation(crop_padding, flip, random_erasing)
-        feed = make_feed(data, batch_size, SEED, augmentation=augmentation, num_workers=workers, **settings)
-        feeds.append(feed)
-        assert isinstance(feed, StreamingFeed)
-        return feed
+        return kept(make_feed(data, batch_size, SEED, augmentation=augmentation, num_workers=workers, **settings))
 
-    yield make
-    closed(feeds)
+    return make
 
 
 def ids_at(start: int, count: int) -> list[int]:

@@ -19,7 +19,6 @@ from crossbow_py.core.errors import BadDataError, UserError
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.datasets import Collated, class_labels
-from crossbow_py.data.feed import Feed
 from crossbow_py.data.images.transforms import Transforms, rand_augment_of, transform_of
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.data.sources.custom import Custom
@@ -29,7 +28,6 @@ from crossbow_py.data.streaming.items import seed_generators
 from crossbow_py.data.streaming.streamed_data import Key
 from crossbow_py.data.streaming.transformed import TransformedData, transformed
 from tests.unit.data.images.pictures import write_part
-from tests.unit.data.streams import closed
 
 SEED, N = 5, 12
 MODULE = """
@@ -100,15 +98,8 @@ def both(name: str, **given: Any) -> Transforms:
 
 
 @pytest.fixture
-def made() -> Any:
-    feeds: list[Feed] = []
-
-    def make(data: Any, workers: int = 0, **settings: Any) -> Feed:
-        feeds.append(make_feed(data, 4, SEED, num_workers=workers, **settings))
-        return feeds[-1]
-
-    yield make
-    closed(feeds)
+def made(kept: Any) -> Any:
+    return lambda data, workers=0, **settings: kept(make_feed(data, 4, SEED, num_workers=workers, **settings))
 
 
 def drawn_for(epoch: int, sample: int) -> list[float]:
