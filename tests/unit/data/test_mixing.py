@@ -162,3 +162,10 @@ def test_what_cannot_be_mixed_is_refused_by_name(
 ) -> None:
     with pytest.raises(UserError, match=said):
         check_mixable(augmentation, Batch(inputs, targets), size)
+
+
+def test_feeds_to_measure_with_mix_too(made: Any) -> None:
+    mixing = Mixing(0.4, 0, SEED, 4)
+    for data in (images(), Items()):
+        targets = made(data, mixing, num_workers=0).for_measuring().batch(0).targets
+        assert tuple(targets.shape) == (4, 4) and targets.is_floating_point()

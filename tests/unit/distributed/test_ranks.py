@@ -126,3 +126,9 @@ def test_from_first_that_fails_is_raised_on_all():
 
 def sums(ranks: Ranks) -> list[float]:
     return ranks.sum([0.1 * (ranks.rank + 1), 1e16 if ranks.rank == 0 else 1.0])
+
+
+def test_copy_first_gives_all_the_values_of_the_first():
+    own = torch.tensor(0.1).item()
+    assert on_threads(copied, 3) == [[own, own, 0.5]] * 3
+    assert copied(ALONE) == [own, own, 0.5]

@@ -354,3 +354,10 @@ def test_feeds_on_cuda_copy_on_one_stream_of_a_priority_that_no_learner_has(
         made(Items(), 0, device="cuda:0")
     streaming_feed._copy_stream.cache_clear()
     assert priorities == [-1]
+
+
+def test_feed_for_measuring_gives_batches_alike_and_starts_nothing(made: Any) -> None:
+    feed = made(Images(), 2, batch_size=5)
+    still = feed.for_measuring()
+    assert still.batch(400).inputs.shape == feed.batch(0).inputs.shape and still.batch(400).targets.tolist() == [0] * 5
+    assert still.batches((0, 5)).inputs.shape == (2, 5, 3, 2, 4)
