@@ -340,3 +340,18 @@ def test_made_up_targets_of_a_regression_are_zeros_of_their_shape_and_no_classes
     data = _made_up(Sample((7,), torch.float32, (2,), torch.float32), 0, SETTINGS)
     assert torch.equal(pair(data)[1], torch.zeros(COUNT, 2))
     assert data.num_classes is None
+
+
+def test_help_says_what_memory_and_output_dir_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert "python -m crossbow_py.estimate +experiment=resnet50 memory=16GiB" in said
+    assert "estimate.json and estimate.png" in said
+    assert "held_back=null" in said
+
+
+def test_estimate_where_the_configured_batch_does_not_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model=resnet20", "data=cifar10", "memory=1GiB", "batch_size=20000", "num_learners=1"]) == 0
+    said = capsys.readouterr().out
+    assert "With batch_size=20000 as configured: 0 learners fit" in said
+    assert "does not fit." in said

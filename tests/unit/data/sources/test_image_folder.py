@@ -91,3 +91,8 @@ def test_folder_is_also_looked_for_in_the_current_one(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     declared = ImageFolder(folder="paintings", root=str(tmp_path / "elsewhere")).declared()
     assert declared is not None and (declared.num_classes, declared.num_train, declared.note) == (1, 1, None)
+
+
+def test_source_without_a_folder_is_refused_with_the_remedy() -> None:
+    with pytest.raises(UserError, match=r"data\.folder must name a folder with train/<class>/\* .*data\.folder=PATH"):
+        ImageFolder().load(progress=False)

@@ -76,3 +76,8 @@ def test_read_pickle_of_a_file_flipped_anywhere_gives_a_value_or_a_user_error() 
             read_pickle(damaged, "file")
         except UserError:
             continue
+
+
+def test_read_pickle_of_an_array_of_objects_is_refused() -> None:
+    with pytest.raises(UserError, match="asks for an array of type object"):
+        read_pickle(pickle.dumps(np.array([{}, []], dtype=object)), "file")
