@@ -48,10 +48,8 @@ class CentralRule(AveragingRule):
     def __post_init__(self) -> None:
         check(self)
         if self.scales_by_gain and not self.compares_gradients:
-            raise UserError(
-                "averaging.rate_scaling=adascale compares the learners' gradients, which with these settings are taken "
-                f"at places apart; {self.TO_COMPARE}, or set averaging.rate_scaling=sqrt."
-            )
+            apart = "averaging.rate_scaling=adascale compares gradients, and here learners take them at places apart"
+            raise UserError(f"{apart}; {self.TO_COMPARE}, or set averaging.rate_scaling=sqrt.")
 
     @property
     def scales_by_gain(self) -> bool:
@@ -130,10 +128,7 @@ class PullingRule(PeriodicRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.node_period > 1 and self.quadratic_period is not None:
-            raise UserError(
-                "averaging.node_period counts rounds that average, which averaging.quadratic_period spaces unevenly; "
-                "set one of them."
-            )
+            raise UserError("averaging.node_period and averaging.quadratic_period exclude each other; set one of them.")
 
     @property
     def compares_gradients(self) -> bool:

@@ -35,10 +35,8 @@ class GroupedSMA(SMA):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.node_period > 1:
-            raise UserError(
-                f"averaging.node_period={self.node_period} has nodes average models by themselves, and learners of one "
-                "group have none to average; set averaging.node_period=1."
-            )
+            rule = "averaging.node_period must be 1 where all learners of a node are one group"
+            raise UserError(f"{rule}, got {self.node_period}; set averaging.node_period=1.")
 
     @property
     def gradient_mean(self) -> GradientMean:

@@ -144,12 +144,12 @@ class AveragingRule(ABC):
 
     @property
     def needs_end(self) -> bool:
-        """Whether rounds depend on when the run ends, so that the run must have a planned end."""
+        """Return whether rounds depend on when the run ends, so that the run must have a planned end."""
         return False
 
     @property
     def is_linear(self) -> bool:
-        """Whether `corrections` and `average` are not overridden, so that native code and kernels compute them."""
+        """Return whether `corrections` and `average` are not overridden: native code and kernels compute them."""
         own = type(self)
         return own.corrections is AveragingRule.corrections and own.average is AveragingRule.average
 
@@ -172,18 +172,18 @@ class AveragingRule(ABC):
 
     @property
     def pulls_apart(self) -> bool:
-        """Whether learners that differ, or groups of them, are pulled to z as they step."""
+        """Return whether learners that differ, or groups of them, are pulled to z as they step."""
         mean = self.gradient_mean
         return self.linear_round(2) is not None and (mean is None or mean.group_size is not None)
 
     @property
     def compares_gradients(self) -> bool:
-        """Whether learners are near enough that their gradients differ by noise, which may then be measured."""
+        """Return whether learners are near enough that their gradients differ by noise, which may then be measured."""
         return False
 
     @property
     def scales_by_gain(self) -> bool:
-        """Whether `rate_scale` follows the gain, which has gradients compared."""
+        """Return whether `rate_scale` follows the gain, which has gradients compared."""
         return False
 
     def rate_scale(self, num_learners: int, gain: float = 1.0) -> float:

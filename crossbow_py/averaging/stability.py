@@ -41,8 +41,6 @@ def check_settles(rule: AveragingRule, num_learners: int | Literal["auto"], num_
         most = most_settling(rule, num_learners, num_devices)
         devices = f" on each of {num_devices} devices" if num_devices > 1 else ""
         rate = getattr(rule, "correction_rate", None)
-        raise UserError(
-            f"averaging.correction_rate={rate} is too large for {num_learners} learners{devices}: with more than "
-            f"{'one learner' if most == 1 else f'{most} learners'} the average model swings ever further; take a "
-            "smaller rate or fewer learners."
-        )
+        found = f"averaging.correction_rate={rate} is too large for {num_learners} learners{devices}"
+        stable = f"with more than {'one learner' if most == 1 else f'{most} learners'} the average model diverges"
+        raise UserError(f"{found}: {stable}; take a smaller rate or fewer learners.")

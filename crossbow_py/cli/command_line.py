@@ -11,7 +11,6 @@ import errno
 import os
 import shlex
 import sys
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Generic
 from crossbow_py.cli.completion import completion_script
 from crossbow_py.cli.config_files import added_config_dir
 from crossbow_py.cli.configuration import C, check_plus, command_of, compose, filled_in, options_for
-from crossbow_py.cli.flags import Flags, read_flags, split_flags
+from crossbow_py.cli.flags import Flags, read_flags
 from crossbow_py.cli.help_text import help_text, list_text
 from crossbow_py.cli.hydra_app import config_text, info_text, launch
 from crossbow_py.cli.hydra_words import BASIC, HydraWords, split_hydra
@@ -53,7 +52,7 @@ from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.telemetry.figures import MOST_RUNS, RecordedRun, figures
 from crossbow_py.telemetry.records import read_summary
 
-_SAID_IN_A_LINE = (
+_EXPECTED_ERRORS = (
     UserError, NonFiniteError, DataError, RankError, RankLostError, CentralModelError, SearchError, LaunchError,
 )  # fmt: skip
 _LONGEST_SHOWN = 200
@@ -74,7 +73,7 @@ _SMALLER = (
     "keys says what fits."
 )
 _LONGEST_LINE = 800
-_LONG_S = 2.0  # without a word
+_MANY = 20  # configurations
 # The columns of the table at the end of a sweep.
 _SWEEP_FIGURES = (
     "status", "test accuracy", "best validation accuracy", "time to accuracy", "time of training", "images/s",
@@ -86,24 +85,18 @@ Placing = Callable[[C, RayLauncher, Sequence[str]], int]
 
 @dataclass(frozen=True)
 class _Command(Generic[C]):
-    """What a command is made of.
-
-    Attributes:
-        kind: its configuration class, which defines the keys.
-        job: runs it with one configuration, and returns its exit code.
-        composed: makes a configuration of words and the file to begin with.
-        placed: runs one job by several processes that a launcher starts, each of these words; None if it cannot.
-    """
+    """The parts of a command; see `run`."""
 
     kind: type[C]
     job: Callable[[C], int]
     composed: Composing[C]
     placed: Placing[C] | None
+    settled: Callable[[list[str]], list[str]]
 
 
 def run(
     argv: Sequence[str] | None, kind: type[C], job: Callable[[C], int], composed: Composing[C] = compose,
-    placed: Placing[C] | None = None,
+    placed: Placing[C] | None = None, settled: Callable[[list[str]], list[str]] = list,
 ) -> int:  # fmt: skip
     """Run `job` once for every configuration that `argv` asks for, and return the worst exit code.
 
@@ -113,9 +106,10 @@ def run(
         job: runs the command with one configuration, and returns its exit code.
         composed: makes a configuration of words and the file to begin with.
         placed: runs one job by several processes that a launcher starts, of the same words; None if it cannot.
+        settled: returns the words that are no flags as KEY=VALUE, where a command takes others too.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    command = _Command(kind, job, composed, placed)
+    command = _Command(kind, job, composed, placed, settled)
     with standard_streams(), flushed_denormals():  # also in the threads that torch starts at its first operation
         return _guarded(lambda: _dispatch(arguments, command))
 
@@ -140,15 +134,14 @@ def _dispatch(arguments: list[str], command: _Command[C]) -> int:
     kind = command.kind
     if "--help" in arguments or "-h" in arguments:
         return say(help_text(kind))
-    given, words = split_flags(arguments)
-    flags = read_flags(given, [field.name for field in dataclasses.fields(kind)])
+    flags, words = read_flags(arguments, [field.name for field in dataclasses.fields(kind)])
     if flags.completion is not None:
         return say(completion_script(flags.completion))
     with added_config_dir(flags.config_dir):
-        if flags.listing:
+        if flags.list:
             return say(list_text(kind))
         read_switches()  # so that a mistake in them is found at once
-        asked, rest = split_hydra(words)
+        asked, rest = split_hydra(command.settled(words))
         launcher, own = split_launcher(rest)
         if flags.multirun:
             return _multirun(flags, asked, launcher, own, command)
@@ -181,9 +174,7 @@ def _multirun(
     """Run every combination of what `words` list. All are composed first, so that a mistake in the last is found."""
     asked.check_sweep(words)
     if launcher is not None and asked.launcher != BASIC:
-        raise UserError(
-            f"launcher={launcher.NAME} and hydra/launcher={asked.launcher} both start the jobs of a sweep; choose one."
-        )
+        raise UserError(f"launcher={launcher.NAME} and hydra/launcher={asked.launcher} exclude each other; choose one.")
     for word in words:
         check_plus(word, command.kind)
     jobs = expand_sweeps(words, partial(options_for, kind=command.kind))
@@ -213,17 +204,10 @@ def _run_name(folder: str | Path | None, swept: str) -> str:
 
 
 def _all_composed(flags: Flags, jobs: Sequence[list[str]], command: _Command[C]) -> list[C]:
-    """Return the configurations of jobs. A line says so if that takes long."""
-    composed: list[C] = []
-    begun, is_said = time.monotonic(), False
-    for words in jobs:
-        composed.append(command.composed(words, command.kind, flags.config_name))
-        passed, left = time.monotonic() - begun, len(jobs) - len(composed)
-        if passed > _LONG_S and left and not is_said and _is_first("RANK"):
-            seconds = passed / len(composed) * left
-            print_line(f"checks the configurations of {len(jobs)} runs, for about {seconds:.0f} s more", sys.stdout)
-            is_said = True
-    return composed
+    """Return the configurations of jobs, of which each takes a tenth of a second."""
+    if len(jobs) > _MANY and _is_first("RANK"):
+        print_line(f"checks the configurations of {len(jobs)} runs", sys.stdout)
+    return [command.composed(words, command.kind, flags.config_name) for words in jobs]
 
 
 def _one_after_another(configs: Sequence[C], names: Sequence[str], job: Callable[[C], int]) -> int:
@@ -297,7 +281,7 @@ def _guarded(action: Callable[[], int]) -> int:
     """Return the action's exit code, or that of the error it raised, which is printed on stderr."""
     try:
         return action()
-    except _SAID_IN_A_LINE as error:
+    except _EXPECTED_ERRORS as error:
         # One rank prints it.
         is_said = error.is_said if isinstance(error, RankError) else error.after_joining or _is_first("LOCAL_RANK")
         if is_said:

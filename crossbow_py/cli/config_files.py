@@ -77,18 +77,14 @@ def config_file(name: str, usual: str) -> tuple[Path, str]:
     names = [path.stem for path in files]
     if name not in names:
         if name in option_files("experiment"):
-            raise UserError(
-                f"--config-name is a file to begin with, and {shown(name)} is a recipe; write +experiment={name}."
-            )
+            raise UserError(f"--config-name takes a file, and {shown(name)} is a recipe; write +experiment={name}.")
         meant = suggestion(name, {usual, *(path.stem for path in files if path.parent != config_dir())})
         raise UserError(f"--config-name must be a file in a folder of options, got {shown(name)}{meant}")
     if (config_dir() / f"{name}.yaml").is_file() and name != usual:
         raise UserError(f"--config-name {name} is the file of another command; write python -m crossbow_py.{name}.")
     if twice := next((path for path in reversed(files) if names.count(path.stem) > 1), None):
         first = files[names.index(twice.stem)]
-        raise UserError(
-            f"--config-name cannot tell {first} and {twice} apart, which have one name; rename one of them."
-        )
+        raise UserError(f"--config-name cannot tell {first} and {twice} apart, which have one name; rename one.")
     return files[names.index(name)].parent, name
 
 

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import GrammarParseError, InterpolationResolutionError, OmegaConfBaseException
 
 from crossbow_py.cli.commands import CONFIGURED, configuration_of
@@ -36,7 +37,7 @@ from crossbow_py.cli.config_files import (
 )
 from crossbow_py.cli.overrides import PARSING_ERRORS, as_override, escaped, parse
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.other_names import ELSEWHERE, key_suggestion
+from crossbow_py.core.other_names import key_suggestion
 from crossbow_py.core.settings import (
     check_no_group_left_out,
     defaults_of,
@@ -234,10 +235,8 @@ def filled_in(
             found.append({key: str(OmegaConf.select(root, f"hydra.sweep.{key}")) for key in texts})
         except OmegaConfBaseException as error:
             given = " ".join(f"hydra.sweep.{key}={shown(text)}" for key, text in texts.items())
-            raise UserError(
-                f"{given}: {one_line_of(error).rstrip('.')}; keys of a run, hydra.job.num, hydra.job.override_dirname, "
-                "hydra.job.name and now can be filled in."
-            ) from error
+            known = "keys of a run, hydra.job.num, hydra.job.override_dirname, hydra.job.name and now can be filled in"
+            raise UserError(f"{given}: {one_line_of(error).rstrip('.')}; {known}.") from error
         before = root
     return found
 
@@ -332,10 +331,8 @@ def _check_experiment(name: str, known: Sequence[str]) -> None:
     _check_no_hydra(f"experiment {name}", plain)
     for key in plain:
         if key not in (*known, "defaults") and (commands := _commands_with(key)):
-            raise UserError(
-                f"experiment {name} is for {commands}: it sets {key}, which means nothing here; choose "
-                "another experiment, --list shows them."
-            )
+            remedy = "choose another experiment, --list shows them"
+            raise UserError(f"experiment {name} is for {commands}: it sets {key}, no key of this command; {remedy}.")
 
 
 def _check_command(keys: Iterable[str], known: Sequence[str]) -> None:
@@ -405,13 +402,16 @@ def _compose_plain(
         problem = one_line_of(error).rstrip(".")
         raise UserError(f"{problem}; write the value itself, or \\${{ where the text is meant.") from error
     except (*COMPOSITION_ERRORS, TypeError) as error:  # the last for a name in a list
-        _check_no_name_in_a_list(overrides, kind, config_name)
-        raise UserError(f"{one_line_of(error).rstrip('.')}; --help explains the keys.") from error
+        problem = one_line_of(error).rstrip(".")
+        nested = [word.lstrip("+") for word in overrides if "." in word.partition("=")[0]]
+        if nested and not isinstance(error, (HydraException, OmegaConfBaseException)):
+            raise UserError(f"{', '.join(nested)}: {problem}; a list is set as a whole, as in KEY=[A,B].") from error
+        raise UserError(f"{problem}; --help explains the keys.") from error
     for group, option in choices.items():
         if group in kind.GROUPS and option is not None:
             check_own_option(group, option, kind.GROUPS[group])
         if str(group).startswith("hydra/") and option not in _HYDRAS_OWN:
-            _refuse_choice("a file of the configuration", group, option)
+            raise _counts_elsewhere("a file of the configuration", f"chooses {group}={option}")
     return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
 
 
@@ -432,31 +432,6 @@ def _drop_of_recipes(
         composed[group] = alone.get(group)
 
 
-def _refuse_choice(file: str, group: str, option: object) -> NoReturn:
-    raise UserError(
-        f"{file} chooses {group}={option}, which counts on the command line alone; take it out of the file, and write "
-        "it there."
-    )
-
-
-def _check_no_name_in_a_list(overrides: Sequence[str], kind: type[CommandConfig], config_name: str | None) -> None:
-    """Refuse a name beneath a key that is a list, which Hydra takes for the number of an entry."""
-    keys = [parse(text).key_or_group for text in overrides]
-    choices = [text for text, key in zip(overrides, keys, strict=True) if "." not in key]
-    with suppress(*COMPOSITION_ERRORS), searched(kind, config_name) as (first, folders):
-        composed = hydra.compose(first, overrides=[*choices, *folders])
-        for key in keys:
-            names = key.split(".")
-            for depth, name in enumerate(names[1:], start=1):
-                owner = ".".join(names[:depth])
-                value = OmegaConf.select(composed, owner)
-                if isinstance(value, ListConfig) and not name.isdecimal():
-                    raise UserError(
-                        f"{owner} is a list, which has no key {shown(name)}; write all of it, as in "
-                        f"{owner}={written(OmegaConf.to_container(value))}{ELSEWHERE.get(owner, '.')}"
-                    )
-
-
 def _check_no_hydra(file: Path | str, keys: Mapping[str, Any]) -> None:
     """Refuse a file that sets Hydra's own configuration or a launcher, of which nothing would be seen."""
     defaults = keys.get("defaults")
@@ -464,14 +439,11 @@ def _check_no_hydra(file: Path | str, keys: Mapping[str, Any]) -> None:
         for chosen, option in each.items() if isinstance(each, Mapping) else ():
             group = str(chosen).removeprefix("override ").strip().lstrip("/")
             if group.startswith("hydra/") and option not in _HYDRAS_OWN:
-                _refuse_choice(str(file), group, option)
-    if "launcher" in keys:
-        raise UserError(
-            f"{file} sets launcher, which counts on the command line alone; take it out of the file, and write "
-            "launcher=NAME or launcher.KEY=VALUE there."
-        )
-    if "hydra" in keys:
-        raise UserError(
-            f"{file} sets hydra, which counts on the command line alone; take it out of the file, and write "
-            "hydra/launcher=NAME or hydra.launcher.KEY=VALUE there."
-        )
+                raise _counts_elsewhere(file, f"chooses {group}={option}")
+    for key in ("launcher", "hydra"):
+        if key in keys:
+            raise _counts_elsewhere(file, f"sets {key}")
+
+
+def _counts_elsewhere(file: Path | str, what: str) -> UserError:
+    return UserError(f"{file} {what}, which counts on the command line alone; take it out of the file.")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.settings import shown, suggestion
+from crossbow_py.core.settings import suggestion
 
 FLAGS = {
     "--help": "every key, with its meaning",
@@ -20,26 +22,16 @@ FLAGS = {
     "--config-name": "begin with this file of a folder of options",
     "--config-dir": "a further folder of options, as conf is one",
 }
-SHORT = {
-    "-h": "--help", "-m": "--multirun", "-c": "--cfg", "-p": "--package", "-i": "--info", "-cn": "--config-name",
-    "-cd": "--config-dir",
-}  # fmt: skip
-_CHOICES = {
-    "--cfg": ("job", "hydra", "all"),
-    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
-}
-_TAKE_A_VALUE = ("--completion", "--package", "--config-name", "--config-dir", *_CHOICES)
-
-Given = tuple[str, str | None]  # a flag by its long name, or as it is if there is none of that name; and its value
+_SHOWN_BY_HYDRA = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
 @dataclass(frozen=True)
 class Flags:
-    """What the flags of a command line ask for.
+    """The flags of a command line.
 
     Attributes:
         multirun: whether to run every combination of values.
-        listing: whether to list the options of all groups.
+        list: whether to list the options of all groups.
         completion: the shell to write a completion script for.
         cfg: the part of the configuration to show: job, hydra or all.
         package: the key beneath which to show it.
@@ -50,7 +42,7 @@ class Flags:
     """
 
     multirun: bool = False
-    listing: bool = False
+    list: bool = False
     completion: str | None = None
     cfg: str | None = None
     package: str | None = None
@@ -60,72 +52,46 @@ class Flags:
     config_dir: str | None = None
 
     @property
-    def of_every_job(self) -> list[str]:
+    def of_every_job(self) -> Sequence[str]:
         """Return the flags that a single job of a multirun has too."""
         given = {"--config-dir": self.config_dir, "--config-name": self.config_name}
         return [f"{name}={value}" for name, value in given.items() if value is not None]
 
 
-def split_flags(arguments: Sequence[str]) -> tuple[list[Given], list[str]]:
-    """Return the flags, and the words that are none."""
-    flags: list[Given] = []
-    words: list[str] = []
-    rest = list(reversed(arguments))
-    while rest:
-        argument = rest.pop()
-        if not argument.startswith("-"):
-            words.append(argument)
-            continue
-        written, equals, text = argument.partition("=")
-        name, value = SHORT.get(written, written), text if equals else None
-        if name in _TAKE_A_VALUE and not equals and rest and _is_value(name, rest[-1]):
-            value = rest.pop()
-        flags.append((name, value) if name in FLAGS else (argument, None))
-    return flags, words
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; --help explains the flags.")
 
 
-def read_flags(given: Sequence[Given], keys: Collection[str]) -> Flags:
-    """Return what the flags ask for; `keys` are those of the command. Raises UserError."""
-    found = {name: _value(name, value, keys) for name, value in given}
-    flags = Flags(
-        multirun="--multirun" in found,
-        listing="--list" in found,
-        completion=found.get("--completion"),
-        cfg=found.get("--cfg"),
-        package=found.get("--package"),
-        resolve="--resolve" in found,
-        info=found.get("--info"),
-        config_name=found.get("--config-name"),
-        config_dir=found.get("--config-dir"),
-    )
+def _parser() -> _Parser:
+    parser = _Parser(prog="", add_help=False, allow_abbrev=False)
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--completion", nargs="?", const="")
+    parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"))
+    parser.add_argument("-p", "--package")
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("-i", "--info", nargs="?", const="all", choices=_SHOWN_BY_HYDRA)
+    parser.add_argument("-cn", "--config-name")
+    parser.add_argument("-cd", "--config-dir")
+    return parser
+
+
+def read_flags(arguments: Sequence[str], keys: Collection[str]) -> tuple[Flags, list[str]]:
+    """Return the flags, and the words that are none; `keys` are those of the command. Raises UserError."""
+    told = list(arguments)
+    for place, each in enumerate(told[:-1]):
+        if each in ("-i", "--info") and "=" in told[place + 1]:
+            told[place] = "--info=all"  # whose value is left out before a word that sets a key
+    found, words = _parser().parse_known_args(told)
+    flags = Flags(**vars(found))
+    if unknown := next((word for word in words if word.startswith("-")), None):
+        raise _unknown(unknown, keys)
     if sum((flags.multirun, flags.cfg is not None, flags.info is not None)) > 1:
         raise UserError("-m runs jobs, --cfg and --info show something instead; give one of them.")
     if flags.cfg is None and (flags.resolve or flags.package is not None):
-        name = "--resolve" if flags.resolve else "--package"
-        raise UserError(f"{name} says how --cfg shows a configuration; add --cfg job, or leave it out.")
-    return flags
-
-
-def _is_value(name: str, word: str) -> bool:
-    """Return whether a word behind a flag is its value. That of --info may be left out."""
-    return not word.startswith("-") and (name != "--info" or not ("=" in word or word.startswith(("+", "~"))))
-
-
-def _value(name: str, value: str | None, keys: Collection[str]) -> str:
-    if name not in FLAGS:
-        raise _unknown(name, keys)
-    if name not in _TAKE_A_VALUE:
-        if value is not None:
-            raise UserError(f"{name} takes no value, got {shown(value)}; leave the value out.")
-        return ""
-    value = "all" if value is None and name == "--info" else value or ""
-    if name in _CHOICES and value not in _CHOICES[name]:
-        got = shown(value) if value else "nothing"
-        choices = _CHOICES[name]
-        raise UserError(f"{name} takes one of {', '.join(choices)}, got {got}; write {name} {choices[0]}.")
-    if not value and name != "--completion":
-        raise UserError(f"{name} takes a value, got nothing; write {name} VALUE.")
-    return value
+        raise UserError("--resolve and --package say how --cfg shows a configuration; add --cfg job.")
+    return flags, words
 
 
 def _unknown(argument: str, keys: Collection[str]) -> UserError:
@@ -133,4 +99,4 @@ def _unknown(argument: str, keys: Collection[str]) -> UserError:
     key = name.lstrip("-").replace("-", "_")
     if key.split(".")[0] in keys:
         return UserError(f"unknown option {argument}; keys have no dashes: write {key}={value or 'VALUE'}.")
-    return UserError(f"unknown option {argument}{suggestion(argument, (*FLAGS, *SHORT))}")
+    return UserError(f"unknown option {argument}{suggestion(argument, FLAGS)}")

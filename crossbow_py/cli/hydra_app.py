@@ -16,7 +16,6 @@ import io
 import logging
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -46,7 +45,7 @@ from crossbow_py.cli.configuration import (
     with_interpolations,
 )
 from crossbow_py.cli.flags import Flags
-from crossbow_py.cli.hydra_words import PACKAGES, HydraWords
+from crossbow_py.cli.hydra_words import HydraWords
 from crossbow_py.cli.launchers import LaunchError
 from crossbow_py.cli.output_folder import RUNS
 from crossbow_py.cli.overrides import as_override, escaped
@@ -62,9 +61,8 @@ Job = tuple[str, list[str]]  # the name of a run of a sweep, and its command lin
 _OURS = (
     "hydra/hydra_logging=none", "hydra/job_logging=none", "hydra.output_subdir=null", "hydra.job.chdir=false",
 )  # fmt: skip
-_GROUP, _SLURM = "hydra/launcher", "submitit_slurm"
+_GROUP = "hydra/launcher"
 _NUMBER = "job_of_the_sweep"
-_ONE_PROCESS = ("nodes", "tasks_per_node")  # settings of submitit by which a job becomes several processes
 
 
 def config_text(
@@ -124,19 +122,6 @@ def launch(kind: type[CommandConfig], given: HydraWords, jobs: Sequence[Job], fo
         raise UserError(f"{_GROUP}={given.launcher} starts processes, and so does torchrun; leave one of them out.")
     words = [f"hydra.sweep.dir={as_override(str(folder))}", "hydra.sweep.subdir=.", "hydra.mode=MULTIRUN"]
     config, loader = _compose(kind, None, given, words, RunMode.MULTIRUN)
-    for key in _ONE_PROCESS:
-        if (number := config.hydra.launcher.get(key)) not in (None, 1):
-            raise UserError(
-                f"hydra.launcher.{key} must be 1, got {shown(number)}: a run of a sweep is one process; leave it out, "
-                "and start runs of several processes by torchrun."
-            )
-    if config.hydra.launcher.get("n_jobs") == 0:
-        raise UserError("hydra.launcher.n_jobs must be the number of runs at a time, or -1: one for each core; got 0.")
-    if given.launcher == _SLURM and shutil.which("srun") is None:
-        raise UserError(
-            f"{_GROUP}={_SLURM} needs Slurm, whose srun is not here; start it on a machine of the cluster, or take "
-            f"{_GROUP}=submitit_local."
-        )
     task = partial(run_job, command_of(kind), str(Path.cwd()), os.getpid(), list(jobs))
     print_line(f"{_GROUP}={given.launcher} starts {len(jobs)} run{'s' * (len(jobs) > 1)}", sys.stdout)
     try:
@@ -218,20 +203,14 @@ def _compose(
             words = [*_OURS, *given.of_launcher, *overrides, *folders]
             return loader.load_configuration(name, words, mode, from_shell=False), loader
     except COMPOSITION_ERRORS as error:
-        raise UserError(
-            f"{one_line_of(error).rstrip('.')}; --cfg hydra -p hydra.launcher with {_GROUP}=NAME shows its settings."
-        ) from error
+        remedy = f"--cfg hydra -p hydra.launcher with {_GROUP}=NAME shows its settings"
+        raise UserError(f"{one_line_of(error).rstrip('.')}; {remedy}.") from error
 
 
 def _check_launcher(name: str, known: Sequence[str]) -> None:
-    if name in known:
-        return
-    if name == "ray":
-        raise UserError(f"{_GROUP}=ray is a plugin of Hydra that is not installed; write launcher=ray instead.")
-    if name in PACKAGES:
-        package = PACKAGES[name]
-        raise UserError(f"{_GROUP}={name} is a plugin of Hydra that is not installed; run pip install {package}.")
-    raise UserError(f"unknown {_GROUP} {shown(name)}{suggestion(name, set(known))}")
+    if name not in known:
+        others = "Others are plugins, such as hydra-joblib-launcher and hydra-submitit-launcher; launcher=ray is ours."
+        raise UserError(f"unknown {_GROUP} {shown(name)}{suggestion(name, set(known))} {others}")
 
 
 def _hydra_mapping(

@@ -12,14 +12,6 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import shown
 
 BASIC = "basic"  # the launcher that runs one job after another in this process
-# Hydra's launchers, each with the package that has it.
-PACKAGES = {
-    "joblib": "hydra-joblib-launcher",
-    "submitit_local": "hydra-submitit-launcher",
-    "submitit_slurm": "hydra-submitit-launcher",
-    "ray_aws": "hydra-ray-launcher",
-    "rq": "hydra-rq-launcher",
-}
 _OF_HYDRA = re.compile(r"[+~]{0,2}hydra(?=[./@=]|\Z)")
 _OUTPUT_DIR = re.compile(r"\+{0,2}output_dir=")
 _LAUNCHER = "hydra/launcher"
@@ -28,7 +20,7 @@ _FOLDERS = {"hydra.run.dir": "run_dir", "hydra.sweep.dir": "sweep_dir", "hydra.s
 
 @dataclass(frozen=True)
 class HydraWords:
-    """What the words of Hydra's own configuration ask for.
+    """The words of Hydra's own configuration.
 
     Attributes:
         launcher: the launcher that starts the jobs of a sweep.
@@ -104,7 +96,7 @@ def _read(word: str) -> tuple[str, str]:
     if key == "hydra.launcher" or key.startswith("hydra.launcher."):
         return key, ""
     if key != _LAUNCHER and key not in _FOLDERS:
-        raise refused(word, key)
+        raise refused(word)
     value = override.value()
     if override.is_delete() or not isinstance(value, str) or not value:
         raise UserError(f"{key} must be text, got {shown(word)}; write {key}=TEXT, or leave it out.")

@@ -30,12 +30,7 @@ _QUOTED_KEY = re.compile(rf"[{{,]\s*(?:{_QUOTED})\s*:", re.DOTALL)
 _PLAIN_TEXT = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[A-Za-z_/][A-Za-z0-9_./]*", re.IGNORECASE)
 # Hydra's interval, and what Optuna and Ray Tune call a range.
 _RANGE = re.compile(r"\+{0,2}(?:space\.)?([\w.]+)=(.*?)(?:interval|uniform)\(([^,()]+),([^,()]+)\)+")
-# What to do in place of the parts of Hydra's own configuration that people look for.
-_INSTEAD = {
-    "launcher": "hydra/launcher=NAME goes with -m, on the command line",
-    "sweeper": "-m runs every combination, and python -m crossbow_py.search samples trials, compares and stops them",
-}
-_TAKEN = "-m, hydra/launcher, hydra.launcher.KEY, hydra.run.dir, hydra.sweep.dir and hydra.sweep.subdir are what counts"
+_TAKEN = "hydra/launcher, hydra.launcher.KEY, hydra.run.dir, hydra.sweep.dir and hydra.sweep.subdir"
 
 
 def parse(text: str, of_hydra: bool = False) -> Override:
@@ -147,10 +142,9 @@ def escaped(value: Any) -> Any:
     return value
 
 
-def refused(text: str, key: str) -> UserError:
+def refused(text: str) -> UserError:
     """Return the error for a word of Hydra's own configuration that means nothing here."""
-    instead = _INSTEAD.get(key.replace("/", ".").removeprefix("hydra").removeprefix(".").split(".")[0], _TAKEN)
-    return UserError(f"{shown(text)} sets what is Hydra's own, which is not read here: {instead}; leave it out.")
+    return UserError(f"{shown(text)} is not read here; of Hydra's own configuration only {_TAKEN} are.")
 
 
 def _check_size(text: str) -> None:
@@ -173,17 +167,15 @@ def _check_no_range(text: str) -> None:
         key, before, low, high = (each.rpartition("=")[2].strip() for each in found.groups())  # also start=1, end=2
         log = ",log:true" if "log" in before else ""
         space = f"space.{key}={{low:{low},high:{high}{log}}}"
-        raise UserError(
-            f"{shown(text)} is a range to sample from; write {shown(space)} for python -m crossbow_py.search, or list "
-            "the values of a sweep."
-        )
+        remedy = f"write {shown(space)} for python -m crossbow_py.search, or list the values of a sweep"
+        raise UserError(f"{shown(text)} is a range to sample from; {remedy}.")
 
 
 def _check_key(override: Override, of_hydra: bool) -> None:
     """Refuse words of Hydra's own command lines that are no keys here."""
     text, key = str(override.input_line), override.key_or_group
     if key.replace("/", ".").split(".")[0] == "hydra" and not of_hydra:
-        raise refused(text, key)
+        raise refused(text)
     if not key:
         raise UserError(f"{shown(text)} sets no key of a run; write key=value with one of the keys --help shows.")
     if override.package is not None:

@@ -1,18 +1,22 @@
-"""Paths the user gives, files that are written whole or not at all, and files that are no links, pipes or devices.
+"""Paths that the user gives; files written whole or not at all, that are no links, pipes or devices; and locks.
 
 Somebody else may have filled the folder of a run, a search or a cache. Writing through a link in it would change a file
 elsewhere, and opening a pipe blocks. The folder itself, which the user names, may be a link; the files in it may not.
+A lock is a file that the kernel unlocks when the process that holds it ends, even if it is killed.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
+import threading
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from crossbow_py.core.errors import UserError
 
@@ -25,6 +29,8 @@ _KINDS = (
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISSOCK, "a socket"),
 )
+_held: set[TextIO] = set()  # also files about to be locked
+_changing = threading.Lock()  # taken by a fork too, so that the child finds every open lock file in _held
 
 
 def own_file(path: str, flags: int) -> int:
@@ -121,3 +127,65 @@ def given_path(key: str, given: str | Path) -> Path:
         rule = f"names of at most {_LONGEST_NAME} bytes and {_LONGEST_PATH} in all"
         raise UserError(f"{key} must have {rule}, got {shown!r}; choose a shorter one.")
     return expanded
+
+
+@contextmanager
+def locked(path: Path, busy: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock `path`, a file that is created if it is missing.
+
+    Processes forked meanwhile do not hold it: data workers outlive a killed run by seconds, and its next start must not
+    have to wait for them.
+
+    Args:
+        path: the file.
+        busy: called if another process holds the lock; blocks for the lock afterwards, unless `busy` raises.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with _changing:
+        file = open(path, "a", opener=own_file)  # noqa: SIM115
+        _held.add(file)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            busy()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        with _changing:
+            file.close()
+            _held.discard(file)
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether another process holds the lock, or the file cannot be written."""
+    try:
+        with open(path, "a", opener=own_file) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
+
+
+def is_held(path: Path) -> bool:
+    """Return whether another process holds the lock, without creating or changing the file."""
+    try:
+        with open(path, "rb", opener=own_file) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _let_go() -> None:
+    for file in _held:
+        file.close()  # without unlocking, which would release the parent's lock too
+    _held.clear()
+    _changing.release()
+
+
+os.register_at_fork(before=_changing.acquire, after_in_parent=_changing.release, after_in_child=_let_go)

@@ -6,14 +6,7 @@ Tune. A word that is in no table may still be near to a key of ours by spelling,
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Collection
-from typing import Any, TypeVar
-
-from crossbow_py.core.settings import suggestion
-
-T = TypeVar("T")
 
 _WORDS = {
     "optimizer.learning_rate": "lr learning_rate base_lr lr_max",
@@ -62,11 +55,6 @@ _WORDS = {
 _OURS = {word: key for key, words in _WORDS.items() for word in words.split()}
 
 _OF_A_SEARCH = {"direction": "maximize", "pruner": "method", "scheduler": "method"}
-
-# How a key that is a list goes on in its message.
-ELSEWHERE = {
-    "logger": ": what a service has to know is in its own variables, such as WANDB_PROJECT and MLFLOW_TRACKING_URI.",
-}
 
 _SEVERAL = "every device has a process of its own: start it by torchrun --nproc-per-node=N, see several_gpus.md"
 _OTHERWISE = {
@@ -124,21 +112,3 @@ def key_suggestion(word: str, known: Collection[str]) -> str | None:
     if key in ("loss", "sample_weights"):
         return f"; it is for Python: Trainer({key}=...)."
     return f"; did you mean {key!r}?" if key != word and key.partition(".")[0] in known else None
-
-
-def answers_other_names(group: str, cls: type[T]) -> type[T]:
-    """Have the settings class of a group refuse an unknown keyword with its own name for it. Returns the class."""
-    init = cls.__init__
-    known = [*inspect.signature(cls).parameters]
-
-    @functools.wraps(init)
-    def checked(self: T, *args: Any, **given: Any) -> None:
-        for word in given:
-            if word not in known:
-                _, _, name = _OURS.get(word, "").removeprefix(f"{group}.").rpartition(".")
-                meant = f"; did you mean {name!r}?" if name in known else suggestion(word, known)
-                raise TypeError(f"{cls.__name__}() got an unexpected keyword argument {word!r}{meant}")
-        init(self, *args, **given)
-
-    cls.__init__ = checked  # type: ignore[method-assign,assignment]
-    return cls

@@ -47,14 +47,10 @@ def _kernels(text: str) -> frozenset[str] | None:
     if names == ["none"]:
         return frozenset()
     if not set(names) <= set(KERNELS):
-        raise UserError(
-            f"{KERNELS_VARIABLE} must be none, or some of {', '.join(KERNELS)} with commas between, got {shown(text)}; "
-            "unset it to use what this device was found to run."
-        )
+        known = ",".join(KERNELS)
+        raise UserError(f"{KERNELS_VARIABLE} must be none, or some of {known}, got {shown(text)}; unset it.")
     if "convolutions" in names and "layers" not in names:
-        raise UserError(
-            f"{KERNELS_VARIABLE} has convolutions, which are part of layers, got {shown(text)}; add layers, too."
-        )
+        raise UserError(f"{KERNELS_VARIABLE} has convolutions without layers, got {shown(text)}; add layers.")
     return frozenset(names)
 
 

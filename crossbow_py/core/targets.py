@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.core.errors import UserError, is_users_code, one_line
-
-_SPELLING = "check the spelling, and that its folder is on PYTHONPATH"
+from crossbow_py.core.errors import UserError, one_line
 
 
 def import_target(key: str, path: str) -> Callable[..., Any]:
@@ -25,12 +22,10 @@ def import_target(key: str, path: str) -> Callable[..., Any]:
         raise UserError(f"{key} must be a dotted path such as package.module.function, got {path!r}.")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
-    module = None
     try:
-        module = importlib.import_module(module_name)
-        target = getattr(module, name)
+        target = getattr(importlib.import_module(module_name), name)
     except Exception as error:  # importing runs the user's code, which may raise anything
-        remedy = _SPELLING if module is not None else _importing(error, module_name)
+        remedy = f"check the spelling, that its folder is on PYTHONPATH, and that {_installed(error)}"
         raise UserError(f"{key}={path} cannot be imported ({one_line(error)}); {remedy}.") from error
     if not callable(target):
         raise UserError(f"{key}={path} must be callable, got {type(target).__name__}; name a function or a class.")
@@ -46,32 +41,12 @@ def call_target(key: str, path: str, arguments: dict[str, Any]) -> Any:
     except UserError:
         raise
     except Exception as error:
-        remedy = installing(error) or f"correct {key}.args or the target"
-        raise UserError(
-            f"{key}.target={path} called with {key}.args={arguments} failed with {one_line(error)}; {remedy}."
-        ) from error
+        called = f"{key}.target={path} called with {key}.args={arguments}"
+        remedy = f"correct {key}.args or the target, and see that {_installed(error)}"
+        raise UserError(f"{called} failed with {one_line(error)}; {remedy}.") from error
 
 
-def installing(error: Exception) -> str | None:
-    """Return the remedy for a module that was not found, None for another error."""
-    if not isinstance(error, ModuleNotFoundError) or not error.name:
-        return None
-    return f"{_package_of(error.name)}, or put its folder on PYTHONPATH"
-
-
-def _importing(error: Exception, module: str) -> str:
-    """Return the remedy for an error of importing a module."""
-    top, missing = module.partition(".")[0], isinstance(error, ModuleNotFoundError) and error.name
-    if missing == top:
-        return f"{_SPELLING}; if it is a package, {_package_of(top)}"
-    if missing and f"{module}.".startswith(f"{missing}."):
-        return _SPELLING
-    spec = importlib.util.find_spec(top)
-    if spec is not None and spec.origin and not is_users_code(spec.origin):
-        return f"install a release of {top} that fits torch {version('torch')} and the other packages"
-    return installing(error) or f"correct {module}, or what it imports"
-
-
-def _package_of(module: str) -> str:
-    """Return what to do for a module. Nobody knows what pip would fetch by its name."""
-    return f"install the package that has {module.partition('.')[0]}, in a release that fits torch {version('torch')}"
+def _installed(error: Exception) -> str:
+    """Return what to see to, after an error: pip's name of a package may be another than that of its module."""
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return f"{missing or 'what it imports'} is installed in a release that fits torch {version('torch')}"

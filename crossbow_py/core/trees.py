@@ -108,10 +108,8 @@ def _check_ids(name: str, inputs: Tree, embedding: nn.Embedding, args: tuple[Any
     outside = ids[(ids < 0) | (ids >= rows)] if ids.device.type == "cpu" else ids[:0]
     if outside.numel():
         of = f" {name}" if name else ""
-        raise UnknownIdError(
-            f"the model's embedding{of} looks up id {int(outside[0])}{_source(inputs, ids)} in a table of {rows} rows, "
-            f"0 to {rows - 1}; correct the data, or give the table more rows."
-        )
+        found = f"the model's embedding{of} looks up id {int(outside[0])}{_source(inputs, ids)} in a table of {rows}"
+        raise UnknownIdError(f"{found} rows, 0 to {rows - 1}; correct the data, or give the table more rows.")
 
 
 def _source(inputs: Tree, ids: Tensor) -> str:

@@ -133,10 +133,8 @@ def check_shapes(augmentation: Augmentation, image: Sequence[int], target: Seque
         return
     given = f"{augmentation} move images {list(image)}, and targets {list(target)}"
     if tuple(target[-2:]) != tuple(image[-2:]):
-        raise UserError(
-            f"{given} may have places in them that would have to move, too; set {Augmentation()} and augment inside "
-            "the data set, or give targets [..., H, W] of the images' size, which are flipped with them."
-        )
+        remedy = f"set {Augmentation()} and augment inside the data set, or give targets [..., H, W]"
+        raise UserError(f"{given} may have places in them that would have to move, too; {remedy}.")
     if augmentation.crop_padding:
         raise UserError(f"{given} have no values beyond the border, which crops would show; set data.crop_padding=0.")
 

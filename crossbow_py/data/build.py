@@ -119,10 +119,8 @@ def _check_streamed(data: MapStyleDataset, augmentation: Augmentation) -> None:
     if not images:
         raise UserError(_needs_images(augmentation, f"set {Augmentation()} and augment inside the data set"))
     if augmentation.random_erasing and len({each.shape[1:] for each in images}) > 1:
-        raise UserError(
-            "data.random_erasing needs the images of a sample to be of one size, got "
-            f"{' and '.join(str(list(each.shape)) for each in images)}; set data.random_erasing=0."
-        )
+        got = " and ".join(str(list(each.shape)) for each in images)
+        raise UserError(f"data.random_erasing needs images of one size, got {got}; set data.random_erasing=0.")
     for each in images:
         check_shapes(augmentation, each.shape, np.shape(target))
 

@@ -168,10 +168,7 @@ def sample_digest(data: Data) -> str | None:
 
 def check_data(data: Any, what: str) -> None:
     """Check that `data`, called `what` in the message, is a data set. Raises UserError."""
-    needs = (
-        f"{what} must be tensors (inputs, targets), where inputs may be a tuple or dict, or a map-style data set of "
-        "such items"
-    )
+    needs = f"{what} must be tensors (inputs, targets), inputs also as a tuple or dict, or a map-style data set of such"
     pair = as_pair(data)
     if pair is not None:
         _check_tensors(pair, what)
@@ -278,10 +275,8 @@ def split_validation(train: Data, fraction: float) -> tuple[Data, Data | None]:
     total = num_samples(train)
     held_out = round(fraction * total)
     if not 0 < held_out < total:
-        raise UserError(
-            f"data.validation_fraction={fraction} of {total} training samples leaves a part empty; choose a fraction "
-            f"between {1 / total:.2g} and {1 - 1 / total:.6g}, or 0."
-        )
+        remedy = f"choose a fraction between {1 / total:.2g} and {1 - 1 / total:.6g}, or 0"
+        raise UserError(f"data.validation_fraction={fraction} of {total} samples leaves a part empty; {remedy}.")
     order = permutation(_SPLIT_SEED, "validation split", 0, total)
     return take(train, np.sort(order[held_out:])), take(train, np.sort(order[:held_out]))
 
@@ -311,10 +306,8 @@ def _check_item(data: MapStyleDataset, what: str) -> None:
     try:
         item = data[0]
     except Exception as error:
-        raise UserError(
-            f"{what} must give an item for index 0, but raised {one_line(error)}{raised_at(error)}; have its "
-            "__getitem__ return (input, target) for every number from 0 to len() - 1."
-        ) from error
+        remedy = "have its __getitem__ return (input, target) for every number from 0 to len() - 1"
+        raise UserError(f"item 0 of {what} raised {one_line(error)}{raised_at(error)}; {remedy}.") from error
     if (found := split_item(item)) is not None:
         target = getattr(found[1], "shape", ())
         for each in pytree.tree_leaves(found[0]):
@@ -355,17 +348,13 @@ class Classes:
 
     def refusal(self, what: str, label: int) -> str:
         """Return the error message for a `label` outside; `what` says where it is."""
-        has = f"{what} has the class {label}, and the model tells {self.num_classes} classes apart, which are 0 to"
+        n = self.num_classes
+        has = f"{what} has the class {label}, and the model tells {n} classes apart, 0 to {n - 1}"
         if self.ignored is None:
-            return (
-                f"{has} {self.num_classes - 1}, and where samples are mixed none can be left out of the loss; correct "
-                "that target, give the model more outputs, or set data.mixup=0 data.cutmix=0."
-            )
-        return (
-            f"{has} {self.num_classes - 1} ({self.ignored} is left out of the loss); correct that target, give the "
-            f"model more outputs, or, if {label} marks targets to be left out, give the loss "
-            f"nn.CrossEntropyLoss(ignore_index={label})."
-        )
+            mixed = "and mixing leaves no target out of the loss"
+            return f"{has}, {mixed}; correct it, give the model more outputs, or set data.mixup=0 data.cutmix=0."
+        remedy = f"correct it, give the model more outputs, or set nn.CrossEntropyLoss(ignore_index={label})"
+        return f"{has} ({self.ignored} is left out of the loss); {remedy}."
 
 
 def is_image_batch(inputs: Tensor) -> bool:

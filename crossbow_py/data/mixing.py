@@ -111,15 +111,11 @@ def check_mixable(augmentation: Augmentation, batch: Batch, batch_size: int) -> 
     asked = augmentation.shown_mixing
     remedy = "set data.mixup=0 data.cutmix=0"
     if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
-        raise UserError(
-            f"{asked} is for one input of images or floating values, and a sample has {form_of(inputs)}; {remedy}."
-        )
+        raise UserError(f"{asked} is for one input of floating values, and a sample has {form_of(inputs)}; {remedy}.")
     if targets.ndim != 1 or not has_integers(targets):
         raise UserError(f"{asked} is for one class a sample, and a target is {form_of(targets)}; {remedy}.")
     if augmentation.cutmix and inputs.ndim < 4:
-        raise UserError(
-            f"data.cutmix={augmentation.cutmix:g} is for images [C, H, W], and a sample has {form_of(inputs)}; set "
-            "data.cutmix=0, and data.mixup=0.2 for example."
-        )
+        rule = f"data.cutmix={augmentation.cutmix:g} is for images [C, H, W]"
+        raise UserError(f"{rule}, and a sample has {form_of(inputs)}; set data.cutmix=0.")
     if batch_size < 2:
         raise UserError(f"{asked} mixes the samples of a learner's batch, got batch_size=1; set batch_size=2 or more.")

@@ -28,10 +28,8 @@ class Normalisation:
     def __post_init__(self) -> None:
         finite = all(map(math.isfinite, (*self.mean, *self.std)))
         if not self.mean or len(self.mean) != len(self.std) or not finite or min(self.std) <= 0:
-            raise UserError(
-                f"mean and std must be finite, of equal length, and std positive, got {self.mean} and {self.std}; give "
-                "both one value a channel, and 1 as the std of a channel that does not vary."
-            )
+            rule = f"mean and std must be finite, of equal length, and std positive, got {self.mean} and {self.std}"
+            raise UserError(f"{rule}; give one value a channel, and 1 as the std of one that does not vary.")
 
     @classmethod
     def of(cls, mean: Sequence[float] | float | None, std: Sequence[float] | float | None) -> Normalisation | None:

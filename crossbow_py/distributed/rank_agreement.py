@@ -30,10 +30,8 @@ def check_ranks_agree(config: Mapping[str, Any], ranks: Ranks) -> None:
     for rank, other in enumerate(every):
         if found := differences(every[0], other):
             shown = "; ".join(found[:_SHOWN]) + ("; ..." if len(found) > _SHOWN else "")
-            error = UserError(
-                f"rank {rank} is not like rank 0 ({shown}); start all ranks with the same version of crossbow_py, of "
-                "torch, and the same command."
-            )
+            remedy = "start all ranks with the same version of crossbow_py and of torch, and the same command"
+            error = UserError(f"rank {rank} is not like rank 0 ({shown}); {remedy}.")
             ranks.raise_any(error if ranks.is_first else None)
 
 

@@ -41,10 +41,8 @@ def input_channels(model: str, input_shape: tuple[int, ...], minimum_pixels: int
     if minimum_frames:
         rule, ndim = f"clips (channels, frames, height, width) of at least {minimum_frames} frames of", 4
     if len(input_shape) != ndim or min(input_shape[-2:]) < minimum_pixels or input_shape[1] < minimum_frames:
-        raise UserError(
-            f"model={model} needs {rule} {minimum_pixels}x{minimum_pixels} pixels, got samples of shape {input_shape}; "
-            "choose another data set or model=mlp."
-        )
+        needs = f"model={model} needs {rule} {minimum_pixels}x{minimum_pixels} pixels"
+        raise UserError(f"{needs}, got samples of shape {input_shape}; choose another data set or model=mlp.")
     return input_shape[0]
 
 

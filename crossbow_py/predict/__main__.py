@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from crossbow_py.cli.command_line import run, say
-from crossbow_py.cli.flags import split_flags
 from crossbow_py.cli.output_folder import make_folder, new_folder
 from crossbow_py.cli.overrides import as_override
 from crossbow_py.core.errors import unwritable
@@ -21,13 +19,13 @@ from crossbow_py.predict.report import as_text, write
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what `argv` (default: the process's arguments) asks for; returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    flags, words = split_flags(arguments)
+    return run(argv, PredictConfig, answer, settled=_with_models)
+
+
+def _with_models(words: list[str]) -> list[str]:
+    """Return the words with paths among them, as crossbow_py.report takes them, as the key `models`."""
     paths = [each for each in words if "=" not in each and not each.startswith(("+", "~"))]
-    if paths:  # as crossbow_py.report takes them
-        given = [name if value is None else f"{name}={value}" for name, value in flags]
-        arguments = [*given, *(each for each in words if each not in paths), f"models={as_override(paths)}"]
-    return run(arguments, PredictConfig, answer)
+    return [*(each for each in words if each not in paths), *([f"models={as_override(paths)}"] if paths else [])]
 
 
 def answer(config: PredictConfig) -> int:

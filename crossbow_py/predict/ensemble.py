@@ -140,10 +140,8 @@ class Ensemble:
         if odd is not None or not leaves(batch):
             kind = type(batch if isinstance(batch, list) else odd).__name__
             how = "from_numpy" if isinstance(odd, np.ndarray) else "tensor"
-            raise UserError(
-                f"a batch must be a torch.Tensor, or a dict or tuple of them, got {kind}; give "
-                f"torch.{how}(batch)."
-            )
+            rule = "a batch must be a torch.Tensor, or a dict or tuple of them"
+            raise UserError(f"{rule}, got {kind}; give torch.{how}(batch).")
 
         def prepared(values: Tensor) -> Tensor:
             inputs = values.to(self.device, self.precision.compute if values.is_floating_point() else values.dtype)
@@ -166,23 +164,18 @@ class Ensemble:
             try:
                 output = scores_of(call(bank.module(0), tried))
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
-                raise UserError(
-                    f"a batch of samples {form_of(inputs)} does not go through a model of the "
-                    f"ensemble ({' '.join(str(error).split())[:160]}); give inputs as in training."
-                ) from error
+                found = f"a batch of samples {form_of(inputs)} does not go through a model of the ensemble"
+                reason = " ".join(str(error).split())[:160]
+                raise UserError(f"{found} ({reason}); give inputs as in training.") from error
             if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != size:
                 got = f"a tensor {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-                raise UserError(
-                    f"models of an ensemble must give scores of classes [B, classes], got {got} for "
-                    f"{size} inputs; choose classifiers."
-                )
+                rule = "models of an ensemble must give scores of classes [B, classes]"
+                raise UserError(f"{rule}, got {got} for {size} inputs; choose classifiers.")
             widths.append(output.shape[1])
             self._writes_inputs |= any(own._version > 0 for own in leaves(tried))
         if len(set(widths)) > 1:
-            raise UserError(
-                f"models of an ensemble must tell apart the same classes, got models of {sorted(set(widths))} classes; "
-                "choose models trained on the same data."
-            )
+            rule = "models of an ensemble must tell apart the same classes"
+            raise UserError(f"{rule}, got models of {sorted(set(widths))} classes; choose models of the same data.")
 
     def _settle(self, inputs: Tree) -> str:
         if self._executor != "auto":

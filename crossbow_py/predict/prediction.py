@@ -115,10 +115,8 @@ def predict(config: PredictConfig, clock: Clock = time.perf_counter) -> Predicti
     data = config.data if config.data is not None else common_data(models, config.targets)
     source: DataSource = data.load(progress=sys.stderr.isatty())
     if source.num_classes is None:
-        raise UserError(
-            f"models of an ensemble must tell classes apart, and the targets of data={source.name} are none; "
-            "use data with integer targets."
-        )
+        found = f"and the targets of data={source.name} are none"
+        raise UserError(f"models of an ensemble must tell classes apart, {found}; use data with integer targets.")
     shape, classes = source.input_shape, source.num_classes
     if config.executor == "auto":
         device = choose_device(config.device)
@@ -166,10 +164,7 @@ def _run(
         targets.append(batch.targets.cpu())
     right = torch.cat(targets)
     if bool((right == IGNORED).all()):
-        raise UserError(
-            f"every test sample has the target {IGNORED}, which is no class, so no accuracy can be measured; give data "
-            "with classes as targets."
-        )
+        raise UserError(f"every test sample has the target {IGNORED}, which is no class; give data with classes.")
     return torch.cat(found, 1).numpy(), right.numpy(), len(right) / seconds
 
 

@@ -95,10 +95,8 @@ def _check_target(model: TrainedModel, group: str, targets: Sequence[str]) -> No
     """A run's folder may be somebody else's, and what it names would be called."""
     for key, target in named_targets(group, getattr(model.config, group)).items():
         if target not in targets:
-            raise UserError(
-                f"models: {model.file.parent} names {key}={target}, code that would be run; if it is yours, allow it "
-                f"by targets=[{target}]."
-            )
+            named = f"models: {model.file.parent} names {key}={target}, code that would be run"
+            raise UserError(f"{named}; if it is yours, allow it by targets=[{target}].")
 
 
 def _models_at(path: str) -> list[TrainedModel]:
@@ -113,10 +111,8 @@ def _models_at(path: str) -> list[TrainedModel]:
         asked = run = run / BEST_FOLDER
     if not (run / CONFIG_FILE).is_file():
         if _files_in(run):
-            raise UserError(
-                f"models: {run} was trained from Python and has no {CONFIG_FILE}, which says what its model is; make "
-                f"the model yourself and load {_files_in(run)[0].name} into it."
-            )
+            remedy = f"make the model yourself and load {_files_in(run)[0].name} into it"
+            raise UserError(f"models: {run} was trained from Python and has no {CONFIG_FILE}; {remedy}.")
         raise UserError(f"models: {run} has no {CONFIG_FILE} and is no run; {_remedy(run)}.")
     plain = renamed(read_yaml(run / CONFIG_FILE))
     if "space" in plain:
@@ -189,10 +185,9 @@ def common_data(models: Sequence[TrainedModel], targets: Sequence[str] = ()) -> 
     _check_target(first, "data", targets)
     for model in models[1:]:
         if _test_data(model) != _test_data(first):
-            raise UserError(
-                f"models must have been trained on the same data, got data={first.config.data.NAME} of {first.name} "
-                f"and data={model.config.data.NAME} of {model.name}; leave one out, or set data=NAME for all."
-            )
+            got = " and ".join(f"data={each.config.data.NAME} of {each.name}" for each in (first, model))
+            remedy = "leave one out, or set data=NAME for all"
+            raise UserError(f"models must have been trained on the same data, got {got}; {remedy}.")
     return first.config.data
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.file_locks import is_held
-from crossbow_py.core.files import check_own, read_text
+from crossbow_py.core.files import check_own, is_held, read_text
 from crossbow_py.search.events import SEARCH_FILE
 from crossbow_py.telemetry.class_counts import ClassCounts, from_csv
 from crossbow_py.telemetry.figures import MOST_RUNS, RecordedRun, number

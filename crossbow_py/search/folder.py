@@ -13,8 +13,7 @@ from typing import Any
 from crossbow_py.cli.config_files import read_yaml, write_yaml
 from crossbow_py.cli.output_folder import RUNS, make_folder, new_folder, recorded_folders
 from crossbow_py.core.errors import RankError, UserError, unwritable, without_secrets
-from crossbow_py.core.file_locks import locked
-from crossbow_py.core.files import check_own, given_path
+from crossbow_py.core.files import check_own, given_path, locked
 from crossbow_py.core.settings import written
 from crossbow_py.distributed.launch import LAUNCH_FILE, Launch, is_of_launch, this_launch, write_launch
 from crossbow_py.distributed.ranks import Ranks

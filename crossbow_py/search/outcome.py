@@ -14,8 +14,7 @@ from typing import Any
 from torch import nn
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.file_locks import locked
-from crossbow_py.core.files import read_text
+from crossbow_py.core.files import locked, read_text
 from crossbow_py.engine.device.memory import raising_if_lost
 from crossbow_py.search.events import BestTrial, TrialRecord
 from crossbow_py.search.hyperband import Segment, best, bracket_of, standing, to_epochs

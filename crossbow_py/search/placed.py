@@ -16,7 +16,7 @@ from crossbow_py.cli.launchers.ray_cluster import Place, PlacedJob, RayCluster, 
 from crossbow_py.cli.launchers.ray_worker import machine_name
 from crossbow_py.cli.overrides import as_override, parse
 from crossbow_py.core.errors import unwritable
-from crossbow_py.core.file_locks import is_held, locked
+from crossbow_py.core.files import is_held, locked
 from crossbow_py.core.printing import print_line
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.distributed.ranks import ALONE

@@ -28,7 +28,7 @@ from torch.distributed.run import get_args_parser
 
 from crossbow_py.check.config import CheckConfig
 from crossbow_py.cli.configuration import compose
-from crossbow_py.cli.flags import read_flags, split_flags
+from crossbow_py.cli.flags import read_flags
 from crossbow_py.cli.hydra_words import split_hydra
 from crossbow_py.cli.launchers.words import split_launcher
 from crossbow_py.cli.overrides import expand_sweeps
@@ -143,8 +143,7 @@ class PageRun:
     def _main(self, entry: str, argv: list[str], place: str) -> None:
         text = f"{place} {entry} {' '.join(argv)}"
         if any(word.startswith(("hydra/launcher=", "launcher=")) for word in argv):  # a package that may not be there
-            flags, words = split_flags(argv)
-            read_flags(flags, ())
+            _, words = read_flags(argv, ())
             for overrides, _ in expand_sweeps(split_launcher(split_hydra(words)[1])[1]):
                 compose(overrides, KINDS[entry])
             self.checked.append(text)

@@ -77,7 +77,7 @@ class Crew:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing runs or waits any more."""
+        """Return whether nothing runs or waits any more."""
         return not self._running and not self._waiting
 
     @property
@@ -87,7 +87,7 @@ class Crew:
 
     @property
     def has_printed(self) -> bool:
-        """Whether any process that runs has printed something."""
+        """Return whether any process that runs has printed something."""
         return any(process.has_printed for process in self._running.values())
 
     def turn(self) -> list[tuple[int, Ended]]:

@@ -41,15 +41,13 @@ class RayLauncher:
             return
         host, _, port = str(self.address).rpartition(":")
         if not host or "/" in host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
-            raise UserError(
-                f"launcher.address must be auto or HOST:PORT, got {shown(self.address)}; write the address that ray "
-                "start has printed, on a machine of the cluster."
-            )
+            remedy = "write the address that ray start has printed, on a machine of the cluster"
+            raise UserError(f"launcher.address must be auto or HOST:PORT, got {shown(self.address)}; {remedy}.")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine of a cluster has for jobs, as Ray counts it."""
+    """A machine of a cluster: its resources for jobs, as Ray counts them."""
 
     cpus: float
     gpus: float
@@ -57,7 +55,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Share:
-    """What each job gets, and how many have a place at once."""
+    """The resources of each job, and how many jobs have a place at once."""
 
     cpus: int
     gpus: int
@@ -93,15 +91,12 @@ def share_of(machines: Sequence[Machine], launcher: RayLauncher, devices: Sequen
     share = Share(cpus, gpus, sum(_places(machine, cpus, gpus) for machine in able))
     if not share.places:
         most = max(int(machine.cpus) for machine in able)
-        raise UserError(
-            f"launcher.cpus_per_worker must be at most {most}, the cores of the largest machine "
-            f"{'with a GPU ' * gpus}in the Ray cluster, got {cpus}; lower it."
-        )
+        largest = f"the largest machine {'with a GPU ' * gpus}in the Ray cluster"
+        raise UserError(f"launcher.cpus_per_worker must be at most {most}, as {largest} has, got {cpus}; lower it.")
     if launcher.num_workers is not None and launcher.num_workers > share.places:
-        raise UserError(
-            f"launcher.num_workers must be at most {share.places}, as the Ray cluster has {share.text} for each of no "
-            f"more, got {launcher.num_workers}; lower it{_FEWER_CORES * (launcher.cpus_per_worker is not None)}."
-        )
+        rule = f"launcher.num_workers must be at most {share.places}, as each takes {share.text} of the Ray cluster"
+        fewer = _FEWER_CORES * (launcher.cpus_per_worker is not None)
+        raise UserError(f"{rule}, got {launcher.num_workers}; lower it{fewer}.")
     return share
 
 

@@ -32,7 +32,7 @@ _STORE_BYTES = 80 * 2**20  # about the least that Ray takes: nothing but command
 
 @dataclass(frozen=True)
 class PlacedJob:
-    """What a process elsewhere is told: a command line and the folder to run it in.
+    """A job for a process elsewhere: a command line and the folder to run it in.
 
     Attributes:
         command: the command, such as train.
@@ -49,7 +49,7 @@ class PlacedJob:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process was placed: `machine` is its name, and the others what is seen there, see `PlacedJob`."""
+    """The machine where a process was placed, and whether it has the folder and sees the mark of `PlacedJob`."""
 
     machine: str
     has_folder: bool
@@ -123,10 +123,8 @@ def _check_answers(launcher: RayLauncher) -> None:
     if address == AUTO:
         address = os.environ.get("RAY_ADDRESS") or None
     if address is not None and "://" in address:
-        raise UserError(
-            f"RAY_ADDRESS must be HOST:PORT, got {shown(address)}; start the command on a machine of the cluster, for "
-            "example by ray job submit."
-        )
+        remedy = "start the command on a machine of the cluster, for example by ray job submit"
+        raise UserError(f"RAY_ADDRESS must be HOST:PORT, got {shown(address)}; {remedy}.")
     if address is None or ":" not in address:  # Ray finds it, or says why not
         return
     host, _, port = address.rpartition(":")
@@ -138,10 +136,8 @@ def _check_answers(launcher: RayLauncher) -> None:
 
 def _no_cluster(address: str, error: Exception) -> UserError:
     said = one_line(error)[:_LONGEST_REASON].rstrip(".")
-    return UserError(
-        f"launcher.address={address}: no Ray cluster can be reached ({said}); start one by ray start --head, or "
-        "leave launcher.address out for one of this machine alone."
-    )
+    remedy = "start one by ray start --head, or leave launcher.address out for one of this machine alone"
+    return UserError(f"launcher.address={address}: no Ray cluster can be reached ({said}); {remedy}.")
 
 
 class RayCluster:
@@ -188,12 +184,12 @@ class RayProcess:
 
     @property
     def is_placed(self) -> bool:
-        """Whether a place has been found for it."""
+        """Return whether a place has been found for it."""
         return self._is_placed
 
     @property
     def has_printed(self) -> bool:
-        """Whether it has printed anything, by the last `poll`."""
+        """Return whether it has printed anything, by the last `poll`."""
         return self._has_printed
 
     def poll(self) -> Ended | Lost | None:
@@ -219,10 +215,8 @@ class RayProcess:
     def _begin(self, answer: tuple[str, bool, bool]) -> None:
         job, place = self._job, Place(*answer)
         if not place.has_folder:
-            raise UserError(
-                f"machine {place.host} of the Ray cluster has no folder {job.folder}, where the command was started; "
-                "start it in one that all machines have."
-            )
+            lacks = f"machine {place.host} of the Ray cluster has no folder {job.folder}, where the command was started"
+            raise UserError(f"{lacks}; start it in one that all machines have.")
         self._check(place)
         self._is_placed = True
         on_gpu, threads = self._share.gpus > 0, self._share.cpus

@@ -11,7 +11,6 @@ from typing import Any
 
 from crossbow_py.cli.config_files import check_own_option, option_files
 from crossbow_py.cli.configuration import chosen_settings, read_option
-from crossbow_py.cli.hydra_words import BASIC, PACKAGES
 from crossbow_py.cli.launchers.placement import RayLauncher
 from crossbow_py.cli.overrides import parse
 from crossbow_py.core.errors import UserError
@@ -59,9 +58,8 @@ def _read(word: str) -> tuple[str, Any]:
 
 def _known_option(value: Any) -> str:
     known = [*LAUNCHERS, *option_files(GROUP)]
-    if value in (BASIC, *PACKAGES) and value not in known:
-        raise UserError(f"{GROUP}={value} is a launcher of Hydra; write hydra/{GROUP}={value}.")
     if not isinstance(value, str) or value not in known:
-        raise UserError(f"unknown {GROUP} {shown(value)}{suggestion(str(value), set(known))}")
+        meant = suggestion(str(value), set(known))
+        raise UserError(f"unknown {GROUP} {shown(value)}{meant} A launcher of Hydra is hydra/{GROUP}=NAME.")
     check_own_option(GROUP, value, LAUNCHERS)
     return value

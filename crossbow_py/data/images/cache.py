@@ -26,8 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from crossbow_py.core.errors import DataError, one_line, text_of
-from crossbow_py.core.file_locks import locked
-from crossbow_py.core.files import check_own, sync
+from crossbow_py.core.files import check_own, locked, sync
 from crossbow_py.core.host import read_host
 from crossbow_py.core.measured import user_cache
 from crossbow_py.data.images.crops import resized_extent
@@ -261,9 +260,6 @@ class _ShrunkImages(StreamedData):
 
     def name_of(self, sample: int) -> str:
         return self._files.path(sample)
-
-    def subset(self, ids: npt.NDArray[np.int64]) -> StreamedData:
-        raise NotImplementedError
 
 
 def _decoded(files: ImageFiles, short_side: int, timeout_s: float) -> Iterator[list[Pixels | None]]:

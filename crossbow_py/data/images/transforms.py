@@ -17,7 +17,7 @@ from torch import Tensor
 from crossbow_py.core.errors import UserError, one_line, raised_at
 from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.core.settings import shown
-from crossbow_py.core.targets import import_target, installing
+from crossbow_py.core.targets import import_target
 from crossbow_py.data.images.decoding import channels_first
 
 _ALIKE = "give data.transform and data.test_transform that make them alike"
@@ -52,10 +52,8 @@ class Transform:
         except UserError:
             raise
         except Exception as error:
-            raise UserError(
-                f"{self.name} cannot take {name}, {_described(image)} ({one_line(error)}{raised_at(error)}); correct "
-                "it, or give one for such images."
-            ) from error
+            reason = f"{one_line(error)}{raised_at(error)}"
+            raise UserError(f"{self.name} cannot take {name}, {_described(image)} ({reason}); correct it.") from error
 
 
 @dataclass(frozen=True)
@@ -98,15 +96,11 @@ class Transforms:
             result = channels_first(result)
         fits = isinstance(result, Tensor) and result.ndim == 3
         if not fits or not (result.dtype == torch.uint8 or result.is_floating_point()):
-            raise UserError(
-                f"{self.name(training)} must give images as tensors [C, H, W] of bytes or floating values, got "
-                f"{_described(result)} for {name}; end with torchvision.transforms.v2.ToImage, or torch.from_numpy."
-            )
+            rule = f"{self.name(training)} must give tensors [C, H, W] of bytes or floating values"
+            raise UserError(f"{rule}, got {_described(result)} for {name}; end with torchvision.transforms.v2.ToImage.")
         if form is not None and Form.of(result) != form:
-            raise UserError(
-                f"{self.name(training)} must give images of one shape and dtype, got {Form.of(result)} for {name} and "
-                f"{form} for the first one; give data.transform and data.test_transform that end with a crop."
-            )
+            rule = f"{self.name(training)} must give images of one shape and dtype"
+            raise UserError(f"{rule}, got {Form.of(result)} for {name} and {form} for the first; end with a crop.")
         plain: Tensor = result.as_subclass(Tensor)  # torchvision has classes of its own
         return plain
 
@@ -132,10 +126,7 @@ def transform_of(key: str, entry: Mapping[str, Any]) -> Transform | None:
         return None
     path, given = entry.get("target"), {word: value for word, value in entry.items() if word != "target"}
     if not isinstance(path, str):
-        raise UserError(
-            f"{key} must have a target, the dotted name of what makes the transform, got {shown(dict(entry))}; set "
-            f"{key}.target=package.module.name."
-        )
+        raise UserError(f"{key} must have a target, got {shown(dict(entry))}; set {key}.target=package.module.name.")
     target, name = import_target(f"{key}.target", path), f"{key}.target={path}"
     try:
         function = target(**given)
@@ -143,15 +134,11 @@ def transform_of(key: str, entry: Mapping[str, Any]) -> Transform | None:
         raise
     except Exception as error:
         words = ", ".join(f"{key}.{own}" for own in given) or "no arguments"
-        remedy = installing(error) or (
-            f"the keys beside {key}.target are its arguments, and it returns the transform, a function of an image"
-        )
+        remedy = f"give its arguments as keys beside {key}.target, and install what it needs"
         raise UserError(f"{name} cannot be called with {words} ({one_line(error)}); {remedy}.") from error
     if not callable(function):
-        raise UserError(
-            f"{name} must return a transform, got {type(function).__name__}; name a class such as "
-            "torchvision.transforms.v2.RandomCrop, or a function that returns a function of an image."
-        )
+        remedy = "name a class such as torchvision.transforms.v2.RandomCrop"
+        raise UserError(f"{name} must return a function of an image, got {type(function).__name__}; {remedy}.")
     return Transform(name, function)
 
 
@@ -163,10 +150,8 @@ def rand_augment_of(magnitude: int) -> Transform | None:
     try:
         from torchvision.transforms import v2  # noqa: PLC0415 - optional
     except (ImportError, RuntimeError) as error:  # the latter if it was built for another torch
-        raise UserError(
-            f"{name} needs torchvision, which cannot be imported ({one_line(error)}); pip install torchvision, or set "
-            "data.rand_augment=0."
-        ) from error
+        missing = f"{name} needs torchvision, which cannot be imported ({one_line(error)})"
+        raise UserError(f"{missing}; pip install torchvision, or set data.rand_augment=0.") from error
     return Transform(name, _OfBytes(name, v2.RandAugment(magnitude=magnitude)))
 
 

@@ -52,10 +52,8 @@ class Custom(SourceSettings):
         counts = [_classes_of(data) for data in (train, test)]
         known = [count for count in counts if count is not None]
         if known and not 0 < max(known) <= _MOST_CLASSES:
-            raise UserError(
-                f"the targets of data.target={self.target} are taken for classes, of which {max(known) - 1} is the "
-                f"largest; number them from 0, at most to {_MOST_CLASSES - 1}, or set data.num_classes."
-            )
+            found = f"the targets of data.target={self.target} are taken for classes up to {max(known) - 1}"
+            raise UserError(f"{found}; number them from 0 to at most {_MOST_CLASSES - 1}, or set data.num_classes.")
         return max(known) if known else None
 
 

@@ -73,10 +73,9 @@ class HuggingFace(SourceSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.validation_split is not None and self.validation_fraction:
-            raise UserError(
-                f"data.validation_split={self.validation_split} and "
-                f"data.validation_fraction={self.validation_fraction} both say what to validate on; leave one out."
-            )
+            split, fraction = self.validation_split, self.validation_fraction
+            both = f"data.validation_split={split} and data.validation_fraction={fraction}"
+            raise UserError(f"{both} both say what to validate on; leave one out.")
 
     def load(self, progress: bool) -> DataSource:
         """See `SourceSettings.load`. Downloads by `datasets`, into its cache."""
@@ -120,11 +119,8 @@ class HuggingFace(SourceSettings):
             return self.test_split
         found = [name for name in _TEST_SPLITS if name in splits.names and name != self.validation_split]
         if not found:
-            raise UserError(
-                f"data.path={self.path} has no split to test on, but {', '.join(splits.names)}; set data.test_split, "
-                "which may be a part that data.train_split leaves out: data.train_split='\"train[:80%]\"' "
-                "data.test_split='\"train[80%:]\"'."
-            )
+            remedy = "set data.test_split, as in data.train_split='\"train[:80%]\"' data.test_split='\"train[80%:]\"'"
+            raise UserError(f"data.path={self.path} has no split to test on, but {', '.join(splits.names)}; {remedy}.")
         return found[0]
 
     def _splits(self, progress: bool) -> _Splits:
@@ -156,10 +152,8 @@ class HuggingFace(SourceSettings):
             reason = one_line((generating and error.__cause__) or error)[:_LONGEST_REASON]
             is_named = path.suffix.lower() not in _KINDS and not path.exists()
             nowhere = " is no file or folder here, and" if is_named else ""
-            raise UserError(
-                f"data.path={self.path}{nowhere} cannot be loaded ({reason}); check the name, data.subset, the "
-                "network, and that every split has rows, or give a folder or files."
-            ) from error
+            remedy = "check the name, data.subset, the network, and that every split has rows, or give files"
+            raise UserError(f"data.path={self.path}{nowhere} cannot be loaded ({reason}); {remedy}.") from error
 
     def _arguments(self, path: Path) -> dict[str, Any]:
         """Return the arguments of `load_dataset`. Raises UserError for a file that is not there."""
@@ -218,17 +212,13 @@ class _Splits:
         if "[" not in name:
             raise UserError(f"data.{key}={name} is no split of {self._path}; it has {', '.join(self.names)}.")
         if self._part is None:
-            raise UserError(
-                f"data.{key}={name} is a part of a split, which data saved to disk do not have; set "
-                "data.validation_fraction, or save the parts."
-            )
+            part = f"data.{key}={name} is a part of a split, which data saved to disk do not have"
+            raise UserError(f"{part}; set data.validation_fraction, or save the parts.")
         try:
             return self._part(name)
         except Exception as error:
-            raise UserError(
-                f"data.{key}={name} cannot be loaded ({one_line(error)[:_LONGEST_REASON]}); {self._path} has the "
-                f"splits {', '.join(self.names)}."
-            ) from error
+            reason, known = one_line(error)[:_LONGEST_REASON], ", ".join(self.names)
+            raise UserError(f"data.{key}={name} cannot be loaded ({reason}); {self._path} has {known}.") from error
 
 
 def _check_saved(path: str, folder: Path) -> None:
@@ -298,10 +288,8 @@ def _targets(rows: Any, columns: Columns) -> Tensor:
     classes = [numbers.get(str(name), -1) for name in names]
     if -1 in classes:
         unknown = names[classes.index(-1)]
-        raise UserError(
-            f"data.label={columns.label} has {unknown!r} in a split to evaluate, which is no class of the training "
-            "data; correct it, or leave it out."
-        )
+        has = f"data.label={columns.label} has {unknown!r} in a split to evaluate"
+        raise UserError(f"{has}, which is no class of the training data; correct it, or leave it out.")
     return torch.tensor(classes)
 
 
@@ -331,10 +319,8 @@ def _tensor(rows: Any, name: str) -> Tensor:
         reason = "is not of numbers, or its lists are of different lengths: pad them"
         if kind == "string":
             reason = "is text, which no model takes: turn it into numbers"
-        raise UserError(
-            f"the column {name} {reason} (rows.map, save_to_disk), or name other columns by data.input and data.label; "
-            f"there are {_shown(rows.features)}."
-        )
+        others = f"or set data.input and data.label; there are {_shown(rows.features)}"
+        raise UserError(f"the column {name} {reason} (rows.map, save_to_disk), {others}.")
     return torch.from_numpy(np.array(array, dtype=np.uint8 if kind == "uint8" else None))  # a copy that may be written
 
 
@@ -343,10 +329,8 @@ def _check_no_nulls(rows: Any, name: str) -> None:
     values = rows.select_columns([name]).with_format("arrow")[:][name]
     missing = sum(map(_num_nulls, values.chunks))
     if missing:
-        raise UserError(
-            f"the column {name} has {missing:,} missing value{'s' * (missing > 1)}, which would become NaN or a class "
-            "of their own; leave these rows out (rows.filter, save_to_disk), or fill them in."
-        )
+        has = f"the column {name} has {missing:,} missing value{'s' * (missing > 1)}"
+        raise UserError(f"{has}; leave these rows out (rows.filter, save_to_disk), or fill them in.")
 
 
 def _num_nulls(values: Any) -> int:

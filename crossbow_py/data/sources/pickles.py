@@ -31,10 +31,8 @@ def read_pickle(content: bytes, path: object) -> Any:
     try:
         return _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
     except _RefusedError as error:
-        raise UserError(
-            f"data file {path} is refused: its pickle asks for {error}, which a data set does not need and could run "
-            "code; take the file from its publisher."
-        ) from error
+        asks = f"its pickle asks for {error}, which could run code"
+        raise UserError(f"data file {path} is refused: {asks}; take the file from its publisher.") from error
     except Exception as error:  # damaged bytes may spell any operation and so raise anything
         raise UserError(f"data file {path} is truncated or damaged ({type(error).__name__}); {REPLACE}.") from error
 

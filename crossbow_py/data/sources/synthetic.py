@@ -35,10 +35,8 @@ class Synthetic(SourceSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.shape) not in (3, 4):
-            raise UserError(
-                "data.shape must be [channels, height, width] or, for clips, [channels, frames, height, width], got "
-                f"{list(self.shape)}; give three or four sizes."
-            )
+            rule = "data.shape must be [channels, height, width] or [channels, frames, height, width]"
+            raise UserError(f"{rule}, got {list(self.shape)}; give three or four sizes.")
 
     def read(self, progress: bool) -> tuple[Data, Data]:
         """Return (train, test), the same patterns with different noise. Raises UserError if memory is too small."""
@@ -46,10 +44,8 @@ class Synthetic(SourceSettings):
         needed = (self.num_train + self.num_test) * (sample + label) + self.num_classes * sample
         left = read_host().memory_bytes
         if needed > left:
-            raise UserError(
-                f"the samples of data=synthetic must fit into {left / 2**30:.1f} GiB of memory, got more; lower "
-                "data.num_train, data.num_test, data.num_classes or data.shape."
-            )
+            rule = f"the samples of data=synthetic must fit into {left / 2**30:.1f} GiB of memory, got more"
+            raise UserError(f"{rule}; lower data.num_train, data.num_test, data.num_classes or data.shape.")
         patterns = self._bytes("patterns", self.num_classes)
         return self._samples(patterns, "train", self.num_train), self._samples(patterns, "test", self.num_test)
 

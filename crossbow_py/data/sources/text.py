@@ -43,10 +43,8 @@ class Text(SourceSettings):
         parts = {"training": tokens[:cut], "test": tokens[cut:]}
         for name, own in parts.items():
             if len(own) <= self.context:
-                raise UserError(
-                    f"data.file={self.file} has {len(own):,} tokens of {name} data, and a sample takes {self.context} "
-                    "and the next one; give more text, or lower data.context."
-                )
+                has = f"data.file={self.file} has {len(own):,} tokens of {name} data"
+                raise UserError(f"{has}, and a sample takes {self.context + 1}; give more text, or lower data.context.")
         return self._samples(parts["training"]), self._samples(parts["test"])
 
     def moments(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:

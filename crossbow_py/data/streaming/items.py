@@ -95,9 +95,7 @@ def _collate(items: list[Any], samples: list[int]) -> tuple[Tree, Tensor]:
     inputs, forms = zip(*(pytree.tree_flatten(_as_tree(pair[0])) for pair in pairs if pair), strict=True)
     if odd := next((index for index, form in enumerate(forms) if form != forms[0]), 0):
         numbers, entries = (f"{own[0]} and {own[odd]}" for own in (samples, list(map(_entries, forms))))
-        raise UserError(
-            f"the inputs of items {numbers} have different entries ({entries}); return the same everywhere."
-        )
+        raise UserError(f"the inputs of items {numbers} have different entries ({entries}); return the same.")
     stacked = [_stack(list(values), samples) for values in zip(*inputs, strict=True)]
     return forms[0].unflatten(stacked), _stack([_as_tree(pair[1]) for pair in pairs if pair], samples)
 
@@ -107,19 +105,15 @@ def _collate_by(collate: Callable[[list[Any]], Any], items: list[Any], samples: 
     try:
         batch = collate(items)
     except Exception as error:
-        raise UserError(
-            f"the collate of the data set raised {one_line(error)}{raised_at(error)} on {len(items)} items, of which "
-            f"item {samples[0]} is the first; have it make a batch of any number of items."
-        ) from error
+        on = f"on {len(items)} items from item {samples[0]} on; have it make a batch of any number of items"
+        raise UserError(f"the collate of the data set raised {one_line(error)}{raised_at(error)} {on}.") from error
     found = split_item(batch)
     inputs, targets = (None, None) if found is None else (_as_tree(found[0]), found[1])
     odd = next((own for own in pytree.tree_leaves((inputs, targets)) if not isinstance(own, Tensor)), None)
     if odd is not None or not isinstance(targets, Tensor):
         kind = type(batch if found is None else odd).__name__
-        raise UserError(
-            f"the collate of the data set must return tensors (inputs, targets), or a mapping with labels, got {kind}; "
-            "make tensors of what it stacks, and leave the rest out."
-        )
+        rule = "the collate of the data set must return tensors (inputs, targets), or a mapping with labels"
+        raise UserError(f"{rule}, got {kind}; make tensors of what it stacks, and leave the rest out.")
     sizes = [len(own) if own.ndim else 0 for own in (*leaves(inputs), targets)]
     if sizes != [len(items)] * len(sizes):
         rule = "the collate of the data set must return a row for each item"

@@ -153,10 +153,8 @@ class Loader:
                 prefetch_factor=BATCHES_A_WORKER if num_workers else None,
             )
         except OSError as error:
-            raise DataError(
-                f"data workers cannot be started ({one_line(error)}); lower num_workers if there are too many "
-                "processes or open files, make /dev/shm writable if it is not, or set num_workers=0."
-            ) from error
+            remedy = "lower num_workers, make /dev/shm writable if it is not, or set num_workers=0"
+            raise DataError(f"data workers cannot be started ({one_line(error)}); {remedy}.") from error
 
     def __iter__(self) -> Iterator[Loaded]:
         return self

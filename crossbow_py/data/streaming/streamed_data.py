@@ -110,6 +110,6 @@ class StreamedData(ABC):
     def name_of(self, sample: int) -> str:
         """Return the sample's name for the user, such as its path."""
 
-    @abstractmethod
     def subset(self, ids: npt.NDArray[np.int64]) -> StreamedData:
-        """Return a data set of the samples `ids`, in that order."""
+        """Return a data set of the samples `ids`, in that order; asked of what a source returns."""
+        raise NotImplementedError(f"{type(self).__name__} is used as a whole")

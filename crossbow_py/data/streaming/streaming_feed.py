@@ -332,10 +332,8 @@ class StreamingFeed(Feed):
         forms = {f"input {form_of(one.inputs)}, target {form_of(one.targets)}" for one in parts}
         if len(forms) > 1:
             shown = " and ".join(sorted(forms)[:2])
-            raise BadDataError(
-                f"the samples of the data set cannot be stacked into a batch ({shown}); return the same entries, of "
-                "equal shape, for every sample, or pad them in a collate function: Collated(dataset, collate)."
-            )
+            remedy = "return the same entries, of equal shape, or pad them: Collated(dataset, collate)"
+            raise BadDataError(f"the samples of the data set cannot be stacked into a batch ({shown}); {remedy}.")
         batch = Batch(joined([one.inputs for one in parts]), torch.cat([one.targets for one in parts]))
         yield self._prepare(batch if self._copies is None else batch.map(self._enqueue_copy))
 

@@ -88,10 +88,8 @@ def transformed(data: Data, transforms: Transforms, training: bool) -> Data:
     if isinstance(given, ImageFolderData):
         return given.with_transforms(transforms)
     if isinstance(data, Collated):
-        raise UserError(
-            f"{transforms.name(training)} is for single images, and the data set makes batches by its own collate; "
-            "transform them there, or inside the data set."
-        )
+        found = f"{transforms.name(training)} is for single images, and the data set has its own collate"
+        raise UserError(f"{found}; transform them there, or inside the data set.")
     pair = as_pair(data)
     if pair is None:
         return TransformedData(given, transforms)

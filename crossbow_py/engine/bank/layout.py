@@ -239,7 +239,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Where a matrix `[rows, columns]` is in a list of vectors: which one, and where it begins there."""
+    """The place of a matrix `[rows, columns]` in a list of vectors: the vector, and the offset in it."""
 
     vector: int
     begin: int
@@ -256,9 +256,9 @@ class Matrix:
 class TrainedRow:
     """The trained values of one learner's row in every buffer, as lists of matching vectors.
 
-    The first `num_decayed` of each list take weight decay, and the first `num_matrices` of these hold `matrices`.
-    `groups` are those that they are of, empty if all are of none. `step` is that of the row's own optimizer of torch,
-    if there is one, with the settings of each group, and of what is decayed in it.
+    The first `num_decayed` vectors of each list take weight decay, and the first `num_matrices` of these hold
+    `matrices`. `groups` has the parameter group of each vector; it is empty if there are no groups. `step` takes a step
+    of the row's own torch optimizer, if there is one, given the settings of a group and of its decayed parameters.
     `shadow` is None where the module computes with the weights themselves.
     """
 
@@ -276,23 +276,23 @@ class TrainedRow:
 
     def part(self, first: int, end: int) -> TrainedRow:
         """Return the vectors from `first` to `end`, without what is known of matrices."""
-        return replace(self._taken(range(first, end)), num_matrices=0)
+        return replace(self._selected(range(first, end)), num_matrices=0)
 
     def of_group(self, number: int) -> TrainedRow:
         """Return the vectors of a group, without `matrices`."""
-        return self._taken([index for index, own in enumerate(self.groups) if own == number])
+        return self._selected([index for index, own in enumerate(self.groups) if own == number])
 
-    def _taken(self, indices: Sequence[int]) -> TrainedRow:
-        def taken(vectors: list[Tensor]) -> list[Tensor]:
+    def _selected(self, indices: Sequence[int]) -> TrainedRow:
+        def selected(vectors: list[Tensor]) -> list[Tensor]:
             return [vectors[index] for index in indices]
 
         return TrainedRow(
-            weights=taken(self.weights),
-            gradients=taken(self.gradients),
-            corrections=taken(self.corrections),
-            state={name: taken(vectors) for name, vectors in self.state.items()},
-            z=taken(self.z),
-            shadow=None if self.shadow is None else taken(self.shadow),
+            weights=selected(self.weights),
+            gradients=selected(self.gradients),
+            corrections=selected(self.corrections),
+            state={name: selected(vectors) for name, vectors in self.state.items()},
+            z=selected(self.z),
+            shadow=None if self.shadow is None else selected(self.shadow),
             num_decayed=sum(index < self.num_decayed for index in indices),
             num_matrices=sum(index < self.num_matrices for index in indices),
             groups=tuple(self.groups[index] for index in indices if self.groups),

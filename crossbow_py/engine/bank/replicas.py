@@ -120,12 +120,12 @@ class ReplicaBank:
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one learner on one device: plain SGD, where z is w."""
+        """Return whether there is one learner on one device: plain SGD, where z is w."""
         return self.num_learners * self.num_devices == 1
 
     @property
     def replicas_identical(self) -> bool:
-        """Whether all replicas are equal, so that z is any of them: there is one, or all step by the same gradients."""
+        """Return whether all replicas are equal: there is one, or all step by the same gradients. z is any of them."""
         mean = self._gradient_mean
         return self.is_single or (mean is not None and mean.num_groups(self.num_learners, self.num_devices) == 1)
 

@@ -356,7 +356,7 @@ def propose_muon(optimizer: Muon, learners: Learners, learning_rate: Tensor, ste
         scheduled = learning_rate / learners.setting(optimizer.learning_rate)
         rates = scheduled * learners.setting(optimizer.other_learning_rate)
         before = others.row.state
-        others.row = optimizer.of_others(others.row)
+        others.row = optimizer.row_of_others(others.row)
         moved, own = _PROPOSALS[type(optimizer.others)](optimizer.others, others, rates, step_count)
         weights += moved
         # Proposals are scratch, so that what does not change is copied.

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.other_names import answers_other_names
 from crossbow_py.core.settings import check, setting
 from crossbow_py.engine.bank.layout import Block, Matrix, TrainedRow, norm
 from crossbow_py.engine.bank.row_optimizer import RowOptimizer
@@ -31,7 +30,7 @@ from crossbow_py.engine.update.torch_target import Facts, facts, made, path_of
 
 @dataclass(frozen=True)
 class NativeStep:
-    """What the C function of this index takes for some vectors: its numbers, in its order, and λ."""
+    """The arguments of the C function of this index for some vectors: its numbers, in its order, and λ."""
 
     function: int
     values: tuple[float, ...]
@@ -81,16 +80,11 @@ class Optimizer(ABC):
             value = getattr(self, name)
             if not isinstance(value, tuple):
                 continue
+            lists, remedy = f"optimizer.{name} lists {len(value)} values", "give one value for all, or"
             if num_learners == "auto":
-                raise UserError(
-                    f"optimizer.{name} lists {len(value)} values, and num_learners is auto; give one value for "
-                    f"all, or set num_learners={len(value)}."
-                )
+                raise UserError(f"{lists}, and num_learners is auto; {remedy} set num_learners={len(value)}.")
             if len(value) != num_learners:
-                raise UserError(
-                    f"optimizer.{name} lists {len(value)} values for {num_learners} learners; "
-                    "give one value for all, or one for each learner."
-                )
+                raise UserError(f"{lists} for {num_learners} learners; {remedy} one for each learner.")
 
     def per_learner(self) -> list[str]:
         """Return the names of the settings that may differ between learners."""
@@ -111,7 +105,7 @@ class Optimizer(ABC):
 
     @property
     def prepares_weights(self) -> bool:
-        """Whether `prepare` changes the weights of matrices too."""
+        """Return whether `prepare` changes the weights of matrices too."""
         return False
 
     @abstractmethod
@@ -127,12 +121,12 @@ class Optimizer(ABC):
 
     @property
     def has_groups(self) -> bool:
-        """Whether some groups of parameters take other steps."""
+        """Return whether some groups of parameters take other steps."""
         return any(group.acts for group in self.groups)
 
     @property
     def clips_groups(self) -> bool:
-        """Whether some groups of parameters are clipped by themselves."""
+        """Return whether some groups of parameters are clipped by themselves."""
         return any(group.clip_norm is not None for group in self.groups)
 
     def prepared(self, module: nn.Module) -> nn.Module:
@@ -377,10 +371,8 @@ class Muon(Optimizer):
         taken = {id(own) for own in layers if own.requires_grad} - left_out
         found = tuple(name for name, own in module.named_parameters() if id(own) in taken)
         if not found:
-            raise UserError(
-                "optimizer=muon needs linear or convolutional layers between the model's first and last one, and there "
-                "are none to train; set optimizer=sgd or optimizer=adamw."
-            )
+            rule = "optimizer=muon needs linear or convolutional layers between the model's first and last one"
+            raise UserError(f"{rule}, and there are none to train; set optimizer=sgd or optimizer=adamw.")
         return found
 
     def remarks(self, module: nn.Module) -> list[str]:
@@ -397,7 +389,7 @@ class Muon(Optimizer):
         if matrices.weights:  # not every group of parameters has some
             self.plain.step(learner, matrices, learning_rate, step_count)
         if others.weights:
-            self.others.step(learner, self.of_others(others), self._other_rate(learner, learning_rate), step_count)
+            self.others.step(learner, self.row_of_others(others), self._other_rate(learner, learning_rate), step_count)
 
     def native_steps(self, learner: int, learning_rate: float, step_count: int) -> tuple[NativeStep, ...]:
         others = self._other_rate(learner, learning_rate)
@@ -481,7 +473,7 @@ class Muon(Optimizer):
             decay_norm_and_bias=self.decay_norm_and_bias,
         )  # fmt: skip
 
-    def of_others(self, row: TrainedRow) -> TrainedRow:
+    def row_of_others(self, row: TrainedRow) -> TrainedRow:
         """Return a row of other parameters with its state under the names that their optimizer has for it."""
         state = zip(self.others.STATE, row.state.values(), strict=True)
         return replace(row, state=dict(state))
@@ -520,10 +512,8 @@ class TorchOptimizer(Optimizer):
     def prepared(self, module: nn.Module) -> nn.Module:
         decays = [self.weight_decay, *(group.weight_decay for group in self.groups)]
         if not self._facts.decays and any(decays):
-            raise UserError(
-                f"optimizer.target={path_of(self.target)} has no weight_decay, got one; set it to 0, and give what it "
-                "has in optimizer.args."
-            )
+            target = f"optimizer.target={path_of(self.target)}"
+            raise UserError(f"{target} has no weight_decay, got one; set it to 0, and its own in optimizer.args.")
         return super().prepared(module)
 
     def row_optimizer(
@@ -570,6 +560,4 @@ def with_first_settings(optimizer: Optimizer) -> Optimizer:
     return replace(optimizer, **{name: value[0] for name, value in settings.items() if isinstance(value, tuple)})
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {
-    each.NAME: answers_other_names(each.GROUP, each) for each in (SGD, AdamW, Muon, TorchOptimizer)
-}
+OPTIMIZERS: dict[str, type[Optimizer]] = {each.NAME: each for each in (SGD, AdamW, Muon, TorchOptimizer)}

@@ -23,8 +23,7 @@ from optuna.storages import BaseStorage, GrpcStorageProxy, JournalStorage, RDBSt
 from optuna.storages.journal import BaseJournalBackend, JournalRedisBackend
 
 from crossbow_py.core.errors import CrossbowError, SearchError, UserError, one_line, without_query_password
-from crossbow_py.core.file_locks import locked
-from crossbow_py.core.files import given_path
+from crossbow_py.core.files import given_path, locked
 
 if TYPE_CHECKING:  # only data bases need it
     from sqlalchemy import URL, Engine

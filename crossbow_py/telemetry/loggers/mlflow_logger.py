@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.file_locks import locked
+from crossbow_py.core.files import locked
 from crossbow_py.core.measured import user_cache
 from crossbow_py.core.settings import written
 from crossbow_py.telemetry.events import Images

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from crossbow_py.core.errors import UserError, unwritable, without_query_password
-from crossbow_py.core.file_locks import locked
-from crossbow_py.core.files import check_own, own_file
+from crossbow_py.core.files import check_own, locked, own_file
 from crossbow_py.telemetry.events import Images
 
 Plain = bool | int | float | str

@@ -16,7 +16,7 @@ import torch
 import torch.distributed
 
 from crossbow_py.core.errors import UserError, one_line
-from crossbow_py.core.file_locks import locked
+from crossbow_py.core.files import locked
 from crossbow_py.core.measured import digest, user_cache
 from crossbow_py.core.triton_launch import unavailable
 from crossbow_py.core.version import PACKAGE

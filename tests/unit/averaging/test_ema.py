@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from crossbow_py.averaging import RULES, Independent
@@ -34,19 +32,6 @@ def test_weights_count_samples_where_moves_are_not_evenly_apart() -> None:
     # 10 samples at 3, then 30 at 5
     d = decay(30, 40, 1000.0)
     assert d * 3.0 + (1 - d) * 5.0 == pytest.approx(3 * 0.25**10 + 5 * (1 - 0.25**10))
-
-
-def test_old_ema_forgets_to_one_part_in_e_over_a_horizon() -> None:
-    assert decay(50, 20_000, 1000.0) == pytest.approx(math.exp(-0.05))
-    assert decay(50, 20_000, 1000.0) ** 20 == pytest.approx(1 / math.e)
-    # 1 for long, then 0 for a horizon.
-    assert followed([1.0] * 1000 + [0.0] * 20, 50, horizon=1000.0) == pytest.approx(1 / math.e)
-
-
-def test_young_one_turns_into_the_exponential_one_about_when_ten_horizons_are_over() -> None:
-    # 1 − 50/t = exp(−0.005) at t = 50 / 0.0049875 = 10,025
-    assert decay(50, 10_000, 1000.0) == (1 - 50 / 10_000) ** 10
-    assert decay(50, 10_050, 1000.0) == math.exp(-0.05)
 
 
 def test_ema_does_not_move_where_nothing_was_seen_since_and_is_z_where_nothing_was_seen_at_all() -> None:

@@ -256,7 +256,7 @@ def test_learning_rate_of_four_learners_is_doubled_by_sma_unless_told_otherwise(
         (SMA, {"correction_rate": 0.0}, r"averaging\.correction_rate must be greater than 0"),
         (SMA, {"averaging_period": 0}, r"averaging\.averaging_period must be at least 1, got 0"),
         (SMA, {"node_period": 0}, r"averaging\.node_period must be at least 1, got 0"),
-        (SMA, {"node_period": 2, "quadratic_period": 0.1}, r"averaging\.node_period counts rounds"),
+        (SMA, {"node_period": 2, "quadratic_period": 0.1}, r"averaging\.node_period and averaging"),
         (DiLoCo, {"outer_momentum": 1.0}, r"averaging\.outer_momentum must be less than 1"),
         (SlowMo, {"slow_learning_rate": 0.0}, r"averaging\.slow_learning_rate must be greater than 0"),
         (PAPA, {"pull": 2.0}, r"averaging\.pull must be at most 1"),
@@ -297,5 +297,5 @@ def test_rules_whose_restarts_and_nodes_groups_decide() -> None:
     assert [rule.restarts(k, 1) for k in (1, 4, 8)] == [False, False, True]
     assert rule.restarts(4, 2)
     assert not SynchronousSGD().restarts(4, 1)
-    with pytest.raises(UserError, match="averaging.node_period=2 has nodes average models by themselves"):
+    with pytest.raises(UserError, match="averaging.node_period must be 1 where all learners"):
         GroupedSMA(node_period=2)

@@ -7,7 +7,7 @@ import torch
 
 from crossbow_py.averaging import SMA, Crossbow, Stage
 from crossbow_py.engine.update.optimizers import SGD
-from tests.support import features, make_tasks, run_rounds
+from tests.support import make_tasks, run_rounds
 
 
 def by_hand(rule, num_rounds):
@@ -83,13 +83,6 @@ def test_crossbow_of_rate_one_over_k_without_momentum_has_z_a_round_behind_the_m
 def test_crossbow_rate_follows_the_number_of_learners_if_it_is_null():
     assert Crossbow(correction_rate=None).round(Stage(0, 4)).correction == 0.25
     assert Crossbow().round(Stage(0, 4)).correction == 0.1
-
-
-def test_feed_used_by_the_reference_is_the_one_learners_use():
-    inputs, targets = features(64)
-    batch = make_tasks().feed.batch(0)
-    rows = [int((inputs == row.float()).all(1).nonzero()) for row in batch.inputs]
-    assert targets[rows].tolist() == batch.targets.tolist()
 
 
 @pytest.mark.parametrize(

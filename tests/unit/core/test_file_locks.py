@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from crossbow_py.core.file_locks import is_locked, locked
+from crossbow_py.core.files import is_locked, locked
 
 
 def refuse() -> None:

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from crossbow_py import SGD, AdamW, Muon, Trainer
+from crossbow_py import Trainer
 from crossbow_py.cli.configuration import compose
 from crossbow_py.core import other_names
 from crossbow_py.core.errors import UserError
 from crossbow_py.predict.config import PredictConfig
-from crossbow_py.train.__main__ import main
 from crossbow_py.train.config import TrainConfig
 from crossbow_py.train.run_settings import RunSettings
 from tests.trainers import make_trainer
@@ -82,37 +81,10 @@ def test_stop_given_to_the_trainer_and_setting_given_to_fit_are_sent_where_they_
         trainer.fit(max_epoch=1)
 
 
-def test_accumulation_is_called_accumulate() -> None:
-    with pytest.raises(TypeError, match=r"did you mean accumulate=\.\.\.\?"):
-        make_trainer(gradient_accumulation_steps=4)
-
-
-def test_command_exits_with_2_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["+experiment=digits", "early_stopping=3"]) == 2
-    assert capsys.readouterr().err.strip() == "error: unknown key early_stopping; did you mean 'patience'?"
-
-
 def test_command_without_the_key_does_not_suggest_it() -> None:
     with pytest.raises(UserError) as raised:
         compose(["early_stopping=3"], PredictConfig)
     assert "did you mean 'patience'" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("make", "word", "meant"),
-    [
-        (SGD, "lr", "learning_rate"),
-        (AdamW, "eps", "epsilon"),
-        (AdamW, "betas", "beta1"),
-        (Muon, "max_grad_norm", "clip_norm"),
-        (SGD, "momentun", "momentum"),
-    ],
-)
-def test_optimizer_answers_a_name_of_another_library_with_its_own(make: Any, word: str, meant: str) -> None:
-    with pytest.raises(TypeError, match=rf"{make.__name__}\(\) got .* '{word}'; did you mean '{meant}'\?"):
-        make(**{word: 0.1})
-    assert [*inspect.signature(make).parameters] == [field.name for field in dataclasses.fields(make)]
-    assert make() == dataclasses.replace(make())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import pytest
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.settings import allowed, check, flat, from_mapping, setting, suggestion, to_mapping
+from crossbow_py.core.settings import allowed, check, flat, from_mapping, setting, suggestion
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,6 @@ def test_settings_are_frozen_and_a_default_mapping_is_not_shared():
     assert Oven().extra == {}
 
 
-def test_from_mapping_and_to_mapping_undo_each_other():
-    oven = Oven(degrees=200, steps=(1.0, 2.0), mode="grill", extra={"a": 1})
-    plain = to_mapping(oven)
-    assert plain["steps"] == [1.0, 2.0]
-    assert type(plain["extra"]) is dict
-    assert from_mapping(Oven, plain) == oven
-
-
 @pytest.mark.parametrize(
     ("key", "message"),
     [
@@ -100,10 +92,6 @@ def test_from_mapping_and_to_mapping_undo_each_other():
 def test_unknown_key_is_refused_with_a_suggestion(key, message):
     with pytest.raises(UserError, match=message):
         from_mapping(Oven, {key: 1}, "oven")
-
-
-def test_suggestion_takes_the_nearest_name():
-    assert suggestion("resnet23", ["resnet32", "lenet", "mlp"]) == "; did you mean 'resnet32'?"
 
 
 def test_suggestion_knows_the_initials_of_one_name_and_lists_all_names_where_two_have_them():

@@ -7,7 +7,6 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -57,9 +56,6 @@ class Images(StreamedData):
 
     def name_of(self, sample: int) -> str:
         return f"image {sample}"
-
-    def subset(self, ids: Any) -> Images:
-        raise NotImplementedError
 
 
 def counted_out(rank: int, num_ranks: int, num_own: int, batch_size: int, cursor: int, rounds: int) -> list[list[int]]:

@@ -81,13 +81,6 @@ def test_batch_of_images_equals_the_augmentation_drawn_for_its_samples(
         torch.testing.assert_close(got.inputs[place].double(), expected, rtol=0, atol=2e-6)
 
 
-def test_batch_of_another_size_augments_the_same_sample_alike() -> None:
-    whole = make_feed(images(), N, SEED, augmentation=ALL).batch(N)
-    small = make_feed(images(), 4, SEED, augmentation=ALL)
-    for start in range(N, 2 * N - 4, 4):
-        assert torch.equal(small.batch(start).inputs, whole.inputs[start - N : start - N + 4])
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 def test_batch_asked_for_by_many_threads_equals_one_threads(streamed: bool) -> None:
     starts = [start % (4 * N) for start in range(0, (8 if streamed else 40) * N, 3)]
@@ -122,11 +115,6 @@ def test_batch_of_4d_inputs_has_the_wished_format_and_dtype(channels_last: bool,
     torch.testing.assert_close(batch.inputs.float(), expected, rtol=0, atol=4e-3)
 
 
-def test_batch_of_float_inputs_without_moments_is_unchanged() -> None:
-    inputs = torch.randn(N, 4)
-    assert torch.equal(make_feed((inputs, torch.arange(N)), 3, SEED).batch(0).inputs, inputs[ids_at(0, 3)])
-
-
 @pytest.mark.parametrize("make", [lambda pair: pair, lambda pair: Counted(pair[0])])
 def test_batch_of_float_inputs_with_moments_is_normalised(make: Any) -> None:
     inputs = torch.randn(N, 2, 4)
@@ -140,10 +128,6 @@ def test_batch_of_tokens_is_unchanged(make: Any) -> None:
     tokens = torch.randint(0, 1000, (N, 8))
     batch = make_feed(make((tokens, torch.arange(N))), 3, SEED, dtype=torch.bfloat16, channels_last=True).batch(0)
     assert torch.equal(batch.inputs, tokens[ids_at(0, 3)]) and batch.inputs.dtype == torch.int64
-
-
-def test_make_feed_of_a_tensor_dataset_of_two_is_resident() -> None:
-    assert isinstance(make_feed(TensorDataset(*images()), 4), ResidentFeed)
 
 
 def test_subsets_of_tensors_are_held_as_tensors_of_their_samples() -> None:
@@ -272,12 +256,6 @@ def test_single_batch_is_taken_without_an_axis_of_learners_too(kind: str, kernel
     feed.take(picks, Batch(out.inputs[0], out.targets[0]))
     expected = feed.batch(N - 2)
     assert torch.equal(out.inputs[0], expected.inputs) and torch.equal(out.targets[0], expected.targets)
-
-
-@pytest.mark.parametrize("augmentation", [BOTH, Augmentation()])
-def test_picks_have_rows_for_erasing_only_where_images_are_erased(augmentation: Augmentation) -> None:
-    rows = [make_feed(images(), 4, SEED, augmentation=each).new_picks(2).shape for each in (augmentation, ERASING)]
-    assert rows == [(3, 8), (7, 8)]
 
 
 @pytest.mark.parametrize(

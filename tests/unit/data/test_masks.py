@@ -85,16 +85,6 @@ def test_erasing_leaves_masks_as_they_are(streamed: bool) -> None:
         feed.close()
 
 
-@pytest.mark.parametrize("targets", [torch.arange(N), torch.rand(N, 5), torch.rand(N, 30)])
-@pytest.mark.parametrize("streamed", [False, True])
-def test_classes_and_vectors_are_left_alone(targets: Tensor, streamed: bool) -> None:
-    data = as_items(targets) if streamed else (IMAGES, targets)
-    moved, still = (make_feed(data, 4, SEED, augmentation=each) for each in (FLIP, None))
-    assert torch.equal(moved.batch(40).targets, still.batch(40).targets)
-    for feed in (moved, still):
-        feed.close()
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("shape", [(7, 4), (3, 2), (6, 5, 1), (2, 3, 4)])
 def test_make_feed_moving_images_beside_targets_of_another_extent_is_refused(
@@ -103,11 +93,6 @@ def test_make_feed_moving_images_beside_targets_of_another_extent_is_refused(
     targets = torch.zeros(N, *shape)
     with pytest.raises(UserError, match=rf"targets \[{', '.join(map(str, shape))}\] may have places in them"):
         make_feed(as_items(targets) if streamed else (IMAGES, targets), 4, SEED, augmentation=FLIP)
-
-
-def test_make_feed_cropping_images_with_masks_is_refused() -> None:
-    with pytest.raises(UserError, match=r"targets \[6, 5\] have no values beyond the border.*; set data.crop"):
-        make_feed((IMAGES, MASKS["[N, H, W]"]), 4, SEED, augmentation=Augmentation(crop_padding=2))
 
 
 def test_stream_of_its_own_augmentation_flips_its_masks_alone() -> None:

@@ -46,12 +46,6 @@ def test_segments_of_any_batch_size_visit_every_sample_once_an_epoch(n: int, bat
         assert sorted(ids[epoch * n : (epoch + 1) * n].tolist()) == list(range(n))
 
 
-def test_epoch_order_of_another_epoch_or_seed_is_another() -> None:
-    orders = [epoch_order(seed, epoch, 50).tolist() for seed, epoch in ((0, 0), (0, 1), (1, 0))]
-    assert orders[0] != orders[1] and orders[0] != orders[2]
-    assert epoch_order(0, 0, 50).tolist() == orders[0]
-
-
 @pytest.mark.parametrize("num_own", [1, 2, 3])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_positions_from_any_round_on_are_the_ranks_own(num_ranks: int, num_own: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.data.streaming.streamed_data import Key, Loaded
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
-from tests.unit.data.streams import Images, N, closed, counted_out, same, until
+from tests.unit.data.streams import Images, N, counted_out, same, until
 
 SEED, B = 5, 2
 EPOCHS = 30
@@ -42,17 +42,12 @@ class Noted(Images):
 
 
 @pytest.fixture
-def feed_of() -> Iterator[Callable[..., StreamingFeed]]:
-    feeds: list[Feed] = []
-
+def feed_of(kept: Any) -> Callable[..., StreamingFeed]:
     def make(data: Any, workers: int = 0, num_ranks: int = 1) -> StreamingFeed:
-        feed = make_feed(data, B, SEED, augmentation=Augmentation(flip=True), num_workers=workers, num_ranks=num_ranks)
-        feeds.append(feed)
-        assert isinstance(feed, StreamingFeed)
-        return feed
+        flips = Augmentation(flip=True)
+        return kept(make_feed(data, B, SEED, augmentation=flips, num_workers=workers, num_ranks=num_ranks))
 
-    yield make
-    closed(feeds)
+    return make
 
 
 def trained(feed: Feed, rounds: Sequence[Sequence[int]]) -> list[Batch]:
@@ -152,13 +147,6 @@ def test_shares_of_an_evaluation_make_up_the_whole_in_its_order(kind: str) -> No
             assert [i for batch in share for i in batch.targets.tolist()] == own
         together = sorted(itertools.chain.from_iterable(shares), key=lambda batch: int(batch.targets[0]))
         assert same(together, whole)
-
-
-def test_share_of_an_evaluation_is_all_that_workers_make(feed_of: Any) -> None:
-    data = Noted()
-    batches = list(feed_of(data, workers=2).evaluation_batches(4, 1, 3))
-    assert [batch.targets.tolist() for batch in batches] == [[4, 5, 6, 7], [16, 17, 18, 19]]
-    assert data.made[0].nonzero().flatten().tolist() == [4, 5, 6, 7, 16, 17, 18, 19]
 
 
 def test_share_without_a_batch_is_empty_and_starts_no_process(feed_of: Any) -> None:

@@ -81,11 +81,6 @@ def test_process_is_named_by_host_number_boot_and_time_it_began(tmp_path):
     assert process_name(7, kernel_says(tmp_path, 7, 4321)) == f"{socket.gethostname()}:7:ab-12:4321"
 
 
-def test_process_that_took_the_number_of_one_that_ended_has_another_name(tmp_path):
-    names = {process_name(7, kernel_says(tmp_path, 7, *each)) for each in [(4321,), (4322,), (4321, "cd-34")]}
-    assert len(names) == 3
-
-
 def test_process_of_a_host_that_says_no_more_is_named_by_host_and_number(tmp_path):
     assert process_name(7, tmp_path) == f"{socket.gethostname()}:7"
 

@@ -109,12 +109,12 @@ def test_ranks_that_wait_for_data_synchronise_before_every_round():
         schedule.synchronised(index, 0.0001, 3, every_round=True)
 
 
-def test_ranks_synchronise_whole_averaging_periods_apart():
-    # 10 ms a round are 1.67 periods of three; two, which are six rounds, are no more than twice as many.
-    assert rounds_synchronised([0.03, 0.06, 0.6], period=3, first=0) == [0, 3, 9, 15]
-
-
 def test_agree_adds_what_ranks_found_by_comparing_gradients():
     own = Report(1.0, gradient_variance=2.0, squared_gradient=-0.5, num_compared=3)
     other = Report(1.0, gradient_variance=1.0, squared_gradient=1.5, num_compared=1)
     assert agree([own, other, Report(1.0)]).compared == (3.0, 1.0, 4)
+
+
+def test_ranks_synchronise_whole_averaging_periods_apart():
+    # 10 ms a round are 1.67 periods of three; two, which are six rounds, are no more than twice as many.
+    assert rounds_synchronised([0.03, 0.06, 0.6], period=3, first=0) == [0, 3, 9, 15]

@@ -188,13 +188,6 @@ def test_estimate_where_nothing_fits_says_how_much_is_needed(capsys: pytest.Capt
     assert "Nothing fits: 2 learners need" in capsys.readouterr().out
 
 
-def test_estimate_where_the_configured_batch_does_not_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["model=resnet20", "data=cifar10", "memory=1GiB", "batch_size=20000", "num_learners=1"]) == 0
-    said = capsys.readouterr().out
-    assert "With batch_size=20000 as configured: 0 learners fit" in said
-    assert "does not fit." in said
-
-
 @pytest.mark.slow
 def test_answer_says_at_least_only_where_all_learners_that_were_asked_about_fit() -> None:
     found = estimate(compose(["+experiment=resnet20", "memory=1GiB", "num_learners=3"], EstimateConfig))
@@ -313,14 +306,6 @@ def test_estimate_into_a_place_that_cannot_be_written_is_code_2(
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_help_says_what_memory_and_output_dir_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    said = capsys.readouterr().out
-    assert "python -m crossbow_py.estimate +experiment=resnet50 memory=16GiB" in said
-    assert "estimate.json and estimate.png" in said
-    assert "held_back=null" in said
-
-
 @pytest.mark.slow
 def test_estimate_into_a_closed_pipe_ends_quietly() -> None:
     code = "import sys; from crossbow_py.estimate.__main__ import main; sys.exit(main(sys.argv[1:]))"
@@ -357,6 +342,16 @@ def test_made_up_targets_of_a_regression_are_zeros_of_their_shape_and_no_classes
     assert data.num_classes is None
 
 
-def test_made_up_targets_of_many_values_a_sample_are_zeros() -> None:
-    data = _made_up(Sample((12,), torch.int64, (12,), torch.int64), 100, SETTINGS)
-    assert torch.equal(pair(data)[1], torch.zeros(COUNT, 12, dtype=torch.int64))
+def test_help_says_what_memory_and_output_dir_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert "python -m crossbow_py.estimate +experiment=resnet50 memory=16GiB" in said
+    assert "estimate.json and estimate.png" in said
+    assert "held_back=null" in said
+
+
+def test_estimate_where_the_configured_batch_does_not_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model=resnet20", "data=cifar10", "memory=1GiB", "batch_size=20000", "num_learners=1"]) == 0
+    said = capsys.readouterr().out
+    assert "With batch_size=20000 as configured: 0 learners fit" in said
+    assert "does not fit." in said

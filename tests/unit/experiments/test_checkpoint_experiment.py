@@ -43,12 +43,6 @@ def test_summary_takes_medians_and_ratios_within_repetitions() -> None:
     assert found["period_s"] == {"beside": 100.0, "still": 250.0}  # for 2 s and 5 s of 2 %
 
 
-def test_result_without_a_clean_repetition_has_no_figures() -> None:
-    text = run.result_text(result([]))
-    assert "n = 0, 4 dropped" in text
-    assert text.count("–") == 4 * 5
-
-
 def test_training_stands_still_when_it_is_paused_and_ends_with_its_block() -> None:
     training = Training("resnet20", 2)
     with training.running():

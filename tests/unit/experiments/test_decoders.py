@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from experiments.loader import decoders, run
+from experiments.loader import decoders
 from experiments.loader.decoders import DRAFT, FASTER, OURS
 
 
@@ -51,12 +51,6 @@ def test_decoder_wins_clearly_from_a_ratio_on(ratio: float, said: str) -> None:
     text = decoders.result_text(result(ratio))
     assert "photographs, 9 files of 60.5 kB in the mean:" in text
     assert text.endswith("PyTurboJPEG is left out: no library.")
-
-
-def test_page_says_nothing_of_decoders_before_they_are_measured() -> None:
-    answer = run.TABLES_OVER_ALL["decoders"]
-    assert answer({"flowers_224": {"rows": []}}) == ""
-    assert answer({"decoders": result(1.5)}) == decoders.headline(result(1.5))
 
 
 def test_mosaics_have_the_size_asked_for_and_no_empty_part(photograph: str, tmp_path: Path) -> None:

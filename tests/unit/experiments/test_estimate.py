@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from experiments.estimate import run, time_search
+from experiments.estimate import time_search
 from experiments.estimate.run import SECONDS, WorkerLoad, best_pair, compare
 from experiments.estimate.truth import SUBJECTS
 
@@ -41,16 +40,3 @@ def test_both_ways_to_search_find_the_same_batch_size() -> None:
     estimate, doubling = (time_search.main(json.dumps(asked | {"way": way})) for way in ("estimate", "doubling"))
     assert doubling["batch_size"] - 1 <= estimate["batch_size"] <= doubling["batch_size"]
     assert (estimate["tries"], doubling["tries"] > 8) == (2, True)
-
-
-@pytest.mark.slow
-def test_experiment_from_the_command_line_writes_its_result_and_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    written = tmp_path / "estimate_cpu.json"
-    arguments = ["--models", "vgg16", "--num-learners", "2", "1", "--limits", "1", "2", "--repetitions", "0"]
-    assert run.main([*arguments, "--json", str(written)]) == 0
-    result = json.loads(written.read_text())
-    found = [(one["num_learners"], one["at_once"], one["limit_gib"]) for one in result["cells"]]
-    assert found == [(1, 1, 1), (1, 1, 2), (2, 1, 1), (2, 1, 2), (2, 2, 1), (2, 2, 2)]
-    assert all(one["true"] - 1 <= one["estimated"] <= one["true"] for one in result["cells"])
-    assert written.with_suffix(".png").stat().st_size > 5_000

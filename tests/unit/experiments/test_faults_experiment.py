@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from crossbow_py.train.checkpoints.writer import save
-from experiments.bench.results import read_result
-from experiments.faults import campaign, kill9, recording
+from experiments.faults import campaign, recording
 from experiments.faults.campaign import figures, hidden, phase
 from experiments.faults.recording import Recording, counted_stream, lost_and_repeated, read_recordings, starts_of
 
@@ -143,15 +142,3 @@ def test_figures_count_what_went_wrong_too():
         "runs": 3, "kills": 6, "in_write": 5, "resumed": 5, "before_first": 1, "afresh": 1, "corrupt": 1, "ended": 2,
         "equal_models": 2, "equal_lines": 3,
     }  # fmt: skip
-
-
-def test_killing_from_the_command_line_writes_its_result(tmp_path, capsys):
-    path = tmp_path / "small.json"
-    arguments = ["--kills", "1", "--kills-of-two-ranks", "0", "--epochs", "3", "--folder", str(tmp_path)]
-    assert kill9.main([*arguments, "--json", str(path)]) == 0
-    result = read_result(path)
-    found = figures(result["runs"])
-    assert (found["kills"], found["resumed"], found["corrupt"]) == (1, 1, 0)
-    assert found["equal_models"] == found["runs"]
-    assert "resumed from the newest whole checkpoint" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == [path]

@@ -11,7 +11,7 @@ import pytest
 
 from crossbow_py.cli.configuration import compose
 from crossbow_py.search.config import SearchConfig
-from experiments.hyperband import measure, plot, run
+from experiments.hyperband import measure, run
 from experiments.hyperband.measure import SIDES, measure_hyperband
 from experiments.hyperband.others import OTHERS, missing
 
@@ -117,19 +117,6 @@ def test_search_without_arguments_is_on_mnist_or_on_images_of_its_shape(
         "mnist" if found else "synthetic", "auto", "search_lenet",
     )  # fmt: skip
     assert ("synthetic images instead of MNIST" in capsys.readouterr().out) == (not found)
-
-
-def test_picture_splits_the_bars_of_the_sides_whose_parts_are_known() -> None:
-    (axes,) = plot.draw({"lenet_mnist": made_up()}).axes
-    bars = {(round(bar.get_y() + bar.get_height() / 2), bar.get_x()): bar.get_width() for bar in axes.patches}
-    # from below: packs, one tuned trial at a time, the default loop
-    assert bars == {
-        (0, 0.0): 85.0, (0, 85.0): 10.0, (0, 95.0): 5.0, (1, 0.0): 141.0, (1, 141.0): 10.0, (1, 151.0): 5.0,
-        (2, 0.0): 285.0,
-    }  # fmt: skip
-    assert [label.get_text() for label in axes.get_legend().get_texts()] == [
-        "training", "measuring", "rest", "all of it, not split",
-    ]  # fmt: skip
 
 
 @pytest.mark.slow

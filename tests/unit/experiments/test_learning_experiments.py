@@ -19,12 +19,10 @@ from experiments.batch_size import plot as batch_plot
 from experiments.batch_size import report as batch_size
 from experiments.batch_size.report import LEARNERS, ONE
 from experiments.bench.results import EXPERIMENTS
-from experiments.gradient_noise import plot as noise_plot
 from experiments.gradient_noise import report as gradient_noise
 from experiments.grids.grid import FILE, Cell, Grid, read_grids
 from experiments.grids.running import recorded
 from experiments.time_to_accuracy import default_loop
-from experiments.time_to_accuracy import plot as time_plot
 from experiments.time_to_accuracy import report as time_to_accuracy
 from experiments.time_to_accuracy.report import BY_MUON, BY_SGD, DEFAULT
 from tests.unit.experiments.pretended_run import epochs_of
@@ -99,14 +97,6 @@ def test_batches_that_never_reach_the_target_are_shown_as_that() -> None:
     assert batch_plot.draw(result).axes
 
 
-def test_picture_of_batches_has_open_points_where_not_all_seeds_reached_the_target() -> None:
-    epochs, seconds = batch_plot.draw(batches()).axes
-    points = [line for line in epochs.lines if line.get_marker() == "o"]
-    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in points] == [(32, 1), (64, 2), (64, 2)]
-    assert [line.get_markerfacecolor() == "white" for line in points] == [False, True, False]
-    assert seconds.get_ylabel() == "seconds to the target"
-
-
 def learning(run: dict[str, Any], noise: list[tuple[float, float]], spread: float | None = None) -> dict[str, Any]:
     """A run whose evaluations have measured so much of tr(Σ) and |G|²."""
     for record, (variance, squared_norm) in zip(run["epochs"], noise, strict=True):
@@ -145,13 +135,6 @@ def test_rules_are_compared_over_data_sets_in_points_and_those_that_broke_are_co
     assert table_cells(table, 4) == ["papa, linear", "1 of 2 broke", "–"]
 
 
-def test_picture_of_gradient_noise_leaves_out_what_is_not_known() -> None:
-    scale, spread, agreement, _ = noise_plot.draw(noise()).axes
-    assert [list(line.get_ydata()) for line in scale.lines[:2]] == [[8.0, 9.0], [4.0]]
-    assert [list(line.get_ydata()) for line in spread.lines] == [[], [0.25, 0.25]]
-    assert not any(len(line.get_ydata()) for line in agreement.lines)
-
-
 def sides() -> dict[str, Any]:
     """Learners take 2 and 4 seconds, the faster single model 3 and 4, the default loop 10 and does not get there."""
     seconds = {("learners, K=2", "learners"): (2.0, 4.0), ("one model, Muon, b=32", BY_MUON): (6.0, 6.0),
@@ -170,13 +153,6 @@ def test_target_that_nobody_reached_has_no_times() -> None:
     table = time_to_accuracy.sides_table(sides(), 0.999)
     assert table_cells(table, 2)[6:10] == ["–"] * 4
     assert time_to_accuracy.result_text(sides()).count("| learners, K=2") == 2
-
-
-def test_picture_of_times_has_bars_for_every_target_and_says_what_was_not_reached() -> None:
-    first, second, curves = time_plot.draw(sides()).axes
-    assert [bar.get_width() for bar in first.patches] == [10.0, 3.5, 6.0, 3.0]
-    assert [text.get_text().strip() for text in second.texts] == ["not reached"] * 4
-    assert curves.get_xlabel() == "seconds of training"
 
 
 def measured(name: str, seed: int, mean: float, gains: tuple[float, ...], alone: bool = True) -> dict[str, Any]:

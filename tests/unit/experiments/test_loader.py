@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,17 +48,3 @@ def test_on_cores_comes_back_to_all_of_them() -> None:
     with run.on_cores([min(before)]):
         assert os.sched_getaffinity(0) == {min(before)}
     assert os.sched_getaffinity(0) == before
-
-
-def test_measurement_from_the_command_line_writes_its_result(
-    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "photos.json"
-    arguments = ["--folder", str(photos), "--size", "16", "--resize", "20", "--seconds", "0.05", "--json", str(path)]
-    assert run.main(arguments) == 0
-    written = json.loads(path.read_text())
-    names = [PILLOW, DECODED, SHRUNK, CACHED, f"{DECODED}, by workers", f"{CACHED}, by workers"]
-    assert [row["name"] for row in written["rows"]] == names
-    assert all(row["images_per_s"] > 0 for row in written["rows"])
-    assert written["folder"] == "photos"
-    assert "9 training images of photos, crops of 16 x 16" in capsys.readouterr().out

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from experiments.bench.packs import comparison
-from experiments.model_batch import plot, run
+from experiments.model_batch import run
 from experiments.model_batch.run import FIGURES, sides_of
 from tests.unit.experiments.packs import PretendedProcess
 
@@ -62,29 +62,3 @@ def test_result_has_a_panel_a_batch_size_and_a_headline(tmp_path: Path, capsys: 
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in summary] == [
         [size, "100", "200", "fused K=3", "500", "5.00 (5.00–5.00)", "2.50 (2.50–2.50)", "5"] for size in ("8", "2")
     ]
-
-
-@pytest.mark.usefixtures("pretended")
-def test_picture_shows_rates_of_all_sides_and_ratios_to_those_of_one_model(tmp_path: Path) -> None:
-    result = measured(tmp_path, "inference", "--batch-sizes", "1", "4")
-    summary = run.summary_table(result).splitlines()[-1]
-    assert [cell.strip() for cell in summary.split("|")[1:6]] == ["4", "100", "200", "125", "fused K=16"]
-    assert summary.split("|")[9].strip() == "4.00 (4.00–4.00)"  # over 125 images/s
-    rates, *over = plot.draw(result).axes
-    lines = {line.get_label(): list(line.get_ydata()) for line in rates.lines}
-    pretended = {"default_loop": 100, "tuned_single": 200, "default_ensemble": 125, "threads": 300, "fused": 500,
-                 "fused_threads": 400}  # fmt: skip
-    assert lines == {side: [rate] * 2 for side, rate in pretended.items()}
-    for axes, base in zip(over, ("default_loop", "tuned_single", "default_ensemble"), strict=True):
-        drawn = {one.get_label(): list(one.lines[0].get_ydata()) for one in axes.containers}
-        assert drawn == {side: [rate / pretended[base]] * 2 for side, rate in pretended.items() if side != base}
-
-
-def test_result_without_packs_is_told_without_gains(
-    pretended: type[PretendedProcess], tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(pretended, "absent", ("threads", "fused", "fused_threads"))
-    result = measured(tmp_path, "inference", "--quick")
-    assert run.headline(result) == "figure 4: inference by five-layer networks: 2 models (five_layers)."
-    assert "Left out: side fused K=2 fp32 inference: not here" in run.result_text(result)
-    assert (result["method"]["repetitions"], result["rows"][0]["batch_size"]) == (1, 4)

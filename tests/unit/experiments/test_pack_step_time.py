@@ -93,8 +93,3 @@ def test_packs_that_lose_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert run.headline(result).endswith(
         "Packing does not pay over one tuned model at a time for 2 mlp with batches of 4."
     )
-
-
-def test_result_without_clean_windows_has_no_headline() -> None:
-    assert run.headline({"part": "families", "rows": []}) == ""
-    assert run.headline({"part": "mixed", "mixed": []}) == ""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from crossbow_py.core.triton_launch import Launch
-from experiments.predicted_speed import plot, report, run
+from experiments.predicted_speed import report, run
 from experiments.predicted_speed.counting import count_fused
 from experiments.predicted_speed.launches import Node, OperatorNodes, compiled_form, node_of_launch
 from experiments.predicted_speed.model import (
@@ -246,11 +246,6 @@ def test_measurement_on_a_gpu_is_laid_beside_its_prediction(monkeypatch) -> None
     found.clear()
     of_gpu.clear()
     assert report.measured_text({"hopper": result()}) == "Nothing of it has been measured yet."
-
-
-def test_picture_has_a_panel_for_every_model_and_precision() -> None:
-    figure = plot.draw(result())
-    assert [axes.get_title() for axes in figure.axes] == ["lenet, bf16"]
 
 
 def test_products_of_float32_are_compiled_as_asked_for() -> None:

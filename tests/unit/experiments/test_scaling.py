@@ -10,15 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossbow_py.models import MODELS
-from experiments.bench.rounds import input_shape, num_classes
 from experiments.scaling import calibrate, plot, ranks, report, run, validate
 from experiments.scaling.calibrate import Line, fit_line, variation
-from experiments.scaling.inputs import PARAMETERS, WORKLOADS, last_bucket_bytes
+from experiments.scaling.inputs import WORKLOADS, last_bucket_bytes
 from experiments.scaling.network import NETWORKS, Link, Network, ring_s, tree_s
 from experiments.scaling.ranks import Case, Measured
 from experiments.scaling.run import SYNCHRONOUS_MODE, Mode, Scene
@@ -163,13 +160,6 @@ def test_last_bucket_is_what_the_first_and_full_ones_leave(size, last) -> None:
     assert last_bucket_bytes(size) == last
 
 
-@pytest.mark.parametrize("model", PARAMETERS)
-def test_parameters_of_models_are_those_that_are_built(model) -> None:
-    with torch.device("meta"):
-        built = MODELS[model]().build(input_shape(model), num_classes(model))
-    assert sum(parameter.numel() for parameter in built.parameters()) == PARAMETERS[model]
-
-
 def test_round_of_a_workload_alone_is_what_its_images_per_second_say() -> None:
     for workload in WORKLOADS:
         tasks = workload.tasks()
@@ -305,15 +295,6 @@ def test_two_real_ranks_average_alike_and_tell_their_times() -> None:
     assert min(ranks.transfer_s(reduced)) > 0
     assert os.sched_getaffinity(0) == affinity
     assert not any(process.is_alive() for process in pair._processes)
-
-
-def test_calibration_without_clean_windows_says_so() -> None:
-    class Busy(Answers):
-        def ask(self, method: str, **arguments: Any) -> None:
-            return None
-
-    with pytest.raises(RuntimeError, match="busy all the time"):
-        calibrate.calibrated(Busy(), 1)
 
 
 def test_validation_before_calibration_says_what_to_run(monkeypatch, capsys) -> None:

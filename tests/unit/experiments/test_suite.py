@@ -281,21 +281,6 @@ def test_tables_of_a_suite_are_its_own() -> None:
         pages.build("throughput/suite_cpu/sides", results)
 
 
-def test_pictures_have_a_panel_a_model_and_lines_for_what_was_measured() -> None:
-    suite_plot = pytest.importorskip("experiments.throughput.plot")
-    result = suite_result()
-    result["rows"] += [{**row, "model": "lenet"} for row in result["rows"] if row["side"] != "fused"]
-    result["data"]["lenet"] = "mnist"
-    by_learners, by_batch_size = suite_plot.draw_by_learners(result), suite_plot.draw_by_batch_size(result)
-    for figure in (by_learners, by_batch_size):
-        assert [axes.get_title() for axes in figure.axes] == ["mlp, mnist", "lenet, mnist"]
-        assert {axes.get_ylabel() for axes in figure.axes} == {"throughput, images/s"}
-    labels = [set(axes.get_legend_handles_labels()[1]) for axes in by_learners.axes]
-    assert labels[0] == {"default_loop", "tuned_single", "threads", "fused", "auto"}
-    assert labels[1] == labels[0] - {"fused"}
-    assert [text.get_text() for text in by_batch_size.axes[0].texts] == ["threads K=2", "threads K=2", "fused K=4"]
-
-
 def test_suite_from_the_command_line_writes_results_and_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -72,15 +71,6 @@ def test_summary_compares_with_the_fastest_copy_within_repetitions() -> None:
     assert rows["update", "gate"]["ratio"] == 0.35
     assert [rows["update", "whole"][key] for key in ("minimum", "maximum", "mb")] == [0.6, 0.8, 3.0]
     assert [rows["torch", "whole"][key] for key in ("ratio", "n", "dropped")] == [0.5, 2, 3]
-
-
-def test_summary_without_clean_windows_has_no_figures() -> None:
-    measured = sides()
-    for side in measured:
-        side.windows = [None]
-    summed = run.summary(measured)
-    assert [summed[key] for key in ("copy", "copy_gb_per_s", "update_gb_per_s", "ratio", "n")] == [None] * 4 + [0]
-    assert "fastest copy" in run.bandwidth_table({**result(), **summed})
 
 
 def test_window_in_which_others_were_busy_is_dropped_and_tried_again(monkeypatch) -> None:
@@ -163,14 +153,3 @@ def test_update_without_native_code_is_refused_with_its_reason(monkeypatch) -> N
     monkeypatch.setattr(updates, "choose_update", lambda *given: (TorchUpdate(*given[:2]), "Install gcc."))
     with pytest.raises(UserError, match="Install gcc"):
         updates.host_parts(small_bank())
-
-
-def test_measurement_from_the_command_line_writes_its_result(small, tmp_path, capsys) -> None:
-    path = tmp_path / "lenet.json"
-    arguments = ["--model", "lenet", "--num-learners", "2", "--device", "cpu", "--seconds", "0.05", "--json", str(path)]
-    assert run.main(arguments) == 0
-    measured = json.loads(path.read_text())
-    assert measured["bytes_a_value"] == {"gate": 8, "update": 60 if measured["precision"] == "fp32" else 64}
-    assert measured["update_gb_per_s"] > 0
-    assert measured["ratio"] > 0
-    assert "gate and update" in capsys.readouterr().out

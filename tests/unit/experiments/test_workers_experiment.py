@@ -8,7 +8,7 @@ import pytest
 
 from crossbow_py.core.host import Host
 from experiments.bench.windows import Window, Windows
-from experiments.workers import plot, run
+from experiments.workers import run
 from experiments.workers.run import Cell, Pace
 
 HOST = Host(cores=4, memory_bytes=2**33, shared_bytes=None)
@@ -66,27 +66,8 @@ def test_recommended_number_that_was_not_measured_is_not_judged() -> None:
     assert summaries(cell)[0]["at_recommended"] is None
 
 
-def test_cell_without_clean_windows_has_no_figures() -> None:
-    (empty,) = summaries(Cell("light", 10, {0: windows_of(None), 1: windows_of(None)}))
-    keys = ("fetch_ms", "step_ms", "needed", "recommended", "best", "at_recommended")
-    assert [empty[key] for key in keys] == [None] * 6
-    made = result() | {"cells": [empty], "num_workers": [0, 1]}
-    assert "in 0 of 0 cases" in run.result_text(made)
-
-
 def test_warm_up_makes_all_that_is_made_ahead_and_windows_hold_several_batches_of_each_worker() -> None:
     pace = Pace(seconds=1.0, fetch_s=0.01)
     assert pace.warm_up_s(batch_size=10, num_workers=3) == pytest.approx(0.3 + (2 * 3 + 2) * 0.1)
     assert pace.window_s(batch_size=10, num_workers=1) == 1.0
     assert pace.window_s(batch_size=10, num_workers=3) == pytest.approx(1.8)
-
-
-def test_picture_has_a_line_a_batch_size_and_a_ring_at_the_recommended_number() -> None:
-    starved, fed = plot.draw({"photos": result()}).axes
-    lines = [line for line in starved.lines if line.get_label() == "B = 10"]
-    assert [list(line.get_ydata()) for line in lines] == [[100.0, 130.0, 225.0, 290.0]]
-    rings = [
-        [list(line.get_xydata()[0]) for line in axes.lines if line.get_markersize() == 13 and len(line.get_xdata())]
-        for axes in (starved, fed)
-    ]
-    assert rings == [[[3, 290]], [[1, 125]]]

@@ -47,13 +47,10 @@ def test_build_of_a_module_class_makes_an_instance() -> None:
     [
         ("", r"must be a dotted path such as package\.module\.function, got ''"),
         ("make", r"must be a dotted path such as package\.module\.function, got 'make'"),
-        ("a_module_that_is_not_there.make", r"cannot be imported \(ModuleNotF.*check the spell.* install the package"),
+        ("a_module_that_is_not_there.make", r"cannot be imported \(ModuleNotF.*check the spelling, .* is installed"),
         ("my_models_of_the_test.mkae", r"cannot be imported \(AttributeError: "),
-        (
-            "broken_of_the_test.make",
-            r"cannot be imported \(ModuleNotFoundError: .*\); install the package that has a_module_that_is_not",
-        ),
-        ("my_models_of_the_test.sub.make", r"not a package\); check the spelling, and that its folder is on PYTH.*\.$"),
+        ("broken_of_the_test.make", r"cannot be imported \(ModuleNotF.* that a_module_that_is_not_there is installed"),
+        ("my_models_of_the_test.sub.make", r"not a package\); check the spelling, that its folder is on PYTHONPATH, "),
         ("my_models_of_the_test.CONSTANT", r"must be callable, got int"),
         ("my_models_of_the_test.fails", r"called with model\.args=\{\} failed with ValueError: no such size"),
         ("my_models_of_the_test.returns_text", r"must return a torch\.nn\.Module, got str"),

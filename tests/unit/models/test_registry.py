@@ -142,13 +142,6 @@ def test_forward_and_backward_reach_every_parameter(name: str, monkeypatch: pyte
     assert torch.equal(x, kept)
 
 
-@pytest.mark.parametrize(("name", "side"), [("resnet20", 8), ("vgg16", 32), ("mobilenet", 16), ("densenet40", 8)])
-def test_smallest_images_train_in_a_batch_of_one(name: str, side: int) -> None:
-    model = MODELS[name]().build((3, side, side), 10).train()
-    gradients = torch.autograd.grad(model(torch.randn(1, 3, side, side)).logsumexp(1).sum(), list(model.parameters()))
-    assert all(gradient.isfinite().all() for gradient in gradients)
-
-
 FEATURES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "densenet121": lambda model: nn.Sequential(model.stem, model.blocks[:1]),
     "mobilenet": lambda model: model.features,
@@ -189,3 +182,10 @@ def test_build_for_unfit_samples_is_refused_in_one_line(name: str, needs: str, s
         with pytest.raises(UserError, match=rf"^model={name} needs {needs} pixels, got samples of .*model=mlp") as said:
             MODELS[name]().build(shape, 10)
         assert str(shape) in str(said.value)
+
+
+@pytest.mark.parametrize(("name", "side"), [("resnet20", 8), ("vgg16", 32), ("mobilenet", 16), ("densenet40", 8)])
+def test_smallest_images_train_in_a_batch_of_one(name: str, side: int) -> None:
+    model = MODELS[name]().build((3, side, side), 10).train()
+    gradients = torch.autograd.grad(model(torch.randn(1, 3, side, side)).logsumexp(1).sum(), list(model.parameters()))
+    assert all(gradient.isfinite().all() for gradient in gradients)

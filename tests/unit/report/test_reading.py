@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.file_locks import locked
+from crossbow_py.core.files import locked
 from crossbow_py.report.reading import RunRecord, find_runs, read_runs
 from crossbow_py.telemetry.class_counts import ClassCounts
 from crossbow_py.telemetry.figures import number

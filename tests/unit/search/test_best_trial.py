@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from crossbow_py.core.errors import CheckpointError, DeviceLostError, UserError
-from crossbow_py.core.file_locks import locked
+from crossbow_py.core.files import locked
 from crossbow_py.search import outcome
 from crossbow_py.search.events import BestTrial
 from crossbow_py.search.hyperband import Segment

@@ -14,7 +14,7 @@ from crossbow_py.cli.launchers.crew import Ended
 from crossbow_py.cli.launchers.placement import Machine, RayLauncher, Share
 from crossbow_py.cli.launchers.ray_cluster import Place, PlacedJob
 from crossbow_py.cli.launchers.ray_worker import machine_name
-from crossbow_py.core.file_locks import locked
+from crossbow_py.core.files import locked
 from crossbow_py.search import __main__ as search
 from crossbow_py.search import placed
 from crossbow_py.search.placed import words_of_workers

@@ -189,8 +189,8 @@ class Changing(Items):
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (Ragged(), r"cannot be stacked.*, or pad them in a collate function: Collated\(dataset, collate\)\.$"),
-        (Changing(), "cannot be stacked.*features.*return the same entries, of equal shape, .*, or pad them"),
+        (Ragged(), r"cannot be stacked.*, or pad them: Collated\(dataset, collate\)\.$"),
+        (Changing(), "cannot be stacked.*features.*return the same entries, of equal shape, or pad them"),
         ({"ids": torch.zeros(4, 2)}, "call the targets labels"),
         (({"ids": torch.zeros(4, 2), "mask": torch.zeros(3, 2)}, torch.zeros(4)), "as many inputs as targets"),
         ((*samples()[:1], samples()[1]), None),

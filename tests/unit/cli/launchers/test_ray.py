@@ -252,7 +252,7 @@ def test_launcher_that_cannot_start_this_is_refused(
     assert main(["launcher=ray"]) == 2
     assert "launcher=ray is for the jobs of a sweep; add -m" in error_line(capsys)
     assert main(["-m", "launcher=ray", "hydra/launcher=joblib", "seed=1,2"]) == 2
-    assert "launcher=ray and hydra/launcher=joblib both start the jobs of a sweep" in error_line(capsys)
+    assert "launcher=ray and hydra/launcher=joblib exclude each other" in error_line(capsys)
     assert main(["launcher=ray", "--cfg", "job", "-p", "seed"]) == 0
     assert capsys.readouterr().out == "0\n"
     _with_ray(monkeypatch)

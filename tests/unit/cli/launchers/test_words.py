@@ -36,7 +36,7 @@ def test_file_of_ones_own_is_a_launcher_and_words_go_before_it() -> None:
     ("words", "said"),
     [
         (["launcher=rya"], "unknown launcher 'rya'; did you mean 'ray'?"),
-        (["launcher=joblib"], "launcher=joblib is a launcher of Hydra; write hydra/launcher=joblib."),
+        (["launcher=joblib"], "unknown launcher 'joblib'; known: ray. A launcher of Hydra is hydra/launcher=NAME."),
         (["launcher=3"], "unknown launcher 3; known: ray."),
         (["launcher="], "unknown launcher ''; known: ray."),
         (["launcher=ray", "launcher=ray"], "launcher is chosen twice; choose it once."),

@@ -74,15 +74,6 @@ def test_cache_holds_every_image_made_smaller_and_says_what_it_took(files: Image
     assert left_in(tmp_path / "caches") == ["", ".lock"]
 
 
-def test_cache_that_is_there_is_only_opened(files: ImageFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    filled(files, tmp_path / "caches")
-    monkeypatch.setattr(cache_module, "_decoded", None)
-    again = fill(files, tmp_path / "caches")
-    assert again.cache is not None
-    assert again.notes == ()
-    assert same_pixels(again.cache, files)
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_batches_with_and_without_a_cache_are_the_same(files: ImageFiles, tmp_path: Path, training: bool) -> None:
     cache = filled(files, tmp_path / "caches")
@@ -241,11 +232,3 @@ def test_second_process_waits_and_takes_what_the_first_made(files, tmp_path, mon
     second.join(10)
     assert opened[0].cache is not None
     assert opened[0].notes == ("Another run filled the image cache while this one waited.",)
-
-
-def test_progress_is_shown_on_stderr_when_asked_for(files, tmp_path, capsys) -> None:
-    open_or_fill(files, SHORT, tmp_path / "caches", timeout_s=60, progress=True)
-    printed = capsys.readouterr()
-    assert "filling the image cache" in printed.err
-    assert "9/9" in printed.err
-    assert printed.out == ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.datasets import split_validation, take
 from crossbow_py.data.images.crops import random_resized_box
 from crossbow_py.data.images.decoding import centre_cropped, crop_resized, decode, shrunk
 from crossbow_py.data.images.folder import ImageFiles
@@ -147,21 +145,6 @@ def test_subset_replaces_bad_images_by_its_own(files: ImageFiles) -> None:
     part = data_of(files, max_bad=1).subset(np.array([0, 5, 7]))
     _, targets, bad, *_ = fetch(part, keys_of(1))
     assert (targets.tolist(), bad[0].sample, bad[0].name) == ([2], 1, files.path(5))
-
-
-def test_validation_split_of_images_is_two_subsets(files: ImageFiles) -> None:
-    train, held = split_validation(data_of(files), 0.34)
-    assert isinstance(train, ImageFolderData)
-    assert isinstance(held, ImageFolderData)
-    names = [part.name_of(sample) for part in (train, held) for sample in range(len(part))]
-    assert (len(held), sorted(names)) == (3, sorted(files.path(file) for file in range(9)))
-    assert isinstance(take(held, np.array([0])), ImageFolderData)
-
-
-def test_data_after_pickling_gives_the_same(files: ImageFiles) -> None:
-    data = data_of(files).subset(np.array([3, 4]))
-    again = pickle.loads(pickle.dumps(data))
-    assert torch.equal(fetch(again, keys_of(0, 1)).inputs, fetch(data, keys_of(0, 1)).inputs)
 
 
 def test_data_that_shrinks_crops_from_the_smaller_image(files: ImageFiles) -> None:

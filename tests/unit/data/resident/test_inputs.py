@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.datasets import is_clip_batch, is_image_batch
 from crossbow_py.data.normalisation import IDENTITY, BatchFormat, Normalisation, rounded_integer
 from crossbow_py.data.resident.inputs import ClipInputs
 
@@ -48,12 +47,6 @@ def test_clips_filled_into_memory_that_stays_equal_those_taken() -> None:
 def test_clips_with_moments_of_other_channels_are_a_user_error() -> None:
     with pytest.raises(UserError, match="one value a channel, got 3 for 2 channels; give as many"):
         ClipInputs(clips(), BatchFormat(CPU, normalisation=Normalisation((0.0,) * 3, (1.0,) * 3)))
-
-
-def test_bytes_of_five_axes_alone_count_as_clips() -> None:
-    kinds = [clips(), clips().float(), clips()[:, :, 0], clips()[0]]
-    assert [is_clip_batch(kind) for kind in kinds] == [True, False, False, False]
-    assert [is_image_batch(kind) for kind in kinds] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.data.sources.cifar import Cifar10
 from crossbow_py.data.sources.downloads import PublishedFile, data_folders, download
 from crossbow_py.data.sources.image_folder import ImageFolder
-from tests.unit.data.files import cifar10_batches, cifar_archive, write_cifar
+from tests.unit.data.files import cifar10_batches, cifar_archive
 
 CONTENT = b"published" * 1000
 MD5 = hashlib.md5(CONTENT).hexdigest()
@@ -169,11 +169,6 @@ def test_data_folder_of_an_unknown_user_is_refused(monkeypatch: pytest.MonkeyPat
         data_folders(None)
     with pytest.raises(UserError, match=f"^data.folder{said}"):
         ImageFolder(folder="~nobody-there/a", root="/").load(progress=False)
-
-
-def test_load_of_a_set_in_the_cache_is_found_behind_another_root(tmp_path: Path) -> None:
-    write_cifar(tmp_path / "home" / ".cache" / "crossbow_py" / "cifar-10-batches-py", cifar10_batches())
-    assert len(Cifar10(root=str(tmp_path / "root"), download=False).load(progress=False).test[1]) == 2
 
 
 def test_data_root_that_is_a_file_or_not_there_is_named(tmp_path: Path) -> None:

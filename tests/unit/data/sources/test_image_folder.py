@@ -40,11 +40,6 @@ def test_source_looks_in_the_folder_of_data_sets(root: Path, monkeypatch: pytest
     assert ImageFolder(folder="photos", size=16, resize=20).load(False).num_classes == 3
 
 
-def test_source_takes_parts_of_other_names(root: Path) -> None:
-    (root / "photos" / "val").rename(root / "photos" / "held out")
-    assert len(photos(root, val="held out").load(False).test) == 3
-
-
 def test_source_with_a_cache_fills_it_for_both_parts_and_says_so(root: Path) -> None:
     settings = photos(root, cache=True, cache_dir=str(root / "caches"))
     source = settings.load(progress=False)
@@ -82,11 +77,6 @@ def test_settings_that_cannot_work_are_refused(settings: dict, message: str) -> 
         ImageFolder(**settings)
 
 
-def test_source_without_a_folder_is_refused_with_the_remedy() -> None:
-    with pytest.raises(UserError, match=r"data\.folder must name a folder with train/<class>/\* .*data\.folder=PATH"):
-        ImageFolder().load(progress=False)
-
-
 def test_source_whose_folder_is_not_there_says_where_it_looked(root: Path) -> None:
     said = rf"data\.folder=paintings is not there in {root}, .* or the current folder; write the folder"
     with pytest.raises(UserError, match=said):
@@ -101,3 +91,8 @@ def test_folder_is_also_looked_for_in_the_current_one(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     declared = ImageFolder(folder="paintings", root=str(tmp_path / "elsewhere")).declared()
     assert declared is not None and (declared.num_classes, declared.num_train, declared.note) == (1, 1, None)
+
+
+def test_source_without_a_folder_is_refused_with_the_remedy() -> None:
+    with pytest.raises(UserError, match=r"data\.folder must name a folder with train/<class>/\* .*data\.folder=PATH"):
+        ImageFolder().load(progress=False)

@@ -51,11 +51,6 @@ def test_read_pickle_that_calls_a_function_is_refused_and_not_run(
     assert not (tmp_path / "made").exists()
 
 
-def test_read_pickle_of_an_array_of_objects_is_refused() -> None:
-    with pytest.raises(UserError, match="asks for an array of type object"):
-        read_pickle(pickle.dumps(np.array([{}, []], dtype=object)), "file")
-
-
 @pytest.mark.parametrize("array", [np.arange(6.0).reshape(2, 3).T, np.array([True])])
 def test_read_pickle_of_other_layouts_and_types_gives_equal_arrays(array: np.ndarray) -> None:
     got = read_pickle(pickle.dumps({"data": array}, protocol=2), "file")["data"]
@@ -81,3 +76,8 @@ def test_read_pickle_of_a_file_flipped_anywhere_gives_a_value_or_a_user_error() 
             read_pickle(damaged, "file")
         except UserError:
             continue
+
+
+def test_read_pickle_of_an_array_of_objects_is_refused() -> None:
+    with pytest.raises(UserError, match="asks for an array of type object"):
+        read_pickle(pickle.dumps(np.array([{}, []], dtype=object)), "file")

@@ -10,7 +10,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from crossbow_py.data.streaming import streaming_feed
 from crossbow_py.data.streaming.streamed_data import BadSample, Key, Loaded
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
 from crossbow_py.engine.sizing.memory import staged_batches
-from tests.unit.data.streams import Images, N, closed, same, until
+from tests.unit.data.streams import Images, N, same, until
 
 SEED = 7
 
@@ -49,21 +49,15 @@ class Items:
 
 
 @pytest.fixture
-def made() -> Iterator[Callable[..., StreamingFeed]]:
-    feeds: list[Feed] = []
-
+def made(kept: Any) -> Callable[..., StreamingFeed]:
     def make(
         data: Any, workers: int, batch_size: int = 4, flip: Flip = False, random_erasing: float = 0,
         crop_padding: int = 0, **settings: Any,
     ) -> StreamingFeed:  # fmt: skip
         augmentation = Augmentation(crop_padding, flip, random_erasing)
-        feed = make_feed(data, batch_size, SEED, augmentation=augmentation, num_workers=workers, **settings)
-        feeds.append(feed)
-        assert isinstance(feed, StreamingFeed)
-        return feed
+        return kept(make_feed(data, batch_size, SEED, augmentation=augmentation, num_workers=workers, **settings))
 
-    yield make
-    closed(feeds)
+    return make
 
 
 def ids_at(start: int, count: int) -> list[int]:
@@ -128,14 +122,6 @@ def test_items_drawing_at_random_are_the_same_with_any_number_of_workers(made: A
     assert same(rounds(made(Items(), 0), starts), rounds(made(Items(), workers), starts))
 
 
-def test_items_of_another_epoch_draw_other_numbers(made: Any) -> None:
-    feed = made(Items(), 0, batch_size=N)
-    first, second = (feed.batch(start).inputs for start in (0, N))
-    by_sample = [rows[rows[:, 0].argsort()] for rows in (first, second)]
-    assert torch.equal(by_sample[0][:, 0], by_sample[1][:, 0])
-    assert not (by_sample[0][:, 1:] == by_sample[1][:, 1:]).any()
-
-
 def test_loading_in_the_caller_leaves_the_generators_alone(made: Any) -> None:
     feed = made(Items(), 0)
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
@@ -187,12 +173,6 @@ def test_stream_goes_on_unchanged_when_the_number_of_workers_changes(made: Any) 
 def test_stream_goes_back_and_forth_where_it_is_asked_to(made: Any) -> None:
     starts = [(0, 4), (8, 12), (400,), (404,), (0,), (4,), (12, 16, 20), (40, 3, 93), (97, 101, 105)]
     assert same(rounds(made(Items(), 1), starts), rounds(made(Items(), 0), starts))
-
-
-def test_shared_batch_is_made_once_for_all_learners(made: Any) -> None:
-    feed = made(Images(), 0)
-    rounds(feed, [(0, 0, 0), (4, 4, 4)])
-    assert feed.loading_times.num_batches == 2
 
 
 def test_prefetch_buffer_holds_two_rounds_and_what_is_made_ahead(made: Any) -> None:
@@ -351,13 +331,6 @@ def test_feed_goes_on_after_it_was_closed(made: Any) -> None:
     assert same(before, rounds(feed, [(0,)]))
 
 
-def test_feed_for_measuring_gives_batches_alike_and_starts_nothing(made: Any) -> None:
-    feed = made(Images(), 2, batch_size=5)
-    still = feed.for_measuring()
-    assert still.batch(400).inputs.shape == feed.batch(0).inputs.shape and still.batch(400).targets.tolist() == [0] * 5
-    assert still.batches((0, 5)).inputs.shape == (2, 5, 3, 2, 4)
-
-
 class OutOfMemory(Images):
     def fetch(self, *args: Any, **kwargs: Any) -> Loaded:
         raise MemoryError("no.")
@@ -381,3 +354,10 @@ def test_feeds_on_cuda_copy_on_one_stream_of_a_priority_that_no_learner_has(
         made(Items(), 0, device="cuda:0")
     streaming_feed._copy_stream.cache_clear()
     assert priorities == [-1]
+
+
+def test_feed_for_measuring_gives_batches_alike_and_starts_nothing(made: Any) -> None:
+    feed = made(Images(), 2, batch_size=5)
+    still = feed.for_measuring()
+    assert still.batch(400).inputs.shape == feed.batch(0).inputs.shape and still.batch(400).targets.tolist() == [0] * 5
+    assert still.batches((0, 5)).inputs.shape == (2, 5, 3, 2, 4)

@@ -19,7 +19,6 @@ from crossbow_py.core.errors import BadDataError, UserError
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.datasets import Collated, class_labels
-from crossbow_py.data.feed import Feed
 from crossbow_py.data.images.transforms import Transforms, rand_augment_of, transform_of
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.data.sources.custom import Custom
@@ -29,7 +28,6 @@ from crossbow_py.data.streaming.items import seed_generators
 from crossbow_py.data.streaming.streamed_data import Key
 from crossbow_py.data.streaming.transformed import TransformedData, transformed
 from tests.unit.data.images.pictures import write_part
-from tests.unit.data.streams import closed
 
 SEED, N = 5, 12
 MODULE = """
@@ -100,15 +98,8 @@ def both(name: str, **given: Any) -> Transforms:
 
 
 @pytest.fixture
-def made() -> Any:
-    feeds: list[Feed] = []
-
-    def make(data: Any, workers: int = 0, **settings: Any) -> Feed:
-        feeds.append(make_feed(data, 4, SEED, num_workers=workers, **settings))
-        return feeds[-1]
-
-    yield make
-    closed(feeds)
+def made(kept: Any) -> Any:
+    return lambda data, workers=0, **settings: kept(make_feed(data, 4, SEED, num_workers=workers, **settings))
 
 
 def drawn_for(epoch: int, sample: int) -> list[float]:
@@ -220,9 +211,9 @@ def test_images_of_a_folder_reach_the_transform_whole(tmp_path: Path, made: Any)
         ({"transform": {"size": 3}}, r"data\.transform must have a target.*set data\.transform\.target=package"),
         ({"transform": target("nothing")}, r"data\.transform\.target=users_transforms\.nothing cannot be imported"),
         ({"transform": target("dark", colour=1)}, r"dark cannot be called with data\.transform\.colour \(TypeError"),
-        ({"transform": target("number")}, "number must return a transform, got int"),
+        ({"transform": target("number")}, "number must return a function of an image, got int"),
         ({"transform": target("failing")}, r"failing cannot take item 0 of the data set, a tensor \[1, 8, 8\] of"),
-        ({"transform": target("flat")}, r"flat must give images as tensors \[C, H, W\] of bytes .* tensor \[4, 4\] of"),
+        ({"transform": target("flat")}, r"flat must give tensors \[C, H, W\] of bytes .* tensor \[4, 4\] of"),
         ({"transform": target("values")}, r"values: training images are \[1, 8, 8\] of float32, and .* of uint8; give"),
         ({"test_transform": target("dark")}, r"data\.test_transform\.target=users_transforms\.dark: training images"),
     ],
@@ -255,7 +246,7 @@ def test_images_of_several_sizes_without_a_transform_are_named(made: Any) -> Non
 
 
 def test_batches_of_a_collate_and_several_images_are_refused() -> None:
-    with pytest.raises(UserError, match="by its own collate; transform them there"):
+    with pytest.raises(UserError, match="has its own collate; transform them there"):
         transformed(Collated(Items(), list), both("dark"), training=True)
 
     class Two(Items):

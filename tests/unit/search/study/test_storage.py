@@ -19,7 +19,7 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.file_locks import locked
+from crossbow_py.core.files import locked
 from crossbow_py.search.study.storage import JournalFile, Patience, StorageError, open_storage, shown_address
 
 

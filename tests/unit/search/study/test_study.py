@@ -22,7 +22,7 @@ from optuna.trial import TrialState as OptunaState
 from optuna.trial import create_trial
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.file_locks import locked
+from crossbow_py.core.files import locked
 from crossbow_py.search.hyperband import Segment, TrialState
 from crossbow_py.search.study.storage import StorageError, open_storage
 from crossbow_py.search.study.study import SharedStudy

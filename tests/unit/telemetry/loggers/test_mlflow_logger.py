@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.file_locks import is_held
+from crossbow_py.core.files import is_held
 from crossbow_py.telemetry.class_counts import ClassCounts
 from crossbow_py.telemetry.loggers.chosen import trackers
 from crossbow_py.telemetry.loggers.mlflow_logger import MLflowLogger, MLflowTracker, _name

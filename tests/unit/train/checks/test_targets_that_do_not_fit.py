@@ -147,7 +147,7 @@ def test_trainer_of_a_first_item_that_raises_in_a_library_says_the_line_of_the_u
             return torch.utils.data.default_collate([None]), 0
 
     line = First.__getitem__.__code__.co_firstlineno + 1
-    with pytest.raises(UserError, match=rf"an item for index 0, but raised TypeError: .* at {__file__}:{line};"):
+    with pytest.raises(UserError, match=rf"item 0 of the .* raised TypeError: .* at {__file__}:{line};"):
         make_trainer(train_data=First())
 
 
