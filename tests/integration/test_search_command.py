@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,6 @@ from safetensors.torch import load_file
 from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
-from crossbow_py.data.resident.resident_feed import ResidentFeed
-from crossbow_py.data.sources import DataSource
-from crossbow_py.data.sources.digits import Digits
 from crossbow_py.predict.trained_models import load_models
 from crossbow_py.search import __main__ as search_module
 from crossbow_py.search import build
@@ -84,37 +80,6 @@ def test_command_without_output_dir_writes_under_runs_and_goes_on_there() -> Non
 
 
 @pytest.mark.usefixtures("no_pictures", "packs_of_three")
-def test_packed_trials_reach_what_they_reach_one_at_a_time() -> None:
-    common = ["num_trials=9", "max_epochs=9", "method=successive_halving", "space.batch_size=[64,96]"]
-    assert search_digits(*common, "output_dir=alone") == 0
-    assert search_digits(*common, "output_dir=packed", "packing=signature", "executor=auto") == 0
-    alone, packed = report("alone"), report("packed")
-    assert [trial["params"] for trial in packed["trials"]] == [trial["params"] for trial in alone["trials"]]
-    assert [trial["state"] for trial in packed["trials"]] == [trial["state"] for trial in alone["trials"]]
-    for trial, reached in values("alone").items():
-        assert values("packed")[trial] == pytest.approx(reached, abs=0.01)
-    assert sorted(segments("packed")) == sorted(segments("alone"))
-    assert len(segments("packed")) == 9 + 3 + 1
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_loading_and_the_test_of_the_best_are_no_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
-    load, kept_best = Digits.load, build.kept_best
-
-    def slowly(data: Digits, *args: Any, **own: Any) -> DataSource:
-        time.sleep(0.5)
-        return load(data, *args, **own)
-
-    monkeypatch.setattr(Digits, "load", slowly)
-    monkeypatch.setattr(build, "kept_best", lambda *args: (kept_best(*args)[0], 100.0))
-    assert search_digits("num_trials=1") == 0
-    found = report()
-    assert found["loading_time_s"] >= 0.5 and found["evaluation_time_s"] >= 100
-    parts = ("loading", "train", "evaluation", "tuning", "waiting", "overhead")
-    assert sum(found[f"{part}_time_s"] for part in parts) == pytest.approx(found["wall_time_s"])
-
-
-@pytest.mark.usefixtures("no_pictures", "packs_of_three")
 def test_finished_search_is_told_again_without_training_even_without_its_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -144,21 +109,6 @@ def test_best_of_a_stopped_search_has_the_command_that_trains_it_as_far_as_it_ca
     assert trained_by_command()["samples_seen"] == 16 * rounds
     model, again = load_file(best["model_path"]), load_file("again/model.safetensors")
     assert all(torch.allclose(model[name], again[name], atol=1e-5) for name in model)
-
-
-@pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("refused", [False, True])
-def test_data_of_a_search_is_closed_when_it_ends_and_when_it_is_refused(
-    refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[ResidentFeed] = []
-    closed: list[int] = []
-    new_feed, close = build.new_feed, ResidentFeed.close
-    monkeypatch.setattr(build, "new_feed", lambda *args, **own: made.append(new_feed(*args, **own)) or made[-1])
-    monkeypatch.setattr(ResidentFeed, "close", lambda feed: closed.append(id(feed)) or close(feed))
-    assert search_digits(*(["batch_size=5000"] if refused else ["num_trials=1"])) == 2 * refused
-    assert len(made) == 3  # training, validation and test
-    assert {id(feed) for feed in made} <= set(closed)
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -15,7 +15,7 @@ import crossbow_py
 from crossbow_py.search.__main__ import main
 from crossbow_py.train.__main__ import main as train
 from tests.said import error_line
-from tests.searches import DIGITS, merged, report, search_digits, segments
+from tests.searches import merged, report, search_digits, segments
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 MODULE = __name__
@@ -111,18 +111,6 @@ def test_mistake_leaves_no_trace_in_a_storage_so_that_the_corrected_command_may_
     assert search_digits("storage=journal:kept.log") == 0
 
 
-def test_storage_of_another_search_is_refused_with_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert search_digits("storage=journal:kept.log") == 0
-    capsys.readouterr()
-    before = Path("kept.log").read_text()
-    assert search_digits("storage=journal:kept.log", "output_dir=other", "eta=2") == 2
-    said = error_line(capsys)
-    assert "holds another search named 'search_digits': eta is 3 there and 2 here" in said
-    assert "another study or storage" in said
-    assert not Path("other").exists()
-    assert Path("kept.log").read_text() == before
-
-
 def test_journal_that_was_emptied_is_refused_and_nothing_is_trained_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert search_digits() == 0
     capsys.readouterr()
@@ -131,17 +119,6 @@ def test_journal_that_was_emptied_is_refused_and_nothing_is_trained_again(capsys
     assert search_digits() == 2
     assert "search holds results, and journal:search/search.journal holds no search; restore" in error_line(capsys)
     assert Path("search/search.json").read_bytes() == before
-
-
-def test_folder_of_another_search_or_of_a_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert search_digits("max_time_s=1e-3") == 0
-    capsys.readouterr()
-    assert search_digits("seed=1") == 2
-    assert "output_dir=search holds another search (seed: 0 → 1)" in error_line(capsys)
-    assert train(["+experiment=digits", "+debug=fast", "device=cpu", "output_dir=run"]) == 0
-    capsys.readouterr()
-    assert search_digits("output_dir=run") == 2
-    assert "output_dir=run holds a run that is no search" in error_line(capsys)
 
 
 @pytest.mark.parametrize("resume", ["null", "auto"])
@@ -234,10 +211,6 @@ def test_search_without_optuna_is_one_error_line_that_says_how_to_install_it(tmp
     assert done.stderr.startswith("error: a search needs Optuna")
     assert "run pip install optuna." in done.stderr
     assert files() == []
-
-
-def test_base_of_these_tests_is_no_mistake() -> None:
-    assert main(merged(DIGITS, ("max_time_s=1e-3",))) == 0
 
 
 def rewrite_journal(change: Callable[[str], str]) -> None:

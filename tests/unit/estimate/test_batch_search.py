@@ -52,12 +52,6 @@ def test_search_ends_near_the_largest_that_fits(needs: Callable[[int], int], fir
     assert len(device.tried) <= 12
 
 
-def test_search_on_a_line_takes_four_rounds() -> None:
-    device = Device(linear)
-    assert largest_measured(device, LIMIT, first=200, most=5000).batch_size == 730  # (10,000 − 500) / 13
-    assert device.tried == [200, 400, 730, 744]
-
-
 @pytest.mark.parametrize("seed", range(50))
 def test_search_where_memory_runs_out_by_chance_returns_only_what_was_run(seed: int) -> None:
     chance = random.Random(seed)
@@ -80,10 +74,3 @@ def test_search_where_nothing_fits_is_zero() -> None:
     assert found.batch_size == 0
     assert [b for b, _ in found.points] == [8, 4, 2, 1]
     assert found.bytes is None
-
-
-def test_search_goes_no_further_than_it_may() -> None:
-    device = Device(linear)
-    assert largest_measured(device, LIMIT, first=8, most=100).batch_size == 100
-    assert max(device.tried) == 100
-    assert largest_measured(Device(linear), LIMIT, first=8, most=3).batch_size == 3

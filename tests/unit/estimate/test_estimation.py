@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,17 +51,6 @@ class Rows(Dataset[Any]):
 
 def rows() -> tuple[Any, Any]:
     return Rows(), Rows()
-
-
-class EmbedsWeighted(nn.Module):
-    """For those."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.linear = nn.Embedding(100, 16), nn.Linear(16, 5)
-
-    def forward(self, tokens: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"logits": self.linear((self.embedding(tokens) * weights[..., None]).mean(1))}
 
 
 class Embeds(nn.Module):
@@ -119,19 +105,6 @@ def test_estimate_of_images_that_are_not_there_assumes_imagenet_and_says_so(
     assert "training not measured" in said
 
 
-def test_estimate_without_output_dir_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["memory=1GiB"]) == 0
-    assert main(["-m", "memory=1GiB", "batch_size=16,32"]) == 0
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_estimate_draws_a_picture_where_it_can(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    plain(tmp_path, "memory=1GiB")
-    assert (tmp_path / "estimate.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_estimate_without_matplotlib_says_so_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,16 +132,6 @@ def test_estimate_of_the_users_own_model_and_data_reads_the_data(tmp_path: Path)
     assert found["recommendation"]["limits"] == ["samples"]
 
 
-def test_estimate_of_items_with_several_inputs(tmp_path: Path) -> None:
-    found = plain(
-        tmp_path, "model=custom", f"model.target={__name__}.EmbedsWeighted", "data=custom",
-        f"data.target={__name__}.rows", "memory=1GiB", "held_back=0",
-    )  # fmt: skip
-    assert found["resident"] is False
-    assert found["sample_bytes"] == 12 * 8 + 12 * 4
-    assert found["recommendation"]["batch_size"] == 40  # all samples
-
-
 def test_estimate_with_one_learner_at_a_time_counts_one_pass() -> None:
     at_once, in_turn = (
         estimate(compose(["+experiment=resnet20", "memory=1GiB", "num_learners=4", *extra], EstimateConfig))
@@ -188,13 +151,6 @@ def test_estimate_where_the_configured_batch_does_not_fit_says_so(capsys: pytest
     said = capsys.readouterr().out
     assert "With batch_size=20000 as configured: 0 learners fit" in said
     assert "does not fit." in said
-
-
-def test_answer_says_at_least_only_where_all_learners_that_were_asked_about_fit() -> None:
-    found = estimate(compose(["+experiment=resnet20", "memory=1GiB", "num_learners=3"], EstimateConfig))
-    table = dict.fromkeys((1, 2, 3, 4, 6), 10)  # 8 are asked about, and do not fit
-    assert "configured: 6 learners fit" in as_text(dataclasses.replace(found, table=table, fitting_learners=6))
-    assert "configured: at least 8 learners fit" in as_text(dataclasses.replace(found, fitting_learners=8))
 
 
 def test_estimate_takes_the_users_speed_of_the_device() -> None:
@@ -303,21 +259,6 @@ def test_estimate_into_a_place_that_cannot_be_written_is_code_2(
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_help_says_what_memory_and_output_dir_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    said = capsys.readouterr().out
-    assert "python -m crossbow_py.estimate +experiment=resnet50 memory=16GiB" in said
-    assert "estimate.json and estimate.png" in said
-    assert "held_back=null" in said
-
-
-def test_estimate_into_a_closed_pipe_ends_quietly() -> None:
-    code = "import sys; from crossbow_py.estimate.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    shell = f"'{sys.executable}' -c '{code}' +experiment=digits memory=1GiB | true; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
-    assert (done.stdout.strip(), done.stderr) == ("0", "")
-
-
 SETTINGS = RunSettings(num_learners=3, batch_size=2)
 COUNT = 4 * 2 * 3  # batches that are there, of 2 samples, for 3 learners
 
@@ -338,14 +279,3 @@ def test_made_up_samples_are_stored_as_the_data_set_stores_its_own(shape: tuple[
     assert (inputs.shape, inputs.dtype) == ((COUNT, *shape), dtype)
     assert targets.tolist() == [*range(5), *range(5), *range(5), *range(5), *range(4)]
     assert data.num_classes == 5
-
-
-def test_made_up_targets_of_a_regression_are_zeros_of_their_shape_and_no_classes() -> None:
-    data = _made_up(Sample((7,), torch.float32, (2,), torch.float32), 0, SETTINGS)
-    assert torch.equal(pair(data)[1], torch.zeros(COUNT, 2))
-    assert data.num_classes is None
-
-
-def test_made_up_targets_of_many_values_a_sample_are_zeros() -> None:
-    data = _made_up(Sample((12,), torch.int64, (12,), torch.int64), 100, SETTINGS)
-    assert torch.equal(pair(data)[1], torch.zeros(COUNT, 12, dtype=torch.int64))

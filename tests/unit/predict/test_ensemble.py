@@ -6,7 +6,6 @@ import copy
 import itertools
 import threading
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -15,12 +14,11 @@ from torch import nn
 
 from crossbow_py import Ensemble
 from crossbow_py.core.errors import UserError
-from crossbow_py.engine.executors import EXECUTORS as EXECUTORS_OF_TRAINING
 from crossbow_py.engine.executors.on_device import CaptureError
 from crossbow_py.predict import ensemble as ensembles
 from crossbow_py.predict import predictors
 from crossbow_py.predict.ensemble import same_architecture
-from crossbow_py.predict.predictors import PREDICTORS, PredictorName, candidates
+from crossbow_py.predict.predictors import PREDICTORS, candidates
 from tests import networks
 from tests.support import norm_model
 
@@ -122,13 +120,6 @@ def test_members_are_the_callers_own():
     assert ensemble.members(batch).sum() == pytest.approx(4)
 
 
-def test_bf16_gives_other_numbers_and_probabilities_in_float32():
-    models, batch = seeded(mlp, 3), torch.randn(4, 12)
-    found = Ensemble(models, executor="fused", device="cpu", precision="bf16").predict(batch)
-    assert found.dtype == torch.float32
-    assert 0 < (found - by_hand(models, batch).mean(0)).abs().max() < 0.02
-
-
 def test_models_that_cannot_be_fused_run_by_auto_with_a_note_and_are_refused_by_fused():
     class Branching(nn.Linear):
         def forward(self, x):
@@ -190,25 +181,6 @@ def test_closing_ends_the_threads_and_the_ensemble_may_be_used_again(executor, t
         assert not prediction_threads()
 
 
-@pytest.mark.parametrize("num_models", [1, 2, 4, 7])
-def test_fused_threads_equal_plain_pytorch_with_fewer_and_with_more_models_than_cores(num_models, three_cores):
-    models = seeded(convolutional, num_models)
-    with Ensemble(models, executor="fused_threads", device="cpu") as ensemble:
-        for size in (5, 1):
-            assert_as_by_hand(ensemble, models, torch.randn(size, 3, 6, 6))
-        assert len(prediction_threads()) <= min(num_models, 3)
-
-
-@pytest.mark.parametrize("executor", ["auto", "fused_threads"])
-def test_fused_threads_of_several_architectures_keep_the_order_of_the_models(executor, three_cores):
-    small, wide, other = seeded(mlp, 5), seeded(lambda: mlp(16), 2), seeded(lambda: mlp(activation=nn.Tanh), 1)
-    models = [other[0], small[0], wide[0], *small[1:], wide[1]]
-    with Ensemble(models, executor=executor, device="cpu") as ensemble:
-        assert_as_by_hand(ensemble, models, torch.randn(6, 12))
-        groups = [(group.start, group.stop) for _, group in ensemble._predictor("fused_threads")._groups]
-    assert groups == [(0, 1), (0, 2), (2, 4), (4, 5), (0, 1), (1, 2)]
-
-
 def test_fused_threads_runs_a_graph_a_core_side_by_side_with_one_intra_op_thread_each(monkeypatch, three_cores):
     all_run, seen = threading.Barrier(3), []
 
@@ -232,12 +204,6 @@ def test_fused_threads_runs_a_graph_a_core_side_by_side_with_one_intra_op_thread
     assert len({ident for ident, _, _ in seen} - {threading.get_ident()}) == 3
 
 
-@pytest.mark.parametrize("executor", CPU)
-def test_answers_want_no_gradients_though_the_inputs_do(executor):
-    with Ensemble(seeded(mlp, 2), executor=executor, device="cpu") as ensemble:
-        assert not ensemble.predict(torch.randn(2, 12, requires_grad=True)).requires_grad
-
-
 def test_executor_of_no_such_name_is_refused_with_those_there_are():
     with pytest.raises(UserError, match=r"executor must be auto, .*threads.*, got 'turbo'; set executor=auto\."):
         Ensemble(seeded(mlp, 2), executor="turbo", device="cpu")
@@ -249,16 +215,6 @@ def test_executors_of_cpu_threads_are_refused_on_cuda_and_left_out_by_auto():
         refusal = rf"executor={executor} runs on cpu only, and device is cuda; set executor=auto\."
         with pytest.raises(UserError, match=refusal):
             ensembles._check([nn.Linear(4, 3)], executor, torch.device("cuda"))
-
-
-def test_predictions_know_every_executor_that_training_knows():
-    assert set(PREDICTORS) == set(EXECUTORS_OF_TRAINING)
-    assert {"auto", *PREDICTORS} == set(get_args(PredictorName))
-
-
-def test_executor_of_cuda_streams_is_refused_on_a_cpu_with_the_remedy():
-    with pytest.raises(UserError, match="executor=streams runs on cuda only, and device is cpu; set executor="):
-        Ensemble([nn.Linear(4, 3)], executor="streams", device="cpu")
 
 
 @pytest.mark.parametrize("num_models", [1, 3, 6])
@@ -283,19 +239,6 @@ def test_programs_are_kept_for_the_last_shapes_alone_and_made_anew_for_others(ex
         predictor = ensemble._predictor(executor)
         assert len(predictor._programs) == most
     assert len(predictor._programs) == 0
-
-
-def test_choices_and_notes_are_bounded_as_well(monkeypatch):
-    class Branching(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) if x.sum() > 0 else super().forward(-x)
-
-    monkeypatch.setattr(ensembles, "_MOST_CHOICES", 2)
-    models = [Branching(4, 3) for _ in range(2)]
-    with Ensemble(models, device="cpu") as ensemble:
-        for size in (1, 2, 3):
-            assert_as_by_hand(ensemble, models, torch.randn(size, 4))
-        assert [shape[0] for shape, _ in ensemble.chosen] == [2, 3] and len(ensemble.notes) == 1
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from crossbow_py.core.measured import fastest
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors.on_device import CaptureError
 from crossbow_py.engine.fusion.graph import FusedGraph
@@ -60,14 +57,6 @@ def test_what_hangs_on_weights_alone_is_computed_once():
     with torch.no_grad(), Counting() as counting:
         replay(inputs)
     assert [name for name in counting.names if name not in ("view", "permute")] == ["addmm", "relu_", "baddbmm"]
-
-
-def test_tensors_made_on_the_way_are_made_once_too():
-    scale, inputs = torch.randn(3), torch.randn(2, 3)
-    replay = recorded(lambda inputs: inputs * scale.exp().add(1).sqrt(), inputs)
-    with Counting() as counting:
-        replay(inputs)
-    assert counting.names == ["mul"]
 
 
 def test_function_that_draws_is_left_as_it_is():
@@ -186,16 +175,6 @@ def test_what_no_graph_can_hold_is_the_users_to_know_and_want_of_memory_is_not()
         captures.captured(lambda x: x, torch.ones(1))
     device.error = None
     assert isinstance(captures.captured(lambda x: x, torch.ones(1)), CapturedRun)
-
-
-def test_fastest_takes_the_least_median_and_leaves_the_first_call_out():
-    now, costs = [0.0], {"a": itertools.chain([0.1], itertools.repeat(2.0)), "b": itertools.repeat(1.0)}
-    costs["c"] = itertools.chain([0.0], itertools.cycle([0.1, 3.0, 3.0]))
-
-    def run(name):
-        now[0] += next(costs[name])
-
-    assert fastest({name: lambda name=name: run(name) for name in costs}, clock=lambda: now[0]) == "b"
 
 
 def test_where_nothing_is_captured_calls_run_as_they_are_and_in_order(monkeypatch):

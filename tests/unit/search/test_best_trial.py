@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -13,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from crossbow_py.core.errors import CheckpointError, DeviceLostError, UserError
+from crossbow_py.core.errors import DeviceLostError, UserError
 from crossbow_py.core.file_locks import locked
 from crossbow_py.search import outcome
 from crossbow_py.search.events import BestTrial
@@ -24,8 +22,6 @@ from crossbow_py.search.outcome import Leader, LeaderRun, find_leader, kept_best
 from crossbow_py.search.packs import trial_registry
 from crossbow_py.search.packs.slots import Slot
 from crossbow_py.search.study.states import TrialStates
-from crossbow_py.telemetry.records import read_summary
-from crossbow_py.train.checkpoints.weights import load_weights
 from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator
 from tests.unit.search.tiny_search import Setting, lost, never
 
@@ -99,16 +95,6 @@ def test_best_trial_whose_files_are_elsewhere_leaves_no_model_of_another(kept: K
     assert kept("seed: 1\n", elsewhere)[0].model_path == str(tmp_path / "best/model.safetensors")  # it is this trial's
 
 
-def test_best_trial_has_a_digest_by_which_a_damaged_model_is_refused(kept: Keep, tmp_path: Path) -> None:
-    model = tmp_path / "best/model.safetensors"
-    kept("seed: 1\n")
-    digest = hashlib.sha256(model.read_bytes()).hexdigest()
-    assert read_summary(tmp_path / "best")["model_sha256"] == {model.name: digest}
-    model.write_bytes(model.read_bytes()[:-1] + b"?")
-    with pytest.raises(CheckpointError, match="is not what its run has written"):
-        load_weights(nn.Linear(1, 1), model)
-
-
 def test_best_trial_whose_model_cannot_be_written_leaves_no_model_of_another(
     kept: Keep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,23 +150,6 @@ def test_device_that_is_lost_while_the_best_trial_is_tested_says_so(
     monkeypatch.setattr(owner, name, lost)
     with pytest.raises(DeviceLostError, match="device-side assert"):
         kept("seed: 1\n")
-
-
-def test_seconds_of_the_best_trial_are_those_of_its_measurement(kept: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-
-    def saved(model: nn.Module, path: Path) -> None:
-        now[0] += 5
-
-    def measured(*_: object) -> Evaluation:
-        now[0] += 3
-        return Evaluation(0.5, 0.75, 21)
-
-    monkeypatch.setattr(outcome, "save_weights", saved)
-    monkeypatch.setattr(Evaluator, "evaluate", measured)
-    monkeypatch.setattr("crossbow_py.search.outcome.time.perf_counter", lambda: now[0])
-    found, seconds = kept("seed: 1\n")
-    assert (found.test_accuracy, seconds) == (0.75, 3)
 
 
 def test_best_trial_has_its_files_when_the_only_one_that_was_left_fails(setting: Setting) -> None:

@@ -52,13 +52,6 @@ def test_grid_has_every_combination_once_and_the_last_parameter_changes_fastest(
     assert space.grid() == [{"a": a, "b": b} for a in (1, 2) for b in (0.1, 0.2, 0.3)]
 
 
-def test_grid_leaves_out_what_waits_for_a_value_that_is_no_point_of_it() -> None:
-    space = Space.from_mapping(
-        {"layers": {"low": 1, "high": 9, "num": 2}, "width": {"low": 1, "high": 2**50, "when": {"layers": 5}}}
-    )
-    assert space.grid() == [{"layers": 1}, {"layers": 9}]
-
-
 def test_grid_of_ten_thousand_points_is_the_largest() -> None:
     assert len(Space.from_mapping({"a": {"low": 1, "high": 100}, "b": {"low": 1, "high": 100}}).grid()) == 10_000
     message = "space must have at most 10000 combinations for a grid, got 10100 or more with b; take fewer"
@@ -261,20 +254,6 @@ def test_grid_over_a_range_that_says_no_distance_is_refused_by_name(plain: Any) 
         Space.from_mapping({"a": [1, 2], "x": plain}).grid()
 
 
-@given(
-    st.floats(-1e6, 1e6), st.floats(1e-9, 1e6), st.integers(2, 40), st.booleans()
-)  # fmt: skip
-def test_points_of_any_range_rise_from_its_lower_to_its_upper_end(
-    low: float, width: float, num: int, log: bool
-) -> None:
-    low = abs(low) + 1e-9 if log else low
-    high = low + width
-    if low < high:
-        points = parse_parameter("x", {"low": low, "high": high, "num": num, "log": log}).points()
-        assert points[0] == low and points[-1] == high
-        assert list(points) == sorted(set(points)) and len(points) <= num
-
-
 # --- what conditions may name -----------------------------------------------------------------------------------------
 
 
@@ -294,14 +273,6 @@ def test_parameter_can_be_its_choices_and_whole_numbers_only(
     parameter = parse_parameter("x", plain)
     assert [value for value in possible if not parameter.can_be(value)] == []
     assert [value for value in impossible if parameter.can_be(value)] == []
-
-
-def test_parameter_with_conditions_exists_where_all_of_them_hold() -> None:
-    parameter = parse_parameter("x", {"choices": [1, 2], "when": {"a": ["p", "q"], "b": True}})
-    assert parameter.when == (("a", ("p", "q")), ("b", (True,)))
-    assert parameter.exists({"a": "q", "b": True, "c": 0})
-    for values in ({"a": "q"}, {"a": "r", "b": True}, {"a": "p", "b": 1}, {"a": "p", "b": False}, {}):
-        assert not parameter.exists(values)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

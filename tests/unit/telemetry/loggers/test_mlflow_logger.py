@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.file_locks import is_held
 from crossbow_py.telemetry.class_counts import ClassCounts
 from crossbow_py.telemetry.loggers.chosen import trackers
 from crossbow_py.telemetry.loggers.mlflow_logger import MLflowLogger, MLflowTracker, _name
@@ -262,23 +261,6 @@ def test_worker_that_leaves_while_others_go_on_leaves_the_run_running(tmp_path: 
         (run,) = runs(client, "search")
         assert (run.info.status, run.data.tags["status"]) == (expected, status)
         assert (run.info.end_time is None) == (status == "running")
-
-
-def test_database_is_opened_by_one_process_at_a_time(
-    tmp_path: Path, events: Any, client: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    made, lock, held = mlflow.MlflowClient, tmp_path / "cache" / "crossbow_py" / "mlflow.lock", []
-
-    def make(**given: Any) -> Any:
-        held.append(is_held(lock))
-        return made(**given)
-
-    monkeypatch.setattr(mlflow, "MlflowClient", make)
-    logger = MLflowLogger()
-    logger.on_start(events.run_info())
-    assert held == [True] and not is_held(lock)
-    logger.close()
 
 
 @pytest.mark.slow

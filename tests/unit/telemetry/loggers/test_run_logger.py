@@ -31,14 +31,6 @@ def test_run_is_opened_with_its_settings_and_by_the_name_of_its_folder(tmp_path:
     assert logger.take_notes() == ["Service records this."]
 
 
-def test_run_without_a_folder_has_no_name_and_one_that_has_trained_goes_on(events: Any) -> None:
-    tracker = MemoryTracker()
-    logger = RunLogger(tracker)
-    logger.on_start(events.run_info(samples_seen=2000))
-    logger.close()
-    assert [(subject.name, subject.continues) for subject in tracker.of("open")] == [(None, True)]
-
-
 def test_curves_are_those_of_tensorboard_with_the_epochs(tmp_path: Path, events: Any) -> None:
     tracker = MemoryTracker()
     logger, scalars = RunLogger(tracker), TensorBoardScalars(tmp_path, None, interval_s=1.0)

@@ -179,18 +179,6 @@ def test_disk_that_takes_nothing_leaves_the_id_that_there_was(tmp_path: Path) ->
     assert (tmp_path / "service.json").read_text() == '{"run_id": "a1"}\n'
 
 
-def test_longer_text_in_the_file_is_gone_when_the_id_is_there(tmp_path: Path) -> None:
-    (tmp_path / "service.json").write_text("x" * 100)
-    with known_id(tmp_path, "service.json") as known:
-        known.value = "a1"
-    assert (tmp_path / "service.json").read_text() == '{"run_id": "a1"}\n'
-
-
-def test_network_that_fails_meanwhile_is_not_taken_for_the_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConnectionError, match="gone"), known_id(tmp_path, "service.json"):
-        raise ConnectionError("gone")
-
-
 @pytest.mark.parametrize("text", ["", "nonsense", "[]", "{}", '{"run_id": 3}', '{"run_id": "../../x"}', "[" * 100_000])
 def test_file_that_has_no_id_is_as_good_as_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "service.json").write_text(text)
@@ -214,12 +202,6 @@ def test_service_that_refuses_at_the_start_is_one_sentence_without_a_password() 
         "logger=[service]: Service at http://host cannot record the run (OSError: http://host/api?password=***); "
         "start it, or leave service out."
     )
-
-
-def test_paragraph_that_a_service_raises_is_cut_in_the_middle_to_200_characters() -> None:
-    with pytest.raises(UserError) as refused, refusing(MemoryTracker(), "Service", "start it"):
-        raise OSError(450 * "x" + 450 * "y")
-    assert f"(OSError: {91 * 'x'} ... {100 * 'y'}); start it" in str(refused.value)
 
 
 @pytest.mark.parametrize(
