@@ -114,27 +114,24 @@ class Space:
         For checking a space against a configuration before any trial is started.
         """
         required = self._requirements()
-        left = {parameter.key: list(parameter.ends()) for parameter in self.parameters}
-        found = []
-        while any(left.values()):
-            wanted = next(key for key, values in left.items() if values)
-            found.append(self._corner({**required[wanted], wanted: tuple(left[wanted])}, left))
+        found: list[dict[str, Value]] = []
+        for parameter in self.parameters:
+            for end in parameter.ends():
+                if not any(parameter.key in corner and contains((end,), corner[parameter.key]) for corner in found):
+                    found.append(self._corner({**required[parameter.key], parameter.key: (end,)}, len(found)))
         return found
 
     def to_plain(self) -> list[dict[str, Any]]:
         """Plain values, to compare with the space of a resumed search; their order counts, as values follow from it."""
         return [parameter.to_plain() for parameter in self.parameters]
 
-    def _corner(self, fixed: Mapping[str, Sequence[Value]], left: Mapping[str, list[Value]]) -> dict[str, Value]:
-        """One assignment with what is `fixed` and, for the rest, values that are `left`, which it takes from there."""
+    def _corner(self, fixed: Mapping[str, Sequence[Value]], index: int) -> dict[str, Value]:
+        """Return an assignment with what is `fixed`; of what the rest may be, others at each index."""
         values: dict[str, Value] = {}
         for parameter in self.parameters:
             if parameter.exists(values):
                 allowed = fixed.get(parameter.key, parameter.ends())
-                pending = [value for value in left[parameter.key] if contains(allowed, value)]
-                values[parameter.key] = chosen = (pending or allowed)[0]
-                if pending:
-                    left[parameter.key].remove(chosen)
+                values[parameter.key] = allowed[index % len(allowed)]
         return values
 
     def _requirements(self) -> dict[str, dict[str, tuple[Value, ...]]]:

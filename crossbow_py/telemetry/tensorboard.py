@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from tensorboard.compat.proto import summary_pb2  # type: ignore[import-untyped]
@@ -43,12 +42,9 @@ class MachineScalars(Listener):
         self._monitor: SystemMonitor | None = None
         self._next_sample_s = 0.0
         self._warned = False
-        self._is_hooked = False
 
     def on_start(self, info: RunInfo) -> None:
-        if not self._is_hooked:
-            self._is_hooked = True
-            _quiet_threads.begin()
+        _quiet_writers()
         self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
         self._monitor, self._next_sample_s, self._warned = self._new_monitor(), 0.0, False
 
@@ -86,41 +82,22 @@ class MachineScalars(Listener):
             with suppress(OSError):  # raised again for its thread, which a full disk has ended
                 self._writer.close()
             self._writer = None
-        if self._is_hooked:
-            self._is_hooked = False
-            _quiet_threads.end()
 
 
-class _QuietThreads:
-    """Keeps what has ended a thread of TensorBoard's from being printed: its writer raises it at the next call.
-
-    Writers may be closed in any order; what the process had before is put back after the last.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._users = threading.Lock(), 0
-        self._before = self._hook = threading.excepthook
-
-    def begin(self) -> None:
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._before = threading.excepthook
-                self._hook = threading.excepthook = partial(_print_unless_raised_again, self._before)
-
-    def end(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users and threading.excepthook is self._hook:
-                threading.excepthook = self._before
+def _quiet_writers() -> None:
+    """Keep what has ended a thread of TensorBoard's from being printed: its writer raises it again at the next call."""
+    before = threading.excepthook
+    if not isinstance(before, _QuietHook):
+        threading.excepthook = _QuietHook(before)
 
 
-_quiet_threads = _QuietThreads()
+class _QuietHook:
+    def __init__(self, before: Callable[[threading.ExceptHookArgs], object]) -> None:
+        self._before = before
 
-
-def _print_unless_raised_again(before: Callable[..., object], args: threading.ExceptHookArgs) -> None:
-    if not type(args.thread).__module__.startswith("tensorboard."):
-        before(args)
+    def __call__(self, args: threading.ExceptHookArgs) -> None:
+        if not type(args.thread).__module__.startswith("tensorboard."):
+            self._before(args)
 
 
 class NodeScalars(MachineScalars):

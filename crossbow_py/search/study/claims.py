@@ -31,7 +31,7 @@ from crossbow_py.cli.launchers.ray_worker import machine_name
 from crossbow_py.core.errors import UserError, text_of
 from crossbow_py.core.settings import check
 from crossbow_py.search.hyperband import Outcome, Segment
-from crossbow_py.search.study.storage import BadStorageError, Patience
+from crossbow_py.search.study.storage import BadStorageError, Patience, id_of
 
 _LATE = 0.1  # of a lease: how much later it ends for others, for clocks whose rates differ
 _RENEWED_AFTER = 1 / 3  # of a lease
@@ -165,7 +165,7 @@ class _Claim:
         if min(segment.trial, segment.rung) < 0:
             raise LookupError(f"there is no segment {segment}")
         holder = str(kept["holder"])
-        return cls(trial.number, trial._trial_id, segment, holder, trial.state.is_finished(), result)
+        return cls(trial.number, id_of(trial), segment, holder, trial.state.is_finished(), result)
 
 
 class SegmentClaims:
@@ -424,7 +424,7 @@ class SegmentClaims:
             return [self._claim_of(trial) for trial in trials if "holder" in trial.user_attrs]
 
     def _claim_of(self, trial: FrozenTrial) -> _Claim:
-        claim = self._ended.get(trial._trial_id) or _Claim.read(trial)
+        claim = self._ended.get(id_of(trial)) or _Claim.read(trial)
         if claim.has_ended:
             self._ended[claim.id] = claim
         return claim

@@ -1,4 +1,8 @@
-"""Opens a search's Optuna storage by its address, journals included, and retries operations that fail."""
+"""Opens a search's Optuna storage by its address, journals included, and retries operations that fail.
+
+All of Optuna's private attributes that a search takes are here, tried with Optuna 5.0: the number by which a storage
+knows a trial, and the client of a gRPC proxy, which has no time limit of its own.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ import optuna
 from optuna.exceptions import ExperimentalWarning, OptunaError, StorageInternalError
 from optuna.storages import BaseStorage, GrpcStorageProxy, JournalStorage, RDBStorage, get_storage
 from optuna.storages.journal import BaseJournalBackend, JournalRedisBackend
+from optuna.trial import FrozenTrial
 
 from crossbow_py.core.errors import CrossbowError, SearchError, UserError, one_line, without_query_password
 from crossbow_py.core.file_locks import locked
@@ -189,6 +194,12 @@ def close_connections(storage: BaseStorage) -> None:
         with suppress(Exception):
             storage.remove_session()
             engine.dispose()
+
+
+def id_of(trial: FrozenTrial) -> int:
+    """Return the number by which a storage knows a trial."""
+    number: int = trial._trial_id
+    return number
 
 
 def shown_address(storage: str) -> str:
