@@ -48,10 +48,10 @@ def largest_measured(measure: Measure, limit_bytes: int, *, first: int, most: in
     failed, failures = most + 1, 0
     candidate: int | None = min(first, most)
     while candidate is not None and len(points) < _MOST_TRIES:
-        taken = measure(candidate)
-        points.append((candidate, taken))
-        if taken is not None and taken <= limit_bytes:
-            fitted[candidate], failures = taken, 0
+        used = measure(candidate)
+        points.append((candidate, used))
+        if used is not None and used <= limit_bytes:
+            fitted[candidate], failures = used, 0
         else:
             failed, failures = candidate, failures + 1
         candidate = _next(fitted, failed, failures, limit_bytes)

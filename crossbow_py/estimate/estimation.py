@@ -327,9 +327,9 @@ def reserved_bytes(
             return None
         raise
     finally:
-        taken = torch.cuda.max_memory_reserved(device)
+        used = torch.cuda.max_memory_reserved(device)
         free_memory(device)
-    return taken
+    return used
 
 
 @contextlib.contextmanager

@@ -79,7 +79,7 @@ class TrialState(StrEnum):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the trial is never trained again."""
+        """True when the trial is never trained again."""
         return self in (TrialState.PRUNED, TrialState.COMPLETE, TrialState.FAILED)
 
 

@@ -79,7 +79,7 @@ class _PlacedSearch:
         self._study: SharedStudy | None = None
         self._follower: Follower | None = None
         self._codes: list[int] = []
-        self._told: set[str] = set()
+        self._printed: set[str] = set()
 
     def crew(
         self, cluster: RayCluster, share: Share, launcher: RayLauncher, words: Sequence[str], mark: Path
@@ -106,10 +106,10 @@ class _PlacedSearch:
 
         def ended(_: int, end: Ended) -> None:
             self._codes.append(end.code)
-            said = end.err.strip()
-            if end.code and said and said not in self._told:  # the mistake of one is often that of all
-                self._told.add(said)
-                print_line(said, sys.stderr)
+            text = end.err.strip()
+            if end.code and text and text not in self._printed:  # the mistake of one is often that of all
+                self._printed.add(text)
+                print_line(text, sys.stderr)
             if end.code == 0:  # nothing is left to search, or it is enough
                 crew.start_no_more()
 

@@ -111,10 +111,10 @@ class OperatorProfile(NotingListener):
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence the profiler's library, which prints on stderr when it starts and stops. It reads its log level once."""
-    said = os.environ.get(_LOG_LEVEL)
-    os.environ[_LOG_LEVEL] = said or _NOTHING
+    level = os.environ.get(_LOG_LEVEL)
+    os.environ[_LOG_LEVEL] = level or _NOTHING
     try:
         yield
     finally:
-        if said is None:
+        if level is None:
             del os.environ[_LOG_LEVEL]

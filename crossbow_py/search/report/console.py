@@ -65,14 +65,14 @@ class SearchConsole(ScreenConsole, SearchListener):
         super().__init__(screen, clock)
         self._info: SearchInfo | None = None
         self._trials: tuple[TrialRecord, ...] = ()
-        self._said: set[tuple[int, float]] | None = None  # None: what was before is not known yet
+        self._known: set[tuple[int, float]] | None = None  # None: what was before is not known yet
         self._begun: tuple[float, float] | None = None  # seconds, and epochs that were trained before
         self._last_line_s = 0.0
 
     def on_start(self, info: SearchInfo) -> None:
         self._info = info
         if not info.num_finished_segments:
-            self._said, self._begun = set(), (self._clock(), 0.0)
+            self._known, self._begun = set(), (self._clock(), 0.0)
         self._begin(header_lines(info))
 
     def on_progress(self, progress: SearchProgress) -> None:
@@ -93,8 +93,8 @@ class SearchConsole(ScreenConsole, SearchListener):
         values = {(trial.trial, epochs) for trial in trials for epochs in trial.values}
         if self._begun is None:
             self._begun = self._clock(), trained_epochs(self._info.brackets, trials)
-        new = sorted(values - self._said) if self._said is not None else []
-        self._said = values
+        new = sorted(values - self._known) if self._known is not None else []
+        self._known = values
         best = leader(self._info.brackets, trials, maximize=self._info.maximize)
         by_number = {trial.trial: trial for trial in trials}
         for number, epochs in new:
@@ -131,7 +131,7 @@ def header_lines(info: SearchInfo) -> list[str]:
     lines = [
         f"{info.experiment}: {info.num_trials} trials on {info.data}, {info.sampler} sampling, {info.method} in "
         f"{counted(info.num_brackets, 'bracket')}, measured at {measured_at} epochs",
-        f"{'greatest' if info.maximize else 'least'} {_spoken(info.metric)} wins · packing {info.policy} · "
+        f"{'greatest' if info.maximize else 'least'} {_words(info.metric)} wins · packing {info.policy} · "
         f"{info.device} · {info.precision} · seed {info.seed} · worker {info.worker}",
         f"storage {info.storage}",
     ]
@@ -146,7 +146,7 @@ def header_lines(info: SearchInfo) -> list[str]:
 def value_line(metric: str, trial: TrialRecord, epochs: float, *, is_best: bool) -> str:
     """Return a trial at a rung; `is_best` when no trial got further, and none that got as far has a better value."""
     best = " (best so far at this rung)" if is_best else ""
-    parts = [f"trial {trial.trial} at {_epochs(epochs)}: {_spoken(metric)} {trial.values[epochs]:.4f}{best}"]
+    parts = [f"trial {trial.trial} at {_epochs(epochs)}: {_words(metric)} {trial.values[epochs]:.4f}{best}"]
     params = trial.params or {}
     return " · ".join([*parts, *(f"{name} {as_text(params[key])}" for key, name in short_names(list(params)).items())])
 
@@ -195,8 +195,8 @@ def leader_lines(
     best = leader(brackets, trials, maximize=maximize)
     if best is not None:
         at = last_epochs(best)
-        said = f"trial {best.trial}: {_spoken(metric)} {best.values[at]:.4f} after {_epochs(at)}"
-        return [fact("best so far", said)]
+        text = f"trial {best.trial}: {_words(metric)} {best.values[at]:.4f} after {_epochs(at)}"
+        return [fact("best so far", text)]
     failed = sum(trial.state is TrialState.FAILED for trial in trials)
     if not failed:
         return [fact("best", "none: nothing was measured yet")]
@@ -206,7 +206,7 @@ def leader_lines(
 
 def best_lines(metric: str, max_epochs: float, best: BestTrial) -> list[str]:
     """Return the lines on the best trial of a search that goes up to `max_epochs`."""
-    lines = [fact("best", f"trial {best.trial}: {_spoken(metric)} {best.value:.4f} after {_epochs(best.epochs)}")]
+    lines = [fact("best", f"trial {best.trial}: {_words(metric)} {best.value:.4f} after {_epochs(best.epochs)}")]
     if best.test_accuracy is not None:
         lines.append(fact("test accuracy", f"{best.test_accuracy:.4f}"))
     elif best.test_loss is not None:
@@ -230,16 +230,16 @@ def _times(summary: SearchSummary) -> str:
         "waiting for other workers": summary.waiting_time_s,
     }
     share = summary.overhead_time_s / wall_s if wall_s else 0.0
-    said = [f"{seconds:.1f} s {what}" for what, seconds in parts.items() if seconds or what == "training"]
-    said.append(f"{summary.overhead_time_s:.1f} s overhead ({share:.1%})")
-    return f"{wall_s:.1f} s: {', '.join(said)}"
+    spent = [f"{seconds:.1f} s {what}" for what, seconds in parts.items() if seconds or what == "training"]
+    spent.append(f"{summary.overhead_time_s:.1f} s overhead ({share:.1%})")
+    return f"{wall_s:.1f} s: {', '.join(spent)}"
 
 
 def _epochs(number: float) -> str:
     return f"{number:.4g} epoch{'' if number == 1 else 's'}"
 
 
-def _spoken(metric: str) -> str:
+def _words(metric: str) -> str:
     return metric.replace("_", " ")
 
 

@@ -1,4 +1,4 @@
-"""What the terminal says of a search that other processes train, by the results in its storage."""
+"""The lines on the terminal about a search that other processes train, by the results in its storage."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class Follower:
         trials = self._news()
         best = leader(self._brackets, trials, maximize=self._maximize)
         is_stopped = status in StopSignal.REASONS
-        told = None if best is None or is_stopped else recorded_best(read_json(folder / SEARCH_FILE), best)
+        recorded = None if best is None or is_stopped else recorded_best(read_json(folder / SEARCH_FILE), best)
         lines = outcome_lines(self._config.experiment, status, trials)
-        if told is not None:
-            lines += best_lines(self._metric, self._config.max_epochs, told)
+        if recorded is not None:
+            lines += best_lines(self._metric, self._config.max_epochs, recorded)
         else:
             lines += leader_lines(self._metric, self._brackets, trials, maximize=self._maximize)
-        if told is None and best is not None and best.worker is not None and not is_stopped:
+        if recorded is None and best is not None and best.worker is not None and not is_stopped:
             lines.append(fact("model", f"{folder / BEST_FOLDER} on {best.worker.rpartition(':')[0]}"))
         lines.append(fact("time", f"{self._clock() - self._begun_s:.1f} s"))
         for line in [*lines, *last_lines(status, str(folder))]:

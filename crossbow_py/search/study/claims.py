@@ -75,12 +75,12 @@ class Lease:
 
     @property
     def is_here(self) -> bool:
-        """Whether its process runs on this host, in whatever container."""
+        """True if its process runs on this host, in any container."""
         return self.host.partition(" ")[0] == _host().partition(" ")[0]
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is known to be over: given up, or of a process of this host that has ended."""
+        """True if it is known to be over: given up, or of a process of this host that has ended."""
         is_gone = bool(self.host) and self.host == _host() and _started(self.process) != self.started
         return self.lease_s == 0 or is_gone
 
@@ -327,9 +327,9 @@ class SegmentClaims:
         if now < self._until_s:
             self._take_lease(now)
             ended = {claim.id for claim in self._read() if claim.has_ended}
-            taken = {segment for segment, claim in self._held.items() if claim in ended}
-            self._lost |= taken
-            self._held = {segment: claim for segment, claim in self._held.items() if segment not in taken}
+            lost = {segment for segment, claim in self._held.items() if claim in ended}
+            self._lost |= lost
+            self._held = {segment: claim for segment, claim in self._held.items() if segment not in lost}
             return
         held = self.held
         self._lost.update(held)  # until they are claimed anew: the storage may fail before that
@@ -440,9 +440,9 @@ class SegmentClaims:
 
 def _parsed(kind: type[_T], plain: Any) -> _T:
     """Return an object of plain values, each of its field's type. Raises UserError and TypeError."""
-    made = kind(**plain)
-    check(made)
-    return made
+    found = kind(**plain)
+    check(found)
+    return found
 
 
 def _results(claims: Iterable[_Claim]) -> dict[Segment, SegmentResult]:

@@ -120,8 +120,8 @@ class Patience:
                     if isinstance(error, CrossbowError | OptunaError | ImportError):
                         raise
                     # A record that lacks something makes Optuna raise nearly anything.
-                    said = f"{one_line(error)[:_LONGEST_SHOWN]} while it is read"
-                    raise BadStorageError(self.address, said) from error
+                    found = f"{one_line(error)[:_LONGEST_SHOWN]} while it is read"
+                    raise BadStorageError(self.address, found) from error
                 if wait_s is None or time.monotonic() - begun_s > _PATIENCE_S:
                     raise self._given_up(error, tries) from error
                 self._sleep(wait_s)
@@ -132,13 +132,13 @@ class Patience:
 
     def _given_up(self, error: Exception, tries: int) -> StorageError:
         if getattr(_cause(error), "sqlite_errorcode", None) in _DAMAGED:
-            return BadStorageError(self.address, _said(error))
-        said = f"the search's storage {self.address} cannot be used, tried {tries} times: {_said(error)}"
+            return BadStorageError(self.address, _text_of(error))
+        failure = f"the search's storage {self.address} cannot be used, tried {tries} times: {_text_of(error)}"
         check = "see that it is there (a server: that it runs), writable, not full and not locked by another program"
         if not self._has_answered:
-            return UnansweredError(f"{said}; {check}, or give another storage.")
+            return UnansweredError(f"{failure}; {check}, or give another storage.")
         return StorageError(
-            f"{said}. What was finished stays in it: {check}, and start the same command again, which goes on from "
+            f"{failure}. What was finished stays in it: {check}, and start the same command again, which goes on from "
             "there."
         )
 
@@ -346,11 +346,11 @@ def _require_file(path: Path, begin: bytes, kind: str) -> None:
             raise UserError(f"storage: {path} is no {kind}; give another path, or move the file away.")
 
 
-def _said(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     """Return the error text of the storage; Optuna's own text is the same for everything."""
-    said = _cause(error)
-    details = getattr(said, "details", None)  # of gRPC, whose text is of many lines
-    return f"{type(said).__name__}: {details() if callable(details) else said}".splitlines()[0].rstrip(".")
+    cause = _cause(error)
+    details = getattr(cause, "details", None)  # of gRPC, whose text is of many lines
+    return f"{type(cause).__name__}: {details() if callable(details) else cause}".splitlines()[0].rstrip(".")
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -37,10 +37,10 @@ def trackers(names: Sequence[str]) -> list[Tracker]:
 
     Raises UserError for one that is not installed, or that will record nothing.
     """
-    made: list[Tracker] = [_TRACKERS[name]() for name in names if name in _TRACKERS]
-    for tracker in made:
+    found: list[Tracker] = [_TRACKERS[name]() for name in names if name in _TRACKERS]
+    for tracker in found:
         tracker.check()
-    return made
+    return found
 
 
 def loggers_of(names: Sequence[str]) -> list[Listener]:
