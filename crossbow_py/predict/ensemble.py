@@ -141,8 +141,7 @@ class Ensemble:
             kind = type(batch if isinstance(batch, list) else odd).__name__
             how = "from_numpy" if isinstance(odd, np.ndarray) else "tensor"
             raise UserError(
-                f"a batch must be a torch.Tensor, or a dict or tuple of them, got {kind}; give "
-                f"torch.{how}(batch)."
+                f"a batch must be a torch.Tensor, or a dict or tuple of them, got {kind}; give torch.{how}(batch)."
             )
 
         def prepared(values: Tensor) -> Tensor:
@@ -173,15 +172,13 @@ class Ensemble:
             if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != size:
                 got = f"a tensor {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
                 raise UserError(
-                    f"models of an ensemble must give scores of classes [B, classes], got {got} for "
-                    f"{size} inputs; choose classifiers."
+                    f"models of an ensemble must give scores [B, classes], got {got} for {size} inputs; use others."
                 )
             widths.append(output.shape[1])
             self._writes_inputs |= any(own._version > 0 for own in leaves(tried))
         if len(set(widths)) > 1:
             raise UserError(
-                f"models of an ensemble must tell apart the same classes, got models of {sorted(set(widths))} classes; "
-                "choose models trained on the same data."
+                f"models of an ensemble must have the same classes, got {sorted(set(widths))} of them; choose others."
             )
 
     def _settle(self, inputs: Tree) -> str:

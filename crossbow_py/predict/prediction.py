@@ -116,8 +116,7 @@ def predict(config: PredictConfig, clock: Clock = time.perf_counter) -> Predicti
     source: DataSource = data.load(progress=sys.stderr.isatty())
     if source.num_classes is None:
         raise UserError(
-            f"models of an ensemble must tell classes apart, and the targets of data={source.name} are none; "
-            "use data with integer targets."
+            f"an ensemble needs targets that are classes, and those of data={source.name} are not; use other data."
         )
     shape, classes = source.input_shape, source.num_classes
     if config.executor == "auto":
@@ -167,8 +166,7 @@ def _run(
     right = torch.cat(targets)
     if bool((right == IGNORED).all()):
         raise UserError(
-            f"every test sample has the target {IGNORED}, which is no class, so no accuracy can be measured; give data "
-            "with classes as targets."
+            f"every test sample has the target {IGNORED}, which is no class; give data with classes as targets."
         )
     return torch.cat(found, 1).numpy(), right.numpy(), len(right) / seconds
 

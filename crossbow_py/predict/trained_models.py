@@ -96,8 +96,7 @@ def _check_target(model: TrainedModel, group: str, targets: Sequence[str]) -> No
     for key, target in named_targets(group, getattr(model.config, group)).items():
         if target not in targets:
             raise UserError(
-                f"models: {model.file.parent} names {key}={target}, code that would be run; if it is yours, allow it "
-                f"by targets=[{target}]."
+                f"models: {model.file.parent} names {key}={target}, code to run; to allow it, add targets=[{target}]."
             )
 
 

@@ -121,8 +121,7 @@ class SearchRun:
         has_results = any((folder.path / name).exists() for name in (SEARCH_FILE, TRIALS_FOLDER))
         if has_results and not self.study.exists():
             raise UserError(
-                f"{folder.path} holds results, and {shown_address(self._address)} holds no search; restore the latter, "
-                "or begin anew in another output_dir."
+                f"{folder.path} holds results, and {shown_address(self._address)} holds no search; restore it."
             )
         self.study.open({**own, "precision": self.choices.precision.name}, defaults_of(own))
         known = {trial: len(bracket.epochs) for bracket in brackets for trial in bracket.trials}
@@ -217,8 +216,7 @@ class SearchRun:
             keys = [each.key for each in config.parsed_space.parameters if each.key.startswith("data.")]
             if keys:
                 raise UserError(
-                    f"space: {keys[0]} can be searched for images that live on the device, and data={config.data.NAME} "
-                    "is streamed: all trials share its samples; leave it out."
+                    f"space: {keys[0]} is not for streamed data={config.data.NAME}, as trials share it; leave it out."
                 )
             feed_of = partial(feed, source.train, augmentation=source.augmentation)
         return SearchData(
@@ -425,10 +423,7 @@ def maximizes(config: SearchConfig, metrics: Mapping[str, Metric]) -> bool:
     own = metrics.get(config.metric) or metrics.get(config.metric.partition("/")[0])
     greater = getattr(own, "higher_is_better", None) if config.maximize is None else config.maximize
     if not isinstance(greater, bool):
-        raise UserError(
-            f"metric={config.metric} does not say whether greater values are better; set maximize=true or "
-            "maximize=false."
-        )
+        raise UserError(f"metric={config.metric} does not say whether greater is better; set maximize=true or false.")
     return greater
 
 

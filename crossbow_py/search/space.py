@@ -148,8 +148,7 @@ class Space:
             never = [key for key, allowed in own.items() if not allowed]
             if never:
                 raise UserError(
-                    f"space: {parameter.key} never exists, as its conditions want different values of "
-                    f"{never[0]} at once; change one of them."
+                    f"space: {parameter.key} never exists: its conditions want several values of {never[0]}; drop one."
                 )
             required[parameter.key] = own
         return required
@@ -333,10 +332,7 @@ class Parameter:
             return self.num
         step = self._grid_step()
         if step is None:
-            raise UserError(
-                f"space: {self.key} must have num, step or choices for a grid, got none of them; say how many points "
-                "by num, or take another sampler."
-            )
+            raise UserError(f"space: {self.key} must have num, step or choices for a grid, got none of them; set num.")
         low, high = self._ends()
         return int((_exactly(high) - _exactly(low)) / _exactly(step)) + 1
 
@@ -407,8 +403,7 @@ class Parameter:
             )
         if self.low >= self.high:
             raise self._refuse(
-                f"has an empty range: low must be less than high, got low {self.low} and high {self.high}; "
-                "raise high, or set the value itself instead of searching it"
+                f"has an empty range: low must be less than high, got low {self.low} and high {self.high}; raise high"
             )
         if self.log and self.low <= 0:
             raise self._refuse(f"must have low greater than 0 where log is true, got {self.low}; raise it or drop log")
@@ -421,10 +416,7 @@ class Parameter:
             raise self._refuse(f"must have step or {other}, got both; leave one out")
         whole, rest = divmod(_exactly(high) - _exactly(low), _exactly(step))
         if whole > _MOST:
-            raise self._refuse(
-                f"must have at most {_MOST} steps, got steps of {step} from {low} to {high}; "
-                "raise step, or leave it out"
-            )
+            raise self._refuse(f"must have at most {_MOST} steps, got steps of {step} from {low} to {high}; raise step")
         if rest:
             nearest = _exactly(low) + max(whole, 1) * _exactly(step)
             raise self._refuse(
@@ -447,8 +439,7 @@ def parse_parameter(key: str, plain: Any) -> Parameter:
         plain = {"choices": plain}
     if not isinstance(plain, Mapping):
         raise UserError(
-            f"space: {key} must be {{low, high}}, {{choices}} or a list of choices, got {plain!r}; write a list of the "
-            "values to try, even of one."
+            f"space: {key} must be {{low, high}}, {{choices}} or a list of choices, got {plain!r}; write a list."
         )
     for name in plain:
         if name not in FIELDS:
@@ -463,8 +454,7 @@ def parse_parameter(key: str, plain: Any) -> Parameter:
         plain = {**plain, "choices": choices}
     if choices is not None and not _are_plain(choices):
         raise UserError(
-            f"space: {key}.choices must be a list of {_PLAIN}, or lists of them, got {choices!r}; "
-            "write such values as [a, b]."
+            f"space: {key}.choices must be a list of {_PLAIN}, or lists of them, got {choices!r}; write [a, b]."
         )
     return Parameter(key=key, lists=lists, **{**plain, "when": _conditions(key, plain.get("when"))})
 
@@ -482,8 +472,7 @@ def _conditions(key: str, plain: Any) -> Conditions:
         return ()
     if not isinstance(plain, Mapping) or not plain:
         raise UserError(
-            f"space: {key}.when must be a mapping from another key to its values, got {plain!r}; "
-            "write when: {KEY: [VALUE]}."
+            f"space: {key}.when must be a mapping from another key to values, got {plain!r}; write {{KEY: [VALUE]}}."
         )
     conditions = [(other, tuple(v) if isinstance(v, list | tuple) else (v,)) for other, v in plain.items()]
     for other, allowed in conditions:

@@ -99,8 +99,7 @@ class Sampling:
             if self._target is None or isinstance(error, UserError):
                 raise
             raise UserError(
-                f"sampler={self._name} failed with {one_line(error)} when it sampled trial {trial}; correct it, or "
-                "take another sampler."
+                f"sampler={self._name} failed with {one_line(error)} when it sampled trial {trial}; correct it."
             ) from error
         attributes, own = {"trial": trial}, asked.distributions
         return create_trial(state=TrialState.RUNNING, params=asked.params, distributions=own, user_attrs=attributes)
@@ -146,13 +145,11 @@ class Sampling:
             found = self._target(seed=seed)
         except Exception as error:  # of the user's
             raise UserError(
-                f"sampler={self._name} called with seed={seed} failed with {one_line(error)}; name a class or a "
-                "function that takes a seed and gives one of Optuna's samplers."
+                f"sampler={self._name} called with seed={seed} failed with {one_line(error)}; name what takes a seed."
             ) from error
         if not isinstance(found, BaseSampler):
             raise UserError(
-                f"sampler={self._name} must give one of Optuna's samplers, got {type(found).__name__}; derive it from "
-                "optuna.samplers.BaseSampler."
+                f"sampler={self._name} must give a sampler of Optuna, got {type(found).__name__}; derive it from one."
             )
         return found
 

@@ -226,8 +226,7 @@ def _server_at(storage: str) -> SplitResult:
         if parts.hostname and parts.port != 0:
             return parts
     raise UserError(
-        f"storage must name a host and, if need be, its port, got {shown_address(storage)!r}; write it as "
-        f"{parts.scheme}://HOST:PORT."
+        f"storage must name a host and a port, got {shown_address(storage)!r}; write {parts.scheme}://HOST:PORT."
     )
 
 
@@ -266,8 +265,7 @@ def _open_database(storage: str) -> BaseStorage:
         if url.get_backend_name() == "sqlite":
             if url.database in (None, "", ":memory:"):
                 raise UserError(
-                    f"storage={storage} is a data base in memory, which ends with the process; give a file, as "
-                    "sqlite:///PATH."
+                    f"storage={storage} is a data base in memory, which ends with the process; give sqlite:///PATH."
                 )
             _require_file(Path(url.database), _SQLITE_BEGIN, "SQLite data base")
         opened = RDBStorage(storage, {"connect_args": _connect_args(url, driver)})
@@ -279,8 +277,8 @@ def _open_database(storage: str) -> BaseStorage:
         ) from error
     except (ArgumentError, ValueError) as error:
         raise UserError(
-            f"storage is no URL of a data base: {shown_address(storage)!r} ({error}); write it as sqlite:///PATH or "
-            "postgresql://USER@HOST/NAME."
+            f"storage is no URL of a data base: {shown_address(storage)!r} ({error}); "
+            "write it as sqlite:///PATH or postgresql://USER@HOST/NAME."
         ) from error
     if url.get_backend_name() == "sqlite":
         _lock_whole_transactions(opened.engine)

@@ -68,7 +68,6 @@ def _listener_of(path: str) -> Listener:
         ) from error
     if not isinstance(listener, Listener):
         raise UserError(
-            f"listeners={path} must make a crossbow_py.Listener, got {type(listener).__name__}; name a class derived "
-            "from it, or a function that returns one."
+            f"listeners={path} must make a crossbow_py.Listener, got {type(listener).__name__}; name a subclass."
         )
     return listener

@@ -250,9 +250,9 @@ def test_programs_are_kept_for_the_last_shapes_alone_and_made_anew_for_others(ex
         ("runs/five", {}, r"must be nn.Modules, got str; give crossbow_py.load_models\('runs/five'\)"),
         ([Path("runs/five")], {}, r"must be nn.Modules, got \w+; give crossbow_py.load_models\('runs/five'\)"),
         ([nn.Linear(4, 3)], {"executor": "fast"}, "must be auto, serial, threads, fused, .*, streams, got"),
-        ([nn.Linear(4, 3), nn.Linear(4, 2)], {}, r"the same classes, got models of \[2, 3\] classes"),
+        ([nn.Linear(4, 3), nn.Linear(4, 2)], {}, r"the same classes, got \[2, 3\]"),
         ([nn.Linear(4, 3), nn.Linear(5, 3)], {}, "does not go through a model of the ensemble"),
-        ([nn.Sequential(nn.Linear(4, 3), nn.Flatten(0))], {}, r"scores of classes \[B, classes\], got a tensor \[6\]"),
+        ([nn.Sequential(nn.Linear(4, 3), nn.Flatten(0))], {}, r"scores \[B, classes\], got a tensor \[6\]"),
         ([nn.LSTM(4, 3)], {}, "got tuple for 2 inputs"),
     ],
 )
