@@ -16,9 +16,7 @@ from crossbow_py.telemetry.loggers.wandb_logger import WandbTracker
 
 LoggerName = Literal["tensorboard", "mlflow", "wandb"]
 TENSORBOARD: LoggerName = "tensorboard"
-_TRACKERS: Mapping[str, type[MLflowTracker | WandbTracker]] = {
-    each.KEY: each for each in (MLflowTracker, WandbTracker)
-}
+_TRACKERS: Mapping[str, type[MLflowTracker | WandbTracker]] = {each.KEY: each for each in (MLflowTracker, WandbTracker)}
 
 
 def check_loggers(names: object) -> None:
