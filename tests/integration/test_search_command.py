@@ -7,7 +7,6 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from crossbow_py.predict.trained_models import load_models
 from crossbow_py.search import __main__ as search_module
-from crossbow_py.search import build
 from crossbow_py.search.build import SearchRun
 from crossbow_py.search.events import TrialRecord
 from crossbow_py.search.packs import trial_registry
@@ -147,34 +145,6 @@ def test_second_ctrl_c_ends_at_once_and_says_where_the_search_goes_on(
     assert segments() == [(0, 0)]
     assert search_digits() == 0
     assert len(segments()) == 4
-
-
-@pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize(("num_signals", "num_others"), [(1, 0), (1, 1), (2, 1)])  # the second is raised at once
-def test_worker_that_ends_early_tells_its_listeners_how_many_others_still_search(
-    num_signals: int, num_others: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    others: list[study.SharedStudy] = []
-    told: list[int] = []
-
-    def shared(*given: Any, **named: Any) -> study.SharedStudy:
-        others.extend(study.SharedStudy(*given, **{**named, "worker": "other"}) for _ in range(num_others))
-        return study.SharedStudy(*given, **named)
-
-    def on_trials(_: SearchFile, trials: tuple[TrialRecord, ...]) -> None:
-        if any(trial.values for trial in trials):
-            for other in others:
-                other.join()
-            for _ in range(num_signals):
-                signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(build, "SharedStudy", shared)
-    monkeypatch.setattr(SearchFile, "on_trials", on_trials)
-    monkeypatch.setattr(SearchFile, "on_leave", lambda _, num_others: told.append(num_others))
-    assert search_digits() == EXIT_INTERRUPTED
-    assert told == [num_others]
-    for other in others:
-        other.close()
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -85,35 +85,6 @@ def test_metric_of_ones_own_decides_which_trials_go_on(maximize: bool) -> None:
 
 
 @pytest.mark.usefixtures("packs_of_three")
-def test_batch_sizes_in_the_space_train_in_packs_of_their_own_as_they_would_alone() -> None:
-    space = ["space.batch_size=[16,64]", "space.optimizer.learning_rate=[0.02,0.2]", "metric=loss"]
-    assert main([*MLP, *GRID, *space, "output_dir=packed"]) == 0
-    assert main([*MLP, *GRID, *space, *ALONE, "output_dir=alone"]) == 0
-    for trial, own in values("alone").items():
-        assert values("packed")[trial] == pytest.approx(own, rel=1e-4)
-    assert len({own["1"] for own in values("alone").values()}) == 4
-
-
-@pytest.mark.usefixtures("packs_of_three")
-@pytest.mark.parametrize(
-    "space",
-    [
-        ["space.data.crop_padding=[0,2]", "space.data.flip=[true,false]"],
-        ["space.data.random_erasing=[0.0,0.5]", "space.data.flip=[true,alternating]"],
-    ],
-)
-def test_augmentation_in_the_space_is_each_trials_own(space: list[str]) -> None:
-    images = [*IMAGES, "data.shape=[3,8,8]", "model=mlp", "model.hidden=[16]", "max_epochs=2", "metric=loss"]
-    assert main([*GRID, *images, *space, "space.seed=[5]"]) == 0
-    assert len({trial["value"] for trial in trials()}) == 4
-    assert trained_by_command()["validation_loss"] == pytest.approx(report()["best"]["value"], rel=1e-4)
-    plain = {"data.crop_padding": 0, "data.flip": False, "seed": 5}
-    if plain in (tried := [trial["params"] for trial in trials()]):
-        assert main([*GRID, *images, "space.seed=[5]", "output_dir=plain"]) == 0
-        assert report("plain")["best"]["value"] == pytest.approx(trials()[tried.index(plain)]["value"], rel=1e-4)
-
-
-@pytest.mark.usefixtures("packs_of_three")
 def test_dropout_in_the_space_is_each_trials_own() -> None:
     options = [*IMAGES, "data.shape=[1,28,28]", "model=lenet", "optimizer.learning_rate=0.01", "metric=loss"]
     rates = "space.model.dropout=[0.1,0.5,0.9]"

@@ -113,13 +113,6 @@ def test_weights_are_copied_and_no_room_is_made_for_training():
     assert not before.requires_grad
 
 
-def test_members_are_the_callers_own():
-    ensemble, batch = Ensemble(seeded(mlp, 2), executor="fused", device="cpu"), torch.randn(2, 12)
-    first = ensemble.members(batch)
-    first.zero_()
-    assert ensemble.members(batch).sum() == pytest.approx(4)
-
-
 def test_models_that_cannot_be_fused_run_by_auto_with_a_note_and_are_refused_by_fused():
     class Branching(nn.Linear):
         def forward(self, x):
@@ -179,29 +172,6 @@ def test_closing_ends_the_threads_and_the_ensemble_may_be_used_again(executor, t
         assert prediction_threads()
         ensemble.close()
         assert not prediction_threads()
-
-
-def test_fused_threads_runs_a_graph_a_core_side_by_side_with_one_intra_op_thread_each(monkeypatch, three_cores):
-    all_run, seen = threading.Barrier(3), []
-
-    def watched(run, inputs):
-        def meet(batch):
-            all_run.wait(30)  # breaks unless the groups run at the same time
-            found = run(batch)
-            seen.append((threading.get_ident(), torch.get_num_threads(), len(found)))
-            return found
-
-        return meet
-
-    monkeypatch.setattr(predictors, "recorded", watched)
-    batch = torch.randn(2, 12)
-    with Ensemble(seeded(mlp, 7), executor="fused_threads", device="cpu") as ensemble:
-        ensemble.predict(batch)
-        seen.clear()
-        ensemble.predict(batch)
-    assert sorted(rows for _, _, rows in seen) == [2, 2, 3]
-    assert {number for _, number, _ in seen} == {1}
-    assert len({ident for ident, _, _ in seen} - {threading.get_ident()}) == 3
 
 
 def test_executor_of_no_such_name_is_refused_with_those_there_are():
@@ -309,21 +279,3 @@ def test_models_share_a_bank_only_where_one_program_serves_them():
         ["linear", "again", "frozen"], ["scaled", "alike"], ["tensor", "tensor too"], ["drops", "drops more"],
     ]  # fmt: skip
     assert sorted(itertools.chain(*groups)) == sorted(names)
-
-
-def test_fused_on_several_cores_takes_the_faster_number_of_threads_and_leaves_the_callers(monkeypatch):
-    models, batch, asked = seeded(mlp, 3), torch.randn(2, 12), []
-
-    def take_one(runs):
-        asked.append(list(runs))
-        return 1
-
-    monkeypatch.setattr(predictors, "fastest", take_one)
-    torch.set_num_threads(2)
-    try:
-        ensemble = Ensemble(models, executor="fused", device="cpu")
-        assert_as_by_hand(ensemble, models, batch)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(1)
-    assert asked == [[1, 2]]

@@ -106,61 +106,6 @@ def made(device):
     return Captures("streams", [], device)
 
 
-def test_function_is_warmed_up_then_captured_and_every_call_waits_for_the_last_of_any_graph():
-    device = Device()
-    captures = made(device)
-    double, triple = (captures.captured(lambda x, n=n: n * x, torch.ones(2)) for n in (2, 3))
-    assert [entry for entry in device.log if not entry.startswith("caller")][:6] == [
-        "s0 wait caller#1", "s0 wait None", "s0 run the models", "s0 run the models", "host wait all",
-        "s0 capture the models in 1",
-    ]  # fmt: skip
-    device.log.clear()
-    for run, factor in ((double, 2), (triple, 3), (double, 2)):
-        batch = torch.randn(2)
-        first = run(batch)
-        assert torch.equal(first, factor * batch)
-        run(batch + 1)
-        assert torch.equal(first, factor * batch)  # the caller's own
-    assert device.log[:6] == [
-        "caller wait None", "caller replay the models in 1", "caller record caller#3",
-        "caller wait caller#3", "caller replay the models in 1", "caller record caller#4",
-    ]  # fmt: skip
-    assert device.log[6] == "caller wait caller#4"  # the other graph, for the same event
-
-
-def test_graphs_share_a_pool_which_is_another_one_when_the_last_has_gone():
-    device = Device()
-    captures = made(device)
-    runs = [captures.captured(lambda x: x + 1, torch.ones(size)) for size in (1, 2)]
-    for run in runs:
-        captures.release(run)
-    captures.captured(lambda x: x + 1, torch.ones(3))
-    assert [entry for entry in device.log if "capture" in entry] == [
-        f"s0 capture the models in {pool}" for pool in (1, 1, 2)
-    ]
-    gone = device.log.index("release the models in 1")
-    assert device.log[gone - 1].startswith("host wait")  # until it has run
-
-
-def test_function_that_draws_is_no_graph_and_keeps_its_place_in_the_order():
-    device = Device()
-    captures = made(device)
-    run = captures.captured(lambda x: x + torch.rand(()), torch.ones(1))
-    assert captures.notes == [
-        "executor=streams predicts without CUDA graphs, which is slower, because the models draw random numbers."
-    ]
-    assert not any("capture" in entry for entry in device.log)
-    device.log.clear()
-    assert run(torch.ones(1)) != run(torch.ones(1))
-    assert device.log == [
-        "caller wait None",
-        "caller record caller#2",
-        "caller wait caller#2",
-        "caller record caller#3",
-    ]
-    captures.release(run)
-
-
 def test_what_no_graph_can_hold_is_the_users_to_know_and_want_of_memory_is_not():
     device = Device()
     captures = made(device)
@@ -175,15 +120,3 @@ def test_what_no_graph_can_hold_is_the_users_to_know_and_want_of_memory_is_not()
         captures.captured(lambda x: x, torch.ones(1))
     device.error = None
     assert isinstance(captures.captured(lambda x: x, torch.ones(1)), CapturedRun)
-
-
-def test_where_nothing_is_captured_calls_run_as_they_are_and_in_order(monkeypatch):
-    monkeypatch.setenv("CROSSBOW_GRAPHS", "0")
-    device = Device()
-    captures = made(device)
-    run, _ = (captures.captured(lambda x: 3 * x, torch.ones(size)) for size in (2, 4))
-    assert run(torch.ones(2)).tolist() == [3.0, 3.0]
-    assert captures.notes == [
-        "executor=streams predicts without CUDA graphs, which is slower, because CROSSBOW_GRAPHS is 0."
-    ]
-    assert not any("capture" in entry for entry in device.log)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from crossbow_py.core.errors import DeviceLostError, UserError
 from crossbow_py.core.file_locks import locked
@@ -121,22 +120,6 @@ def test_best_trial_is_the_one_that_is_known_once_no_other_worker_writes(kept: K
         known.append(replace(leader, value=0.5))
     other.join(10)
     assert found[0][0].value == 0.5
-
-
-def test_best_trial_is_tested_with_as_many_samples_as_memory_holds(kept: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluate, sizes = Evaluator.evaluate, []
-    ample, _ = kept("seed: 1\n")
-
-    def short(evaluator: Evaluator, *args: Any) -> Any:
-        sizes.append(evaluator.batch_size)
-        if evaluator.batch_size > 8:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return evaluate(evaluator, *args)
-
-    monkeypatch.setattr(Evaluator, "evaluate", short)
-    found, _ = kept("seed: 1\n")
-    assert sizes == [256, 128, 64, 32, 16, 8]
-    assert (found.test_accuracy, found.test_loss) == (ample.test_accuracy, pytest.approx(ample.test_loss))
 
 
 @pytest.mark.parametrize(

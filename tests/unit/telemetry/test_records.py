@@ -94,15 +94,6 @@ def test_confusion_matrices_are_files_that_a_fresh_run_removes_and_a_resumed_one
     assert list(tmp_path.glob("*.csv")) == []
 
 
-def test_summary_has_the_figures_of_every_class(tmp_path: Path, events: Any) -> None:
-    figures = ClassCounts(np.array([[1, 0, 0], [0, 0, 0]])).figures()
-    RunRecords(tmp_path, None).on_end(events.summary(per_class=figures))
-    assert read_summary(tmp_path)["per_class"] == [
-        {"name": "0", "precision": 1.0, "recall": 1.0, "f1": 1.0, "support": 1, "iou": None},
-        {"name": "1", "precision": None, "recall": None, "f1": None, "support": 0, "iou": None},
-    ]
-
-
 def test_file_listeners_through_a_run_leave_the_files_of_the_run(tmp_path: Path, events: Any) -> None:
     (tmp_path / "config.yaml").write_text("seed: 0\n")
     listeners = file_listeners(tmp_path, None)

@@ -139,12 +139,6 @@ def test_gpu_is_found_by_its_uuid_with_and_without_the_prefix() -> None:
         assert monitor.warning is None
 
 
-def test_gpu_without_a_power_sensor_has_the_other_quantities() -> None:
-    monitor, found = gpus(FakeNvml("power"))
-    assert found == {tag: value for tag, value in GPU.items() if tag != "gpu/0/power_w"}
-    assert monitor.warning is None
-
-
 def test_monitor_without_a_driver_warns_and_has_no_gpus() -> None:
     nvml = FakeNvml("init")
     monitor, found = gpus(nvml)

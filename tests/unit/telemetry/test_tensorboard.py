@@ -7,13 +7,11 @@ import resource
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS
 from tensorboard.plugins.hparams.metadata import (
     EXPERIMENT_TAG,
@@ -27,7 +25,6 @@ from tensorboard.summary.writer import event_file_writer
 from crossbow_py.telemetry.class_counts import ClassCounts, markdown_table
 from crossbow_py.telemetry.confusion_picture import confusion_picture
 from crossbow_py.telemetry.events import Predictions
-from crossbow_py.telemetry.rank_pace import RankPace
 from crossbow_py.telemetry.system import SystemMonitor
 from crossbow_py.telemetry.tensorboard import NodeScalars, TensorBoardScalars
 from tests.event_files import read_events
@@ -61,21 +58,6 @@ def test_scalars_of_an_epoch_are_tagged_and_placed_at_samples_seen(tmp_path: Pat
     assert set(read.Tags()["scalars"]) == {*expected, "learning_rate"}
     for tag, value in expected.items():
         assert [(event.step, event.value) for event in read.Scalars(tag)] == [(1000, value)]
-
-
-def test_values_of_a_point_are_one_event(tmp_path: Path, events: Any) -> None:
-    paces = tuple(RankPace(rank, "host", 100.0 + rank, 320.0, None, 0.0, 0.1) for rank in range(8))
-    with writing(tmp_path, events, info={"num_devices": 8}, new_monitor=lambda: SystemMonitor(nvml=None)) as scalars:
-        scalars.on_progress(events.progress(500, ranks=paces))
-    points = [
-        [value.tag for value in event.summary.value]
-        for path in tmp_path.glob("events.*")
-        for event in EventFileLoader(str(path)).Load()
-        if event.step == 500
-    ]
-    machine, training, ranks = points  # a sample of the machine, and the point of the curves
-    assert "system/process_memory_gib" in machine and "loss/train" in training
-    assert {f"rank/{rank}/step_ms" for rank in range(8)} < set(ranks) and len(ranks) == 1 + 8 * 4
 
 
 def test_scalars_of_a_run_with_validation_data_are_named_so_and_not_finite_ones_left_out(
@@ -152,17 +134,6 @@ def test_progress_brings_scalars_of_the_machine_into_the_same_event_file(tmp_pat
     assert _points(tmp_path, "system/process_memory_gib") == [(0, 3.0), (500, 3.0), (1000, 3.0)]
     assert len(list(tmp_path.iterdir())) == 1
     assert monitor.closed == 1
-
-
-def test_notes_of_the_scalars_are_what_keeps_a_gpu_from_being_watched(tmp_path: Path, events: Any) -> None:
-    nobodys = ("GPU-00000000-0000-0000-0000-000000000000",)
-    scalars = TensorBoardScalars(tmp_path, None, new_monitor=partial(SystemMonitor, nobodys))
-    assert scalars.take_notes() == []
-    scalars.on_start(events.run_info())
-    (note,) = scalars.take_notes()
-    assert "telemetry" in note
-    assert scalars.take_notes() == []
-    scalars.close()
 
 
 def test_hyper_parameters_of_a_run_are_there_from_its_start_and_how_it_ended_at_its_end(

@@ -16,7 +16,6 @@ from crossbow_py.search.report.console import (
     SearchConsole,
     choose_rows,
     final_lines,
-    header_lines,
     live_table,
 )
 from crossbow_py.telemetry.screen import Screen
@@ -113,16 +112,6 @@ def test_final_lines_of_a_best_that_was_stopped_short_say_how_to_train_it_to_its
     assert "                 as far as it came here; without max_rounds to its end, 4 epochs" in lines
     assert "  model          its files are not in this folder" in lines
     assert not any("max_rounds" in line for line in final_lines(searched.summary()))
-
-
-def test_header_says_what_is_searched_how_and_where(searched: Any) -> None:
-    assert header_lines(searched.info(output_dir="runs/x")) == [
-        "search_digits: 4 trials on digits, random sampling, successive_halving in 1 bracket, measured at 1, 2 and 4 "
-        "epochs",
-        "greatest validation accuracy wins · packing signature · cpu · fp32 · seed 0 · worker host:1",
-        "storage journal:search.journal",
-        "writing to runs/x",
-    ]
 
 
 def test_final_lines_name_the_best_its_command_and_where_the_time_went(tmp_path: Path, searched: Any) -> None:

@@ -357,23 +357,6 @@ def test_worker_that_joins_watches_an_old_lease_before_it_takes_anything(address
     assert new.num_searchers() == 1 and new.claim(SEGMENTS[:1]) == SEGMENTS[:1]
 
 
-def test_workers_whose_clocks_are_years_apart_keep_and_take_segments_in_time(address: str) -> None:
-    behind, ahead = Clock(), Clock()
-    ahead.now += 1e8
-    holder, other = worker(address, "holder", behind), worker(address, "other", ahead)
-    holder.claim(SEGMENTS[:2])
-    for _ in range(5):
-        assert other.claim(SEGMENTS[:2]) == []
-        behind.now += 5.0
-        ahead.now += 5.0
-        assert holder.renew() == []
-    assert other.claim(SEGMENTS[:2]) == []
-    ahead.now += 11.0
-    assert other.claim(SEGMENTS[:1]) == SEGMENTS[:1]
-    behind.now += 11.0  # it wakes up
-    assert holder.renew() == SEGMENTS[:1] and holder.held == (SEGMENTS[1],)
-
-
 def test_worker_that_has_joined_is_counted_before_it_claims(address: str) -> None:
     first, second = worker(address, "first"), worker(address, "second")
     second.join()
@@ -396,10 +379,6 @@ def test_lease_of_a_killed_process_ends_at_once_also_before_it_is_waited_for() -
         os.waitpid(child, 0)
         os.close(read), os.close(write)
     assert unwaited and lease.has_ended and not living(LeaseWatch(), lease, 100.0)
-
-
-def test_lease_of_a_process_whose_number_another_has_now_is_over() -> None:
-    assert replace(Lease.of_this_process(1, 10.0), started="1").has_ended
 
 
 @pytest.mark.parametrize("host", ["another host", ""])

@@ -85,17 +85,6 @@ def test_run_that_goes_on_is_the_same_run_and_a_fresh_one_another(tmp_path: Path
     assert len(runs(client)) == 2
 
 
-def test_second_fit_without_a_folder_goes_on_in_the_run_of_the_first(events: Any, client: Any) -> None:
-    logger = MLflowLogger()
-    for epoch in (1, 2):
-        logger.on_start(events.run_info(samples_seen=1000 * (epoch - 1)))
-        logger.on_epoch(events.epoch_record(epoch))
-        logger.on_end(events.summary(output_dir=None))
-        logger.close()
-    (run,) = runs(client)
-    assert history(client, run, "accuracy/test") == [(1000, 0.75), (2000, 0.75)]
-
-
 def test_changed_parameter_of_a_run_that_goes_on_stays_and_is_told(tmp_path: Path, events: Any, client: Any) -> None:
     record(MLflowLogger(), events, tmp_path, range(1, 2), hyper_parameters={"num_workers": 2})
     logger = MLflowLogger()
