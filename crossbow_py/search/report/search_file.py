@@ -109,7 +109,6 @@ def recorded_summary(
     plain: Mapping[str, Any], info: SearchInfo, trials: tuple[TrialRecord, ...]
 ) -> SearchSummary | None:
     """Return the summary of a search that has ended, from search.json; None if the file has none."""
-    plain = {"loading_time_s": 0.0, **plain}  # which it did not tell apart at first
     known = {field.name for field in dataclasses.fields(SearchSummary)} - {"info", "trials", "best", "notes"}
     best, notes = plain.get("best"), plain.get("notes", [])
     if not known <= plain.keys() or not (best is None or (isinstance(best, dict) and best.keys() == set(_BEST_KEYS))):
