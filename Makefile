@@ -69,13 +69,14 @@ tensorboard: $(STAMP)  ## the curves of all runs, on http://localhost:6006
 	@echo "open http://localhost:6006/#custom_scalars; of more than forty runs none is shown until you press TOGGLE ALL RUNS"
 	$(BIN)/tensorboard --logdir $(LOGDIR) --host localhost
 
-test: setup  ## the tests of the package, and those of CUDA on a simulated device, in minutes
+test: setup  ## what is quick, some forty runs from end to end, and the main ways of CUDA on a simulated device, in minutes
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow' $(addprefix --ignore=,$(MORE_TESTS))
 	$(SIMULATED) -m 'gpu and not slow' $(ON_CUDA)
 
-test-more: setup  ## fuzzing, what pages say, experiments in their short form; and slow tests that no busy machine upsets
+test-more: setup  ## all other tests that no busy machine upsets: fuzzing, pages, experiments in short, and what takes longer
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow' $(MORE_TESTS)
-	$(BIN)/python -m pytest -n 4 --dist load -m 'slow and not long'
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'slow and not long'
+	$(SIMULATED) -m 'gpu and slow and not long' $(ON_CUDA)
 
 test-all: setup $(ZOO_STAMP)  ## everything, also what takes minutes or wants the machine to itself, and models of timm and transformers
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow'

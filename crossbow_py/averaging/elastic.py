@@ -23,7 +23,7 @@ _BETA = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic(PeriodicRule):
-    """Learners and z pull each other with the same force."""
+    """Elastic averaging SGD: learners and z pull each other with the same force, 0.9/K."""
 
     NAME: ClassVar[str] = "elastic"
     LACKS: ClassVar[Mapping[str, str]] = {

@@ -16,7 +16,7 @@ from crossbow_py.core.settings import setting
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(OuterRule):
-    """Plain averaging every `averaging_period` rounds."""
+    """Learners go by themselves for `averaging_period` rounds, then all go on from their mean."""
 
     NAME: ClassVar[str] = "local_sgd"
 

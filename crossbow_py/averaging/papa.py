@@ -22,7 +22,7 @@ from crossbow_py.core.settings import setting
 
 @dataclass(frozen=True, kw_only=True)
 class PAPA(PeriodicRule):
-    """A population that stays near its mean."""
+    """PAPA: replicas stay apart, each pulled a little towards the mean of all."""
 
     NAME: ClassVar[str] = "papa"
     shows_mean: ClassVar[bool] = True

@@ -16,9 +16,8 @@ from crossbow_py.core.printing import print_line
 from crossbow_py.engine.executors import candidates
 from crossbow_py.engine.modules.precision import choose_device, why_no_cuda
 from crossbow_py.engine.trust import Outcome, RememberedOutcomes, in_use
-from crossbow_py.train.ladder.climb import untried
 from crossbow_py.train.ladder.ladder import Ladder, forgotten, line, one_at_a_time
-from crossbow_py.train.ladder.rungs import RUNGS, Rung
+from crossbow_py.train.ladder.rungs import RUNGS, Rung, untried
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,10 +37,10 @@ def answer(config: CheckConfig, rungs: Sequence[Rung] = RUNGS) -> int:
 
         def begin(rung: Rung) -> None:
             if sys.stdout.isatty():  # its outcome is written over it
-                print(f"....  {ladder.title(rung)}", end="\r", flush=True)
+                print(f"....  {rung.title}", end="\r", flush=True)
 
         def tell(rung: Rung, outcome: Outcome, is_known: bool) -> None:
-            shown.append(line(ladder.title(rung), outcome, is_known))
+            shown.append(line(rung.title, outcome, is_known))
             print_line(shown[-1], sys.stdout)
 
         remembered = RememberedOutcomes()

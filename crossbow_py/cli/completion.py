@@ -5,22 +5,20 @@ So a press of Tab starts no Python, of which importing torch alone would take a 
 
 from __future__ import annotations
 
-import importlib
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 
-from crossbow_py.cli.configuration import APPENDED_GROUPS, CommandConfig, compose
+from crossbow_py.cli.commands import CONFIGURED, configuration_of
+from crossbow_py.cli.configuration import APPENDED_GROUPS, CommandConfig, compose, group_options, options_of
 from crossbow_py.cli.flags import FLAGS
-from crossbow_py.cli.help_text import Key, command_keys, group_keys, launcher_keys, launcher_meanings, option_meanings
+from crossbow_py.cli.help_text import Key, command_keys, group_keys, launcher_keys
 from crossbow_py.cli.launchers.words import GROUP as LAUNCHER
+from crossbow_py.cli.launchers.words import LAUNCHERS
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import suggestion
 from crossbow_py.engine.executors import EXECUTORS
 
-# The commands with keys: `crossbow_py.NAME.config` has the configuration class NameConfig. It is looked up by name, so
-# that this module depends on no command.
-_COMMANDS = ("train", "search", "estimate", "predict", "check")
 _REPORT = "crossbow-report"
 _CONFIG = {"config=": "the folder of a run whose recorded configuration is to begin with"}
 _PATHS = ("output_dir", "resume", "init_from", "config", "data.root", "data.folder", "data.cache_dir", "archive")
@@ -77,8 +75,7 @@ _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 def configurations() -> dict[str, type[CommandConfig]]:
     """Return the configuration class of each console script."""
-    found = {name: importlib.import_module(f"crossbow_py.{name}.config") for name in _COMMANDS}
-    return {f"crossbow-{name}": getattr(module, f"{name.capitalize()}Config") for name, module in found.items()}
+    return {f"crossbow-{name}": configuration_of(name) for name in CONFIGURED}
 
 
 def completion_script(shell: str) -> str:
@@ -93,15 +90,15 @@ def words(kind: type[CommandConfig]) -> dict[str, str]:
     """Return every word that may follow a command, with its meaning. A key that takes any value ends in `=`."""
     found = dict(FLAGS)
     if kind.TAKES_RECIPES:
-        options = ((group, *option) for group in APPENDED_GROUPS for option in option_meanings(group, kind).items())
+        options = ((group, *option) for group in APPENDED_GROUPS for option in group_options(group, kind).items())
         for group, name, text in options:
             with suppress(UserError):  # which a recipe for another command raises
                 compose([f"+{group}={name}"], kind)
                 found[f"+{group}={name}"] = text
         found |= _CONFIG if "config=RUN" in kind.USAGE else {}
     for group in kind.GROUPS:
-        found |= {f"{group}={name}": text for name, text in option_meanings(group, kind).items()}
-    found |= {f"{LAUNCHER}={name}": text for name, text in launcher_meanings().items()}
+        found |= {f"{group}={name}": text for name, text in group_options(group, kind).items()}
+    found |= {f"{LAUNCHER}={name}": text for name, text in options_of(LAUNCHER, LAUNCHERS).items()}
     grouped = [key for group in kind.GROUPS for key in group_keys(group, kind)]
     for key in [*command_keys(kind), *grouped, *launcher_keys()]:
         found |= {f"{key.name}={value}": key.meaning for value in _values(key)}
@@ -124,7 +121,7 @@ def _for_bash(options: str = "") -> str:
         "paths": "|".join(f"{key}=*" for key in _PATHS),
         "report": _REPORT,
         "options": options,
-        "names": " ".join([*(f"crossbow-{name}" for name in _COMMANDS), _REPORT]),
+        "names": " ".join([*(f"crossbow-{name}" for name in CONFIGURED), _REPORT]),
     }
 
 

@@ -82,6 +82,8 @@ def config_file(name: str, usual: str) -> tuple[Path, str]:
             )
         meant = suggestion(name, {usual, *(path.stem for path in files if path.parent != config_dir())})
         raise UserError(f"--config-name must be a file in a folder of options, got {shown(name)}{meant}")
+    if (config_dir() / f"{name}.yaml").is_file() and name != usual:
+        raise UserError(f"--config-name {name} is the file of another command; write python -m crossbow_py.{name}.")
     if twice := next((path for path in reversed(files) if names.count(path.stem) > 1), None):
         first = files[names.index(twice.stem)]
         raise UserError(
@@ -96,13 +98,18 @@ def option_files(group: str) -> dict[str, Path]:
     return {name: path for folder in reversed(folders) for name, path in _in(folder, group).items()}
 
 
-def check_own_option(group: str, option: str) -> None:
-    """Raise UserError if an option is in two folders, the package's among them, which would be ambiguous."""
-    files = [files[option] for folder in (config_dir(), *own_config_dirs()) if option in (files := _in(folder, group))]
-    if len(files) > 1:
-        names = [str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path) for path in files]
-        first = "an option of the package" if files[0].is_relative_to(config_dir()) else names[0]
-        raise UserError(f"{group} {option} is both {first} and {names[1]}; rename it.")
+def check_own_option(group: str, option: str, registry: Mapping[str, type]) -> None:
+    """Raise UserError for an option of the user in two folders, or with the name of one of the package.
+
+    `registry` has the classes of the group.
+    """
+    files = [files[option] for folder in own_config_dirs() if option in (files := _in(folder, group))]
+    names = [str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path) for path in files]
+    is_ours = option in registry and registry[option].__module__.startswith(f"{PACKAGE.name}.")
+    if is_ours or option in _in(config_dir(), group):
+        names.insert(0, "an option of the package")
+    if len(names) > 1:
+        raise UserError(f"{group} {option} is both {names[0]} and {names[1]}; rename it.")
 
 
 def _in(folder: Path, group: str) -> dict[str, Path]:

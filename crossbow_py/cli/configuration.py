@@ -1,9 +1,11 @@
 """Composing a command's configuration: YAML groups and command-line words, by Hydra, into one frozen dataclass.
 
 Hydra is called through its compose interface inside our own main, so it neither changes folders, nor logs, nor writes a
-`.hydra` folder. Group choices are checked against the option files first. Values are then set even if the option file
-does not list the key, because the settings dataclasses know every key and suggest one for a misspelled one. No
-`DictConfig` leaves this file, and no command is known here: its configuration class says what it takes.
+`.hydra` folder. An option of a group is a registered settings class, with its defaults, or a file. Choices are checked
+first. Values are then set even if a file does not list the key, because the settings dataclasses know every key and
+suggest one for a misspelled one. What a recipe sets beneath a group is for the option that it chooses, and goes with it
+if the command line chooses another. No `DictConfig` leaves this file, and no command is known here: its configuration
+class says what it takes.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
-from omegaconf import ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import GrammarParseError, InterpolationResolutionError, OmegaConfBaseException
 
+from crossbow_py.cli.commands import CONFIGURED, configuration_of
 from crossbow_py.cli.config_files import (
     FILE_ERRORS,
     check_own_option,
@@ -35,6 +39,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.other_names import ELSEWHERE, key_suggestion
 from crossbow_py.core.settings import (
     check_no_group_left_out,
+    defaults_of,
     from_mapping,
     shown,
     suggestion,
@@ -44,6 +49,7 @@ from crossbow_py.core.settings import (
 
 APPENDED_GROUPS = ("experiment", "debug")  # not in the defaults list: chosen with a leading +, in this order
 COMPOSITION_ERRORS = (*PARSING_ERRORS, *FILE_ERRORS)
+_stored: dict[tuple[str, str], type[Any]] = {}  # what Hydra's store of options has, by group and name
 _HYDRAS_OWN = ("default", "basic", None)  # the options of Hydra's own groups, unless a file chooses others
 Registry = Mapping[str, type[Any]]  # the settings class of each option of a group, by name
 
@@ -97,16 +103,14 @@ def group_options(group: str, kind: type[CommandConfig]) -> dict[str, str]:
 
 
 def options_of(group: str, registry: Registry) -> dict[str, str]:
-    """Return the options of a group, each with the first comment line of its file.
-
-    A registered class without a file is an option too, with its default settings.
-    """
+    """Return the options of a group, classes and files, each with the first line of its docstring or comment."""
+    classes = {name: (settings.__doc__ or "").strip().split("\n")[0].rstrip(":") for name, settings in registry.items()}
     files = {name: first_comment(path) for name, path in option_files(group).items()}
-    return dict(sorted({**dict.fromkeys(registry, ""), **files}.items()))
+    return dict(sorted({**classes, **files}.items()))
 
 
 def read_option(group: str, option: str) -> dict[str, Any]:
-    """Return the plain values in an option's file, or just the name of an option without one."""
+    """Return the plain values in an option's file, or the name of a registered class."""
     path = option_files(group).get(option)
     return {"name": option} if path is None else read_yaml(path.resolve())
 
@@ -137,7 +141,7 @@ def settled_words(overrides: Sequence[str], kind: type[CommandConfig]) -> list[s
 
 def _settled_words(parsed: Sequence[Override], kind: type[CommandConfig]) -> list[str]:
     ordered = sorted(parsed, key=lambda override: override.key_or_group == "debug")  # stable: +debug= wins
-    return [text for each in ordered if not _is_laid_over(each, kind) for text in _settled(each, kind)]
+    return [_settled(each, kind) for each in ordered if not _is_laid_over(each, kind)]
 
 
 def _composed(
@@ -304,8 +308,10 @@ def _check_override(override: Override, kind: type[CommandConfig]) -> None:
         return
     value, options = override.value(), group_options(key, kind)
     if not isinstance(value, str) or value not in options:
-        raise UserError(f"unknown {key} {value!r}{suggestion(str(value), options)} --list shows them all.")
-    check_own_option(key, value)
+        is_recipe = isinstance(value, str) and value in option_files("experiment")
+        meant = f"; it is a recipe: +experiment={value}." if is_recipe else suggestion(str(value), options)
+        raise UserError(f"unknown {key} {value!r}{meant} --list shows them all.")
+    check_own_option(key, value, kind.GROUPS.get(key, {}))
     check_plus(text, kind)
 
 
@@ -325,9 +331,9 @@ def _check_experiment(name: str, known: Sequence[str]) -> None:
     plain = read_option("experiment", name)
     _check_no_hydra(f"experiment {name}", plain)
     for key in plain:
-        if key not in (*known, "defaults"):
+        if key not in (*known, "defaults") and (commands := _commands_with(key)):
             raise UserError(
-                f"experiment {name} is for {_commands_with(key)}: it sets {key}, which means nothing here; choose "
+                f"experiment {name} is for {commands}: it sets {key}, which means nothing here; choose "
                 "another experiment, --list shows them."
             )
 
@@ -340,34 +346,40 @@ def _check_command(keys: Iterable[str], known: Sequence[str]) -> None:
 
 
 def _commands_with(key: str) -> str:
-    """Return the first command whose YAML file has the key, or chooses an option of that group; empty for none."""
-    for path in sorted(config_dir().glob("*.yaml"), key=lambda path: (path.stem != "train", path.stem)):
-        plain = read_yaml(path)
-        groups = [next(iter(each)) for each in plain.get("defaults", ()) if isinstance(each, Mapping)]
-        if key in plain or key in groups:
-            return f"python -m crossbow_py.{path.stem}"
-    return ""
+    """Return the first command that has the key; empty for none."""
+    having = (name for name in CONFIGURED if key in configuration_of(name).__dataclass_fields__)
+    return next((f"python -m crossbow_py.{name}" for name in having), "")
 
 
-def _settled(override: Override, kind: type[CommandConfig]) -> list[str]:
-    """Return an override that sets its key even if the option file does not list it: the dataclasses check keys."""
-    text, key = str(override.input_line), override.key_or_group
-    if override.is_delete():
-        return [text]
-    if not _is_group(key, kind):
-        return ["++" + text.lstrip("+")]
-    if str(override.value()) in option_files(key):
-        return [text]
-    return [f"~{key}", f"++{key}.name={override.value()}"]
+def _settled(override: Override, kind: type[CommandConfig]) -> str:
+    """Return an override that sets its key even if the option does not list it: the dataclasses check keys."""
+    text = str(override.input_line)
+    if override.is_delete() or _is_group(override.key_or_group, kind):
+        return text
+    return "++" + text.lstrip("+")
 
 
 @contextmanager
 def searched(kind: type[CommandConfig], config_name: str | None) -> Iterator[tuple[str, list[str]]]:
-    """Initialize Hydra on all folders of options. Yields the file to begin with, and the word that adds the folders."""
+    """Initialize Hydra on all options. Yields the file to begin with, and the word that adds the folders."""
+    _store_classes(kind)
     main, name = (config_dir(), kind.CONF) if config_name is None else config_file(config_name, kind.CONF)
     others = [f"file://{folder}" for folder in (config_dir(), *own_config_dirs()) if folder != main]
     with hydra.initialize_config_dir(str(main), job_name=f"crossbow-{command_of(kind)}", version_base="1.3"):
         yield name, [f"hydra.searchpath={as_override(others)}"] if others else []
+
+
+def _store_classes(kind: type[CommandConfig]) -> None:
+    """Give Hydra the defaults of classes: an option for each registered one, and the command's keys as CONF_keys.
+
+    A file of the same name comes before them.
+    """
+    classes = {(group, name): each for group, registry in kind.GROUPS.items() for name, each in registry.items()}
+    for (group, name), settings in {**classes, ("", f"{kind.CONF}_keys"): kind}.items():
+        if _stored.get((group, name)) is not settings:
+            plain = {key: value for key, value in defaults_of(settings).items() if group or key not in kind.GROUPS}
+            ConfigStore.instance().store(name, {**({"name": name} if group else {}), **plain}, group or None)
+            _stored[group, name] = settings
 
 
 def command_of(kind: type[CommandConfig]) -> str:
@@ -384,9 +396,10 @@ def _compose_plain(
     try:
         with searched(kind, config_name) as (name, folders):
             composed = hydra.compose(name, overrides=[*overrides, *folders], return_hydra_config=True)
-        choices = composed.hydra.runtime.choices
-        with open_dict(composed):
-            del composed["hydra"]
+            choices = composed.hydra.runtime.choices
+            with open_dict(composed):
+                del composed["hydra"]
+                _drop_of_recipes(composed, name, overrides, folders, kind)
         plain = OmegaConf.to_container(composed, resolve=resolve)
     except (InterpolationResolutionError, GrammarParseError) as error:
         problem = one_line_of(error).rstrip(".")
@@ -395,9 +408,28 @@ def _compose_plain(
         _check_no_name_in_a_list(overrides, kind, config_name)
         raise UserError(f"{one_line_of(error).rstrip('.')}; --help explains the keys.") from error
     for group, option in choices.items():
+        if group in kind.GROUPS and option is not None:
+            check_own_option(group, option, kind.GROUPS[group])
         if str(group).startswith("hydra/") and option not in _HYDRAS_OWN:
             _refuse_choice("a file of the configuration", group, option)
     return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
+
+
+def _drop_of_recipes(
+    composed: DictConfig, name: str, overrides: Sequence[str], folders: Sequence[str], kind: type[CommandConfig]
+) -> None:
+    """Take out what recipes set beneath the groups that the command line chooses.
+
+    These groups are what they are without the recipes.
+    """
+    keys = {text: parse(text).key_or_group for text in overrides}
+    chosen = [key for key in keys.values() if key in kind.GROUPS]
+    if not chosen or not any(key in APPENDED_GROUPS for key in keys.values()):
+        return
+    own = [text for text, key in keys.items() if key.split(".")[0] in chosen]
+    alone = hydra.compose(name, overrides=[*own, *folders])
+    for group in chosen:
+        composed[group] = alone.get(group)
 
 
 def _refuse_choice(file: str, group: str, option: object) -> NoReturn:

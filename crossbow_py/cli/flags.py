@@ -1,4 +1,4 @@
-"""The flags of a command line, those of Hydra among them, and a sentence for each flag of Hydra's that is not here."""
+"""The flags of a command line, most of Hydra's among them."""
 
 from __future__ import annotations
 
@@ -29,19 +29,6 @@ _CHOICES = {
     "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
 }
 _TAKE_A_VALUE = ("--completion", "--package", "--config-name", "--config-dir", *_CHOICES)
-# Hydra's other flags, each with what to do instead.
-_INSTEAD = {
-    "--config-path": "the command's own folder always counts: add another one by -cd PATH, and choose a file in it by "
-    "-cn NAME",
-    "-cp": "the command's own folder always counts: add another one by -cd PATH, and choose a file in it by -cn NAME",
-    "--run": "without -m one job runs: leave it out",
-    "-r": "without -m one job runs: leave it out",
-    "--shell-completion": "write --completion with bash, zsh or fish",
-    "-sc": "write --completion with bash, zsh or fish",
-    "--hydra-help": "--help has the flags and keys, and --cfg hydra what is left of Hydra's own configuration",
-    "--version": "--info all begins with Hydra's, and pip show crossbow_py has this package's",
-    "--experimental-rerun": "write config=RUN to run the configuration of a run again",
-}
 
 Given = tuple[str, str | None]  # a flag by its long name, or as it is if there is none of that name; and its value
 
@@ -143,8 +130,6 @@ def _value(name: str, value: str | None, keys: Collection[str]) -> str:
 
 def _unknown(argument: str, keys: Collection[str]) -> UserError:
     name, _, value = argument.partition("=")
-    if name in _INSTEAD:
-        return UserError(f"{name} of Hydra is not taken here; {_INSTEAD[name]}.")
     key = name.lstrip("-").replace("-", "_")
     if key.split(".")[0] in keys:
         return UserError(f"unknown option {argument}; keys have no dashes: write {key}={value or 'VALUE'}.")

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from crossbow_py.cli.config_files import config_dir, read_yaml
-from crossbow_py.cli.configuration import (
-    APPENDED_GROUPS,
-    CommandConfig,
-    Registry,
-    group_options,
-    options_of,
-    read_option,
-)
+from crossbow_py.cli.configuration import APPENDED_GROUPS, CommandConfig, Registry, group_options, options_of
 from crossbow_py.cli.flags import FLAGS
 from crossbow_py.cli.launchers.words import GROUP as LAUNCHER
 from crossbow_py.cli.launchers.words import LAUNCHERS
-from crossbow_py.core.settings import allowed, written
+from crossbow_py.core.settings import allowed, default_of, written
 
 _OF_HYDRA = (
     "  hydra/launcher=NAME and hydra.launcher.KEY=VALUE, with -m: who starts the jobs, for example joblib",
@@ -46,7 +40,7 @@ class Key:
 
 
 def help_text(kind: type[CommandConfig]) -> str:
-    """Return the usage, then every key with its meaning and default, by group, for the configuration class `kind`."""
+    """Return the usage, then every key once with its meaning and default, by group, for the class `kind`."""
     lines = [kind.USAGE, "Further options:"]
     lines += [f"  {name:<18} {meaning}" for name, meaning in FLAGS.items() if name not in kind.USAGE]
     lines += [*_OF_HYDRA, "", "Keys and their defaults:"]
@@ -55,41 +49,22 @@ def help_text(kind: type[CommandConfig]) -> str:
         if field.name in kind.GROUPS:
             lines += ["", f"{field.name}=OPTION: {field.metadata['help']}"]
             lines += [f" OPTION is one of {', '.join(group_options(field.name, kind))}"]
-            lines += map(_key_line, group_keys(field.name, kind))
+            lines += _group_lines(group_keys(field.name, kind))
     lines += ["", f"{LAUNCHER}=OPTION, with -m, and for a search without it: where jobs run, if not here"]
-    lines += [f" OPTION is one of {', '.join(launcher_meanings())}"]
-    return "\n".join([*lines, *map(_key_line, launcher_keys())])
+    lines += [f" OPTION is one of {', '.join(options_of(LAUNCHER, LAUNCHERS))}"]
+    return "\n".join([*lines, *_group_lines(launcher_keys())])
 
 
 def list_text(kind: type[CommandConfig]) -> str:
     """Return the experiments and the options of every group, each with one line of description."""
-    groups = {f"+{group}" if group in APPENDED_GROUPS else group: option_meanings(group, kind)
+    groups = {f"+{group}" if group in APPENDED_GROUPS else group: group_options(group, kind)
               for group in (*APPENDED_GROUPS, *kind.GROUPS)}  # fmt: skip
     blocks = []
-    for group, options in {**groups, LAUNCHER: launcher_meanings()}.items():
+    for group, options in {**groups, LAUNCHER: options_of(LAUNCHER, LAUNCHERS)}.items():
         width = max(map(len, options))
         lines = [f"  {name:<{width}}  {meaning}" for name, meaning in options.items()]
         blocks.append("\n".join([f"{group}=", *lines]))
     return "\n\n".join(blocks)
-
-
-def option_meanings(group: str, kind: type[CommandConfig]) -> dict[str, str]:
-    """Return the options of a group of a command, as `registry_meanings` does."""
-    return registry_meanings(group, kind.GROUPS.get(group, {}))
-
-
-def launcher_meanings() -> dict[str, str]:
-    """Return our own launchers, as `registry_meanings` does."""
-    return registry_meanings(LAUNCHER, LAUNCHERS)
-
-
-def registry_meanings(group: str, registry: Registry) -> dict[str, str]:
-    """Return the options of a group, each with its file's first comment, or the first docstring line of its class."""
-    found = options_of(group, registry)
-    for name in [name for name, comment in found.items() if not comment]:
-        registered = registry.get(read_option(group, name).get("name", ""))
-        found[name] = (registered.__doc__ or "").strip().split("\n")[0].rstrip(":") if registered else ""
-    return found
 
 
 def command_keys(kind: type[CommandConfig]) -> list[Key]:
@@ -133,10 +108,27 @@ def registry_keys(group: str, registry: Registry) -> list[Key]:
 
 
 def _key(owner: type[Any], field: dataclasses.Field[Any], prefix: str = "") -> Key:
-    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    return Key(prefix + field.name, written(default), field.metadata.get("help", ""), allowed(owner, field.name))
+    default, meaning = written(default_of(field)), field.metadata.get("help", "")
+    return Key(prefix + field.name, default, meaning, allowed(owner, field.name))
+
+
+def _group_lines(keys: Sequence[Key]) -> list[str]:
+    """Return a line for every key of a group: its meanings, with the options that have it, and their other defaults."""
+    found: dict[str, list[Key]] = {}
+    for key in keys:
+        found.setdefault(key.name, []).append(key)
+    return [_key_line(dataclasses.replace(same[0], meaning=_meanings(same))) for same in found.values()]
+
+
+def _meanings(same: Sequence[Key]) -> str:
+    """Return the meanings of one key, as `meaning (sgd; adamw: 0.001)`, where the first default is the key's own."""
+    options: dict[str, list[str]] = {}
+    for key in same:
+        other = f": {key.default}" if key.default != same[0].default else ""
+        options.setdefault(key.meaning, []).append(", ".join(key.options) + other)
+    texts = (f"{meaning} ({'; '.join(names)})" if any(names) else meaning for meaning, names in options.items())
+    return "; ".join(texts)
 
 
 def _key_line(key: Key) -> str:
-    options = f" ({', '.join(key.options)})" if key.options else ""
-    return f"  {key.name + '=' + key.default:<35} {key.meaning}{options}"
+    return f"  {key.name + '=' + key.default:<35} {key.meaning}"

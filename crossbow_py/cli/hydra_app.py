@@ -3,12 +3,15 @@
 A launcher is a plugin of Hydra that starts jobs elsewhere: joblib in processes, submitit on a cluster. It gets a job
 for each run of a sweep. Such a job is the run's own command line and nothing else. So a run does there what it does
 alone, and no configuration has to travel.
+
+What Hydra does not promise to keep is used here alone: `hydra._internal.callbacks`, and of the initialized Hydra its
+`config_loader` and `show_info`. Tried with hydra-core 1.3.8, hydra-joblib-launcher 1.2.0 and hydra-submitit-launcher
+1.2.0.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import logging
 import multiprocessing
@@ -31,6 +34,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from crossbow_py.cli.commands import run_command
 from crossbow_py.cli.config_files import one_line_of, write_yaml
 from crossbow_py.cli.configuration import (
     COMPOSITION_ERRORS,
@@ -169,7 +173,7 @@ def run_job(command: str, folder: str, sweep: int, jobs: Sequence[Job], config: 
     name, words = jobs[number]
     print_line(f"run {number + 1} of {len(jobs)}{name}", sys.stdout)
     with contextlib.chdir(folder):
-        return int(importlib.import_module(f"crossbow_py.{command}.__main__").main(words))
+        return run_command(command, words)
 
 
 def end_with_sweep(sweep: int) -> None:

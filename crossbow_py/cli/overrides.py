@@ -30,25 +30,10 @@ _QUOTED_KEY = re.compile(rf"[{{,]\s*(?:{_QUOTED})\s*:", re.DOTALL)
 _PLAIN_TEXT = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[A-Za-z_/][A-Za-z0-9_./]*", re.IGNORECASE)
 # Hydra's interval, and what Optuna and Ray Tune call a range.
 _RANGE = re.compile(r"\+{0,2}(?:space\.)?([\w.]+)=(.*?)(?:interval|uniform)\(([^,()]+),([^,()]+)\)+")
-_SAID = "a run says what it has to say on the terminal and in its console.log"
-_KEPT = "a run's config.yaml holds its whole configuration, and there is no folder .hydra"
-# Hydra's own configuration by its first key, each with what to do instead.
+# What to do in place of the parts of Hydra's own configuration that people look for.
 _INSTEAD = {
     "launcher": "hydra/launcher=NAME goes with -m, on the command line",
     "sweeper": "-m runs every combination, and python -m crossbow_py.search samples trials, compares and stops them",
-    "run": "output_dir=PATH names the folder of a run",
-    "sweep": "with -m, hydra.sweep.dir=PATH and hydra.sweep.subdir=NAME name the folders of runs",
-    "job": "a run stays in the current folder, is called experiment=NAME, and has the variables of its shell",
-    "verbose": _SAID,
-    "job_logging": _SAID,
-    "hydra_logging": _SAID,
-    "output": _KEPT,
-    "output_subdir": _KEPT,
-    "callbacks": "Trainer(callbacks=[...]) takes callbacks, in Python",
-    "searchpath": "-cd PATH adds a folder of options",
-    "mode": "-m runs several jobs",
-    "help": "--help explains every key",
-    "hydra_help": "--help explains every key",
 }
 _TAKEN = "-m, hydra/launcher, hydra.launcher.KEY, hydra.run.dir, hydra.sweep.dir and hydra.sweep.subdir are what counts"
 

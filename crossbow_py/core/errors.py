@@ -181,12 +181,12 @@ def unwritable(path: Path, error: OSError) -> UserError:
 
 
 def without_query_password(text: str) -> str:
-    """Return a text in which the address of a server has no password behind its question mark."""
+    """Return a text in which passwords in the query of a server's address are hidden."""
     return _IN_QUERY.sub(r"\1***", text)
 
 
 def without_secrets(address: str) -> str:
-    """Return the address of a server, or a word with one, without all that is behind :// if a user or a query is."""
+    """Return a server's address, or a text with one, with all behind :// hidden if it has a user or a query."""
     return _SECRETS.sub("***", address)
 
 

@@ -118,8 +118,6 @@ def given_path(key: str, given: str | Path) -> Path:
         raise UserError(f"{key}={shown} is in the home folder of an unknown user; write the whole path.") from error
     names = [os.fsencode(path), *map(os.fsencode, expanded.parts)]
     if len(names[0]) > _LONGEST_PATH or max(map(len, names[1:]), default=0) > _LONGEST_NAME:
-        raise UserError(
-            f"{key} must have names of at most {_LONGEST_NAME} bytes and {_LONGEST_PATH} in all, got {shown!r}; "
-            "choose a shorter one."
-        )
+        rule = f"names of at most {_LONGEST_NAME} bytes and {_LONGEST_PATH} in all"
+        raise UserError(f"{key} must have {rule}, got {shown!r}; choose a shorter one.")
     return expanded

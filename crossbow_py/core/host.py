@@ -83,10 +83,10 @@ def _available(paths: HostPaths) -> int:
 
 def _cpu_quotas(paths: HostPaths) -> Iterator[float]:
     """Yield the CPU quota in cores of every control group above the process that has one and can be read."""
-    said = [_read(folder / "cpu.max").split() for folder in _groups(paths, None)]
+    limits = [_read(folder / "cpu.max").split() for folder in _groups(paths, None)]
     names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-    said += [[_read(folder / name).strip() for name in names] for folder in _groups(paths, "cpu")]
-    for words in said:
+    limits += [[_read(folder / name).strip() for name in names] for folder in _groups(paths, "cpu")]
+    for words in limits:
         time, period = map(_whole, words) if len(words) == 2 else (None, None)
         if time is not None and period is not None and 0 < time < _UNLIMITED and period > 0:
             yield time / period

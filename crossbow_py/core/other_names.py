@@ -1,4 +1,4 @@
-"""What other libraries call our keys: suggestions for the command line and for Python, from one table.
+"""Names that other libraries have for our keys: suggestions for the command line and for Python, from one table.
 
 The names are those of Lightning, Keras, fastai, Hugging Face's `TrainingArguments`, plain PyTorch loops, Optuna and Ray
 Tune. A word that is in no table may still be near to a key of ours by spelling, see `core.settings.suggestion`.

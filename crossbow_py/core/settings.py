@@ -130,15 +130,27 @@ def _names(cls: type) -> set[str]:
 
 def to_mapping(settings: Any) -> dict[str, Any]:
     """Return a settings object as plain values (dict, list, str, int, float, bool, None), nested ones included."""
+    return dict(_plain(settings))
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, type):
-            return f"{value.__module__}.{value.__qualname__}"
-        if isinstance(value, Mapping):
-            return {str(key): plain(item) for key, item in value.items()}
-        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
-    return dict(plain(dataclasses.asdict(settings)))
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Return the default of a field made by `setting`."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def defaults_of(cls: type) -> dict[str, Any]:
+    """Return the defaults of a settings class as plain values. Some classes have none that they would take."""
+    return {field.name: _plain(default_of(field)) for field in dataclasses.fields(cls)}
 
 
 def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, bool | int | float | str]:

@@ -3,7 +3,7 @@
     CROSSBOW_KERNELS=none, or some of update,loss,batches,layers,convolutions    the Triton kernels to use
     CROSSBOW_GRAPHS=0 or 1                                                       whether to capture CUDA graphs
 
-A switch that is set overrides what was found out about the device (`engine/trust.py`). `convolutions` has the way of
+A switch that is set overrides what was found out about the device (`engine/trust/`). `convolutions` has the way of
 each convolution measured, kernels included; `layers` without it runs them as one grouped operator.
 """
 

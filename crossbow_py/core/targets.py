@@ -12,11 +12,6 @@ from typing import Any
 
 from crossbow_py.core.errors import UserError, is_users_code, one_line
 
-# The packages of modules that people name; of other names nobody knows what pip would fetch.
-_PACKAGES = {
-    "PIL": "pillow", "cv2": "opencv-python", "skimage": "scikit-image", "sklearn": "scikit-learn",
-    "streaming": "mosaicml-streaming", "timm": "timm", "torchvision": "torchvision", "yaml": "pyyaml",
-}  # fmt: skip
 _SPELLING = "check the spelling, and that its folder is on PYTHONPATH"
 
 
@@ -61,14 +56,14 @@ def installing(error: Exception) -> str | None:
     """Return the remedy for a module that was not found, None for another error."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return None
-    return f"{_pip_install(error.name)}, or put its folder on PYTHONPATH"
+    return f"{_package_of(error.name)}, or put its folder on PYTHONPATH"
 
 
 def _importing(error: Exception, module: str) -> str:
     """Return the remedy for an error of importing a module."""
     top, missing = module.partition(".")[0], isinstance(error, ModuleNotFoundError) and error.name
     if missing == top:
-        return f"{_SPELLING}; if it is a package, {_pip_install(top) if top in _PACKAGES else 'install that'}"
+        return f"{_SPELLING}; if it is a package, {_package_of(top)}"
     if missing and f"{module}.".startswith(f"{missing}."):
         return _SPELLING
     spec = importlib.util.find_spec(top)
@@ -77,7 +72,6 @@ def _importing(error: Exception, module: str) -> str:
     return installing(error) or f"correct {module}, or what it imports"
 
 
-def _pip_install(module: str) -> str:
-    top = module.partition(".")[0]
-    of_torch = f", of the build that fits torch {version('torch')}" if top == "torchvision" else ""
-    return f"run pip install {_PACKAGES.get(top, top)}{of_torch}"
+def _package_of(module: str) -> str:
+    """Return what to do for a module. Nobody knows what pip would fetch by its name."""
+    return f"install the package that has {module.partition('.')[0]}, in a release that fits torch {version('torch')}"

@@ -115,7 +115,7 @@ def _check_ids(name: str, inputs: Tree, embedding: nn.Embedding, args: tuple[Any
 
 
 def _source(inputs: Tree, ids: Tensor) -> str:
-    """Return of which of several inputs the ids are a part, for a message; nothing if they are made of them."""
+    """Return, for a message, the input of several that the ids are a view of; an empty text if there is none."""
     for path, own in [] if isinstance(inputs, Tensor) else pytree.tree_flatten_with_path(inputs)[0]:
         if isinstance(own, Tensor) and own.untyped_storage().data_ptr() == ids.untyped_storage().data_ptr():
             return f" of inputs{pytree.keystr(path)}"
@@ -123,7 +123,7 @@ def _source(inputs: Tree, ids: Tensor) -> str:
 
 
 def batch_key(inputs: Tree) -> tuple[object, ...]:
-    """Return what tells batches of different forms apart: shapes, dtypes, and how they are put together."""
+    """Return a key of the form of a batch: its shapes and dtypes, and the structure of its tree."""
     if isinstance(inputs, Tensor):
         return inputs.shape, inputs.dtype
     own, form = pytree.tree_flatten(inputs)

@@ -127,10 +127,8 @@ def check_shapes(augmentation: Augmentation, image: Sequence[int], target: Seque
     image. They cannot be cropped: the class beyond the border is unknown.
     """
     if augmentation.active and image[0] > _MOST_CHANNELS >= image[2]:
-        raise UserError(
-            f"{augmentation} are for images [C, H, W], and {list(image)} looks like [H, W, C]; give "
-            "images.permute(0, 3, 1, 2)."
-        )
+        wrong = f"are for images [C, H, W], and {list(image)} looks like [H, W, C]"
+        raise UserError(f"{augmentation} {wrong}; give images.permute(0, 3, 1, 2).")
     if len(target) < 2 or not augmentation.moves_pixels:
         return
     given = f"{augmentation} move images {list(image)}, and targets {list(target)}"
@@ -140,10 +138,7 @@ def check_shapes(augmentation: Augmentation, image: Sequence[int], target: Seque
             "the data set, or give targets [..., H, W] of the images' size, which are flipped with them."
         )
     if augmentation.crop_padding:
-        raise UserError(
-            f"{given} have no values beyond the border, which crops would show; set data.crop_padding=0, or crop "
-            "inside the data set."
-        )
+        raise UserError(f"{given} have no values beyond the border, which crops would show; set data.crop_padding=0.")
 
 
 class PaddedImages:

@@ -160,7 +160,9 @@ def sample_digest(data: Data) -> str | None:
     chosen = torch.linspace(0, len(pair[1]) - 1, min(len(pair[1]), _DIGESTED)).long()
     found = hashlib.blake2b(digest_size=8)
     for leaf in (*leaves(pair[0]), pair[1]):
-        found.update(leaf[chosen.to(leaf.device)].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(
+            leaf[chosen.to(leaf.device)].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
     return found.hexdigest()
 
 
@@ -189,10 +191,8 @@ def check_data(data: Any, what: str) -> None:
         raise UserError(f"{needs}, got {type(data).__name__}; it needs __len__ and __getitem__.")
     count, size = len(data), getattr(data, "size", None)
     if isinstance(data, IterableDataset) and size not in (None, count):
-        raise UserError(
-            f"{what} must have all samples on every rank, got {type(data).__name__}, whose length {count} is one "
-            f"rank's share of {size}; wrap it in a class whose __len__ returns its size."
-        )
+        share = f"{type(data).__name__}, whose length {count} is one rank's share of {size}"
+        raise UserError(f"{what} must have all samples on every rank, got {share}; wrap it in a class of that length.")
     if len(data) == 0:
         raise UserError(f"{what} must hold at least one sample, got none; check its path and filter.")
     _check_item(data, what)
@@ -258,10 +258,10 @@ def take(data: Data, ids: npt.NDArray[np.int64]) -> Data:
         return subset
     index = torch.from_numpy(ids)
 
-    def taken(values: Tensor) -> Tensor:
+    def select(values: Tensor) -> Tensor:
         return values.index_select(0, index.to(values.device))
 
-    return map_tree(taken, pair[0]), taken(pair[1])
+    return map_tree(select, pair[0]), select(pair[1])
 
 
 def split_validation(train: Data, fraction: float) -> tuple[Data, Data | None]:
@@ -291,26 +291,20 @@ def _check_tensors(pair: Pair, what: str) -> None:
     fewest = 2 if isinstance(inputs, Tensor) else 1  # axes: a number a sample is one of several inputs, or a mistake
     for each in leaves(inputs):
         if each.ndim < fewest or targets.ndim < 1:
-            raise UserError(
-                f"{what} must have inputs [N, ...] and targets [N], got shapes {tuple(each.shape)} and "
-                f"{tuple(targets.shape)}; add the missing axis."
-            )
+            shapes = f"{tuple(each.shape)} and {tuple(targets.shape)}"
+            raise UserError(f"{what} must have inputs [N, ...] and targets [N], got shapes {shapes}; add an axis.")
         _check_extents(what, each.shape[1:], targets.shape[1:])
         if len(each) != len(targets) or len(each) == 0:
             remedy = "give it samples" if len(each) == len(targets) else "see that both are of the same samples"
-            raise UserError(
-                f"{what} must have as many inputs as targets and at least one, got {len(each)} and {len(targets)}; "
-                f"{remedy}."
-            )
+            found = f"got {len(each)} and {len(targets)}; {remedy}"
+            raise UserError(f"{what} must have as many inputs as targets and at least one, {found}.")
 
 
 def _check_extents(what: str, *shapes: Sequence[int]) -> None:
     for name, shape in zip(("inputs", "targets"), shapes, strict=True):
         if 0 in shape:
-            raise UserError(
-                f"{what} must have values in every sample, but its {name} are of shape {list(shape)}; look at how they "
-                "are cropped or selected."
-            )
+            rule = f"{what} must have values in every sample, but its {name} are of shape {list(shape)}"
+            raise UserError(f"{rule}; look at how they are cropped or selected.")
 
 
 def _check_item(data: MapStyleDataset, what: str) -> None:
@@ -329,10 +323,8 @@ def _check_item(data: MapStyleDataset, what: str) -> None:
     needs = f"the items of {what} must be (input, target), or mappings with {_TARGET_KEYS[0]}, but item 0 is"
     if isinstance(item, Mapping):
         keys = ", ".join(map(str, list(item)[:8]))
-        raise UserError(
-            f"{needs} a mapping with the keys {keys}; call its target {_TARGET_KEYS[0]}, or wrap the data set in one "
-            "that returns a pair."
-        )
+        remedy = f"call its target {_TARGET_KEYS[0]}, or wrap the data set in one that returns a pair"
+        raise UserError(f"{needs} a mapping with the keys {keys}; {remedy}.")
     size = f" with {len(item)} entries" if isinstance(item, tuple | list) else ""
     raise UserError(f"{needs} of type {type(item).__name__}{size}; return inputs and a target.")
 

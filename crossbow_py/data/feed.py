@@ -79,10 +79,8 @@ class Feed(ABC):
     def __init__(self, num_samples: int, batch_size: int) -> None:
         """Check the batch size. Raises UserError if a batch would be larger than the data set."""
         if not 1 <= batch_size <= num_samples:
-            raise UserError(
-                f"batch_size={batch_size} must be between 1 and the size of the data set, which has {num_samples} "
-                f"samples; choose at most {num_samples}."
-            )
+            has = f"the size of the data set, which has {num_samples} samples; choose at most {num_samples}"
+            raise UserError(f"batch_size={batch_size} must be between 1 and {has}.")
         self.num_samples, self.batch_size = num_samples, batch_size
         self._notes: list[str] = []
 

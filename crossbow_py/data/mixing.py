@@ -30,7 +30,7 @@ _WITH_NEXT = ((slice(1, None), slice(None, -1)), (slice(None, 1), slice(-1, None
 
 
 class Mix(NamedTuple):
-    """How a batch is mixed: λ, and CutMix's rectangle (top, bottom, left, right); None for MixUp."""
+    """The mixture of a batch: λ, and CutMix's rectangle (top, bottom, left, right); None for MixUp."""
 
     share: float
     box: tuple[int, int, int, int] | None
@@ -52,7 +52,7 @@ class Mixing:
     num_classes: int
 
     def draw(self, start: int, extent: tuple[int, int]) -> Mix:
-        """Return how the batch at stream position `start`, of images of `extent` (H, W), is mixed."""
+        """Return the mixture of the batch at stream position `start`, of images of `extent` (H, W)."""
         *words, place = sample_block(self.seed, "mix", 0, start, 0)
         chosen, first, second = ((word >> 11) * 2.0**-53 for word in words)
         cuts = self.cutmix > 0 and (self.mixup == 0 or chosen < 0.5)

@@ -48,10 +48,8 @@ class Normalisation:
     def check_channels(self, channels: int) -> None:
         """Raise UserError unless there is one value per channel or one for all."""
         if len(self.mean) not in (1, channels):
-            raise UserError(
-                f"mean and std must have one value a channel, got {len(self.mean)} for {channels} channels; give as "
-                "many, or one for all."
-            )
+            found = f"got {len(self.mean)} for {channels} channels"
+            raise UserError(f"mean and std must have one value a channel, {found}; give as many, or one for all.")
 
     def apply(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
         """Normalise `inputs` [B, C, ...], uint8 or floating, in float32 at least. Return `dtype`."""

@@ -28,9 +28,7 @@ def epoch_order(seed: int, epoch: int, num_samples: int) -> npt.NDArray[np.int64
     return permutation(seed, "sample order", epoch, num_samples)
 
 
-def weighted_order(
-    seed: int, epoch: int, weights: npt.NDArray[np.float64]
-) -> npt.NDArray[np.int64]:
+def weighted_order(seed: int, epoch: int, weights: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     """Return N draws with replacement, int64 [N], in which sample i has the probability w_i / Σ w, `weights` [N].
 
     A sample of weight 0 is never drawn. As in `torch.utils.data.WeightedRandomSampler`, draws are independent.
@@ -63,9 +61,9 @@ class SampleOrder:
         return weighted_order(self.seed, epoch, self.weights)
 
     def draws(self, ids: npt.NDArray[np.int64], first: int = 0) -> npt.NDArray[np.int64]:
-        """Return by which numbers the augmentation of an epoch's samples, from place `first` on, is drawn.
+        """Return the numbers by which the augmentation of an epoch's samples is drawn; the first is at place `first`.
 
-        That is by sample; or by place, if a sample may come several times, so that each time it looks different.
+        These are the samples, or their places if a sample may come several times, so that each time it looks different.
         """
         return ids if self.weights is None else np.arange(first, first + len(ids), dtype=np.int64)
 

@@ -25,11 +25,6 @@ def stacks_file(rank: int) -> str:
     return f"hang_rank{rank}.txt"
 
 
-def nccl_file(rank: int) -> str:
-    """Return the name of the file with a rank's NCCL operations, as `torchfrtrace --prefix hang_nccl_rank_` reads."""
-    return f"hang_nccl_rank_{rank}"
-
-
 def write_stacks(path: Path, lines: Sequence[str]) -> None:
     """Write lines, and then the names and the stacks of this process's threads. Raises OSError."""
     named = [f"Thread 0x{thread.ident or 0:016x} is {thread.name}" for thread in threading.enumerate()]
@@ -39,15 +34,16 @@ def write_stacks(path: Path, lines: Sequence[str]) -> None:
         faulthandler.dump_traceback(file, all_threads=True)
 
 
-def write_nccl_trace(path: Path) -> None:
-    """Write torch's record of this process's NCCL operations, if this build of torch has one. Raises OSError.
+def write_nccl_trace(folder: Path, rank: int) -> None:
+    """Write torch's record of this process's NCCL operations, as `torchfrtrace --prefix hang_nccl_rank_` reads it.
 
-    It may wait for the device, and keeps Python's lock meanwhile, so that no thread runs.
+    Does nothing if this build of torch has no such record. It may wait for the device, and keeps Python's lock
+    meanwhile, so that no thread runs. Raises OSError.
     """
     dump = getattr(_distributed_c10d, "_dump_nccl_trace", None)
     if dump is not None:
         trace = dump()
-        with open(path, "wb", opener=own_file) as file:
+        with open(folder / f"hang_nccl_rank_{rank}", "wb", opener=own_file) as file:
             file.write(trace)
 
 

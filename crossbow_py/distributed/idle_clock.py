@@ -54,7 +54,7 @@ class IdleClock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Run a block that waits for other ranks, and count what of it was spent on nothing else."""
+        """Run a block that waits for other ranks, and count the time in which no thread computes meanwhile."""
         own = threading.get_ident()
         with self._lock:
             begun_s = self._count()

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from crossbow_py.core.errors import CrossbowError, RankLostError, one_line
+from crossbow_py.core.errors import CrossbowError, RankLostError, UserError, one_line
+from crossbow_py.core.host import prepare_environment, read_host
 from crossbow_py.distributed.collective import Collective, ProcessGroupCollective
 from crossbow_py.distributed.launch import LAUNCHED, end_with_launcher, launched
-from crossbow_py.distributed.place import take_place
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.distributed.watch import RankWatch
@@ -84,7 +84,7 @@ class ProcessGroupRanks(Ranks):
             # A connection of its own, so that a call that blocks does not hold up other threads.
             own = store.clone()  # type: ignore[attr-defined]
             watch = RankWatch(own, self.rank, self.num_ranks, settings.timeout_s)
-            watch.say()  # so that a rank that hangs before its first beat is found, too
+            watch.report()  # so that a rank that hangs before its first beat is found, too
         except Exception as error:
             raise RankLostError(f"not all {self.num_ranks} ranks have joined ({one_line(error)})") from error
         self.watch = watch
@@ -153,6 +153,30 @@ class ProcessGroupRanks(Ranks):
         self.watch.close()
         with suppress(Exception):
             torch.distributed.destroy_process_group()
+
+
+def take_place(index: int, number: int, *, on_gpu: bool) -> None:
+    """Give this process its share of the host's cores as threads and, with `on_gpu`, a GPU as its current device.
+
+    Args:
+        index: the GPU, of those that the process sees.
+        number: the processes that share the host.
+        on_gpu: whether there are GPUs, and they are wanted.
+
+    Raises UserError if the process sees fewer GPUs.
+    """
+    # torchrun sets one thread, unless the user set another number.
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(max(1, read_host().cores // number))
+    if not on_gpu:
+        return
+    prepare_environment()
+    count = torch.cuda.device_count()
+    if index >= count:
+        found = f"there are {number} ranks on this host and {count} GPUs, and each rank needs its own"
+        remedy = f"set --nproc-per-node={count}, as learners and packs share a GPU, or device=cpu"
+        raise UserError(f"{found}; {remedy}.")
+    torch.cuda.set_device(index)
 
 
 @functools.cache

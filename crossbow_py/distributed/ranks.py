@@ -150,8 +150,8 @@ class Ranks:
             CrossbowError: the failure itself, on rank 0 if it is the one that failed.
             RankError: the failure of that rank, on all others.
         """
-        said = "" if failure is None else json.dumps([str(failure), failure.exit_code, type(failure).__name__])
-        found = [(rank, text) for rank, text in enumerate(self.gather_texts(said)) if text]
+        own = "" if failure is None else json.dumps([str(failure), failure.exit_code, type(failure).__name__])
+        found = [(rank, text) for rank, text in enumerate(self.gather_texts(own)) if text]
         if not found:
             return
         rank, (text, exit_code, kind) = found[0][0], json.loads(found[0][1])

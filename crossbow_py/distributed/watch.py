@@ -5,7 +5,7 @@ process is stuck in a collective operation, which only the end of the process in
 
 A rank that has waited for too long first asks the others for their stacks. Each writes those of its own threads, also
 the one that hangs, if its thread still runs; then the ranks that waited record what they know, and end. If in these
-seconds the rank they wait for was only late, all go on.
+seconds the rank they wait for was only late, all go on. NCCL's operations are in torch's own record of them.
 """
 
 from __future__ import annotations
@@ -28,23 +28,14 @@ from typing import Protocol
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from crossbow_py.core.hanging_rank import HangingRank
-from crossbow_py.distributed.hang import (
-    described,
-    innermost,
-    nccl_file,
-    stacks_file,
-    within,
-    write_nccl_trace,
-    write_stacks,
-)
+from crossbow_py.distributed.hang import described, innermost, stacks_file, within, write_nccl_trace, write_stacks
 from crossbow_py.distributed.idle_clock import IdleClock
 
-_SAY_EVERY_S = 1.0
+_REPORT_EVERY_S = 1.0
 _BEATS_MISSED = 4  # after which a rank counts as silent
 _BEATS_TO_JOIN = 3  # of waiting, after which a rank has heard again from one that has waited for too long
-_BEATS_TO_ANSWER = 4  # until a question, and then its answer, have been said and heard
+_BEATS_TO_ANSWER = 4  # until a question, and then its answer, have been sent and heard
 _WRITE_S = 3.0  # for a file, on a disk that may not answer
-EXIT_HANGS = 1
 _REMEDY = "The run goes on from its newest checkpoint when it is started again with resume=auto."
 
 
@@ -57,8 +48,8 @@ class Task(Protocol):
 
 
 @dataclass(frozen=True)
-class Said:
-    """A rank's message.
+class Status:
+    """A rank's message in the store.
 
     Attributes:
         beat: its number.
@@ -66,10 +57,9 @@ class Said:
         waits_s: for how long it has waited for others; None if it does not.
         on_device: whether it waits for its device, on which a sum may wait for others.
         asks: whether it has found that a rank hangs, and asks all for their stacks.
+        answered: whether it has answered that.
         function: where its threads were when it was asked; None before, or if they ran nothing.
-        wrote: whether it has answered that.
         stacks: the file in the run's folder that has its stacks; None if none was written.
-        recorded: whether it has recorded the end of the run, for all.
     """
 
     beat: int
@@ -79,17 +69,16 @@ class Said:
     pid: int
     on_device: bool = False
     asks: bool = False
+    answered: bool = False
     function: str | None = None
-    wrote: bool = False
     stacks: str | None = None
-    recorded: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class Heard:
-    """A rank's last message, when it was heard, and since when its task is the same, on the listener's clock."""
+    """A rank's last status, when it was heard, and since when its task is the same, on the listener's clock."""
 
-    said: Said
+    status: Status
     at_s: float
     same_since_s: float
 
@@ -156,27 +145,25 @@ class RankWatch(Watch):
         super().__init__()
         self._store, self._rank, self._num_ranks, self._timeout_s = store, rank, num_ranks, timeout_s
         self._end, self._clock = end or self._end_process, clock
-        self._every_s = min(_SAY_EVERY_S, timeout_s / 5)
+        self._every_s = min(_REPORT_EVERY_S, timeout_s / 5)
         self._answer_s = _WRITE_S + _BEATS_TO_ANSWER * self._every_s
-        self._since: dict[int, float] = {}
-        self._on_device: set[int] = set()  # threads of `_since` that wait for the device
+        self._waits: dict[int, tuple[float, bool]] = {}  # by thread: since when, and whether for the device
         self._heard: dict[int, Heard] = {}
-        self._answered_s = clock()
+        self._store_answered_s = clock()
         self._beat = 0
-        self._asks = self._answers = self._wrote = self._recorded = False
+        self._asks = self._is_asked = self._answered = False
         self._function: str | None = None
         self._stacks: str | None = None
-        self._said = self._message()  # the newest in the store
-        self._over = threading.Event()
-        self._leaves = threading.Lock()  # a wait, as it ends; this watch, as it closes; or the process
+        self._closed = threading.Event()
+        self._leaves = threading.Lock()  # held by a wait that ends, by `close`, or while the process ends
         self._threads = [
-            threading.Thread(target=self._speak, name="crossbow watch speaks", daemon=True),
-            threading.Thread(target=self._look, name="crossbow watch looks", daemon=True),
+            threading.Thread(target=self._exchange_until_closed, name="crossbow watch reports", daemon=True),
+            threading.Thread(target=self._look_until_closed, name="crossbow watch looks", daemon=True),
         ]
 
     @property
     def is_ending(self) -> bool:
-        return self._asks or self._wrote
+        return self._asks or self._answered
 
     def start(self) -> None:
         for thread in self._threads:
@@ -186,190 +173,62 @@ class RankWatch(Watch):
     @contextmanager
     def waiting(self, on_device: bool = False) -> Iterator[None]:
         own = threading.get_ident()
-        self._since[own] = self._clock()
-        if on_device:
-            self._on_device.add(own)
+        self._waits[own] = self._clock(), on_device
         try:
             with nullcontext() if on_device else self.idle.waiting():
                 yield
         except Exception:
             # Others may have ended for the rank that hangs. What this one knows of it comes before the lost connection.
-            self._await(lambda: not self._asks, 2 * self._answer_s)
+            self._wait_until(lambda: not self._asks, 2 * self._answer_s)
             raise
         finally:
             with self._leaves:
-                self._since.pop(own, None)
-                self._on_device.discard(own)
+                self._waits.pop(own, None)
 
     def close(self) -> None:
         """See Watch. A thread whose store does not answer is abandoned."""
         with self._leaves:
-            self._over.set()
+            self._closed.set()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(self._every_s)
 
-    def _waited_s(self) -> float | None:
-        """Return how long the longest waiting thread has waited, None if none waits."""
-        begun = min(self._since.copy().values(), default=None)
-        return None if begun is None else self._clock() - begun
-
-    def _speak(self) -> None:
-        """Say and listen until closed. The store may block or fail if its host is gone; others then hear silence."""
-        while not self._over.wait(self._every_s):
-            try:
-                self.exchange()
-            except Exception:
-                return
-
-    def say(self) -> None:
-        """Put into the store what this rank is doing."""
+    def report(self) -> None:
+        """Put this rank's status into the store."""
         self._beat += 1
-        said = self._message()
-        self._store.set(_key(self._rank), json.dumps(asdict(said)))
-        self._said = said
-
-    def _message(self) -> Said:
-        running = next(iter(list(self.running.values())), None)
-        return Said(
-            beat=self._beat,
-            doing=self.doing if running is None else f"{running} of round {running.round_index}",
-            waits_s=self._waited_s(),
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            on_device=bool(self._on_device),
-            asks=self._asks,
-            function=self._function,
-            wrote=self._wrote,
-            stacks=self._stacks,
-            recorded=self._recorded,
-        )
+        self._store.set(_key(self._rank), json.dumps(asdict(self._status())))
 
     def exchange(self) -> None:
-        """Say what this rank is doing, and listen to the others. Blocks until all have said something once.
+        """Report, and read what the others have reported. Blocks until all have done so once.
 
-        If one of them asks for stacks, have them written, by a thread of its own as a disk may be slow.
+        If one of them asks for stacks, a thread of its own writes them, as a disk may be slow.
         """
-        self.say()
+        self.report()
         values = self._store.multi_get([_key(rank) for rank in range(self._num_ranks)])
-        self._answered_s = now = self._clock()
+        self._store_answered_s = now = self._clock()
         for rank, value in enumerate(values):
-            heard, known = Said(**json.loads(value)), self._heard.get(rank)
-            if known is None or known.said.beat != heard.beat:
-                same = known is not None and known.said.doing == heard.doing
-                self._heard[rank] = Heard(heard, now, known.same_since_s if known and same else now)
-        asked = any(heard.said.asks for heard in self._heard.values())
-        if not asked:
-            self._wrote, self._function, self._stacks = False, None, None
-        elif not self._answers:
-            threading.Thread(target=self._write, name="crossbow records", daemon=True).start()
-        self._answers = asked
-
-    def _write(self) -> None:
-        """Write the stacks of this process's threads, and then, if it does not wait, what NCCL was doing.
-
-        A rank that waits writes that when it ends. Takes seconds; does not raise.
-        """
-        threads = self.idle.computing_threads or {threading.main_thread().ident or 0}
-        self._function, folder, said = innermost(threads), self.folder, self._message()
-        if folder is not None:
-            waits = "no" if said.waits_s is None else f"for {said.waits_s:.0f} s"
-            lines = [
-                f"rank {self._rank} of {self._num_ranks} on {said.host}, process {said.pid}, {_time(time.time())}",
-                f"task: {said.doing}",
-                f"function: {self._function}",
-                f"waits for other ranks: {waits}",
-            ]
-            name = stacks_file(self._rank)
-            if within(_WRITE_S, lambda: write_stacks(folder / name, lines)):
-                self._stacks = name
-        self._wrote = True
-        self._await(lambda: self._said.wrote, 2 * self._every_s)
-        if self._waited_s() is None and not self._over.is_set():
-            self._write_trace()
-
-    def _write_trace(self) -> None:
-        """Write what NCCL was doing. It may block all threads of Python, so whatever others need comes before it."""
-        folder = self.folder
-        if self.has_nccl and folder is not None:
-            within(_WRITE_S, lambda: write_nccl_trace(folder / nccl_file(self._rank)))
-
-    def _look(self) -> None:
-        while not self._over.wait(self._every_s):
-            if self.find() and self._leave_records():
-                return
-
-    def _leave_records(self) -> bool:
-        """Have all ranks write their stacks, and one of them record the end; then end. Takes seconds at most.
-
-        The ranks that waited end together, lest one takes the end of another for the cause. Returns False if there is
-        no end, as the rank that was late has come, or as this watch was closed.
-        """
-        self._asks = True
-        self._await_while_waiting(lambda: self._is_cut_off() or (self._wrote and self._all_wrote()))
-        if self._is_cut_off() and not self._answers:  # the thread that speaks has not even heard this question
-            self._write()
-        first = min({self._rank, *self._living()} - {each.rank for each in self.hanging()}, default=self._rank)
-        if first != self._rank:
-            self._await_while_waiting(lambda: first not in self._living() or self._heard[first].said.recorded)
-        with self._leaves:
-            found = None if self._over.is_set() else self.find()
-            if found and first == self._rank:
-                self._record_for_all(found)
-            if found:
-                self._end(found)
-        self._asks = False
-        return found is not None
-
-    def _all_wrote(self) -> bool:
-        return all(heard.said.wrote for heard in self._living().values())
-
-    def _record_for_all(self, found: str) -> None:
-        record, hanging = self.record, self.hanging()
-        if record is not None:
-            within(_WRITE_S, lambda: record(hanging, found))
-        self._recorded = True
-        self._await(lambda: self._said.recorded, 2 * self._every_s)
-
-    def _await_while_waiting(self, is_done: Callable[[], bool]) -> None:
-        self._await(lambda: is_done() or not self.find(), self._answer_s)
-
-    def _await(self, is_done: Callable[[], bool], seconds: float) -> None:
-        pause_s = self._every_s / 4
-        for _ in range(math.ceil(seconds / pause_s)):
-            if is_done() or self._over.wait(pause_s):
-                return
-
-    def _living(self) -> dict[int, Heard]:
-        """Return what was heard of the ranks that are not silent, this one included."""
-        limit_s = self._clock() - _BEATS_MISSED * self._every_s
-        return {rank: heard for rank, heard in self._heard.copy().items() if heard.at_s >= limit_s}
+            status, last = Status(**json.loads(value)), self._heard.get(rank)
+            if last is None or last.status.beat != status.beat:
+                same = last is not None and last.status.doing == status.doing
+                self._heard[rank] = Heard(status, now, last.same_since_s if last and same else now)
+        was_asked, self._is_asked = self._is_asked, any(heard.status.asks for heard in self._heard.values())
+        if not self._is_asked:
+            self._answered, self._function, self._stacks = False, None, None
+        elif not was_asked:
+            threading.Thread(target=self._answer, name="crossbow records", daemon=True).start()
 
     def hanging(self) -> list[HangingRank]:
         """Return the ranks that this one waits for: the silent ones, or if there are none those that do not wait.
 
-        None if the store is silent, as nothing is known of them then.
+        Empty if the store is silent, as nothing is known of them then.
         """
         if self._is_cut_off():
             return []
         living = self._living()
         others = {rank: heard for rank, heard in sorted(self._heard.copy().items()) if rank != self._rank}
         silent = [rank for rank in others if rank not in living]
-        working = [rank for rank, heard in others.items() if heard.said.waits_s is None]
+        working = [rank for rank, heard in others.items() if heard.status.waits_s is None]
         return [self._hanging(rank, others[rank]) for rank in silent or working]
-
-    def _hanging(self, rank: int, heard: Heard) -> HangingRank:
-        now, said = self._clock(), heard.said
-        return HangingRank(
-            rank=rank,
-            host=said.host,
-            pid=said.pid,
-            doing=said.doing,
-            since=_time(time.time() - (now - heard.same_since_s)),
-            heard_s=now - heard.at_s,
-            function=said.function,
-            stacks=said.stacks,
-        )
 
     def find(self) -> str | None:
         """Return a sentence on the ranks that hang once this rank, or another, has waited for too long, else None."""
@@ -378,26 +237,53 @@ class RankWatch(Watch):
             return None
         begins = f"rank {self._rank} has waited for {waited:.0f} s (distributed.timeout_s={self._timeout_s:g})"
         if self._is_cut_off():
-            silence_s = self._clock() - self._answered_s
+            silence_s = self._clock() - self._store_answered_s
             return (
                 f"{begins} and the launcher's store has not answered for {silence_s:.0f} s: the network "
                 f"to its host is lost, or the host. {_REMEDY}"
             )
         hanging = self.hanging()
         if not hanging:
-            or_device = ", or a device hangs" if any(each.said.on_device for each in self._heard.values()) else ""
+            or_device = ", or a device hangs" if any(each.status.on_device for each in self._heard.values()) else ""
             return f"{begins}, and so have all others: the network between their hosts is lost{or_device}. {_REMEDY}"
         return f"{begins} for {described(hanging, self._gone_hosts(hanging))}. {_REMEDY}"
 
-    def _is_cut_off(self) -> bool:
-        """Return whether the store does not answer this rank."""
-        return self._clock() - self._answered_s > _BEATS_MISSED * self._every_s
+    def _exchange_until_closed(self) -> None:
+        """Exchange once a second. The store may block or fail if its host is gone; others then hear silence."""
+        while not self._closed.wait(self._every_s):
+            try:
+                self.exchange()
+            except Exception:
+                return
 
-    def _joins(self, waited_s: float) -> bool:
-        """Return whether another rank has waited for too long, and has said so since this one's wait began."""
-        others = [heard.said for rank, heard in self._living().items() if rank != self._rank]
-        asks = any(said.asks and said.waits_s is not None and said.waits_s >= self._timeout_s for said in others)
-        return asks and waited_s >= _BEATS_TO_JOIN * self._every_s
+    def _look_until_closed(self) -> None:
+        while not self._closed.wait(self._every_s):
+            if self.find() and self._end_together():
+                return
+
+    def _end_together(self) -> bool:
+        """Have all ranks write their stacks, and one of them record the end; then end. Takes seconds at most.
+
+        The ranks that waited end together, lest one takes the end of another for the cause. Returns False if there is
+        no end, as the rank that was late has come, or as this watch was closed.
+        """
+        self._asks = True
+        self._wait_until(lambda: not self.find() or self._is_cut_off() or self._all_answered(), self._answer_s)
+        if self._is_cut_off() and not self._is_asked:  # the thread that exchanges has not even read this question
+            self._answer()
+        found, hanging = self.find(), self.hanging()
+        records = self._rank == min({self._rank, *self._living()} - {each.rank for each in hanging})
+        if not records:  # while the first one does
+            self._wait_until(lambda: not self.find(), _WRITE_S)
+        with self._leaves:
+            ends = found is not None and self.find() is not None and not self._closed.is_set()
+            if ends and found is not None:
+                record = self.record
+                if records and record is not None:
+                    within(_WRITE_S, lambda: record(hanging, found))
+                self._end(found)
+        self._asks = False
+        return ends
 
     def _end_process(self, found: str) -> None:
         """Print what was found and end the process: nothing else interrupts a collective operation.
@@ -407,15 +293,90 @@ class RankWatch(Watch):
         try:
             faulthandler.dump_traceback_later(_WRITE_S + 1.0, exit=True, file=os.open(os.devnull, os.O_WRONLY))
             print(f"error: {found}", file=sys.stderr, flush=True)
-            self._write_trace()
+            if self.has_nccl and self.folder is not None:
+                write_nccl_trace(self.folder, self._rank)
         finally:
-            os._exit(EXIT_HANGS)
+            os._exit(1)
+
+    def _answer(self) -> None:
+        """Write the stacks of this process's threads. Takes seconds; does not raise."""
+        threads = self.idle.computing_threads or {threading.main_thread().ident or 0}
+        self._function, folder, status = innermost(threads), self.folder, self._status()
+        if folder is not None:
+            waits = "no" if status.waits_s is None else f"for {status.waits_s:.0f} s"
+            lines = [
+                f"rank {self._rank} of {self._num_ranks} on {status.host}, process {status.pid}, {_time(time.time())}",
+                f"task: {status.doing}",
+                f"function: {self._function}",
+                f"waits for other ranks: {waits}",
+            ]
+            name = stacks_file(self._rank)
+            if within(_WRITE_S, lambda: write_stacks(folder / name, lines)):
+                self._stacks = name
+        self._answered = True
+
+    def _status(self) -> Status:
+        running = next(iter(list(self.running.values())), None)
+        return Status(
+            beat=self._beat,
+            doing=self.doing if running is None else f"{running} of round {running.round_index}",
+            waits_s=self._waited_s(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            on_device=any(on_device for _, on_device in self._waits.copy().values()),
+            asks=self._asks,
+            answered=self._answered,
+            function=self._function,
+            stacks=self._stacks,
+        )
+
+    def _hanging(self, rank: int, heard: Heard) -> HangingRank:
+        now, status = self._clock(), heard.status
+        return HangingRank(
+            rank=rank,
+            host=status.host,
+            pid=status.pid,
+            doing=status.doing,
+            since=_time(time.time() - (now - heard.same_since_s)),
+            heard_s=now - heard.at_s,
+            function=status.function,
+            stacks=status.stacks,
+        )
+
+    def _waited_s(self) -> float | None:
+        """Return how long the longest waiting thread has waited, None if none waits."""
+        begun = min((since for since, _ in self._waits.copy().values()), default=None)
+        return None if begun is None else self._clock() - begun
+
+    def _living(self) -> dict[int, Heard]:
+        """Return what was heard of the ranks that are not silent, this one included."""
+        limit_s = self._clock() - _BEATS_MISSED * self._every_s
+        return {rank: heard for rank, heard in self._heard.copy().items() if heard.at_s >= limit_s}
 
     def _gone_hosts(self, hanging: Sequence[HangingRank]) -> set[str]:
         """Return the hosts on which several ranks were, and of which none answers."""
-        answering = {heard.said.host for heard in self._living().values()}
+        answering = {heard.status.host for heard in self._living().values()}
         hosts = [each.host for each in hanging if each.host not in answering]
         return {host for host in hosts if hosts.count(host) > 1}
+
+    def _is_cut_off(self) -> bool:
+        """Return whether the store does not answer this rank."""
+        return self._clock() - self._store_answered_s > _BEATS_MISSED * self._every_s
+
+    def _all_answered(self) -> bool:
+        return self._answered and all(heard.status.answered for heard in self._living().values())
+
+    def _joins(self, waited_s: float) -> bool:
+        """Return whether another rank has waited for too long, and has said so since this one's wait began."""
+        others = [heard.status for rank, heard in self._living().items() if rank != self._rank]
+        asks = any(each.asks and each.waits_s is not None and each.waits_s >= self._timeout_s for each in others)
+        return asks and waited_s >= _BEATS_TO_JOIN * self._every_s
+
+    def _wait_until(self, is_done: Callable[[], bool], seconds: float) -> None:
+        pause_s = self._every_s / 4
+        for _ in range(math.ceil(seconds / pause_s)):
+            if is_done() or self._closed.wait(pause_s):
+                return
 
 
 def _time(seconds: float) -> str:

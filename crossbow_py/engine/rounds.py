@@ -24,7 +24,6 @@ from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.layout import TrainedRow, norm
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.goodput import Comparison
-from crossbow_py.engine.modules.agreement import kept_buffers
 from crossbow_py.engine.modules.compiled import CompiledModels, Model
 from crossbow_py.engine.modules.dropout import OwnDraws, counter_seed
 from crossbow_py.engine.modules.losses import (
@@ -45,6 +44,7 @@ from crossbow_py.engine.tasks import (
     LearningTask,
     Task,
 )
+from crossbow_py.engine.trust.compare import kept_buffers
 from crossbow_py.engine.update.row_update import Step, TorchUpdate
 
 _DRAWS_LATE = (

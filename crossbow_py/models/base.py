@@ -46,3 +46,16 @@ def input_channels(model: str, input_shape: tuple[int, ...], minimum_pixels: int
             "choose another data set or model=mlp."
         )
     return input_shape[0]
+
+
+def normalised(
+    in_channels: int, out_channels: int, size: int, stride: int = 1, *, groups: int = 1, ndim: int = 2
+) -> list[nn.Module]:
+    """Return a convolution without a bias, with He initialisation by the channels out, and BatchNorm, over 2 or 3 axes.
+
+    BatchNorm would remove a bias.
+    """
+    kind, norm = (nn.Conv2d, nn.BatchNorm2d) if ndim == 2 else (nn.Conv3d, nn.BatchNorm3d)
+    convolution = kind(in_channels, out_channels, size, stride, padding=size // 2, groups=groups, bias=False)
+    nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
+    return [convolution, norm(out_channels)]

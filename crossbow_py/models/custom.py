@@ -30,8 +30,6 @@ class CustomModel(ModelSettings):
         """
         model = call_target("model", self.target, self.args)
         if not isinstance(model, nn.Module):
-            raise UserError(
-                f"model.target={self.target} must return a torch.nn.Module, got {type(model).__name__}; "
-                "return the model itself."
-            )
+            rule = f"model.target={self.target} must return a torch.nn.Module"
+            raise UserError(f"{rule}, got {type(model).__name__}; return the model itself.")
         return model

@@ -28,13 +28,11 @@ class GPT(ModelSettings):
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
         if len(input_shape) != 1:
-            raise UserError(
-                f"model=gpt needs samples of token ids [T], got samples of shape {input_shape}; choose data=text."
-            )
+            found = f"samples of shape {input_shape}"
+            raise UserError(f"model=gpt needs samples of token ids [T], got {found}; choose data=text.")
         if self.width % self.heads:
-            raise UserError(
-                f"model.heads must divide model.width={self.width}, got {self.heads}; choose another number of heads."
-            )
+            rule = f"model.heads must divide model.width={self.width}, got {self.heads}"
+            raise UserError(f"{rule}; choose another number of heads.")
         return Decoder(input_shape[0], num_classes, self.depth, self.width, self.heads, self.dropout)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from crossbow_py.core.settings import setting
-from crossbow_py.models.base import ModelSettings, input_channels
+from crossbow_py.models.base import ModelSettings, input_channels, normalised
 
 # Three halvings leave 2x2 positions, so that BatchNorm has something to average even for a batch of one.
 MINIMUM_PIXELS = 16
@@ -50,7 +50,7 @@ class InvertedResidual(nn.Module):
         width = expansion * in_channels
         expand = _activated(in_channels, width, 1) if expansion > 1 else []
         self.layers = nn.Sequential(
-            *expand, *_activated(width, width, 3, stride, groups=width), *_normalised(width, out_channels, 1)
+            *expand, *_activated(width, width, 3, stride, groups=width), *normalised(width, out_channels, 1)
         )
         self.has_shortcut = stride == 1 and in_channels == out_channels
 
@@ -90,16 +90,7 @@ def scaled(channels: int, width: float) -> int:
 
 def _activated(in_channels: int, out_channels: int, size: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
     # In place is safe: batch norm keeps its input for the backward pass, not its output.
-    return [*_normalised(in_channels, out_channels, size, stride, groups), nn.ReLU6(inplace=True)]
-
-
-def _normalised(in_channels: int, out_channels: int, size: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
-    """Return a convolution without a bias, with He initialisation by the channels out, and BatchNorm."""
-    convolution = nn.Conv2d(
-        in_channels, out_channels, size, stride=stride, padding=size // 2, groups=groups, bias=False
-    )
-    nn.init.kaiming_normal_(convolution.weight, mode="fan_out")
-    return [convolution, nn.BatchNorm2d(out_channels)]
+    return [*normalised(in_channels, out_channels, size, stride, groups=groups), nn.ReLU6(inplace=True)]
 
 
 @dataclass(frozen=True)

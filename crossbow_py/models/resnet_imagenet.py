@@ -17,7 +17,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from crossbow_py.core.settings import setting
-from crossbow_py.models.base import ModelSettings, input_channels
+from crossbow_py.models.base import ModelSettings, input_channels, normalised
 
 # Five halvings leave one position, so a batch of training images this small needs two of them for BatchNorm.
 MINIMUM_PIXELS = 32
@@ -48,9 +48,9 @@ class Block(Residual):
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         branch = nn.Sequential(
-            *_normalised(self.NDIM, in_channels, channels, 3, stride),
+            *normalised(in_channels, channels, 3, stride, ndim=self.NDIM),
             nn.ReLU(inplace=True),
-            *_normalised(self.NDIM, channels, channels, 3),
+            *normalised(channels, channels, 3, ndim=self.NDIM),
         )
         super().__init__(branch, _shortcut(self.NDIM, in_channels, channels, stride))
 
@@ -63,11 +63,11 @@ class Bottleneck(Residual):
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         out_channels = self.EXPANSION * channels
         branch = nn.Sequential(
-            *_normalised(self.NDIM, in_channels, channels, 1),
+            *normalised(in_channels, channels, 1, ndim=self.NDIM),
             nn.ReLU(inplace=True),
-            *_normalised(self.NDIM, channels, channels, 3, stride),
+            *normalised(channels, channels, 3, stride, ndim=self.NDIM),
             nn.ReLU(inplace=True),
-            *_normalised(self.NDIM, channels, out_channels, 1),
+            *normalised(channels, out_channels, 1, ndim=self.NDIM),
         )
         super().__init__(branch, _shortcut(self.NDIM, in_channels, out_channels, stride))
 
@@ -96,21 +96,13 @@ class ResNet(nn.Module):
 
     def _stem(self, in_channels: int, width: int) -> list[nn.Module]:
         pool = nn.MaxPool2d(3, stride=2, padding=1)
-        return [*_normalised(2, in_channels, width, 7, stride=2), nn.ReLU(inplace=True), pool]
+        return [*normalised(in_channels, width, 7, stride=2), nn.ReLU(inplace=True), pool]
 
 
 def _shortcut(ndim: int, in_channels: int, out_channels: int, stride: int) -> nn.Module:
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
-    return nn.Sequential(*_normalised(ndim, in_channels, out_channels, 1, stride))
-
-
-def _normalised(ndim: int, in_channels: int, out_channels: int, size: int, stride: int = 1) -> list[nn.Module]:
-    """Return a convolution without a bias, with He initialisation by the channels out, and BatchNorm."""
-    kind, norm = (nn.Conv2d, nn.BatchNorm2d) if ndim == 2 else (nn.Conv3d, nn.BatchNorm3d)
-    convolution = kind(in_channels, out_channels, size, stride=stride, padding=size // 2, bias=False)
-    nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
-    return [convolution, norm(out_channels)]
+    return nn.Sequential(*normalised(in_channels, out_channels, 1, stride, ndim=ndim))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from crossbow_py.core.settings import setting
-from crossbow_py.models.base import ModelSettings, input_channels
+from crossbow_py.models.base import ModelSettings, input_channels, normalised
 
 # Five poolings halve the image five times.
 MINIMUM_PIXELS = 32
@@ -31,10 +31,7 @@ class VGG(nn.Module):
         width = in_channels
         for stage in STAGES:
             for channels in stage:
-                # BatchNorm would remove a bias.
-                convolution = nn.Conv2d(width, channels, 3, padding=1, bias=False)
-                nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
-                layers += [convolution, nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
+                layers += [*normalised(width, channels, 3), nn.ReLU(inplace=True)]
                 width = channels
             layers.append(nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)

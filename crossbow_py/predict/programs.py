@@ -22,9 +22,9 @@ from crossbow_py.engine.device.graphs import CudaStreams, Event, Graph, Pool, St
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS, CaptureError
 from crossbow_py.engine.trust import GRAPHS, why_not
+from crossbow_py.engine.trust.compare import are_close
 
 Forward = Callable[[Tree], Tensor]
-_SAME = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 _NAME = "the models"
 _EAGER = "executor={} predicts without CUDA graphs, which is slower, because {}."
 _DRAWS = "the models draw random numbers"
@@ -44,8 +44,7 @@ def recorded(run: Forward, inputs: Tree) -> Forward:
         found = replay(inputs)
     except Exception:  # tracing calls what it likes, and raises what that raises
         return run
-    close = found.dtype == expected.dtype and torch.allclose(found, expected, 0, _SAME.get(expected.dtype, 0))
-    return replay if close else run
+    return replay if are_close([found], [expected]) else run
 
 
 def _compiled(program: GraphModule) -> Forward:

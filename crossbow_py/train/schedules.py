@@ -161,10 +161,10 @@ class Cosine(Schedule):
 
 @dataclass(frozen=True)
 class WSD(Schedule):
-    """factor = min(1, f + (1 - f) * (1 - t) / c), with t the share of the run that is over, and f the final factor.
+    """Warm-up, stable, decay: flat, then a linear fall over the last share of the run.
 
-    Warm-up, stable, decay (Hu et al. 2024, MiniCPM), with the linear cooldown of Hägele et al. 2024: the rate stays
-    where it is until the last share c, `cooldown`, of the run.
+    factor = min(1, f + (1 - f) * (1 - t) / c), with t the share of the run that is over, f the final factor, and c the
+    `cooldown`, the last share of the run (Hu et al. 2024, MiniCPM; linear as in Hägele et al. 2024).
     """
 
     NAME: ClassVar[str] = "wsd"

@@ -38,7 +38,6 @@ def train(path: str, **settings: Any) -> float:
         std=data.std,
         optimizer=SGD(learning_rate=0.05),
         num_learners=2,
-        executor="serial",
     )
     result = trainer.fit(max_epochs=3)
     assert result.test_accuracy is not None

@@ -25,7 +25,7 @@ def train() -> float:
     digits = Digits().load(progress=False)
     trainer = Trainer(
         model=make_model, train_data=digits.train, test_data=digits.test, mean=digits.mean, std=digits.std,
-        optimizer=SGD(learning_rate=0.05), num_learners=2, executor="serial",
+        optimizer=SGD(learning_rate=0.05), num_learners=2,
         output_dir=RUN, resume="auto",  # so that a second call finds what the first has done
     )  # fmt: skip
     result = trainer.fit(max_epochs=2)

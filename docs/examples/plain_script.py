@@ -47,7 +47,6 @@ def with_trainer(train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> f
         batch_size=BATCH_SIZE,  # of each learner
         optimizer=SGD(learning_rate=0.05, momentum=0.9),
         num_learners=2,  # "auto" looks for the one that learns fastest
-        executor="serial",  # "auto" measures which is fastest
     )
     result = trainer.fit(max_epochs=EPOCHS)
     assert result.test_accuracy is not None  # there are test data

@@ -46,7 +46,6 @@ def main() -> float:
         std=digits.std,
         optimizer=SGD(learning_rate=0.1, weight_decay=5e-4),
         num_learners=2,
-        executor="serial",
     )
     result = trainer.fit(max_epochs=3)
     print(f"test accuracy of {result.summary.model}: {result.test_accuracy:.3f}")

@@ -20,9 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, w
 
 from crossbow_py.core.errors import UserError
 from experiments.agreement import nets, setup, throughput
-from experiments.bench.results import count, measuring_parser, positive
+from experiments.bench.program import count, measure_and_write, measuring_parser, positive
 from experiments.tables.markdown import markdown_table, spread_text
-from experiments.tables.measuring import measure_and_write
 
 Result = Mapping[str, Any]
 SAME = 1e-4  # relative: float32 after ten rounds

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from experiments.tables.markdown import markdown_table
+from experiments.tables.markdown import columns_table, number_of
 
 Result = Mapping[str, Any]
 _SETTLING_S = 5.0  # at the end of a phase, when it has had the time to settle
@@ -31,18 +31,10 @@ def phases(result: Result) -> list[dict[str, Any]]:
 
 
 def phases_table(result: Result) -> str:
-    header = ["", "seconds", "decisions", "learners at its end", "images/s of its last 5 s"]
-    rows = [
-        [
-            phase["phase"],
-            f"{phase['seconds']:.0f}",
-            str(phase["decisions"]),
-            str(phase["num_learners"]),
-            f"{phase['images_per_s']:,.0f}",
-        ]
-        for phase in phases(result)
-    ]
-    return markdown_table(header, rows)
+    return columns_table(phases(result), {
+        "": "phase", "seconds": number_of("seconds"), "decisions": "decisions", "learners at its end": "num_learners",
+        "images/s of its last 5 s": number_of("images_per_s"),
+    })  # fmt: skip
 
 
 def decisions_list(result: Result) -> str:

@@ -29,9 +29,9 @@ from crossbow_py.models import MODELS
 from crossbow_py.telemetry.events import LearnerCount, Progress
 from experiments.auto_tuner.report import phases
 from experiments.bench.machine import machine
-from experiments.bench.results import positive, results_folder, write_result
+from experiments.bench.program import draw_after, positive
+from experiments.bench.results import results_folder, write_result
 from experiments.bench.workloads import load_source
-from experiments.tables.measuring import draw_after
 
 EXPERIMENT = "auto_tuner"
 _MODEL, _BATCH_SIZE, MAX_LEARNERS = "lenet", 16, 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.batch_norm.run import curve, healthy
+from experiments.batch_norm.report import curve, healthy
 from experiments.batch_norm.variants import VARIANTS
 from experiments.grids.plot import UNITS, unit_of
 from experiments.grids.report import Result, Run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.batch_size.run import LEARNERS, ONE, Best, best_rates
+from experiments.batch_size.report import LEARNERS, ONE, Best, best_rates
 from experiments.grids.report import Result
 from experiments.tables.pictures import beside
 

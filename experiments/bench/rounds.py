@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from crossbow_py import SGD, Trainer
+from crossbow_py.core.host import foreign_share
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import Executor
 from crossbow_py.engine.modules.precision import PrecisionName
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.models import MODELS
+from crossbow_py.telemetry.events import RoundEnd
+from experiments.bench.windows import Mark, Window, load_with_ended, window_of
 
 ExecutorName = Literal["serial", "threads", "streams", "fused"]
 
@@ -66,6 +69,30 @@ def trainer_on_noise(model: str, num_images: int, **settings: Any) -> Trainer:
         std=(0.25,) * shape[0],
         **{"optimizer": SGD(learning_rate=0.001, momentum=0.9, weight_decay=1e-4), **settings},
     )
+
+
+class MarkedRounds(list[Mark]):
+    """Notes every round of a `fit`, when given to it as `after_round`."""
+
+    def __call__(self, end: RoundEnd) -> None:
+        self.append(Mark(end.elapsed_s, end.waited_s))
+
+
+def trained_window(
+    trainer: Trainer, images_a_round: int, *, max_rounds: int | None = None, seconds: float | None = None,
+    warm_up: int = 1,
+) -> Window:  # fmt: skip
+    """Train for so many rounds or seconds more; the window begins after the `warm_up`, in which `fit` starts threads.
+
+    Where `seconds` are hardly enough, two more rounds are trained.
+    """
+    marks, before = MarkedRounds(), load_with_ended()
+    until_s = None if seconds is None else trainer.state.elapsed_s + seconds
+    trainer.fit(max_rounds=max_rounds, max_time_s=until_s, after_round=marks)
+    while len(marks) < warm_up + 2:
+        trainer.fit(max_rounds=2, after_round=marks)
+    window = window_of(marks, warm_up - 1, images_a_round)
+    return replace(window, foreign_share=foreign_share(before, load_with_ended()))
 
 
 class Rounds:

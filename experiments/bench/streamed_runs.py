@@ -19,8 +19,8 @@ from crossbow_py.core.host import foreign_share
 from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.data.sources.image_folder import ImageFolder
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
-from crossbow_py.telemetry.events import RoundEnd
-from experiments.bench.windows import Mark, Window, load_with_ended, window_of
+from experiments.bench.rounds import MarkedRounds, trained_window
+from experiments.bench.windows import Window, load_with_ended, window_of
 
 SIZE = 64
 _SAMPLES_AN_EPOCH = 20_000  # so many that no window meets the end of an epoch
@@ -47,13 +47,6 @@ class Setup:
     batch_size: int
     num_models: int = 1
     executor: Literal["serial", "fused"] = "serial"
-
-
-class MarkedRounds(list[Mark]):
-    """Notes every round of a `fit`, when given to it as `after_round`."""
-
-    def __call__(self, end: RoundEnd) -> None:
-        self.append(Mark(end.elapsed_s, end.waited_s))
 
 
 class StreamedRun:
@@ -91,8 +84,8 @@ class StreamedRun:
 
     def rounds_window(self, num_workers: int, warm_up: int, rounds: int) -> Window:
         """`rounds` rounds after `warm_up` others, in which worker processes start."""
-        marks, share = self._fit(num_workers, max_rounds=warm_up + rounds)
-        return replace(window_of(marks, warm_up - 1, self._images), foreign_share=share)
+        self._feed.use_workers(num_workers)
+        return trained_window(self._trainer, self._images, max_rounds=warm_up + rounds, warm_up=warm_up)
 
     def timed_window(self, num_workers: int, warm_up_s: float, seconds: float) -> Window:
         """The rounds of `seconds`, after those of `warm_up_s`.
@@ -102,27 +95,21 @@ class StreamedRun:
         """
         begun_s = self._trainer.state.elapsed_s
         too_short = UserError(f"--seconds must be enough for a round, got {seconds:g}; lengthen it.")
+        self._feed.use_workers(num_workers)
+        marks, before = MarkedRounds(), load_with_ended()
         try:
-            marks, share = self._fit(num_workers, max_time_s=begun_s + warm_up_s + seconds)
+            self._trainer.fit(max_time_s=begun_s + warm_up_s + seconds, after_round=marks)
         except UserError as error:  # its time is over before the first round
             raise too_short from error
         first = next((place for place, mark in enumerate(marks) if mark.elapsed_s >= begun_s + warm_up_s), len(marks))
         if first > len(marks) - 2:
             raise too_short
+        share = foreign_share(before, load_with_ended())
         return replace(window_of(marks, first, self._images), foreign_share=share)
 
     @property
     def _images(self) -> int:
         return self.setup.batch_size * self.setup.num_models
-
-    def _fit(
-        self, num_workers: int, max_rounds: int | None = None, max_time_s: float | None = None
-    ) -> tuple[list[Mark], float | None]:
-        """The marks of a stretch of training, and the share of the cores that others took meanwhile."""
-        self._feed.use_workers(num_workers)
-        marks, before = MarkedRounds(), load_with_ended()
-        self._trainer.fit(max_rounds=max_rounds, max_time_s=max_time_s, after_round=marks)
-        return marks, foreign_share(before, load_with_ended())
 
 
 def photographs(folder: str) -> Photographs:

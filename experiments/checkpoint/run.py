@@ -30,10 +30,9 @@ from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.models import MODELS
 from crossbow_py.train.checkpoints.writer import CheckpointWriter, save
 from experiments.bench.machine import usable_cores
-from experiments.bench.results import count, measuring_parser, positive
+from experiments.bench.program import count, measure_and_write, measuring_parser, positive
 from experiments.bench.windows import MAX_FOREIGN_SHARE
 from experiments.tables.markdown import markdown_table
-from experiments.tables.measuring import measure_and_write
 
 BATCH_SIZE = 16
 _LEARNING_RATE, _MOMENTUM = 0.01, 0.9

@@ -26,11 +26,10 @@ from crossbow_py.core.host import Host
 from crossbow_py.engine.sizing.memory import LearnerModel
 from crossbow_py.engine.sizing.workers import Loading, recommend
 from experiments.bench.machine import ROOT
-from experiments.bench.results import count, measuring_parser
+from experiments.bench.program import count, measure_and_write, measuring_parser
 from experiments.estimate.time_search import estimate
 from experiments.estimate.truth import SUBJECTS, Subject, TrainingRun
 from experiments.tables.markdown import NONE, markdown_table
-from experiments.tables.measuring import measure_and_write
 
 CORES = 16
 BATCHES_HELD_A_WORKER = 3  # two made ahead or in hand, one being copied

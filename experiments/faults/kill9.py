@@ -17,10 +17,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
-from experiments.bench.results import count, measuring_parser, positive
+from experiments.bench.program import count, measure_and_write, measuring_parser, positive
 from experiments.faults.campaign import EXECUTORS, Campaign, figures
 from experiments.faults.report import kill9_text
-from experiments.tables.measuring import measure_and_write
 
 _KILLS_A_RUN = 12
 

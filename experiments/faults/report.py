@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.bench.windows import spread
 from experiments.faults.campaign import PHASES, figures
-from experiments.tables.markdown import markdown_table, spread_text
+from experiments.tables.markdown import columns_table, markdown_table, number_of, spread_text
 
 Result = Mapping[str, Any]
 
@@ -57,26 +57,16 @@ def kill9_text(result: Result) -> str:
 
 
 def restarts_table(result: Result) -> str:
-    header = ["run", "output_dir", "rank killed after", "exit code", "went on from", "epochs checked", "lost", "again",
-              "trained in vain", "back after, s", "load", "test accuracy"]  # fmt: skip
-    return markdown_table(header, [_restart_row(number, run) for number, run in enumerate(result["runs"])])
-
-
-def _restart_row(number: int, run: Mapping[str, Any]) -> list[str]:
-    return [
-        str(number),
-        "set" if run["names_folder"] else "unset",
-        f"{run['rank']}, {run['batches']} batches",
-        str(run["exit_code"]),
-        " ".join(f"{samples:,}" for samples in run["resumed_at"]),
-        str(run["epochs_checked"]),
-        str(run["lost"]),
-        str(run["repeated"]),
-        f"{run['samples_again']:,}",
-        f"{run['restart_s']:.1f}",
-        f"{run['load']:.1f}",
-        f"{run['test_accuracy']:.4f}",
-    ]
+    return columns_table(({"number": number, **run} for number, run in enumerate(result["runs"])), {
+        "run": "number",
+        "output_dir": lambda run: "set" if run["names_folder"] else "unset",
+        "rank killed after": lambda run: f"{run['rank']}, {run['batches']} batches",
+        "exit code": "exit_code",
+        "went on from": lambda run: " ".join(f"{samples:,}" for samples in run["resumed_at"]),
+        "epochs checked": "epochs_checked", "lost": "lost", "again": "repeated",
+        "trained in vain": number_of("samples_again"), "back after, s": number_of("restart_s", ".1f"),
+        "load": number_of("load", ".1f"), "test accuracy": number_of("test_accuracy", ".4f"),
+    })  # fmt: skip
 
 
 def restarts_text(result: Result) -> str:

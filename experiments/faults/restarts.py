@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, w
 
 from crossbow_py.telemetry.records import read_summary
 from experiments.bench.machine import ROOT
-from experiments.bench.results import count, measuring_parser, positive
+from experiments.bench.program import count, measure_and_write, measuring_parser, positive
 from experiments.faults.campaign import resumed_from
 from experiments.faults.recording import (
     NUM_SAMPLES,
@@ -34,7 +34,6 @@ from experiments.faults.recording import (
     starts_of,
 )
 from experiments.faults.report import restarts_text
-from experiments.tables.measuring import measure_and_write
 
 _NUM_RANKS, _NUM_LEARNERS, _BATCH_SIZE = 2, 2, 16
 _POLL_S = 0.005

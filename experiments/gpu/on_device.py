@@ -30,13 +30,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from experiments.bench.machine import ROOT, commit
-from experiments.bench.results import positive
+from experiments.bench.program import positive
 from experiments.gpu.stages import EVERYTHING, Job, Place, Stage, stages
 
 CARRIED = ROOT / ".gpu"  # what prepare.py made and a call has brought; ignored by git
 KERNELS = Path("/tmp/crossbow_triton_cache")  # the files in it hold this path, so it is that of every machine
 TORCH = "2.11.0"  # what prepare.py expects
-_SITE, _DATA = (Path(tempfile.gettempdir()) / "crossbow_gpu" / name for name in ("site", "data"))
+SITE, DATA = (Path(tempfile.gettempdir()) / "crossbow_gpu" / name for name in ("site", "data"))
 _NEEDED = ("hydra", "omegaconf", "antlr4", "optuna")
 _COLLECTED = (".txt", ".log", ".jsonl", ".yaml", ".csv")
 _MOST_BYTES = 12 * 2**20  # a file that comes back may have 16 MiB
@@ -151,7 +151,7 @@ def run_stage(
 
 def _has_data() -> bool:
     named = os.environ.get("CROSSBOW_DATA_DIR", "")  # of a machine that has it
-    return (_DATA / "whole").exists() or bool(named and list(Path(named).glob("cifar-10*")))
+    return (DATA / "whole").exists() or bool(named and list(Path(named).glob("cifar-10*")))
 
 
 def take_what_was_carried(report: Report) -> dict[str, str]:
@@ -160,7 +160,7 @@ def take_what_was_carried(report: Report) -> dict[str, str]:
     for wheel in sorted((CARRIED / "always").glob("*.whl")):
         with said_if_broken(report, wheel.name):
             _take(wheel)
-    sys.path.insert(0, str(_SITE))
+    sys.path.insert(0, str(SITE))
     importlib.invalidate_caches()
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         report.say(f"NOTE  {', '.join(missing)}: not here, and no wheel was carried; stages that need it will fail")
@@ -187,10 +187,10 @@ def said_if_broken(report: Report, what: str) -> Iterator[None]:
 
 
 def _take(wheel: Path) -> None:
-    taken = _SITE / ".taken" / wheel.name
+    taken = SITE / ".taken" / wheel.name
     if not taken.exists():  # they are of Python alone: unpacked is installed
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(_SITE)
+            archive.extractall(SITE)
         taken.parent.mkdir(exist_ok=True)
         taken.touch()
 
@@ -214,12 +214,12 @@ def _unpack_kernels(report: Report) -> None:
 
 def _data(report: Report) -> dict[str, str]:
     pieces = sorted(map(str, CARRIED.glob("data*")))
-    if pieces and not (_DATA / "whole").exists():
-        words = [sys.executable, str(ROOT / "experiments/gpu/data_pieces.py"), "unpack", str(_DATA), *pieces]
+    if pieces and not (DATA / "whole").exists():
+        words = [sys.executable, str(ROOT / "experiments/gpu/data_pieces.py"), "unpack", str(DATA), *pieces]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         said = (done.stdout + done.stderr).strip().splitlines()
         report.say(f"{'ok   ' if done.returncode == 0 else 'NOTE '} {(said or ['the data cannot be unpacked'])[-1]}")
-    return {"CROSSBOW_DATA_DIR": str(_DATA)} if pieces else {}
+    return {"CROSSBOW_DATA_DIR": str(DATA)} if pieces else {}
 
 
 def who_else(report: Report) -> None:
@@ -280,7 +280,7 @@ def _run(wanted: list[list[str]], known: dict[str, Stage], report: Report, at: P
     if at.device == "cuda":
         with contextlib.suppress(ImportError):
             who_else(report)
-    paths = [str(_SITE), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [str(SITE), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # as the commands of the project set it
         **os.environ, **own, "PYTHONPATH": os.pathsep.join(path for path in paths if path), "PYTHONUNBUFFERED": "1",

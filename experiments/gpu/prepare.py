@@ -1,19 +1,22 @@
 """Makes what travels to a GPU machine without a network: wheels, compiled kernels, and CIFAR-10 in pieces, in .gpu/.
 
-    python experiments/gpu/prepare.py [--data FOLDER] [--no-kernels]
+    python experiments/gpu/prepare.py [--data FOLDER] [--no-kernels] [--rehearse]
 
 On an ordinary machine, with the work committed. It ends with the three calls, what each carries, and how large that is.
-Run it again after every commit: it makes only what has changed.
+Run it again after every commit: it makes only what has changed. With --rehearse the calls then run here, on the CPU
+with small models, by the GPU machine's versions, each from what it carries alone and without a network.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from experiments.bench.machine import ROOT, commit
-from experiments.gpu.on_device import CARRIED, KERNELS, TORCH
+from experiments.gpu.on_device import CARRIED, DATA, KERNELS, SITE, TORCH
 
 # What the GPU machine lacks, all of Python alone. The last one is published as source only.
 _WHEELS, _SOURCES = ("hydra-core", "omegaconf", "optuna", "colorlog"), ("antlr4-python3-runtime",)
@@ -47,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--data", type=Path, default=os.environ.get("CROSSBOW_DATA_DIR"), help="has CIFAR-10 (default: the variable)")
     add("--no-kernels", action="store_true", help="leave kernels to be compiled on the GPU machine")
     add("--venv", type=Path, default=Path("/tmp/crossbow_gpu_venv"), help="of the GPU machine's versions")
+    add("--rehearse", action="store_true", help="then run the calls on the CPU, small and without a network")
     given = parser.parse_args(argv)
     at = commit()
     if at is None or shutil.which("git") is None:
@@ -64,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (OSError, subprocess.CalledProcessError) as error:
             note(f"{name}: {error}; the rest goes on without")
     data(given.data)
-    return show_calls()
+    return show_calls() or (rehearse(given.venv) if given.rehearse else 0)
 
 
 def note(said: str) -> None:
@@ -174,6 +178,30 @@ def show_calls() -> int:
     if not fits:
         print(f"error: a call has room for {_ROOM_MIB:g} MiB; take large files out of the tree", file=sys.stderr)
     return int(not fits)
+
+
+def rehearse(venv: Path) -> int:
+    """Run each call in a folder of what it carries; returns 1 if one did not come to its end."""
+    ended = []
+    for at in (SITE, DATA):
+        shutil.rmtree(at, ignore_errors=True)  # a machine that is bare
+    for names, limit, words in _CALLS:
+        with tempfile.TemporaryDirectory() as folder:
+            head = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
+            subprocess.run(["tar", "-x", "-C", folder], input=head, check=True)
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.copytree(CARRIED / name, Path(folder, ".gpu", name))
+            own = {"OUT": f"{folder}/out", "PATH": os.environ["PATH"], "HOME": folder}
+            alone = ["unshare", "-rn", "sh", "-c", 'ip link set lo up; exec "$@"', "sh"]  # ranks meet on this host
+            call = [*alone, str(venv / "bin" / "python"), "experiments/gpu/on_device.py", "--device", "cpu"]
+            print(f"\n{words}")
+            call += ["--tiny", "--untried", "--seconds", *words.split()]
+            done = subprocess.run(call, cwd=folder, env=own, timeout=2 * limit, check=False)
+            archives = sorted(path.name for path in Path(folder, "out").iterdir())
+            print(f"exit code {done.returncode}; it brings back {', '.join(archives)}")
+            ended.append("results.tar.gz" in archives)
+    return int(not all(ended))
 
 
 if __name__ == "__main__":

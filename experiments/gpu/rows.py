@@ -38,7 +38,8 @@ from crossbow_py.engine.device.memory import is_device_lost
 from crossbow_py.engine.executors.on_device import Program
 from crossbow_py.engine.trust import facts, in_use
 from experiments.bench.machine import machine
-from experiments.bench.results import count, positive, write_result
+from experiments.bench.program import count, positive
+from experiments.bench.results import write_result
 from experiments.bench.rounds import Rounds, Setup
 from experiments.bench.sides.captured import captured, model_step
 from experiments.bench.workloads import Workload, prepare

@@ -31,7 +31,7 @@ _MORE_ROWS = (
 )
 _COMPILED_ROWS = "fused:8:16:sma tuned:1:16:none tuned:1:128:none compiled:1:128:none compiled:1:16:none"
 _ONE = "num_learners=1 batch_size=64 optimizer.learning_rate=0.05 optimizer.other_learning_rate=0.17"  # as its recipe
-_SMA = "optimizer=resnet_short averaging=sma"
+_SMA = "optimizer=sgd optimizer.weight_decay=5e-4 optimizer.nesterov=true averaging=sma"
 _LEARNING = {
     "k8": "executor=fused num_learners=8 batch_size=16",
     "single": f"executor=fused {_ONE}",  # one model in graphs, with all kernels

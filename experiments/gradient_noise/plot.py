@@ -7,7 +7,7 @@ import math
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.gradient_noise.run import by_evaluation, mean_of, noise_scale_samples
+from experiments.gradient_noise.report import by_evaluation, mean_of, noise_scale_samples
 from experiments.grids.plot import UNITS, styles, unit_of
 from experiments.grids.report import Result, by_cell
 from experiments.tables.pictures import beside

@@ -2,6 +2,11 @@
 
 A cell is one setting of the command line, trained once for every seed. Where its records lie says what it was run
 with, so that a changed setting is another cell and an unchanged one is not run again.
+
+A question's grids are in its `grids.yaml`: `grids` by name, with the fields of `Grid` and, for all of its cells,
+`common` overrides, a `program` and `parts`. `cells` is a list of mappings from names to overrides, of which later ones
+replace those before, and of sides: a `side` that names begin with, `common` and `program` for `of`, its cells. `$NAME`
+is one of the `fragments`, of this file or of fragments.yaml; `sets` hold what several grids refer to.
 """
 
 from __future__ import annotations
@@ -11,31 +16,23 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
+from pathlib import Path
+from string import Template
 from typing import Any
+
+import yaml
 
 from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import UserError
 from crossbow_py.train.config import TrainConfig, config_to_mapping
+from experiments.bench.results import EXPERIMENTS
 
+FILE = "grids.yaml"
+_FRAGMENTS = Path(__file__).with_name("fragments.yaml")
 TRAIN = "crossbow_py.train"
 PARTS = "experiments.grids.parts"
-Label = str | int | float
-
-# As it was by default, and in the recipes, when most runs were recorded: so others can be added to these.
-AS_RECORDED = "averaging.batch_norm=mean averaging.recalibration_batches=32 label_smoothing=0"
-# SMA as it was by default then.
-CROSSBOW = "averaging=crossbow averaging.correction_rate=null averaging.rate_scaling=sqrt"
-# The recipe of a short run of ResNet-32 as it was until it took Muon: Nesterov SGD and a cosine.
-RESNET_BY_SGD = (
-    "+experiment=resnet32_short optimizer=resnet_short schedule=resnet_short averaging=synchronous_sgd_linear "
-    "num_learners=2 batch_size=32 max_epochs=12 label_smoothing=0 data=cifar10"
-)
-# A ResNet that a CPU trains in minutes, for CIFAR-10.
-RESNET8 = (
-    "model=custom model.target=crossbow_py.models.resnet.ResNet model.args={depth:8,in_channels:3,num_classes:10}"
-)
 _OF_ONE_RUN = ("experiment", "seed", "output_dir", "resume")
 
 
@@ -46,7 +43,7 @@ class Cell:
     Attributes:
         name: unique in its grid; that of its row.
         overrides: of `python -m crossbow_py.train`, without seed, output_dir and resume.
-        labels: what pictures and tables sort it by; no part of what is run.
+        side: what pictures and tables sort it by; no part of what is run.
         program: what `python -m` runs; one other than `train` is given the number of parts first, and writes the
             records of a run as `train` does.
         parts: evaluations an epoch; more than one has `train` stop and go on for each of them.
@@ -54,7 +51,7 @@ class Cell:
 
     name: str
     overrides: tuple[str, ...]
-    labels: Mapping[str, Label] = field(default_factory=dict)
+    side: str | None = None
     program: str = TRAIN
     parts: int = 1
 
@@ -171,9 +168,40 @@ def _said(settings: Any) -> dict[str, Any]:
     return json.loads(json.dumps(kept))  # type: ignore[no-any-return]  # tuples become lists
 
 
-def cells(common: str, own: Mapping[str, str], parts: int = 1) -> tuple[Cell, ...]:
-    """A cell for every name, with overrides that are written as on a command line."""
-    return tuple(Cell(name, merged(common.split(), words.split()), parts=parts) for name, words in own.items())
+def read_grids(question: str) -> dict[str, Grid]:
+    """The grids of a question by name. Raises ValueError for a question that has none."""
+    known = sorted(path.parent.name for path in EXPERIMENTS.glob(f"*/{FILE}"))
+    if question not in known:
+        raise ValueError(f"QUESTION must be one of {', '.join(known)}, got {question!r}.")
+    given = yaml.safe_load((EXPERIMENTS / question / FILE).read_text())
+    fragments: dict[str, str] = {}
+    for name, words in {**yaml.safe_load(_FRAGMENTS.read_text()), **given.get("fragments", {})}.items():
+        fragments[name] = Template(words).substitute(fragments)
+    return {name: _grid(name, settings, fragments) for name, settings in given["grids"].items()}
+
+
+def _grid(name: str, settings: Mapping[str, Any], fragments: Mapping[str, str]) -> Grid:
+    shared = {key: settings[key] for key in ("common", "program", "parts") if key in settings}
+    own: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in settings.items()
+        if key not in (*shared, "cells")
+    }
+    found: dict[str, Cell] = {}
+    for group in settings["cells"]:
+        found |= {cell.name: cell for cell in _cells(group if "of" in group else {"of": group}, shared, fragments)}
+    return Grid(name, cells=tuple(found.values()), **own)
+
+
+def _cells(group: Mapping[str, Any], shared: Mapping[str, Any], fragments: Mapping[str, str]) -> Iterator[Cell]:
+    side = group.get("side")
+    for name, own in group["of"].items():
+        words = [Template(text).substitute(fragments).split()
+                 for text in (shared.get("common", ""), group.get("common", ""), own)]  # fmt: skip
+        yield Cell(
+            name if side is None else f"{side}, {name}", merged(*words), side,
+            program=group.get("program", shared.get("program", TRAIN)), parts=shared.get("parts", 1),
+        )  # fmt: skip
 
 
 def merged(*lists: Sequence[str]) -> tuple[str, ...]:

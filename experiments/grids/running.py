@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -26,9 +26,10 @@ from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.telemetry.records import METRICS_FILE, read_metrics, read_summary
 from crossbow_py.train.checkpoints.checkpoint import FOLDER as CHECKPOINTS_FOLDER
 from experiments.bench.machine import ROOT, machine
-from experiments.bench.results import count, read_result, results_folder, seeds, write_result
+from experiments.bench.program import count, seeds
+from experiments.bench.results import read_result, results_folder, write_result
 from experiments.bench.windows import load_with_ended
-from experiments.grids.grid import Cell, Grid, chosen, in_turns
+from experiments.grids.grid import Cell, Grid, chosen, in_turns, read_grids
 
 _INTERRUPTED = 130
 MEASURED_FILE = "measured.jsonl"  # in a run's folder: what the program of a cell measures beside, a line an evaluation
@@ -168,7 +169,7 @@ def recorded(cell: Cell, seed: int, run: Path) -> dict[str, Any] | None:
     facts = machine()
     return {
         "cell": cell.name,
-        "labels": dict(cell.labels),
+        "labels": _labels(cell),
         "seed": seed,
         "program": cell.program,
         "parts": cell.parts,
@@ -179,6 +180,10 @@ def recorded(cell: Cell, seed: int, run: Path) -> dict[str, Any] | None:
         "epochs": [_kept(record) for record in epochs],
         **({"measured": measured} if measured else {}),
     }
+
+
+def _labels(cell: Cell) -> dict[str, str]:
+    return {} if cell.side is None else {"side": cell.side}
 
 
 def _of_text(summary: Mapping[str, Any]) -> tuple[str, ...]:
@@ -194,7 +199,7 @@ def _kept(record: Mapping[str, Any]) -> dict[str, Any]:
 def collect(grid: Grid, places: Places, facts: Mapping[str, Any]) -> dict[str, Any]:
     """The result of all runs that are done, whenever that was, with what the grid says of them now."""
     runs = [
-        {**record, "cell": cell.name, "labels": dict(cell.labels)}
+        {**record, "cell": cell.name, "labels": _labels(cell)}
         for cell in grid.cells
         for path in sorted(places.of(grid, cell).glob("seed-*.json"))
         if cell.is_of(record := read_result(path))
@@ -235,22 +240,27 @@ def _terminated_like_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def run_grid(experiment: str, grids: Mapping[str, Grid], argv: Sequence[str] | None = None) -> int:
-    """Run what is asked for of an experiment's grids and write its result; returns the exit code."""
-    parser = _parser(experiment, grids)
+def main(
+    argv: Sequence[str] | None = None, read: Callable[[str], Mapping[str, Grid]] = read_grids
+) -> int:
+    """Run what is asked for of a question's grid and write its result; returns the exit code."""
+    parser = _parser()
     options = parser.parse_intermixed_args(argv)
-    grid = grids[options.grid].with_overrides(options.overrides)
-    if grid.alone and options.jobs > 1:
-        parser.error(f"times matter in {grid.name}, so that its cells run one at a time; leave --jobs out.")
     try:
+        grids = read(options.question)
+        if options.grid not in grids:
+            raise ValueError(f"GRID must be one of {', '.join(grids)}, got {options.grid!r}.")
+        grid = grids[options.grid].with_overrides(options.overrides)
         cells = chosen(grid, options.cells)
     except ValueError as error:
         parser.error(str(error))
+    if grid.alone and options.jobs > 1:
+        parser.error(f"times matter in {grid.name}, so that its cells run one at a time; leave --jobs out.")
     turns, facts = in_turns(cells, options.seeds or grid.seeds), machine()
     if options.list:
         commands = [(cell, seed, shlex.join([cell.program, *cell.overrides, f"seed={seed}"])) for cell, seed in turns]
         return say("\n".join(f"{cell.name}, seed {seed}: python -m {words}" for cell, seed, words in commands))
-    places = Places(options.runs / experiment, options.results)
+    places = Places(options.runs / options.question, options.results or results_folder(options.question))
     path = places.results / f"{options.name or grid.name}.json"
     if options.add and path.exists():
         add_recorded(grid, places, read_result(path))
@@ -268,10 +278,11 @@ def run_grid(experiment: str, grids: Mapping[str, Grid], argv: Sequence[str] | N
     return 1 if failed else 0
 
 
-def _parser(experiment: str, grids: Mapping[str, Grid]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Trains the cells of a grid and writes results/GRID.json.")
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Trains the cells of a grid and writes QUESTION/results/GRID.json.")
     add = parser.add_argument
-    add("grid", choices=grids, help="which of the experiment's grids")
+    add("question", help="a folder of experiments/ with grids")
+    add("grid", help="which of its grids")
     add("--cells", default="*", metavar="PATTERN", help="only cells whose names match, as in 'sma*'")
     add("--seeds", type=seeds, metavar="0,1,...", help="one run of every cell each (default: the grid's)")
     add("--jobs", type=count, default=1, help="runs at a time, of one thread each if several; their times do not count")
@@ -279,6 +290,6 @@ def _parser(experiment: str, grids: Mapping[str, Grid]) -> argparse.ArgumentPars
     add("--add", action="store_true", help="runs of the results file with the same settings are done; run the others")
     add("--name", help="name of the results file (default: the grid's)")
     add("--runs", type=Path, default=ROOT / "runs", help="where run folders lie (default runs/ in the checkout)")
-    add("--results", type=Path, default=results_folder(experiment), help="default: results/ beside the script")
+    add("--results", type=Path, help="where the results file lies (default: results/ of the question)")
     add("overrides", nargs="*", metavar="key=value", help="for every cell, as for crossbow_py.train")
     return parser

@@ -20,12 +20,11 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.data.sources.mnist import Mnist
 from crossbow_py.engine.modules.precision import choose_device
 from experiments.bench.machine import usable_cores
-from experiments.bench.results import count, measuring_parser
+from experiments.bench.program import count, measure_and_write, measuring_parser
 from experiments.bench.windows import spread
 from experiments.hyperband.measure import measure_hyperband
 from experiments.hyperband.others import OPTUNA, OTHERS, RAY
 from experiments.tables.markdown import cores, markdown_table, spread_text
-from experiments.tables.measuring import measure_and_write
 
 Result = Mapping[str, Any]
 NAMES = {

@@ -33,10 +33,9 @@ from crossbow_py.data.images.decoding import crop_resized, decode
 from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.data.sources.image_folder import ImageFolder
 from experiments.bench.machine import on_cores
-from experiments.bench.results import count, measuring_parser, positive
+from experiments.bench.program import count, measure_and_write, measuring_parser, positive
 from experiments.bench.windows import spread
 from experiments.tables.markdown import markdown_table, number, spread_text
-from experiments.tables.measuring import measure_and_write
 
 Result = Mapping[str, Any]
 Decode = Callable[[str], Tensor]
@@ -86,7 +85,7 @@ def measure_decoders(folder: str, size: int, most: int, seconds: float, scratch:
 
 def known_decoders(size: int) -> tuple[dict[str, Decode], dict[str, str]]:
     """The decoders that load, and why the others do not. Each makes uint8 [H, W, 3] of a path."""
-    found: dict[str, Decode] = {OURS: lambda path: decode(path, None), DRAFT: lambda path: drafted(path, size)}
+    found: dict[str, Decode] = {OURS: lambda path: decode(path, False), DRAFT: lambda path: drafted(path, size)}
     left_out: dict[str, str] = {}
     example = np.zeros((8, 8, 3), dtype=np.uint8)
     with tempfile.TemporaryDirectory() as folder:
@@ -242,7 +241,7 @@ def crops_per_s(paths: Sequence[str], make: Decode, size: int, epoch: int) -> fl
 
 def difference(paths: Sequence[str], make: Decode) -> float | None:
     """The mean difference of its pixels from ours, of 255; None if it decodes to fewer pixels."""
-    pairs = [(make(path), decode(path, None)) for path in paths]
+    pairs = [(make(path), decode(path, False)) for path in paths]
     if any(own.shape != ours.shape for own, ours in pairs):
         return None
     return round(sum(float((own.int() - ours.int()).abs().float().mean()) for own, ours in pairs) / len(pairs), 4)
@@ -265,11 +264,6 @@ def headline(result: Result) -> str:
             if each["name"] == FASTER and each is not best
         ]
     return " ".join(said)
-
-
-def answer(results: Mapping[str, Result]) -> str:
-    """The headline; nothing before it is measured."""
-    return "\n\n".join(headline(result) for result in results.values() if result.get("kind") == KIND)
 
 
 def result_text(result: Result) -> str:

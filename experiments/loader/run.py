@@ -35,11 +35,10 @@ from crossbow_py.data.sources.image_folder import ImageFolder
 from crossbow_py.data.streaming.loader import Loader
 from crossbow_py.data.streaming.streamed_data import Key
 from experiments.bench.machine import on_cores
-from experiments.bench.results import count, measuring_parser, positive
+from experiments.bench.program import count, measure_and_write, measuring_parser, positive
 from experiments.bench.windows import spread
 from experiments.loader import decoders
-from experiments.tables.markdown import markdown_table, spread_text
-from experiments.tables.measuring import measure_and_write
+from experiments.tables.markdown import columns_table, number_of, spread_text, texts_of_kind
 
 BATCH = 32
 SEED = 0
@@ -154,18 +153,10 @@ def headline(result: Result) -> str:
 
 
 def sides_table(result: Result) -> str:
-    header = ["", "images/s a core", "÷ Pillow", "÷ decoded", "n"]
-    rows = [
-        [
-            row["name"],
-            f"{row['images_per_s']:,.0f}",
-            _ratio(row["to_pillow"]),
-            _ratio(row["to_decoded"]),
-            str(row["n"]),
-        ]
-        for row in result["rows"]
-    ]
-    return markdown_table(header, rows)
+    return columns_table(result["rows"], {
+        "": "name", "images/s a core": number_of("images_per_s"), "÷ Pillow": lambda row: _ratio(row["to_pillow"]),
+        "÷ decoded": lambda row: _ratio(row["to_decoded"]), "n": "n",
+    })  # fmt: skip
 
 
 def result_text(result: Result) -> str:
@@ -266,7 +257,7 @@ def _tell_nobody(_: int) -> None:
 
 TABLES = {"all": result_text}
 TABLES_OF_KIND = {decoders.KIND: decoders.TABLES}
-TABLES_OVER_ALL = {"decoders": decoders.answer}
+TABLES_OVER_ALL = {"decoders": texts_of_kind(decoders.KIND, decoders.headline)}
 
 
 if __name__ == "__main__":

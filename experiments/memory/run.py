@@ -23,10 +23,9 @@ from crossbow_py.engine.modules.precision import choose_device, choose_precision
 from crossbow_py.engine.sizing.memory import LearnerBytes, learner_bytes, predicted_bytes
 from crossbow_py.models import MODELS
 from experiments.bench.machine import ROOT
-from experiments.bench.results import count, measuring_parser
+from experiments.bench.program import count, measure_and_write, measuring_parser
 from experiments.bench.rounds import ExecutorName, Setup
-from experiments.tables.markdown import NONE, markdown_table
-from experiments.tables.measuring import measure_and_write
+from experiments.tables.markdown import NONE, columns_table, markdown_table
 
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -125,22 +124,20 @@ def parts_table(result: Result) -> str:
 
 
 def peaks_table(result: Result) -> str:
-    header = ["model", "executor", "K", "measured, MiB", "predicted, MiB", "measured ÷ predicted",
-              "an extra learner, MiB", "÷ its own"]  # fmt: skip
-    rows = []
-    for row in result["rows"]:
-        measured, predicted, extra = row["measured_bytes"], row["predicted_bytes"], extra_learner_bytes(result, row)
-        rows.append([
-            row["model"],
-            row["executor"],
-            str(row["num_learners"]),
-            _mib(measured),
-            _mib(predicted),
-            NONE if measured is None else f"{measured / predicted:.3f}",
-            _mib(extra),
-            NONE if extra is None else f"{extra / whole_bytes(result, row['model']):.3f}",
-        ])  # fmt: skip
-    return markdown_table(header, rows)
+    def over_predicted(row: Row) -> str:
+        return NONE if row["measured_bytes"] is None else f"{row['measured_bytes'] / row['predicted_bytes']:.3f}"
+
+    def over_own(row: Row) -> str:
+        extra = extra_learner_bytes(result, row)
+        return NONE if extra is None else f"{extra / whole_bytes(result, row['model']):.3f}"
+
+    return columns_table(result["rows"], {
+        "model": "model", "executor": "executor", "K": "num_learners",
+        "measured, MiB": lambda row: _mib(row["measured_bytes"]),
+        "predicted, MiB": lambda row: _mib(row["predicted_bytes"]),
+        "measured ÷ predicted": over_predicted,
+        "an extra learner, MiB": lambda row: _mib(extra_learner_bytes(result, row)), "÷ its own": over_own,
+    })  # fmt: skip
 
 
 def extra_learner_bytes(result: Result, row: Row) -> float | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,17 +35,24 @@ from experiments.bench.packs.report import (
     grouped,
     how,
     left_out,
+    row_of,
     summary_header,
     summary_row,
 )
 from experiments.bench.packs.side import DEFAULT, DEFAULT_ENSEMBLE, TUNED, PackSide, Work, packed, prepare_packs, single
-from experiments.bench.results import count
-from experiments.tables.markdown import markdown_table, spread_text
-from experiments.tables.measuring import measure_and_write
+from experiments.bench.program import count, measure_and_write
+from experiments.tables.markdown import NONE, cores, markdown_table, spread_text
 
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 _FEWER = (1, 4, 16, 64)
 _QUICK_MODELS, _QUICK_BATCH_SIZE = 2, 4
+# What the first page says of results, with batches of this size.
+_ON_FIRST_PAGE = {
+    "gru": "Training 16 GRUs",
+    "small_mlp_training": "Training 16 MLPs",
+    "training": "Training 16 five-layer CNNs",
+}
+_BATCH_SIZE_ON_FIRST_PAGE = 16
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,7 +144,20 @@ def result_text(result: Result) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def headline_rows(results: Mapping[str, Result]) -> list[list[str]]:
+    size, lines = _BATCH_SIZE_ON_FIRST_PAGE, []
+    for name, title in _ON_FIRST_PAGE.items():
+        rows = grouped(results[name]["rows"], "batch_size")[size,]
+        pack = best_pack(rows)
+        assert pack is not None, f"{name} was measured"
+        fastest = f"{pack['images_per_s']:,.0f} ({pack['side']})"
+        rates = [f"{row['images_per_s']:,.0f}" if (row := row_of(rows, side)) else NONE for side in (TUNED, DEFAULT)]
+        lines.append([f"{title}, batches of {size}, images/s", fastest, *rates, str(pack["n"]), cores(results[name])])
+    return lines
+
+
 TABLES = {"all": result_text}
+HEADLINE = headline_rows
 
 
 if __name__ == "__main__":

@@ -10,22 +10,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
-import torch
-
-from crossbow_py import SGD, Muon, SynchronousSGD, Trainer
-from crossbow_py.core.host import LoadSnapshot, foreign_share
-from crossbow_py.data.augmentation import Augmentation
+from crossbow_py import SGD, Muon, SynchronousSGD
 from crossbow_py.engine.update.optimizers import Optimizer
-from crossbow_py.models.resnet import ResNet32
-from experiments.bench.results import count, measuring_parser
+from experiments.bench.program import count, measure_and_write, measuring_parser
+from experiments.bench.rounds import trained_window, trainer_on_noise
 from experiments.bench.windows import Window, Windows, by_turns, spread
 from experiments.tables.markdown import markdown_table, spread_text
-from experiments.tables.measuring import measure_and_write
 
 Result = Mapping[str, Any]
 MOST = 0.05
@@ -35,7 +31,7 @@ SIDES: dict[str, Optimizer] = {
     MUON: Muon(learning_rate=0.05),
     "Muon, normalised weights": Muon(learning_rate=0.05, normalize_weights=True),
 }
-_SHAPE, _SAMPLES = (3, 32, 32), 10_000
+_SAMPLES = 10_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,12 +47,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Windows of all sides by turns, in one process; ratios are taken within a turn."""
-    trainers = {name: _trainer(optimizer, given) for name, optimizer in SIDES.items()}
+    trainers = {
+        name: trainer_on_noise(
+            "resnet32", _SAMPLES, batch_size=given.batch_size, num_learners=given.num_learners, optimizer=optimizer,
+            averaging=SynchronousSGD(), executor=given.executor, precision="bf16", device="cpu",
+        )
+        for name, optimizer in SIDES.items()
+    }  # fmt: skip
     windows: dict[str, Windows[Window]] = {name: Windows() for name in SIDES}
     for trainer in trainers.values():
         trainer.fit(max_rounds=5)
     for name in by_turns(tuple(SIDES), given.repetitions):
-        windows[name].add(lambda trainer=trainers[name]: _window(trainer, given))  # type: ignore[misc]
+        images = given.num_learners * given.batch_size
+        windows[name].add(partial(trained_window, trainers[name], images, max_rounds=given.rounds))
     rates = {name: own.rates() for name, own in windows.items()}
     shares = {
         name: [1 - own / base for own, base in zip(rates[name], rates[PLAIN], strict=True) if own and base]
@@ -69,25 +72,6 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "share_of_round": {name: spread(own) for name, own in shares.items() if name != PLAIN},
         "dropped": sum(own.dropped for own in windows.values()),
     }  # fmt: skip
-
-
-def _trainer(optimizer: Optimizer, given: argparse.Namespace) -> Trainer:
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (_SAMPLES, *_SHAPE), dtype=torch.uint8, generator=generator)
-    targets = torch.randint(0, 10, (_SAMPLES,), generator=generator)
-    return Trainer(
-        model=lambda: ResNet32().build(_SHAPE, 10), train_data=(images, targets), batch_size=given.batch_size,
-        num_learners=given.num_learners, optimizer=optimizer, averaging=SynchronousSGD(), executor=given.executor,
-        precision="bf16", device="cpu", augmentation=Augmentation(crop_padding=4, flip=True),
-    )  # fmt: skip
-
-
-def _window(trainer: Trainer, given: argparse.Namespace) -> Window:
-    before, begun = LoadSnapshot.take(), trainer.run.state.elapsed_s
-    trainer.fit(max_rounds=given.rounds)
-    seconds = trainer.run.state.elapsed_s - begun
-    images, foreign = given.rounds * given.num_learners * given.batch_size, foreign_share(before, LoadSnapshot.take())
-    return Window(images / seconds, 0.0, seconds / given.rounds, given.rounds, foreign)
 
 
 def headline(result: Result) -> str:

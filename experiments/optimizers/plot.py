@@ -5,6 +5,7 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 from experiments.grids.report import Result, by_cell, summarize
+from experiments.optimizers.report import parts_of
 from experiments.tables.pictures import beside
 
 _COLORS, _MARKERS = {"SGD": "tab:blue", "Muon": "tab:orange"}, "os^D"
@@ -17,10 +18,10 @@ def draw(result: Result) -> Figure:
     lines: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
     (batch,) = {run["summary"]["batch_size"] for run in result["runs"]}
     for name, runs in by_cell(result).items():
-        labels, found = runs[0]["labels"], summarize(name, runs, ()).final
+        found = summarize(name, runs, ()).final
         if found is not None:
-            point = labels["num_learners"], 100 * found.mean, 100 * (found.half_width or 0)
-            lines.setdefault((labels["optimizer"], labels["rule"]), []).append(point)
+            point = runs[0]["summary"]["num_learners"], 100 * found.mean, 100 * (found.half_width or 0)
+            lines.setdefault(parts_of(name), []).append(point)
     rules = list(dict.fromkeys(rule for _, rule in lines))
     for (optimizer, rule), points in lines.items():
         numbers, means, widths = zip(*sorted(points), strict=True)

@@ -29,12 +29,11 @@ from crossbow_py.telemetry.loggers.mlflow_logger import MLflowTracker
 from crossbow_py.telemetry.loggers.run_logger import RunLogger
 from crossbow_py.telemetry.loggers.tracker import Tracker
 from crossbow_py.telemetry.loggers.wandb_logger import WandbTracker
-from experiments.bench.results import count, measuring_parser, positive
+from experiments.bench.program import count, measure_and_write, measuring_parser, positive
 from experiments.bench.windows import spread
 from experiments.overhead.run import train
 from experiments.overhead.side_by_side import Couple, run_couple
 from experiments.tables.markdown import NONE, markdown_table, spread_text
-from experiments.tables.measuring import measure_and_write
 
 Result = Mapping[str, Any]
 KIND, MOST_SHARE, NETWORK = "loggers", 0.005, "lenet"
@@ -206,11 +205,6 @@ def headline(result: Result) -> str:
         ratio = spread_text(alike["throughput_ratio"], ".3f")
         said.append(f"Of two runs without, one had {ratio} times the images/s of the other (n={alike['couples']}).")
     return " ".join([*said, *(f"{name} is not installed." for name in result["left_out"])])
-
-
-def answer(results: Mapping[str, Result]) -> str:
-    """The headline; nothing before it is measured."""
-    return "\n\n".join(headline(result) for result in results.values() if result.get("kind") == KIND)
 
 
 def result_text(result: Result) -> str:

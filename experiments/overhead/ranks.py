@@ -30,11 +30,10 @@ from crossbow_py.train.rank_telemetry import RankTelemetry
 from crossbow_py.train.run import Run
 from crossbow_py.train.run_folder.reporter import Reporter, run_info
 from crossbow_py.train.run_state import RunState
-from experiments.bench.results import count, measuring_parser, positive
+from experiments.bench.program import count, measure_and_write, measuring_parser, positive
 from experiments.bench.rounds import trainer_on_noise
 from experiments.bench.windows import spread
-from experiments.tables.markdown import markdown_table, spread_text
-from experiments.tables.measuring import measure_and_write
+from experiments.tables.markdown import columns_table, number_of, spread_of, spread_text
 
 Result = Mapping[str, Any]
 KIND, MOST_SHARE, WANTED_OF = "ranks", 0.005, 8
@@ -182,25 +181,13 @@ def headline(result: Result) -> str:
     return " ".join(f"{each}." for each in said.values())
 
 
-def answer(results: Mapping[str, Result]) -> str:
-    """The headline; nothing before it is measured."""
-    return "\n\n".join(headline(result) for result in results.values() if result.get("kind") == KIND)
-
-
 def result_text(result: Result) -> str:
-    header = ["", "seconds of training", "share of them", "µs a synchronisation", "share of all records", "n"]
-    rows = [
-        [
-            case["name"],
-            f"{case['seconds']:g}",
-            spread_text(case["share"], ".3%"),
-            spread_text(case["us_a_synchronisation"], ".0f"),
-            spread_text(case["share_of_all_records"], ".2%"),
-            str(case["n"]),
-        ]
-        for case in result["cases"]
-    ]
-    return f"{headline(result)}\n\n{markdown_table(header, rows)}"
+    table = columns_table(result["cases"], {
+        "": "name", "seconds of training": number_of("seconds", "g"), "share of them": spread_of("share", ".3%"),
+        "µs a synchronisation": spread_of("us_a_synchronisation", ".0f"),
+        "share of all records": spread_of("share_of_all_records", ".2%"), "n": "n",
+    })  # fmt: skip
+    return f"{headline(result)}\n\n{table}"
 
 
 TABLES = {"all": result_text, "headline": headline}

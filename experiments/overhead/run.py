@@ -31,10 +31,9 @@ from crossbow_py.telemetry.events import Listener, Summary
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.run_folder.reporter import Reporter
 from experiments.bench.machine import ROOT
-from experiments.bench.results import count, measuring_parser, positive
+from experiments.bench.program import count, measure_and_write, measuring_parser, positive
 from experiments.bench.windows import MAX_FOREIGN_SHARE, spread
-from experiments.tables.markdown import NONE, markdown_table, spread_text
-from experiments.tables.measuring import measure_and_write
+from experiments.tables.markdown import columns_table, markdown_table, number_of, spread_of, spread_text
 
 Result = Mapping[str, Any]
 MOST_IMPORT_RATIO, MOST_HELP_S, MOST_TELEMETRY, MOST_OF_A_TREE = 1.2, 3.0, 0.01, 0.01
@@ -211,19 +210,11 @@ def starts_table(result: Result) -> str:
 
 
 def telemetry_table(result: Result) -> str:
-    header = ["", "a round, ms", "share of training in telemetry", "images/s with ÷ without", "n", "dropped"]
-    rows = [
-        [
-            name,
-            NONE if own["round_ms"] is None else f"{own['round_ms']:.2f}",
-            spread_text(own["share_of_training"], ".2%"),
-            spread_text(own["throughput_ratio"], ".3f"),
-            str(own["n"]),
-            str(own["dropped"]),
-        ]
-        for name, own in result["telemetry"].items()
-    ]
-    return markdown_table(header, rows)
+    return columns_table(({"name": name, **own} for name, own in result["telemetry"].items()), {
+        "": "name", "a round, ms": number_of("round_ms", ".2f"),
+        "share of training in telemetry": spread_of("share_of_training", ".2%"),
+        "images/s with ÷ without": spread_of("throughput_ratio", ".3f"), "n": "n", "dropped": "dropped",
+    })  # fmt: skip
 
 
 def headline(result: Result) -> str:

@@ -49,9 +49,8 @@ from experiments.bench.packs.side import (
     prepare_packs,
     single,
 )
-from experiments.bench.results import count
-from experiments.tables.markdown import NONE, markdown_table, spread_text
-from experiments.tables.measuring import measure_and_write
+from experiments.bench.program import count, measure_and_write
+from experiments.tables.markdown import Column, columns_table, markdown_table, number, spread_text
 
 LIMIT_MODELS = 4
 LARGER_BATCHES = (4, 16, 64, 256)
@@ -182,21 +181,16 @@ def limits_table(rows: Sequence[Row]) -> str:
 
 
 def mixed_table(rows: Sequence[Row]) -> str:
-    header = ["families", "executor", "K", "images/s of each", "÷ default_loop", "÷ tuned_single",
-              "÷ two packs in turn", "n", "dropped"]  # fmt: skip
-    lines = [
-        [
-            " and ".join(row["models"]),
-            row["side"],
-            str(row["num_models"]),
-            " and ".join(NONE if rate is None else f"{rate:,.0f}" for rate in row["images_per_s"]),
-            *(spread_text(row["gain"][base]) for base in (DEFAULT, TUNED, "in_turn")),
-            str(row["n"]),
-            str(row["dropped"]),
-        ]
-        for row in rows
-    ]
-    return markdown_table(header, lines) if lines else ""
+    def gain(base: str) -> Column:
+        return lambda row: spread_text(row["gain"][base])
+
+    columns: dict[str, Column] = {
+        "families": lambda row: " and ".join(row["models"]), "executor": "side", "K": "num_models",
+        "images/s of each": lambda row: " and ".join(number(rate, ",.0f") for rate in row["images_per_s"]),
+        "÷ default_loop": gain(DEFAULT), "÷ tuned_single": gain(TUNED), "÷ two packs in turn": gain("in_turn"),
+        "n": "n", "dropped": "dropped",
+    }  # fmt: skip
+    return columns_table(rows, columns) if rows else ""
 
 
 def headline(result: Result) -> str:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, w
 
 from crossbow_py.core.errors import UserError
 from experiments.bench.machine import ROOT
-from experiments.bench.results import count, measuring_parser
+from experiments.bench.program import count, measure_and_write, measuring_parser
 from experiments.predicted_speed.model import (
     BOTH,
     GPUS,
@@ -36,7 +36,6 @@ from experiments.predicted_speed.model import (
     programs_at_once,
 )
 from experiments.predicted_speed.report import result_text
-from experiments.tables.measuring import measure_and_write
 
 KIND = "predicted speed"
 MODELS, NUM_LEARNERS, BATCH_SIZE = ("resnet32", "vgg16"), (1, 2, 4, 8, 16), 16

@@ -17,11 +17,10 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from crossbow_py.engine.device.host import intra_op_threads
-from experiments.bench.results import count, measuring_parser
+from experiments.bench.program import count, measure_and_write, measuring_parser
 from experiments.bench.streamed_runs import SIZE, Setup, StreamedRun, five_layers, photographs
 from experiments.bench.windows import MAX_FOREIGN_SHARE, Window, Windows, waiting
-from experiments.tables.markdown import markdown_table, spread_text
-from experiments.tables.measuring import measure_and_write
+from experiments.tables.markdown import columns_table, number_of, spread_text
 
 Result = Mapping[str, Any]
 # ModelBatch's figure 3: the share with one model, and with 16 that share a feed.
@@ -140,20 +139,15 @@ def headline(result: Result) -> str:
 
 
 def shares_table(result: Result) -> str:
-    header = ["", "models", "of the time, preprocessing", "models · images/s", "÷ own feed", "n", "dropped"]
-    rows = [
-        [
-            row["side"],
-            "any" if row["side"] == OWN else str(row["num_models"]),
-            _share(row["wait_share"]),
-            "–" if row["images_per_s"] is None else f"{row['images_per_s']:,.0f}",
-            "1" if row["side"] == OWN else spread_text(row["speedup"]),
-            str(row["n"]),
-            str(row["dropped"]),
-        ]
-        for row in result["rows"]
-    ]
-    return markdown_table(header, rows)
+    return columns_table(result["rows"], {
+        "": "side",
+        "models": lambda row: "any" if row["side"] == OWN else str(row["num_models"]),
+        "of the time, preprocessing": lambda row: _share(row["wait_share"]),
+        "models · images/s": number_of("images_per_s"),
+        "÷ own feed": lambda row: "1" if row["side"] == OWN else spread_text(row["speedup"]),
+        "n": "n",
+        "dropped": "dropped",
+    })  # fmt: skip
 
 
 def result_text(result: Result) -> str:

@@ -15,13 +15,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
-from experiments.bench.results import count, measuring_parser
+from experiments.bench.program import count, measure_and_write, measuring_parser
 from experiments.bench.windows import paired_ratios, spread
 from experiments.ranks import search
 from experiments.ranks.sides import BUCKETS_MB, serve
 from experiments.scaling.ranks import Measured, RankPair
-from experiments.tables.markdown import markdown_table, spread_text
-from experiments.tables.measuring import measure_and_write
+from experiments.tables.markdown import markdown_table, spread_text, texts_of_kind
 
 Result = Mapping[str, Any]
 NAMES = {
@@ -116,7 +115,7 @@ def result_text(result: Result) -> str:
 
 TABLES = {"all": result_text}
 TABLES_OF_KIND = {search.KIND: search.TABLES}
-TABLES_OVER_ALL = {"searchers": search.answer}
+TABLES_OVER_ALL = {"searchers": texts_of_kind(search.KIND, search.headline)}
 
 
 if __name__ == "__main__":

@@ -31,10 +31,9 @@ from crossbow_py.search.folder import JOURNAL_FILE
 from crossbow_py.search.study.storage import open_storage
 from crossbow_py.telemetry.records import read_json
 from experiments.bench.machine import ROOT, on_cores
-from experiments.bench.results import count, measuring_parser
+from experiments.bench.program import count, measure_and_write, measuring_parser
 from experiments.bench.windows import load_with_ended, paired_ratios, spread
 from experiments.tables.markdown import NONE, markdown_table, spread_text
-from experiments.tables.measuring import measure_and_write
 
 Result = Mapping[str, Any]
 ONE, TWO, APART = SIDES = ("one searcher", "two searchers", "two searches")
@@ -155,11 +154,6 @@ def headline(result: Result) -> str:
         f"(n={result['repetitions']}); at least {WANTED} was wanted: {verdict}. Two searches that know nothing of each "
         f"other end {spread_text(apart)} times as many on these cores."
     )
-
-
-def answer(results: Mapping[str, Result]) -> str:
-    """The headlines of all searches; nothing while there are none."""
-    return "\n\n".join(headline(result) for result in results.values() if result.get("kind") == KIND)
 
 
 def result_text(result: Result) -> str:

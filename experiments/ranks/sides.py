@@ -16,8 +16,7 @@ from crossbow_py import SGD, Crossbow, Trainer
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.ranks import ALONE, Ranks
-from experiments.bench.rounds import build_model, trainer_on_noise
-from experiments.bench.streamed_runs import MarkedRounds
+from experiments.bench.rounds import MarkedRounds, build_model, trainer_on_noise
 from experiments.scaling.ranks import Measured, answer
 
 WARM_UP_ROUNDS = 2

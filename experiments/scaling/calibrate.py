@@ -21,11 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, w
 
 import numpy as np
 
-from experiments.bench.results import count, measuring_parser
+from experiments.bench.program import count, measure_and_write, measuring_parser
 from experiments.scaling.ranks import NUM_RANKS, Case, RankPair, task_s, transfer_s
 from experiments.scaling.report import CALIBRATED, result_text
 from experiments.scaling.simulator import log_sigma
-from experiments.tables.measuring import measure_and_write
 
 # With how many rounds a window has; on two cores each window takes one to several seconds.
 CASES = {Case("lenet", 16): 96, Case("resnet32", 32): 16, Case("vgg16", 16): 8}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.scaling.inputs import HIDDEN_SHARE, PARAMETERS, SHOWN_COUNTS, Workload
-from experiments.tables.markdown import markdown_table, spread_text
+from experiments.tables.markdown import Column, columns_table, markdown_table, number_of, spread_text
 
 SIMULATED, CALIBRATED, VALIDATED = "simulated", "calibrated", "validated"
 TARGET_ERROR = 0.10
@@ -82,11 +82,10 @@ def efficiency_table(result: Result) -> str:
 
 
 def stragglers_table(result: Result) -> str:
-    rows = [
-        [f"{row['cv']:.0%}", f"{row['rank_cv']:.0%}", f"{row['sma']:.1%}", f"{row['synchronous']:.1%}"]
-        for row in result["stragglers"]["rows"]
-    ]
-    return markdown_table(["round to round", "GPU to GPU", "SMA, τ=1", "synchronous"], rows)
+    return columns_table(result["stragglers"]["rows"], {
+        "round to round": number_of("cv", ".0%"), "GPU to GPU": number_of("rank_cv", ".0%"),
+        "SMA, τ=1": number_of("sma", ".1%"), "synchronous": number_of("synchronous", ".1%"),
+    })  # fmt: skip
 
 
 def calibrated_text(result: Result) -> str:
@@ -105,15 +104,16 @@ def calibrated_text(result: Result) -> str:
 
 
 def tasks_table(result: Result) -> str:
-    names = ("round", "learning", "correction", "sum", "move")
-    header = ["", *(f"{name}, ms" for name in names), "noise, cv", "median ÷ log-normal", "95 % ÷ log-normal", "n"]
-    rows = [
-        [f"{case['model']} b={case['batch_size']}", *(f"{case[f'{name}_ms']:.3g}" for name in names),
-         f"{case['noise']['cv']:.1%}", f"{case['noise']['median_by_lognormal']:.2f}",
-         f"{case['noise']['p95_by_lognormal']:.2f}", str(case["noise"]["n"])]
-        for case in result["cases"]
-    ]  # fmt: skip
-    return markdown_table(header, rows)
+    def noise(key: str, form: str) -> Column:
+        return lambda case: format(case["noise"][key], form)
+
+    return columns_table(result["cases"], {
+        "": lambda case: f"{case['model']} b={case['batch_size']}",
+        **{f"{name}, ms": number_of(f"{name}_ms", ".3g")
+           for name in ("round", "learning", "correction", "sum", "move")},
+        "noise, cv": noise("cv", ".1%"), "median ÷ log-normal": noise("median_by_lognormal", ".2f"),
+        "95 % ÷ log-normal": noise("p95_by_lognormal", ".2f"), "n": noise("n", "d"),
+    })  # fmt: skip
 
 
 def all_reduce_table(result: Result) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
-from experiments.bench.results import count, measuring_parser
+from experiments.bench.program import count, measure_and_write, measuring_parser
 from experiments.scaling.inputs import (
     GPU,
     GPU_COUNTS,
@@ -29,7 +29,6 @@ from experiments.scaling.inputs import (
 from experiments.scaling.network import NETWORKS, Network
 from experiments.scaling.report import SIMULATED, result_text
 from experiments.scaling.simulator import Averaging, Tasks, sma_round_s, synchronous_round_s
-from experiments.tables.measuring import measure_and_write
 
 PERIODS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _STRAGGLERS_OF = 1  # of WORKLOADS: short rounds, which have the least to spare

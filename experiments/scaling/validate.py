@@ -17,7 +17,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
-from experiments.bench.results import count, measuring_parser, read_results
+from experiments.bench.program import count, measuring_parser
+from experiments.bench.results import read_results
 from experiments.bench.windows import spread
 from experiments.scaling.calibrate import CASES, all_reduce_s, measure_pair
 from experiments.scaling.inputs import PARAMETERS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 NONE = "–"  # where there is no value to show
@@ -21,6 +21,26 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for line in lines
     ]
     return "\n".join("| " + " | ".join(line) + " |" for line in [padded[0], rule, *padded[1:]])
+
+
+Column = str | Callable[[Any], str]
+
+
+def columns_table(records: Iterable[Mapping[str, Any]], columns: Mapping[str, Column]) -> str:
+    """A row a record; by the name of each column, the key whose value it shows, or what makes its cell of a record."""
+    cells = list(columns.values())
+    rows = [[str(each[cell]) if isinstance(cell, str) else cell(each) for cell in cells] for each in records]
+    return markdown_table(list(columns), rows)
+
+
+def number_of(key: str, form: str = ",.0f") -> Column:
+    """A column of a key's numbers."""
+    return lambda record: number(record[key], form)
+
+
+def spread_of(key: str, form: str = ".2f") -> Column:
+    """A column of a key's medians with smallest and largest."""
+    return lambda record: spread_text(record[key], form)
 
 
 def number(value: float | None, form: str) -> str:
@@ -56,3 +76,8 @@ def cores(result: Mapping[str, Any]) -> str:
     facts = result["machine"]
     fast = any("bf16" in flag for flag in facts["flags"])
     return f"{facts['cores']}{' (bf16)' if fast else ''}"
+
+
+def texts_of_kind(kind: str, text: Callable[[Mapping[str, Any]], str]) -> Callable[[Mapping[str, Any]], str]:
+    """Make the table over all results that is a text of each of a kind; empty while there is none."""
+    return lambda results: "\n\n".join(text(each) for each in results.values() if each.get("kind") == kind)

@@ -3,14 +3,14 @@
 A page says where a table goes by `<!-- table:NAME -->` and, on a later line, `<!-- end -->`; what is between them is
 replaced. NAME is QUESTION for all of its results (nothing while there are none), QUESTION/TABLE for a table over all of
 them, or QUESTION/RESULT/TABLE. A question, a folder of experiments/ with a page, offers its tables in `report.py`, or
-where it has none in `run.py`:
+where it has none in `run.py`; those of grids of training runs are in `grids/report.py`:
 
     TABLES: by name; the first is what a page about all of its results shows. `machine` is added.
     TABLES_OF_KIND: by the kind that a result says it is, what takes the place of TABLES.
     TABLES_OVER_ALL: by name, tables over all results.
     HEADLINE: rows of the table on the first page, from all results.
 
-Other names: `headline/QUESTION/...` has the rows of these questions; `keys/...` are made of the settings classes.
+`headline/QUESTION/...` has the rows of several questions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from typing import Any
 
 from experiments.bench.machine import ROOT, machine_line
 from experiments.bench.results import EXPERIMENTS, read_results
-from experiments.tables import keys
 from experiments.tables.markdown import markdown_table, replace_blocks
 
 Table = Callable[[Mapping[str, Any]], str]
@@ -71,8 +70,6 @@ def rebuilt(page: str) -> str:
 def build(name: str, results: Results) -> str:
     """Return what belongs into the block NAME, given its question's results. Raises ValueError for an unknown name."""
     question, *rest = name.split("/")
-    if question == keys.NAME:
-        return keys.table("/".join(rest))
     if question == "headline":
         rows = [row for each in rest for row in _offered(name, each).HEADLINE(read_results(each))]
         return markdown_table(_HEADLINE, rows)
@@ -96,8 +93,8 @@ def _offered(name: str, question: str) -> ModuleType:
     """The module that offers the tables of a question. Raises ValueError where there is no such question."""
     if question not in questions():
         raise ValueError(f"table:{name} is of no known question; known: {', '.join(questions())}.")
-    module = "report" if (EXPERIMENTS / question / "report.py").exists() else "run"
-    return import_module(f"experiments.{question}.{module}")
+    there = [name for name in ("report", "run") if (EXPERIMENTS / question / f"{name}.py").exists()]
+    return import_module(f"experiments.{question}.{there[0]}" if there else "experiments.grids.report")
 
 
 def _tables(offered: ModuleType, result: Mapping[str, Any]) -> Mapping[str, Table]:

@@ -2,7 +2,7 @@
 
 A question says by PICTURES in its `plot.py` which pictures there are of its results: a function from results by name to
 figures by file name, relative to the question's folder. `beside` and `one` make the two usual ones. Without a `plot.py`
-they are those of a grid of training runs, or of recorded runs, by what its `run.py` offers: GRIDS or RUNS.
+they are those of grids of training runs, where it has some.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from experiments.bench.results import EXPERIMENTS, read_results
+from experiments.grids.grid import FILE as GRIDS
 from experiments.grids.plot import draw_accuracies
-from experiments.tables import recorded_plot
 
 Result = Mapping[str, Any]
 Results = Mapping[str, Result]
@@ -83,12 +83,7 @@ def pictures_of(question: str) -> Pictures | None:
     if (EXPERIMENTS / question / "plot.py").exists():
         found: Pictures = import_module(f"experiments.{question}.plot").PICTURES
         return found
-    if not (EXPERIMENTS / question / "run.py").exists():
-        return None
-    run = import_module(f"experiments.{question}.run")
-    if hasattr(run, "GRIDS"):
-        return beside(draw_accuracies)
-    return one("curve.png", lambda results: recorded_plot.draw(run.RUNS, results)) if hasattr(run, "RUNS") else None
+    return beside(draw_accuracies) if (EXPERIMENTS / question / GRIDS).exists() else None
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, w
 
 from crossbow_py.core.host import foreign_share
 from experiments.bench.machine import ROOT, machine
-from experiments.bench.results import count, measuring_parser, show_and_write
+from experiments.bench.program import count, measuring_parser, show_and_write
 from experiments.bench.torchvision import import_torchvision
 from experiments.bench.windows import load_with_ended, spread
 from experiments.tables.markdown import NONE, markdown_table, spread_text

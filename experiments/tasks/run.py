@@ -12,8 +12,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
@@ -23,11 +24,11 @@ from torch import Tensor
 from crossbow_py import SynchronousSGD
 from crossbow_py.core.host import foreign_share
 from crossbow_py.data.sampler import epoch_order
-from crossbow_py.telemetry.events import RoundEnd
 from experiments.bench.machine import machine
-from experiments.bench.results import count, measuring_parser, positive, show_and_write
-from experiments.bench.windows import Windows, by_turns, load_with_ended
-from experiments.tables.markdown import NONE, markdown_table, spread_text
+from experiments.bench.program import count, measuring_parser, positive, show_and_write
+from experiments.bench.rounds import trained_window
+from experiments.bench.windows import Window, Windows, by_turns, load_with_ended
+from experiments.tables.markdown import columns_table, number, number_of, spread_of
 from experiments.tasks import examples
 from experiments.tasks.tasks import BATCH_SIZE, TASKS, Task
 
@@ -95,13 +96,6 @@ def _lines(function: Callable[..., Any]) -> int:
     return sum(bool(line.strip()) for line in inspect.getsource(function).splitlines())
 
 
-class Rate(NamedTuple):
-    """A window: samples/s, and the part of the cores that other programs took meanwhile."""
-
-    images_per_s: float
-    foreign_share: float | None
-
-
 def timed(task: Task, num_learners: int, repetitions: int, seconds: float) -> dict[str, Any]:
     """Measure samples/s of the plain loop and of learners, by turns."""
     model, data = task.model().train(), task.data()
@@ -109,7 +103,7 @@ def timed(task: Task, num_learners: int, repetitions: int, seconds: float) -> di
     trainer = task.trainer(num_learners=num_learners, batch_size=BATCH_SIZE, averaging=SynchronousSGD(), device="cpu")
     trainer.fit(max_rounds=2)
 
-    def plain() -> Rate:
+    def plain() -> Window:
         before, ends = load_with_ended(), [0.0]
 
         def batches() -> Any:
@@ -121,21 +115,12 @@ def timed(task: Task, num_learners: int, repetitions: int, seconds: float) -> di
                     return
 
         task.plain(model, data, batches())  # only iterated over
-        return Rate(BATCH_SIZE * (len(ends) - 1) / ends[-1], foreign_share(before, load_with_ended()))
+        rounds, share = len(ends) - 1, foreign_share(before, load_with_ended())
+        return Window(BATCH_SIZE * rounds / ends[-1], 0.0, ends[-1] / rounds, rounds, share)
 
-    def learners() -> Rate:
-        ends: list[float] = []
-
-        def note(end: RoundEnd) -> None:
-            ends.append(end.elapsed_s)
-
-        before = load_with_ended()
-        trainer.fit(max_time_s=trainer.state.elapsed_s + seconds, after_round=note)
-        samples = trainer.run.samples_per_round * (len(ends) - 1)
-        return Rate(samples / (ends[-1] - ends[0]), foreign_share(before, load_with_ended()))
-
-    windows: dict[str, Windows[Rate]] = {"plain": Windows(), "learners": Windows()}
-    take = {"plain": plain, "learners": learners}
+    windows: dict[str, Windows[Window]] = {"plain": Windows(), "learners": Windows()}
+    learners = partial(trained_window, trainer, trainer.run.samples_per_round, seconds=seconds)
+    take: dict[str, Callable[[], Window]] = {"plain": plain, "learners": learners}
     for side in by_turns(list(take), repetitions):
         windows[side].add(take[side])
     return {
@@ -149,21 +134,14 @@ _MOST_BATCHES = 20_000
 
 
 def result_text(result: Result) -> str:
-    rows = [
-        [
-            row["task"], row["note"], f"{row['difference']:.0e}", str(row["plain_lines"]), str(row["trainer_lines"]),
-            _rate(row["plain"]), f"{_rate(row['learners'])} ({row['executor']})",
-            spread_text(row["ratio"]) if row["ratio"] else NONE,
-        ]
-        for row in result["rows"]
-    ]  # fmt: skip
-    header = ["task", "", "difference", "lines, plain", "lines, Trainer", "plain loop, samples/s",
-              f"K = {result['num_learners']} learners, samples/s", "learners ÷ plain"]  # fmt: skip
-    return markdown_table(header, rows)
-
-
-def _rate(figures: Mapping[str, Any]) -> str:
-    return NONE if figures["images_per_s"] is None else f"{figures['images_per_s']:,.0f}"
+    return columns_table(result["rows"], {
+        "task": "task", "": "note", "difference": number_of("difference", ".0e"), "lines, plain": "plain_lines",
+        "lines, Trainer": "trainer_lines",
+        "plain loop, samples/s": lambda row: number(row["plain"]["images_per_s"], ",.0f"),
+        f"K = {result['num_learners']} learners, samples/s":
+            lambda row: f"{number(row['learners']['images_per_s'], ',.0f')} ({row['executor']})",
+        "learners ÷ plain": spread_of("ratio"),
+    })  # fmt: skip
 
 
 TABLES = {"all": result_text}

@@ -9,11 +9,11 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import PrecisionName
 from experiments.bench.sides.side import AVERAGING_WORDS, EXECUTOR_SIDES, SINGLE_SIDES
 from experiments.bench.windows import dropped_windows
-from experiments.tables.markdown import NONE, cores, markdown_table
+from experiments.tables.markdown import NONE, Column, columns_table, cores, number_of
 from experiments.throughput import suite_report
 from experiments.throughput.comparison import mixed
 from experiments.throughput.roofline import roofline_of, roofline_text
-from experiments.throughput.suite_report import best_row, main_batch_size, models, rows_of_model
+from experiments.throughput.suite_report import best_row, main_batch_size, models, ratio_text, rows_of_model
 from experiments.update_bandwidth.run import measure_update
 from experiments.update_bandwidth.run import result_text as update_text
 
@@ -26,24 +26,18 @@ _MODELS = {"mlp": "MLP", "lenet": "LeNet", "resnet32": "ResNet-32", "vgg16": "VG
 
 
 def sides_table(result: Result) -> str:
-    header = ["side", "K", "averaging", "precision", "threads a model", "images/s", "÷ default_loop", "÷ tuned_single",
-              "n", "dropped"]  # fmt: skip
-    rows = []
-    for row in result["rows"]:
-        single = row["side"] in SINGLE_SIDES
-        rows.append([
-            row["side"],
-            str(row["num_learners"]),
-            NONE if single else row["averaging"],
-            row["precision"],
-            str(row["threads"]),
-            NONE if row["images_per_s"] is None else f"{row['images_per_s']:,.0f}",
-            _throughput_ratio(result, row, "default_loop"),
-            _throughput_ratio(result, row, "tuned_single"),
-            str(row["n"]),
-            str(row["dropped"]),
-        ])  # fmt: skip
-    return markdown_table(header, rows)
+    return columns_table(result["rows"], {
+        "side": "side",
+        "K": "num_learners",
+        "averaging": lambda row: NONE if row["side"] in SINGLE_SIDES else row["averaging"],
+        "precision": "precision",
+        "threads a model": "threads",
+        "images/s": number_of("images_per_s"),
+        "÷ default_loop": lambda row: ratio_text(result, row, "default_loop"),
+        "÷ tuned_single": lambda row: ratio_text(result, row, "tuned_single"),
+        "n": "n",
+        "dropped": "dropped",
+    })  # fmt: skip
 
 
 def ran_with(result: Result) -> list[str]:
@@ -55,21 +49,20 @@ def ran_with(result: Result) -> list[str]:
 
 
 def in_effect_table(result: Result) -> str:
-    header = ["side", "b", "K", "averaging", "precision", "ran with"]
-    keys = ("side", "batch_size", "num_learners", "averaging", "precision")
-    rows = [[*(str(row[key]) for key in keys), "; ".join(row.get("in_effect", ()))] for row in result["rows"]]
-    return markdown_table(header, rows)
+    return columns_table(result["rows"], {
+        "side": "side", "b": "batch_size", "K": "num_learners", "averaging": "averaging", "precision": "precision",
+        "ran with": lambda row: "; ".join(row.get("in_effect", ())),
+    })  # fmt: skip
 
 
 def rounds_table(result: Result) -> str:
     entries = [entry for entry in result["ratios"] if entry["kind"] == "round_time"]
-    header = ["executor", "K", "precision", "round with SMA ÷ without", "lowest", "highest", "n"]
-    rows = [
-        [entry["side"], str(entry["num_learners"]), entry["precision"], f"{entry['ratio']:.3f}",
-         f"{entry['minimum']:.3f}", f"{entry['maximum']:.3f}", str(entry["n"])]
-        for entry in entries
-    ]  # fmt: skip
-    return markdown_table(header, rows) if rows else ""
+    columns: dict[str, Column] = {
+        "executor": "side", "K": "num_learners", "precision": "precision",
+        "round with SMA ÷ without": number_of("ratio", ".3f"), "lowest": number_of("minimum", ".3f"),
+        "highest": number_of("maximum", ".3f"), "n": "n",
+    }  # fmt: skip
+    return columns_table(entries, columns) if entries else ""
 
 
 def notes(result: Result) -> str:
@@ -113,15 +106,6 @@ def result_text(result: Result) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _throughput_ratio(result: Result, row: Mapping[str, Any], base: str) -> str:
-    keys = ("side", "num_learners", "averaging", "precision")
-    for entry in result["ratios"]:
-        same = all(entry[key] == row[key] for key in keys)
-        if entry["kind"] == "throughput" and same and entry["to"]["side"] == base:
-            return f"{entry['ratio']:.2f}"
-    return "1" if row["side"] == base else NONE
-
-
 def suite_text(result: Result) -> str:
     if refusals := mixed(result["rows"], result["device"] == "cuda"):
         return "\n\n".join([*refusals, in_effect_table(result)])
@@ -130,12 +114,12 @@ def suite_text(result: Result) -> str:
 
 def headline_rows(results: Mapping[str, Result]) -> list[list[str]]:
     result, rows = results["suite_cpu"], []
-    size = suite_report.main_batch_size(result)
+    size = main_batch_size(result)
     for model, name in _MODELS.items():
-        own = suite_report.rows_of_model(result, model)
-        best = suite_report.best_row(own, batch_size=size, sides=EXECUTOR_SIDES)
+        own = rows_of_model(result, model)
+        best = best_row(own, batch_size=size, sides=EXECUTOR_SIDES)
         single, loop = (
-            suite_report.best_row(own, batch_size=size, sides=[side]) for side in ("tuned_single", "default_loop")
+            best_row(own, batch_size=size, sides=[side]) for side in ("tuned_single", "default_loop")
         )
         assert best is not None, f"{model} was measured"
         fastest = f"{best['images_per_s']:,.0f} (K={best['num_learners']}, {best['side']})"

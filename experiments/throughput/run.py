@@ -22,12 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, w
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import BF16, PrecisionName, choose_device, choose_precision
 from experiments.bench.gate import Visit
-from experiments.bench.results import count, measuring_parser, positive
+from experiments.bench.program import count, measure_and_write, measuring_parser, positive
 from experiments.bench.sides.side import Side
 from experiments.bench.windows import by_turns
 from experiments.bench.workers import SideError, SideProcess
 from experiments.bench.workloads import WORKLOAD_MODELS, Effort, Workload, prepare
-from experiments.tables.measuring import measure_and_write
 from experiments.throughput.comparison import Measurement, plan_sides, ratios, to_row
 from experiments.throughput.report import result_text
 from experiments.throughput.sides import ALL_SIDES, sides_on, start_side

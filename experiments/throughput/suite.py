@@ -19,11 +19,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from crossbow_py.engine.modules.precision import BF16, PrecisionName, choose_device, choose_precision
-from experiments.bench.results import count, measuring_parser, positive
+from experiments.bench.program import count, measure_and_write, measuring_parser, positive
 from experiments.bench.sides.side import EXECUTOR_SIDES
 from experiments.bench.workers import process_context
 from experiments.bench.workloads import WORKLOAD_MODELS, prepare_all
-from experiments.tables.measuring import measure_and_write
 from experiments.throughput import planning
 from experiments.throughput.campaign import Campaign, Plan
 from experiments.throughput.planning import Limits

@@ -104,7 +104,7 @@ def summary_table(result: Result) -> str:
             *(_rate(best_row(own, batch_size=batch_size, sides=[side])) for side in SINGLE_SIDES),
             f"{best['side']} K={best['num_learners']}" if best else NONE,
             _rate(best),
-            _ratio(result, best, "tuned_single") if best else NONE,
+            ratio_text(result, best, "tuned_single") if best else NONE,
             *_auto_cells(auto),
         ])  # fmt: skip
     return markdown_table(header, rows)
@@ -129,7 +129,7 @@ def best_table(result: Result, model: str) -> str:
         for side in _SIDES:
             row = best_row(own, batch_size=batch_size, sides=[side])
             if row is not None:
-                base = (_ratio(result, row, name) for name in ("tuned_single", "default_loop"))
+                base = (ratio_text(result, row, name) for name in ("tuned_single", "default_loop"))
                 rows.append([side, str(batch_size), str(row["num_learners"]), _rate(row), *base, str(row["n"])])
     return markdown_table(header, rows)
 
@@ -189,10 +189,12 @@ def rows_of_model(result: Result, model: str) -> Sequence[Row]:
     return [row for row in result["rows"] if row["model"] == model]
 
 
-def _ratio(result: Result, row: Row, base: str) -> str:
-    keys = ("model", "batch_size", "side", "num_learners", "precision")
+def ratio_text(result: Result, row: Row, base: str) -> str:
+    """The ratio of throughputs of a row to a side of one model, as a cell of a table."""
+    keys = ("model", "batch_size", "side", "num_learners", "averaging", "precision")
     for entry in result["ratios"]:
-        if entry["to"]["side"] == base and all(entry[key] == row[key] for key in keys):
+        same = all(entry[key] == row[key] for key in keys if key in entry)
+        if entry["kind"] == "throughput" and same and entry["to"]["side"] == base:
             return f"{entry['ratio']:.2f}"
     return "1" if row["side"] == base else NONE
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from experiments.grids.plot import accuracy_lines, styles
 from experiments.grids.report import Result
 from experiments.tables.pictures import beside
-from experiments.time_to_accuracy.run import times_of
+from experiments.time_to_accuracy.report import times_of
 
 
 def draw(result: Result) -> Figure:

@@ -25,11 +25,10 @@ import torch
 from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.engine.modules.precision import choose_device, choose_precision
-from experiments.bench.results import count, measuring_parser, positive
+from experiments.bench.program import count, measure_and_write, measuring_parser, positive
 from experiments.bench.windows import MAX_FOREIGN_SHARE, clean_window, wait_until
 from experiments.bench.workloads import WORKLOAD_MODELS
-from experiments.tables.markdown import markdown_table, number, spread_text
-from experiments.tables.measuring import measure_and_write
+from experiments.tables.markdown import columns_table, number_of, spread_text
 from experiments.update_bandwidth.copies import copies, copy_bytes
 from experiments.update_bandwidth.updates import Part, device_parts, host_parts, make_bank, num_values
 
@@ -234,19 +233,13 @@ def label(row: Mapping[str, Any]) -> str:
 
 
 def bandwidth_table(result: Result) -> str:
-    header = ["", "MB", "GB/s", f"÷ {result['copy'] or 'fastest'} copy", "n", "dropped"]
-    rows = [
-        [
-            label(row),
-            f"{row['mb']:,.0f}",
-            number(row["gb_per_s"], ".1f"),
-            "1" if row["name"] == result["copy"] else spread_text(row["ratio"] and {**row, "median": row["ratio"]}),
-            str(row["n"]),
-            str(row["dropped"]),
-        ]
-        for row in result["rows"]
-    ]
-    return markdown_table(header, rows)
+    def ratio(row: Mapping[str, Any]) -> str:
+        return "1" if row["name"] == result["copy"] else spread_text(row["ratio"] and {**row, "median": row["ratio"]})
+
+    return columns_table(result["rows"], {
+        "": label, "MB": number_of("mb"), "GB/s": number_of("gb_per_s", ".1f"),
+        f"÷ {result['copy'] or 'fastest'} copy": ratio, "n": "n", "dropped": "dropped",
+    })  # fmt: skip
 
 
 def headline(result: Result) -> str:

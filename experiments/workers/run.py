@@ -23,11 +23,10 @@ from crossbow_py.data.streaming.loader import BATCHES_A_WORKER
 from crossbow_py.data.streaming.streamed_data import Key
 from crossbow_py.engine.device.host import intra_op_threads
 from crossbow_py.engine.sizing.workers import Loading, recommend
-from experiments.bench.results import count, measuring_parser, positive
+from experiments.bench.program import count, measure_and_write, measuring_parser, positive
 from experiments.bench.streamed_runs import SIZE, Photographs, Setup, StreamedRun, photographs
 from experiments.bench.windows import MAX_FOREIGN_SHARE, Window, Windows, wait_until, waiting
-from experiments.tables.markdown import markdown_table, number, spread_text
-from experiments.tables.measuring import measure_and_write
+from experiments.tables.markdown import NONE, Column, columns_table, number, number_of, spread_of
 
 Result = Mapping[str, Any]
 NETWORKS = {"light": 16, "heavy": 96}  # widths: starved of data by one worker, and not
@@ -198,10 +197,20 @@ def is_near(cell: Mapping[str, Any]) -> bool:
 
 
 def workers_table(result: Result) -> str:
-    numbers = result["num_workers"]
-    header = ["", "B", "load, ms", "step, ms", *(f"W={number}" for number in numbers), "best W", "needed W",
-              "recommended W", "÷ best", f"within {1 - NEAR_BEST:.0%}"]  # fmt: skip
-    return markdown_table(header, [_row(cell) for cell in result["cells"]])
+    def rate(place: int) -> Column:
+        return lambda cell: number(cell["rows"][place]["images_per_s"], ",.0f")
+
+    def near(cell: Mapping[str, Any]) -> str:
+        return NONE if cell["at_recommended"] is None else "yes" if is_near(cell) else "no"
+
+    return columns_table(result["cells"], {
+        "": "network", "B": "batch_size", "load, ms": number_of("fetch_ms", ".2f"),
+        "step, ms": number_of("step_ms", ".2f"),
+        **{f"W={workers}": rate(place) for place, workers in enumerate(result["num_workers"])},
+        "best W": number_of("best", "d"), "needed W": number_of("needed", "d"),
+        "recommended W": number_of("recommended", "d"), "÷ best": spread_of("at_recommended"),
+        f"within {1 - NEAR_BEST:.0%}": near,
+    })  # fmt: skip
 
 
 def result_text(result: Result) -> str:
@@ -213,22 +222,6 @@ def counts_line(result: Result) -> str:
     fewest, most, dropped = min(r["n"] for r in rows), max(r["n"] for r in rows), sum(r["dropped"] for r in rows)
     n = str(most) if fewest == most else f"{fewest} to {most}"
     return f"n = {n} windows a point; {dropped} were dropped."
-
-
-def _row(cell: Mapping[str, Any]) -> list[str]:
-    ratio = cell["at_recommended"]
-    return [
-        cell["network"],
-        str(cell["batch_size"]),
-        number(cell["fetch_ms"], ".2f"),
-        number(cell["step_ms"], ".2f"),
-        *(number(row["images_per_s"], ",.0f") for row in cell["rows"]),
-        number(cell["best"], "d"),
-        number(cell["needed"], "d"),
-        number(cell["recommended"], "d"),
-        spread_text(ratio),
-        "–" if ratio is None else "yes" if is_near(cell) else "no",
-    ]
 
 
 TABLES = {"all": result_text}

@@ -19,7 +19,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from experiments.bench.machine import machine, usable_cores
-from experiments.bench.results import count, measuring_parser, show_and_write, write_result
+from experiments.bench.program import count, measuring_parser, show_and_write
+from experiments.bench.results import write_result
 from experiments.tables.markdown import NONE, markdown_table
 from experiments.zoo import speed
 from experiments.zoo.comparison import BATCH_SIZE, CHANGE, MULTIPLE, NUM_LEARNERS, NUM_ROUNDS, TOLERANCE, compared

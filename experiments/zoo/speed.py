@@ -15,19 +15,20 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 from crossbow_py import SGD, SynchronousSGD, Trainer
 from crossbow_py.core.errors import CrossbowError, UserError, one_line
-from crossbow_py.core.host import foreign_share
-from crossbow_py.telemetry.events import RoundEnd
 from experiments.bench.machine import machine
-from experiments.bench.results import count, measuring_parser, positive, read_result, show_and_write, write_result
-from experiments.bench.windows import Windows, by_turns, load_with_ended
+from experiments.bench.program import count, measuring_parser, positive, show_and_write
+from experiments.bench.results import read_result, write_result
+from experiments.bench.rounds import trained_window
+from experiments.bench.windows import Window, Windows, by_turns
 from experiments.tables.markdown import NONE, markdown_table, spread_text
 from experiments.zoo.models import TIMM, entry_of
 
@@ -39,7 +40,6 @@ LEARNERS = (2, 4, 8)
 REPETITIONS, WINDOW_S = 3, 0.4
 KIND = "speed"
 NEAR = 0.95  # of the fastest executor's throughput: auto has taken one that is as good
-_FEWEST_ROUNDS = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,13 +91,6 @@ def _in_a_process(name: str, num_learners: int, repetitions: int, seconds: float
             return {"model": name, "num_learners": num_learners, "crashed": True, "executors": {}, **nothing}
 
 
-class Rate(NamedTuple):
-    """A window: samples/s of all learners, and the part of the cores that other programs took meanwhile."""
-
-    images_per_s: float
-    foreign_share: float | None
-
-
 def measured(name: str, num_learners: int, repetitions: int, seconds: float) -> dict[str, Any]:
     """Measure every executor by turns, after `auto` has chosen one; `refused` says why one cannot run the model."""
     warnings.simplefilter("ignore")  # packages' own
@@ -128,9 +121,11 @@ def measured(name: str, num_learners: int, repetitions: int, seconds: float) -> 
             except CrossbowError as error:
                 trainers.pop(executor, None)
                 row["refused"][executor] = one_line(error)[:200]
-    windows: dict[str, Windows[Rate]] = {executor: Windows() for executor in trainers}
+    windows: dict[str, Windows[Window]] = {executor: Windows() for executor in trainers}
     for executor in by_turns(list(trainers), repetitions):
-        windows[executor].add(lambda own=trainers[executor]: _window(own, seconds))  # type: ignore[misc]
+        windows[executor].add(
+            partial(trained_window, trainers[executor], BATCH_SIZE * num_learners, seconds=seconds)
+        )
     row["executors"] = {executor: own.figures() for executor, own in windows.items()}
     rates = {executor: own["images_per_s"] for executor, own in row["executors"].items() if own["images_per_s"]}
     best = max(rates, key=rates.__getitem__, default=None)
@@ -139,21 +134,6 @@ def measured(name: str, num_learners: int, repetitions: int, seconds: float) -> 
                     for kind in (True, False))  # fmt: skip
     row["fused_over_apart"] = windows[fused].ratio(windows[apart]) if fused and apart else None
     return row
-
-
-def _window(trainer: Trainer, seconds: float) -> Rate:
-    """Train for so long, from the end of a first round on: `fit` starts threads."""
-    ends: list[float] = []
-
-    def note(end: RoundEnd) -> None:
-        ends.append(end.elapsed_s)
-
-    before = load_with_ended()
-    trainer.fit(max_time_s=trainer.state.elapsed_s + seconds, after_round=note)
-    while len(ends) < _FEWEST_ROUNDS:
-        trainer.fit(max_rounds=_FEWEST_ROUNDS, after_round=note)
-    images = BATCH_SIZE * trainer.run.bank.num_learners * (len(ends) - 1)
-    return Rate(images / (ends[-1] - ends[0]), foreign_share(before, load_with_ended()))
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ def run(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_run_of_an_earlier_version_trains_on_to_the_known_model(run):
     words = [f"config={run}", f"output_dir={run}", "resume=auto", f"max_rounds={ROUNDS_IN_ALL}"]
     assert main(words) == 0

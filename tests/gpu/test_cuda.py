@@ -79,6 +79,7 @@ def plain_model():
     return nn.Sequential(*layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.05)])
 def test_run_on_cuda_with_augmentation_learns_what_it_learns_on_a_cpu(precision, tolerance):
     def trained(device, precision):

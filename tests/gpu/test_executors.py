@@ -73,6 +73,7 @@ def deep_model():
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Counting, Eager], ids=["graphs", "eager"])
 @pytest.mark.parametrize("rule", [SMA(), SMA(averaging_period=3)], ids=["every", "third"])
 @pytest.mark.parametrize("network", NETWORKS)
@@ -107,6 +108,7 @@ def test_dropout_and_a_rate_that_changes_every_round_capture_once_and_equal_seri
     assert device.num_replays == len(device.captured) * (20 - WARM_UP_ROUNDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("executor", "num_learners"),
     [*((FusedExecutor, number) for number in range(1, 9)), *((StreamsExecutor, number) for number in (1, 8, 32))],
@@ -328,6 +330,7 @@ runner.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "beginning"),
     [

@@ -425,6 +425,7 @@ def test_mixed_batches_on_two_streams_are_those_of_a_cpu():
         torch.testing.assert_close(mine.targets, theirs.targets * 2)
 
 
+@pytest.mark.slow
 @of_both
 def test_runs_on_mixed_batches_end_as_those_of_a_cpu(executor):
     ends = []

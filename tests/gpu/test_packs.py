@@ -88,6 +88,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Alone:
     return train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("trials", [TRIALS, ADAM], ids=["sgd", "adamw"])
 def test_pack_of_different_trials_in_float64_is_what_each_is_alone(
@@ -110,6 +111,7 @@ def test_pack_in_float32_is_after_a_round_what_each_trial_is_alone(alone: Alone,
             assert_as_alone(pack, row, alone(own, one_round, FP32), tolerance=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_trial_that_takes_a_row_later_is_what_it_is_alone_and_so_is_its_neighbour(alone: Alone, executor: str) -> None:
     first = members_of(TRIALS[:2], 2.0)
@@ -175,6 +177,7 @@ DENSE: tuple[TrialSettings, ...] = tuple(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executors", [("fused", "fused"), ("fused", "streams"), ("streams", "serial")], ids="-".join)
 def test_packs_of_two_architectures_side_by_side_end_as_each_trial_alone(
     alone: Alone, executors: tuple[str, str]

@@ -67,6 +67,7 @@ def test_one_learner_has_the_rate_of_one():
     assert trainer.state.noise.count > 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("executor", "stops"), [("serial", (61, 62, 64, 65, 66, 67)), ("threads", (62, 65))])
 def test_resumed_run_takes_the_same_course_to_the_bit(tmp_path, executor, stops):
     options = {"averaging": SMA(rate_scaling="adascale"), "executor": executor, "num_learners": 2}
@@ -82,6 +83,7 @@ def test_resumed_run_takes_the_same_course_to_the_bit(tmp_path, executor, stops)
         assert equal_states(result.model, whole.model)
 
 
+@pytest.mark.slow
 def test_checkpoints_in_between_change_nothing(tmp_path):
     options = {"averaging": SMA(rate_scaling="adascale"), "executor": "threads"}
     plain = image_trainer(**options).fit(max_rounds=90)
@@ -91,6 +93,7 @@ def test_checkpoints_in_between_change_nothing(tmp_path):
     assert equal_states(result.model, plain.model)
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_the_noise_and_on_z():
     options = {"num_learners": 2, "averaging": SMA(rate_scaling="adascale")}
     found, again = (results(rank_jobs.train, 2, options, {"max_rounds": 70}, True) for _ in range(2))
@@ -157,6 +160,7 @@ def test_fixed_number_of_learners_measures_nothing():
     assert not trainer.state.compared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("executor", "stops"), [("serial", (61, 64)), ("fused", (62,))])
 def test_ranks_of_one_learner_resume_with_their_rates(tmp_path, executor, stops):
     """Of each of two ranks, whose rates follow."""
@@ -223,6 +227,7 @@ def test_one_learner_counts_effective_samples_as_samples():
     assert trainer.state.effective_samples == trainer.state.samples_seen == 400
 
 
+@pytest.mark.slow
 def test_resumed_run_that_counts_effective_samples_takes_the_same_course_to_the_bit(tmp_path):
     options = {"averaging": SMA(rate_scaling="adascale"), "count_effective_samples": True}
     options["schedule"] = MultiStep(milestones=(8.0, 12.0), gamma=0.5)

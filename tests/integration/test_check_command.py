@@ -17,11 +17,11 @@ from crossbow_py.check.archive import check_writable, write_archive
 from crossbow_py.check.config import CheckConfig
 from crossbow_py.engine.modules.precision import why_no_cuda
 from crossbow_py.engine.trust import RememberedOutcomes
-from crossbow_py.train.ladder.rungs import RUNGS, Tolerance
+from crossbow_py.train.ladder.rungs import RUNGS
 from tests.caches import use_cache
 
 SERIAL, FUSED, RESUME = (next(rung for rung in RUNGS if rung.name == name) for name in ("serial", "fused", "resume"))
-EXACT = Tolerance(fp32=0.0, bf16=0.0)
+EXACT = {"fp32": 0.0, "bf16": 0.0}
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +31,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_ladder_of_a_cpu_with_a_rung_that_fails_says_why_and_is_remembered(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +68,7 @@ def test_ladder_of_a_cpu_with_a_rung_that_fails_says_why_and_is_remembered(
     assert again[-1].endswith("ladder.json; again=true tries everything anew.")
 
 
+@pytest.mark.slow
 def test_archive_has_the_traceback_of_what_failed(tmp_path: Path) -> None:
     assert answer(CheckConfig(device="cpu", archive="sent.tar.gz"), [replace(SERIAL, executor="nonsense")]) == 1
     with tarfile.open(tmp_path / "sent.tar.gz") as archive:
@@ -74,6 +76,7 @@ def test_archive_has_the_traceback_of_what_failed(tmp_path: Path) -> None:
         assert "Traceback (most recent call last):" in log and "child.py" in log
 
 
+@pytest.mark.slow
 def test_without_a_gpu_auto_says_that_the_cpu_is_tried(capfd: pytest.CaptureFixture[str]) -> None:
     assert answer(CheckConfig(archive="sent.tar.gz"), [SERIAL]) == 0
     second = capfd.readouterr().out.splitlines()[1]

@@ -107,6 +107,7 @@ def test_muon_killed_goes_on_with_the_bits_of_an_undisturbed_run(tmp_path, optim
     assert outcome(folder) == outcome(undisturbed)
 
 
+@pytest.mark.slow
 def test_best_model_of_a_killed_run_is_that_of_an_undisturbed_one(tmp_path):
     options = "restore_best=true", "optimizer.learning_rate=0.000001"  # accuracies hardly move, and the last is no best
     folder, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
@@ -206,6 +207,7 @@ def test_run_killed_goes_on_with_another_number_of_ranks_from_the_same_z(tmp_pat
     assert summary["test_accuracy"] > 0.9
 
 
+@pytest.mark.slow
 @needs_root
 def test_disk_read_only_for_one_rank_is_told_by_the_first_and_training_goes_on(tmp_path):
     folder = tmp_path / "run"

@@ -41,6 +41,7 @@ def test_given_python_runs_it_without_an_environment(target: str, words: str, tm
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_one_line_says_so() -> None:
     done = make(sys.executable, "gpu-check")

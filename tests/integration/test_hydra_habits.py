@@ -48,6 +48,7 @@ def names(folder: str) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())
 
 
+@pytest.mark.slow
 def test_cfg_job_is_the_whole_configuration_that_a_run_would_record(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "--cfg", "job", "seed=3")
     assert yaml.safe_load(text) == config_to_mapping(compose([*DIGITS, "seed=3"], TrainConfig))
@@ -56,6 +57,7 @@ def test_cfg_job_is_the_whole_configuration_that_a_run_would_record(capsys: pyte
     assert capsys.readouterr().out == text
 
 
+@pytest.mark.slow
 def test_cfg_of_a_package_is_what_is_beneath_it(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "-c", "job", "-p", "schedule", "schedule=step")
     assert text.startswith("# @package schedule\nname: step\n")
@@ -65,6 +67,7 @@ def test_cfg_of_a_package_is_what_is_beneath_it(capsys: pytest.CaptureFixture[st
     assert shown(capsys, "--cfg", "job", "-p", "_global_") == shown(capsys, "--cfg", "job")
 
 
+@pytest.mark.slow
 def test_cfg_shows_interpolations_unless_they_are_to_be_resolved(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["seed=3", "order_seed=${seed}", "model.hidden=[8,${batch_size}]", "--cfg", "job"]
     for package, written, value in (("order_seed", "${seed}", "3"), ("batch_size", "16", "16")):
@@ -74,6 +77,7 @@ def test_cfg_shows_interpolations_unless_they_are_to_be_resolved(capsys: pytest.
     assert yaml.safe_load(shown(capsys, *asked, "-p", "model", "--resolve"))["hidden"] == [8, 16]
 
 
+@pytest.mark.slow
 def test_cfg_hydra_says_where_a_run_is_and_who_starts_it(capsys: pytest.CaptureFixture[str]) -> None:
     hydra = yaml.safe_load(shown(capsys, "--cfg", "hydra"))["hydra"]
     assert hydra["launcher"]["_target_"].endswith(".BasicLauncher")
@@ -89,6 +93,7 @@ def test_cfg_hydra_says_where_a_run_is_and_who_starts_it(capsys: pytest.CaptureF
     assert {key: value for key, value in both.items() if key != "hydra"} == job
 
 
+@pytest.mark.slow
 def test_text_that_looks_like_an_interpolation_stays_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,13 +118,14 @@ def test_cfg_of_a_search_and_a_prediction(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == "# @package models\n- somewhere\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "said"),
     [
         (["--info"], ["Installed Hydra Plugins", "Config search path", "Defaults List", "max_epochs: 20.0"]),
         (["--info", "all"], ["Hydra 1.", "Installed Hydra Plugins"]),
         (["--info", "config"], ["experiment: digits", "order_seed: 7"]),
-        (["-i", "defaults"], ["| optimizer/digits ", "| experiment/digits "]),
+        (["-i", "defaults"], ["| optimizer/sgd ", "| experiment/digits "]),
         (["--info", "defaults-tree"], ["experiment: digits"]),
         (["--info=plugins"], ["BasicLauncher", "BasicSweeper"]),
         (["--info", "searchpath"], ["| Provider ", "| main "]),
@@ -175,31 +181,24 @@ def test_config_name_is_the_file_to_begin_with(name: str, capsys: pytest.Capture
         (["-cn", "digits"], "is a file to begin with, and 'digits' is a recipe; write +experiment=digits."),
         (["-cn", "../conf/mine"], "--config-name must be a file in a folder of options"),
         (["-cn", "mine", "-cd", "twice"], "twice/train.yaml apart, which have one name; rename one of them."),
-        (["-cn", "search"], "which is for python -m crossbow_py.search"),
+        (["-cn", "search"], "--config-name search is the file of another command; write python -m crossbow_py.search."),
         (["-cn", "mine", "config=run"], "config=run begins with a run, and -cn with a file"),
         (["-cn", "launching"], "launching.yaml sets hydra, which counts on the command line alone"),
         (["-cn", "choosing"], "chooses hydra/job_logging=disabled, which counts on the command line alone"),
         (["+experiment=choosing"], "experiment choosing chooses hydra/launcher=joblib, which counts on the command"),
         (["+experiment=launching"], "experiment launching sets hydra, which counts on the command line alone"),
         (["--cfg", "job", "-p", "modle"], "--package 'modle' is no key of this configuration; did you mean 'model'?"),
-        (["--cfg", "job", "-p", "seed.x"], "--package 'seed.x' is no key of this configuration"),
         (["--cfg", "job", "nun_learners=2"], "did you mean 'num_learners'?"),
-        (["--info", "nun_learners=2"], "did you mean 'num_learners'?"),
         (["--cfg", "job", "seed=1,2"], "lists several values; add -m"),
         (["--cfg", "hydra", "hydra/launcher=jobblib"], "unknown hydra/launcher 'jobblib'; did you mean 'joblib'?"),
         (["-m", "seed=1,2", "hydra/launcher=ax"], "unknown hydra/launcher 'ax'; known: basic, here, joblib, subm"),
         (["-m", "experiment=digits,lenet"], "with a leading plus: write +experiment=digits,lenet."),
         (["-m", "+model=mlp,lenet"], "without a plus: write model=mlp,lenet."),
-        (["-m", "optimizer.momentum=interval(0,0.9)"], "write 'space.optimizer.momentum={low:0,high:0.9}' for python"),
-        (["hydra/launcher=joblib"], "'hydra/launcher=joblib' is for the jobs of a sweep; add -m"),
         (["-m", "seed=1,2", "hydra/launcher=here", "hydra.launcher.x=1"], "--cfg hydra -p hydra.launcher with"),
         (["-m", "seed=1,2", "hydra/launcher=here", "+hydra.launcher.nodes=2"], "hydra.launcher.nodes must be 1, got 2"),
         (["-m", "seed=1,2", "hydra.sweep.subdir=same"], "must name each run, got 'runs/"),
         (["-m", "seed=1,2", "hydra.sweep.subdir=${nothing}"], "keys of a run, hydra.job.num"),
-        (["-m", "seed=1,2", "hydra.sweep.subdir=${hydra:job.num}"], "keys of a run, hydra.job.num"),
-        (["-m", "seed=range(3,1)"], "lists no value"),
         (["-m", "model=glob(x*)"], "matches no option of model"),
-        (["-m", "seed=glob(*)"], "glob() chooses options of a group"),
         (["model=glob(res*)"], "lists several values; add -m"),
     ],
 )  # fmt: skip
@@ -249,6 +248,7 @@ def test_folder_of_a_run_may_be_named_as_in_hydra() -> None:
     assert read_summary(Path("runs/digits, 3"))["seed"] == 3
 
 
+@pytest.mark.slow
 def test_folders_of_a_sweep_may_be_named_as_in_hydra(capsys: pytest.CaptureFixture[str]) -> None:
     within = ["hydra.sweep.dir=swept/${now:%S%f}", "hydra.sweep.subdir=${hydra.job.num}_${schedule.name}"]
     assert main(["-m", *DIGITS, "+debug=fast", "schedule=constant,cosine", *within]) == 0
@@ -262,6 +262,7 @@ def test_folders_of_a_sweep_may_be_named_as_in_hydra(capsys: pytest.CaptureFixtu
     assert names("one") == ["+debug=fast,device=cpu,seed=3"]
 
 
+@pytest.mark.slow
 def test_glob_sweeps_over_options_and_the_recipes_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["optimizer=glob([sgd,ada*,muon*],exclude=muon_*)", "averaging=synchronous_sgd", "executor=serial"]
     assert main(["-m", "+debug=fast", "device=cpu", *words, "model.hidden=[8,8]", "output_dir=swept"]) == 0
@@ -290,6 +291,7 @@ def without_places(folder: str, measured: bool = True) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_launcher_has_the_folders_files_codes_and_lines_of_a_plain_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     write("conf/hydra/launcher/here.yaml", HERE)
     assert swept("basic", "output_dir=plain") == 2
@@ -306,6 +308,7 @@ def test_launcher_has_the_folders_files_codes_and_lines_of_a_plain_sweep(capsys:
     assert rest.endswith("compare them: python -m crossbow_py.report launched\n")
 
 
+@pytest.mark.slow
 def test_launched_runs_take_the_added_folder_and_file_and_words_with_odd_characters() -> None:
     write("conf/hydra/launcher/here.yaml", HERE)
     write("more/mine.yaml", "defaults:\n  - train\n  - _self_\nmax_rounds: 2\n")
@@ -319,6 +322,7 @@ def test_launched_runs_take_the_added_folder_and_file_and_words_with_odd_charact
     assert yaml.safe_load((folder / "seed=2" / "config.yaml").read_text())["max_rounds"] == 2
 
 
+@pytest.mark.slow
 def test_launcher_starts_estimates_and_leaves_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
     write("conf/hydra/launcher/here.yaml", HERE)
     arguments = ["-m", "hydra/launcher=here", "memory=1GiB", "num_learners=1,2", "device=cpu"]
@@ -344,6 +348,7 @@ def test_launcher_that_fails_is_one_line_and_exit_code_1(capsys: pytest.CaptureF
     assert not Path("swept").exists()
 
 
+@pytest.mark.slow
 def test_launcher_that_runs_nothing_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     words = ["-m", "hydra/launcher=joblib", "seed=1,2", "output_dir=swept"]
@@ -396,6 +401,7 @@ def loky_ends() -> Iterator[None]:
     os.environ.update(before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("loky_ends")
 def test_joblib_runs_a_sweep_in_processes(capsys: pytest.CaptureFixture[str]) -> None:
     assert swept("joblib", "hydra.launcher.n_jobs=2", "output_dir=launched") == 2

@@ -161,6 +161,7 @@ def test_server_that_is_gone_in_the_middle_is_told_once_and_the_run_ends_well(
     assert len(read_metrics(Path("run/metrics.jsonl"))) == 2
 
 
+@pytest.mark.slow
 def test_search_is_a_run_with_its_best_figures_and_its_trials(services: Any) -> None:
     words = ["+experiment=search_digits", "+debug=search_fast", "device=cpu", "executor=serial", "output_dir=found"]
     assert search([*words, "logger=[mlflow,wandb]"]) == 0

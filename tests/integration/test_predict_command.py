@@ -76,6 +76,7 @@ def by_hand(file: str, hidden: int) -> Tensor:
         return module(digits()).softmax(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
 def test_five_independent_learners_equal_plain_pytorch_and_are_better_together(
     executor: str, capsys: pytest.CaptureFixture[str]
@@ -97,6 +98,7 @@ def test_five_independent_learners_equal_plain_pytorch_and_are_better_together(
     assert "five/model_3.safetensors" in said and "images/s" in said
 
 
+@pytest.mark.slow
 def test_models_of_several_architectures_and_single_files_answer_together() -> None:
     found, arrays = predict("wide,five/model_2.safetensors,narrow/model.safetensors")
     members = [
@@ -110,6 +112,7 @@ def test_models_of_several_architectures_and_single_files_answer_together() -> N
     assert found["num_architectures"] == 3
 
 
+@pytest.mark.slow
 def test_latency_is_told_for_batches_of_1_to_64(capsys: pytest.CaptureFixture[str]) -> None:
     found, _ = predict("five", "latency_s=0.001", "executor=fused", "batch_size=100")
     assert [int(size) for size in found["latency"]] == list(SIZES)
@@ -120,6 +123,7 @@ def test_latency_is_told_for_batches_of_1_to_64(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.count(" fused\n") == len(SIZES)
 
 
+@pytest.mark.slow
 def test_without_a_folder_results_go_to_one_of_their_own() -> None:
     assert main(["models=wide", *ON_CPU]) == 0
     (written,) = Path("runs/predict").iterdir()

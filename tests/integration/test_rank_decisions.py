@@ -65,6 +65,7 @@ def test_run_of_two_ranks_resumed_in_mid_epoch_equals_the_uninterrupted_one_in_e
     assert_alike(resumed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_learners_that_go_by_themselves_lose_nothing_of_it_with_another_number_of_ranks(tmp_path, num_ranks):
     options: dict[str, Any] = {"executor": "threads", "output_dir": tmp_path, "num_learners": 1}
@@ -77,6 +78,7 @@ def test_learners_that_go_by_themselves_lose_nothing_of_it_with_another_number_o
     np.testing.assert_allclose(found[-1][0].learners[0], mean, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_run_of_two_ranks_goes_on_with_another_number_of_them(tmp_path, num_ranks):
     options: dict[str, Any] = {"executor": "threads", "output_dir": tmp_path}
@@ -104,6 +106,7 @@ def test_run_of_two_ranks_goes_on_with_another_number_of_them(tmp_path, num_rank
     assert np.isfinite(after[0].z).all() and (after[0].z != begun[0].z).any()
 
 
+@pytest.mark.slow
 def test_epoch_taken_up_by_more_ranks_counts_every_loss_once(tmp_path):
     # With a rate of zero the mean loss of an epoch is that of one model on all samples.
     options = {**LINEAR, "train_data": blobs(96), "test_data": blobs(96), "output_dir": tmp_path}
@@ -118,6 +121,7 @@ def test_epoch_taken_up_by_more_ranks_counts_every_loss_once(tmp_path):
     assert line["train_accuracy"] == pytest.approx(line["test_accuracy"])
 
 
+@pytest.mark.slow
 def test_one_learner_grows_to_two_ranks_and_back_with_z_exact(tmp_path):
     options: dict[str, Any] = {"num_learners": 1, "executor": "threads", "output_dir": tmp_path}
     (alone,) = results(rank_jobs.train, 1, options, {"max_rounds": 5})
@@ -131,6 +135,7 @@ def test_one_learner_grows_to_two_ranks_and_back_with_z_exact(tmp_path):
     assert back.samples_seen == 5 * 4 + 5 * 8
 
 
+@pytest.mark.slow
 def test_ranks_whose_clocks_differ_write_checkpoints_in_the_same_rounds(tmp_path):
     settings = CheckpointSettings(every_epochs=None, every_s=0.2, keep=100)
     options = {"output_dir": tmp_path, "checkpoint": settings, "train_data": images(400)}
@@ -165,11 +170,13 @@ def test_signal_to_one_rank_stops_all_in_the_same_round_with_a_checkpoint(tmp_pa
     assert resumed[0].z.tobytes() == whole[0].z.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [{"max_time_s": 0.3}, {"target_accuracy": 0.3, "max_epochs": 50}])
 def test_time_and_targets_stop_all_ranks_in_the_same_round(stops):
     assert_alike(results(rank_jobs.train, 2, {"executor": "threads"}, stops))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 1])
 def test_patience_stops_all_ranks_at_once_and_all_have_the_best_model_also_after_a_resume(tmp_path, num_ranks):
     # One epoch is enough to get every sample right, so no later one is better.
@@ -220,10 +227,10 @@ def test_learner_gone_non_finite_on_the_first_rank_is_its_own_error(tmp_path):
     assert "learner 1 went non-finite in round 5" in first.text and first.text in second.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("executor", "num_learners", "averaging"),
     [
-        ("serial", 2, SMA()),
         ("threads", 1, SMA()),
         ("fused", 2, SMA()),
         ("fused", 3, SynchronousSGD()),  # six in all: a division by which is not exact
@@ -244,6 +251,7 @@ def test_learner_gone_non_finite_on_one_rank_is_reseeded_and_all_go_on(tmp_path,
         assert expected in each.messages
 
 
+@pytest.mark.slow
 def test_learner_gone_non_finite_before_a_checkpoint_is_reseeded_by_another_number_of_ranks(tmp_path):
     data = rank_jobs.images_with_a_nan(SICK)
     options = {"train_data": data, "augmentation": None, "on_nonfinite": "reseed", "output_dir": tmp_path}
@@ -259,6 +267,7 @@ def test_learner_gone_non_finite_before_a_checkpoint_is_reseeded_by_another_numb
 # Data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_bad_sample_on_one_rank_stops_all_with_a_checkpoint_and_a_resume_finishes(tmp_path, num_workers):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -286,6 +295,7 @@ def test_bad_test_sample_in_one_ranks_share_is_raised_on_all_with_a_checkpoint(t
     assert names_of(tmp_path) == ["samples-000000000064"]
 
 
+@pytest.mark.slow
 def test_batch_of_a_recalibration_that_one_rank_cannot_make_leaves_all_with_the_mean_of_their_statistics():
     # After 32 samples batches 8 and on are taken for it, by turns: batch 9 is rank 1's.
     odd = int(epoch_order(0, 0, 50)[32 + 4 + 1])
@@ -299,23 +309,14 @@ def test_batch_of_a_recalibration_that_one_rank_cannot_make_leaves_all_with_the_
     assert "rank 1: " in said
 
 
-def test_bad_sample_of_a_recalibration_has_another_in_its_place_and_does_not_count():
-    bad = int(epoch_order(0, 0, 50)[32 + 4 + 1])
-    options = {"augmentation": None, "num_workers": 0, "averaging": SMA(recalibration_batches=2)}
-    found = results(
-        rank_jobs.train, 2, {**options, "train_data": rank_jobs.Pictures(50, bad=bad)}, {"max_rounds": 2}
-    )
-    assert_alike(found)
-    assert not [message for message in found[0].messages or [] if "BatchNorm" in message or "Skipped" in message]
-
-
 # The number of learners
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "averaging",
-    [SMA(), SMA(average_ema=5.0, batch_norm="mean"), DiLoCo(averaging_period=7)],
-    ids=["sma", "ema", "diloco"],
+    [SMA(average_ema=5.0, batch_norm="mean"), DiLoCo(averaging_period=7)],
+    ids=["ema", "diloco"],
 )
 def test_auto_tuner_decides_alike_on_all_ranks(averaging):
     options = {"executor": "threads", "averaging": averaging}
@@ -326,11 +327,11 @@ def test_auto_tuner_decides_alike_on_all_ranks(averaging):
     assert_alike([first, second])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("executor", "where", "averaging"),
     [
         ("serial", "allocation", SMA()),
-        ("threads", "round", SMA()),
         ("fused", "round", SMA()),
         # An EMA that moves after almost every round, also in that which memory did not hold.
         ("threads", "round", SMA(average_ema=1.0)),
@@ -338,9 +339,6 @@ def test_auto_tuner_decides_alike_on_all_ranks(averaging):
         ("fused", "round", SynchronousSGD()),
         ("threads", "round", GroupedSMA(group_size=2)),
         ("threads", "round", LocalSGD(averaging_period=3)),
-        pytest.param("serial", "round", SMA(), marks=pytest.mark.slow),
-        pytest.param("threads", "allocation", SMA(), marks=pytest.mark.slow),
-        pytest.param("fused", "allocation", SMA(), marks=pytest.mark.slow),
     ],
 )
 def test_out_of_memory_on_one_rank_takes_learners_away_on_all(where, executor, averaging):
@@ -365,6 +363,7 @@ def test_out_of_memory_on_one_rank_takes_learners_away_on_all(where, executor, a
 # Refusals
 
 
+@pytest.mark.slow
 def test_rank_with_another_configuration_or_source_is_refused_on_all():
     config = config_to_mapping(compose(["+experiment=digits"], TrainConfig))
     other = config_to_mapping(compose(["+experiment=digits", "batch_size=8", "output_dir=/elsewhere"], TrainConfig))

@@ -101,6 +101,7 @@ def test_rank_whose_model_blocks_leaves_its_stacks_and_the_run_says_who_hung_whe
     assert "in all_reduce" in stacks[0] and "waits for other ranks: for " in stacks[0]
 
 
+@pytest.mark.slow
 def test_rank_ends_with_all_records_when_that_of_nccl_blocks_every_thread(tmp_path):
     with started(rank_jobs.hang_beside_a_device_that_does_not_answer, 2, tmp_path, timeout_s=1.0) as (first, second):
         assert answer_of(*first) == 1
@@ -110,6 +111,7 @@ def test_rank_ends_with_all_records_when_that_of_nccl_blocks_every_thread(tmp_pa
     assert (tmp_path / "stderr.0").read_text() == f"error: {said}\n"
 
 
+@pytest.mark.slow
 def test_run_goes_on_when_a_rank_was_late_beyond_the_timeout_while_others_write_their_stacks(tmp_path):
     folder = tmp_path / "run"
     assert on_ranks(rank_jobs.be_late, 2, folder, timeout_s=1.0) == [("finished", False)] * 2

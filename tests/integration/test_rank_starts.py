@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from crossbow_py import SMA
 from tests import rank_jobs
@@ -21,6 +22,7 @@ def test_model_that_is_another_on_every_rank_begins_as_that_of_the_first():
     assert found[0][0].learners[0].tobytes() == found[1][0].learners[1].tobytes()
 
 
+@pytest.mark.slow
 def test_average_models_of_nodes_are_taken_up_where_the_nodes_are_as_they_were(tmp_path):
     options: dict[str, Any] = {"executor": "serial", "averaging": SMA(node_period=50), "output_dir": tmp_path / "first"}
     before = results(rank_jobs.train, 2, options, {"max_rounds": 6, "max_samples": 320}, num_nodes=2)
@@ -46,6 +48,7 @@ def test_model_that_cannot_be_written_is_the_error_of_all_ranks(tmp_path):
         assert each.exit_code == 2
 
 
+@pytest.mark.slow
 def test_listener_of_the_first_rank_is_called_there_and_its_refusal_is_the_error_of_all_ranks():
     first, second = on_ranks(rank_jobs.train_recorded, 2, False)
     assert (first[0], first[-1], second) == ("start", "close", [])

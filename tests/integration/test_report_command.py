@@ -27,6 +27,7 @@ def test_report_of_a_traced_run_is_a_page_with_pictures_in_its_folder(capsys: py
     assert train.main([*arguments, "resume=auto"]) == 0  # a report is in nobody's way
 
 
+@pytest.mark.slow
 def test_report_of_several_runs_has_a_folder_of_its_own_or_the_one_that_is_asked_for() -> None:
     write_run(Path("runs/digits/a"))
     write_unfinished(Path("runs/digits/b"))
@@ -38,12 +39,14 @@ def test_report_of_several_runs_has_a_folder_of_its_own_or_the_one_that_is_asked
     assert Path("compared/report.html").is_file()
 
 
+@pytest.mark.slow
 def test_report_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     write_unfinished(Path("b"))
     assert report.main(["b"]) == 0
     assert "no summary.json: the run goes on, or was killed" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -228,6 +228,7 @@ def test_resume_with_other_settings_or_another_model_is_refused_naming_them(tmp_
         trainer_of(tmp_path, **changed, resume=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", [0, 49, None])
 def test_resume_says_that_the_training_data_are_others(tmp_path, changed):
     inputs, targets = images(50)

@@ -65,6 +65,7 @@ def test_command_to_its_end_leaves_report_model_and_the_command_that_trains_it(
     assert all(torch.allclose(model[name], again[name], atol=1e-5) for name in model)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_command_without_output_dir_writes_under_runs_and_goes_on_there() -> None:
     assert search_digits("output_dir=null", "num_trials=4", "max_time_s=1e-3") == 0
@@ -77,6 +78,21 @@ def test_command_without_output_dir_writes_under_runs_and_goes_on_there() -> Non
     assert len(list(Path("runs/search_digits").glob("[!.]*"))) == 2
 
 
+@pytest.mark.usefixtures("no_pictures", "packs_of_three")
+def test_packed_trials_reach_what_they_reach_one_at_a_time() -> None:
+    common = ["num_trials=9", "max_epochs=9", "method=successive_halving", "space.batch_size=[64,96]"]
+    assert search_digits(*common, "output_dir=alone") == 0
+    assert search_digits(*common, "output_dir=packed", "packing=signature", "executor=auto") == 0
+    alone, packed = report("alone"), report("packed")
+    assert [trial["params"] for trial in packed["trials"]] == [trial["params"] for trial in alone["trials"]]
+    assert [trial["state"] for trial in packed["trials"]] == [trial["state"] for trial in alone["trials"]]
+    for trial, reached in values("alone").items():
+        assert values("packed")[trial] == pytest.approx(reached, abs=0.01)
+    assert sorted(segments("packed")) == sorted(segments("alone"))
+    assert len(segments("packed")) == 9 + 3 + 1
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures", "packs_of_three")
 def test_finished_search_is_told_again_without_training_even_without_its_report(
     monkeypatch: pytest.MonkeyPatch,
@@ -93,6 +109,7 @@ def test_finished_search_is_told_again_without_training_even_without_its_report(
     assert (report()["best"], report()["samples"], segments()) == (before["best"], 0, finished)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_best_of_a_stopped_search_has_the_command_that_trains_it_as_far_as_it_came(
     monkeypatch: pytest.MonkeyPatch,
@@ -127,6 +144,7 @@ def test_signal_keeps_what_is_finished_and_the_same_command_goes_on(
     assert len(segments()) == len(set(segments())) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(("resume", "how"), [("auto", ""), ("null", " with resume=auto")])
 def test_second_ctrl_c_ends_at_once_and_says_where_the_search_goes_on(
@@ -147,6 +165,7 @@ def test_second_ctrl_c_ends_at_once_and_says_where_the_search_goes_on(
     assert len(segments()) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_trial_whose_files_are_gone_is_trained_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert search_digits("output_dir=whole") == 0
@@ -162,6 +181,7 @@ def test_trial_whose_files_are_gone_is_trained_from_its_beginning(monkeypatch: p
     assert report()["best"]["value"] == report("whole")["best"]["value"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_target_accuracy_ends_the_search_and_the_best_so_far_is_kept() -> None:
     assert search_digits("target_accuracy=0.3", "num_trials=5") == 0  # 3 trials in one bracket, and 2 in the next
@@ -177,6 +197,7 @@ def test_target_accuracy_ends_the_search_and_the_best_so_far_is_kept() -> None:
     assert report()["samples"] == found["samples"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("packs_of_three")
 def test_password_of_a_storage_is_in_no_file_that_says_what_was_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -190,6 +211,7 @@ def test_password_of_a_storage_is_in_no_file_that_says_what_was_found(
     assert [path.name for path in files if b"secret" in path.read_bytes()] == ["config.yaml"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_storage_of_its_own_is_shared_by_searches_in_different_folders() -> None:
     storage = "storage=sqlite:///shared.db"
@@ -207,6 +229,7 @@ def test_storage_of_its_own_is_shared_by_searches_in_different_folders() -> None
     assert search_digits(storage, "output_dir=three", "study=another", "seed=1") == 0
 
 
+@pytest.mark.slow
 def test_command_written_into_the_file_of_a_search_is_not_shown_as_what_to_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -224,6 +247,7 @@ def test_command_written_into_the_file_of_a_search_is_not_shown_as_what_to_run(
     assert "evil" not in out + Path("one/search.json").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_best_trial_that_is_none_of_the_search_is_found_and_measured_anew() -> None:
     arguments = ("output_dir=one", "num_trials=1", "method=none", "max_epochs=0.1")
@@ -235,6 +259,7 @@ def test_best_trial_that_is_none_of_the_search_is_found_and_measured_anew() -> N
         assert report("one")["best"] == was["best"], place
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_multirun_puts_each_search_into_its_own_folder() -> None:
     assert search_module.main([*DIGITS, "-m", "seed=1,2", "max_epochs=1"]) == 0

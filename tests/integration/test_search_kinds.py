@@ -15,7 +15,7 @@ from tests.searches import (
     values,
 )
 
-MLP = ["data=digits", "model=mlp", "model.hidden=[16]", "optimizer=digits"]
+MLP = ["data=digits", "model=mlp", "model.hidden=[16]", "optimizer.learning_rate=0.05", "optimizer.weight_decay=1e-4"]
 IMAGES = ["data=synthetic", "data.num_train=96", "data.num_test=32", "data.validation_fraction=0.25", "batch_size=24"]
 GRID = ["sampler=grid", "method=none", "max_epochs=1", "output_dir=search", "device=cpu", "precision=fp32"]
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder", "no_pictures")
@@ -32,6 +32,7 @@ def values_by(key: str) -> dict[Any, float]:
     return {trial["params"][key]: trial["value"] for trial in trials()}
 
 
+@pytest.mark.slow
 def test_grid_tries_every_combination_once() -> None:
     rates = "space.optimizer.learning_rate={low:0.01,high:1.0,log:true,num:3}"
     assert main([*MLP, *GRID, *ALONE, rates, "space.label_smoothing=[0.0,0.1]"]) == 0
@@ -41,6 +42,7 @@ def test_grid_tries_every_combination_once() -> None:
     assert all(trial["state"] == "complete" for trial in trials())
 
 
+@pytest.mark.slow
 def test_parameter_with_a_condition_exists_only_where_that_holds() -> None:
     space = "space={optimizer:[sgd,adamw],optimizer.momentum:{choices:[0.5,0.9],when:{optimizer:sgd}}}"
     assert main([*MLP, *GRID, *ALONE, space]) == 0
@@ -51,6 +53,7 @@ def test_parameter_with_a_condition_exists_only_where_that_holds() -> None:
     assert trained_by_command()["validation_accuracy"] == pytest.approx(report()["best"]["value"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_command_trains_the_best_trial_of_a_model_with_batch_norm() -> None:
     resnet = "model.args={depth: 8, in_channels: 1, num_classes: 10}"
     words = [word for word in DIGITS if not word.startswith("model.")]
@@ -59,6 +62,7 @@ def test_command_trains_the_best_trial_of_a_model_with_batch_norm() -> None:
     assert report()["best"]["value"] == pytest.approx(trained_by_command()["validation_loss"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_metric_loss_keeps_the_trials_with_the_least() -> None:
     assert search_digits("metric=loss", "num_trials=3") == 0
     first = {trial: own["1"] for trial, own in values().items()}
@@ -71,6 +75,7 @@ def test_metric_loss_keeps_the_trials_with_the_least() -> None:
 F1 = ["metrics.f1.target=tests.state_metrics.MacroF1", "metrics.f1.num_classes=10"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("packs_of_three")
 @pytest.mark.parametrize("maximize", [True, False])
 def test_metric_of_ones_own_decides_which_trials_go_on(maximize: bool) -> None:
@@ -84,6 +89,7 @@ def test_metric_of_ones_own_decides_which_trials_go_on(maximize: bool) -> None:
     assert found["metrics"]["f1"] != found["validation_accuracy"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("packs_of_three")
 def test_dropout_in_the_space_is_each_trials_own() -> None:
     options = [*IMAGES, "data.shape=[1,28,28]", "model=lenet", "optimizer.learning_rate=0.01", "metric=loss"]

@@ -105,12 +105,14 @@ def test_mistake_is_one_error_line_and_leaves_nothing_behind(
     assert files() == []
 
 
+@pytest.mark.slow
 def test_mistake_leaves_no_trace_in_a_storage_so_that_the_corrected_command_may_use_it() -> None:
     assert search_digits("storage=journal:kept.log", "data.validation_fraction=0") == 2
     assert files() == []
     assert search_digits("storage=journal:kept.log") == 0
 
 
+@pytest.mark.slow
 def test_journal_that_was_emptied_is_refused_and_nothing_is_trained_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert search_digits() == 0
     capsys.readouterr()
@@ -121,6 +123,7 @@ def test_journal_that_was_emptied_is_refused_and_nothing_is_trained_again(capsys
     assert Path("search/search.json").read_bytes() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", ["null", "auto"])
 def test_run_in_the_folder_of_a_search_is_refused_and_the_search_goes_on(
     resume: str, capsys: pytest.CaptureFixture[str]
@@ -141,6 +144,7 @@ def test_storage_that_is_no_journal_is_one_error_line_and_keeps_the_file(capsys:
     assert Path("notes.log").read_text() == "my notes\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "key", "failing", "reason"),
     [
@@ -185,6 +189,7 @@ def test_search_that_no_trial_could_be_of_is_refused_before_any(
     assert files() == []
 
 
+@pytest.mark.slow
 def test_search_of_which_every_trial_fails_is_one_error_line_and_exit_code_1(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -199,6 +204,7 @@ def test_search_of_which_every_trial_fails_is_one_error_line_and_exit_code_1(
     assert not list(Path().rglob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_search_without_optuna_is_one_error_line_that_says_how_to_install_it(tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['optuna'] = None\n"
@@ -218,6 +224,7 @@ def rewrite_journal(change: Callable[[str], str]) -> None:
     journal.write_text("".join(change(line) for line in journal.read_text().splitlines(keepends=True)))
 
 
+@pytest.mark.slow
 def test_search_does_not_call_what_its_storage_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert search_digits(*OF_ONE_TRIAL) == 0
     mkdir = {"model": "custom", "model.target": "os.mkdir", "model.args": "sprung"}
@@ -238,6 +245,7 @@ def test_search_does_not_call_what_its_storage_names(capsys: pytest.CaptureFixtu
     assert "trial 0 has model='custom', which is not searched there" in error_line(capsys)
 
 
+@pytest.mark.slow
 def test_result_of_a_rung_that_the_search_does_not_have_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert search_digits(*OF_ONE_TRIAL) == 0
     rewrite_journal(lambda line: line.replace('"rung":0', '"rung":7'))

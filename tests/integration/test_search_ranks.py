@@ -22,6 +22,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return outcome(folder)
 
 
+@pytest.mark.slow
 def test_ranks_share_the_trials_of_one_folder_and_the_first_speaks(tmp_path: Path) -> None:
     folder = tmp_path / "search"
     with started_ranks(folder, "num_trials=6", "max_epochs=1", "method=none") as ranks:

@@ -257,6 +257,7 @@ def test_target_on_the_command_line_is_imported(capsys: pytest.CaptureFixture[st
     SPRUNG.rmdir()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_run")
 @pytest.mark.parametrize(
     ("key", "resume"),
@@ -373,6 +374,7 @@ def test_listener_is_found_and_told_from_one_on_loopback(host: str, public: bool
         assert is_loopback(address) is not public
 
 
+@pytest.mark.slow
 def test_training_with_data_workers_listens_on_no_public_address(monkeypatch: pytest.MonkeyPatch) -> None:
     for part in ("train", "val"):
         write_part(Path("pictures") / part)

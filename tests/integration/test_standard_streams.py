@@ -27,6 +27,7 @@ def in_shell(folder: Path, command: str, arguments: list[str], streams: str) -> 
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "streams", "ended"),
     [
@@ -43,6 +44,7 @@ def test_text_that_cannot_be_printed_is_told_in_one_line_where_anyone_listens(
     assert in_shell(tmp_path, "train", arguments, streams) == ended
 
 
+@pytest.mark.slow
 def test_help_is_shown_where_letters_of_equations_cannot_be() -> None:
     command = [sys.executable, "-m", "crossbow_py.train", "--help"]
     done = subprocess.run(command, env=environment(PYTHONIOENCODING="ascii"), capture_output=True, check=False)

@@ -56,9 +56,11 @@ def trainer_of(folder: Path | None, **options: Any) -> Trainer:
     return image_trainer(**{**defaults, **options})
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "averaging", [SMA(batch_norm="mean"), SMA(recalibration_batches=3)], ids=["means", "recal"]
+    ("executor", "averaging"),
+    [("serial", SMA(batch_norm="mean")), ("threads", SMA(recalibration_batches=3))],
+    ids=["serial", "threads"],
 )
 def test_run_resumed_in_mid_epoch_with_other_workers_equals_the_uninterrupted_one(tmp_path, executor, averaging):
     options: dict[str, Any] = {"executor": executor, "averaging": averaging}
@@ -82,6 +84,7 @@ def test_statistics_are_measured_beside_what_is_made_for_training():
     parts.close_feeds()
 
 
+@pytest.mark.slow
 def test_learners_that_share_batches_see_what_serial_ones_see(tmp_path):
     runs = [
         trainer_of(None, averaging=Independent(), executor=executor, num_learners=3, num_workers=workers)
@@ -94,6 +97,7 @@ def test_learners_that_share_batches_see_what_serial_ones_see(tmp_path):
     assert runs[1].run.train_feed.loading_times.num_batches <= 13 + 2 + 2  # each batch once, and some ahead
 
 
+@pytest.mark.slow
 def test_waiting_for_slow_data_is_counted_and_none_for_data_on_the_device(tmp_path):
     slow = trainer_of(tmp_path / "slow", train_data=Pictures(50, seconds=0.005), num_workers=0).fit(max_epochs=1)
     (line,) = read_metrics(tmp_path / "slow" / "metrics.jsonl")
@@ -105,8 +109,7 @@ def test_waiting_for_slow_data_is_counted_and_none_for_data_on_the_device(tmp_pa
     assert read_summary(tmp_path / "resident")["data_wait_share"] is None
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize(("executor", "num_workers"), [("serial", 0), ("threads", 1)])
 def test_bad_sample_stops_the_run_with_a_checkpoint_of_all_that_was_trained(tmp_path, executor, num_workers):
     options: dict[str, Any] = {"num_workers": num_workers, "executor": executor}
     recorder = Recorder()
@@ -125,6 +128,7 @@ def test_bad_sample_stops_the_run_with_a_checkpoint_of_all_that_was_trained(tmp_
     assert weights(tmp_path) == weights(whole)
 
 
+@pytest.mark.slow
 def test_bad_test_sample_keeps_the_epoch_and_a_resume_evaluates_it(tmp_path):
     with pytest.raises(BadSampleError):
         trainer_of(tmp_path, test_data=Pictures(20, bad=11)).fit(max_epochs=1)
@@ -149,6 +153,7 @@ class KillWorkers(Listener):
                 signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_killed_worker_stops_the_run_with_its_sample_and_a_checkpoint(tmp_path):
     trainer = trainer_of(tmp_path, train_data=Pictures(200, seconds=0.01), num_workers=1, callbacks=[KillWorkers()])
     with pytest.raises(DataError, match="killed by signal SIGKILL.* of the data set") as caught:

@@ -41,6 +41,7 @@ def train(*arguments: str) -> int:
     return main([*DIGITS, *arguments])
 
 
+@pytest.mark.slow
 def test_command_with_statistics_of_learning_records_them_every_epoch_and_trains_the_same_model() -> None:
     assert train("max_epochs=3", "output_dir=off") == 0
     assert train("max_epochs=3", "output_dir=on", "learning_statistics=true") == 0
@@ -102,7 +103,8 @@ def test_help_and_list_are_texts_and_train_nothing(flag: str, capsys: pytest.Cap
     assert main([flag, "+experiment=nonsense"]) == 0
     said = capsys.readouterr().out
     words = ["resnet32", "sma", "multistep"]
-    own = ["LeNet on MNIST"] if flag == "--list" else ["num_learners=auto", "averaging.correction_rate=1.0", "α"]
+    of_help = ["num_learners=auto", "averaging.correction_rate=0.1", "grouped_sma: 1.0", "α"]
+    own = ["LeNet on MNIST"] if flag == "--list" else of_help
     words += own
     for word in words:
         assert word in said
@@ -158,6 +160,7 @@ def test_mistake_is_one_error_line_and_exit_code_2(
     assert not list(Path("runs").rglob("config.yaml"))
 
 
+@pytest.mark.slow
 def test_metrics_by_their_targets_are_recorded_and_may_change_when_the_run_goes_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -177,6 +180,7 @@ def test_metrics_by_their_targets_are_recorded_and_may_change_when_the_run_goes_
     assert set(read_summary(Path("run"))["metrics"]) == {f"f1/{digit}" for digit in range(10)}
 
 
+@pytest.mark.slow
 def test_language_model_shows_its_perplexity_everywhere_without_being_asked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -205,6 +209,7 @@ def test_language_model_shows_its_perplexity_everywhere_without_being_asked(
     assert Path("run/report/metric_0_perplexity.png").is_file()
 
 
+@pytest.mark.slow
 def test_run_that_cannot_be_gone_on_with_is_one_error_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("+debug=fast", "output_dir=run") == 0
     capsys.readouterr()
@@ -224,6 +229,7 @@ def test_resume_with_a_later_end_goes_on_and_keeps_one_line_per_epoch() -> None:
     assert read_summary(Path("run"))["resumed_from"]
 
 
+@pytest.mark.slow
 def test_rounds_are_counted_since_the_run_began(capsys: pytest.CaptureFixture[str]) -> None:
     seen = []
     for rounds in (2, 5, 5):
@@ -233,6 +239,7 @@ def test_rounds_are_counted_since_the_run_began(capsys: pytest.CaptureFixture[st
     assert "Nothing is left to train: the run had reached max_rounds" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_multirun_in_the_home_folder_is_there_and_in_the_table(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +251,7 @@ def test_multirun_in_the_home_folder_is_there_and_in_the_table(
     assert not Path("~").exists()
 
 
+@pytest.mark.slow
 def test_weights_in_the_home_folder_are_what_a_run_begins_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(Path("home").absolute()))
     assert train("+debug=fast", "output_dir=~/run") == 0
@@ -258,6 +266,7 @@ def test_multirun_with_a_failing_job_runs_the_others_and_returns_the_worst_code(
     assert [path.name for path in Path("sweep").iterdir()] == ["batch_size=16"]
 
 
+@pytest.mark.slow
 def test_multirun_with_an_impossible_job_runs_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("-m", "+debug=fast", "batch_size=16,0", "output_dir=sweep") == 2
     assert not Path("sweep").exists()
@@ -341,6 +350,7 @@ def test_resume_auto_with_nothing_to_resume_says_so(capsys: pytest.CaptureFixtur
     assert "There is no checkpoint of an unfinished run configured like this" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_summary_of_a_resumed_run_is_of_the_whole_run() -> None:
     assert train("max_epochs=5", "output_dir=run") == 0
     first = read_summary(Path("run"))

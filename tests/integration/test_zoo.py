@@ -55,6 +55,7 @@ class Counting(nn.Linear):
         return super().forward(x) * self.calls
 
 
+@pytest.mark.slow
 def test_comparison_finds_what_is_different_refused_or_crashes(monkeypatch):
     monkeypatch.setattr("crossbow_py.engine.fusion.fused_agreement.require_agreement", lambda *_, **__: None)
     fine, refused = compared(entry(torch.tanh)), compared(entry(lambda y: y if y.sum() > 0 else -y))

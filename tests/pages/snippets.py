@@ -31,8 +31,9 @@ class Snippet:
 
 
 def pages() -> list[Path]:
-    """All that a newcomer reads: the pages of the experiments, which have commands of hours, are not among them."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """Return the pages that a newcomer reads. Those of the experiments have commands of hours and are left out."""
+    others = ("README.md", "CONTRIBUTING.md", "tests/simulated_cuda/README.md")
+    return [*(ROOT / name for name in others), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def snippets(page: Path) -> list[Snippet]:

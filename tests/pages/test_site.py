@@ -45,10 +45,14 @@ def test_links_of_pages_lead_somewhere() -> None:
     assert missing == []
 
 
-def test_files_that_the_architecture_names_are_there() -> None:
+def test_files_that_pages_for_developers_name_are_there() -> None:
     """Below the package or the checkout, or beside one that the same line named before."""
     missing, named = [], 0
-    for line in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines():
+    architecture, contributing = (
+        (ROOT / page).read_text(encoding="utf-8") for page in ("docs/architecture.md", "CONTRIBUTING.md")
+    )
+    listed = contributing.split("## Where to find what\n")[1].split("\n## ")[0]
+    for line in (architecture + listed).splitlines():
         folders = [ROOT / "crossbow_py", ROOT]
         for name in _PATH.findall(line):
             found = [folder / name for folder in folders if (folder / name).exists()]
@@ -56,4 +60,4 @@ def test_files_that_the_architecture_names_are_there() -> None:
             folders += [path if path.is_dir() else path.parent for path in found]
             missing += [] if found else [f"{name}: {line}"]
     assert missing == []
-    assert named > 30  # the page does name files
+    assert named > 30  # the pages do name files

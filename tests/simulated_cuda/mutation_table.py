@@ -398,8 +398,7 @@ MUTATIONS = [
     ),
     Mutation(
         "flips freed too early", STREAMED, "the allocator is not told who uses flips and rectangles",
-        "for tensor in leaves((one.inputs, one.targets, one.mirrored, one.erased, one.corners)):",
-        "for tensor in leaves((one.inputs, one.targets)):",
+        "for tensor in leaves((one.batch, one.draws)):", "for tensor in leaves(one.batch):",
         _STREAMED,
     ),
     Mutation(
@@ -408,12 +407,12 @@ MUTATIONS = [
     ),
     Mutation(
         "copied too early", STREAMED, "the event of the copies is recorded before the last of them",
-        "            targets = _moved(targets, mirrored)\n"
+        "            draws = None if draws is None else self._enqueue_copy(draws.pin_memory())\n"
         "            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]\n"
         "            copied.record(self._copies)\n",
         "            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]\n"
         "            copied.record(self._copies)\n"
-        "            targets = _moved(targets, mirrored)\n",
+        "            draws = None if draws is None else self._enqueue_copy(draws.pin_memory())\n",
         (f"{_ORDER}streamed_masks_are_flipped_before_they_are_used",),
     ),
     Mutation(

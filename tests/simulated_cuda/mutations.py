@@ -3,8 +3,7 @@
     python -m tests.simulated_cuda tests.simulated_cuda.mutations [--only NAME] [--jobs N]
 
 Each is tried on a copy of the tree: its tests run there under the simulated device and have to fail, after they have
-passed in the tree as it is. Without `--only` the results go to mutations.json and into the table of
-docs/development/simulated_cuda.md.
+passed in the tree as it is. Without `--only` the results go to mutations.json and into the table of README.md here.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tests.simulated_cuda.mutation_table import MUTATIONS, SHOWN_BY, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).with_name("mutations.json")
-PAGE = ROOT / "docs" / "development" / "simulated_cuda.md"
+PAGE = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- mutations: begin -->\n", "<!-- mutations: end -->\n"
 _NEEDED = ("crossbow_py", "tests", "conf", "pyproject.toml")
 _LIMIT_S, _LIMIT_OF_ALL_S, _NO_END = 100, 600, "no end"

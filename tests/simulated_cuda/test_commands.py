@@ -93,6 +93,7 @@ def trained(folder, device, *options):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["serial", "fused", "streams"])
 def test_run_ends_with_the_weights_of_serial_on_a_cpu(executor, tmp_path):
     options = ["num_learners=3", "optimizer.momentum=0.9"]
@@ -100,6 +101,7 @@ def test_run_ends_with_the_weights_of_serial_on_a_cpu(executor, tmp_path):
     assert distance(ours, trained(tmp_path / "cpu", "cpu", "executor=serial", *options)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["fused", "streams"])
 def test_muon_ends_with_the_weights_of_serial_on_a_cpu(executor, tmp_path):
     options = ["num_learners=3", "optimizer=muon", "model.hidden=[16,16]"]
@@ -116,6 +118,7 @@ def test_every_averaging_rule_ends_as_on_a_cpu(rule, executor, tmp_path):
     assert distance(ours, trained(tmp_path / "cpu", "cpu", "executor=serial", *options)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["fused", pytest.param("streams", marks=pytest.mark.slow)])
 def test_run_killed_and_resumed_ends_with_the_same_bits(executor, tmp_path):
     options = [*DIGITS, "max_rounds=150", "device=cuda", f"executor={executor}", "checkpoint_every_s=0.05"]
@@ -160,6 +163,7 @@ def test_resnet32_killed_and_resumed_is_serial_on_a_cpu_in_float64(executor, tmp
     assert apart < 1e-8  # 1e-16 in one round, and twice that in the next
 
 
+@pytest.mark.slow
 def test_number_of_learners_grows_and_the_run_goes_on(tmp_path):
     said = run(
         "train", *DIGITS, "max_rounds=400", "device=cuda", "executor=fused", "num_learners=auto", "max_learners=3",
@@ -175,6 +179,7 @@ def test_auto_measures_what_has_passed_and_takes_one_of_it(tmp_path):
     assert all(name in said for name in ("serial", "fused", "streams"))
 
 
+@pytest.mark.slow
 def test_trace_has_rows_for_every_stream(tmp_path):
     run("train", *DIGITS, "device=cuda", "executor=streams", "trace=true", f"output_dir={tmp_path / 'run'}")
     assert "averaging" in (tmp_path / "run" / "trace.json").read_text()
@@ -202,6 +207,7 @@ def test_search_in_packs_and_prediction_by_its_best_models(tmp_path):
     assert "accuracy" in said
 
 
+@pytest.mark.slow
 def test_ranks_of_a_search_have_a_gpu_each_and_share_the_trials(tmp_path, monkeypatch):
     monkeypatch.setenv("SIMULATED_CUDA_DEVICES", "2")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

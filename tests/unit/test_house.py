@@ -58,6 +58,7 @@ def test_files_of_the_package_are_rooms_not_halls() -> None:
     assert {name: lines for name, lines in lengths.items() if lines > MAXIMUM_FILE_LINES} == {}
 
 
+@pytest.mark.slow
 def test_functions_of_the_package_fit_on_a_screen() -> None:
     too_long = {}
     for path in PACKAGE:

@@ -5,7 +5,6 @@ It is no process of Ray itself, so that the job is there what it is alone: signa
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from crossbow_py.cli.commands import run_command
 from crossbow_py.core.version import PACKAGE
 from crossbow_py.distributed.launch import end_with_parent
 
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     end_with_parent(signal.SIGKILL)  # at once: whoever takes its place must not find it at work
     if os.getppid() != int(holder):  # which has ended before that
         signal.raise_signal(signal.SIGKILL)
-    return int(importlib.import_module(f"crossbow_py.{command}.__main__").main(words))
+    return run_command(command, words)
 
 
 if __name__ == "__main__":

@@ -63,5 +63,5 @@ def _known_option(value: Any) -> str:
         raise UserError(f"{GROUP}={value} is a launcher of Hydra; write hydra/{GROUP}={value}.")
     if not isinstance(value, str) or value not in known:
         raise UserError(f"unknown {GROUP} {shown(value)}{suggestion(str(value), set(known))}")
-    check_own_option(GROUP, value)
+    check_own_option(GROUP, value, LAUNCHERS)
     return value

@@ -12,11 +12,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -28,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from crossbow_py.core.errors import one_line
+from crossbow_py.core.errors import DataError, one_line, text_of
 from crossbow_py.core.file_locks import locked
 from crossbow_py.core.files import check_own, sync
 from crossbow_py.core.host import read_host
@@ -36,11 +33,11 @@ from crossbow_py.core.measured import user_cache
 from crossbow_py.data.images.crops import resized_extent
 from crossbow_py.data.images.decoding import UnreadableImage, decode, encoded_size, shrunk
 from crossbow_py.data.images.folder import ImageFiles
-from crossbow_py.data.streaming.worker_processes import start_workers
+from crossbow_py.data.streaming.loader import Loader
+from crossbow_py.data.streaming.streamed_data import Key, Loaded, OnSample, StreamedData
 
 IMAGES, INDEX = "images.bin", "index.npy"
 _FORMAT_VERSION = 1
-_POLL_S = 0.5  # seconds between checks of the workers
 _CHUNK = 32  # files a worker decodes at a time
 _PROBED = 200  # files whose size is read to estimate the room that is needed
 _MIB, _GIB = 2**20, 2**30
@@ -143,33 +140,27 @@ class Opened(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-class _NoRoom(Exception):  # noqa: N818 - never leaves this module
-    """The disk is too small; the message says by how much."""
-
-
 def open_or_fill(
     files: ImageFiles, short_side: int, folder: Path | None, *, timeout_s: float, progress: bool
 ) -> Opened:
     """Open the cache of these files with a short side of at most `short_side`, and fill it first if it is not there.
 
     It is in `folder`, or by default in the user's cache folder. Blocks while another process fills it. Filling stops if
-    a worker process takes longer than `timeout_s` for a chunk of files. `progress` shows a bar on stderr. Does not
-    raise if the cache fails.
+    a worker process takes longer than `timeout_s` for an image. `progress` shows a bar on stderr. Does not raise if the
+    cache fails.
     """
     try:
         folder = folder or user_cache() / "images"
         path = folder / cache_key(files, short_side)
         found = _opened(path, len(files))
         return Opened(found) if found else _fill(files, short_side, path, timeout_s, progress)
-    except (_NoRoom, OSError, RuntimeError) as error:  # a DataLoader raises RuntimeError for a worker that died
-        reason = str(error) if isinstance(error, _NoRoom) else one_line(error)
-        return Opened(
-            None,
-            (
-                f"There is no image cache in {folder or 'the home folder'}: {reason}. Images are decoded in every "
-                "epoch; make room, or set data.cache_dir to another folder.",
-            ),
+    except (DataError, OSError) as error:
+        reason = text_of(error).rstrip(".") if isinstance(error, DataError) else one_line(error)
+        note = (
+            f"There is no image cache in {folder or 'the home folder'}: {reason}. Images are decoded in every epoch; "
+            "make room, or set data.cache_dir to another folder."
         )
+        return Opened(None, (note,))
 
 
 def _opened(path: Path, count: int) -> ImageCache | None:
@@ -184,11 +175,16 @@ def _fill(files: ImageFiles, short_side: int, path: Path, timeout_s: float, prog
     path.parent.mkdir(parents=True, exist_ok=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     bar = Progress(*columns, console=Console(stderr=True, quiet=not progress), disable=not progress)
-    task = bar.add_task("image cache", total=len(files))
-    with bar, _locked(path.with_suffix(".lock"), lambda text: bar.update(task, description=text)) as waited:
+    task = bar.add_task("filling the image cache", total=len(files))
+
+    def busy() -> None:
+        bar.update(task, description="another run is filling the image cache")
+
+    with bar, locked(path.with_suffix(".lock"), busy):
         found = _opened(path, len(files))
         if found:
-            return Opened(found, ("Another run filled the image cache while this one waited.",) if waited else ())
+            return Opened(found, ("Another run filled the image cache while this one waited.",))
+        bar.update(task, description="filling the image cache")
         partial = path.with_suffix(".partial")
         for left in (partial, path):  # left by a killed process, and a damaged cache
             shutil.rmtree(left, ignore_errors=True)
@@ -205,12 +201,12 @@ def _fill(files: ImageFiles, short_side: int, path: Path, timeout_s: float, prog
 
 
 def _check_room(files: ImageFiles, short_side: int, folder: Path) -> None:
-    """Raise _NoRoom if the images, estimated from some of them, would not fit."""
+    """Raise DataError if the images, estimated from some of them, would not fit."""
     every = max(1, len(files) // _PROBED)
     sizes = [_bytes_of(encoded_size(files.path(index)), short_side) for index in range(0, len(files), every)]
     needed, free = sum(sizes) / len(sizes) * len(files), shutil.disk_usage(folder).free
     if needed > free:
-        raise _NoRoom(f"it would take about {_room(needed)}, and {_room(free)} are free")
+        raise DataError(f"it would take about {_room(needed)}, and {_room(free)} are free")
 
 
 def _bytes_of(size: tuple[int, int] | None, short_side: int) -> int:
@@ -232,8 +228,6 @@ def _write(files: ImageFiles, short_side: int, folder: Path, timeout_s: float, a
                     begin += pixels.nbytes
                 position += 1
             advance(len(chunk))
-        if position != len(files):
-            raise RuntimeError(f"{position} of {len(files)} images came from the workers")
     np.save(folder / INDEX, index)
     for path in (folder / IMAGES, folder / INDEX, folder):
         sync(path)
@@ -244,67 +238,51 @@ def append(out: IO[bytes], pixels: Pixels) -> None:
     out.write(np.ascontiguousarray(pixels).data)
 
 
-class _Chunks:
-    """A data set for a DataLoader: item i is chunk i of the files, decoded and shrunk; None for an unreadable one."""
+class _ShrunkImages(StreamedData):
+    """Images decoded and shrunk, as NumPy arrays, which need no room in /dev/shm; None for an unreadable one."""
 
-    def __init__(self, files: ImageFiles, short_side: int) -> None:
-        self._files, self._short_side = files, short_side
+    def __init__(self, files: ImageFiles, short_side: int, timeout_s: float) -> None:
+        self._files, self._short_side, self.timeout_s = files, short_side, timeout_s
 
     def __len__(self) -> int:
-        return (len(self._files) + _CHUNK - 1) // _CHUNK
+        return len(self._files)
 
-    def __getitem__(self, index: int) -> list[Pixels | None]:
-        last = min(len(self._files), (index + 1) * _CHUNK)
-        return [self._one(self._files.path(file)) for file in range(index * _CHUNK, last)]
+    def fetch(
+        self, keys: Sequence[Key], *, seed: int, training: bool, on_sample: OnSample, out: Tensor | None = None
+    ) -> Loaded:
+        images: list[Pixels | None] = []
+        for key in keys:
+            on_sample(key.sample)
+            try:
+                images.append(shrunk(decode(self._files.path(key.sample)), self._short_side).numpy())
+            except UnreadableImage:
+                images.append(None)  # it is decoded again when it is needed, and the error is reported then
+        return Loaded(images, torch.empty(0))
 
-    def _one(self, path: str) -> Pixels | None:
-        try:
-            return shrunk(decode(path), self._short_side).numpy()
-        except UnreadableImage:
-            return None  # it is decoded again when it is needed, and the error is reported then
+    def name_of(self, sample: int) -> str:
+        return self._files.path(sample)
+
+    def subset(self, ids: npt.NDArray[np.int64]) -> StreamedData:
+        raise NotImplementedError
 
 
 def _decoded(files: ImageFiles, short_side: int, timeout_s: float) -> Iterator[list[Pixels | None]]:
-    """Yield chunks in order, decoded by one worker process a core; NumPy arrays need no room in /dev/shm."""
-    chunks = _Chunks(files, short_side)
-    workers = min(read_host().cores, len(chunks))
-    workers = workers if workers > 1 else 0
-    return _watched(*start_workers(chunks, workers, min(_POLL_S, timeout_s), batch_size=None), timeout_s)
-
-
-def _watched(
-    batches: Iterator[list[Pixels | None]], workers: Sequence[BaseProcess], timeout_s: float
-) -> Iterator[list[Pixels | None]]:
-    """Yield the batches. A DataLoader that times out is asked again unless a worker died or `timeout_s` is over."""
-    asked_s = came_s = time.monotonic()
-    while True:
-        try:
-            asked_s = time.monotonic()
-            batch = next(batches)
-        except StopIteration:
-            return
-        except RuntimeError:
-            now_s = time.monotonic()
-            alive = all(worker.is_alive() for worker in workers)
-            if not alive or now_s - asked_s < _POLL_S or now_s - came_s > timeout_s:
-                raise
-            continue
-        came_s = time.monotonic()
-        yield batch
-
-
-@contextmanager
-def _locked(path: Path, say: Callable[[str], None]) -> Iterator[bool]:
-    """Hold the lock, and yield whether another process held it first."""
-    waits: list[bool] = []
-
-    def busy() -> None:
-        waits.append(True)
-        say("another run is filling the image cache")
-
-    with locked(path, busy):
-        say("filling the image cache")
-        yield bool(waits)
+    """Yield the images in order, chunk by chunk, decoded by one worker process a core. Raises DataError."""
+    keys = [Key(0, file) for file in range(len(files))]
+    chunks = [keys[first : first + _CHUNK] for first in range(0, len(keys), _CHUNK)]
+    cores = min(read_host().cores, len(chunks))
+    loader = Loader(
+        _ShrunkImages(files, short_side, timeout_s), chunks, batch_size=_CHUNK, seed=0, training=False,
+        num_workers=cores if cores > 1 else 0, pins=False,
+    )  # fmt: skip
+    try:
+        for loaded in loader:
+            yield loaded.inputs
+    except DataError:
+        loader.kill()  # one that hangs would keep the others from closing
+        raise
+    finally:
+        loader.close()
 
 
 def _room(num_bytes: float) -> str:

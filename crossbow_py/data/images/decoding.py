@@ -1,4 +1,4 @@
-"""Decoding image files with Pillow, or JPEG with what is faster, and resizing with torch's antialiased bilinear filter.
+"""Decoding image files with Pillow or simplejpeg, and resizing with torch's antialiased bilinear filter.
 
 Pixels are uint8 [H, W, 3], red first. Torch's filter equals Pillow's bilinear filter up to rounding. It reads a part of
 an image without copying it first, and writes directly into a batch.
@@ -7,20 +7,22 @@ an image without copying it first, and writes directly into a batch.
 from __future__ import annotations
 
 import errno
+import functools
+import itertools
 import warnings
 from contextlib import suppress
+from importlib import import_module
 from io import BytesIO
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from crossbow_py.core.errors import one_line
 from crossbow_py.data.images.crops import Box, centre_box, resized_extent
-from crossbow_py.data.images.faster_jpegs import FasterJpegs, faster_jpegs
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 _PAPER = (255, 255, 255)
@@ -42,18 +44,60 @@ class UnreadableImage(Exception):  # noqa: N818 - a state of the file; the calle
         return f"{self.path} ({self.reason})"
 
 
-def _pillow_pixels(image: Image.Image) -> Tensor:
-    """Return the pixels of an image that Pillow has opened."""
-    image.load()
-    with suppress(Exception):  # damaged EXIF can raise nearly anything, and does no harm to the image
-        ImageOps.exif_transpose(image, in_place=True)
-    return _rgb(image)
+class FastJpegs:
+    """Decodes JPEG files by simplejpeg, which is faster than Pillow, where both give the same pixels.
+
+    How coarsely sampled colours are smoothed depends on the version of libjpeg. So a picture of noise is decoded by
+    both in every kind, a colour space and a sampling, and Pillow decodes the kinds that differ.
+
+    Args:
+        simplejpeg: the module.
+    """
+
+    def __init__(self, simplejpeg: Any) -> None:
+        self._simplejpeg = simplejpeg
+        noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (37, 53, 3), np.uint8))
+        options = [*itertools.product(("RGB",), range(3), (False,)), ("L", 0, False), ("RGB", 0, True)]
+        same: dict[tuple[str, str], bool] = {}
+        for (mode, subsampling, keep_rgb), progressive in itertools.product(options, (False, True)):
+            file = BytesIO()
+            form = {"subsampling": subsampling, "keep_rgb": keep_rgb, "progressive": progressive}
+            noise.convert(mode).save(file, "JPEG", **form)
+            with suppress(Exception), Image.open(file) as image:
+                kind = self._kind(file.getvalue())
+                agrees = torch.equal(self._decoded(file.getvalue()), _rgb(image))
+                same[kind] = same.get(kind, True) and agrees
+        self._trusted = {kind for kind, agrees in same.items() if agrees}
+
+    def pixels(self, data: bytes, image: Image.Image) -> Tensor | None:
+        """Return the pixels of a file that Pillow has opened; None if Pillow is to decode it, or to say what is wrong.
+
+        That is so for images that EXIF turns, too.
+        """
+        with suppress(Exception):
+            if image.format == "JPEG" and image.mode in ("L", "RGB") and self._kind(data) in self._trusted:
+                turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+                return None if turned else self._decoded(data)
+        return None
+
+    def _kind(self, data: bytes) -> tuple[str, str]:
+        *_, colours, sampling = self._simplejpeg.decode_jpeg_header(data)
+        return colours, sampling
+
+    def _decoded(self, data: bytes) -> Tensor:
+        return torch.from_numpy(self._simplejpeg.decode_jpeg(data, "RGB"))
 
 
-_FASTER = faster_jpegs(_pillow_pixels)
+@functools.cache
+def fast_jpegs() -> FastJpegs | None:
+    """Return the fast decoder; None if simplejpeg is not installed, or is compiled for another NumPy."""
+    try:
+        return FastJpegs(import_module("simplejpeg"))
+    except (ImportError, ValueError):
+        return None
 
 
-def decode(path: str | Path, faster: FasterJpegs | None = _FASTER) -> Tensor:
+def decode(path: str | Path, fast: bool = True) -> Tensor:
     """Return the pixels of a JPEG, PNG or WebP file (its first frame), turned by its EXIF or XMP orientation.
 
     Grey becomes three equal channels (16 bits are scaled to 8), palettes and CMYK are converted, and transparent pixels
@@ -61,7 +105,7 @@ def decode(path: str | Path, faster: FasterJpegs | None = _FASTER) -> Tensor:
 
     Args:
         path: the file's.
-        faster: decodes what it can; None for Pillow alone, to the same pixels.
+        fast: let simplejpeg decode what it can, to the same pixels, if it is installed.
 
     Raises:
         OSError, MemoryError: the machine or its file system fails, not the image.
@@ -78,7 +122,9 @@ def decode(path: str | Path, faster: FasterJpegs | None = _FASTER) -> Tensor:
                 if max(image.size) > _LONGEST * min(image.size):
                     reason = "{} x {} pixels, more than {} times as long as wide".format(*image.size, _LONGEST)
                     raise UnreadableImage(str(path), reason)
-                return _pillow_pixels(image) if faster is None else faster.pixels(data, image)
+                faster = fast_jpegs() if fast else None
+                pixels = None if faster is None else faster.pixels(data, image)
+                return _pillow_pixels(image) if pixels is None else pixels
     except UnidentifiedImageError as error:
         raise UnreadableImage(str(path), "no JPEG, PNG or WebP image") from error
     except (MemoryError, UnreadableImage):
@@ -89,6 +135,13 @@ def decode(path: str | Path, faster: FasterJpegs | None = _FASTER) -> Tensor:
         raise UnreadableImage(str(path), error.strerror or str(error) or type(error).__name__) from error
     except Exception as error:  # a damaged file can make the decoders raise nearly anything
         raise UnreadableImage(str(path), one_line(error)) from error
+
+
+def _pillow_pixels(image: Image.Image) -> Tensor:
+    image.load()
+    with suppress(Exception):  # damaged EXIF can raise nearly anything, and does no harm to the image
+        ImageOps.exif_transpose(image, in_place=True)
+    return _rgb(image)
 
 
 def in_mode(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:

@@ -58,15 +58,10 @@ def scan(root: Path, train: str, val: str) -> tuple[ImageFiles, ImageFiles]:
     parts = scan_part(root / train), scan_part(root / val)
     names = [set(part.classes) for part in parts]
     if names[0] != names[1]:
-        only = [
-            f"only {part.folder} has {_some(sorted(own - other))}"
-            for part, own, other in zip(parts, names, reversed(names), strict=True)
-            if own - other
-        ]
-        raise UserError(
-            f"{parts[0].folder} and {parts[1].folder} must hold the same classes, but {' and '.join(only)}; add or "
-            "remove these folders."
-        )
+        both = zip(parts, names, reversed(names), strict=True)
+        only = [f"only {part.folder} has {_some(sorted(own - other))}" for part, own, other in both if own - other]
+        rule = f"{parts[0].folder} and {parts[1].folder} must hold the same classes"
+        raise UserError(f"{rule}, but {' and '.join(only)}; add or remove these folders.")
     return parts
 
 

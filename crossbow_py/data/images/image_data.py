@@ -119,11 +119,8 @@ class ImageFolderData(StreamedData):
         bad: dict[int, BadSample] = {}
         found = self._readable(index, self.max_bad + 1, bad, on_sample=lambda _: None)
         if found is None:
-            first = bad[index]
-            raise UserError(
-                f"image {first.name} cannot be read ({first.reason}), and data.max_bad_images={self._allowed_bad}; "
-                f"{self.remedy}."
-            )
+            first, allowed = bad[index], f"data.max_bad_images={self._allowed_bad}"
+            raise UserError(f"image {first.name} cannot be read ({first.reason}), and {allowed}; {self.remedy}.")
         return found
 
     def fetch(

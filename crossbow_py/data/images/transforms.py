@@ -40,10 +40,10 @@ class Form(NamedTuple):
 
 
 class Transform:
-    """A transform of images, with how it was asked for, `said`, for messages. It is sent to worker processes."""
+    """A transform of images, and its name in messages: the setting that asks for it. It is sent to worker processes."""
 
-    def __init__(self, said: str, function: Callable[[Any], Any]) -> None:
-        self.said, self._function = said, function
+    def __init__(self, name: str, function: Callable[[Any], Any]) -> None:
+        self.name, self._function = name, function
 
     def __call__(self, image: Any, name: str) -> Any:
         """Return what becomes of an image, which messages call `name`. Raises UserError if the function fails."""
@@ -53,7 +53,7 @@ class Transform:
             raise
         except Exception as error:
             raise UserError(
-                f"{self.said} cannot take {name}, {_described(image)} ({one_line(error)}{raised_at(error)}); correct "
+                f"{self.name} cannot take {name}, {_described(image)} ({one_line(error)}{raised_at(error)}); correct "
                 "it, or give one for such images."
             ) from error
 
@@ -80,10 +80,10 @@ class Transforms:
         """Return whether there is any transform."""
         return self.own(training) is not None or (training and self.rand_augment is not None)
 
-    def said(self, training: bool) -> str:
-        """Return what makes the images, for messages."""
+    def name(self, training: bool) -> str:
+        """Return the name of what makes the images, for messages."""
         last = (self.rand_augment if training else None) or self.own(training)
-        return "the data set" if last is None else last.said
+        return "the data set" if last is None else last.name
 
     def __call__(self, image: Any, training: bool, name: str, form: Form | None = None) -> Tensor:
         """Return a Pillow image or tensor, which messages call `name`, transformed: bytes or floating values [C, H, W].
@@ -91,35 +91,35 @@ class Transforms:
         Raises UserError for anything else, and for an image of another form than `form`.
         """
         own = self.own(training)
-        made = image if own is None else own(image, name)
+        result = image if own is None else own(image, name)
         if training and self.rand_augment is not None:
-            made = self.rand_augment(made, name)
-        if isinstance(made, Image.Image):
-            made = channels_first(made)
-        fits = isinstance(made, Tensor) and made.ndim == 3
-        if not fits or not (made.dtype == torch.uint8 or made.is_floating_point()):
+            result = self.rand_augment(result, name)
+        if isinstance(result, Image.Image):
+            result = channels_first(result)
+        fits = isinstance(result, Tensor) and result.ndim == 3
+        if not fits or not (result.dtype == torch.uint8 or result.is_floating_point()):
             raise UserError(
-                f"{self.said(training)} must give images as tensors [C, H, W] of bytes or floating values, got "
-                f"{_described(made)} for {name}; end with torchvision.transforms.v2.ToImage, or torch.from_numpy."
+                f"{self.name(training)} must give images as tensors [C, H, W] of bytes or floating values, got "
+                f"{_described(result)} for {name}; end with torchvision.transforms.v2.ToImage, or torch.from_numpy."
             )
-        if form is not None and Form.of(made) != form:
+        if form is not None and Form.of(result) != form:
             raise UserError(
-                f"{self.said(training)} must give images of one shape and dtype, got {Form.of(made)} for {name} and "
+                f"{self.name(training)} must give images of one shape and dtype, got {Form.of(result)} for {name} and "
                 f"{form} for the first one; give data.transform and data.test_transform that end with a crop."
             )
-        plain: Tensor = made.as_subclass(Tensor)  # torchvision has classes of its own
+        plain: Tensor = result.as_subclass(Tensor)  # torchvision has classes of its own
         return plain
 
-    def form(self, made: Callable[[bool], Tensor]) -> Form:
-        """Return the form of images, of which `made` makes the first one for training (True) and to evaluate (False).
+    def form(self, first_image: Callable[[bool], Tensor]) -> Form:
+        """Return the form of images; `first_image` returns the first one for training (True) or to evaluate (False).
 
         Raises UserError if they differ.
         """
         with kept_generators():
-            trained, evaluated = (Form.of(made(training)) for training in (True, False))
+            trained, evaluated = (Form.of(first_image(training)) for training in (True, False))
         if trained != evaluated:
-            said = self.said(training=self.changes(training=True))
-            raise UserError(f"{said}: training images are {trained}, and those to evaluate {evaluated}; {_ALIKE}.")
+            name = self.name(training=self.changes(training=True))
+            raise UserError(f"{name}: training images are {trained}, and those to evaluate {evaluated}; {_ALIKE}.")
         return trained
 
 
@@ -130,55 +130,55 @@ def transform_of(key: str, entry: Mapping[str, Any]) -> Transform | None:
     """
     if not entry:
         return None
-    path, given = entry.get("target"), {name: value for name, value in entry.items() if name != "target"}
+    path, given = entry.get("target"), {word: value for word, value in entry.items() if word != "target"}
     if not isinstance(path, str):
         raise UserError(
             f"{key} must have a target, the dotted name of what makes the transform, got {shown(dict(entry))}; set "
             f"{key}.target=package.module.name."
         )
-    target, said = import_target(f"{key}.target", path), f"{key}.target={path}"
+    target, name = import_target(f"{key}.target", path), f"{key}.target={path}"
     try:
         function = target(**given)
     except UserError:
         raise
     except Exception as error:
-        words = ", ".join(f"{key}.{name}" for name in given) or "no arguments"
+        words = ", ".join(f"{key}.{own}" for own in given) or "no arguments"
         remedy = installing(error) or (
             f"the keys beside {key}.target are its arguments, and it returns the transform, a function of an image"
         )
-        raise UserError(f"{said} cannot be called with {words} ({one_line(error)}); {remedy}.") from error
+        raise UserError(f"{name} cannot be called with {words} ({one_line(error)}); {remedy}.") from error
     if not callable(function):
         raise UserError(
-            f"{said} must return a transform, got {type(function).__name__}; name a class such as "
+            f"{name} must return a transform, got {type(function).__name__}; name a class such as "
             "torchvision.transforms.v2.RandomCrop, or a function that returns a function of an image."
         )
-    return Transform(said, function)
+    return Transform(name, function)
 
 
 def rand_augment_of(magnitude: int) -> Transform | None:
     """Return RandAugment of a magnitude, torchvision's; None for 0. Raises UserError without torchvision."""
     if not magnitude:
         return None
-    said = f"data.rand_augment={magnitude}"
+    name = f"data.rand_augment={magnitude}"
     try:
         from torchvision.transforms import v2  # noqa: PLC0415 - optional
     except (ImportError, RuntimeError) as error:  # the latter if it was built for another torch
         raise UserError(
-            f"{said} needs torchvision, which cannot be imported ({one_line(error)}); pip install torchvision, or set "
+            f"{name} needs torchvision, which cannot be imported ({one_line(error)}); pip install torchvision, or set "
             "data.rand_augment=0."
         ) from error
-    return Transform(said, _OfBytes(said, v2.RandAugment(magnitude=magnitude)))
+    return Transform(name, _OfBytes(name, v2.RandAugment(magnitude=magnitude)))
 
 
 class _OfBytes:
     """A function of images in bytes, which refuses others."""
 
-    def __init__(self, said: str, function: Callable[[Any], Any]) -> None:
-        self._said, self._function = said, function
+    def __init__(self, name: str, function: Callable[[Any], Any]) -> None:
+        self._name, self._function = name, function
 
     def __call__(self, image: Any) -> Any:
         if not isinstance(image, Image.Image) and getattr(image, "dtype", None) != torch.uint8:
-            raise UserError(f"{self._said} is for bytes, got {_described(image)}; put RandAugment into data.transform.")
+            raise UserError(f"{self._name} is for bytes, got {_described(image)}; put RandAugment into data.transform.")
         return self._function(image)
 
 

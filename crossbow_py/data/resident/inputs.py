@@ -182,10 +182,8 @@ class ImageInputs(ResidentInputs):
         crops_more = augmentation.crop_padding > stored.crop_padding
         moves_more = augmentation.moves_pixels and not stored.moves_pixels
         if crops_more or moves_more or (augmentation.random_erasing and not stored.random_erasing):
-            raise UserError(
-                f"{augmentation} go beyond what the images were stored for, {stored}; make the feed with an "
-                "augmentation that does all of it."
-            )
+            beyond = f"{augmentation} go beyond what the images were stored for, {stored}"
+            raise UserError(f"{beyond}; make the feed with an augmentation that does all of it.")
 
     def epoch_picks(
         self, seed: int, epoch: int, order: Ids, draws: Ids, augmentation: Augmentation | None = None
@@ -214,8 +212,8 @@ class ImageInputs(ResidentInputs):
         return self._normalise(pixels, picks[_NUM_PIXEL_ROWS:] if self._augmentation.random_erasing else None)
 
     def take_targets(self, picks: Tensor, all_targets: Tensor) -> Tensor:
-        taken = super().take_targets(picks, all_targets)
-        return flipped(taken, picks[_MIRRORED].bool()) if self._moves(all_targets) else taken
+        targets = super().take_targets(picks, all_targets)
+        return flipped(targets, picks[_MIRRORED].bool()) if self._moves(all_targets) else targets
 
     def fill(self, picks: Tensor, inputs: Tensor, all_targets: Tensor, targets: Tensor) -> None:
         if self._kernel is None:

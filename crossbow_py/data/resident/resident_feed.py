@@ -64,7 +64,7 @@ class ResidentFeed(Feed):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a Triton kernel makes the batches of `take`."""
+        """Return whether a Triton kernel makes the batches of `take`."""
         return self._inputs.has_kernel
 
     def with_batch_size(self, batch_size: int) -> ResidentFeed:

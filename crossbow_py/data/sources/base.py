@@ -116,27 +116,16 @@ class SourceSettings(ABC):
             validation = None if validation is None else transformed(validation, transforms, training=False)
             form = getattr(train, "form", None)
             if form is not None and form.dtype.is_floating_point and mean is not None:
-                notes = (*notes, _NOT_NORMALISED.format(transforms.said(training=True)))
+                notes = (*notes, _NOT_NORMALISED.format(transforms.name(training=True)))
                 mean = std = None
         shape = input_shape(train)
         if len(shape) == 3 and self.crop_padding > min(shape[1:]):
-            raise UserError(
-                f"data.crop_padding must be at most {min(shape[1:])}, the short side of the images, got "
-                f"{self.crop_padding}; lower it."
-            )
+            most = f"at most {min(shape[1:])}, the short side of the images"
+            raise UserError(f"data.crop_padding must be {most}, got {self.crop_padding}; lower it.")
+        own = self.augmentation
         return DataSource(
-            self.NAME,
-            train,
-            test,
-            validation,
-            num_classes,
-            shape,
-            mean,
-            std,
-            self.augmentation,
-            notes,
-            class_names,
-        )
+            self.NAME, train, test, validation, num_classes, shape, mean, std, own, notes, class_names
+        )  # fmt: skip
 
     @property
     def augmentation(self) -> Augmentation:

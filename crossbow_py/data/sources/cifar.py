@@ -83,10 +83,8 @@ class CifarSettings(DownloadedSettings):
         check_published(content, batch.length, batch.md5, path)
         images, labels = _entries(read_pickle(content, path), self.LABELS)
         if not _are_images(images) or not _are_labels(labels, len(images), self.CLASSES):
-            raise UserError(
-                f"data file {path} must hold 'data' uint8 [n, 3072] and n '{self.LABELS}' from 0 to "
-                f"{self.CLASSES - 1}, but does not; {REPLACE}."
-            )
+            rule = f"'data' uint8 [n, 3072] and n '{self.LABELS}' from 0 to {self.CLASSES - 1}"
+            raise UserError(f"data file {path} must hold {rule}, but does not; {REPLACE}.")
         return images, np.asarray(labels, dtype=np.int64)
 
 

@@ -31,10 +31,8 @@ class Custom(SourceSettings):
         result = call_target("data", self.target, self.args)
         if not isinstance(result, tuple | list) or len(result) != 2:
             size = f" of {len(result)}" if isinstance(result, tuple | list) else ""
-            raise UserError(
-                f"data.target={self.target} must return (train, test), got {type(result).__name__}{size}; end it with "
-                "`return train, test`."
-            )
+            rule = f"data.target={self.target} must return (train, test), got {type(result).__name__}{size}"
+            raise UserError(f"{rule}; end it with `return train, test`.")
         train, test = result
         check_data(train, f"the train data of data.target={self.target}")
         check_data(test, f"the test data of data.target={self.target}")

@@ -48,10 +48,8 @@ def data_folders(root: str | None) -> tuple[Path, ...]:
     name = "data.root" if root else "$CROSSBOW_DATA_DIR"
     first = given_path(name, chosen) if chosen else cache
     if chosen and os.path.isfile(first):  # noqa: PTH113 - Path.is_file would raise where a folder must not be entered
-        raise UserError(
-            f"{name} must be the folder that holds the data sets, got the file {first}; give a folder, such as "
-            f"{first.parent}."
-        )
+        rule = f"{name} must be the folder that holds the data sets, got the file {first}"
+        raise UserError(f"{rule}; give a folder, such as {first.parent}.")
     return (first,) if first == cache else (first, cache)
 
 
@@ -88,10 +86,8 @@ def download(wanted: PublishedFile, folders: Sequence[Path], allowed: bool, prog
     for folder in itertools.takewhile(lambda folder: folder not in before, (target / wanted.path).parents):
         with suppress(OSError):  # remove what the download made, unless it is in use
             folder.rmdir()
-    raise UserError(
-        f"{wanted.path} is not in {looked} and could not be downloaded from {' or '.join(failures)}; "
-        f"without a network, {remedy}."
-    )
+    failed = f"is not in {looked} and could not be downloaded from {' or '.join(failures)}"
+    raise UserError(f"{wanted.path} {failed}; without a network, {remedy}.")
 
 
 def _described(folder: Path) -> str:

@@ -130,16 +130,13 @@ class HuggingFace(SourceSettings):
     def _splits(self, progress: bool) -> _Splits:
         """Return the splits of the data set. Raises UserError."""
         if not self.path:
-            raise UserError(
-                "data.path must be a name on the hub, a folder or a file, got nothing; set it, as in data.path=mnist."
-            )
+            rule = "data.path must be a name on the hub, a folder or a file"
+            raise UserError(f"{rule}, got nothing; set it, as in data.path=mnist.")
         try:
             import datasets  # noqa: PLC0415 - optional
         except ImportError as error:
-            raise UserError(
-                "data=huggingface needs the package datasets, which is not installed; pip install "
-                '"crossbow_py[huggingface]".'
-            ) from error
+            missing = "data=huggingface needs the package datasets, which is not installed"
+            raise UserError(f'{missing}; pip install "crossbow_py[huggingface]".') from error
         if not progress:
             datasets.utils.disable_progress_bars()
             logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # else it tells of every retry
@@ -201,10 +198,8 @@ class HuggingFace(SourceSettings):
         others = [name for name in features if name != label]
         found = [name for name in others if _kind(features[name]) == "Image"] or others
         if len(found) != 1:
-            raise UserError(
-                f"data.input must name the column of the input, or a list of columns; {self.path} has "
-                f"{_shown(features)}."
-            )
+            there = f"{self.path} has {_shown(features)}"
+            raise UserError(f"data.input must name the column of the input, or a list of columns; {there}.")
         return (found[0],)
 
 

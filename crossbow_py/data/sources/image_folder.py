@@ -50,10 +50,8 @@ class ImageFolder(SourceSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.crop_padding:
-            raise UserError(
-                f"data.crop_padding must be 0 for data.name={self.NAME}, got {self.crop_padding}; leave it "
-                "out, and set data.min_area for how much training crops vary."
-            )
+            rule = f"data.crop_padding must be 0 for data.name={self.NAME}, got {self.crop_padding}"
+            raise UserError(f"{rule}; leave it out, and set data.min_area for how much training crops vary.")
         if self.resize < self.size:
             raise UserError(f"data.resize must be at least data.size={self.size}, got {self.resize}; enlarge it.")
         for name in ("mean", "std"):
@@ -90,18 +88,14 @@ class ImageFolder(SourceSettings):
 
     def _folder(self) -> Path:
         if not self.folder:
-            raise UserError(
-                f"data.folder must name a folder with {self.train}/<class>/* and {self.val}/<class>/*, got ''; write "
-                "data.folder=PATH."
-            )
+            rule = f"data.folder must name a folder with {self.train}/<class>/* and {self.val}/<class>/*"
+            raise UserError(f"{rule}, got ''; write data.folder=PATH.")
         found = self._found()
         if found is None:
             folders = ", ".join(map(str, data_folders(self.root)))
             looked = "" if Path(self.folder).is_absolute() else f" in {folders} or the current folder"
-            raise UserError(
-                f"data.folder={self.folder} is not there{looked}; write the folder that holds {self.train} and "
-                f"{self.val}, or set data.root."
-            )
+            remedy = f"write the folder that holds {self.train} and {self.val}, or set data.root"
+            raise UserError(f"data.folder={self.folder} is not there{looked}; {remedy}.")
         return found
 
     def _found(self) -> Path | None:

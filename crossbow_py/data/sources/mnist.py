@@ -40,10 +40,8 @@ class IdxSettings(DownloadedSettings):
         image_path, label_path = (self._locate(f"{part}-{kind}", progress) for kind in (_IMAGES, _LABELS))
         images, labels = read_idx(image_path, 3), read_idx(label_path, 1)
         if images.shape[1:] != (28, 28) or len(images) != len(labels) or len(labels) == 0:
-            raise UserError(
-                f"data files {image_path} and {label_path} must hold n images 28 x 28 and n labels, got shapes "
-                f"{images.shape} and {labels.shape}; {REPLACE}."
-            )
+            rule = f"data files {image_path} and {label_path} must hold n images 28 x 28 and n labels"
+            raise UserError(f"{rule}, got shapes {images.shape} and {labels.shape}; {REPLACE}.")
         if labels.max() >= self.CLASSES:
             raise UserError(f"data file {label_path} must hold labels from 0 to 9, got {labels.max()}; {REPLACE}.")
         return torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels.astype(np.int64))

@@ -85,15 +85,12 @@ class Text(SourceSettings):
         try:
             points = np.frombuffer(text.decode().encode("utf-32-le"), np.uint32)
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"data.file={self.file} is not UTF-8 ({one_line(error)}); set data.vocabulary=bytes."
-            ) from error
+            wrong = f"data.file={self.file} is not UTF-8 ({one_line(error)})"
+            raise UserError(f"{wrong}; set data.vocabulary=bytes.") from error
         known, tokens = np.unique(points, return_inverse=True)
         if len(known) > _MOST_CHARACTERS:
-            raise UserError(
-                f"data.file={self.file} has {len(known):,} different characters, at most {_MOST_CHARACTERS:,} can be "
-                "tokens; set data.vocabulary=bytes."
-            )
+            found = f"{len(known):,} different characters, at most {_MOST_CHARACTERS:,} can be tokens"
+            raise UserError(f"data.file={self.file} has {found}; set data.vocabulary=bytes.")
         return torch.from_numpy(tokens.astype(np.int64))
 
     def _samples(self, tokens: Tensor) -> Pair:

@@ -90,15 +90,13 @@ def _collate(items: list[Any], samples: list[int]) -> tuple[Tree, Tensor]:
     pairs = [split_item(item) for item in items]
     if any(pair is None for pair in pairs):
         sample, item = next((own, item) for own, item, pair in zip(samples, items, pairs, strict=True) if pair is None)
-        raise UserError(
-            f"the items of the data set must be (input, target), but item {sample} is of type {type(item).__name__}; "
-            "return inputs and a target."
-        )
+        found = f"item {sample} is of type {type(item).__name__}"
+        raise UserError(f"the items of the data set must be (input, target), but {found}; return inputs and a target.")
     inputs, forms = zip(*(pytree.tree_flatten(_as_tree(pair[0])) for pair in pairs if pair), strict=True)
     if odd := next((index for index, form in enumerate(forms) if form != forms[0]), 0):
+        numbers, entries = (f"{own[0]} and {own[odd]}" for own in (samples, list(map(_entries, forms))))
         raise UserError(
-            f"the inputs of items {samples[0]} and {samples[odd]} have different entries ({_entries(forms[0])} and "
-            f"{_entries(forms[odd])}); return the same ones for every sample."
+            f"the inputs of items {numbers} have different entries ({entries}); return the same everywhere."
         )
     stacked = [_stack(list(values), samples) for values in zip(*inputs, strict=True)]
     return forms[0].unflatten(stacked), _stack([_as_tree(pair[1]) for pair in pairs if pair], samples)
@@ -124,10 +122,8 @@ def _collate_by(collate: Callable[[list[Any]], Any], items: list[Any], samples: 
         )
     sizes = [len(own) if own.ndim else 0 for own in (*leaves(inputs), targets)]
     if sizes != [len(items)] * len(sizes):
-        raise UserError(
-            f"the collate of the data set must return a row for each item, got {sizes} rows for {len(items)} items; "
-            "stack samples along dimension 0."
-        )
+        rule = "the collate of the data set must return a row for each item"
+        raise UserError(f"{rule}, got {sizes} rows for {len(items)} items; stack samples along dimension 0.")
     return inputs, targets
 
 
@@ -176,8 +172,6 @@ def _stack(values: list[Any], samples: list[int]) -> Tensor:
         reason += f", which are items {samples[0]} and {samples[odd]}" if odd else ""
         raise UserError(f"the samples of the data set cannot be stacked into a batch ({reason}); {remedy}.") from error
     if not isinstance(stacked, Tensor):
-        raise UserError(
-            f"the items of the data set must be tensors, arrays and numbers, got {type(values[0]).__name__} in item "
-            f"{samples[0]}; make a tensor of it, or leave it out."
-        )
+        found = f"{type(values[0]).__name__} in item {samples[0]}; make a tensor of it, or leave it out"
+        raise UserError(f"the items of the data set must be tensors, arrays and numbers, got {found}.")
     return stacked

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import NamedTuple
 
@@ -46,35 +47,31 @@ _SHARED_REMEDY = (
 
 
 class _Failed(NamedTuple):
-    """The reason why a worker makes no batch: the user's mistake, or an unexpected error and its traceback."""
+    """A batch that could not be loaded: the user's mistake, or an unexpected error and its traceback."""
 
     message: str
     trace: str = ""
 
 
+@dataclass(frozen=True)
 class _BatchDataset:
     """The data set of a worker's DataLoader: an index is a batch's keys and its inputs' slot, an item the batch."""
 
-    def __init__(
-        self,
-        data: StreamedData,
-        seed: int,
-        training: bool,
-        notes: Tensor,
-        slots: Tensor | None,
-        classes: Classes | None,
-        casts_to: torch.dtype | None,
-    ) -> None:
-        self._data, self._seed, self._training = data, seed, training
-        self._notes, self._slots, self._classes, self._casts_to = notes, slots, classes, casts_to
+    data: StreamedData
+    seed: int
+    training: bool
+    notes: Tensor
+    slots: Tensor | None
+    classes: Classes | None
+    casts_to: torch.dtype | None
 
     def __getitems__(self, request: tuple[list[Key], int]) -> tuple[int, Loaded | _Failed]:
         keys, slot = request
-        return slot, self._made(keys, slot)
+        return slot, self._load(keys, slot)
 
-    def _made(self, keys: list[Key], slot: int) -> Loaded | _Failed:
+    def _load(self, keys: list[Key], slot: int) -> Loaded | _Failed:
         worker = get_worker_info()
-        own = self._notes[0 if worker is None else worker.id].numpy()
+        own = self.notes[0 if worker is None else worker.id].numpy()
 
         def on_sample(sample: int) -> None:
             own[_SAMPLE], own[_SINCE_NS] = sample, time.monotonic_ns()
@@ -82,10 +79,10 @@ class _BatchDataset:
         begun = time.perf_counter()
         own[_PID], own[_SINCE_NS] = os.getpid(), time.monotonic_ns()
         try:
-            out = None if self._slots is None else self._slots[slot]
-            loaded = self._data.fetch(keys, seed=self._seed, training=self._training, on_sample=on_sample, out=out)
+            out = None if self.slots is None else self.slots[slot]
+            loaded = self.data.fetch(keys, seed=self.seed, training=self.training, on_sample=on_sample, out=out)
             self._check_labels(keys, loaded.targets)
-            rounded = None if self._casts_to is None else rounded_integer(loaded.inputs, self._casts_to)
+            rounded = None if self.casts_to is None else rounded_integer(loaded.inputs, self.casts_to)
             if out is not None:  # the loader takes them from the slot
                 loaded = loaded._replace(inputs=torch.empty(0))
             if worker is not None:
@@ -105,10 +102,10 @@ class _BatchDataset:
 
     def _check_labels(self, keys: list[Key], targets: Tensor) -> None:
         """Raise UserError for a target that is no class. If bad samples were left out, its sample is unknown."""
-        if self._classes is not None and (found := self._classes.first_outside(targets)):
+        if self.classes is not None and (found := self.classes.first_outside(targets)):
             index, label = found
-            named = self._data.name_of(keys[index].sample) if len(targets) == len(keys) else "the data set"
-            raise UserError(self._classes.refusal(named, label))
+            named = self.data.name_of(keys[index].sample) if len(targets) == len(keys) else "the data set"
+            raise UserError(self.classes.refusal(named, label))
 
 
 class Loader:
@@ -191,22 +188,20 @@ class Loader:
                     raise DataError(f"data workers fail ({one_line(error)}); lower num_workers.") from error
             idle_s = 0.0 if self._notes[:, _SINCE_NS].any() else idle_s + _POLL_S
             if idle_s > self._data.timeout_s:
-                raise DataError(
-                    f"a batch was lost on its way from a data worker: it did not arrive for {self._data.timeout_s:g} "
-                    "s, and no worker is loading one; if it happens again, set num_workers=0."
-                )
+                lost = f"from a data worker: it did not arrive for {self._data.timeout_s:g} s, and none is loading one"
+                raise DataError(f"a batch was lost on its way {lost}; if it happens again, set num_workers=0.")
         raise StopIteration
 
-    def _received(self, slot: int, made: Loaded | _Failed) -> Loaded:
+    def _received(self, slot: int, result: Loaded | _Failed) -> Loaded:
         """Raise a worker's failure, or copy the inputs out of their slot, which a worker overwrites later."""
-        if isinstance(made, _Failed):
-            if made.trace:
-                raise DataError(made.message) from RuntimeError(made.trace)
-            raise BadDataError(made.message)
+        if isinstance(result, _Failed):
+            if result.trace:
+                raise DataError(result.message) from RuntimeError(result.trace)
+            raise BadDataError(result.message)
         if self._slots is None:
-            return made
-        inputs = self._slots[slot, : len(made.targets)]
-        return made._replace(inputs=inputs.pin_memory() if self._pins else inputs.clone())
+            return result
+        inputs = self._slots[slot, : len(result.targets)]
+        return result._replace(inputs=inputs.pin_memory() if self._pins else inputs.clone())
 
     def check(self) -> None:
         """Raise DataError if a worker is dead, or has been loading one sample for longer than `data.timeout_s`."""
@@ -221,10 +216,9 @@ class Loader:
                     remedy = _SHARED_REMEDY
                 raise DataError(f"data worker {process.pid} died ({ended}) and was last on {name}; {remedy}.")
             if since_ns and now_ns - since_ns > self._data.timeout_s * 1e9:
-                raise DataError(
-                    f"data worker {process.pid} has hung for {self._data.timeout_s:g} s on {name}; look at that sample "
-                    f"and where it is read from{self._data.patience_remedy}."
-                )
+                remedy = f"look at that sample and where it is read from{self._data.patience_remedy}"
+                hangs = f"data worker {process.pid} has hung for {self._data.timeout_s:g} s on {name}"
+                raise DataError(f"{hangs}; {remedy}.")
 
     def stop(self) -> None:
         """Let `next` end, even while it waits; from any thread."""

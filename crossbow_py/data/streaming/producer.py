@@ -5,15 +5,35 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Collection
+from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from crossbow_py.data.feed import Batch
 from crossbow_py.data.sampler import Positions, joins
 from crossbow_py.data.streaming.loader import Loader
 from crossbow_py.data.streaming.streamed_data import Loaded
 
-Stage = Callable[[int, Loaded], Loaded]
-
 _CHECK_EVERY_S = 0.25
 _PATIENCE_S = 2.0  # for workers to finish a batch when they are stopped
+
+
+class Staged(NamedTuple):
+    """A batch on its way to learners.
+
+    Attributes:
+        batch: as it was loaded, on the device.
+        draws: int32 [B, R] on the device, the random numbers of its augmentation, see `Preparation`; None for none.
+        copied: on CUDA, the event that the copies to the device record.
+    """
+
+    batch: Batch
+    draws: Tensor | None = None
+    copied: torch.cuda.Event | None = None
+
+
+Stage = Callable[[int, Loaded], Staged]
 
 
 class PrefetchBuffer:
@@ -21,7 +41,7 @@ class PrefetchBuffer:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._batches: dict[int, Loaded] = {}
+        self._batches: dict[int, Staged] = {}
         self._horizon = -1
         self._failure: BaseException | None = None
 
@@ -30,7 +50,7 @@ class PrefetchBuffer:
         with self._changed:
             return set(self._batches)
 
-    def get(self, start: int) -> Loaded | None:
+    def get(self, start: int) -> Staged | None:
         """Return a batch, which stays in the buffer; None if it is not there."""
         with self._changed:
             return self._batches.get(start)
@@ -64,7 +84,7 @@ class PrefetchBuffer:
             self._changed.wait_for(lambda: stopped.is_set() or start <= self._horizon)
             return not stopped.is_set()
 
-    def put(self, start: int, batch: Loaded) -> None:
+    def put(self, start: int, batch: Staged) -> None:
         """Put a batch into the buffer."""
         with self._changed:
             self._batches[start] = batch
@@ -147,7 +167,7 @@ class Prefetcher(Producer):
         super().__init__(PrefetchBuffer(), loader, stage, range(sys.maxsize))
         self._few, self._next = 2 * max(1, loader.num_workers), 0
 
-    def __next__(self) -> Loaded:
+    def __next__(self) -> Staged:
         """Return the next batch, which there must be. Raises as `Producer.wait_for`."""
         self._buffer.keep(range(self._next, self._next + self._few + 1))
         self._buffer.allow(self._next + self._few)

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from crossbow_py.core.trees import Tree
@@ -47,7 +46,7 @@ class BadSample(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A batch on its way to learners: `fetch` gives the first three fields, workers the next two, the feed the others.
+    """A loaded batch, on the host. `fetch` gives the first three fields, the worker that called it the others.
 
     Attributes:
         inputs: [B, ...], or a tree of such. Images are uint8 [B, C, H, W], channels last in memory.
@@ -55,10 +54,6 @@ class Loaded(NamedTuple):
         bad: the samples that were left out or replaced.
         seconds: the time that one process spent on it.
         rounded: an integer among the inputs that casting rounds.
-        mirrored: bool [B], the images that are still to be flipped; None for none.
-        erased: int32 [4, B] as from `draw_rectangles`, still to be erased; None for none.
-        corners: int32 [2, B], (top, left) of the crops still to be taken from padded images; None for none.
-        copied: on CUDA, the event that the copy to the device records.
     """
 
     inputs: Tree
@@ -66,10 +61,6 @@ class Loaded(NamedTuple):
     bad: tuple[BadSample, ...] = ()
     seconds: float = 0.0
     rounded: Rounded | None = None
-    mirrored: Tensor | None = None
-    erased: Tensor | None = None
-    corners: Tensor | None = None
-    copied: torch.cuda.Event | None = None
 
 
 class StreamedData(ABC):

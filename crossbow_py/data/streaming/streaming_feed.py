@@ -1,10 +1,11 @@
 """The feed of data that worker processes load while learners train: decoded ahead, copied ahead, used once.
 
-    workers ──Loaded──► producer ──copy stream──► prefetch buffer ──► crop, flip, normalise, erase ──Batch──► learners
+    workers ──Loaded──► producer ──copy stream──► prefetch buffer ──Staged──► preparation ──Batch──► learners
 
 The producer thread keeps the prefetch buffer filled: a round's batches and the next round's (double buffers), uint8 on
-the device. One feed serves all learners of a rank, even if they share every batch, and makes no other rank's batches.
-A batch depends only on its position in the stream, so the number of workers may change at any time.
+the device, each with the draws of its augmentation. Preparing a batch, when learners take it, crops, flips, normalises
+and erases. One feed serves all learners of a rank, even if they share every batch, and makes no other rank's batches. A
+batch depends only on its position in the stream, so the number of workers may change at any time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import itertools
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,11 +25,12 @@ from crossbow_py.core.errors import BadDataError, BadSampleError, DataError
 from crossbow_py.core.trees import Tree, form_of, joined, leaves, map_tree
 from crossbow_py.data.augmentation import Augmentation, Ids, cropped, flipped
 from crossbow_py.data.datasets import Classes, is_clip_batch, is_image_batch
+from crossbow_py.data.erasing import NUM_EDGES
 from crossbow_py.data.feed import Batch, EpochCache, Feed
 from crossbow_py.data.normalisation import IDENTITY, BatchFormat, Normalisation, PixelNormaliser
 from crossbow_py.data.sampler import Positions, RankPositions, SampleOrder, cut_up, segments
 from crossbow_py.data.streaming.loader import Loader
-from crossbow_py.data.streaming.producer import PrefetchBuffer, Prefetcher, Producer
+from crossbow_py.data.streaming.producer import PrefetchBuffer, Prefetcher, Producer, Staged
 from crossbow_py.data.streaming.streamed_data import BadSample, Key, Loaded, StreamedData
 
 _EVALUATION_CHUNK = 16  # samples a worker loads at a time, so that a small test set keeps all workers busy
@@ -77,28 +79,18 @@ class StreamingFeed(Feed):
     ) -> None:
         super().__init__(len(data), batch_size)
         self._data, self._seed, self._device = data, seed, form.device
-        self._prepare = Preparation(form, augmentation.crop_padding)
+        self._prepare = Preparation(form, augmentation)
         self.num_workers, self._num_ranks = num_workers, num_ranks
         self.one_shape = data.one_shape
         self.through_shared = data.image_shape is None
         self._order = order or SampleOrder(seed, len(data))
         self._orders = EpochCache[int, Ids](self._order.ids)
 
-        def corners(epoch: int) -> Tensor:
-            top, left, _ = augmentation.draw(seed, epoch, self.num_samples)
-            return torch.from_numpy(np.stack([top, left])).to(torch.int32)
-
-        def mirrored(epoch: int) -> Tensor:
-            return torch.from_numpy(augmentation.draw_flips(seed, epoch, self.num_samples))
-
-        def erased(key: tuple[int, tuple[int, int]]) -> Tensor:
+        def draws(key: tuple[int, tuple[int, int]]) -> Tensor:
             epoch, extent = key
-            drawn = augmentation.draw_erased(seed, epoch, self.num_samples, extent)
-            return torch.from_numpy(drawn).to(torch.int32)  # half the memory, for millions of samples
+            return self._prepare.draws(seed, epoch, self.num_samples, extent)
 
-        self._corners = EpochCache(corners) if augmentation.crop_padding else None
-        self._mirrored = EpochCache(mirrored) if augmentation.flip else None
-        self._erased = EpochCache(erased) if augmentation.random_erasing else None
+        self._draws = EpochCache(draws)
         self._copies = _copy_stream(form.device) if form.device.type == "cuda" else None
         self._buffer = PrefetchBuffer()
         self._unannounced = threading.Lock()
@@ -145,24 +137,17 @@ class StreamingFeed(Feed):
 
     def batch(self, start: int) -> Batch:
         (one,) = self._take([start])
-        return self.mixed(self._prepared(one), start)
+        return self.mixed(self._prepare(one.batch, one.draws), start)
 
     def batches(self, starts: Sequence[int]) -> Batch:
         """See `Feed.batches`. All are prepared at once, unless each is mixed."""
         if self.mixing is not None:
             return super().batches(starts)
         each = self._take(starts)
-        mirrored = [one.mirrored for one in each if one.mirrored is not None]
-        erased = [one.erased for one in each if one.erased is not None]
-        corners = [one.corners for one in each if one.corners is not None]
-        inputs = self._prepare(
-            joined([one.inputs for one in each]),
-            torch.cat(mirrored) if mirrored else None,
-            torch.cat(erased, dim=1) if erased else None,
-            torch.cat(corners, dim=1) if corners else None,
-        )
-        apart = map_tree(lambda values: values.view(len(starts), -1, *values.shape[1:]), inputs)
-        return Batch(apart, torch.stack([one.targets for one in each]))
+        draws = [one.draws for one in each if one.draws is not None]
+        together = Batch(joined([one.batch.inputs for one in each]), torch.cat([one.batch.targets for one in each]))
+        prepared = self._prepare(together, torch.cat(draws) if draws else None)
+        return prepared.map(lambda values: values.view(len(starts), -1, *values.shape[1:]))
 
     def aside(self, starts: Sequence[int]) -> Generator[Batch, None, None]:
         """See `Feed.aside`. Uses processes of its own for its duration; bad samples are replaced and not counted."""
@@ -170,7 +155,7 @@ class StreamingFeed(Feed):
         with contextlib.closing(Prefetcher(loader, lambda index, one: self._on_device(starts[index], one))) as batches:
             for start in starts:
                 one = self._arrived(next(batches))
-                yield self.mixed(self._prepared(one), start)
+                yield self.mixed(self._prepare(one.batch, one.draws), start)
 
     def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
         """See `Feed.evaluation_batches`. Bad samples are left out. Uses processes of its own for its duration."""
@@ -182,10 +167,10 @@ class StreamingFeed(Feed):
         chunk = _EVALUATION_CHUNK if self.num_workers and self.one_shape else batch_size
         chunks = [cut_up(batch, chunk) for batch in batches]
         loader = self._new_loader(itertools.chain.from_iterable(chunks), self.num_workers, training=False)
-        with contextlib.closing(Prefetcher(loader, lambda _, one: self._accept(one))) as found:
+        with contextlib.closing(Prefetcher(loader, lambda _, one: Staged(self._accept(one)))) as found:
             self._evaluating = found  # for `close`: an error's traceback may keep this generator from closing it
             for parts in chunks:
-                yield from self._evaluation_batch([next(found) for _ in parts])
+                yield from self._evaluation_batch([next(found).batch for _ in parts])
 
     def first_samples(self, count: int) -> Batch:
         """See `Feed.first_samples`. Loaded in the caller, without bad samples. Raises DataError if all are bad."""
@@ -194,10 +179,10 @@ class StreamingFeed(Feed):
         starts = range(0, self.num_samples, chunk)
         keys = ([Key(0, sample) for sample in range(at, min(at + chunk, self.num_samples))] for at in starts)
         loader = self._new_loader(keys, 0, training=False)
-        good: list[Loaded] = []
+        good: list[Batch] = []
         while chunk * len(good) < count and (loaded := next(loader, None)) is not None:
-            if len(self._accept(loaded).targets):
-                good.append(loaded)
+            if (batch := self._accept(loaded)).size:
+                good.append(batch)
         for batch in self._evaluation_batch(good):
             self.sample_bytes = sum(each.nbytes for each in leaves(good[0].inputs))
             self._has_floats = any(each.is_floating_point() for each in leaves(good[0].inputs))
@@ -260,58 +245,35 @@ class StreamingFeed(Feed):
         parts = self._ids(start)
         return [Key(epoch, *each) for epoch, *both in parts for each in zip(*map(Tensor.tolist, both), strict=True)]
 
-    def _prepared(self, one: Loaded) -> Batch:
-        return Batch(self._prepare(one.inputs, one.mirrored, one.erased, one.corners), one.targets)
-
-    def _stage(self, start: int, loaded: Loaded) -> Loaded:
+    def _stage(self, start: int, loaded: Loaded) -> Staged:
         """Check and count a loaded batch, and copy it to the device."""
-        staged, (count, seconds) = self._on_device(start, self._accept(loaded)), self.loading_times
+        self._accept(loaded)
+        staged, (count, seconds) = self._on_device(start, loaded), self.loading_times
         self.loading_times = LoadingTimes(count + 1, seconds + loaded.seconds)
         return staged
 
-    def _on_device(self, start: int, loaded: Loaded) -> Loaded:
+    def _on_device(self, start: int, loaded: Loaded) -> Staged:
         """Copy a batch to the device: on CUDA on the copy stream, from pinned memory, without blocking the host."""
-        mirrored, erased = self._flips(start), self._rectangles(start, loaded.inputs)
-        corners = self._drawn_corners(start)
+        batch, draws = Batch(loaded.inputs, loaded.targets), self._drawn(start, loaded.inputs)
         if self._copies is None:
-            targets = _moved(loaded.targets, mirrored)
-            return loaded._replace(targets=targets, mirrored=mirrored, erased=erased, corners=corners)
+            return Staged(batch, draws)
         with torch.cuda.stream(self._copies):
-            inputs, targets = Batch(*loaded[:2]).map(self._enqueue_copy)
-            mirrored, erased, corners = (
-                None if each is None else each.pin_memory().to(self._device, non_blocking=True)
-                for each in (mirrored, erased, corners)
-            )
-            targets = _moved(targets, mirrored)
+            batch = batch.map(self._enqueue_copy)
+            draws = None if draws is None else self._enqueue_copy(draws.pin_memory())
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._copies)
-        return loaded._replace(
-            inputs=inputs, targets=targets, mirrored=mirrored, erased=erased, corners=corners, copied=copied
-        )
+        return Staged(batch, draws, copied)
 
     def _enqueue_copy(self, values: Tensor) -> Tensor:
         return values.to(self._device, non_blocking=True)
 
-    def _drawn_corners(self, start: int) -> Tensor | None:
-        """Return (top, left) of a batch's crops in padded images, int32 [2, B] on the host."""
-        if self._corners is None:
+    def _drawn(self, start: int, inputs: Tree) -> Tensor | None:
+        """Return the draws of the batch at a position, int32 [B, R] on the host; None if nothing is augmented."""
+        extent = self._prepare.extent(inputs)
+        if extent is None:
             return None
-        return torch.cat([self._corners(epoch).index_select(1, draws) for epoch, _, draws in self._ids(start)], dim=1)
-
-    def _flips(self, start: int) -> Tensor | None:
-        """Return which images of a batch are flipped, bool [B] on the host."""
-        if self._mirrored is None:
-            return None
-        return torch.cat([self._mirrored(epoch).index_select(0, draws) for epoch, _, draws in self._ids(start)])
-
-    def _rectangles(self, start: int, inputs: Tree) -> Tensor | None:
-        """Return the erased rectangles of a batch's images, int32 [4, B] on the host."""
-        images = [] if self._erased is None else [own for own in leaves(inputs) if is_image_batch(own)]
-        if not images or self._erased is None:
-            return None
-        height, width = images[0].shape[2:]
-        drawn = ((self._erased((epoch, (height, width))), draws) for epoch, _, draws in self._ids(start))
-        return torch.cat([table.index_select(1, draws) for table, draws in drawn], dim=1)
+        drawn = [self._draws((epoch, extent)).index_select(0, draws) for epoch, _, draws in self._ids(start)]
+        return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
     def _ids(self, start: int) -> list[tuple[int, Tensor, Tensor]]:
         """Return (epoch, sample ids, the numbers they are drawn by) of a batch, epoch by epoch, on the host."""
@@ -321,7 +283,7 @@ class StreamingFeed(Feed):
             found.append((epoch, torch.from_numpy(ids), torch.from_numpy(self._order.draws(ids, first))))
         return found
 
-    def _take(self, starts: Sequence[int]) -> list[Loaded]:
+    def _take(self, starts: Sequence[int]) -> list[Staged]:
         """Take batches from the prefetch buffer; those that were not announced are made first.
 
         On CUDA the current stream waits for the copies.
@@ -335,19 +297,19 @@ class StreamingFeed(Feed):
         assert len(found) == len(starts), "the batches are there after waiting for them"
         return [self._arrived(one) for one in found]
 
-    def _arrived(self, one: Loaded) -> Loaded:
+    def _arrived(self, one: Staged) -> Staged:
         """Let the current CUDA stream wait for the copy."""
         if one.copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(one.copied)
-            for tensor in leaves((one.inputs, one.targets, one.mirrored, one.erased, one.corners)):
+            for tensor in leaves((one.batch, one.draws)):
                 tensor.record_stream(stream)  # the buffer may drop it while this stream still reads it
         return one
 
-    def _buffered(self, starts: Sequence[int]) -> list[Loaded]:
+    def _buffered(self, starts: Sequence[int]) -> list[Staged]:
         return [one for start in starts if (one := self._buffer.get(start)) is not None]
 
-    def _accept(self, loaded: Loaded) -> Loaded:
+    def _accept(self, loaded: Loaded) -> Batch:
         """Return the batch, and count its bad samples. Raises BadSampleError if there are too many."""
         if self._prepare.casts_to is not None:
             self.note_rounding(loaded.rounded, self._prepare.casts_to)
@@ -360,11 +322,11 @@ class StreamingFeed(Feed):
             if new:
                 so_far = f"{len(self._bad)} of at most {most}"
                 self._notes.append(f"Skipped {bad.name}, which cannot be read ({bad.reason}); {so_far}.")
-        return loaded
+        return Batch(loaded.inputs, loaded.targets)
 
-    def _evaluation_batch(self, held: Sequence[Loaded]) -> Iterator[Batch]:
+    def _evaluation_batch(self, chunks: Sequence[Batch]) -> Iterator[Batch]:
         """Yield the batch of several chunks, unless all its samples are bad."""
-        parts = [one for one in held if len(one.targets)]
+        parts = [one for one in chunks if one.size]
         if not parts:
             return
         forms = {f"input {form_of(one.inputs)}, target {form_of(one.targets)}" for one in parts}
@@ -375,14 +337,7 @@ class StreamingFeed(Feed):
                 "equal shape, for every sample, or pad them in a collate function: Collated(dataset, collate)."
             )
         batch = Batch(joined([one.inputs for one in parts]), torch.cat([one.targets for one in parts]))
-        if self._copies is not None:
-            batch = batch.map(self._enqueue_copy)
-        yield Batch(self._prepare(batch.inputs), batch.targets)
-
-
-def _moved(targets: Tensor, mirrored: Tensor | None) -> Tensor:
-    """Flip masks [B, ..., H, W] with their images; a class or a vector of values is neither flipped nor copied."""
-    return targets if mirrored is None or targets.ndim < 3 else flipped(targets, mirrored)
+        yield self._prepare(batch if self._copies is None else batch.map(self._enqueue_copy))
 
 
 @cache
@@ -412,41 +367,60 @@ class _SameBatchFeed(Feed):
 
 
 class Preparation:
-    """Prepares streamed inputs on the device. Any thread may call it.
+    """Prepares streamed batches on the device. Any thread may call it.
 
     uint8 images [B, C, H, W] and clips [B, C, T, H, W] are scaled to [0, 1] and normalised. Floating inputs are cast,
-    and normalised if there is a normalisation. Other inputs stay as they are. Images are cropped after a padding of
-    `crop_padding` zero pixels.
+    and normalised if there is a normalisation. Other inputs stay as they are. Images are augmented by draws, int32
+    [B, R], of which the augmentation has those that it needs: whether the image is mirrored; (top, left) of its crop;
+    (top, bottom, left, right) of the erased rectangle. Masks as targets are flipped with their images.
     """
 
-    def __init__(self, form: BatchFormat, crop_padding: int = 0) -> None:
-        self._form, self._crop_padding = form, crop_padding
+    def __init__(self, form: BatchFormat, augmentation: Augmentation) -> None:
+        self._form, self._augmentation = form, augmentation
+        flips, crops, erases = bool(augmentation.flip), augmentation.crop_padding > 0, augmentation.random_erasing > 0
+        self._corner = slice(flips, flips + 2) if crops else None
+        self._edges = slice(-NUM_EDGES, None) if erases else None
         self._constants: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._pixels: dict[tuple[int, int, int], PixelNormaliser] = {}
 
-    def __call__(
-        self,
-        inputs: Tree,
-        mirrored: Tensor | None = None,
-        erased: Tensor | None = None,
-        corners: Tensor | None = None,
-    ) -> Tree:
-        """Return the prepared inputs [B, ...], enqueued on the current stream; the host does not block.
+    def extent(self, inputs: Tree) -> tuple[int, int] | None:
+        """Return (H, W) of the images of a batch, on which draws depend, or ones; None if nothing is augmented."""
+        if not self._augmentation.active:
+            return None
+        if self._edges is None:
+            return 1, 1
+        height, width = next(each.shape[2:] for each in leaves(inputs) if is_image_batch(each))
+        return height, width
+
+    def draws(self, seed: int, epoch: int, num_samples: int, extent: tuple[int, int]) -> Tensor:
+        """Return the draws of an epoch by sample, int32 [N, R], on the host."""
+        own, rows = self._augmentation, list[Any]()
+        if own.flip:
+            rows.append(own.draw_flips(seed, epoch, num_samples))
+        if self._corner:
+            rows += own.draw(seed, epoch, num_samples)[:2]
+        if self._edges:
+            rows += [*own.draw_erased(seed, epoch, num_samples, extent)]
+        return torch.from_numpy(np.stack(rows, axis=1).astype(np.int32))  # half the memory, for millions of samples
+
+    def __call__(self, batch: Batch, draws: Tensor | None = None) -> Batch:
+        """Return the prepared batch, enqueued on the current stream; the host does not block.
 
         Args:
-            inputs: [B, ...] on the device, or a tree of such, of which only bytes are normalised.
-            mirrored: bool [B] on the device, the images to flip left to right; None for none.
-            erased: int32 [4, B] on the device, (top, bottom, left, right) of rectangles to erase; None for none.
-            corners: int32 [2, B] on the device, (top, left) of the crops of padded images; None for none.
+            batch: on the device. Of several inputs only bytes are normalised.
+            draws: int32 [B, R] on the device; None for no augmentation.
         """
+        inputs, targets = batch
+        mirrored = draws[:, 0].bool() if draws is not None and self._augmentation.flip else None
 
         def prepared(each: Tensor) -> Tensor:
             if is_image_batch(each):
-                moved = each if corners is None else cropped(each, corners, self._crop_padding)
-                return self._images(moved, mirrored, erased)
+                return self._images(each, mirrored, draws)
             return self._prepared(each, self._form if isinstance(inputs, Tensor) else self._form.of_several(each))
 
-        return map_tree(prepared, inputs)
+        if mirrored is not None and targets.ndim > 2:  # not a class or a vector of values
+            targets = flipped(targets, mirrored)
+        return Batch(map_tree(prepared, inputs), targets)
 
     def _prepared(self, inputs: Tensor, form: BatchFormat) -> Tensor:
         if is_clip_batch(inputs):
@@ -471,10 +445,13 @@ class Preparation:
         mean, std = self._constants[kind]
         return inputs.to(mean.dtype).sub(mean).div_(std).to(self._form.dtype)
 
-    def _images(self, images: Tensor, mirrored: Tensor | None, erased: Tensor | None) -> Tensor:
+    def _images(self, images: Tensor, mirrored: Tensor | None, draws: Tensor | None) -> Tensor:
+        if draws is not None and self._corner:
+            images = cropped(images, draws[:, self._corner].T, self._augmentation.crop_padding)
         if mirrored is not None:
             images = flipped(images, mirrored)
         shape = images.shape[1], images.shape[2], images.shape[3]
         if shape not in self._pixels:
             self._pixels[shape] = PixelNormaliser(shape, self._form)
+        erased = draws[:, self._edges].T if draws is not None and self._edges else None
         return self._pixels[shape](images.permute(0, 2, 3, 1).reshape(len(images), -1), erased)

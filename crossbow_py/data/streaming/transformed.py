@@ -67,10 +67,8 @@ class TransformedData(ItemData):
         places = [0] if len(values) == 1 else [place for place, value in enumerate(values) if _is_image(value)]
         transforms = self._transforms
         if len(places) != 1 and (transforms.changes(training=True) or transforms.changes(training=False)):
-            raise UserError(
-                f"{transforms.said(training)} transforms one image of a sample, and {self.name_of(sample)} has "
-                f"{len(places)} among its inputs; transform them inside the data set."
-            )
+            has = f"{self.name_of(sample)} has {len(places)} among its inputs; transform them inside the data set"
+            raise UserError(f"{transforms.name(training)} transforms one image of a sample, and {has}.")
         return places
 
     def _first_image(self, training: bool) -> Tensor:
@@ -91,7 +89,7 @@ def transformed(data: Data, transforms: Transforms, training: bool) -> Data:
         return given.with_transforms(transforms)
     if isinstance(data, Collated):
         raise UserError(
-            f"{transforms.said(training)} is for single images, and the data set makes batches by its own collate; "
+            f"{transforms.name(training)} is for single images, and the data set makes batches by its own collate; "
             "transform them there, or inside the data set."
         )
     pair = as_pair(data)

@@ -17,11 +17,12 @@ from crossbow_py.engine.executors.fused_threads import FusedThreadsExecutor
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.executors.threads import ThreadsExecutor
-from crossbow_py.engine.trust import EXECUTORS_TRIED, why_not
+from crossbow_py.engine.trust import why_not
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
+_TRIED = ("fused", "streams")  # on CUDA by rungs of their own; others need none
 # The order in which executors are listed and tried; others come after these.
 _FIRST: tuple[type[Executor], ...] = (
     SerialExecutor,
@@ -58,7 +59,7 @@ def check_executor(name: str, device: torch.device) -> None:
 def candidates(device: torch.device) -> list[str]:
     """Return the names that `executor=auto` chooses from: on CUDA those that were tried on the device, and passed."""
     fitting = [name for name, executor in EXECUTORS.items() if executor.DEVICE in (None, device.type)]
-    able = [name for name in fitting if name not in EXECUTORS_TRIED or why_not(name, device) is None]
+    able = [name for name in fitting if name not in _TRIED or why_not(name, device) is None]
     return [name for name in able if not EXECUTORS[name].EXPERIMENTAL]
 
 

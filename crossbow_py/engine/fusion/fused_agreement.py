@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from operator import itemgetter
@@ -35,28 +35,13 @@ from crossbow_py.engine.fusion.fused_pass import FusedPass
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.fusion.rules import draws
 from crossbow_py.engine.fusion.writes import FusionError
-from crossbow_py.engine.modules.agreement import (
-    Difference,
-    backward_hook,
-    changed_state,
-    custom_backwards,
-    digits_of,
-    furthest,
-    gradients_of,
-    kept_buffers,
-    least_precise,
-    move,
-    moved_weights,
-    outputs_by_name,
-    projection,
-    python_state,
-    values_of,
-)
 from crossbow_py.engine.modules.call_watch import CallWatch
 from crossbow_py.engine.modules.dropout import OwnDraws
 from crossbow_py.engine.modules.losses import Loss, Part, part_for, scores_of
 from crossbow_py.engine.modules.precision import Precision
 from crossbow_py.engine.rounds import RoundTasks
+from crossbow_py.engine.trust import compare
+from crossbow_py.engine.trust.side_effects import backward_hook, custom_backwards, kept_between_passes
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.engine.update.row_update import TorchUpdate
 
@@ -66,6 +51,7 @@ _MANY_SHAPES = (
     "the batches of its data may differ in shape, and learners' batches are put together; pad samples to one length, "
     "and say so by Collated(..., one_shape=True)"
 )
+_OTHER_NUMBERS = "its graph gives other numbers than the model itself ({})"
 _APART = 0.02  # relative distance of the second learner's weights from the first one's
 
 _FOUND: WeakKeyDictionary[nn.Module, dict[Any, str | None]] = WeakKeyDictionary()
@@ -124,13 +110,12 @@ def _shares_batches(tasks: RoundTasks) -> bool:
     return not tasks.update.rule.has_central_model or tasks.bank.num_learners == 1
 
 
-@contextlib.contextmanager
-def _moved_learner(bank: ReplicaBank, learner: int) -> Iterator[None]:
-    """Have the block run with a learner's weights moved by about one rounding, see `moved_weights`."""
+def _with_moved_weights(bank: ReplicaBank, learner: int, values: Callable[[], compare.Values]) -> compare.Values:
+    """Return the control of a comparison: values with a learner's weights moved by about one rounding."""
     try:
-        with moved_weights(list(bank.weights.shaped(learner).values()), bank.precision.compute):
+        with compare.moved_weights(list(bank.weights.shaped(learner).values()), bank.precision.compute):
             bank.refresh_shadow(learner)
-            yield
+            return values()
     finally:
         bank.refresh_shadow(learner)
 
@@ -164,12 +149,12 @@ class _Passes:
         """Return what a learner's module gives on a batch, see `gradients_of`."""
         self.seed()
         module = self.bank.module(learner)
-        with kept_buffers(module):
-            return gradients_of(self.loss(learner, batch), module, self.names)
+        with compare.kept_buffers(module):
+            return compare.gradients_of(self.loss(learner, batch), module, self.names)
 
-    def alone_with_moved_weights(self, learner: int, batch: Batch) -> dict[str, Tensor]:
-        with _moved_learner(self.bank, learner):
-            return self.alone(learner, batch)
+    def control(self, learner: int, batch: Batch) -> Callable[[], compare.Values]:
+        """Return what computes the same with weights that are moved by about one rounding."""
+        return partial(_with_moved_weights, self.bank, learner, partial(self.alone, learner, batch))
 
     def together(
         self, fused: FusedPass, batch: Batch, shared: bool, rows: int | None = None, copies: bool = False
@@ -179,14 +164,14 @@ class _Passes:
         `copies` has gradients copied, which may be the bank's own.
         """
         self.seed()
-        with kept_buffers(*(self.bank.module(learner) for learner in fused.learners)):
+        with compare.kept_buffers(*(self.bank.module(learner) for learner in fused.learners)):
             learned = fused.learn(batch, shared)
             found = []
             for row, learner in enumerate(fused.learners[:rows]):
                 own = [None if each is None else each[row] for each in learned.gradients]
                 own = [each if each is None else each.clone() for each in own] if copies else own
                 gradients = dict(zip(self.names, own, strict=True))
-                found.append(values_of(learned.losses[row], gradients, self.bank.module(learner)))
+                found.append(compare.values_of(learned.losses[row], gradients, self.bank.module(learner)))
         return found
 
 
@@ -203,9 +188,8 @@ def outdated(tasks: RoundTasks, fused: FusedPass) -> str | None:
         with kept_generators(tasks.bank.device):
             given = batch if shared else batch.map(lambda values: torch.stack([values] * len(fused.learners)))
             found = passes.together(fused, given, shared, rows=1)[0]
-            expected = passes.alone(learner, batch)
-            control = partial(passes.alone_with_moved_weights, learner, batch)
-            difference = furthest(found, expected, control, tasks.bank.precision.compute)
+            expected, control = passes.alone(learner, batch), passes.control(learner, batch)
+            difference = compare.furthest(found, expected, control, tasks.bank.precision.compute)
     except Exception:  # memory has run out, or forward fails now, which training will report
         return None
     if difference is None or not found["the loss"].isfinite():
@@ -234,46 +218,44 @@ def trusted_outputs(
     """
     rows = range(bank.num_learners) if learners is None else learners
     modules = [bank.module(learner) for learner in rows]
-    with kept_buffers(modules[0]), kept_generators(bank.device):
+    with compare.kept_buffers(modules[0]), kept_generators(bank.device):
         call(modules[0], map_tree(torch.clone, inputs))  # before the export: see `_disagreement`
     graph = FusedGraph(bank.template, inputs, bank, learners=learners, training=False, part=part)
     known, key = _FOUND.setdefault(bank.template, {}), (batch_key(inputs), bank.precision.name, part)
     if key in known:
         return graph
-    with kept_buffers(*modules), kept_generators(bank.device):
+    with compare.kept_buffers(*modules), kept_generators(bank.device):
         outputs = graph.run(map_tree(torch.clone, inputs), shared=True)
     for learner in sorted({rows[0], rows[-1]}):
-        own = map_tree(itemgetter(learner - rows[0]), outputs)
-        found = _output_difference(bank, learner, inputs, own, part)
-        if found is not None:
-            raise FusionError(f"its graph gives other numbers than the model itself ({found})")
+        own = compare.outputs_by_name(map_tree(itemgetter(learner - rows[0]), outputs))
+        values = partial(_outputs_alone, bank, learner, inputs, part)
+        control = partial(_with_moved_weights, bank, learner, values)
+        if (found := compare.furthest(own, values(), control, bank.precision.compute)) is not None:
+            raise FusionError(_OTHER_NUMBERS.format(found))
     known[key] = None
     return graph
 
 
-def _output_difference(
-    bank: ReplicaBank, learner: int, inputs: Tree, found: Tree, part: Part
-) -> Difference | None:
+def _outputs_alone(bank: ReplicaBank, learner: int, inputs: Tree, part: Part) -> dict[str, Tensor]:
     module = bank.module(learner)
-
-    def values() -> dict[str, Tensor]:
-        with kept_buffers(module), kept_generators(bank.device):
-            return outputs_by_name(part(call(module, map_tree(torch.clone, inputs))))
-
-    def control() -> dict[str, Tensor]:
-        with _moved_learner(bank, learner):
-            return values()
-
-    return furthest(outputs_by_name(found), values(), control, bank.precision.compute)
+    with compare.kept_buffers(module), kept_generators(bank.device):
+        return compare.outputs_by_name(part(call(module, map_tree(torch.clone, inputs))))
 
 
 def require_agreement(compared: Comparison, kernels: bool = False) -> None:
-    """Raise FusionError unless a fused pass of the model gives the model's own numbers; checked once per template."""
+    """Raise FusionError unless a fused pass of the model gives the model's own numbers; checked once per template.
+
+    With `kernels`, a pass by operators is checked first, and with it what the model does besides computing values.
+    """
     if not compared.feed.one_shape:
         raise FusionError(_MANY_SHAPES)
+    if kernels:
+        require_agreement(compared)
     example = compared.example
-    part = part_for(compared.loss)
-    key = batch_key(example), compared.precision.name, compared.channels_last, compared.shared, kernels, part
+    key = (
+        batch_key(example), compared.precision.name, compared.channels_last, compared.shared, kernels,
+        part_for(compared.loss),
+    )  # fmt: skip
     known = _FOUND.setdefault(compared.template, {})
     if key not in known:
         try:
@@ -286,9 +268,25 @@ def require_agreement(compared: Comparison, kernels: bool = False) -> None:
 
 
 def _disagreement(compared: Comparison, kernels: bool) -> str | None:
+    pair = _Pair(compared, kernels)
+    if not kernels and (refusal := _refusal(pair, compared)) is not None:
+        return refusal
+    with _failing("its graph fails on the model's first samples"):
+        fused = pair.by_graph()
+    with _failing("it cannot be compared with its graph"):
+        found = next((each for j in _LEARNERS if (each := pair.difference(j, fused[j])) is not None), None)
+        if found is None and pair.is_coarse and not kernels and pair.difference(0, fused[0], same=True):
+            # In a coarse format rounding hides a lot; running the graph's operators one by one leaves little to it.
+            found = pair.difference(0, pair.one_by_one(), same=True)
+        if found is None and kernels and compared.precision.compute.itemsize < 4:
+            found = pair.less_precise(fused[0])
+    return None if found is None else _OTHER_NUMBERS.format(found)
+
+
+def _refusal(pair: _Pair, compared: Comparison) -> str | None:
+    """Return why no graph can stand for the model, whatever numbers it gives; None if one may."""
     if (hooked := backward_hook(compared.template)) is not None:
         return f"{hooked} has a hook on its backward pass, and a graph calls none"
-    pair = _Pair(compared, kernels)
     example, part = compared.example, part_for(compared.loss)
     try:
         # Before the export, or what a first pass keeps would be tensors without values.
@@ -304,16 +302,7 @@ def _disagreement(compared: Comparison, kernels: bool) -> str | None:
         draws.draws(node) and not draws.is_of_dropout_module(node) for node in program.graph.nodes
     ):
         return "it draws random numbers outside nn.Dropout modules, which on CUDA cannot be compared"
-    with _failing("its graph fails on the model's first samples"):
-        fused = pair.by_graph()
-    with _failing("it cannot be compared with its graph"):
-        found = next((each for j in _LEARNERS if (each := pair.difference(j, fused[j])) is not None), None)
-        if found is None and pair.is_coarse and not kernels and pair.difference(0, fused[0], same_operators=True):
-            # In a coarse format rounding hides a lot; running the graph's operators one by one leaves little to it.
-            found = pair.difference(0, pair.one_by_one(), same_operators=True)
-        if found is None and kernels and compared.precision.compute.itemsize < 4:
-            found = pair.less_precise(fused[0])
-    return None if found is None else f"its graph gives other numbers than the model itself ({found})"
+    return None
 
 
 @contextlib.contextmanager
@@ -341,7 +330,7 @@ class _Pair(_Passes):
         )  # fmt: skip
         for learner in _LEARNERS:
             bank.module(learner).train()
-        move(list(bank.weights.shaped(1).values()), _APART)
+        compare.move(list(bank.weights.shaped(1).values()), _APART)
         bank.refresh_shadow(1)
         update = TorchUpdate(SGD(), Independent())
         tasks = RoundTasks(
@@ -351,17 +340,17 @@ class _Pair(_Passes):
         super().__init__(tasks)
         self._batches, self._shared, self._kernels = _two_batches(compared), compared.shared, kernels
         self._expected: dict[int, dict[str, Tensor]] = {}
-        self._controls = [cache(partial(self.alone_with_moved_weights, *pair)) for pair in enumerate(self._batches)]
+        self._controls = [cache(self.control(*pair)) for pair in enumerate(self._batches)]
 
     @property
     def is_coarse(self) -> bool:
-        """Whether the format is so coarse that rounding explains a lot."""
-        return digits_of(self.bank.precision.compute, self.bank.device).itemsize < 4
+        """Return whether the format is so coarse that rounding explains a lot."""
+        return compare.digits_of(self.bank.precision.compute, self.bank.device).itemsize < 4
 
     def examine(self) -> str | None:
         """Return what two passes of the first learner's module show that a graph cannot have, or None."""
         module = self.bank.module(0)
-        with kept_buffers(module):
+        with compare.kept_buffers(module):
             self.seed()
             with CallWatch() as watch:
                 loss = self.loss(0, self._batches[0])
@@ -369,14 +358,11 @@ class _Pair(_Passes):
                 return f"it hooks its gradients at {watch.hooks[0]}, and a graph calls no hooks"
             if customs := custom_backwards(loss):
                 return f"it has a backward pass of its own, {customs[0]}, and a graph has none"
-            self._expected[0] = gradients_of(loss, module, self.names)
-            before = python_state(module)
-        again = self.alone(0, self._batches[0])
-        if (changed := changed_state(before, python_state(module))) is not None:
-            return f"its forward changes {changed}, and a graph would repeat one value"
-        # The same operators on the same values: any difference was made by the first pass.
-        found = furthest(again, self._expected[0], lambda: self._expected[0], torch.float32)
-        return None if found is None else f"a second pass on the same batch differs ({found}), and a graph's would not"
+            self._expected[0] = compare.gradients_of(loss, module, self.names)
+        kept = kept_between_passes(module, self._expected[0], partial(self.alone, 0, self._batches[0]))
+        if isinstance(kept, str):
+            return f"its forward changes {kept}, and a graph would repeat one value"
+        return None if kept is None else f"a second pass on the same batch differs ({kept}), and a graph's would not"
 
     def loss_of(self, learner: int, output: Tree, targets: Tensor) -> Tensor:
         """Return the loss; if it draws random numbers, whose order a fused pass changes, use another from then on."""
@@ -384,11 +370,12 @@ class _Pair(_Passes):
         loss = super().loss_of(learner, output, targets)
         if torch.equal(before, torch.random.get_rng_state()):
             return loss
-        self.tasks.loss = lambda output, _: projection(output)
-        return projection(output)
+        self.tasks.loss = lambda output, _: compare.projection(output)
+        return compare.projection(output)
 
     def by_graph(self) -> list[dict[str, Tensor]]:
         """Return what fused passes give for both learners; if they share batches, a pass on the batch of each."""
+        self.expected(0)  # after which the loss is one that draws nothing
         fused = FusedPass(self.tasks, self._kernels)
         if not self._shared:
             both = stacked(self._batches)
@@ -398,14 +385,18 @@ class _Pair(_Passes):
             for learner, batch in enumerate(self._batches)
         ]
 
-    def difference(self, learner: int, found: dict[str, Tensor], same_operators: bool = False) -> Difference | None:
+    def difference(self, learner: int, found: compare.Values, same: bool = False) -> compare.Difference | None:
         """Return where values differ from the learner's own by more than rounding explains; see `furthest`."""
+        compute = self.bank.precision.compute
+        return compare.furthest(found, self.expected(learner), self._controls[learner], compute, same)
+
+    def expected(self, learner: int) -> dict[str, Tensor]:
+        """Return what a learner's module gives on its batch, computed once."""
         if learner not in self._expected:
             self._expected[learner] = self.alone(learner, self._batches[learner])
-        compute = self.bank.precision.compute
-        return furthest(found, self._expected[learner], self._controls[learner], compute, same_operators)
+        return self._expected[learner]
 
-    def less_precise(self, found: dict[str, Tensor]) -> Difference | None:
+    def less_precise(self, found: dict[str, Tensor]) -> compare.Difference | None:
         """Return the first learner's gradient that is much further from float32's than its module's; None if none is.
 
         Dropout may draw other masks in another format, so models with it are not compared like that.
@@ -415,8 +406,8 @@ class _Pair(_Passes):
         module = copy.deepcopy(self.bank.module(0)).float()
         inputs = map_tree(lambda each: each.float() if each.is_floating_point() else each, self._batches[0].inputs)
         output, targets = self.tasks.read(call(module, inputs), self._batches[0].targets)
-        precise = gradients_of(self.loss_of(0, output, targets), module, self.names)
-        return least_precise(found, self._expected[0], precise, self.bank.precision.compute)
+        precise = compare.gradients_of(self.loss_of(0, output, targets), module, self.names)
+        return compare.least_precise(found, self.expected(0), precise, self.bank.precision.compute)
 
     def one_by_one(self) -> dict[str, Tensor]:
         """Return what the first learner gives with the graph's operators run as they were exported."""

@@ -3,7 +3,8 @@
 The model is exported once (`torch.export`, training IR: in-place operators and BatchNorm's statistics are as in eager
 mode). Every operator has a rule that runs it for K learners in one call, or is run in a loop over them. The first run
 decides which: if a rule does not cover its arguments, or its result does not have K times the exported shape, the loop
-replaces it from then on, and `looped` names the operator.
+replaces it from then on, and `looped` names the operator. A rule says by NotFusedError what it does not cover; whatever
+else it raises is a fault of the rule, and the model is refused.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from crossbow_py.core.errors import one_line
 from crossbow_py.core.trees import Tree, leaves
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.memory import is_out_of_memory
@@ -33,14 +35,12 @@ from crossbow_py.engine.fusion.rules.registry import RULES, Call, NotFusedError,
 from crossbow_py.engine.fusion.units.shortcuts import Shortcut, find_shortcuts, run_shortcut
 from crossbow_py.engine.fusion.units.units import Unit, find_units
 from crossbow_py.engine.fusion.values import Copies, Fused, Layout, PerLearner, map_values, stack, values_in, wrap
-from crossbow_py.engine.fusion.writes import NOTHING, Write
+from crossbow_py.engine.fusion.writes import NOTHING, FusionError, Write
 from crossbow_py.engine.kernels.checks import serves
 from crossbow_py.engine.modules.losses import Part, scores_of
 
 _RULE_MODULES = (draws, elementwise, layers, recurrent)  # imported for the rules they register
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
-# What rules raise for arguments that they do not cover.
-_NOT_COVERED = (NotFusedError, RuntimeError, AttributeError, TypeError, LookupError, ValueError, StopIteration)
 
 
 class FusedGraph:
@@ -249,7 +249,10 @@ class FusedGraph:
         return value
 
     def _first(self, step: Step, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a step for the first time, and find out whether its rule covers it."""
+        """Run a step for the first time, and find out whether its rule covers it.
+
+        Raises FusionError if the rule fails on arguments that it does not refuse by NotFusedError.
+        """
         # Rules use other operators than the model does, for which autocast may choose other dtypes.
         casts = step.modes is not None and step.modes.casts
         step.settled, step.rule = True, loop if casts else _choose(step.call, args, kwargs, self._fuses)
@@ -259,11 +262,14 @@ class FusedGraph:
             may_loop = step.rule not in (loop, _getitem)
             if may_loop and not _fits(result, step.node.meta.get("val"), step.call.num_learners):
                 raise NotFusedError
-        except _NOT_COVERED as error:
-            if is_out_of_memory(error):
-                raise
+        except NotFusedError:
             step.rule = loop
             result = loop(step.call, args, kwargs)
+        except Exception as error:
+            if step.rule is loop or is_out_of_memory(error):  # the model's own operator fails
+                raise
+            name = base_name(step.call.target)
+            raise FusionError(f"the rule of {name} fails ({one_line(error)[:160]})", step.node) from error
         if step.rule is loop:
             self.looped.append(base_name(step.call.target))
         return result

@@ -21,23 +21,23 @@ from crossbow_py.core.triton_launch import (
 from crossbow_py.engine.device.cudnn import uses_tf32
 from crossbow_py.engine.kernels.geometry import Geometry, Tiles
 from crossbow_py.engine.trust import why_not
+from crossbow_py.engine.trust.compare import EXACT_PRODUCTS, TOLERANCES, is_within
 
 Family = Literal["layers", "loss", "batches"]
 
 # By device. What runs in the interpreter is as small as several programs with several tiles allow.
 _ROWS, _BATCH = (20_011, 301), (64, 4)
-_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-2, torch.bfloat16: 5e-2}  # TF32 has 10 bits, bfloat16 8
-_IEEE_TOLERANCE = 1e-4  # of convolutions in float32 without TF32
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def serves(family: Family, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return None if a family may be used for values of `dtype`, else a message for the user.
 
-    It may be used if the device and the environment allow it (`engine/trust.py`). The first call for a device and dtype
+    It may be used if the device and the environment allow it (`engine/trust/`). The first call for a device and dtype
     compiles and compares, which blocks the host.
     """
     reason = why_not(family, device) or unavailable(device)
-    reason = reason or (_failure(family, device, dtype) if dtype in _TOLERANCE else f"there are no kernels for {dtype}")
+    reason = reason or (_failure(family, device, dtype) if dtype in _DTYPES else f"there are no kernels for {dtype}")
     return f"Fused rounds have torch operators for the {family}, which is slower, because {reason}." if reason else None
 
 
@@ -105,7 +105,7 @@ def check_norm(case: NormCase, device: torch.device, dtype: torch.dtype, interpr
     out = out + leaves[3] if case.residual else out
     if case.relu:
         # Gradients are left out where rounding decides on which side of zero the sum is.
-        given = [each * (out.detach().abs() > _TOLERANCE[dtype]) for each in given]
+        given = [each * (out.detach().abs() > TOLERANCES[dtype].kernel) for each in given]
         out = out.relu()
     space = norms.workspace_for(rows, columns, dtype, device)
 
@@ -125,7 +125,7 @@ def check_norm(case: NormCase, device: torch.device, dtype: torch.dtype, interpr
 
     expected = torch.autograd.grad(out, leaves, torch.stack(given).double().sum(0))
     wanted = [out.detach(), *expected, *(moved_so_far if case.running else ())]
-    _compare("BatchNorm", repeated("BatchNorm", run, interpreted), wanted, _TOLERANCE[dtype])
+    _compare("BatchNorm", repeated("BatchNorm", run, interpreted), wanted, TOLERANCES[dtype].kernel)
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def check_convolution(case: ConvolutionCase, device: torch.device, dtype: torch.
     shift = None if bias is None else bias.double()
     out = nn.functional.conv2d(leaves[0], leaves[1], shift, g.stride, g.padding, g.dilation, g.groups)
     both = torch.autograd.grad(out, leaves, given.double())
-    tolerance = _IEEE_TOLERANCE if dtype == torch.float32 and not uses_tf32() else _TOLERANCE[dtype]
+    tolerance = EXACT_PRODUCTS if dtype == torch.float32 and not uses_tf32() else TOLERANCES[dtype].kernel
     _compare("convolution", found, [out.detach(), *_moments(out.detach())][: len(found)], tolerance)
     expected = [each for each, is_asked in zip(both, (case.inputs, case.filters), strict=True) if is_asked]
     _compare("convolution's gradients", found_of_gradients, expected, tolerance)
@@ -210,6 +210,5 @@ def _moments(out: Tensor) -> list[Tensor]:
 
 
 def _compare(name: str, found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        agrees = bool((ours.double() - theirs).abs().max() <= tolerance * theirs.abs().max())
-        require(agrees, f"the kernels of {name} give other numbers than torch's operators")
+    agree = all(is_within(*pair, tolerance) for pair in zip(found, expected, strict=True))
+    require(agree, f"the kernels of {name} give other numbers than torch's operators")

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from crossbow_py.core.triton_launch import KernelError, check_size, launch, repeated, require
+from crossbow_py.engine.trust.compare import TOLERANCES
 
 IGNORE_INDEX = -100  # torch's own default
 MAXIMUM_CLASSES = 16384  # a sample's outputs are in the registers of one program
@@ -84,7 +85,7 @@ def check(device: torch.device, dtype: torch.dtype, batch: int = 1030, classes: 
     (of_sum,) = torch.autograd.grad(expected.sum(), exact)
     # Host–device synchronisations.
     same = torch.equal(num_correct, (outputs.argmax(2) == targets).sum(1))
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    tolerance = TOLERANCES[losses.dtype].each
     same &= torch.allclose(losses.double(), expected, rtol=tolerance, atol=tolerance)
     rounding = torch.finfo(dtype).eps
     same &= torch.allclose(gradient.double(), of_sum, rtol=max(tolerance, rounding), atol=tolerance)

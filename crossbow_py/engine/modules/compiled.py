@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.host_randomness import kept_torch_state
-from crossbow_py.engine.modules.agreement import furthest, gradients_of, kept_buffers, moved_weights, projection
 from crossbow_py.engine.modules.dropout import CounterDropout
+from crossbow_py.engine.trust.compare import furthest, gradients_of, kept_buffers, moved_weights, projection
 
 _COMPILERS = ("torch._dynamo", "torch._inductor")  # where their errors are defined
 

@@ -1,8 +1,8 @@
-"""The common part of checks of native code and of kernels: a small bank, a round by the reference, and tolerances."""
+"""The common part of checks of native code and of kernels: a small bank, and a round by the reference."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ ROUNDS = (
     LinearRound(0.7, momentum=0.2, share=1 / 3, follows_learners=True),
     None,
 )
-_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2**-7}  # one digit of bfloat16
-
-
 # Inputs and outputs of the first layer, odd ones: rows of several tiles, and on CUDA of hundreds.
 _LARGE, _SMALL = (509, 521), (53, 41)
 _GROUPED = ("1.weight", "0.bias", "0.weight")  # the last bias is in no group
@@ -69,10 +66,3 @@ def written_values(bank: ReplicaBank) -> list[Tensor]:
     lists = (vectors for row in rows for vectors in (row.weights, row.shadow or [], *row.state.values()))
     return [*(vector for vectors in lists for vector in vectors), *bank.z.trained(), *bank.z_prev.trained()]
 
-
-def are_close(found: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
-    """Return whether all tensors agree, value by value."""
-    return all(
-        torch.allclose(one, other, rtol=_TOLERANCE[one.dtype], atol=_TOLERANCE[one.dtype])
-        for one, other in zip(found, expected, strict=True)
-    )

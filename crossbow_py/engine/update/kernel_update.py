@@ -19,15 +19,9 @@ from crossbow_py.engine.bank.layout import DECAYED
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import Precision
 from crossbow_py.engine.trust import why_not
-from crossbow_py.engine.update.agreement import (
-    NUM_LEARNERS,
-    ROUNDS,
-    are_close,
-    random_bank,
-    round_by_row,
-    written_values,
-)
-from crossbow_py.engine.update.optimizers import SGD, AdamW, Optimizer, as_first, for_learner
+from crossbow_py.engine.trust.compare import are_close
+from crossbow_py.engine.update.agreement import NUM_LEARNERS, ROUNDS, random_bank, round_by_row, written_values
+from crossbow_py.engine.update.optimizers import SGD, AdamW, Optimizer, for_learner, with_first_settings
 from crossbow_py.engine.update.row_update import Step, TorchUpdate
 
 
@@ -138,7 +132,7 @@ def choose_kernel_update(
     if not KernelUpdate.supports(bank, optimizer, rule):
         return None, None
     reason = why_not("update", bank.device) or unavailable(bank.device)
-    reason = reason or _failure(as_first(optimizer), rule, bank.device, bank.precision, moves)
+    reason = reason or _failure(with_first_settings(optimizer), rule, bank.device, bank.precision, moves)
     if reason is None:
         return KernelUpdate(bank, optimizer, moves=moves), None
     return None, f"Updates run as torch operators, which is slower, because {reason}."

@@ -3,8 +3,8 @@
 Each class is the settings of its rule (frozen) and the pure update of one learner's row, in place. The learner's
 correction c_j is applied by the caller, from the weights before the step.
 
-To add one: a class here, its entry in `OPTIMIZERS`, and conf/optimizer/NAME.yaml. It then runs on CPUs by torch's
-operators. The C code (native/update.c) and `device_update.py` know those below alone, `kernel_update.py` SGD and AdamW.
+To add one: a class here, and its entry in `OPTIMIZERS`. It then runs on CPUs by torch's operators. The C code
+(native/update.c) and `device_update.py` know those below alone, `kernel_update.py` SGD and AdamW.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def clip_scale(norm: float, limit: float | None) -> float:
 
 @dataclass(frozen=True)
 class SGD(Optimizer):
-    """Stochastic gradient descent, in torch.optim.SGD's form (dampening 0)::
+    """Stochastic gradient descent with momentum, in torch.optim.SGD's form (dampening 0)::
 
         u ← m·u + (g + λ·w);    w ← w − γ·u          or, with Nesterov,  w ← w − γ·(g + λ·w + m·u)
     """
@@ -319,12 +319,12 @@ class AdamW(Optimizer):
 
 @dataclass(frozen=True)
 class Muon(Optimizer):
-    """Momentum, orthogonalised (Jordan et al. 2024), for weights of layers between the first and the last.
+    """Muon (Jordan et al., 2024): orthogonalised momentum for matrices, SGD or AdamW for the rest.
 
-    Layers are linear, convolutional, attention's and embeddings, in the order in which the model lists them, so that of
-    a transformer its embedding is the first. A weight is a matrix of its outputs by the rest of its sizes, one for
-    queries, keys and values is three. NS is Newton–Schulz, see `newton_schulz.py`; with G = U·S·Vᵀ, NS(G) is
-    about U·Vᵀ::
+    Matrices are weights of layers between the first and the last. Layers are linear, convolutional, attention's and
+    embeddings, in the order in which the model lists them, so that of a transformer its embedding is the first. A
+    weight is a matrix of its outputs by the rest of its sizes, one for queries, keys and values is three. NS is
+    Newton–Schulz, see `newton_schulz.py`; with G = U·S·Vᵀ, NS(G) is about U·Vᵀ::
 
         u ← m·u + g
         o ← s · NS(g + m·u)  or, without Nesterov's form,  s · NS(u)
@@ -489,11 +489,12 @@ class Muon(Optimizer):
 
 @dataclass(frozen=True)
 class TorchOptimizer(Optimizer):
-    """Any optimizer that is a class derived from `torch.optim.Optimizer`, one object for each learner.
+    """Any optimizer of torch, or of your own, by its dotted path: optimizer.target=torch.optim.RMSprop.
 
-    It is slower than those above, as it steps parameter by parameter. `target` is the class or its dotted path, which
-    is called with `args`. Learning rate and weight decay are set before each step, the latter to 0 for biases and
-    norms, as for the other optimizers; what the class has as its default does not count.
+    Each learner has an object of its own. It is slower than those above, as it steps parameter by parameter. `target`
+    is the class, derived from `torch.optim.Optimizer`, or its dotted path, which is called with `args`. Learning rate
+    and weight decay are set before each step, the latter to 0 for biases and norms, as for the other optimizers; what
+    the class has as its default does not count.
     """
 
     NAME: ClassVar[str] = "torch"
@@ -563,7 +564,7 @@ def side_by_side(each: Sequence[Optimizer]) -> Optimizer:
     return replace(first, **{name: own for name, own in values.items() if len(set(own)) > 1})
 
 
-def as_first(optimizer: Optimizer) -> Optimizer:
+def with_first_settings(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer with the first learner's settings for all learners."""
     settings = {name: getattr(optimizer, name) for name in optimizer.per_learner()}
     return replace(optimizer, **{name: value[0] for name, value in settings.items() if isinstance(value, tuple)})

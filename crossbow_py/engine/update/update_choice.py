@@ -13,9 +13,10 @@ import torch
 from crossbow_py.averaging.rule import AveragingRule
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import BF16
-from crossbow_py.engine.update.agreement import ROUNDS, are_close, random_bank, round_by_row, written_values
+from crossbow_py.engine.trust.compare import are_close
+from crossbow_py.engine.update.agreement import ROUNDS, random_bank, round_by_row, written_values
 from crossbow_py.engine.update.native.library import NativeError, load
-from crossbow_py.engine.update.optimizers import Optimizer, as_first
+from crossbow_py.engine.update.optimizers import Optimizer, with_first_settings
 from crossbow_py.engine.update.row_update import NativeUpdate, StackedRows, Step, TorchUpdate
 
 _FIRST = Step(0.1, step_count=3, gradient_scale=0.5)
@@ -58,7 +59,7 @@ def check_once(optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) 
 
 def _check(optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) -> None:
     """Raise NativeError unless rounds of three learners, one of them gated, do what the reference does."""
-    optimizer = as_first(optimizer)  # its lists may be for another number of learners
+    optimizer = with_first_settings(optimizer)  # its lists may be for another number of learners
     native, reference = NativeUpdate(optimizer, rule, library), TorchUpdate(optimizer, rule)
 
     def bank() -> ReplicaBank:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from crossbow_py.core.trees import Tree
 from crossbow_py.data.datasets import Classes, has_integers
-from crossbow_py.engine.modules.agreement import graph_nodes
 from crossbow_py.engine.modules.losses import IGNORED, Loss, ignored_target, model_loss, scores_of, takes_classes
+from crossbow_py.engine.trust.side_effects import graph_nodes
 
 _F = nn.functional
 _ELEMENTWISE = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,14 +18,6 @@ from crossbow_py.core.trees import Tree, call, detached, form_of, in_format, lea
 from crossbow_py.data.datasets import has_integers
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.engine.bank.binding import WRITES_A_COPY, WRITES_FROZEN, bindings_of, find_rebound
-from crossbow_py.engine.modules.agreement import (
-    changed_state,
-    fingerprint,
-    furthest,
-    outputs_by_name,
-    projection,
-    python_state,
-)
 from crossbow_py.engine.modules.call_watch import CallWatch
 from crossbow_py.engine.modules.dropout import OwnDraws, replace_dropout
 from crossbow_py.engine.modules.losses import (
@@ -40,6 +32,8 @@ from crossbow_py.engine.modules.losses import (
     scores_of,
 )
 from crossbow_py.engine.modules.precision import Precision, cast_module, full_precision_parameters
+from crossbow_py.engine.trust.compare import outputs_by_name, projection
+from crossbow_py.engine.trust.side_effects import changed_state, fingerprint, kept_between_passes, python_state
 from crossbow_py.train.checks.fatal_modules import refusing_fatal_modules
 from crossbow_py.train.checks.losses import classes_of, copied_loss, hidden_parameter, misfit, remarks
 from crossbow_py.train.evaluation.metrics import Metric, has_states, try_metric
@@ -170,42 +164,41 @@ class _TwoPasses:
         if found := find_rebound(self._model, self._bound):
             raise UserError(found)
         before = dict(template.named_parameters())
-        full = full_precision_parameters(template) if precision.has_shadow else before
-        said = []
+        notes = self._written(before, full_precision_parameters(template) if precision.has_shadow else before, averages)
+        if self._draws_torch or self._draws_host:
+            notes.append(_DRAWS_OUTSIDE if self._draws_torch else _DRAWS_ON_HOST)
+        try:
+            kept = kept_between_passes(
+                self._model, outputs_by_name(self._output), lambda: self._second(before), self._draws_torch
+            )
+        except Exception:  # such as buffers that cannot be written, which other checks report
+            return notes
+        if kept is not None:
+            notes.append(_KEEPS_STATE.format(kept) if isinstance(kept, str) else _DOES_NOT_REPEAT)
+        return notes
+
+    def _written(self, before: Mapping[str, Tensor], full: Container[str], averages: bool) -> list[str]:
+        """Return notes about parameters that the first pass has written, where learners may write them."""
+        notes = []
         for name, parameter in self._model.named_parameters():
             if not torch.equal(before[name].to(parameter.dtype).nan_to_num(), parameter.detach().nan_to_num()):
                 if name not in full:
                     raise UserError(WRITES_A_COPY.format(name))
                 if averages and not parameter.requires_grad:
                     raise UserError(WRITES_FROZEN.format(name))
-                said += [_WRITES_PARAMETER.format(name)] if averages else []
-        if self._draws_torch or self._draws_host:
-            said.append(_DRAWS_OUTSIDE if self._draws_torch else _DRAWS_ON_HOST)
-        return [*said, *self._kept(before, precision)]
+                notes += [_WRITES_PARAMETER.format(name)] if averages else []
+        return notes
 
-    @torch.no_grad()
-    def _kept(self, before: Mapping[str, Tensor], precision: Precision) -> list[str]:
-        """Return a warning if a second pass shows state that the first one kept outside buffers."""
-        state = python_state(self._model)  # after the first pass, as it may make things once, such as a mask
-        try:
+    def _second(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the outputs of a second pass that begins as the first one did."""
+        with torch.no_grad():
             for name, buffer in self._model.named_buffers():
                 buffer.copy_(self._buffers[name])
             for name, parameter in self._model.named_parameters():
-                parameter.copy_(before[name])
-            self._generator.set_state(self._seed)
-            with torch.enable_grad(), kept_generators(self._generator.device), self._draws():
-                again = outputs_by_name(detached(call(self._model, self._inputs)))
-        except Exception:  # such as buffers that cannot be written, which other checks report
-            return []
-        if (changed := changed_state(state, python_state(self._model))) is not None:
-            return [_KEEPS_STATE.format(changed)]
-        first = outputs_by_name(self._output)
-        alike = [own.shape for own in again.values()] == [own.shape for own in first.values()]
-        if alike and (
-            self._draws_torch or furthest(again, first, lambda: first, precision.compute, same_operators=True) is None
-        ):
-            return []
-        return [_DOES_NOT_REPEAT]
+                parameter.copy_(weights[name])
+        self._generator.set_state(self._seed)
+        with kept_generators(self._generator.device), self._draws():
+            return outputs_by_name(detached(call(self._model, self._inputs)))
 
 
 def _check_backward(model: nn.Module, output: Tree, generator: torch.Generator) -> None:
@@ -320,17 +313,17 @@ def _misfit_of_inputs(what: str, model: nn.Module, precision: Precision, inputs:
     given = form_of(inputs)
     if isinstance(inputs, Tensor):
         given = f"of shape {list(inputs.shape[1:])} and dtype {inputs.dtype}"
-    said = f"the model cannot take the {what} data, inputs {given} ({one_line(error)})"
+    message = f"the model cannot take the {what} data, inputs {given} ({one_line(error)})"
     named = [name for name, own in _arguments(model).items() if own.kind is not own.VAR_KEYWORD]
-    taken = [key for key in inputs if key not in named] if isinstance(inputs, Mapping) else []
-    if taken and named:  # by **kwargs
-        return f"{said}; its forward names no argument {taken[0]}{suggestion(taken[0], named)}"
-    said += "; choose a model, data and a batch size that fit each other"
+    unnamed = [key for key in inputs if key not in named] if isinstance(inputs, Mapping) else []
+    if unnamed and named:  # by **kwargs
+        return f"{message}; its forward names no argument {unnamed[0]}{suggestion(unnamed[0], named)}"
+    message += "; choose a model, data and a batch size that fit each other"
     if precision.has_shadow:
-        said += ", or precision=fp32"
+        message += ", or precision=fp32"
     if any(own.ndim == 4 for own in leaves(inputs)):
-        said += ", or, where a view fails, channels_last=false"
-    return f"{said}."
+        message += ", or, where a view fails, channels_last=false"
+    return f"{message}."
 
 
 @torch.no_grad()
@@ -449,10 +442,10 @@ def _check_loss(output: Tree, targets: Tensor, precision: Precision, loss: Loss)
             "trains; put what is to be trained into the model, and a penalty on its weights into "
             "optimizer.weight_decay."
         )
-    said = ["The loss draws random numbers: runs will not repeat or resume bit for bit."] if draws else []
+    notes = ["The loss draws random numbers: runs will not repeat or resume bit for bit."] if draws else []
     if (changed := changed_state(state, _state_of(tried))) is not None:
-        said.append(f"The loss changes its {changed}, which all learners share and which resumed runs start without.")
-    return said
+        notes.append(f"The loss changes its {changed}, which all learners share and which resumed runs start without.")
+    return notes
 
 
 def _as_dict(output: Tree) -> str:

@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -19,22 +18,13 @@ from crossbow_py.core.trees import call, in_format, map_tree
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.memory import is_out_of_memory
-from crossbow_py.engine.modules.agreement import (
-    Difference,
-    furthest,
-    gradients_of,
-    kept_buffers,
-    move,
-    moved_weights,
-    projection,
-)
 from crossbow_py.engine.modules.dropout import without_dropout
 from crossbow_py.engine.modules.precision import Precision, cast_module
+from crossbow_py.engine.trust import compare
 from crossbow_py.train.checkpoints.weights import load_weights
 
 MakeModel = Callable[[], nn.Module]
 
-_MOST_WORK = 100_000  # the effort NumPy spends on finding out whether two tensors share a value
 _APART = 0.02  # relative distance by which weights are moved before a copy is compared
 # A ReLU that stands at its kink by these very weights falls either way; a model that differs does so by others too.
 _TRIES = 2
@@ -109,8 +99,7 @@ def _overlap(module: nn.Module) -> tuple[str, str] | None:
     extents = []
     for name, own in itertools.chain(module.named_parameters(), module.named_buffers()):
         if own.numel():
-            extent = 1 + sum((size - 1) * step for size, step in zip(own.shape, own.stride(), strict=True))
-            extents.append((own.data_ptr(), own.data_ptr() + extent * own.element_size(), name, own))
+            extents.append((own.data_ptr(), _end(own), name, own))
     extents.sort(key=lambda extent: extent[:3])
     open_extents: list[tuple[int, str, Tensor]] = []  # that begin before the current one: their ends
     for first, end, name, own in extents:
@@ -122,25 +111,24 @@ def _overlap(module: nn.Module) -> tuple[str, str] | None:
     return None
 
 
-class _Memory:
-    """The extent of a tensor's memory on any device, for NumPy's calculations; the memory is never read."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        size = tensor.element_size()
-        self.__array_interface__ = {
-            "version": 3, "typestr": f"|V{size}", "data": (tensor.data_ptr(), False), "shape": tuple(tensor.shape),
-            "strides": tuple(step * size for step in tensor.stride()),
-        }  # fmt: skip
-
-
 def _share(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors whose extents overlap share a value; two columns of one matrix do not."""
+    """Return whether two tensors whose extents overlap share a byte; two columns of one matrix do not."""
     if one.device != other.device:
         return False
-    try:
-        return np.shares_memory(np.asarray(_Memory(one)), np.asarray(_Memory(other)), max_work=_MOST_WORK)  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        return True
+    first, covered = min(one.data_ptr(), other.data_ptr()), list[Tensor]()
+    flags = torch.zeros(max(map(_end, (one, other))) - first, dtype=torch.bool)
+    for own in (one, other):
+        size, dims = own.element_size(), [*zip(own.shape, own.stride(), strict=True)]
+        shape, steps = [count if step else 1 for count, step in dims], [step * size for _, step in dims]
+        covered.append(flags.as_strided([*shape, size], [*steps, 1], own.data_ptr() - first))
+    covered[0].fill_(True)
+    return bool(covered[1].any())
+
+
+def _end(own: Tensor) -> int:
+    """Return the address after a tensor's last byte."""
+    extent = 1 + sum((size - 1) * step for size, step in zip(own.shape, own.stride(), strict=True))
+    return own.data_ptr() + extent * own.element_size()
 
 
 def faithful_copy(original: nn.Module, precision: Precision, batch: Batch, channels_last: bool) -> nn.Module:
@@ -199,7 +187,7 @@ def faithful_copy(original: nn.Module, precision: Precision, batch: Batch, chann
 
 def _difference(
     original: nn.Module, copied: nn.Module, precision: Precision, batch: Batch, channels_last: bool
-) -> Difference | None:
+) -> compare.Difference | None:
     """Return where a learner in a bank's row, with weights that were moved, differs from the model itself."""
     bank = ReplicaBank(
         copied, 1, device=batch.targets.device, precision=precision, state_names=(),
@@ -214,23 +202,23 @@ def _difference(
         # Contiguous inputs for the original show a forward that depends on strides. Not if it draws: random numbers are
         # drawn in memory order.
         own = map_tree(Tensor.contiguous, inputs) if model is original and not any(drawn) else inputs
-        with kept_generators(batch.targets.device), kept_buffers(model), without_dropout(model.train()):
+        with kept_generators(batch.targets.device), compare.kept_buffers(model), without_dropout(model.train()):
             torch.manual_seed(0)
             before = torch.random.get_rng_state()
-            found = gradients_of(projection(call(model, own)), model, trained)
+            found = compare.gradients_of(compare.projection(call(model, own)), model, trained)
             drawn.append(not torch.equal(before, torch.random.get_rng_state()))
             return found
 
     def control() -> dict[str, Tensor]:
-        with moved_weights(list(original.parameters()), precision.compute):
+        with compare.moved_weights(list(original.parameters()), precision.compute):
             return values(original)
 
     found = None
     with _borrowed(original, bank.precision):
         for _ in range(_TRIES):
-            move(list(learner.parameters()), _APART)
+            compare.move(list(learner.parameters()), _APART)
             _load(original, dict(learner.named_parameters()))
-            found = furthest(values(learner), values(original), control, precision.compute)
+            found = compare.furthest(values(learner), values(original), control, precision.compute)
             if found is None:
                 break
     return found

@@ -60,7 +60,7 @@ _BUSY = 46  # cudaErrorDevicesUnavailable: another process has the device to its
 State = dict[str, Tensor]
 
 
-class _Said(Listener):
+class _Messages(Listener):
     """Collects messages and training losses."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class _Said(Listener):
 
 @dataclass(frozen=True)
 class _Trained:
-    """The state of a bank on the host in float64, before and after; training losses by epoch, and what was said."""
+    """The state of a bank on the host in float64, before and after; training losses by epoch, and messages."""
 
     start: State
     state: State
@@ -138,11 +138,11 @@ def trainer(
 
 
 def _train(executor: str, device: str, precision: str, dropout: float = 0.0, **own: Any) -> _Trained:
-    said = _Said()
-    made = trainer(executor, device, precision, dropout, said, **own)
-    start = state_of(made)
-    made.fit(max_rounds=ROUNDS)
-    return _Trained(start, state_of(made), said.losses, said.messages)
+    listener = _Messages()
+    built = trainer(executor, device, precision, dropout, listener, **own)
+    start = state_of(built)
+    built.fit(max_rounds=ROUNDS)
+    return _Trained(start, state_of(built), listener.losses, listener.messages)
 
 
 def _serial(task: Task, precision: str, dropout: float = 0.0, device: str = "", **own: Any) -> _Trained:
@@ -159,9 +159,9 @@ def _serial(task: Task, precision: str, dropout: float = 0.0, device: str = "", 
     return found
 
 
-def state_of(made: Trainer) -> State:
+def state_of(built: Trainer) -> State:
     """Return the weights and buffers of all learners, and z, on the host in float64."""
-    bank = made.run.bank
+    bank = built.run.bank
     found = {f"z.{name}": value for name, value in bank.z.shaped().items()}
     for learner in range(bank.num_learners):
         own = {**bank.weights.shaped(learner), **dict(bank.module(learner).named_buffers())}
@@ -190,12 +190,12 @@ def _compare(found: _Trained, expected: _Trained, precision: str, allowed: float
 
 
 def _fell_back(found: _Trained, expected: _Trained, switched_off: Sequence[str]) -> str:
-    """Return what a run has said that `serial` has not: that it did otherwise than it was told.
+    """Return a message of a run that `serial` has not given: that it did otherwise than it was told.
 
     `switched_off` has the reasons that switches give, which it is told to follow.
     """
-    said = [message for message in found.messages if message not in expected.messages]
-    message = next((each for each in said if not any(reason in each for reason in switched_off)), "")
+    new = [message for message in found.messages if message not in expected.messages]
+    message = next((each for each in new if not any(reason in each for reason in switched_off)), "")
     return message.partition(", which is slower, because ")[2] or message  # what is told of runs begins in the same way
 
 
@@ -307,9 +307,9 @@ def _resumed(task: Task) -> str:
         with tempfile.TemporaryDirectory() as folder:
             options: dict[str, Any] = {"output_dir": folder, "checkpoint": CheckpointSettings(every_epochs=None)}
             trainer(task.executor, task.device, precision, 0.3, None, **options).fit(max_rounds=_MIDDLE)
-            made = trainer(task.executor, task.device, precision, 0.3, None, resume="auto", **options)
-            made.fit(max_rounds=ROUNDS - _MIDDLE)
-            return state_of(made)
+            built = trainer(task.executor, task.device, precision, 0.3, None, resume="auto", **options)
+            built.fit(max_rounds=ROUNDS - _MIDDLE)
+            return state_of(built)
 
     for precision, allowed in task.tolerance.items():
         expected = replace(_serial(task, precision, 0.3), losses=[])

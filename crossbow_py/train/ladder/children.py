@@ -138,7 +138,7 @@ def outcome_of(ended: Ended, result: Path, log: Path, proves: tuple[str, ...]) -
     It has passed if it ended with 0 and gives no reason why not. A failure that says nothing of the device may change:
     a child that was killed from outside, or that did not come to try.
     """
-    reason, may_change = _said(result)
+    reason, may_change = _result_in(result)
     if ended.code is None:
         reason, may_change = f"timed out after {ended.seconds:.0f} s", False
     elif ended.code < 0:
@@ -153,7 +153,7 @@ def outcome_of(ended: Ended, result: Path, log: Path, proves: tuple[str, ...]) -
     return Outcome("failed", reason[:_LONGEST_REASON], ended.seconds, proves, may_change)
 
 
-def _said(result: Path) -> tuple[str | None, bool]:
+def _result_in(result: Path) -> tuple[str | None, bool]:
     """Return the child's reason, empty if it has none and None if it has not come to say so."""
     try:
         plain = json.loads(read_text(result))

@@ -18,21 +18,19 @@ import torch.distributed
 from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.file_locks import locked
 from crossbow_py.core.measured import digest, user_cache
-from crossbow_py.core.switches import KERNELS
 from crossbow_py.core.triton_launch import unavailable
 from crossbow_py.core.version import PACKAGE
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.modules.precision import Precision, has_fast_bf16
 from crossbow_py.engine.trust import Outcome, RememberedOutcomes, facts
 from crossbow_py.train.ladder.children import Ended, ReadyChildren, outcome_of
-from crossbow_py.train.ladder.climb import Attempt, climb, untried
 from crossbow_py.train.ladder.compile_ahead import compiling
-from crossbow_py.train.ladder.rungs import RUNGS, Rung, Task
+from crossbow_py.train.ladder.rungs import RUNGS, Rung, climb, untried
 
 _CHILD = [sys.executable, "-X", "faulthandler", "-m", "crossbow_py.train.ladder.child"]
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 RunChild = Callable[[Sequence[str], dict[str, str], Path, float], Ended]
-Tell = Callable[[Rung, Outcome, bool], None]
+Report = Callable[[Rung, Outcome, bool], None]
 
 
 class Ladder:
@@ -63,19 +61,13 @@ class Ladder:
         self._children = ReadyChildren(_CHILD)
         self._run: RunChild = run or self._children
         self.is_kept = True
-        self.rungs = [rung for rung in rungs if device.type in rung.devices]
+        fitting = [rung for rung in rungs if device.type in rung.devices]
+        self.rungs = [replace(rung, title=rung.title.format(backend=self._backend)) for rung in fitting]
         self.facts = _facts(device)
-
-    def title(self, rung: Rung) -> str:
-        """Return what a rung is called on the screen."""
-        return rung.title.format(backend=self._backend)
 
     def lacks(self, rung: Rung) -> str | None:
         """Return what this machine lacks to try a rung; None if it has all."""
-        for need in rung.needs:
-            if reason := self._lacks(need):
-                return reason
-        return None
+        return next(filter(None, map(self._lacks, rung.needs)), None)
 
     def _lacks(self, need: str) -> str | None:
         on_cuda = self.device.type == "cuda"
@@ -97,7 +89,7 @@ class Ladder:
         return torch.cuda.device_count() if self.device.type == "cuda" else 2
 
     def climb(
-        self, known: Mapping[str, Outcome], tell: Tell, begin: Callable[[Rung], None] = lambda _: None
+        self, known: Mapping[str, Outcome], tell: Report, begin: Callable[[Rung], None] = lambda _: None
     ) -> dict[str, Outcome]:
         """Try the rungs that are not known, and remember each outcome at once; see `climb`.
 
@@ -110,36 +102,32 @@ class Ladder:
                 self.is_kept = remembered.keep(self.device, {rung.name: outcome}) and self.is_kept
             tell(rung, outcome, is_known)
 
-        def attempt(attempt: Attempt) -> Outcome:
-            begin(attempt.rung)
-            return self.attempt(attempt)
+        def attempt(rung: Rung, has: frozenset[str]) -> Outcome:
+            begin(rung)
+            return self.attempt(rung, has)
 
         with contextlib.closing(self._children), self._compiling(untried(self.rungs, self.lacks, known)):
-            return climb(self.rungs, attempt, self.lacks, known, told, self.title)
+            return climb(self.rungs, attempt, self.lacks, known, told)
 
     def _compiling(self, rungs: Sequence[Rung]) -> contextlib.AbstractContextManager[None]:
         """Have the kernels of rungs be compiled while those before them are tried."""
-        kernels = [feature for rung in rungs for feature in rung.proves if feature in KERNELS]
+        kernels = [each for rung in rungs for each in rung.kernels]
         precisions = ["fp32"] if self._lacks("bf16") else ["fp32", "bf16"]
         return compiling(kernels, precisions, self.facts["capability"], _this_package())
 
-    def attempt(self, attempt: Attempt) -> Outcome:
-        """Try a rung in a child process."""
-        rung = attempt.rung
+    def attempt(self, rung: Rung, has: frozenset[str]) -> Outcome:
+        """Try a rung in a child process, where the features `has` are proven."""
         log, result = self.folder / f"{rung.name}.log", self.folder / f"{rung.name}.json"
         result.unlink(missing_ok=True)
-        tolerance = {name: value for name, value in asdict(rung.tolerance).items() if name in attempt.precisions}
-        kernels = [feature for feature in rung.proves if feature in KERNELS]
         kept = str(self.folder / "cache")
-        task = Task(rung.job, self.device.type, attempt.executor, tolerance, rung.dropout, kernels, kept)
-        command = [*_CHILD, json.dumps(asdict(task)), str(result)]
+        command = [*_CHILD, json.dumps(asdict(rung.task(self.device.type, has, kept))), str(result)]
         if rung.job == "ranks":
             command = [
                 sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1",
                 f"--nproc-per-node={self._num_ranks}", *command[3:],
             ]  # fmt: skip
         environment = {
-            **attempt.switches.environment(),
+            **rung.switches(has).environment(),
             "XDG_CACHE_HOME": kept,
             # Threads that share the work of a small model wait for each other wherever other processes are busy.
             **({"OMP_NUM_THREADS": "1"} if self.device.type == "cuda" else {}),
@@ -181,8 +169,8 @@ def line(title: str, outcome: Outcome, is_known: bool = False) -> str:
     """Return a rung's line: PASS, FAIL or SKIP, its time, and why."""
     status = {"passed": "PASS", "failed": "FAIL", "skipped": "SKIP"}[outcome.status]
     took = f"{outcome.seconds:.1f} s" if outcome.seconds else ""
-    said = ": ".join(filter(None, ("remembered" if is_known else "", outcome.reason)))
-    return f"{status}  {title:27} {took:>8}  {said}".rstrip()
+    remark = ": ".join(filter(None, ("remembered" if is_known else "", outcome.reason)))
+    return f"{status}  {title:27} {took:>8}  {remark}".rstrip()
 
 
 @contextlib.contextmanager
@@ -221,7 +209,7 @@ def try_once(
 
             def tell(rung: Rung, outcome: Outcome, is_known: bool) -> None:
                 if not is_known:
-                    announce(line(ladder.title(rung), outcome))
+                    announce(line(rung.title, outcome))
 
             outcomes = ladder.climb(known, tell)
         if not ladder.is_kept:
@@ -249,7 +237,7 @@ def try_on_ranks(device: torch.device, ranks: Ranks, announce: Callable[[str], N
 
 
 def forgotten(device: torch.device) -> str:
-    """Return what to do about outcomes that only this process knows."""
+    """Return the remedy for outcomes that only this process knows."""
     try:
         where = str(RememberedOutcomes().path)
     except OSError as error:

@@ -74,10 +74,10 @@ def failure_of(variant: Variant) -> str:
 
 def variants(kernels: str, device: torch.device, precision: Precision) -> Iterator[Variant]:
     """Yield the variants of some kernels (`core/switches.py`) in a precision. Needs Triton."""
-    made = {
+    families = {
         "update": _updates, "loss": _losses, "batches": _batches, "layers": _norms, "convolutions": _convolutions,
     }  # fmt: skip
-    return made[kernels](device, precision)
+    return families[kernels](device, precision)
 
 
 def _updates(device: torch.device, precision: Precision) -> Iterator[Variant]:

@@ -16,7 +16,7 @@ from experiments.bench.packs.inference import predict
 from experiments.bench.packs.layers import run_layers
 from experiments.bench.packs.side import BASES, CAPTURED, DEFAULT, SERIAL, TUNED, PackSide, PackWorkload
 from experiments.bench.packs.training import train_captured, train_mixed, train_pack
-from experiments.bench.results import count, measuring_parser, positive
+from experiments.bench.program import count, measuring_parser, positive
 from experiments.bench.sides.side import Side
 from experiments.bench.sides.tuned import default_loop, tuned_single
 from experiments.bench.windows import MAX_FOREIGN_SHARE, Windows, by_turns, spread

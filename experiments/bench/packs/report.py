@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from experiments.bench.packs.side import BASES, DEFAULT, ONE_AT_A_TIME, TUNED
 from experiments.bench.windows import dropped_windows
-from experiments.tables.markdown import NONE, markdown_table, spread_text
+from experiments.tables.markdown import NONE, columns_table, number, number_of, spread_text
 
 Row = Mapping[str, Any]
 Result = Mapping[str, Any]
@@ -47,39 +48,19 @@ def summary_row(rows: Sequence[Row]) -> list[str]:
     singles = [_rate(row_of(rows, side)) for side in bases]
     if pack is None:
         return [*singles, *[NONE] * (3 + len(bases))]
-    ratios = _ratios(pack, bases)
+    ratios = (_ratio(pack, base) for base in bases)
     return [*singles, f"{pack['side']} K={pack['num_models']}", _rate(pack), *ratios, str(pack["n"])]
 
 
 def cells_table(rows: Sequence[Row]) -> str:
     """A row for every side that was measured."""
-    bases = bases_of(rows)
-    header = [
-        "model",
-        "b",
-        "side",
-        "K",
-        "threads a model",
-        "images/s",
-        *(f"÷ {base}" for base in bases),
-        "n",
-        "dropped",
-    ]
-    lines = [
-        [
-            row["model"],
-            str(row["batch_size"]),
-            row["side"],
-            str(row["num_models"]),
-            NONE if row["threads"] is None else str(row["threads"]),
-            _rate(row),
-            *_ratios(row, bases),
-            str(row["n"]),
-            str(row["dropped"]),
-        ]
-        for row in rows
-    ]
-    return markdown_table(header, lines)
+    return columns_table(rows, {
+        "model": "model", "b": "batch_size", "side": "side", "K": "num_models",
+        "threads a model": number_of("threads", "d"),
+        "images/s": _rate,
+        **{f"÷ {base}": partial(_ratio, base=base) for base in bases_of(rows)},
+        "n": "n", "dropped": "dropped",
+    })  # fmt: skip
 
 
 def how(result: Result) -> str:
@@ -99,11 +80,9 @@ def left_out(rows: Sequence[Row]) -> str:
     return "\n\n".join(f"Left out: {row['failure']}" for row in rows if row["failure"])
 
 
-def _ratios(row: Row, bases: Sequence[str]) -> list[str]:
-    return ["1" if row["side"] == base else spread_text(row["over"][base]) for base in bases]
+def _ratio(row: Row, base: str) -> str:
+    return "1" if row["side"] == base else spread_text(row["over"][base])
 
 
 def _rate(row: Row | None) -> str:
-    if row is None or row["images_per_s"] is None:
-        return NONE
-    return f"{row['images_per_s']:,.0f}"
+    return NONE if row is None else number(row["images_per_s"], ",.0f")

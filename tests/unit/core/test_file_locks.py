@@ -56,6 +56,7 @@ def test_forked_process_that_outlives_the_holder_does_not_hold_the_lock(tmp_path
         os.close(read), os.close(write)
 
 
+@pytest.mark.slow
 def test_process_forked_while_another_thread_locks_does_not_hold_the_lock(tmp_path: Path) -> None:
     path, ended = tmp_path / ".lock", threading.Event()
 

@@ -34,13 +34,6 @@ def test_second_ctrl_c_interrupts_at_once():
         signal.raise_signal(signal.SIGINT)
 
 
-def test_second_sigterm_changes_nothing():
-    with StopSignal(enabled=True) as stop:
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.status == "terminated"
-
-
 def test_disabled_installs_no_handler():
     before = [signal.getsignal(number) for number in NUMBERS]
     with StopSignal(enabled=False):

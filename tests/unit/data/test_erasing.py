@@ -71,9 +71,11 @@ def test_rectangles_follow_from_seed_epoch_and_sample_alone() -> None:
     assert not draw_rectangles(0.0, 1, 2, 50, (9, 9)).any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
-@pytest.mark.parametrize("shape", [(3, 6, 5), (1, 4, 7), (2, 1, 3)])
+@pytest.mark.parametrize(
+    ("shape", "kind", "dtype"),
+    [((3, 6, 5), torch.int32, torch.float32), ((1, 4, 7), torch.int64, torch.bfloat16),
+     ((2, 1, 3), torch.int32, torch.float64)],
+)  # fmt: skip
 def test_erased_values_are_zero_and_the_others_as_they_were(
     shape: tuple[int, int, int], kind: torch.dtype, dtype: torch.dtype
 ) -> None:

@@ -17,7 +17,6 @@ from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.mixing import Mix, Mixing, check_mixable, symmetric_beta
 from crossbow_py.data.randomness import sample_words
-from crossbow_py.data.sampler import epoch_order
 from tests.unit.data.streams import closed
 
 SEED, N = 7, 20
@@ -67,11 +66,6 @@ def test_cutmix_of_two_images_by_hand() -> None:
     assert torch.equal(inputs, torch.stack([pasted, 1 - pasted]).unsqueeze(1))
     assert targets.tolist() == [[0.25, 0.75], [0.75, 0.25]]
     assert images.sum() == 8  # as they were
-
-
-def test_samples_of_one_class_stay_of_that_class() -> None:
-    targets = Mixing(0.4, 0.0, SEED, 4)(Batch(torch.rand(5, 3), torch.full((5,), 2)), 40).targets
-    torch.testing.assert_close(targets, F.one_hot(torch.full((5,), 2), 4).float())
 
 
 def box_of_torchvision(share: float, x: int, y: int, height: int, width: int) -> tuple[float, tuple[int, ...]]:
@@ -131,6 +125,7 @@ def made() -> Any:
     closed(feeds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("mixing", [Mixing(0.4, 0, SEED, 4), Mixing(0, 1, SEED, 4), Mixing(0.4, 1, SEED, 4)])
 def test_feeds_of_every_kind_mix_the_same_batches_in_the_same_way(
@@ -168,15 +163,6 @@ def test_feeds_to_measure_with_mix_too(made: Any) -> None:
     for data in (images(), Items()):
         targets = made(data, mixing, num_workers=0).for_measuring().batch(0).targets
         assert tuple(targets.shape) == (4, 4) and targets.is_floating_point()
-
-
-def test_rolling_goes_over_the_samples_of_one_batch() -> None:
-    feed = make_feed(images(), 4, SEED)
-    feed.mixing = Fixed(0.2, 0.0, SEED, 4)
-    ids = epoch_order(SEED, 0, N)[4:8].tolist()
-    pixels = images()[0].double() / 255
-    expected = 0.75 * pixels[ids] + 0.25 * pixels[[ids[3], *ids[:3]]]
-    torch.testing.assert_close(feed.batch(4).inputs.double(), expected, rtol=0, atol=1e-6)
 
 
 ONE = torch.zeros(2, dtype=torch.int64)

@@ -68,37 +68,9 @@ def test_positions_after_starts_that_do_not_adjoin_go_on_behind_the_last() -> No
     assert [positions[index] for index in range(6)] == [3, 40, 93, 97, 101, 105]
 
 
-@pytest.mark.parametrize(
-    ("at", "other", "index", "expected"),
-    [
-        (0, RankPositions((0, 4), B, 2), 0, True),
-        (0, RankPositions((16, 20), B, 2), 0, True),
-        (1, RankPositions((16, 20), B, 2), 1, True),
-        (0, RankPositions((32, 36), B, 2), 0, True),  # four come before
-        (3, RankPositions((16, 20), B, 2), 0, False),  # behind it already
-        (0, RankPositions((16,), B, 2), 0, False),  # 16 24 32
-        (0, RankPositions((16, 20, 24), B, 2), 0, False),
-        (0, RankPositions((4, 8), B, 2), 0, False),  # at another learner: 4 8 20 24
-        (0, RankPositions((0, 4), B, 1), 0, False),  # 0 4 8 12
-        (0, RankPositions((2, 6), B, 2), 0, False),
-    ],
-)
-def test_path_joins_another_only_when_it_agrees_from_there_on(
-    at: int, other: RankPositions, index: int, expected: bool
-) -> None:
-    assert joins(PATH, at, other, index, soon=4) is expected
-
-
 def test_path_that_comes_there_too_late_does_not_join() -> None:
     other = RankPositions((32, 36), B, 2)
     assert joins(PATH, 2, other, 0, soon=2) and not joins(PATH, 1, other, 0, soon=2)
-
-
-def test_paths_of_one_rank_join_whatever_their_learners() -> None:
-    for before, now in itertools.product(range(1, 5), repeat=2):
-        path = RankPositions(tuple(range(0, before * B, B)), B, 1)
-        other = RankPositions(tuple(range(8 * B, (8 + now) * B, B)), B, 1)
-        assert joins(path, 6, other, 0, soon=4 * now)
 
 
 def test_paths_that_join_are_those_that_agree_for_long() -> None:

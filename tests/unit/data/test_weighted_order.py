@@ -80,6 +80,7 @@ class Items:
         return pictures()[0][index], index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_streamed_batches_are_those_of_tensors_with_the_same_flips(workers: int, num_ranks: int) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 
-import pytest
 import torch
 
-from crossbow_py.distributed.collective import Collective, ProcessGroupCollective
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.distributed.watch import Watch
 from tests import rank_jobs
 from tests.ranks import on_ranks
@@ -34,10 +33,6 @@ def test_collective_that_keeps_two_nodes_apart_sums_in_each_and_means_over_both(
     assert found[2] == found[3] == (2, True, False, [7.0, 70.0], [5.0, 50.0], 1)
 
 
-def test_collective_asked_to_keep_nodes_apart_where_there_is_one_sums_over_it():
-    assert on_ranks(rank_jobs.sums_of_collective, 2, True)[0][:4] == (2, False, False, [3.0, 30.0])
-
-
 def test_collective_of_one_rank_a_node_is_not_alone():
     found = on_ranks(rank_jobs.sums_of_collective, 2, True, num_nodes=2)
     assert found == [
@@ -57,20 +52,3 @@ class Counting(Watch):
         self.on_device += on_device
         yield
         self.waits -= 1
-
-
-@pytest.mark.parametrize(("backend", "on_host"), [("nccl", 1), ("gloo", 0)])
-def test_watch_is_told_of_every_sum_and_of_waiting_for_one_on_a_device(backend, on_host, monkeypatch):
-    """NCCL's first sum sets up its communicator, for which the host waits for the others."""
-    watch, seen = Counting(), []
-    monkeypatch.setattr("torch.distributed.get_backend", lambda group: backend)
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda values, group: seen.append((group, watch.waits)))
-    collective = ProcessGroupCollective("node", 2, watch=watch, world="world", num_ranks=4)
-    collective.all_reduce_sum(torch.ones(2))
-    collective.mean_over_nodes(torch.ones(2))
-    assert (seen, watch.waits) == ([("node", 1), ("world", 1)], 0)
-    assert collective.idle is watch.idle
-    assert watch.has_nccl is (backend == "nccl")
-    with collective.awaiting():
-        assert watch.waits == on_host
-    assert watch.on_device == (3 if backend == "nccl" else 0)

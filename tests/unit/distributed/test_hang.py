@@ -10,7 +10,7 @@ import pytest
 
 from crossbow_py.core.hanging_rank import HangingRank
 from crossbow_py.distributed import hang
-from crossbow_py.distributed.hang import described, innermost, nccl_file, within, write_nccl_trace, write_stacks
+from crossbow_py.distributed.hang import described, innermost, within, write_nccl_trace, write_stacks
 
 
 @pytest.fixture
@@ -40,11 +40,6 @@ def test_function_of_a_thread_is_the_innermost_one_and_the_users_that_called_it(
     assert users.rpartition(":")[0].endswith("test_hang.py")
 
 
-def test_function_of_a_thread_that_has_ended_is_none(blocked):
-    assert innermost([]) is None
-    assert innermost([12345]) is None
-
-
 def test_stacks_have_the_lines_the_names_of_threads_and_where_each_is(blocked, tmp_path):
     write_stacks(tmp_path / "stacks", ["rank 1 of 2", "task: round 5"])
     text = (tmp_path / "stacks").read_text()
@@ -67,10 +62,10 @@ def test_stacks_are_not_written_through_a_link_or_into_a_pipe(tmp_path):
 
 def test_nccl_trace_is_what_torch_records_and_none_where_torch_has_no_nccl(tmp_path, monkeypatch):
     monkeypatch.delattr(hang._distributed_c10d, "_dump_nccl_trace", raising=False)
-    write_nccl_trace(tmp_path / nccl_file(3))
+    write_nccl_trace(tmp_path, 3)
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(hang._distributed_c10d, "_dump_nccl_trace", lambda: b"a pickle", raising=False)
-    write_nccl_trace(tmp_path / nccl_file(3))
+    write_nccl_trace(tmp_path, 3)
     assert (tmp_path / "hang_nccl_rank_3").read_bytes() == b"a pickle"
 
 

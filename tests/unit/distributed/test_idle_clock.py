@@ -78,18 +78,6 @@ def test_wait_counts_from_when_the_last_thread_that_computed_was_done(clock, idl
     assert idle.seconds == 1.5
 
 
-def test_wait_counts_until_another_thread_begins_to_compute(clock, idle):
-    with idle.waiting():
-        clock.now += 1
-        with on_another_thread(idle.computing()):
-            clock.now += 0.25
-            assert idle.seconds == 1
-        clock.now += 2
-        with on_another_thread(idle.computing()):
-            clock.now += 4
-    assert idle.seconds == 3
-
-
 def test_waits_of_two_threads_at_a_time_count_once(clock, idle):
     with on_another_thread(idle.waiting()):
         clock.now += 1
@@ -97,14 +85,6 @@ def test_waits_of_two_threads_at_a_time_count_once(clock, idle):
             clock.now += 2
         clock.now += 4
     assert idle.seconds == 7  # from 0 to 7 on the other thread
-
-
-def test_wait_that_fails_counts_and_lets_the_task_go_on(clock, idle):
-    with pytest.raises(RuntimeError, match="lost"), idle.computing(), idle.waiting():
-        clock.now += 2
-        raise RuntimeError("lost")
-    assert idle.seconds == 2
-    assert not idle.computing_threads
 
 
 def test_waits_of_the_host_are_kept_where_the_work_is_a_devices(clock, idle):

@@ -22,7 +22,6 @@ from crossbow_py.distributed.launch import (
     write_launch,
 )
 from crossbow_py.distributed.ranks import Ranks
-from tests.thread_ranks import on_threads
 
 BEGUN = Launch("job", ["a:1:boot:10", "b:1:boot:20"])
 
@@ -68,11 +67,6 @@ def test_launch_of_several_ranks_has_the_launcher_of_every_host(monkeypatch):
     assert this_launch(_OnHosts()) == Launch("job", ["b:2", "c:3"])
 
 
-def test_launch_is_alike_on_all_ranks(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    assert on_threads(this_launch, 3) == [Launch("job", [process_name(os.getppid())])] * 3
-
-
 def kernel_says(proc: Path, pid: int, started: int, boot: str = "ab-12") -> Path:
     """A /proc with a process whose name has a bracket and spaces."""
     (proc / "sys/kernel/random").mkdir(parents=True, exist_ok=True)
@@ -94,12 +88,6 @@ def test_process_that_took_the_number_of_one_that_ended_has_another_name(tmp_pat
 
 def test_process_of_a_host_that_says_no_more_is_named_by_host_and_number(tmp_path):
     assert process_name(7, tmp_path) == f"{socket.gethostname()}:7"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own account")
-def test_process_that_lives_is_named_alike_whenever_it_is_asked_for():
-    assert process_name(os.getpid()) == process_name(os.getpid())
-    assert process_name(os.getpid()).count(":") == 3
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,16 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
-from crossbow_py.core.errors import RankLostError
+from crossbow_py.core.errors import RankLostError, UserError
 from crossbow_py.distributed import process_group
-from crossbow_py.distributed.process_group import ProcessGroupRanks, agree_on_start, joined
+from crossbow_py.distributed.process_group import ProcessGroupRanks, agree_on_start, joined, take_place
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.distributed.settings import DistributedSettings
 from tests.ranks import on_ranks
@@ -103,6 +104,7 @@ def decide_late(ranks: Ranks) -> list[list[float]]:
         return again.gather([float(again.rank)])
 
 
+@pytest.mark.slow
 def test_ranks_whose_hosts_count_starts_differently_join_and_wait_for_one_that_loads_for_long():
     assert on_ranks(decide_late, 2) == [[[0.0], [1.0]]] * 2
 
@@ -154,3 +156,47 @@ def test_group_that_cannot_be_connected_is_a_lost_rank(monkeypatch):
     said = r"not all of 2 ranks have connected \(DistStoreError: wait timeout after 61 s\)"
     with pytest.raises(RankLostError, match=said):
         ranks.collective(torch.device("cpu"))
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of threads that torch is set to, on a host with 16 cores."""
+    found: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    monkeypatch.setattr(process_group, "read_host", lambda: SimpleNamespace(cores=16))
+    return found
+
+
+@pytest.mark.parametrize(("number", "share"), [(1, 16), (3, 5), (8, 2), (20, 1)])
+def test_process_takes_its_share_of_the_cores(
+    number: int, share: int, threads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as torchrun sets it
+    take_place(0, number, on_gpu=False)
+    assert threads == [share]
+
+
+def test_process_keeps_the_users_number_of_threads(threads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    take_place(0, 2, on_gpu=False)
+    assert threads == []
+
+
+@pytest.mark.usefixtures("threads")
+def test_hardware_queues_are_asked_for_before_a_process_takes_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, seen = "CUDA_DEVICE_MAX_CONNECTIONS", []
+    monkeypatch.setenv(name, "")
+    monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append((device, os.environ.get(name))))
+    take_place(1, 2, on_gpu=True)
+    assert seen == [(1, "32")]
+
+
+@pytest.mark.usefixtures("threads")
+def test_process_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UserError, match=r"^there are 3 ranks on this host and 2 GPUs, .* set --nproc-per-node=2, as"):
+        take_place(2, 3, on_gpu=True)

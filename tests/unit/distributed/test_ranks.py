@@ -33,12 +33,6 @@ def test_rank_alone_raises_its_own_error(error):
     assert caught.value is error
 
 
-def test_rank_alone_without_a_failure_raises_nothing():
-    ALONE.raise_any(None)
-    with ALONE.together():
-        pass
-
-
 def copied(ranks: Ranks) -> list[float]:
     values = [torch.full((2,), ranks.rank + 0.1), torch.tensor(ranks.rank + 0.5, dtype=torch.float64)]
     ranks.copy_first(values)
@@ -82,10 +76,6 @@ def fail_on(ranks: Ranks, failures: dict[int, CrossbowError]) -> int:
         if ranks.rank in failures:
             raise failures[ranks.rank]
     return ranks.rank
-
-
-def test_together_lets_all_pass_when_none_fails():
-    assert on_threads(fail_on, 3, {}) == [0, 1, 2]
 
 
 def test_together_raises_the_first_ranks_error_there_and_its_words_elsewhere():

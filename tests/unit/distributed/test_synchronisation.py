@@ -16,15 +16,9 @@ from crossbow_py.distributed.synchronisation import (
 
 
 def test_report_survives_the_way_to_numbers_and_back():
-    report = Report(
-        1.5, signal=2, fails=1, out_of_memory=0, num_non_finite=3, checkpoint=2, on_trial=1, num_compared=4
-    )
+    report = Report(1.5, signal=2, fails=1, out_of_memory=0, num_non_finite=3, checkpoint=2, on_trial=1, num_compared=4)
     assert report.to_values() == [1.5, 2.0, 1.0, 0.0, 3.0, 2.0, 1.0, 0.0, 0.0, 4.0]
     assert Report.from_values(report.to_values()) == report
-
-
-def test_report_of_booleans_is_all_numbers():
-    assert Report(0.5, fails=True, out_of_memory=False).to_values() == [0.5, 0.0, 1.0, *[0.0] * 7]
 
 
 def test_agree_takes_the_slowest_clock_and_what_came_up_on_any_rank():
@@ -36,13 +30,6 @@ def test_agree_takes_the_slowest_clock_and_what_came_up_on_any_rank():
         ]
     )
     assert agreed == Agreed(3.5, "terminated", fails=True, out_of_memory=True, num_non_finite=3, checkpoints=(2, 0, 1))
-
-
-def test_agree_of_one_rank_with_nothing_to_say_is_quiet():
-    assert agree([Report(1.0), Report(1.0, on_trial=1)]).on_trial
-    assert agree([Report(1.0)]) == Agreed(
-        1.0, None, fails=False, out_of_memory=False, num_non_finite=0, checkpoints=(0,)
-    )
 
 
 @pytest.mark.parametrize(
@@ -113,12 +100,6 @@ def test_ranks_synchronise_before_the_first_round_and_then_by_time():
 
 def test_schedule_does_not_trust_the_first_rounds_which_return_before_they_end():
     assert rounds_synchronised([1e-6, 2e-6, 1.0, 1.0]) == [10, 11, 13, 17, 18]
-
-
-def test_synchronisation_at_the_start_says_nothing_of_a_rounds_time():
-    schedule = SynchronisationSchedule(0)
-    schedule.synchronised(0, 1e-6, 1, every_round=False)
-    assert schedule.is_due(1)
 
 
 def test_ranks_that_wait_for_data_synchronise_before_every_round():

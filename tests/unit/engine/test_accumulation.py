@@ -104,6 +104,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("executor", "order", "loss"),
     [

@@ -380,6 +380,7 @@ def test_observe_any_curve_ends_on_the_fewest_learners_near_the_best_it_measured
     assert state.num_learners == min(count for count in visited if throughput[count] * 1.05 >= best)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32), st.lists(st.floats(0.8, 1.5), min_size=5, max_size=5))
 def test_observe_stationary_noise_of_ten_percent_once_settled_changes_nothing(seed, factors):
     tuner, numbers = AutoTuner(), random.Random(seed)
@@ -393,6 +394,7 @@ def test_observe_stationary_noise_of_ten_percent_once_settled_changes_nothing(se
     assert {decision.action for decision in decisions} == {"stay"}
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32), st.floats(1.0, 20.0))
 def test_observe_wild_throughput_searches_again_ever_more_rarely(seed, spread):
     tuner, numbers, state = AutoTuner(windows=1, warm_up_windows=0), random.Random(seed), START

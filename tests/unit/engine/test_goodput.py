@@ -229,6 +229,7 @@ def test_single_learner_knows_its_gradient_where_steps_overshoot() -> None:
     assert variance / count > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", [FusedExecutor, StreamsExecutor])
 @pytest.mark.parametrize("rule", [SMA(), SynchronousSGD(), GroupedSMA(group_size=2)], ids=lambda rule: rule.NAME)
 @pytest.mark.parametrize(("num_learners", "num_devices"), [(2, 1), (3, 1), (2, 2)])

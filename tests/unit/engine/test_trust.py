@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from crossbow_py.engine import trust
 from crossbow_py.engine.executors import candidates
 from crossbow_py.engine.kernels.checks import serves
-from crossbow_py.engine.trust import Outcome, RememberedOutcomes, in_use, proven, why_not
+from crossbow_py.engine.trust import Outcome, RememberedOutcomes, devices, in_use, proven, why_not
 from tests.caches import trust_cuda, use_cache
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -56,20 +55,20 @@ def test_switches_override_what_is_remembered_in_both_directions(monkeypatch: py
 @pytest.mark.parametrize("fact", ["_triton", "_code"])
 def test_another_version_or_other_code_is_another_device(fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trust_cuda(monkeypatch)
-    monkeypatch.setattr(trust, fact, lambda: "99.0")
+    monkeypatch.setattr(devices, fact, lambda: "99.0")
     assert in_use(CUDA) == []
 
 
 def test_code_is_that_of_every_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(trust.PACKAGE, tmp_path / "crossbow_py", ignore=shutil.ignore_patterns("__pycache__"))
-    before = trust._code()
-    monkeypatch.setattr(trust, "PACKAGE", tmp_path / "crossbow_py")
-    assert trust._code.__wrapped__() == before
+    shutil.copytree(devices.PACKAGE, tmp_path / "crossbow_py", ignore=shutil.ignore_patterns("__pycache__"))
+    before = devices._code()
+    monkeypatch.setattr(devices, "PACKAGE", tmp_path / "crossbow_py")
+    assert devices._code.__wrapped__() == before
     for kernels in ("engine/kernels/convolution.py", "data/resident/image_kernels.py"):
         with open(tmp_path / "crossbow_py" / kernels, "a", encoding="utf-8") as file:
             file.write("# another way\n")
-        assert trust._code.__wrapped__() != before
-        before = trust._code.__wrapped__()
+        assert devices._code.__wrapped__() != before
+        before = devices._code.__wrapped__()
 
 
 def test_outcomes_are_kept_by_name_but_not_those_that_may_change() -> None:

@@ -65,6 +65,7 @@ class Embeds(nn.Module):
         return scores
 
 
+@pytest.mark.slow
 def test_estimate_writes_an_answer_that_fits_and_the_next_larger_does_not(tmp_path: Path) -> None:
     found = plain(tmp_path, "+experiment=resnet20", "memory=2GiB", "num_learners=3", "held_back=0", "precision=fp32")
     assert found["method"] == "counted"
@@ -94,6 +95,7 @@ def test_estimate_counts_the_velocity_and_the_ema_that_the_averaging_rule_keeps(
     assert needed("averaging=slowmo", "averaging.average_ema=2") == plain + 2
 
 
+@pytest.mark.slow
 def test_estimate_of_images_that_are_not_there_assumes_imagenet_and_says_so(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -132,6 +134,7 @@ def test_estimate_of_the_users_own_model_and_data_reads_the_data(tmp_path: Path)
     assert found["recommendation"]["limits"] == ["samples"]
 
 
+@pytest.mark.slow
 def test_estimate_with_one_learner_at_a_time_counts_one_pass() -> None:
     at_once, in_turn = (
         estimate(compose(["+experiment=resnet20", "memory=1GiB", "num_learners=4", *extra], EstimateConfig))
@@ -141,6 +144,7 @@ def test_estimate_with_one_learner_at_a_time_counts_one_pass() -> None:
     assert in_turn.recommendation.batch_size > 3.9 * at_once.recommendation.batch_size
 
 
+@pytest.mark.slow
 def test_estimate_where_nothing_fits_says_how_much_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model=vgg16", "data=cifar10", "memory=100MB", "num_learners=2", "held_back=0"]) == 0
     assert "Nothing fits: 2 learners need" in capsys.readouterr().out
@@ -192,6 +196,7 @@ class MadeUpDevice:
         return taken if taken <= self.limit else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.8, 1.3])
 def test_estimate_with_a_gpu_recommends_what_was_run_and_fits_the_table_to_it(
     scale: float, monkeypatch: pytest.MonkeyPatch
@@ -213,6 +218,7 @@ def test_estimate_with_a_gpu_recommends_what_was_run_and_fits_the_table_to_it(
     assert found.table[1] > 2.9 * best
 
 
+@pytest.mark.slow
 def test_estimate_with_a_gpu_that_the_data_set_fills_says_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     device = MadeUpDevice(monkeypatch, 1.0)
     # CIFAR-10 with padding takes 269 MB.
@@ -222,6 +228,7 @@ def test_estimate_with_a_gpu_that_the_data_set_fills_says_that_nothing_fits(monk
     assert "Nothing fits: 3 learners need" in as_text(found)
 
 
+@pytest.mark.slow
 def test_estimate_with_a_gpu_measures_a_model_that_does_not_fuse_one_learner_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -232,6 +239,7 @@ def test_estimate_with_a_gpu_measures_a_model_that_does_not_fuse_one_learner_at_
     assert found.table[3] > 0.9 * found.table[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [(["memory=abc"], "memory must be an amount of memory above 0"),

@@ -30,15 +30,6 @@ def test_table_of_networks_says_where_weights_differ() -> None:
     assert text.endswith("- why.")
 
 
-def test_setup_command_writes_ratios_of_pairs(tmp_path, capsys) -> None:
-    path = tmp_path / "setup.json"
-    assert run.main(["setup", "--models", "lenet", "--repetitions", "1", "--json", str(path)]) == 0
-    result = json.loads(path.read_text())
-    assert set(result["setup"]) == {"lenet fp32", "lenet bf16"}
-    assert result["setup"]["lenet fp32"]["ratio"]["median"] > 0
-    assert "with ÷ without" in capsys.readouterr().out
-
-
 def test_throughput_command_compares_two_trees_by_turns(tmp_path, monkeypatch, capsys) -> None:
     @contextmanager
     def this_tree(revision: str) -> Iterator[Path]:

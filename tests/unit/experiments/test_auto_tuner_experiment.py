@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import pytest
-
-from experiments.auto_tuner import report, throttled
+from experiments.auto_tuner import report
 
 
 def course() -> dict[str, Any]:
@@ -31,12 +28,3 @@ def test_phases_give_the_learners_and_the_throughput_at_the_end_of_each() -> Non
         ["after the neighbour", "10", "1", "2", "400"],
     ]
     assert report.decisions_list(course()) == "- 12.0 s: 2 → 1.\n- 23.0 s: 1 → 2."
-
-
-@pytest.mark.slow
-def test_experiment_from_the_command_line_writes_its_result_and_picture(tmp_path) -> None:
-    arguments = ["--quiet-s", "1", "--busy-s", "1", "--after-s", "1", "--results", str(tmp_path)]
-    assert throttled.main(arguments) == 0
-    result = json.loads((tmp_path / "throttled.json").read_text())
-    assert result["throughput"][-1][0] >= 2.5
-    assert (tmp_path / "throttled.png").read_bytes().startswith(b"\x89PNG")

@@ -12,9 +12,10 @@ from crossbow_py.telemetry.records import read_metrics
 from crossbow_py.train.__main__ import main as train
 from experiments.batch_norm import variants
 from experiments.batch_norm.variants import MEAN, VARIANTS
-from experiments.grids.grid import RESNET8, Cell
+from experiments.grids.grid import Cell
 from experiments.grids.running import recorded
 
+RESNET8 = "model=custom model.target=crossbow_py.models.resnet.ResNet model.args={depth:8,in_channels:3,num_classes:10}"
 # 6 rounds an epoch, which the running statistics of the learners lag behind.
 WORDS = [
     "data=synthetic", "data.shape=[3,8,8]", "data.num_train=96", "data.num_test=40", *RESNET8.split(), "device=cpu",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from experiments.grids import grid as of_files
 from experiments.grids import plot, report
-from experiments.grids.grid import Cell, Grid, cells, chosen, in_turns, merged, said_of, settings_of
+from experiments.grids.grid import Cell, Grid, chosen, in_turns, merged, said_of, settings_of
 from experiments.grids.parts import stops
 from tests.unit.experiments.pretended_run import epochs_of, summary_of
 from tests.unit.experiments.samples import cells as table_cells
@@ -37,15 +39,36 @@ def test_overrides_of_the_same_key_are_replaced_in_their_place() -> None:
     )  # fmt: skip
 
 
-def test_cells_have_the_common_overrides_and_their_own() -> None:
-    first, second = cells("a=1 b=2", {"x": "b=3", "y": ""}, parts=4)
-    assert (first, second) == (Cell("x", ("a=1", "b=3"), parts=4), Cell("y", ("a=1", "b=2"), parts=4))
+def test_cells_of_a_file_have_the_common_overrides_those_of_their_side_and_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "any").mkdir()
+    (tmp_path / "any" / "grids.yaml").write_text("""
+        fragments: {first: a=1, both: $first b=2}
+        grids:
+          g:
+            title: Any
+            common: $both
+            parts: 4
+            cells:
+              - {x: b=3, y: c=1}
+              - {y: ""}
+              - {side: s, common: c=2, program: other, of: {x: a=5}}
+            targets: [0.5]
+    """)
+    monkeypatch.setattr(of_files, "EXPERIMENTS", tmp_path)
+    assert of_files.read_grids("any") == {
+        "g": Grid("g", "Any", targets=(0.5,), cells=(
+            Cell("x", ("a=1", "b=3"), parts=4), Cell("y", ("a=1", "b=2"), parts=4),
+            Cell("s, x", ("a=5", "b=2", "c=2"), "s", program="other", parts=4),
+        )),
+    }  # fmt: skip
 
 
 def test_cell_is_known_by_what_is_run_and_not_by_its_name() -> None:
     cell = Cell("x", ("+experiment=digits", "max_epochs=2", "seed=1"))
     same = ("+experiment=digits", "seed=1", "optimizer.nesterov=false", "max_epochs=2")  # which it is by default
-    assert cell.key == Cell("y", same, labels={"side": "s"}).key
+    assert cell.key == Cell("y", same, side="s").key
     others = [Cell("x", same[:2]), Cell("x", cell.overrides, parts=2), Cell("x", cell.overrides, program="other")]
     assert len({each.key for each in (cell, *others)}) == 4
 
@@ -80,19 +103,19 @@ def test_command_is_that_of_training_unless_there_are_parts_or_another_program()
 
 
 def test_more_overrides_are_for_every_cell() -> None:
-    grid = Grid("g", "", cells("a=1", {"x": "", "y": "b=1"})).with_overrides(["a=2"])
+    grid = Grid("g", "", (Cell("x", ("a=1",)), Cell("y", ("a=1", "b=1")))).with_overrides(["a=2"])
     assert [cell.overrides for cell in grid.cells] == [("a=2",), ("a=2", "b=1")]
 
 
 def test_cells_are_chosen_by_pattern_and_one_that_matches_none_is_refused() -> None:
-    grid = Grid("g", "", cells("", {"sma, K=2": "", "sma, K=4": "", "papa": ""}))
+    grid = Grid("g", "", tuple(Cell(name, ()) for name in ("sma, K=2", "sma, K=4", "papa")))
     assert [cell.name for cell in chosen(grid, "sma*")] == ["sma, K=2", "sma, K=4"]
     with pytest.raises(ValueError, match="no cell of g matches 'x'; there are sma, K=2; sma, K=4; papa"):
         chosen(grid, "x")
 
 
 def test_seeds_take_turns_in_one_order_and_then_the_other() -> None:
-    a, b = cells("", {"a": "", "b": "x=1"})
+    a, b = Cell("a", ()), Cell("b", ("x=1",))
     assert in_turns([a, b], (5, 6, 7)) == [(a, 5), (b, 5), (b, 6), (a, 6), (a, 7), (b, 7)]
 
 

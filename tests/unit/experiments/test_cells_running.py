@@ -20,7 +20,7 @@ from crossbow_py.train.checkpoints.checkpoint import checkpoints
 from experiments.bench.results import read_result
 from experiments.grids import parts, running
 from experiments.grids.grid import Cell, Grid
-from experiments.grids.running import recorded, run_grid
+from experiments.grids.running import main, recorded
 
 PRETENDED = "tests.unit.experiments.pretended_run"
 DIGITS = ["+experiment=digits", "model.hidden=[16]", "num_learners=2", "executor=serial", "device=cpu"]
@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> Run:
         made = tuple(Cell(name, tuple(words.split()), program=PRETENDED) for name, words in cells.items())
         grid = Grid("any", "Any", made, seeds=(0, 1), alone=alone)
         folders = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "out")]
-        return run_grid("pretended", {"any": grid}, ["any", *folders, *options])
+        return main(["pretended", "any", *folders, *options], lambda _: {"any": grid})
 
     return start
 
@@ -130,6 +130,19 @@ def test_pattern_that_matches_nothing_is_refused(run: Run, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         run({"a": "accuracy=0.9"}, "--cells", "z*")
     assert "no cell of any matches 'z*'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "known"), [
+    (("faults", "any"), "QUESTION must be one of averaging_rules, batch_norm, "),
+    (("tuner_accuracy", "any"), "GRID must be one of digits, lenet, got 'any'."),
+])  # fmt: skip
+def test_question_or_grid_that_there_is_not_is_refused(
+    words: tuple[str, str], known: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert known in capsys.readouterr().err
 
 
 def test_list_only_says_what_would_be_run(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from experiments.bench.results import EXPERIMENTS
-from experiments.grids.grid import Grid
+from experiments.grids.grid import FILE, read_grids
 from experiments.tables import pages, pictures
 from experiments.throughput.sides import sides_on
 from tests.pages.tiny_data import write_data_root
@@ -25,14 +25,10 @@ from tests.triton_version import has_interpreter
 
 Words = tuple[str, ...]
 
-_OF_GRIDS = (
-    "averaging_rules", "batch_norm", "batch_size", "gradient_noise", "num_learners_accuracy", "optimizers",
-    "sma_settings", "time_to_accuracy", "tuner_accuracy",
-)  # fmt: skip
 # By program, and its first word where it has several jobs: what makes it one of seconds.
 SHORT: Mapping[str, str] = {
-    **{f"{question}/run": "" for question in _OF_GRIDS},
-    "batch_norm/run": "batch_size=4",  # 128 batches for statistics
+    "grids": "",
+    "grids batch_norm": "batch_size=4",  # 128 batches for statistics
     "agreement/run nets": "",
     "agreement/run setup": "--models lenet --repetitions 1",
     "agreement/run throughput": "--before HEAD --models lenet --executors serial --repetitions 1 --seconds 0.05",
@@ -83,7 +79,7 @@ QUICK = {"tables", "scaling/run", "update_bandwidth/run", "loader/run", "loader/
 # These take minutes together. Cells of all grids run in test_learning_experiments.py as well, and most others in short
 # forms of their own tests.
 LONG = {
-    *(f"{question}/run" for question in _OF_GRIDS), "throughput/run", "throughput/suite", "model_batch/run",
+    "grids", "throughput/run", "throughput/suite", "model_batch/run",
     "workers/run", "pack_step_time/run", "hyperband/run", "muon_cost/run", "overhead/run", "faults/restarts",
     "overhead/loggers", "overhead/ranks", "ranks/search", "scaling/calibrate", "predicted_speed/run", "checkpoint/run",
     "memory/run", "agreement/run",
@@ -107,6 +103,8 @@ def shortened(words: Sequence[str]) -> Words:
     if words[:3] == ("python", "-m", "crossbow_py.train"):
         return ("train", *words[3:], "+debug=fast")
     program = words[1].removeprefix("experiments/").removesuffix(".py")
+    if (EXPERIMENTS / Path(program).parent / FILE).exists():  # a command of before there was one for all grids
+        program, words = "grids", (*words[:1], "experiments/grids", Path(program).parent.name, *words[2:])
     job = f"{program} {words[2]}" if len(words) > 2 and f"{program} {words[2]}" in SHORT else program
     short = SHORT[job].split()
     return (program, *_kept(words[2:], short), *short)
@@ -129,7 +127,11 @@ def _kept(words: Sequence[str], short: Sequence[str]) -> list[str]:
     return kept
 
 
-COMMANDS = sorted({shortened(words) for words in named_commands() if words[0] == "python"})
+# Of a question with grids, one: that all cells are valid is a test in test_learning_experiments.py.
+COMMANDS = sorted({
+    words[:2] if words[0] == "grids" else words: words
+    for words in sorted(map(shortened, (words for words in named_commands() if words[0] == "python")), reverse=True)
+}.values())  # fmt: skip
 
 
 @pytest.fixture
@@ -144,7 +146,7 @@ def _marks(program: str) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize("words", [
-    pytest.param(words, id=" ".join(words[:2]), marks=_marks(words[0])) for words in COMMANDS
+    pytest.param(words, id=" ".join(words[:3]), marks=_marks(words[0])) for words in COMMANDS
 ])  # fmt: skip
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("tiny_data")
@@ -164,15 +166,16 @@ def test_command_of_a_page_runs(words: Words, tmp_path: Path, monkeypatch: pytes
         pytest.skip("timm is not installed")
     if program == "predicted_speed/run" and not has_interpreter():
         pytest.skip("Triton's interpreter is needed")
-    module = importlib.import_module(f"experiments.{program.replace('/', '.')}")
+    name = "grids.running" if program == "grids" else program.replace("/", ".")
+    module = importlib.import_module(f"experiments.{name}")
     written = tmp_path / "written.json"
-    if hasattr(module, "GRIDS"):
-        grid: Grid = module.GRIDS[arguments[0]]
+    if program == "grids":
+        grid = read_grids(arguments[0])[arguments[1]]
         written = tmp_path / f"{grid.name}.json"
         arguments += ["--cells", grid.cells[0].name, "--seeds", "0", "--runs", str(tmp_path), "--results",
                       str(tmp_path), "max_epochs=0.1", "+debug=fast"]  # fmt: skip
-    elif hasattr(module, "RUNS"):
-        written = tmp_path / f"{module.RUNS.experiment}.json"
+    elif program == "flowers/run":
+        written = tmp_path / "flowers.json"
     elif program == "auto_tuner/throttled":
         written = tmp_path / "throttled.json"
     else:
@@ -189,4 +192,4 @@ def test_every_program_of_a_question_is_named_on_its_page() -> None:
         for path in (EXPERIMENTS / question).glob("*.py")
         if re.search(r"^(main = partial|def main\(argv: Sequence\[str\] \| None)", path.read_text(), re.MULTILINE)
     }
-    assert programs == {words[0] for words in COMMANDS} - {"tables", "train", "gpu/rows"}
+    assert programs == {words[0] for words in COMMANDS} - {"tables", "train", "grids", "gpu/rows"}

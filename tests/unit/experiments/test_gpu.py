@@ -23,8 +23,9 @@ from experiments.gpu.stages import EVERYTHING, Job, Place, Stage
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What comes back; nothing was carried."""
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    monkeypatch.delenv("CROSSBOW_DATA_DIR", raising=False)
     monkeypatch.setattr(on_device, "CARRIED", tmp_path / "carried")
-    for name in ("_SITE", "_DATA", "KERNELS"):
+    for name in ("SITE", "DATA", "KERNELS"):
         monkeypatch.setattr(on_device, name, tmp_path / name)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(on_device.signal, "signal", lambda *_: None)
@@ -93,7 +94,6 @@ def test_half_of_the_data_is_said_and_skips_what_reads_it(out: Path, monkeypatch
     assert on_device.main(["--device", "cpu", "learn"]) == 1
     assert "NOTE  data: data_batch_1.tail.xz cannot be read: carry it again" in (out / "summary.txt").read_text()
     shutil.rmtree(piece)
-    monkeypatch.delenv("CROSSBOW_DATA_DIR", raising=False)
     assert on_device.main(["--device", "cpu", "learn"]) == 1
     assert "CIFAR-10 is not whole" in (out / "summary.txt").read_text()
 

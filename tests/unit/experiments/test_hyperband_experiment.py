@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from crossbow_py.cli.configuration import compose
 from crossbow_py.search.config import SearchConfig
@@ -118,16 +117,6 @@ def test_search_without_arguments_is_on_mnist_or_on_images_of_its_shape(
         "mnist" if found else "synthetic", "auto", "search_lenet",
     )  # fmt: skip
     assert ("synthetic images instead of MNIST" in capsys.readouterr().out) == (not found)
-
-
-def test_device_that_is_not_here_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as ended:
-        run.main(["--device", "cuda"])
-    assert ended.value.code == 2
-    assert "no CUDA device is visible" in capsys.readouterr().err
 
 
 def test_picture_splits_the_bars_of_the_sides_whose_parts_are_known() -> None:

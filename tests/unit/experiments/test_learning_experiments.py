@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,33 +11,30 @@ import pytest
 from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import UserError
 from crossbow_py.train.config import TrainConfig
-from experiments.averaging_rules import run as averaging_rules
+from experiments.averaging_rules import report as averaging_rules
 from experiments.batch_norm import plot as batch_norm_plot
-from experiments.batch_norm import run as batch_norm
+from experiments.batch_norm import report as batch_norm
 from experiments.batch_norm.variants import VARIANTS
 from experiments.batch_size import plot as batch_plot
-from experiments.batch_size import run as batch_size
-from experiments.batch_size.run import LEARNERS, ONE
+from experiments.batch_size import report as batch_size
+from experiments.batch_size.report import LEARNERS, ONE
+from experiments.bench.results import EXPERIMENTS
 from experiments.gradient_noise import plot as noise_plot
-from experiments.gradient_noise import run as gradient_noise
-from experiments.grids.grid import Cell, Grid
+from experiments.gradient_noise import report as gradient_noise
+from experiments.grids.grid import FILE, Cell, Grid, read_grids
 from experiments.grids.running import recorded
 from experiments.time_to_accuracy import default_loop
 from experiments.time_to_accuracy import plot as time_plot
-from experiments.time_to_accuracy import run as time_to_accuracy
-from experiments.time_to_accuracy.run import BY_MUON, BY_SGD, DEFAULT
+from experiments.time_to_accuracy import report as time_to_accuracy
+from experiments.time_to_accuracy.report import BY_MUON, BY_SGD, DEFAULT
 from tests.unit.experiments.pretended_run import epochs_of
 from tests.unit.experiments.samples import cells as table_cells
 from tests.unit.experiments.test_cells import MACHINE, made_up
 
-FOLDERS = (
-    "averaging_rules", "batch_norm", "batch_size", "gradient_noise", "num_learners_accuracy", "optimizers",
-    "sma_settings", "time_to_accuracy", "tuner_accuracy",
-)  # fmt: skip
 GRIDS: dict[str, Grid] = {
-    f"{folder}/{grid.name}": grid
-    for folder in FOLDERS
-    for grid in importlib.import_module(f"experiments.{folder}.run").GRIDS.values()
+    f"{file.parent.name}/{name}": grid
+    for file in sorted(EXPERIMENTS.glob(f"*/{FILE}"))
+    for name, grid in read_grids(file.parent.name).items()
 }
 
 
@@ -76,16 +72,23 @@ def labelled(name: str, seed: int, accuracy: float | None, elapsed_s: float = 3.
 
 def result_of(runs: list[dict[str, Any]], targets: list[float]) -> dict[str, Any]:
     return {"machine": MACHINE, "grid": "lenet", "title": "LeNet", "targets": targets, "reference": None,
-            "num_cells": 3, "runs": runs}  # fmt: skip
+            "num_cells": 3, "settings": "", "runs": runs}  # fmt: skip
 
 
 def batches() -> dict[str, Any]:
     """At 32 the second rate is the best; at 64 one rate gets there with one seed of two, the learners with both."""
-    runs = [labelled(f"{rate}", seed, 0.99, side=ONE, total=32, rate=rate) for rate in (0.1, 0.2) for seed in (0, 1)]
+
+
+    def at(name: str, seed: int, accuracy: float | None, side: str, total: int, rate: float) -> dict[str, Any]:
+        run = labelled(name, seed, accuracy, side=side)
+        run["summary"] |= {"num_learners": 1, "batch_size": total}
+        return {**run, "settings": f"optimizer.learning_rate={rate}"}
+
+    runs = [at(f"{rate}", seed, 0.99, ONE, 32, rate) for rate in (0.1, 0.2) for seed in (0, 1)]
     for run in runs[2:]:
         run["epochs"] = epochs_of(1.98)[:1]
-    runs += [labelled("64", seed, own, side=ONE, total=64, rate=0.4) for seed, own in ((0, 0.99), (1, None))]
-    runs += [labelled("2 · 32", seed, 0.99, side=LEARNERS, total=64, rate=0.2) for seed in (0, 1)]
+    runs += [at("64", seed, own, ONE, 64, 0.4) for seed, own in ((0, 0.99), (1, None))]
+    runs += [at("2 · 32", seed, 0.99, LEARNERS, 64, 0.2) for seed in (0, 1)]
     return result_of(runs, [0.98])
 
 

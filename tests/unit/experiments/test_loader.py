@@ -36,13 +36,6 @@ def test_summary_compares_within_repetitions() -> None:
     assert [summed["rows"][3][key] for key in ("images_per_s", "n")] == [5400.0, 3]
 
 
-def test_rate_is_that_of_all_images_of_a_repetition() -> None:
-    side = Side(DECODED, lambda epoch: 0.5 * epoch, 100)
-    for epoch in (1, 2):
-        side.repeat(epoch)
-    assert side.rates == [200.0, 100.0]
-
-
 def test_batches_of_an_epoch_hold_every_sample_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "BATCH", 4)
     batches = list(run.batches_of(3, 2, 10))
@@ -71,8 +64,3 @@ def test_measurement_from_the_command_line_writes_its_result(
     assert all(row["images_per_s"] > 0 for row in written["rows"])
     assert written["folder"] == "photos"
     assert "9 training images of photos, crops of 16 x 16" in capsys.readouterr().out
-
-
-def test_headline_says_how_busy_the_machine_was() -> None:
-    assert run.headline(result()).endswith("short side of 20. Other programs had 25% of the core meanwhile.")
-    assert run.headline({**result(), "method": {"foreign_share": None}}).endswith("short side of 20.")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,21 +52,6 @@ def test_rounds_without_graphs_are_measured_and_predicted_within_five_percent() 
         assert found["measured_bytes"] / found["predicted_bytes"] == pytest.approx(1, abs=0.05)
 
 
-@pytest.mark.slow
-def test_experiment_from_the_command_line_writes_its_result_and_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.setitem(run.EXECUTORS, "cpu", ("fused",))
-    written = tmp_path / "memory_cpu.json"
-    arguments = ["--models", "mlp", "--num-learners", "2", "1", "--batch-size", "4", "--device", "cpu"]
-    assert run.main([*arguments, "--precision", "fp32", "--json", str(written)]) == 0
-    result = json.loads(written.read_text())
-    assert [(entry["executor"], entry["num_learners"]) for entry in result["rows"]] == [("fused", 1), ("fused", 2)]
-    assert all(entry["measured_bytes"] > entry["held_bytes"] for entry in result["rows"])
-    assert written.with_suffix(".png").stat().st_size > 5_000
-
-
 def test_measurement_that_fails_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(asked: dict[str, Any]) -> dict[str, int]:
         if asked.get("probe"):
@@ -84,11 +67,3 @@ def test_measurement_that_fails_is_a_row_with_its_reason(monkeypatch: pytest.Mon
         (380, 3 * 40 + 160 + 100, None), (None, None, "it ended with code -9"),
     ]  # fmt: skip
     assert run.result_text(result).endswith("lenet serial K=1 failed: it ended with code -9")
-
-
-def test_command_line_refuses_what_it_cannot_measure(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--num-learners", "0"], ["--models", "custom"]):
-        with pytest.raises(SystemExit) as ended:
-            run.main(arguments)
-        assert ended.value.code == 2
-        assert arguments[0] in capsys.readouterr().err

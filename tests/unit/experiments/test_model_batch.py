@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from experiments.bench.packs import comparison
-from experiments.bench.results import EXPERIMENTS
 from experiments.model_batch import plot, run
 from experiments.model_batch.run import FIGURES, sides_of
 from tests.unit.experiments.packs import PretendedProcess
@@ -91,22 +88,3 @@ def test_result_without_packs_is_told_without_gains(
     assert run.headline(result) == "figure 4: inference by five-layer networks: 2 models (five_layers)."
     assert "Left out: side fused K=2 fp32 inference: not here" in run.result_text(result)
     assert (result["method"]["repetitions"], result["rows"][0]["batch_size"]) == (1, 4)
-
-
-def test_figure_of_another_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run.main(["nothing"])
-    assert ended.value.code == 2
-    assert "nothing" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("figure", [
-    "layers", *(pytest.param(figure, marks=pytest.mark.long) for figure in ("mlp_inference", "lstm"))
-])  # fmt: skip
-def test_quick_run_from_the_command_line_measures_every_side(figure: str, tmp_path: Path) -> None:
-    path, script = tmp_path / "result.json", str(EXPERIMENTS / "model_batch" / "run.py")
-    options = ["--quick", "--device", "cpu", "--max-foreign-share", "9", "--json", str(path)]
-    subprocess.run([sys.executable, script, figure, *options], check=True, capture_output=True, timeout=300)
-    rows = json.loads(path.read_text())["rows"]
-    assert all(row["images_per_s"] > 0 and row["n"] == 1 and not row["failure"] for row in rows)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 from experiments.bench import workloads
 from experiments.bench.packs import comparison
 from experiments.bench.packs.side import DEFAULT, TUNED, prepare_packs
-from experiments.bench.results import EXPERIMENTS
 from experiments.pack_step_time import plot, run
 from experiments.pack_step_time.run import LARGER_BATCHES, PARTS, Plan, models_of
 from tests.unit.experiments.packs import RATES, PretendedProcess
@@ -101,16 +98,3 @@ def test_packs_that_lose_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_result_without_clean_windows_has_no_headline() -> None:
     assert run.headline({"part": "families", "rows": []}) == ""
     assert run.headline({"part": "mixed", "mixed": []}) == ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", [
-    pytest.param(part, marks=[pytest.mark.long] if part != "families" else []) for part in PARTS
-])  # fmt: skip
-def test_quick_run_from_the_command_line_measures_every_side(part: str, tmp_path: Path) -> None:
-    path, script = tmp_path / "result.json", str(EXPERIMENTS / "pack_step_time" / "run.py")
-    options = ["--quick", "--device", "cpu", "--max-foreign-share", "9", "--json", str(path)]
-    subprocess.run([sys.executable, script, part, *options], check=True, capture_output=True, timeout=300)
-    result = json.loads(path.read_text())
-    assert all(row["images_per_s"] > 0 and row["n"] == 1 and not row["failure"] for row in result["rows"])
-    assert bool(result["mixed"]) == (part == "mixed")

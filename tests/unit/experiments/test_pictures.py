@@ -10,9 +10,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from experiments.bench import results
+from experiments.bench.program import draw_after
 from experiments.bench.results import write_result
 from experiments.tables import pages, pictures
-from experiments.tables.measuring import draw_after
 from experiments.tables.pictures import beside, draw_beside, draw_questions, one, pictures_of
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from crossbow_py.models import MODELS
 from experiments.bench.rounds import input_shape, num_classes
 from experiments.scaling import calibrate, plot, ranks, report, run, validate
-from experiments.scaling.calibrate import Line, between, fit_line, variation
+from experiments.scaling.calibrate import Line, fit_line, variation
 from experiments.scaling.inputs import PARAMETERS, WORKLOADS, last_bucket_bytes
 from experiments.scaling.network import NETWORKS, Link, Network, ring_s, tree_s
 from experiments.scaling.ranks import Case, Measured
@@ -99,10 +99,6 @@ def test_slowed_learning_and_stretched_averaging_take_what_was_worked_out_by_han
     assert round_s(tasks, 2, Averaging(all_s=12), Contention(slowdown=0.5, stretch=2)) == pytest.approx(23)
     # Multiprocessors of its own: 5 seconds at 80 % of the speed.
     assert round_s(tasks, 2, Averaging(all_s=5), Contention(slowdown=0.2)) == pytest.approx(12)
-
-
-def test_without_network_and_noise_nothing_is_exposed() -> None:
-    assert round_s(Tasks(10, 1), 1024, Averaging(all_s=0)) == pytest.approx(11)
 
 
 def test_very_long_period_costs_nothing_however_slow_the_network() -> None:
@@ -213,10 +209,6 @@ def test_line_through_exact_values_gives_alpha_and_beta_back() -> None:
     assert (line.alpha_s(2), line.bytes_per_s(2)) == pytest.approx((2.5e-5, 2e9))
     assert Line(6.0, 0.06).alpha_s(4) == 1.0
     assert Line(6.0, 0.06).bytes_per_s(4) == pytest.approx(25.0)  # 2 · 3 / 4 / 0.06
-
-
-def test_seconds_between_measured_sizes_lie_on_a_line_of_logarithms() -> None:
-    assert between([100, 10_000], [1.0, 4.0], 1000) == pytest.approx(2.0)
 
 
 def test_variation_of_log_normal_values_says_that_they_are() -> None:

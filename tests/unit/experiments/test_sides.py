@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +17,8 @@ from crossbow_py.telemetry.events import RoundEnd
 from crossbow_py.train.trainer import Trainer
 from experiments.bench import workloads
 from experiments.bench.gate import FinishedError, Paced, Settling
-from experiments.bench.results import EXPERIMENTS
 from experiments.bench.sides import tuned
-from experiments.bench.sides.captured import SEED, DeviceFeed, captured, few_ahead, model_step
+from experiments.bench.sides.captured import SEED, DeviceFeed, few_ahead, model_step
 from experiments.bench.sides.side import Side
 from experiments.bench.sides.tuned import Form
 from experiments.bench.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Effort, Workload
@@ -125,10 +121,6 @@ def test_captured_step_moves_weights_as_a_plain_loop_does(
     assert_moves_as_a_plain_loop(step, trained, reference, start, [feed.next() for _ in range(6)], tolerance)
 
 
-def test_step_on_a_cpu_is_not_captured() -> None:
-    assert captured(print, "cpu") is print
-
-
 def test_step_a_few_ahead_waits_for_the_one_four_calls_before(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
@@ -191,27 +183,6 @@ def test_throughput_command_line_refuses_what_it_cannot_measure(capsys: pytest.C
             run.main(arguments)
         assert ended.value.code == 2
         assert arguments[-2] in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_throughput_run_from_the_command_line_writes_rows_and_ratios(tmp_path: Path) -> None:
-    written = tmp_path / "result.json"
-    script = str(EXPERIMENTS / "throughput" / "run.py")
-    options = ["--model", "mlp", "--num-learners", "2", "--sides", "default_loop", "threads", "--precision", "fp32",
-               "--seconds", "0.2", "--repetitions", "2", "--max-foreign-share", "2", "--device", "cpu"]  # fmt: skip
-    environment = {"PATH": "/usr/bin:/bin", "CROSSBOW_DATA_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, script, *options, "--json", str(written)],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    result = json.loads(written.read_text())
-    assert [(row["side"], row["num_learners"], row["averaging"], row["n"]) for row in result["rows"]] == [
-        ("default_loop", 1, "none", 2), ("threads", 2, "sma", 2), ("threads", 2, "none", 2),
-    ]  # fmt: skip
-    assert all(row["images_per_s"] > 0 for row in result["rows"])
-    assert {entry["kind"] for entry in result["ratios"]} == {"throughput", "round_time"}
-    assert "round with SMA ÷ without" in done.stdout
 
 
 class Wanting(CountingGate):

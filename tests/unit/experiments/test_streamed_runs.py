@@ -7,11 +7,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 from crossbow_py.core.errors import UserError
 from experiments.bench import windows
-from experiments.bench.streamed_runs import Setup, StreamedRun, five_layers, photographs
+from experiments.bench.streamed_runs import Setup, StreamedRun, photographs
 from experiments.bench.windows import Mark, Window, Windows, by_turns, wait_until, waiting, window_of
 from experiments.loader import run as loader
 from experiments.preprocessing import run as preprocessing
@@ -72,12 +71,6 @@ def test_summary_has_medians_and_every_window() -> None:
         "images_per_s_windows": [20.0, None, 40.0],
         "wait_share_windows": [0.25, None, 0.75],
     }
-
-
-def test_network_has_five_layers_with_weights() -> None:
-    network = five_layers(4, 3)
-    assert network(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
-    assert sum(1 for parameter in network.parameters() if parameter.ndim > 1) == 5
 
 
 def test_models_on_one_feed_share_every_batch(photos: Path) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from crossbow_py.core.host import Host
-from experiments.bench import windows
-from experiments.bench.results import read_result
 from experiments.bench.windows import Window, Windows
 from experiments.workers import plot, run
 from experiments.workers.run import Cell, Pace
@@ -93,22 +90,3 @@ def test_picture_has_a_line_a_batch_size_and_a_ring_at_the_recommended_number() 
         for axes in (starved, fed)
     ]
     assert rings == [[[3, 290]], [[1, 125]]]
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_measurement_from_the_command_line_writes_its_result(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(windows, "MAX_FOREIGN_SHARE", 2.0)
-    monkeypatch.setattr(run, "NETWORKS", {"light": 2, "heavy": 4})
-    path = tmp_path / "photos.json"
-    arguments = ["--folder", str(photos), "--batch-sizes", "2", "3", "--workers", "1"]
-    assert run.main([*arguments, "--seconds", "2", "--repetitions", "1", "--json", str(path)]) == 0
-    written = read_result(path)
-    cells = [(cell["network"], cell["batch_size"]) for cell in written["cells"]]
-    assert cells == [("light", 2), ("light", 3), ("heavy", 2), ("heavy", 3)]
-    assert all(row["images_per_s"] > 0 for cell in written["cells"] for row in cell["rows"])
-    assert all(cell["fetch_ms"] > 0 and cell["step_ms"] > 0 for cell in written["cells"])
-    assert (written["num_workers"], written["images"]) == ([0, 1], 9)
-    assert "9 training images of photos, crops of 64 x 64" in capsys.readouterr().out

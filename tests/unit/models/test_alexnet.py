@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from crossbow_py.models import alexnet
 from crossbow_py.models.alexnet import OneTower
@@ -32,20 +31,3 @@ def test_names_and_shapes_of_parameters_are_those_of_published_weights() -> None
     }  # fmt: skip
     expected = {f"{layer}.weight": shape for layer, shape in weights.items()}
     assert shapes == expected | {f"{layer}.bias": shape[:1] for layer, shape in weights.items()}
-
-
-def test_pooling_before_relu_gives_what_relu_before_pooling_gives(small: OneTower) -> None:
-    x = torch.randn(2, 3, 70, 63)
-    expected = x
-    for layer in small.features:
-        if isinstance(layer, nn.Conv2d):
-            expected = layer(expected).relu()
-        elif isinstance(layer, nn.MaxPool2d):
-            expected = layer(expected)
-    assert torch.equal(small.features(x), expected)
-
-
-@pytest.mark.parametrize(("share", "modules"), [(0.0, 0), (0.3, 2)])
-def test_dropout_of_a_share_is_that_of_its_modules(small: OneTower, share: float, modules: int) -> None:
-    found = [module.p for module in OneTower(3, 10, share).modules() if isinstance(module, nn.Dropout)]
-    assert found == [share] * modules

@@ -47,11 +47,11 @@ def test_build_of_a_module_class_makes_an_instance() -> None:
     [
         ("", r"must be a dotted path such as package\.module\.function, got ''"),
         ("make", r"must be a dotted path such as package\.module\.function, got 'make'"),
-        ("a_module_that_is_not_there.make", r"cannot be imported \(ModuleNotF.*check the spell.* install that"),
+        ("a_module_that_is_not_there.make", r"cannot be imported \(ModuleNotF.*check the spell.* install the package"),
         ("my_models_of_the_test.mkae", r"cannot be imported \(AttributeError: "),
         (
             "broken_of_the_test.make",
-            r"cannot be imported \(ModuleNotFoundError: .*\); run pip install a_module_that_is_not_there, or put its",
+            r"cannot be imported \(ModuleNotFoundError: .*\); install the package that has a_module_that_is_not",
         ),
         ("my_models_of_the_test.sub.make", r"not a package\); check the spelling, and that its folder is on PYTH.*\.$"),
         ("my_models_of_the_test.CONSTANT", r"must be callable, got int"),

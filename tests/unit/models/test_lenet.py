@@ -15,9 +15,3 @@ def test_pooling_before_relu_equals_relu_before_pooling() -> None:
     y = pool(second(pool(first(x).relu())).relu())
     assert isinstance(relu, nn.ReLU)
     assert torch.equal(model(x), output(hidden(flatten(y)).relu()))
-
-
-def test_dropout_when_set_is_a_module_the_engine_can_find() -> None:
-    shares = [module.p for module in LeNet(dropout=0.25).build((1, 28, 28), 10) if isinstance(module, nn.Dropout)]
-    assert shares == [0.25]
-    assert not any(isinstance(module, nn.Dropout) for module in LeNet().build((1, 28, 28), 10))

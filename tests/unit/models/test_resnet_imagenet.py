@@ -57,6 +57,7 @@ def test_last_norm_of_a_block_starts_at_zero_by_option_alone(zero: bool) -> None
     assert all(block.branch[1].weight.all() for block in model.blocks)
 
 
+@pytest.mark.slow
 def test_fused_round_of_resnet18_equals_serial_and_loops_over_nothing(resnet18: nn.Module) -> None:
     banks, looped = [], []
     for executor in ("serial", "fused"):

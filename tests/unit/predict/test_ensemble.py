@@ -61,6 +61,7 @@ def assert_as_by_hand(ensemble, models, batch, tolerance=1e-6):
         assert (ensemble.predict(batch) - expected.mean(0)).abs().max() <= tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_members_and_their_mean_equal_plain_pytorch_at_every_batch_size(executor):
     models = seeded(convolutional, 4)
@@ -199,6 +200,7 @@ def test_what_the_executor_of_cuda_streams_computes_equals_plain_pytorch(num_mod
         predictor.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["fused", "fused_threads"])
 def test_programs_are_kept_for_the_last_shapes_alone_and_made_anew_for_others(executor):
     models, most = seeded(mlp, 3), predictors.MOST_PROGRAMS

@@ -37,6 +37,7 @@ def fused(make, inputs):
     return lambda batch: graph.run(batch, shared=True)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("network", networks.NETWORKS)
 def test_recorded_run_of_a_graph_answers_as_the_graph_does(network):

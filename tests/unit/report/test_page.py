@@ -65,6 +65,7 @@ def test_page_of_one_run_has_its_charts_decisions_and_timeline_and_loads_nothing
     assert (balance.open, balance.wrong) == ([], [])
 
 
+@pytest.mark.slow
 def test_page_of_two_runs_shows_in_what_they_differ(tmp_path: Path) -> None:
     text = page([write_run(tmp_path / "a", "seed=1"), write_unfinished(tmp_path / "b", "seed=2")])
     assert "Differences in configuration" in headings(text)
@@ -79,6 +80,7 @@ def cats_and_dogs(right: int, of_positions: bool = False, size: int = 2) -> Clas
     return ClassCounts(counts, ("cat", "<dog>"), of_positions)
 
 
+@pytest.mark.slow
 def test_page_of_a_run_with_classes_has_their_figures_and_confusions(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "digits" / "a", class_counts=cats_and_dogs(3))
     text = page([folder])
@@ -92,6 +94,7 @@ def test_page_of_a_run_with_classes_has_their_figures_and_confusions(tmp_path: P
     assert (balance.open, balance.wrong) == ([], [])
 
 
+@pytest.mark.slow
 def test_page_of_several_runs_compares_the_f1_of_their_classes_or_the_iou_of_masks(tmp_path: Path) -> None:
     folders = [
         write_run(tmp_path / "a", class_counts=cats_and_dogs(3)),
@@ -134,6 +137,7 @@ def test_page_of_a_run_without_any_epoch_has_no_charts(tmp_path: Path) -> None:
     assert headings(page([folder])) == [f"{tmp_path.name}/a"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "is_open"), [(8, True), (24, False)])
 def test_page_of_many_ranks_has_the_slowest_first_and_its_curve(
     tmp_path: Path, num_ranks: int, is_open: bool

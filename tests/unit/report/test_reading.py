@@ -79,6 +79,7 @@ def test_torn_and_foreign_lines_are_left_out_and_counted(tmp_path: Path) -> None
     assert "metrics.jsonl has 3 lines that cannot be read" in run.notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["summary.json", "config.yaml", "trace.json"])
 @pytest.mark.parametrize("content", [b"", b"{", b"\x00\xff\x80", b'{"traceEvents": [{}]}', b"[" * 3000, ODD_SPANS])
 def test_damaged_files_are_named_and_the_rest_is_there(tmp_path: Path, name: str, content: bytes) -> None:

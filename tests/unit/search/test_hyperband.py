@@ -108,6 +108,7 @@ def test_search_run_to_its_end_runs_what_the_table_says() -> None:
     assert is_over(SMALL, results, maximize=True)
 
 
+@pytest.mark.slow
 @given(st.randoms(use_true_random=False), st.lists(st.integers(-1, 5), min_size=49, max_size=49))
 @settings(max_examples=50)
 def test_search_ends_alike_whatever_runs_first_and_whoever_ties_or_fails(

@@ -58,6 +58,7 @@ def test_search_keeps_the_top_third_of_every_rung_and_runs_no_segment_twice(sett
         assert sorted(segment.trial for segment in results if segment.rung == rung + 1) == sorted(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["signature", "batch_size", "random", "knn", "none"])
 def test_every_policy_finds_the_same_values(setting: Setting, policy: Policy, tmp_path: Path) -> None:
     setting.policy = policy
@@ -257,6 +258,7 @@ def test_two_workers_share_the_trials_and_train_none_twice(setting: Setting) -> 
     assert len(workers) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -275,6 +277,7 @@ def test_trial_that_raises_fails_with_its_reason_and_the_others_go_on(
     assert states.count(TrialState.FAILED) == 2 and states.count(TrialState.COMPLETE) == 1
 
 
+@pytest.mark.slow
 def test_trial_that_raises_in_a_pack_is_found_by_training_each_alone(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:

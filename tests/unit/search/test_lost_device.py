@@ -29,6 +29,7 @@ def lost_samples(*_: Any, **__: Any) -> Any:
     raise DataError("samples cannot be made") from RuntimeError(LOST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name", "raises"),
     [
@@ -67,6 +68,7 @@ def test_device_that_is_lost_when_a_stop_keeps_segments_says_so(
         search.run(lambda: search.spent.samples > 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name"), [(slots, "free_memory"), (slots, "evaluate_in_memory"), (evaluator, "free_memory")]
 )
@@ -92,6 +94,7 @@ def test_device_that_is_lost_as_a_pack_has_failed_ends_the_search(
         setting.search().run(never)
 
 
+@pytest.mark.slow
 def test_trial_on_a_cpu_whose_model_says_what_cuda_says_fails_alone(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from tests.unit.search.study.shared_studies import why_failed
 from tests.unit.search.tiny_search import ONE_SIZE, SPACE, Setting, never, one_round, values_of, watch
 
 
+@pytest.mark.slow
 def test_memory_that_does_not_hold_a_pack_makes_it_narrower(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     setting.space, widths = ONE_SIZE, []
 
@@ -55,6 +56,7 @@ def round_by_round(side_by_side: Setting, monkeypatch: pytest.MonkeyPatch) -> Se
     return side_by_side
 
 
+@pytest.mark.slow
 def test_trials_whose_packs_run_out_of_memory_at_once_train_alone(
     side_by_side: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +73,7 @@ def test_trials_whose_packs_run_out_of_memory_at_once_train_alone(
     assert failed and not why_failed(side_by_side.study())
 
 
+@pytest.mark.slow
 def test_trials_that_memory_does_not_seat_beside_each_other_train_alone(
     side_by_side: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +109,7 @@ def expected(tmp_path: Path) -> Expected:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError(), UserError("the model cannot take it")])
 def test_trial_that_cannot_be_described_in_the_memory_packs_leave_is_described_without_them(
     round_by_round: Setting, monkeypatch: pytest.MonkeyPatch, expected: Expected, error: Exception
@@ -124,6 +128,7 @@ def test_trial_that_cannot_be_described_in_the_memory_packs_leave_is_described_w
     assert values_of(setting) == whole
 
 
+@pytest.mark.slow
 def test_trial_that_no_memory_describes_fails_once_no_pack_holds_any(
     side_by_side: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +147,7 @@ def test_trial_that_no_memory_describes_fails_once_no_pack_holds_any(
     assert {each[-1] for each in counts.values()} == {0}
 
 
+@pytest.mark.slow
 def test_width_of_a_kind_is_found_in_all_of_the_memory(
     round_by_round: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +164,7 @@ def test_width_of_a_kind_is_found_in_all_of_the_memory(
     assert len(setting.finished) == len(set(setting.finished)) == 13
 
 
+@pytest.mark.slow
 def test_stop_while_packs_have_made_room_keeps_where_segments_stand(
     round_by_round: Setting, monkeypatch: pytest.MonkeyPatch, expected: Expected
 ) -> None:
@@ -202,6 +209,7 @@ def test_trial_that_cannot_be_measured_in_the_memory_packs_leave_is_measured_wit
     assert all(ours[each] == pytest.approx(value) for each, (value, _) in whole.items())
 
 
+@pytest.mark.slow
 def test_trial_that_no_memory_measures_fails(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     setting.space = ONE_SIZE
     setting.make = lambda trial: partial(nn.Linear, 4, 3, bias=trial not in (1, 3))

@@ -70,6 +70,7 @@ def connect(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> Cluster:
     return cluster
 
 
+@pytest.mark.slow
 def test_search_ends_with_the_best_of_its_workers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +93,7 @@ def test_search_ends_with_the_best_of_its_workers(
     assert list(Path("search").glob(".seen_*")) == []
 
 
+@pytest.mark.slow
 def test_search_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert search_digits() == 0
     before = report()["best"]
@@ -122,6 +124,7 @@ def test_machine_that_shares_nothing_is_refused_and_leaves_nothing(
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_mistake_that_all_workers_find_is_said_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

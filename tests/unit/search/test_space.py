@@ -111,6 +111,7 @@ def brute_force(plain: Mapping[str, Any]) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @given(spaces())
 def test_grid_and_corners_of_any_nested_space_agree_with_trying_everything(plain: dict[str, Any]) -> None:
     expected = brute_force(plain)

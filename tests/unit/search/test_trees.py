@@ -54,6 +54,7 @@ def search_sentences(model: type[nn.Module], *overrides: str, **arguments: bool)
     ])  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_items", [False, True])
 def test_trials_in_packs_come_to_what_they_come_to_alone(as_items: bool, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)

@@ -55,6 +55,7 @@ def test_balanced_run_equals_a_plain_loop_over_draws_by_one_over_the_class_count
     assert_close(result.model, plain_loop(ids.tolist(), nn.CrossEntropyLoss()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_balanced_run_resumes_to_the_bit(tmp_path: Any, executor: str) -> None:
     inputs, targets = images(50)
@@ -140,6 +141,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(options: dict[str, Any], m
         make_trainer(**options)
 
 
+@pytest.mark.slow
 def test_batches_of_a_searchs_trials_are_drawn_in_balance(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     new_feed = build.new_feed

@@ -105,6 +105,7 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", VARIANTS)
 def test_run_stops_after_patience_and_returns_the_model_of_the_best_evaluation(options, tmp_path):
     _, long = watched(**options)
@@ -140,6 +141,7 @@ def test_restore_best_returns_the_best_of_a_run_that_ends_otherwise_and_evaluate
     assert again.summary.model_epoch == again.summary.epochs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"averaging": Independent()}, {"averaging": SMA(average_ema=2.0)}])
 def test_resumed_run_counts_on_and_has_the_same_best_model(tmp_path: Path, options):
     whole = unsteady(output_dir=tmp_path / "whole", **options).fit(max_epochs=25, patience=PATIENCE)

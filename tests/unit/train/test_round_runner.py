@@ -152,6 +152,7 @@ def test_rank_that_sits_out_does_so_in_the_rounds_that_average_alone(make_runner
     assert collective.num_sums == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_rank_out_of_memory_goes_on_with_fewer_learners_after_all_have_met(make_runner, executor):
     runner, run, collective, loss = make_runner(executor)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.settings import from_mapping, to_mapping
+from crossbow_py.core.settings import from_mapping
 from crossbow_py.train.schedules import (
     SCHEDULES,
     WSD,
@@ -24,23 +22,7 @@ from crossbow_py.train.schedules import (
     Step,
 )
 
-CONF = Path(__file__).parents[3] / "conf" / "schedule"
 EPOCH = 100
-
-
-@pytest.mark.parametrize("name", sorted({path.stem for path in CONF.glob("*.yaml")} - SCHEDULES.keys()))
-def test_recipe_in_conf_names_a_schedule_and_settings_it_takes(name: str) -> None:
-    values = yaml.safe_load((CONF / f"{name}.yaml").read_text())
-    schedule = from_mapping(SCHEDULES[values.pop("name")], values, "schedule")
-    assert to_mapping(schedule).items() >= values.items()
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_defaults_in_conf_equal_those_of_the_settings(name: str) -> None:
-    values = yaml.safe_load((CONF / f"{name}.yaml").read_text())
-    assert values.pop("name") == name == SCHEDULES[name].NAME
-    assert values == to_mapping(SCHEDULES[name]())
-    assert from_mapping(SCHEDULES[name], values, "schedule") == SCHEDULES[name]()
 
 
 @pytest.mark.parametrize(

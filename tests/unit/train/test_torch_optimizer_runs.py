@@ -16,6 +16,7 @@ from tests.trainers import blobs, image_trainer, make_trainer, weights
 NADAM = TorchOptimizer(learning_rate=0.01, target=torch.optim.NAdam, args={"betas": [0.8, 0.99]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("averaging", [SMA(), SynchronousSGD(), LocalSGD()], ids=lambda rule: rule.NAME)
 def test_resumed_run_ends_with_the_bits_of_one_that_ran_through(tmp_path: Path, averaging: Any) -> None:
     def trainer(name: str, resume: str | None = None, optimizer: Any = NADAM) -> Any:

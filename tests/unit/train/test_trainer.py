@@ -414,6 +414,7 @@ def test_resume_auto_starts_afresh_goes_on_and_needs_a_folder(tmp_path):
         make_trainer(resume="auto")
 
 
+@pytest.mark.slow
 def test_paths_beneath_the_home_folder_are_written_and_read_there(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)

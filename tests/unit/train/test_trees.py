@@ -158,6 +158,7 @@ DATA = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DATA)
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_data_sets_of_every_form_give_the_same_numbers(name: str, num_workers: int) -> None:
@@ -245,6 +246,7 @@ class Cut(Items):
         return own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["serial", "threads", "auto"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_of_a_collate_of_ones_own_may_differ_in_shape(executor: str, num_workers: int) -> None:
@@ -262,6 +264,7 @@ def test_fused_learners_need_batches_of_one_shape() -> None:
     assert_alike(trained(data, "fused").weights, plain(6))
 
 
+@pytest.mark.slow
 def test_independent_learners_are_evaluated_on_batches_of_any_shape() -> None:
     trainer, _ = trained(Collated(Cut(), padded), averaging=Independent(), learning_statistics=True)
     assert trainer.evaluate().accuracy is not None
@@ -296,6 +299,7 @@ class ReaderWithLoss(Reader):
         return {"loss": loss, "logits": scores, "cache": (scores, 3)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("name", ["pairs", "a mapping of tensors", "mappings of lists"])
 def test_a_model_that_takes_labels_trains_on_the_loss_it_returns(executor: str, name: str) -> None:

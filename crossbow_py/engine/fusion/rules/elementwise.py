@@ -47,6 +47,8 @@ def pointwise(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     values = [value for value in values_in([*args, *kwargs.values()]) if isinstance(value, Fused)]
     keep = _all_channels(values)
     rank = max(rank_of(value) for value in values)
+    if base_name(call.target) == "masked_fill" and isinstance(args[2], Fused) and args[2].layout is not Layout.SHARED:
+        raise NotFusedError  # a value of each learner, where torch takes one
 
     def tensor(value: Fused) -> Tensor:
         if keep or value.layout is Layout.SHARED:
@@ -54,13 +56,19 @@ def pointwise(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         return with_rank(call.stack(value), rank)
 
     layout = Layout.CHANNELS if keep else Layout.STACK
-    in_place = call.may_write and isinstance(args[0], Fused) and args[0].layout is layout
+    own = args[0] if isinstance(args[0], Fused) else None
+    in_place = call.may_write and own is not None and own.layout is layout and not _is_result_view(own.tensor)
     plain = [map_values(argument, tensor) for argument in args]
     named = {name: map_values(value, tensor) for name, value in kwargs.items()}
     result = call.target(*plain, **named) if in_place else call.functional(*plain, **named)
     if is_in_place(call.target):
         result = result.to(plain[0].dtype)  # which writing in place would keep
     return wrap(result, layout)
+
+
+def _is_result_view(tensor: Tensor) -> bool:
+    """Return whether a custom autograd function has returned the tensor as a view, which may not be written."""
+    return tensor._is_view() and hasattr(type(tensor.grad_fn), "_forward_cls")
 
 
 def _all_channels(values: list[Fused]) -> bool:
@@ -87,8 +95,10 @@ def dimensional(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     dimensions = [key for key in _DIMENSIONS if key in named]
     if not dimensions:
         return _over_everything(call, name, named)
-    rank = next(rank_of(value) for value in values_in(list(named.values())) if isinstance(value, Fused))
-    rank += name == "stack"  # its dimension is one of the result
+    ranks = [rank_of(value) for value in values_in(list(named.values())) if isinstance(value, Fused)]
+    if name in ("cat", "concat", "concatenate") and len(set(ranks)) > 1:
+        raise NotFusedError  # an empty vector, which torch leaves out
+    rank = ranks[0] + (name == "stack")  # its dimension is one of the result
     if not rank:
         raise NotFusedError  # a scalar accepts dimension -1, although it has none
     for key in dimensions:

@@ -32,12 +32,11 @@ from crossbow_py.engine.kernels import convolution as implicit
 from crossbow_py.engine.kernels.geometry import Geometry, tiles_of
 from crossbow_py.engine.kernels.statistics import Statistics
 from crossbow_py.engine.trust import GRAPHS, why_not
+from crossbow_py.engine.trust.compare import TOLERANCES, is_within
 
 Direction = Literal["forward", "inputs", "filters"]
 _DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 IMPLICIT, GROUPED, GROUPED_NCHW = "implicit_gemm", "grouped_nhwc", "grouped_nchw"
-# Tolerances relative to the largest value: bfloat16 has 8 bits, TF32 10, and sums are long.
-_TOLERANCE = {torch.bfloat16: 5e-2, torch.float32: 1e-2, torch.float64: 1e-10}
 
 
 class Operators:
@@ -172,9 +171,7 @@ class ConvolutionChoices:
     def is_right(self, name: str, run: Callable[[], Tensor], expected: Tensor) -> bool:
         """Return whether a way gives the numbers expected; if not, say so. Blocks the host."""
         try:
-            distance = (run().double() - expected.double()).abs().amax()
-            # False for NaN; a host–device synchronisation.
-            if distance <= _TOLERANCE[expected.dtype] * expected.abs().amax().double():
+            if is_within(run(), expected, TOLERANCES[expected.dtype].kernel):  # a host–device synchronisation
                 return True
         except Exception as error:  # compilers and libraries raise anything
             self._failed(name, error)

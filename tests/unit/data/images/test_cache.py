@@ -6,9 +6,12 @@ import errno
 import fcntl
 import os
 import pickle
+import re
 import shutil
 import threading
 from collections import namedtuple
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
 
@@ -104,7 +107,7 @@ def test_worker_that_dies_is_no_reason_to_stop(files, tmp_path, monkeypatch) -> 
     monkeypatch.setattr(cache_module, "decode", lambda path: os._exit(1))
     opened = fill(files, tmp_path / "caches")
     assert opened.cache is None
-    assert "exited unexpectedly" in opened.notes[0]
+    assert re.search(r"data worker \d+ died \(exit code 1\) and was last on .*; look at that sample", opened.notes[0])
     assert left_in(tmp_path / "caches") == [".lock"]
 
 
@@ -116,13 +119,6 @@ def test_image_that_cannot_be_read_is_not_in_the_cache_and_a_bad_sample(files: I
     fetched = data_of(files, cache).fetch([Key(0, 4)], seed=0, training=True, on_sample=lambda sample: None)
     assert [(one.sample, one.name) for one in fetched.bad] == [(4, files.path(4))]
     assert fetched.targets.tolist() == [1]
-
-
-def test_cache_of_images_none_of_which_can_be_read_is_empty(files: ImageFiles, tmp_path: Path) -> None:
-    for file in range(9):
-        truncate(Path(files.path(file)))
-    cache = filled(files, tmp_path / "caches")
-    assert (cache.num_bytes, cache.pixels(0)) == (0, None)
 
 
 def test_cache_after_pickling_is_opened_anew_and_small(files: ImageFiles, tmp_path: Path) -> None:
@@ -170,8 +166,7 @@ def swap_rows(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        (IMAGES, tear), (IMAGES, Path.unlink), (INDEX, tear), (INDEX, Path.unlink), (INDEX, lose_rows),
-        (INDEX, swap_rows), (INDEX, lambda path: path.write_bytes(b"")), (INDEX, lambda path: path.write_bytes(b"x")),
+        (IMAGES, tear), (IMAGES, Path.unlink), (INDEX, tear), (INDEX, lose_rows), (INDEX, swap_rows),
     ],
 )  # fmt: skip
 def test_damaged_cache_is_made_anew(files: ImageFiles, tmp_path: Path, name: str, damage: Any) -> None:
@@ -181,15 +176,6 @@ def test_damaged_cache_is_made_anew(files: ImageFiles, tmp_path: Path, name: str
     assert again.cache is not None
     assert len(again.notes) == 1
     assert same_pixels(again.cache, files)
-
-
-def test_what_a_killed_process_left_is_removed(files: ImageFiles, tmp_path: Path) -> None:
-    partial = (tmp_path / "caches" / cache_key(files, SHORT)).with_suffix(".partial")
-    partial.mkdir(parents=True)
-    (partial / IMAGES).write_bytes(b"half")
-    (partial / "more").touch()
-    assert same_pixels(filled(files, tmp_path / "caches"), files)
-    assert left_in(tmp_path / "caches") == ["", ".lock"]
 
 
 def test_process_that_is_killed_while_writing_leaves_no_cache_and_no_lock(files: ImageFiles, tmp_path: Path) -> None:
@@ -202,16 +188,6 @@ def test_process_that_is_killed_while_writing_leaves_no_cache_and_no_lock(files:
     assert left_in(tmp_path / "caches") == [".lock", ".partial"]
     assert same_pixels(filled(files, tmp_path / "caches"), files)
     assert left_in(tmp_path / "caches") == ["", ".lock"]
-
-
-def test_exception_while_writing_leaves_nothing(files, tmp_path, monkeypatch) -> None:
-    def interrupted(out: IO[bytes], pixels: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cache_module, "append", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        fill(files, tmp_path / "caches")
-    assert left_in(tmp_path / "caches") == [".lock"]
 
 
 def test_disk_that_is_full_while_writing_is_no_reason_to_stop(files, tmp_path, monkeypatch) -> None:
@@ -244,35 +220,16 @@ def test_disk_without_room_is_found_before_anything_is_written(files, tmp_path, 
     assert fill(files, tmp_path / "caches").cache is not None
 
 
-def test_folder_that_cannot_be_made_is_no_reason_to_stop(files: ImageFiles, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    opened = fill(files, tmp_path / "file" / "caches")
-    assert opened.cache is None
-    assert f"There is no image cache in {tmp_path}/file/caches: NotADirectoryError" in opened.notes[0]
-
-
-def test_user_without_a_home_is_no_reason_to_stop(files: ImageFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> Path:
-        raise OSError("there is no home folder")
-
-    monkeypatch.setattr(cache_module, "user_cache", homeless)
-    opened = open_or_fill(files, SHORT, None, timeout_s=60, progress=False)
-    assert "There is no image cache in the home folder: OSError: there is no home folder." in opened.notes[0]
-
-
 def test_second_process_waits_and_takes_what_the_first_made(files, tmp_path, monkeypatch) -> None:
     made = filled(files, tmp_path / "made").folder
     place = tmp_path / "caches" / made.name
     place.parent.mkdir()
-    said: list[str] = []
-    waiting = threading.Event()
+    locked, waiting = cache_module.locked, threading.Event()
 
-    def say(text: str) -> None:
-        said.append(text)
-        waiting.set()
+    def noted(path: Path, busy: Callable[[], None]) -> AbstractContextManager[None]:
+        return locked(path, lambda: (busy(), waiting.set()))
 
-    locked = cache_module._locked
-    monkeypatch.setattr(cache_module, "_locked", lambda path, _: locked(path, say))
+    monkeypatch.setattr(cache_module, "locked", noted)
     monkeypatch.setattr(cache_module, "_decoded", None)
     opened: list[Opened] = []
     with place.with_suffix(".lock").open("a") as lock:
@@ -282,7 +239,6 @@ def test_second_process_waits_and_takes_what_the_first_made(files, tmp_path, mon
         assert waiting.wait(10)
         made.rename(place)
     second.join(10)
-    assert said[0] == "another run is filling the image cache"
     assert opened[0].cache is not None
     assert opened[0].notes == ("Another run filled the image cache while this one waited.",)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 from pathlib import Path
 
@@ -48,13 +47,6 @@ def test_scan_of_names_that_are_no_utf8_finds_the_file(tmp_path: Path) -> None:
     name = os.fsdecode(b"\xff\xfe.jpg")
     touch(tmp_path / "a" / name)
     assert scan_part(tmp_path).path(0) == f"{tmp_path}/a/{name}"
-
-
-def test_files_of_many_images_are_a_few_flat_arrays(tmp_path: Path) -> None:
-    touch(*(tmp_path / "a" / f"{number:04}.jpg" for number in range(1000)))
-    files = pickle.loads(pickle.dumps(scan_part(tmp_path)))
-    assert files.relative(999) == "a/0999.jpg"
-    assert len(pickle.dumps(files)) < 1000 * (8 + 8 + 8) + 1000
 
 
 @pytest.mark.parametrize(

@@ -85,17 +85,6 @@ def test_images_of_several_blocks_equal_indexing(order: str, erased: bool) -> No
     assert targets.tolist() == [[9, 4], [9, 9]]
 
 
-@pytest.mark.parametrize("num_learners", [1, 5])
-def test_interleaved_batches_are_what_a_grouped_operator_takes(num_learners: int) -> None:
-    pixels, picks = table(3), drawn_picks(num_learners * 2, 4, 5)
-    inputs = new_images(num_learners, 2, (3, 4, 5), "channels", torch.float32)
-    gather_images(pixels, picks, inputs, torch.arange(N), torch.zeros(num_learners, 2, dtype=torch.int64))
-    grouped = inputs.transpose(0, 1).flatten(1, 2)
-    assert grouped.data_ptr() == inputs.data_ptr() and grouped.is_contiguous(memory_format=torch.channels_last)
-    each = expected_images(pixels, picks, (3, 4, 5)).unflatten(0, (num_learners, 2))
-    assert torch.equal(grouped.double(), torch.cat(list(each), dim=1))
-
-
 @pytest.mark.parametrize("order", ["stacked", "channels"])
 @pytest.mark.parametrize(
     "labels",

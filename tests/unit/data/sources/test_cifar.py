@@ -50,7 +50,7 @@ def test_load_of_cifar100_gives_the_fine_labels(tmp_path: Path) -> None:
     assert source.num_classes == 100
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("protocol", [2, 5])
 def test_load_of_pickles_written_anew_with_text_keys_is_accepted(tmp_path: Path, protocol: int) -> None:
     batches = cifar10_batches()
     write_cifar(tmp_path / "cifar-10-batches-py", batches)
@@ -68,7 +68,7 @@ def test_load_of_an_archive_lacking_a_member_names_it(tmp_path: Path) -> None:
         settings(tmp_path).load(progress=False)
 
 
-@pytest.mark.parametrize("keep", [0, 1, 20, 1000, -1])
+@pytest.mark.parametrize("keep", [0, 1000])
 def test_load_of_a_truncated_batch_names_the_file(tmp_path: Path, keep: int) -> None:
     write_cifar(tmp_path / "cifar-10-batches-py", cifar10_batches())
     path = tmp_path / "cifar-10-batches-py" / "data_batch_2"

@@ -10,7 +10,6 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.data.datasets import num_samples
 from crossbow_py.data.sources.base import Declared, SourceSettings
 from crossbow_py.data.sources.cifar import Cifar10, Cifar100
-from crossbow_py.data.sources.custom import Custom
 from crossbow_py.data.sources.digits import Digits
 from crossbow_py.data.sources.image_folder import ImageFolder
 from crossbow_py.data.sources.mnist import FashionMnist, Mnist
@@ -36,10 +35,6 @@ def test_declared_of_published_data_is_what_was_published(tmp_path: Path) -> Non
     assert Cifar100(root=nowhere).declared() == Declared((3, 32, 32), 100, 50_000, 10_000, resident=True)
     for digits in (Mnist(root=nowhere), FashionMnist(root=nowhere)):
         assert digits.declared() == Declared((1, 28, 28), 10, 60_000, 10_000, resident=True)
-
-
-def test_declared_of_custom_data_is_nothing() -> None:
-    assert Custom(target="pkg.mod.fn").declared() is None
 
 
 def test_declared_of_a_folder_counts_its_classes_and_images(tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ import pytest
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.sources.cifar import Cifar10
-from crossbow_py.data.sources.downloads import PublishedFile, data_folders, download, find
+from crossbow_py.data.sources.downloads import PublishedFile, data_folders, download
 from crossbow_py.data.sources.image_folder import ImageFolder
-from crossbow_py.data.sources.mnist import Mnist
 from tests.unit.data.files import cifar10_batches, cifar_archive, write_cifar
 
 CONTENT = b"published" * 1000
@@ -153,12 +152,6 @@ def test_load_of_cifar10_not_found_downloads_its_archive_once(tmp_path, server, 
     assert (tmp_path / "root" / "cifar-10-python.tar.gz").read_bytes() == content
 
 
-def test_load_of_mnist_without_a_network_names_the_first_file(tmp_path, closed_url, monkeypatch) -> None:
-    monkeypatch.setattr(Mnist, "MIRRORS", (closed_url + "/a/", closed_url + "/b/"))
-    with pytest.raises(UserError, match=r"^mnist/train-images-idx3-ubyte\.gz is not in .*/a/.* or .*/b/"):
-        Mnist(root=str(tmp_path)).load(progress=False)
-
-
 def test_data_folders_prefer_root_over_the_variable_over_the_cache(tmp_path, monkeypatch) -> None:
     cache = tmp_path / "home" / ".cache" / "crossbow_py"
     assert data_folders(None) == (cache,)
@@ -189,11 +182,3 @@ def test_data_root_that_is_a_file_or_not_there_is_named(tmp_path: Path) -> None:
         data_folders(str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"is not in /.*/missing \(which does not exist\) or /"):
         Cifar10(root=str(tmp_path / "missing"), download=False).load(progress=False)
-
-
-def test_find_of_several_names_takes_folders_in_order(tmp_path: Path) -> None:
-    for name in ("first/b", "second/a"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text("")
-    assert find(("a", "b"), (tmp_path / "first", tmp_path / "second")) == tmp_path / "first" / "b"
-    assert find(("c",), (tmp_path / "first",)) is None

@@ -45,12 +45,6 @@ def test_source_takes_parts_of_other_names(root: Path) -> None:
     assert len(photos(root, val="held out").load(False).test) == 3
 
 
-def test_source_holds_out_a_validation_part(root: Path) -> None:
-    source = photos(root, validation_fraction=0.3).load(False)
-    assert isinstance(source.validation, ImageFolderData)
-    assert (len(source.train), len(source.validation)) == (6, 3)
-
-
 def test_source_with_a_cache_fills_it_for_both_parts_and_says_so(root: Path) -> None:
     settings = photos(root, cache=True, cache_dir=str(root / "caches"))
     source = settings.load(progress=False)

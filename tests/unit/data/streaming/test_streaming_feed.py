@@ -8,7 +8,6 @@ import os
 import random
 import resource
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -93,24 +92,6 @@ def test_batches_hold_the_stream_across_epochs_whatever_the_number_of_workers(ma
     torch.testing.assert_close(pixels, torch.tensor(expected) / 255)
 
 
-def test_flip_mirrors_about_half_of_the_images_and_the_same_ones_each_time(made: Any) -> None:
-    once, again = (rounds(made(Images(), 0, flip=True), [(p,) for p in range(0, 92, 4)]) for _ in range(2))
-    left = torch.cat([batch.inputs[0, :, 0, 0, 0] for batch in once]) * 255
-    right = torch.cat([batch.inputs[0, :, 0, 0, -1] for batch in once]) * 255
-    mirrored = right >= 100
-    assert bool((mirrored ^ (left >= 100)).all()) and 30 < int(mirrored.sum()) < 62
-    assert same(once, again)
-
-
-def test_batch_is_normalised_and_cast_like_a_resident_one(made: Any) -> None:
-    images = torch.stack([Images()[i][0] for i in range(N)])
-    settings: dict[str, Any] = {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7], "channels_last": True}
-    resident = make_feed((images, torch.arange(N)), 4, SEED, dtype=torch.bfloat16, **settings).batch(0)
-    streamed = made(Images(), 0, dtype=torch.bfloat16, **settings).batch(0)
-    assert torch.equal(streamed.inputs, resident.inputs) and torch.equal(streamed.targets, resident.targets)
-    assert streamed.inputs.stride() == resident.inputs.stride()
-
-
 class StillImages(Images):
     """The same in every epoch, so that tensors can hold them too."""
 
@@ -124,9 +105,7 @@ class StillImages(Images):
         return super().fetch([Key(0, key.sample) for key in keys], **options)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("channels_last", [True, False])
-@pytest.mark.parametrize("crop_padding", [0, 2])
+@pytest.mark.parametrize(("crop_padding", "workers", "channels_last"), [(0, 0, True), (2, 0, False), (2, 2, True)])
 def test_streamed_images_are_augmented_like_resident_ones_to_the_bit(
     made: Any, crop_padding: int, workers: int, channels_last: bool
 ) -> None:
@@ -300,20 +279,6 @@ def test_worker_that_is_killed_is_laid_to_a_sample(made: Any) -> None:
         rounds(feed, [(p,) for p in range(4, 400, 4)])
 
 
-class ExitsAt(Items):
-    def __getitem__(self, index: int) -> Any:
-        if index == self.failing:
-            sys.exit(4)
-        return super().__getitem__(index)
-
-
-def test_worker_that_exits_is_laid_to_its_sample(made: Any) -> None:
-    failing = ids_at(9, 1)[0]
-    feed = made(ExitsAt(failing=failing), 2)
-    with pytest.raises(DataError, match=rf"data worker \d+ died \(exit code 4\) and was last on item {failing} "):
-        rounds(feed, [(p,) for p in range(0, 40, 4)])
-
-
 def test_worker_that_hangs_is_laid_to_its_sample_and_ended(made: Any) -> None:
     order = ids_at(0, N)
     data = Images(slow={order[5]: 60.0})
@@ -334,23 +299,14 @@ class NoSharedMemory(Images):
         return super().fetch(*args, **kwargs)
 
 
-class NoSharedItems(Items):
-    """The same, of items that are stacked in shared memory."""
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        forbid_files()
-        return super().__getitem__(index)
-
-
 def forbid_files() -> None:
     if multiprocessing.parent_process() is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("data", [NoSharedMemory(), NoSharedItems()])
-def test_batch_for_which_shared_memory_has_no_room_is_told_with_what_helps(made: Any, data: Any) -> None:
-    feed = made(data, 1)
+def test_batch_for_which_shared_memory_has_no_room_is_told_with_what_helps(made: Any) -> None:
+    feed = made(NoSharedMemory(), 1)
     said = r"^a batch could not be made .*unable to .*File too large.*give it more room .* set num_workers=0\.$"
     with pytest.raises(DataError, match=said) as caught:
         rounds(feed, [(0,)])
@@ -366,6 +322,7 @@ class Unpicklable(Images):
         return super().fetch(*args, **kwargs)._replace(bad=(BadSample(0, "image 0", threading.Lock()),))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_batch_that_is_lost_on_its_way_ends_the_wait_for_it(made: Any) -> None:
     feed = made(Unpicklable(), 1)
@@ -373,6 +330,7 @@ def test_batch_that_is_lost_on_its_way_ends_the_wait_for_it(made: Any) -> None:
         rounds(feed, [(0,)])
 
 
+@pytest.mark.slow
 def test_workers_that_cannot_all_be_started_are_told_and_none_is_left(made: Any, capfd: Any) -> None:
     feed, limits = made(Items(), 8), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 16, limits[1]))

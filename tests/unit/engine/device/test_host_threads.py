@@ -76,6 +76,7 @@ def test_threads_are_given_back_by_work_that_fails() -> None:
     assert torch.get_num_threads() == 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SPINS, reason="threads wait as libgomp does by default, where there are two cores")
 def test_threads_take_no_time_while_they_wait_asleep_and_do_again_afterwards() -> None:
     # In a process of its own: threads of other tests may be more than there are cores.

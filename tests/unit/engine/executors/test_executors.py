@@ -100,6 +100,7 @@ class SparseEmbedding(nn.Module):
 TOKENS = torch.arange(48 * 5).view(48, 5) % 11, torch.arange(48) % 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("network", "data"), [(Temperature, features(48)), (SparseEmbedding, TOKENS)])
 @pytest.mark.parametrize("optimizer", [SGD(weight_decay=1e-3), AdamW()])
 def test_single_values_and_sparse_gradients_train_as_in_a_plain_loop_on_every_executor(

@@ -54,6 +54,7 @@ def tasks_for(network, num_learners=3, **options):
     return make_tasks(make, num_learners=num_learners, data=networks.inputs_for(network), order="blocks", **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_device", [RecordingStreams, Refuses], ids=["graphs", "eager"])
 @pytest.mark.parametrize("rule", [SMA(), SMA(averaging_period=3), Independent()], ids=["every", "third", "independent"])
 @pytest.mark.parametrize("network", [networks.Transformer, networks.SqueezeExcite, networks.DepthwiseSeparable])

@@ -51,6 +51,7 @@ class Limited(RecordingStreams):
         return sum(word in entry.split() for entry in self.log)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [StreamsExecutor, FusedExecutor])
 def test_capture_that_dies_for_want_of_memory_takes_the_learner_away_and_training_goes_on(kind, monkeypatch):
     devices = []

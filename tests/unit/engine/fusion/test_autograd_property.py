@@ -284,6 +284,7 @@ def test_every_kind_of_block_trains_as_in_pytorch_or_is_refused(name, executor):
     assert "\n" not in found
 
 
+@pytest.mark.slow
 def test_random_modules_train_as_in_pytorch_or_are_refused():
     _, wrong = examine(range(12))
     assert wrong == []

@@ -16,6 +16,9 @@ from crossbow_py.averaging import SMA, Independent
 from crossbow_py.core.errors import LearnerError, UnknownIdError
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.fused_pass import PassNotes
+from crossbow_py.engine.fusion.rules import layers
+from crossbow_py.engine.fusion.rules.registry import RULES
+from crossbow_py.engine.fusion.values import Fused
 from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.precision import BF16, FP32
 from crossbow_py.engine.update.optimizers import SGD, AdamW
@@ -87,6 +90,7 @@ def zoo_model(name):
     return maker(lambda: MODELS[name]().build(ZOO[name], 10))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", networks.NETWORKS)
 @pytest.mark.parametrize("rule", [SMA(), Independent()], ids=["sma", "independent"])
 def test_fused_after_twenty_rounds_in_float64_equals_serial(network, rule):
@@ -101,6 +105,7 @@ def test_fused_after_twenty_rounds_in_float64_equals_serial(network, rule):
     assert sorted(set(fused.looped)) == LOOPED.get(network, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", deep(ZOO))
 def test_fused_zoo_model_after_five_rounds_in_float64_equals_serial_and_loops_over_nothing(name):
     data = features(48, ZOO[name], 10)
@@ -109,6 +114,7 @@ def test_fused_zoo_model_after_five_rounds_in_float64_equals_serial_and_loops_ov
     assert fused.looped == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", deep(ZOO))
 def test_fused_zoo_model_after_one_round_in_float32_equals_serial(name):
     data = features(48, ZOO[name], 10)
@@ -128,6 +134,7 @@ def test_fused_with_weight_decay_clipping_and_adamw_equals_serial(optimizer):
     assert_equal(fused, serial, 1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", [networks.SqueezeExcite, networks.Transformer, networks.UNet])
 def test_fused_in_bf16_follows_serial_in_bf16(network):
     fp32, serial, fused = (
@@ -227,6 +234,42 @@ def test_model_that_cannot_be_fused_is_refused_in_one_line(take, reason, capfd):
         EXECUTORS["fused"](make_tasks(lambda: (take if isinstance(take, type) else Takes)(take), order="blocks"))
     assert "\n" not in str(refused.value)
     assert capfd.readouterr() == ("", "")
+
+
+def no_rule(call, args, kwargs):
+    return {}["missing"]
+
+
+def other_numbers(call, args, kwargs):
+    found = layers.linear(call, args, kwargs)
+    return Fused(found.tensor * 1.01, found.layout)
+
+
+def other_shape(call, args, kwargs):
+    found = layers.linear(call, args, kwargs)
+    return Fused(found.tensor[..., :1], found.layout)
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        (no_rule, r"the rule of linear fails \(KeyError: 'missing'\) in "),
+        (other_numbers, r"its graph gives other numbers than the model itself \("),
+    ],
+)
+def test_rule_that_is_at_fault_has_its_model_refused(rule, reason, monkeypatch):
+    monkeypatch.setitem(RULES, "linear", rule)
+    with pytest.raises(FusionError, match=reason):
+        EXECUTORS["fused"](make_tasks(networks.Net, order="blocks"))
+
+
+def test_result_of_another_shape_is_replaced_by_the_loop(monkeypatch):
+    monkeypatch.setitem(RULES, "linear", other_shape)
+    runner = EXECUTORS["fused"](tasks := make_tasks(networks.Net, order="blocks"))
+    runner.submit(plan(tasks, 0))
+    runner.drain()
+    runner.close()
+    assert runner.notes == ["Operators run learner by learner, for want of a rule that fuses them: linear."]
 
 
 def test_fused_round_that_fails_says_which_and_why():

@@ -246,6 +246,7 @@ def test_autocast_in_forward_casts_as_in_serial_rounds():
     assert_learners_equal(fused, serial, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=lambda precision: precision.name)
 @pytest.mark.parametrize(
     "take",

@@ -47,6 +47,7 @@ def test_temperature_that_a_callback_changes_is_noticed_after_an_epoch(executor,
     assert "executor=threads or serial" in said[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("executor", ["fused", "fused_threads"])
 def test_graph_that_goes_on_to_agree_is_not_spoken_of_and_training_does_not_notice(executor, precision, monkeypatch):

@@ -28,6 +28,7 @@ def check(family):
         checks._check(family, CPU, torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["layers", "loss", "batches", "updates"])
 def test_every_launch_of_a_check_has_several_programs_and_is_made_again(family):
     with recorded() as launches:
@@ -50,6 +51,7 @@ HARMED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name", "harmed", "old", "new"), HARMED)
 def test_check_finds_a_kernel_that_is_right_for_one_tile_alone(family, name, harmed, old, new, tmp_path, monkeypatch):
     module = copy_of(harmed, tmp_path, old, new)

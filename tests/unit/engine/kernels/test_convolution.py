@@ -55,6 +55,7 @@ def assert_close(found, expected, dtype):
     assert (found.double() - expected).abs().max() <= TOLERANCES[dtype] * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_convolution_and_its_gradients_equal_float64(geometry, dtype):

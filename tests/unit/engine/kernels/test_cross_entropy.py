@@ -172,6 +172,7 @@ def test_tensors_not_as_described_are_refused(outputs: Tensor, targets: Tensor, 
         cross_entropy_of_learners(outputs, targets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 def test_check_passes_and_notices_a_kernel_that_is_wrong(dtype: torch.dtype, monkeypatch) -> None:
     check(torch.device("cpu"), dtype)

@@ -40,6 +40,7 @@ def copy_of(name, folder, old="", new=""):
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_kernels_neither_stray_nor_race_nor_read_unwritten_memory_in_any_order(name, dtype, tmp_path):
     kernels, found = copy_of(name, tmp_path), []

@@ -86,6 +86,7 @@ def test_one_learner_trains_as_a_plain_loop_does(make_model: Callable[[], nn.Mod
     assert_still(result.model.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_model", WAYS)
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize(

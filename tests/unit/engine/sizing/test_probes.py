@@ -102,6 +102,7 @@ def counted_peak(make_model: Callable[[], nn.Module], sample: Sample, batch_size
     return live.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", MODELS_HERE)
 def test_activations_are_what_a_learning_task_holds_at_every_batch_size(name: str, precision: Precision) -> None:
@@ -193,6 +194,7 @@ def test_model_that_cannot_be_made_is_the_users_mistake() -> None:
         estimate_learner(broken, Sample((4,)), job())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape"),
     [("mlp", (1, 28, 28)), ("lenet", (1, 28, 28)), ("resnet20", (3, 32, 32)), ("vgg16", (3, 32, 32)),

@@ -131,6 +131,7 @@ def test_groups_follow_those_of_torch(executor, order, update, name, monkeypatch
     assert_follows(tasks, plain_loop(optimizer, tasks, 6, factor, precision.master), tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("executor", "order", "rule", "groups"),
     [
@@ -169,6 +170,7 @@ def test_rates_of_learners_are_multiplied_by_those_of_groups():
     torch.testing.assert_close(after["bias"], before["bias"] - 0.1 * gradients["bias"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("executor", "order", "precision", "others"),
     [

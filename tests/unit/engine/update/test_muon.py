@@ -255,6 +255,7 @@ def test_fifty_rounds_are_those_of_numpy(optimizer: Muon, order: str) -> None:
     assert bank.weights.shaped(0)["a.weight"].equal(template.a.weight)  # the other learner has not moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("iterations", [5, 8, 12, 20])
 @pytest.mark.parametrize("rank", [1, 3])
 def test_matrices_of_low_rank_stay_in_range_in_float32(rank: int, iterations: int) -> None:
@@ -274,6 +275,7 @@ MUONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("executor", "averaging", "optimizer"),
     [  # every two of an executor, a rule and an optimizer

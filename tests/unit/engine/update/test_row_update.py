@@ -238,6 +238,7 @@ def quick_compiler(compiled, tmp_path_factory, monkeypatch):
     monkeypatch.setenv("CC", str(script))
 
 
+@pytest.mark.slow
 def test_cache_that_cannot_be_written_is_done_without(quick_compiler, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -253,6 +254,7 @@ def test_no_folder_that_can_be_written_is_said_with_the_remedy(tmp_path, monkeyp
     assert message.endswith("make room there, or name another folder in TMPDIR.")
 
 
+@pytest.mark.slow
 def test_user_without_a_home_still_has_native_code(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home")))

@@ -139,6 +139,7 @@ def assert_as_alone(pack: Pack, row: int, expected: dict[str, torch.Tensor], tol
         assert (found[name] - value).double().norm() <= tolerance * (value.double().norm() + 1e-3), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
 @pytest.mark.parametrize("trials", [TRIALS, ADAM, GROUPED, OF_TORCH], ids=["sgd", "adamw", "groups", "torch"])
 def test_pack_of_different_trials_is_what_each_is_alone(

@@ -75,6 +75,7 @@ def test_kinds_share_a_tenth_of_the_time_of_the_search(efforts: list[Effort]) ->
     assert {each.total_samples for each in efforts} == {1000}
 
 
+@pytest.mark.slow
 def test_time_of_measuring_that_ran_out_of_memory_counts(
     efforts: list[Effort], monkeypatch: pytest.MonkeyPatch
 ) -> None:

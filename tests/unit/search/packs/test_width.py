@@ -294,6 +294,7 @@ def test_width_that_is_remembered_parks_no_packs(asked: Asked) -> None:
     assert len(asked) == 1
 
 
+@pytest.mark.slow
 def test_width_is_remembered_whatever_memory_is_free_as_long_as_it_is_no_more(asked: Asked) -> None:
     asked.bounds = iter((27, 25, 31, 5, 33))
     widths = [measure(64)[0] for _ in range(4)]

@@ -100,6 +100,7 @@ def test_worker_has_best_value_and_pace_by_samples_of_all_trials(tmp_path: Path,
     assert result.step == 700
 
 
+@pytest.mark.slow
 def test_search_that_goes_on_draws_to_the_right_of_where_it_was_killed(tmp_path: Path, searched: Any) -> None:
     """In a container its process has the same number again, and so the same run."""
     early = (

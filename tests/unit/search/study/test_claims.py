@@ -217,6 +217,7 @@ def test_claim_that_failed_midway_is_made_again(journal: str) -> None:
     assert worker(journal, "other").claim(SEGMENTS) == []
 
 
+@pytest.mark.slow
 def test_two_processes_share_trials_and_segments_none_twice(new_address: str) -> None:
     first, second = said_by_two_processes(new_address)
     assert first[0] == second[0]

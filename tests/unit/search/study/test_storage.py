@@ -107,6 +107,7 @@ def test_address_is_shown_without_its_password() -> None:
     assert "secret" not in shown_address("://me:secret@host") and shown_address("runs/a.log") == "runs/a.log"
 
 
+@pytest.mark.slow
 def test_sqlite_transaction_that_reads_keeps_others_from_writing(tmp_path: Path) -> None:
     """So that nobody finishes a trial between another's look at it and what it does about it."""
     address = f"sqlite:///{tmp_path}/a.db"

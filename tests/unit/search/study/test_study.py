@@ -31,6 +31,7 @@ from tests.unit.search.study.shared_studies import SEGMENTS, Clock, Failing, don
 # --- trials -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["random", "tpe", "grid"])
 def test_params_asked_by_two_workers_are_the_same_and_sampled_once(address: str, sampler: str) -> None:
     first, second = worker(address, "first", sampler=sampler), worker(address, "second", sampler=sampler)

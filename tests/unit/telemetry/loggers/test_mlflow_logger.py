@@ -52,6 +52,7 @@ def record(logger: MLflowLogger, events: Any, folder: Path, epochs: range, **inf
     logger.close()
 
 
+@pytest.mark.slow
 def test_run_has_parameters_curves_figures_status_pictures_and_files(
     tmp_path: Path, events: Any, client: Any
 ) -> None:
@@ -309,6 +310,7 @@ def test_database_that_is_gone_in_the_middle_is_told_and_the_rest_arrives_when_i
     assert history(client, run, "accuracy/test") == [(1000, 0.75), (2000, 0.75)]
 
 
+@pytest.mark.slow
 def test_database_that_cannot_be_opened_is_given_up_within_seconds(events: Any) -> None:
     tries, begun_s = mlflow.store.db.utils.MAX_RETRY_COUNT, time.monotonic()
     with pytest.raises(UserError, match="unable to open database file.; start it, correct MLFLOW_TRACKING_URI, or"):

@@ -166,6 +166,7 @@ def was_killed(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [100, 200])
 def test_process_killed_before_any_step_of_a_save_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_path, samples):
     """With keep=1, once beside the old one and once in its place; at every step until the save is complete."""
@@ -187,6 +188,7 @@ def test_process_killed_before_any_step_of_a_save_leaves_the_old_checkpoint_or_t
     assert len(left) > 10
 
 
+@pytest.mark.slow
 def test_ranks_killed_before_any_step_leave_the_old_checkpoint_or_the_new_one_whole(tmp_path):
     def write(run_folder: Path, token: str, mark: float, samples: int) -> None:
         with writers(run_folder, num_ranks=2, keep=1, token=token) as ranks:
@@ -215,6 +217,7 @@ def end_files_at(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
+@pytest.mark.slow
 def test_process_killed_at_any_byte_of_a_part_leaves_the_checkpoint_before_it_whole(tmp_path):
     """The parts are large, so that they are written in several pieces."""
 

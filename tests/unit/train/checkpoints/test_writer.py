@@ -120,6 +120,7 @@ def test_begin_returns_while_the_part_is_being_written(tmp_path):
         assert writer.status == "idle"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", ["written", "failed"])
 def test_state_is_let_go_once_it_is_written_or_has_failed(tmp_path, status):
     if status == "failed":

@@ -236,6 +236,7 @@ class Short:
         return nn.functional.cross_entropy(outputs, targets)
 
 
+@pytest.mark.slow
 def test_evaluation_in_little_memory_halves_its_batches_and_finds_the_same():
     model, feed = linear_model(), feed_of(INPUTS, TARGETS)
     loss = Short(3, MemoryError())
@@ -245,6 +246,7 @@ def test_evaluation_in_little_memory_halves_its_batches_and_finds_the_same():
     assert found.loss == pytest.approx(make_evaluator(model).evaluate(model.state_dict(), feed).loss, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "raised", "device", "sizes"),
     [

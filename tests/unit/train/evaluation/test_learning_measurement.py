@@ -271,6 +271,7 @@ def test_statistics_that_are_off_run_no_model(monkeypatch):
     assert [record.learning for record in recorder.of("epoch")] == [None] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
 @pytest.mark.parametrize("rule", [SMA(batch_norm="mean"), SMA(), Independent()], ids=["means", "recal", "apart"])
 def test_run_with_statistics_is_the_one_without_in_every_bit(executor, rule):
@@ -327,6 +328,7 @@ def test_time_of_measuring_is_no_time_of_training_and_the_watch_says_so(monkeypa
     assert said == ["the statistics of learning after round 4", "the statistics of learning after round 9"]
 
 
+@pytest.mark.slow
 def test_resumed_run_measures_what_the_uninterrupted_one_does_and_may_switch_it_on(tmp_path):
     whole, parts, late = tmp_path / "whole", tmp_path / "parts", tmp_path / "late"
     options = image_options(checkpoint=CheckpointSettings(every_epochs=1))
@@ -343,6 +345,7 @@ def test_resumed_run_measures_what_the_uninterrupted_one_does_and_may_switch_it_
     assert switched == {**expected, 1: None}
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_what_one_with_all_learners_does_and_the_first_alone_says_of_z():
     (one,) = results(train_measured, 1, {"num_learners": 4}, {"max_epochs": 2})
     found = results(train_measured, 2, {"num_learners": 2}, {"max_epochs": 2})
@@ -361,6 +364,7 @@ def test_ranks_of_one_learner_each_have_an_agreement():
     assert 0 < found[0][1][-1]["agreement"] <= 1
 
 
+@pytest.mark.slow
 def test_rank_that_cannot_predict_leaves_all_without_agreement_and_with_the_rest():
     found = results(measure_with_a_failure, 2, 1, "_predictions", ValueError("torn"), {"num_learners": 2})
     assert_alike([ended for ended, _ in found])

@@ -19,9 +19,9 @@ from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.engine.update.optimizers import Muon, Place
 from crossbow_py.train.ladder import child
 from crossbow_py.train.ladder.child import difference, main, tried
-from crossbow_py.train.ladder.rungs import Task, Tolerance
+from crossbow_py.train.ladder.rungs import RUNGS, Task
 
-TOLERANCE = dataclasses.asdict(Tolerance())
+TOLERANCE = RUNGS[-1].tolerance
 TASK = Task("train", "cpu", "fused", {"fp32": TOLERANCE["fp32"]})
 
 
@@ -38,6 +38,7 @@ def test_difference_is_relative_to_how_far_the_weights_went() -> None:
     assert math.isnan(difference({**end, "b": torch.tensor([math.nan])}, end, start))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["serial", "fused", "threads"])
 def test_executors_on_a_cpu_pass(executor: str) -> None:
     assert tried(dataclasses.replace(TASK, executor=executor)) == ""
@@ -58,6 +59,7 @@ def test_gradient_lost_once_by_one_learner_is_found(monkeypatch: pytest.MonkeyPa
     assert reason.startswith("numbers in fp32 differ by 1.6e-02 of how far the weights went (1e-04 are allowed)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("at", "message"), [(None, ""), (9, "numbers in fp32 differ by"), (36, "numbers in fp32 differ by")]
 )
@@ -133,6 +135,7 @@ def test_what_serial_gives_is_computed_once_for_all_rungs(tmp_path: Path, monkey
     assert child._compare(again, kept, "fp32", 0.0) == "" and again.messages == kept.messages
 
 
+@pytest.mark.slow
 def test_child_without_arguments_takes_them_with_its_environment_and_log_from_stdin(tmp_path: Path) -> None:
     result, log = tmp_path / "result", tmp_path / "log"
     bad = dataclasses.asdict(dataclasses.replace(TASK, executor="nonsense"))

@@ -8,8 +8,7 @@ import pytest
 
 from crossbow_py.core.switches import Switches
 from crossbow_py.engine.trust import Outcome, proven
-from crossbow_py.train.ladder.climb import Attempt, climb, untried
-from crossbow_py.train.ladder.rungs import RUNGS, Rung
+from crossbow_py.train.ladder.rungs import RUNGS, Rung, Task, climb, untried
 
 ON_CUDA = [rung for rung in RUNGS if "cuda" in rung.devices]
 
@@ -18,11 +17,10 @@ class Children:
     """Fail the rungs they are told to, and keep what was tried."""
 
     def __init__(self, *failing: str) -> None:
-        self.failing, self.attempts = failing, dict[str, Attempt]()
+        self.failing, self.tasks, self.switches = failing, dict[str, Task](), dict[str, Switches]()
 
-    def __call__(self, attempt: Attempt) -> Outcome:
-        rung = attempt.rung
-        self.attempts[rung.name] = attempt
+    def __call__(self, rung: Rung, has: frozenset[str]) -> Outcome:
+        self.tasks[rung.name], self.switches[rung.name] = rung.task("cuda", has, ""), rung.switches(has)
         return Outcome("failed" if rung.name in self.failing else "passed", "numbers differ", proves=rung.proves)
 
 
@@ -41,15 +39,15 @@ def test_every_rung_adds_to_what_has_passed_before_it() -> None:
     children = Children()
     found = climb(ON_CUDA, children)
     assert statuses(found, "passed") == [rung.name for rung in ON_CUDA]
-    switches = {name: attempt.switches for name, attempt in children.attempts.items()}
+    switches = children.switches
     assert switches["fused"] == Switches(frozenset(), False)
     assert switches["graphs"] == Switches(frozenset(), True)
     assert switches["update"] == Switches(frozenset({"update"}), True)
     assert switches["layers"] == Switches(frozenset({"update", "loss", "batches", "layers"}), True)
     assert switches["resume"] == Switches(frozenset({"update", "loss", "batches", "layers", "convolutions"}), True)
-    assert children.attempts["resume"].executor == "fused"
-    assert children.attempts["serial"].precisions == ("fp32",)
-    assert children.attempts["layers"].precisions == ("fp32", "bf16")
+    assert children.tasks["resume"].executor == "fused"
+    assert [*children.tasks["serial"].tolerance] == ["fp32"]
+    assert [*children.tasks["layers"].tolerance] == ["fp32", "bf16"]
 
 
 @pytest.mark.parametrize(
@@ -73,18 +71,18 @@ def test_failure_stops_what_depends_on_it_and_is_left_out_of_the_rest(
     for name in skipped:
         assert "which failed" in found[name].reason or "which was skipped" in found[name].reason
     if without is not None:
-        switches = children.attempts["resume"].switches
+        switches = children.switches["resume"]
         every = {"update", "loss", "batches", "layers", "convolutions", "graphs"}
         assert {*(switches.kernels or ()), *(["graphs"] if switches.graphs else [])} == every - without
     elif failing == "fused":
-        assert children.attempts["resume"].executor == "serial"
+        assert children.tasks["resume"].executor == "serial"
 
 
 def test_without_bf16_rungs_train_in_float32_alone() -> None:
     children = Children()
     found = climb(ON_CUDA, children, lambda rung: "no bf16 here" if "bf16" in rung.needs else None)
     assert (found["bf16"].status, found["bf16"].reason) == ("skipped", "no bf16 here")
-    assert children.attempts["fused"].precisions == ("fp32",)
+    assert [*children.tasks["fused"].tolerance] == ["fp32"]
 
 
 def test_what_is_known_is_not_tried_again_but_what_was_skipped_is() -> None:
@@ -95,7 +93,7 @@ def test_what_is_known_is_not_tried_again_but_what_was_skipped_is() -> None:
     }
     children, told = Children(), dict[str, bool]()
     found = climb(ON_CUDA, children, known=known, tell=lambda rung, _, is_known: told.update({rung.name: is_known}))
-    assert list(children.attempts) == ["ranks"]
+    assert list(children.tasks) == ["ranks"]
     assert [rung.name for rung in untried(ON_CUDA, lambda _: None, known)] == ["ranks"]
     assert (told["fused"], told["ranks"]) == (True, False)
     assert found["convolutions"].status == "skipped" and "layers" not in proven(found)
@@ -103,7 +101,7 @@ def test_what_is_known_is_not_tried_again_but_what_was_skipped_is() -> None:
 
 def test_skip_after_a_failure_that_may_change_may_change_too() -> None:
     full = Outcome("failed", "out of memory", proves=("fused",), may_change=True)
-    found = climb([Rung("fused", "fused", after=()), Rung("graphs", "graphs", after=("fused",))], lambda _: full)
+    found = climb([Rung("fused", "fused", after=()), Rung("graphs", "graphs", after=("fused",))], lambda *_: full)
     assert found["graphs"].may_change and found["graphs"].status == "skipped"
 
 

@@ -30,6 +30,7 @@ def compiled(share: Share, folder: Path) -> tuple[str, dict[str, int]]:
     return done.stdout, found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_variants_of_a_share_are_compiled_without_a_gpu_and_found_again(tmp_path: Path) -> None:
     share = Share(["update", "convolutions"], ["bf16"], 90, index=1, count=20)

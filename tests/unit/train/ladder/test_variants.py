@@ -90,6 +90,7 @@ def launched(request: pytest.FixtureRequest) -> tuple[Precision, set[Form]]:
     return request.param, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [SGD(momentum=0.0), SGD(momentum=0.9), AdamW()], ids=["plain", "SGD", "AdamW"])
 def test_whatever_a_round_of_resnet20_launches_was_launched(
     optimizer: Optimizer, launched: tuple[Precision, set[Form]]
@@ -179,6 +180,7 @@ def rung(kernels: str) -> Task:
     return Task("train", "cpu", "serial", {"fp32": 1e-4}, dropout=False, kernels=[kernels])
 
 
+@pytest.mark.slow
 def test_rung_of_a_tile_that_gives_other_numbers_fails_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = convolution.forward
 
@@ -199,6 +201,7 @@ def test_rung_of_a_tile_that_gives_other_numbers_fails_by_its_name(monkeypatch: 
     assert torch.backends.cudnn.allow_tf32
 
 
+@pytest.mark.slow
 def test_rung_of_an_optimizer_that_gives_other_numbers_fails_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = update.adamw_settings
     monkeypatch.setattr(update, "adamw_settings", lambda beta1, *own: settings(0.5, *own))

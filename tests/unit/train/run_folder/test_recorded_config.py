@@ -54,6 +54,7 @@ def digits_with(folder: Path, **changes: Any) -> str:
     return f"config={folder}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -74,6 +75,7 @@ def test_recorded_run_may_be_named_by_its_file(tmp_path: Path) -> None:
     assert composed([f"config={run(tmp_path, *TOLD)}/config.yaml"], TrainConfig) == configuration(*TOLD)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a[b]", "seed=1,x={y"])
 @pytest.mark.parametrize("multirun", [False, True])
 def test_folder_with_brackets_in_its_name_is_found_where_it_is_quoted(
@@ -84,11 +86,13 @@ def test_folder_with_brackets_in_its_name_is_found_where_it_is_quoted(
     assert composed(words, TrainConfig).seed == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["${oc.env:HOME}", r"\${oc.env:HOME}", r"a\\${b}", "a ${x} 'b' ${y}"])
 def test_text_that_looks_like_an_interpolation_stays_text(tmp_path: Path, text: str) -> None:
     assert composed([digits_with(tmp_path, init_from=text)], TrainConfig).init_from == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["a\\\\\n", "a\n", "null\n", 'a"\n', "${oc.env:HOME}\n"])
 def test_text_that_ends_a_line_stays_as_it_is(tmp_path: Path, text: str) -> None:
     word = digits_with(tmp_path, model={"name": "custom", "target": "mine.net", "args": {"text": text}})
@@ -147,6 +151,7 @@ def test_code_that_a_recorded_run_names_is_called_only_when_it_is_named_again(tm
     assert composed([f"config={folder}", "model.target=mine.net"], TrainConfig).model.target == "mine.net"
 
 
+@pytest.mark.slow
 def test_transform_that_a_recorded_run_names_is_called_only_when_it_is_named_again(tmp_path: Path) -> None:
     named = ["data.test_transform.target=os.system", "data.test_transform.command=x"]
     folder = run(tmp_path, "+experiment=digits", *named)
@@ -159,6 +164,7 @@ def test_transform_that_a_recorded_run_names_is_called_only_when_it_is_named_aga
     assert composed([f"config={folder}", "~data.test_transform"], TrainConfig).data.test_transform == {}
 
 
+@pytest.mark.slow
 def test_metric_that_a_recorded_run_names_is_called_only_when_it_is_named_again(tmp_path: Path) -> None:
     folder = run(tmp_path, "+experiment=digits", "metrics.m.target=os.system", "metrics.m.command='true'")
     for words in ([], ["metrics={}"], ["metrics.m={x: 1}"], ["metrics.n.target=mine.metric"]):
@@ -170,6 +176,7 @@ def test_metric_that_a_recorded_run_names_is_called_only_when_it_is_named_again(
     assert again.metrics == {"m": {"target": "mine.metric", "command": "true"}}
 
 
+@pytest.mark.slow
 def test_listeners_that_a_recorded_run_names_are_called_only_when_they_are_named_again(tmp_path: Path) -> None:
     folder = run(tmp_path, "+experiment=digits", "listeners=[os.getcwd]")
     for words in ([], ["listeners.0=mine.Listener"], ["logger=[]"]):

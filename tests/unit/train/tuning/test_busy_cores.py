@@ -160,6 +160,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(1)  # that of all tests
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("executor", ["serial", "fused"])
 def test_threads_that_sleep_and_spin_in_turn_give_the_bits_of_those_that_spin(executor):

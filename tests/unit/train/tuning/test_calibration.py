@@ -76,6 +76,7 @@ def failing(error, name="fused", learners=2):
     return Candidate(name, learners, fails)
 
 
+@pytest.mark.slow
 def test_calibration_takes_the_executor_with_the_most_images_per_second(clock):
     slow, fast, faster = (FakeExecutor(clock, seconds) for seconds in (0.04, 0.02, 0.01))
     sides = [candidate("serial", 4, slow), candidate("threads", 2, fast), candidate("fused", 2, faster)]
@@ -103,6 +104,7 @@ def test_slow_candidate_is_as_fast_as_the_faster_of_two_rounds(clock):
     assert found.images_per_s == {("serial", 3): 2.0} and clock.now == 6.0  # 3 / 1.5
 
 
+@pytest.mark.slow
 def test_candidate_that_cannot_run_is_left_out_and_named(clock):
     unfit = CrossbowError("torch.export cannot capture it")
     sides = [failing(unfit, learners=k) for k in (2, 4)] + [candidate("serial", 2, FakeExecutor(clock, 0.1))]
@@ -119,6 +121,7 @@ def test_calibration_leaves_out_what_would_take_too_long(clock):
     assert found.notes == ("Executor fused is left out for this model: measuring it with 4 learners takes too long.",)
 
 
+@pytest.mark.slow
 def test_on_a_gpu_compiling_is_announced_and_takes_nothing_from_the_time_for_measuring(clock, monkeypatch):
     monkeypatch.setattr(calibration, "kept_generators", lambda device: contextlib.nullcontext())
 
@@ -144,6 +147,7 @@ def test_on_a_gpu_compiling_is_announced_and_takes_nothing_from_the_time_for_mea
     ]
 
 
+@pytest.mark.slow
 def test_choice_made_after_a_failed_capture_in_the_process_is_not_lasting(clock, gpu_generators, monkeypatch):
     sides = [candidate(name, 2, FakeExecutor(clock, 0.1)) for name in ("serial", "fused")]
     monkeypatch.setattr(graphs, "_FAILED_CAPTURES", ["RuntimeError: by another model"])
@@ -156,6 +160,7 @@ def test_choice_made_after_a_failed_capture_in_the_process_is_not_lasting(clock,
     )
 
 
+@pytest.mark.slow
 def test_what_is_known_is_compared_and_not_measured_again(clock):
     sides = [candidate("serial", 1, FakeExecutor(clock, 1.0)), candidate("fused", 4, FakeExecutor(clock, 1.0))]
     left = Effort(20.0, total_samples=1000, spent_s=2.0).after(15.0)
@@ -167,6 +172,7 @@ def test_what_is_known_is_compared_and_not_measured_again(clock):
     assert (found.images_per_s, found.late) == ({("serial", 1): 1.0}, (("fused", 4),))
 
 
+@pytest.mark.slow
 def test_calibration_takes_no_more_than_a_tenth_of_the_time_of_what_is_to_be_trained(clock):
     quick = [candidate("fused", k, FakeExecutor(clock, 0.01 * k)) for k in (8, 4, 2)]
     serial = candidate("serial", 1, FakeExecutor(clock, 0.01))
@@ -184,6 +190,7 @@ def test_calibration_that_is_to_stop_measures_the_first_alone(clock):
     assert list(found.images_per_s) == [("serial", 1)] and not found.is_lasting
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_generators")
 def test_calibration_beside_other_programs_is_said_and_does_not_last(clock, monkeypatch):
     monkeypatch.setattr(calibration, "foreign_share", lambda before, after: 0.45)
@@ -197,6 +204,7 @@ def test_calibration_beside_other_programs_is_said_and_does_not_last(clock, monk
     assert calibrate(sides, 1, CPU).is_lasting  # nobody knows
 
 
+@pytest.mark.slow
 def test_calibration_spares_more_learners_of_an_executor_that_is_far_behind(clock):
     fused = [FakeExecutor(clock, seconds) for seconds in (0.08, 0.02)]
     sides = [candidate("fused", k, executor) for k, executor in zip((4, 8), fused, strict=True)]
@@ -205,6 +213,7 @@ def test_calibration_spares_more_learners_of_an_executor_that_is_far_behind(cloc
     assert found.notes == ()
 
 
+@pytest.mark.slow
 def test_calibration_does_not_spare_an_executor_for_what_it_does_with_fewer_learners_than_cores(clock, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     threads = [candidate("threads", k, FakeExecutor(clock, seconds)) for k, seconds in ((1, 0.1), (4, 0.1))]
@@ -214,12 +223,14 @@ def test_calibration_does_not_spare_an_executor_for_what_it_does_with_fewer_lear
     assert found.executor == "threads"
 
 
+@pytest.mark.slow
 def test_calibration_in_which_more_learners_do_not_fit_keeps_what_was_measured(clock):
     sides = [candidate("fused", 4, FakeExecutor(clock, 0.01)), failing(MemoryError(), learners=8)]
     found = calibrate(sides, 1, CPU)
     assert (found.executor, found.notes) == ("fused", ())
 
 
+@pytest.mark.slow
 def test_fewer_learners_are_tried_where_more_of_them_did_not_fit(clock):
     executor, short = FakeExecutor(clock, 0.08), MemoryError("16 do not fit")
     sides = [failing(short, learners=16), candidate("fused", 8, executor), failing(short, learners=32)]
@@ -232,6 +243,7 @@ def test_fewer_learners_are_tried_where_more_of_them_did_not_fit(clock):
     assert not found.is_lasting  # threads may run the next time
 
 
+@pytest.mark.slow
 def test_executor_that_cannot_run_is_not_tried_with_fewer_learners(clock):
     sides = [failing(RuntimeError("no kernel"), learners=16), candidate("fused", 8, FakeExecutor(clock, 0.01))]
     found = calibrate([*sides, candidate("serial", 1, FakeExecutor(clock, 0.01))], 1, CPU)
@@ -239,11 +251,13 @@ def test_executor_that_cannot_run_is_not_tried_with_fewer_learners(clock):
     assert found.refused == {("fused", 16): Refusal("no kernel")}
 
 
+@pytest.mark.slow
 def test_an_error_without_words_is_named_by_its_kind(clock):
     found = calibrate([candidate("serial", 1, FakeExecutor(clock, 0.01)), failing(MemoryError())], 1, CPU)
     assert found.notes == ("Executor fused is left out for this model: MemoryError.",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seconds", "measured"),
     [
@@ -282,6 +296,7 @@ def test_memory_keeps_choices_and_survives_a_damaged_file(memory):
     assert RememberedChoices().recall("a") == "serial"
 
 
+@pytest.mark.slow
 def test_choice_that_cannot_be_written_is_not_called_remembered(memory, monkeypatch):
     monkeypatch.setattr(calibration, "_WINDOW_S", 0.01)
     memory.mkdir(parents=True)
@@ -297,6 +312,7 @@ def test_fingerprint_follows_from_every_fact():
     assert len({fingerprint(**facts), *(fingerprint(**other) for other in others)}) == 3
 
 
+@pytest.mark.slow
 def test_auto_executor_measures_once_and_remembers(memory, monkeypatch):
     calls = []
 
@@ -336,6 +352,7 @@ def test_measuring_leaves_no_trace_in_the_run(memory, monkeypatch):
         assert ours.equal(theirs)
 
 
+@pytest.mark.slow
 def test_measuring_is_announced_and_draws_from_no_generator_of_the_users(memory, monkeypatch):
     monkeypatch.setattr(calibration, "_WINDOW_S", 0.01)
 
@@ -356,6 +373,7 @@ def test_measuring_is_announced_and_draws_from_no_generator_of_the_users(memory,
     assert said.startswith("Measuring which executor")
 
 
+@pytest.mark.slow
 def test_remembered_fused_is_measured_anew_when_the_model_cannot_be_fused_any_more(memory, monkeypatch):
     monkeypatch.setattr(calibration, "_WINDOW_S", 0.01)
     monkeypatch.setattr(RememberedChoices, "recall", lambda self, key: "fused")
@@ -398,6 +416,7 @@ def test_executor_that_nothing_was_compared_with_is_not_called_the_fastest(clock
     assert len(found.notes) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_generators")
 def test_device_that_is_lost_ends_calibration_and_is_no_refusal(clock):
     lost = RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -408,6 +427,7 @@ def test_device_that_is_lost_ends_calibration_and_is_no_refusal(clock):
     assert list(calibrate(sides, 1, CPU).refused) == [("fused", 2)]  # words of a model's own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("error", "expected"), [(MemoryError(), True), (RuntimeError("no kernel"), False)])
 def test_refusals_say_whether_more_memory_might_have_helped(error, expected, clock):
     with pytest.raises(UserError, match="no executor can run this model: .*; no way") as caught:

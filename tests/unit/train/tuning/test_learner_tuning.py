@@ -179,6 +179,7 @@ def test_learner_that_memory_does_not_hold_is_not_added_and_nothing_is_lost(monk
     assert result.test_accuracy >= 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
 def test_round_that_dies_for_want_of_memory_takes_learners_away_and_training_goes_on(executor):
     trainer = auto_trainer([2, 3], executor=executor, train_data=blobs(120), test_data=blobs(30))
@@ -245,6 +246,7 @@ def test_out_of_memory_with_a_number_of_learners_that_was_asked_for_is_the_end(m
         trainer.fit(max_epochs=1)
 
 
+@pytest.mark.slow
 def test_auto_finds_a_number_of_learners_by_itself():
     trainer = Trainer(model=image_model, train_data=images(96), device="cpu", executor="threads", max_learners=3)
     trainer.run.tuning = LearnerTuning(AutoTuner(max_learners=3), window_s=0.02)

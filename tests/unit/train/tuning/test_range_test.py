@@ -84,6 +84,7 @@ def test_losses_of_two_learners_are_those_of_the_equations() -> None:
         assert found.losses[n] == pytest.approx(sum(losses) / 2, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
 @pytest.mark.parametrize("before", [0, 5])
 def test_trainer_and_generators_are_untouched(executor: str, before: int) -> None:
@@ -130,6 +131,7 @@ def test_losses_are_the_same_on_every_executor(executor: str) -> None:
     assert make_trainer(executor=executor).find_learning_rate(**RANGE).losses == pytest.approx(reference, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_two_ranks_of_a_learner_find_what_one_of_two_finds() -> None:
     options = {"model": linear_model, "test_data": None, "augmentation": None, "train_data": trained_on()}
     ours, theirs = results(rank_jobs.find_learning_rate, 2, {**options, "num_learners": 1, "executor": "threads"})
@@ -187,6 +189,7 @@ def test_what_makes_no_test_is_refused(options: Any, arguments: Any, message: st
         make_trainer(**options).find_learning_rate(**arguments)
 
 
+@pytest.mark.slow
 def test_command_says_and_writes_what_it_found(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["+experiment=digits", "find_learning_rate=true", "num_learners=2", "executor=serial", "device=cpu"]
     assert main([*words, f"output_dir={tmp_path}"]) == 0

@@ -83,6 +83,7 @@ def after_rounds(name, executor, seed=0):
     return tasks.bank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWS)
 def test_numbers_drawn_in_forward_are_the_same_in_every_executor(name):
     serial, *others = (after_rounds(name, executor) for executor in ("serial", "threads", "fused", "fused_threads"))

@@ -258,6 +258,7 @@ def run_both(kind, **options):
     return both
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("rule", [SMA(), Independent()], ids=["sma", "ensemble"])
 def test_fused_recurrent_network_after_some_rounds_in_float64_equals_serial(kind, rule):
@@ -266,6 +267,7 @@ def test_fused_recurrent_network_after_some_rounds_in_float64_equals_serial(kind
     assert_equal(fused, serial, 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_fused_recurrent_network_in_bf16_follows_serial_in_bf16(kind):
     fused, serial = run_both(kind, num_rounds=3, precision=BF16)

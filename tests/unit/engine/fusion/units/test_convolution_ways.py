@@ -181,6 +181,7 @@ class OneKernelWrong(ConvolutionChoices):
         return super().is_right(name, fails_with(RuntimeError("ptxas")) if name == self._wrong else run, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wrong", "left"), [
     ("", (IMPLICIT, IMPLICIT, IMPLICIT)),
     (f"{IMPLICIT} of both gradients", (IMPLICIT, IMPLICIT, GROUPED)),
@@ -327,6 +328,7 @@ def executor_of(precision):
     return FusedExecutor(tasks, RecordingStreams(), kernels=True), tasks
 
 
+@pytest.mark.slow
 def test_ways_are_measured_before_the_first_round_by_the_caller_outside_autograd(monkeypatch, tmp_path):
     def grouped_first(run):
         return 1.0 if run.args[-1] == GROUPED else 2.0
@@ -342,6 +344,7 @@ def test_ways_are_measured_before_the_first_round_by_the_caller_outside_autograd
     assert (launches["convolution"], launches["convolution_backward"]) == (2, 3)
 
 
+@pytest.mark.slow
 def test_grouped_ways_are_timed_with_the_pass_for_statistics_that_follows_them(monkeypatch, tmp_path):
     def forward_launches(run):
         direction, way = run.args
@@ -359,6 +362,7 @@ def test_grouped_ways_are_timed_with_the_pass_for_statistics_that_follows_them(m
     assert without == [(GROUPED, 0, 0), (GROUPED_NCHW, 0, 0), (IMPLICIT, 1, 0)]
 
 
+@pytest.mark.slow
 def test_measuring_leaves_the_bank_and_all_generators_as_they_were(monkeypatch, tmp_path):
     tasks = make_tasks(two_layers, data=IMAGES, order="blocks", precision=FP32)
     bank = tasks.bank
@@ -375,6 +379,7 @@ def test_measuring_leaves_the_bank_and_all_generators_as_they_were(monkeypatch, 
     assert all(map(torch.equal, before, state()))
 
 
+@pytest.mark.slow
 def test_layers_whose_convolutions_cannot_be_compared_run_by_operators_and_say_so(monkeypatch, tmp_path):
     Measured(monkeypatch, tmp_path / "ways.json")
 
