@@ -12,7 +12,7 @@ import pytest
 from crossbow_py.telemetry.class_counts import ClassCounts
 from crossbow_py.telemetry.events import LearnerCount, Predictions
 from crossbow_py.telemetry.loggers.run_logger import RunLogger
-from crossbow_py.telemetry.tensorboard import TensorBoardScalars
+from crossbow_py.telemetry.tensorboard.listeners import TensorBoardScalars
 from tests.event_files import read_events
 from tests.trackers import MemoryTracker
 

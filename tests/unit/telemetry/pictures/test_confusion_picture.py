@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from crossbow_py.telemetry.class_counts import ClassCounts
-from crossbow_py.telemetry.confusion_picture import confusion_picture
+from crossbow_py.telemetry.pictures.confusion_picture import confusion_picture
 
 
 def matrix(size: int, wrong: int = 0) -> ClassCounts:

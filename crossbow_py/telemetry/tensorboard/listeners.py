@@ -13,15 +13,15 @@ from tensorboard.compat.proto import summary_pb2  # type: ignore[import-untyped]
 from torch.utils.tensorboard import SummaryWriter
 
 from crossbow_py.telemetry.class_counts import ClassCounts, markdown_table
-from crossbow_py.telemetry.confusion_picture import confusion_picture
-from crossbow_py.telemetry.dashboard import dashboard
 from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, Predictions, Progress, RunInfo, Summary
-from crossbow_py.telemetry.hyper_parameters import columns_of_runs, ended, started
-from crossbow_py.telemetry.prediction_grid import prediction_grid
-from crossbow_py.telemetry.rank_map import RankMap
+from crossbow_py.telemetry.pictures.confusion_picture import confusion_picture
+from crossbow_py.telemetry.pictures.prediction_grid import prediction_grid
+from crossbow_py.telemetry.pictures.rank_map import RankMap
 from crossbow_py.telemetry.rank_pace import MOST_CURVES, RankPace, rank_table, spread_of
 from crossbow_py.telemetry.scalars import evaluation_scalars, finite_values, next_point_s, training_scalars
 from crossbow_py.telemetry.system import SystemMonitor
+from crossbow_py.telemetry.tensorboard.dashboard import dashboard
+from crossbow_py.telemetry.tensorboard.hyper_parameters import columns_of_runs, ended, started
 
 _MACHINE_INTERVAL_S = 5.0  # of training, between two samples of the machine
 

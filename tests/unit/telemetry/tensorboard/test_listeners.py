@@ -23,10 +23,10 @@ from tensorboard.plugins.hparams.metadata import (
 from tensorboard.summary.writer import event_file_writer
 
 from crossbow_py.telemetry.class_counts import ClassCounts, markdown_table
-from crossbow_py.telemetry.confusion_picture import confusion_picture
 from crossbow_py.telemetry.events import Predictions
+from crossbow_py.telemetry.pictures.confusion_picture import confusion_picture
 from crossbow_py.telemetry.system import SystemMonitor
-from crossbow_py.telemetry.tensorboard import NodeScalars, TensorBoardScalars
+from crossbow_py.telemetry.tensorboard.listeners import NodeScalars, TensorBoardScalars
 from tests.event_files import read_events
 from tests.made_up_ranks import ManyGpus
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from crossbow_py.telemetry import rank_map
-from crossbow_py.telemetry.rank_map import RankMap
+from crossbow_py.telemetry.pictures import rank_map
+from crossbow_py.telemetry.pictures.rank_map import RankMap
 
 LEFT, TOP = rank_map._LEFT_PX, rank_map._TOP_PX
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from crossbow_py.telemetry.events import Predictions
-from crossbow_py.telemetry.prediction_grid import prediction_grid
+from crossbow_py.telemetry.pictures.prediction_grid import prediction_grid
 
 GREEN, RED = (46, 125, 50), (198, 40, 40)
 

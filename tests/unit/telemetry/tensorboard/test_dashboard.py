@@ -10,10 +10,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from crossbow_py.telemetry.dashboard import dashboard
 from crossbow_py.telemetry.events import LearningStatistics
 from crossbow_py.telemetry.system import SystemMonitor
-from crossbow_py.telemetry.tensorboard import TensorBoardScalars
+from crossbow_py.telemetry.tensorboard.dashboard import dashboard
+from crossbow_py.telemetry.tensorboard.listeners import TensorBoardScalars
 from tests.event_files import read_events
 from tests.made_up_ranks import write_job
 
