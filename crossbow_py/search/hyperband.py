@@ -129,7 +129,8 @@ def make_brackets(
     one_pass = sum(size for size, _ in kinds)
     if num_trials is None and one_pass > _MAX_TRIALS:
         raise UserError(
-            f"{method} from {min_epochs} epochs has {one_pass} trials, and the most is {_MAX_TRIALS}; set num_trials."
+            f"{method} from {min_epochs} epochs has {one_pass} trials, and the most is {_MAX_TRIALS}; set num_trials, "
+            "or a higher min_epochs."
         )
     total = one_pass if num_trials is None else num_trials
     brackets: list[Bracket] = []
@@ -149,7 +150,8 @@ def _deepest(min_epochs: float, max_epochs: float, eta: int) -> int:
     """s_max: the most rungs below the last one."""
     if not 0 < min_epochs <= max_epochs:
         raise UserError(
-            f"min_epochs must be above 0 and at most max_epochs ({max_epochs}), got {min_epochs}; set a part of it."
+            f"min_epochs must be above 0 and at most max_epochs ({max_epochs}), got {min_epochs}; take a part of that, "
+            f"such as min_epochs={max_epochs / eta:g}."
         )
     ratio = max_epochs / min_epochs
     if ratio > _MAX_RATIO:

@@ -181,7 +181,7 @@ class Found:
 
 
 class WidthMemory:
-    """The memory of what was measured for such trials in earlier searches.
+    """The memory of what was measured for such trials in earlier searches, long ones and those with little to train.
 
     Args:
         names: the executors that may run them.
@@ -190,26 +190,30 @@ class WidthMemory:
     """
 
     def __init__(self, trials: CompatibleTrials, names: Sequence[str], limit: int, is_alone: bool) -> None:
-        self._known, self._key = Remembered("packs.json"), _fingerprint(trials, names, limit, is_alone)
+        key = _fingerprint(trials, names, limit, is_alone)
+        self._known, self._key, self._short_key = Remembered("packs.json"), key, f"{key} short"
 
-    def recall(self, bound: int, *, beside_packs: bool) -> Found | None:
+    def recall(self, effort: Effort, bound: int, *, beside_packs: bool) -> Found | None:
         """Return what is known of up to `bound` trials, which memory holds.
 
-        If packs hold memory now, the result is what memory held without them.
+        Results of short searches serve only short ones. If packs hold memory now, the result is what memory held
+        without them.
         """
-        found = self._read()
+        found = self._read(self._key)
         if found is None or found.bound < bound:
-            return None
+            found = self._read(self._short_key)
+            if not found or effort.seconds(max(found.rates.values())) >= effort.budget_s or found.bound < bound:
+                return None
         return found if beside_packs else found.within(bound)
 
-    def keep(self, found: Found) -> None:
+    def keep(self, found: Found, *, is_short: bool) -> None:
         """Remember it for the next search."""
         rates = [[name, count, rate] for (name, count), rate in found.rates.items()]
-        self._known.remember(self._key, json.dumps({**vars(found), "rates": rates}))
+        self._known.remember(self._short_key if is_short else self._key, json.dumps({**vars(found), "rates": rates}))
 
-    def _read(self) -> Found | None:
+    def _read(self, key: str) -> Found | None:
         try:
-            plain = json.loads(self._known.recall(self._key) or "{}")
+            plain = json.loads(self._known.recall(key) or "{}")
             rates = {(str(name), int(count)): float(rate) for name, count, rate in plain["rates"]}
             why, bound, most = str(plain["why_no_packs"]), int(plain["bound"]), int(plain["most"])
         except (ValueError, TypeError, KeyError):
@@ -251,7 +255,7 @@ def measured_width(
         return (bound if bound >= limit else steady(bound)), notes
 
     def recalled() -> Width | None:
-        found = memory.recall(bound, beside_packs=beside_packs)
+        found = memory.recall(effort, bound, beside_packs=beside_packs)
         if found is None:
             return None
         width = choose_width(found.rates, what, found.most, found.why_no_packs or why_alone)
@@ -286,8 +290,8 @@ def measured_width(
     most = max(count for _, count in rates) if _is_short_of_memory(result) else bound
     found = Found(dict(rates), why_no_packs, bound, most)
     width = choose_width(found.rates, what, found.most, found.why_no_packs or why_alone)
-    if is_whole and not result.is_short and _is_lasting(result, width, effort):
-        memory.keep(found)
+    if is_whole and _is_lasting(result, width, effort):
+        memory.keep(found, is_short=result.is_short)
     return width, [*notes, *remarks, *result.disturbed_notes]
 
 

@@ -27,7 +27,7 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from crossbow_py.cli.launchers.ray_worker import machine_name
+from crossbow_py.cli.launchers.ray_worker import boot_id
 from crossbow_py.core.errors import UserError, text_of
 from crossbow_py.core.settings import check
 from crossbow_py.search.hyperband import Outcome, Segment
@@ -111,8 +111,9 @@ class LeaseWatch:
 
 def _host() -> str:
     """Return the running kernel, its space of process numbers (containers have their own), and the user."""
+    boot = boot_id()
     with suppress(OSError):
-        return f"{machine_name()} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}" if boot else ""
     return ""
 
 

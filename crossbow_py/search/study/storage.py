@@ -226,7 +226,8 @@ def _server_at(storage: str) -> SplitResult:
         if parts.hostname and parts.port != 0:
             return parts
     raise UserError(
-        f"storage must name a host and a port, got {shown_address(storage)!r}; write {parts.scheme}://HOST:PORT."
+        f"storage must name a host, with a port or without, got {shown_address(storage)!r}; write "
+        f"{parts.scheme}://HOST:PORT."
     )
 
 
