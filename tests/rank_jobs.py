@@ -35,6 +35,7 @@ from crossbow_py.train import build, run_settings
 from crossbow_py.train import trainer as trainer_module
 from crossbow_py.train.checkpoints.resume import choose_together
 from crossbow_py.train.evaluation.learning_measurement import LearningMeasurement
+from crossbow_py.train.loop.planning import plan_round
 from crossbow_py.train.tuning.learner_tuning import LearnerTuning
 from tests import trainers
 from tests.made_up_ranks import ManyGpus
@@ -85,8 +86,8 @@ def ended(trainer: Trainer, result: Any = None, recorder: Recorder | None = None
         samples_seen=state.samples_seen,
         rounds=state.round_index,
         num_learners=bank.num_learners,
-        learning_rate=run.plan(
-            state.round_index, state.samples_seen, run.schedule.factor(state.samples_seen, run.num_samples, None)
+        learning_rate=plan_round(
+            run, state.round_index, state.samples_seen, run.schedule.factor(state.samples_seen, run.num_samples, None)
         ).learning_rates[0],
         num_reseeded=state.num_reseeded,
     )
@@ -301,9 +302,10 @@ def tuned(trainer: Trainer, window_s: float = 1e-4) -> None:
     tuning = trainer.run.tuning
     assert tuning is not None
     limit = tuning.tuner.max_learners
-    trainer.run.tuning = LearnerTuning(
+    tuning = LearnerTuning(
         AutoTuner(objective="throughput", max_learners=limit, windows=1, warm_up_windows=0), window_s
     )
+    trainers.change_run(trainer, tuning=tuning)
 
 
 def tune(ranks: Ranks, options: dict[str, Any], stops: dict[str, Any]) -> tuple[Ended, list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,11 @@ def make_trainer(**options: Any) -> Trainer:
         "precision": "fp32",
     }
     return Trainer(**{**defaults, **options})
+
+
+def change_run(trainer: Trainer, **components: Any) -> None:
+    """Give a trainer's run other components."""
+    trainer.run = dataclasses.replace(trainer.run, **components)
 
 
 def image_trainer(**options: Any) -> Trainer:

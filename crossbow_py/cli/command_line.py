@@ -204,7 +204,7 @@ def _multirun(
     return code
 
 
-def _run_name(folder: str | None, swept: str) -> str:
+def _run_name(folder: str | Path | None, swept: str) -> str:
     """Return the name of a run of a sweep: its folder's, and what is swept if that does not say it."""
     name = Path(folder).name if folder else ""
     if not name or not swept or swept in name:

@@ -81,11 +81,11 @@ class CommandConfig(Protocol):
         """Return the name of the folder in runs/ that results are written to."""
 
     @property
-    def resume(self) -> str | None:
+    def resume(self) -> str | Path | None:
         """Return the run or search to resume."""
 
     @property
-    def output_dir(self) -> str | None:
+    def output_dir(self) -> str | Path | None:
         """Return the folder to write to."""
 
 

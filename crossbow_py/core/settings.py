@@ -18,6 +18,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from crossbow_py.core.errors import UserError
@@ -284,6 +285,8 @@ def known_fields(of: type, values: Mapping[str, Any], least: int) -> dict[str, A
 def _describe(hint: Any) -> str:
     words = []
     for option in _options(hint):
+        if option is Path:  # from Python alone
+            continue
         if option is type(None):
             words.append("null")
         elif typing.get_origin(option) is typing.Literal:

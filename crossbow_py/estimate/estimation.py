@@ -37,7 +37,9 @@ from crossbow_py.estimate.batch_search import Measured, largest_measured
 from crossbow_py.estimate.config import EstimateConfig
 from crossbow_py.estimate.speed import fetch_seconds, step_seconds
 from crossbow_py.estimate.units import parse_bytes
+from crossbow_py.train.arguments import TrainArguments
 from crossbow_py.train.build import RunBuilder
+from crossbow_py.train.loop.learners import new_executor
 from crossbow_py.train.run import DataSets
 from crossbow_py.train.run_settings import RunSettings, choose
 from crossbow_py.train.tuning.calibration import calibration_round
@@ -356,11 +358,12 @@ def _train(
     make_model: MakeModel, data: DataSets, settings: RunSettings, optimizer: Optimizer, rule: AveragingRule
 ) -> None:
     """Run some rounds. A function of its own, so that the run is gone, and its memory, when the caller frees it."""
-    run = RunBuilder(
-        make_model=make_model, data=data, settings=settings, choices=choose(settings, None), optimizer=optimizer,
-        rule=rule, announce=lambda message: print(message, file=sys.stderr, flush=True),
-    ).build()  # fmt: skip
-    executor = run.new_executor()
+    arguments = TrainArguments(
+        model=make_model, train_data=data.train, num_classes=data.num_classes, optimizer=optimizer, averaging=rule,
+        **vars(settings),
+    )  # fmt: skip
+    run = RunBuilder(arguments, choices=choose(settings, None), announce=_announce).build()
+    executor = new_executor(run)
     try:
         for index in range(_ROUNDS):
             executor.submit(calibration_round(index, run.bank.num_learners, settings.samples_per_step, rule))
@@ -368,6 +371,10 @@ def _train(
     finally:
         executor.close()
         run.close_feeds()
+
+
+def _announce(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

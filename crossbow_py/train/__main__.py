@@ -27,7 +27,7 @@ from crossbow_py.train.config import TrainConfig, config_to_mapping
 from crossbow_py.train.evaluation.metrics import metrics_of
 from crossbow_py.train.run_folder.folder import RunFolder, open_run
 from crossbow_py.train.run_folder.recorded_config import composed
-from crossbow_py.train.run_settings import RunSettings, StopConditions
+from crossbow_py.train.run_settings import RunOptions, RunSettings, StopConditions
 from crossbow_py.train.trainer import Trainer
 
 
@@ -77,7 +77,9 @@ def build_trainer(
         module: nn.Module = config.model.build(source.input_shape, source.num_classes or 0)
         return module
 
+    shared = [field.name for options in (RunOptions, RunSettings) for field in fields(options)]
     return Trainer(
+        **{name: getattr(config, name) for name in shared},
         model=make_model,
         train_data=source.train,
         test_data=source.test,
@@ -93,7 +95,6 @@ def build_trainer(
         class_names=source.class_names,
         output_dir=None if folder is None else folder.path,
         resume=None if folder is None else folder.resume,
-        init_from=config.init_from,
         checkpoint=CheckpointSettings(
             every_epochs=config.checkpoint_every_epochs,
             every_s=config.checkpoint_every_s,
@@ -104,12 +105,6 @@ def build_trainer(
         notes=[*([folder.note] if folder and folder.note else []), *source.notes],
         experiment=config.experiment,
         names={"model": getattr(config.model, "target", config.model.NAME), "data": source.name},
-        trace=config.trace,
-        profile=config.profile,
-        max_evaluation_batches=config.max_evaluation_batches,
-        settings=RunSettings.of(config),
-        distributed=config.distributed,
-        auto_tuner=config.auto_tuner,
         ranks=ranks,
     )
 

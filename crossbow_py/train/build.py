@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
-from crossbow_py.averaging import AveragingRule
 from crossbow_py.averaging.stability import check_settles, most_settling
 from crossbow_py.core.errors import UserError, one_line
+from crossbow_py.core.files import given_path
 from crossbow_py.core.trees import values_per_sample
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.build import make_feed
+from crossbow_py.data.class_balance import sample_weights, weighted_loss
 from crossbow_py.data.datasets import (
     Classes,
     Data,
@@ -23,14 +23,14 @@ from crossbow_py.data.datasets import (
     class_labels,
     has_integers,
     has_named_inputs,
+    in_tensors,
     num_samples,
     with_labels,
 )
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.mixing import Mixing, check_mixable
 from crossbow_py.distributed.ranks import ALONE, Ranks
-from crossbow_py.distributed.settings import DistributedSettings
-from crossbow_py.engine.auto_tuner import AutoTuner, AutoTunerSettings
+from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.bank.average_ema import AverageEMA
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, candidates
@@ -39,22 +39,19 @@ from crossbow_py.engine.kernels.checks import serves
 from crossbow_py.engine.modules.dropout import counter_seed
 from crossbow_py.engine.modules.losses import Loss, TokenLoss, model_loss, plain_loss
 from crossbow_py.engine.modules.precision import FP32, device_uuids
-from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.telemetry.timeline import Timeline
-from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
+from crossbow_py.train.arguments import TrainArguments
 from crossbow_py.train.checks.losses import loss_on
 from crossbow_py.train.checks.probe import probe, probe_evaluation, settled_on_tokens, takes_labels
-from crossbow_py.train.checks.seeded_model import MakeModel, faithful_copy, seeded_model
-from crossbow_py.train.class_balance import sample_weights, weighted_loss
+from crossbow_py.train.checks.seeded_model import faithful_copy, seeded_model
 from crossbow_py.train.evaluation.evaluator import Evaluator, evaluation_batch_size
 from crossbow_py.train.evaluation.metrics import Metric, checked_metrics
 from crossbow_py.train.ladder.ladder import check_trusted, has_failed, try_on_ranks
 from crossbow_py.train.run import DataSets, Run
 from crossbow_py.train.run_settings import Choices, RunSettings
-from crossbow_py.train.run_state import RunState
-from crossbow_py.train.schedules import Constant, Schedule
+from crossbow_py.train.train_state import TrainState
 from crossbow_py.train.tuning.busy_cores import busy_cores
 from crossbow_py.train.tuning.executor_choice import choose_executor, new_bank
 from crossbow_py.train.tuning.learner_tuning import LearnerTuning, learner_bound
@@ -63,50 +60,58 @@ from crossbow_py.train.tuning.worker_autotuner import first_workers, worker_auto
 _FEW_ITEMS = 32  # looked through for rounded inputs before training
 
 
-@dataclass(kw_only=True)
 class RunBuilder:
-    """Builds a run from the arguments of `Trainer`, which its fields are named after. All ranks do so together.
+    """Builds a run from the arguments of `Trainer`. All ranks do so together.
 
     `choices`, `loss`, `metrics` and `data` are settled on the way. `announce` is given a sentence before anything that
     takes seconds.
     """
 
-    make_model: MakeModel
-    data: DataSets
-    settings: RunSettings
-    choices: Choices
-    optimizer: Optimizer
-    rule: AveragingRule
-    schedule: Schedule = Constant()
-    loss: Loss | None = None
-    metrics: Mapping[str, Metric] | None = None
-    init_from: str | None = None
-    max_evaluation_batches: int | None = None
-    checkpoints: CheckpointSettings = CheckpointSettings()
-    distributed: DistributedSettings = DistributedSettings()
-    auto_tuner: AutoTunerSettings = AutoTunerSettings()
-    output_dir: Path | None = None
-    experiment: str = "custom"
-    names: Mapping[str, str] | None = None
-    resumed_from: str | None = None
-    timeline: Timeline | None = None
-    announce: Callable[[str], None] = lambda _: None
-    ranks: Ranks = ALONE
-    executor_cache: Path | None = None
+    def __init__(
+        self,
+        arguments: TrainArguments,
+        *,
+        choices: Choices,
+        announce: Callable[[str], None] = lambda _: None,
+        output_dir: Path | None = None,
+        resumed_from: str | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self.arguments, self.settings, self.ranks = arguments, arguments.settings, arguments.ranks
+        self.optimizer, self.rule = arguments.optimizer, arguments.averaging
+        self.choices, self.announce = choices, announce
+        self.output_dir, self.resumed_from, self.timeline = output_dir, resumed_from, timeline
+        self.metrics: Mapping[str, Metric] = arguments.metrics or {}
+        given = arguments.init_from
+        self.init_from = None if given is None or resumed_from else str(given_path("init_from", given))
+        cache = arguments.executor_cache
+        self.executor_cache = None if cache is None else given_path("executor_cache", cache)
+        test, validation = in_tensors(arguments.test_data), in_tensors(arguments.validation_data)
+        self.data = DataSets(
+            in_tensors(arguments.train_data),
+            test,
+            validation,
+            arguments.num_classes,
+            arguments.augmentation,
+            arguments.mean,
+            arguments.std,
+            arguments.sample_weights,
+            arguments.class_names,
+        )
 
     def build(self) -> Run:
         """Build the run, once, after small batches of every data set went through the model. Raises UserError."""
         settings, ranks, rule, device = self.settings, self.ranks, self.rule, self.choices.device
         tried = self._try_device()
         with ranks.together():
-            self.metrics = checked_metrics(self.metrics, ranks.num_ranks)
+            self.metrics = checked_metrics(self.arguments.metrics, ranks.num_ranks)
         collective = ranks.collective(device, apart=rule.node_period > 1)
         check_settles(rule, settings.num_learners, collective.num_devices)
         template, loss, batch, (train_feed, validation_feed, test_feed), warnings = self._probed()
         evaluator = Evaluator(
-            template, precision=self.choices.precision, loss=loss, metrics=self.metrics or {},
+            template, precision=self.choices.precision, loss=loss, metrics=self.metrics,
             batch_size=evaluation_batch_size(values_per_sample(batch.inputs)),
-            max_batches=self.max_evaluation_batches, channels_last=settings.channels_last,
+            max_batches=self.arguments.max_evaluation_batches, channels_last=settings.channels_last,
             class_names=self.data.names_of_classes, counts_classes=True,
         )  # fmt: skip
         if settings.class_weights is not None:  # in training alone
@@ -123,13 +128,13 @@ class RunBuilder:
         if not rule.has_central_model:  # learners share every batch and are never averaged
             for learner in range(1, bank.num_learners):
                 seed = counter_seed(settings.seed, "initialisation", 0, learner)
-                bank.load_learner(learner, seeded_model(self.make_model, seed, self.init_from))
-        model = getattr(self.make_model, "__name__", type(self.make_model).__name__)
+                bank.load_learner(learner, seeded_model(self.arguments.model, seed, self.init_from))
+        make_model = self.arguments.model
+        model = getattr(make_model, "__name__", type(make_model).__name__)
         tuning, noise, remarks = self._tuning(most, collective.num_devices)
         return Run(
-            data=self.data, settings=settings, schedule=self.schedule, checkpoints=self.checkpoints,
-            distributed=self.distributed, output_dir=self.output_dir, experiment=self.experiment,
-            names={"model": model, "data": "custom", **(self.names or {})}, resumed_from=self.resumed_from,
+            arguments=self.arguments, data=self.data, output_dir=self.output_dir, resumed_from=self.resumed_from,
+            names={"model": model, "data": "custom", **(self.arguments.names or {})},
             choices=choices, bank=bank, average_ema=average_ema, update=update, loss=loss, evaluator=evaluator,
             train_feed=train_feed, validation_feed=validation_feed, test_feed=test_feed, collective=collective,
             ranks=ranks, places=ranks.places(device_uuids(device)),
@@ -139,7 +144,7 @@ class RunBuilder:
                 *self.optimizer.remarks(template), *_of_micro_batches(settings, template),
                 *_of_evaluations(evaluator, {"validation": validation_feed, "test": test_feed}),
             ],
-            tokens_per_sample=evaluator.tokens_per_sample(train_feed), tuning=tuning, state=RunState(noise=noise),
+            tokens_per_sample=evaluator.tokens_per_sample(train_feed), tuning=tuning, state=TrainState(noise=noise),
             worker_autotuner=worker_autotuner(settings.num_workers, train_feed, ranks.num_local),
             busy_cores=busy_cores(choices.executor, device.type, ranks.num_local == 1 and not train_feed.STREAMS),
         )  # fmt: skip
@@ -156,7 +161,7 @@ class RunBuilder:
             )
         most = min(int(each) for (each,) in self.ranks.gather([most]))
         if self.settings.num_learners == "auto":
-            tuner = AutoTuner(objective=self.auto_tuner.objective, max_learners=most, num_devices=num_devices)
+            tuner = AutoTuner(objective=self.arguments.auto_tuner.objective, max_learners=most, num_devices=num_devices)
         by_goodput = tuner is not None and tuner.objective == "goodput" and most * num_devices > 1
         if by_goodput and not rule.compares_gradients:
             remarks += [
@@ -196,7 +201,7 @@ class RunBuilder:
         """
         with self.ranks.together():
             check_data(self.data.train, "the data set")
-            template = seeded_model(self.make_model, self.settings.seed, self.init_from)
+            template = seeded_model(self.arguments.model, self.settings.seed, self.init_from)
             template = self.optimizer.prepared(template).to(self.choices.device)
             loss = self._settle_loss(template)
             train_feed, batch, loss, warnings = self._train_feed(template, loss)
@@ -224,7 +229,7 @@ class RunBuilder:
         Raises UserError if the model and the data cannot have such a loss.
         """
         fits = takes_labels(template) and has_named_inputs(self.data.train)
-        loss = self.loss or (model_loss if fits else nn.functional.cross_entropy)
+        loss = self.arguments.loss or (model_loss if fits else nn.functional.cross_entropy)
         if loss is model_loss:
             if not fits:
                 raise UserError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,10 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import given_path
 from crossbow_py.core.settings import setting
 from crossbow_py.data.sources import SOURCES
-from crossbow_py.distributed.settings import DistributedSettings
-from crossbow_py.engine.auto_tuner import AutoTunerSettings
 from crossbow_py.engine.update.optimizers import OPTIMIZERS
 from crossbow_py.models import MODELS
 from crossbow_py.telemetry.loggers.chosen import TENSORBOARD, LoggerName, check_loggers
-from crossbow_py.train.run_settings import JobSettings, RunSettings, StopConditions
+from crossbow_py.train.run_settings import JobOptions, JobSettings, RunOptions, RunSettings, StopConditions
 from crossbow_py.train.schedules import SCHEDULES
 
 _USAGE = """\
@@ -45,7 +42,7 @@ Exit codes: 0 done, 2 a mistake in what was asked for, 143 after SIGTERM, 130 af
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobConfig(JobSettings):
+class JobConfig(JobOptions, JobSettings):
     """The configuration that runs and searches share. A group holds the settings object that its `name` chooses."""
 
     CONF: ClassVar[str]
@@ -59,9 +56,6 @@ class JobConfig(JobSettings):
     NEEDS_FOLDER: ClassVar[bool] = True
     PATHS: ClassVar[Sequence[str]] = ("resume", "output_dir")
 
-    experiment: str = setting("custom", "name of the run's recipe; chosen with +experiment=NAME")
-    resume: str | None = setting(None, "null, auto (newest valid checkpoint) or the path of a run or checkpoint folder")
-    output_dir: str | None = setting(None, "the run's folder; null is runs/<experiment>/<time>")
     checkpoint_every_s: float | None = setting(None, "seconds between checkpoints; null for none", above=0)
     metrics: dict[str, Any] = setting(
         {},
@@ -85,7 +79,7 @@ class JobConfig(JobSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(JobConfig, RunSettings, StopConditions):
+class TrainConfig(JobConfig, RunOptions, RunSettings, StopConditions):
     """The whole configuration of `crossbow_py.train`."""
 
     CONF: ClassVar[str] = "train"
@@ -94,23 +88,11 @@ class TrainConfig(JobConfig, RunSettings, StopConditions):
     PATHS: ClassVar[Sequence[str]] = (*JobConfig.PATHS, "init_from")
 
     max_epochs: float | None = setting(10.0, "stop after this many passes over the training set", above=0)
-    max_evaluation_batches: int | None = setting(None, "the most batches to evaluate on; null is all", minimum=1)
-    init_from: str | None = setting(None, "safetensors file with the initial weights (fine-tuning)")
     listeners: tuple[str, ...] = setting(
         (), "listeners of your own: a list of dotted names of classes, or of functions that return one"
     )
-    trace: bool = setting(
-        False, "write a timeline of tasks to trace.json in the run's folder (open it in ui.perfetto.dev)"
-    )
-    profile: bool = setting(False, "write which operators take the time to profile.txt and profile.json.gz")
     checkpoint_every_epochs: int | None = setting(1, "epochs between checkpoints; null for none", minimum=1)
     keep_checkpoints: int = setting(2, "how many of the newest checkpoints to keep", minimum=1)
-    distributed: DistributedSettings = dataclasses.field(
-        default=DistributedSettings(), metadata={"help": "settings of several ranks, started by torchrun"}
-    )
-    auto_tuner: AutoTunerSettings = dataclasses.field(
-        default=AutoTunerSettings(), metadata={"help": "settings of num_learners=auto"}
-    )
     averaging: Any = group("how the learners are kept together")
 
     def __post_init__(self) -> None:

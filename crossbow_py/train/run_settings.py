@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,9 +13,10 @@ import torch
 from crossbow_py.averaging import AveragingRule
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.host import prepare_environment
-from crossbow_py.core.other_names import python_suggestion
-from crossbow_py.core.settings import check, setting, suggestion
+from crossbow_py.core.settings import check, setting
 from crossbow_py.core.switches import read_switches
+from crossbow_py.distributed.settings import DistributedSettings
+from crossbow_py.engine.auto_tuner import AutoTunerSettings
 from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.engine.executors import EXECUTORS, check_executor, check_name
 from crossbow_py.engine.executors.serial import SerialExecutor
@@ -29,7 +31,7 @@ from crossbow_py.engine.modules.precision import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class JobSettings:
     """Settings that runs and searches share: how learners or trials are trained."""
 
@@ -78,7 +80,7 @@ class JobSettings:
 MOST_LEARNERS = 16_384  # each has its own module: more take minutes to set up
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunSettings(JobSettings):
     """The top-level keys that shape a run's training. The same checks apply from Python and the command line."""
 
@@ -116,21 +118,6 @@ class RunSettings(JobSettings):
         names = [field.name for field in dataclasses.fields(RunSettings)]
         return RunSettings(**{name: getattr(config, name) for name in names if hasattr(config, name)} | own)
 
-    def changed(
-        self, changes: Mapping[str, Any], others: Collection[str] = (), of_fit: Collection[str] = ()
-    ) -> RunSettings:
-        """Return these settings with some keys changed.
-
-        Raises TypeError for an unknown key, with a suggestion among the keys and `others`, what else `Trainer` takes,
-        and `of_fit`, what `fit` does.
-        """
-        known = [field.name for field in dataclasses.fields(RunSettings)]
-        for key in changes:
-            if key not in known:
-                meant = python_suggestion(key, of_fit, [*known, *others], in_fit=False)
-                raise TypeError(f"unexpected keyword argument {key!r}{meant or suggestion(key, [*known, *others])}")
-        return dataclasses.replace(self, **changes)
-
     @property
     def samples_per_step(self) -> int:
         """The samples of a learner's batch, by which it takes a step in each round."""
@@ -153,6 +140,35 @@ class RunSettings(JobSettings):
     def averages(self, rule: AveragingRule, num_ranks: int) -> bool:
         """Return whether learners may follow an average model."""
         return rule.has_central_model and self.has_several(num_ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """Where runs and searches are recorded, and what they go on from. From Python a path may be a `Path`."""
+
+    experiment: str = setting("custom", "name of the run's recipe; chosen with +experiment=NAME")
+    resume: str | Path | None = setting(
+        None, "null, auto (newest valid checkpoint) or the path of a run or checkpoint folder"
+    )
+    output_dir: str | Path | None = setting(None, "the run's folder; null is runs/<experiment>/<time>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The keys of a run that do not decide how learners learn."""
+
+    max_evaluation_batches: int | None = setting(None, "the most batches to evaluate on; null is all", minimum=1)
+    init_from: str | Path | None = setting(None, "safetensors file with the initial weights (fine-tuning)")
+    trace: bool = setting(
+        False, "write a timeline of tasks to trace.json in the run's folder (open it in ui.perfetto.dev)"
+    )
+    profile: bool = setting(False, "write which operators take the time to profile.txt and profile.json.gz")
+    distributed: DistributedSettings = dataclasses.field(
+        default=DistributedSettings(), metadata={"help": "settings of several ranks, started by torchrun"}
+    )
+    auto_tuner: AutoTunerSettings = dataclasses.field(
+        default=AutoTunerSettings(), metadata={"help": "settings of num_learners=auto"}
+    )
 
 
 @dataclass(frozen=True)

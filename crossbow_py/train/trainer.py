@@ -4,51 +4,42 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
-import numpy.typing as npt
 from torch import nn
 
-from crossbow_py.averaging import SMA, AveragingRule
 from crossbow_py.core.errors import UserError, unwritable
 from crossbow_py.core.files import given_path
 from crossbow_py.core.other_names import python_suggestion
 from crossbow_py.core.settings import shown, suggestion
 from crossbow_py.core.signals import StopSignal
-from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.data.datasets import Data, in_tensors
-from crossbow_py.distributed.ranks import ALONE, Ranks
-from crossbow_py.distributed.settings import DistributedSettings
-from crossbow_py.engine.auto_tuner import AutoTunerSettings
 from crossbow_py.engine.device.host import flushed_denormals
-from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.modules.precision import ordinary_modes
-from crossbow_py.engine.update.optimizers import SGD, Optimizer
 from crossbow_py.telemetry.events import Listener, RoundEnd
 from crossbow_py.telemetry.profile import OperatorProfile
 from crossbow_py.telemetry.records import file_listeners, node_listeners
 from crossbow_py.telemetry.system import SystemMonitor
+from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.telemetry.timeline import Timeline, TimelineFile
+from crossbow_py.train.arguments import TrainArguments, keywords, taking
 from crossbow_py.train.build import RunBuilder
-from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, holds_run
+from crossbow_py.train.checkpoints.checkpoint import holds_run
 from crossbow_py.train.checkpoints.resume import choose_together, find_checkpoint, restore
 from crossbow_py.train.checks.compatibility import check_compatible, check_tuner
-from crossbow_py.train.checks.seeded_model import MakeModel
+from crossbow_py.train.evaluation.current_models import current_models, evaluate
 from crossbow_py.train.evaluation.evaluator import Evaluation
-from crossbow_py.train.evaluation.metrics import Metric
-from crossbow_py.train.loop import TrainingLoop
-from crossbow_py.train.run import DataSets
-from crossbow_py.train.run_folder.reporter import Result
-from crossbow_py.train.run_settings import Choices, RunSettings, StopConditions
-from crossbow_py.train.run_state import RunState
-from crossbow_py.train.schedules import Constant, Schedule
+from crossbow_py.train.loop.average_model import restart
+from crossbow_py.train.loop.rank_telemetry import RankTelemetry, node_name, ranks_beside
+from crossbow_py.train.loop.round_listener import AfterRound, HostTuning
+from crossbow_py.train.loop.training_loop import TrainingLoop
+from crossbow_py.train.run_folder.reporter import Reporter, Result
+from crossbow_py.train.run_settings import Choices, StopConditions
+from crossbow_py.train.train_state import TrainState
 from crossbow_py.train.tuning.range_test import LearningRateTest, find_learning_rate
 
 P = ParamSpec("P")
@@ -63,11 +54,6 @@ def _by_turns() -> Iterator[None]:
         yield
 
 
-def _keywords(function: Callable[..., Any]) -> list[str]:
-    """Return the names of a function's keyword arguments."""
-    return [each.name for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]
-
-
 def _suggesting(fit: Callable[P, Result]) -> Callable[P, Result]:
     """Have `fit` raise TypeError with a suggestion for arguments that it does not take."""
 
@@ -78,7 +64,7 @@ def _suggesting(fit: Callable[P, Result]) -> Callable[P, Result]:
                 "fit() takes keyword arguments alone, as in fit(max_epochs=10); the model and the data are Trainer's: "
                 "Trainer(model=..., train_data=...)."
             )
-        known, of_trainer = _keywords(fit), [*_keywords(Trainer), *(each.name for each in fields(RunSettings))]
+        known, of_trainer = keywords(fit), keywords(TrainArguments)
         for word in given:
             if word not in known:
                 meant = python_suggestion(word, known, of_trainer, in_fit=True)
@@ -131,8 +117,9 @@ class Trainer:
             same calls with the same data sets and settings; samples are divided among them, and the first rank writes
             to disk.
         executor_cache: the file in which `executor="auto"` remembers its measurements; None is the user's.
-        settings: the keys that shape a run: batch size, number of learners, executor, device, precision, seed, ...
-        changes: the same keys one by one, as in `Trainer(batch_size=32, num_learners=4)`; they override `settings`.
+
+    The other keywords are keys of the command line: batch_size, num_learners, executor, device, precision, seed and so
+    on, as `RunSettings` explains them.
 
     On a CPU with several learners the process keeps freed memory, in huge pages.
 
@@ -140,70 +127,39 @@ class Trainer:
         UserError: settings, data and model do not fit each other.
     """
 
-    @_by_turns()
-    def __init__(
-        self,
-        *,
-        model: MakeModel,
-        train_data: Data,
-        test_data: Data | None = None,
-        validation_data: Data | None = None,
-        num_classes: int | None = None,
-        optimizer: Optimizer = SGD(),
-        schedule: Schedule = Constant(),
-        averaging: AveragingRule = SMA(),
-        loss: Loss | None = None,
-        metrics: Mapping[str, Metric] | None = None,
-        augmentation: Augmentation | None = None,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-        sample_weights: npt.ArrayLike | None = None,
-        class_names: Sequence[str] | None = None,
-        output_dir: str | Path | None = None,
-        resume: str | Path | None = None,
-        init_from: str | Path | None = None,
-        checkpoint: CheckpointSettings = CheckpointSettings(),
-        callbacks: Sequence[Listener] = (),
-        tensorboard: bool = True,
-        experiment: str = "custom",
-        names: Mapping[str, str] | None = None,
-        max_evaluation_batches: int | None = None,
-        notes: Sequence[str] = (),
-        trace: bool = False,
-        profile: bool = False,
-        distributed: DistributedSettings = DistributedSettings(),
-        auto_tuner: AutoTunerSettings = AutoTunerSettings(),
-        ranks: Ranks = ALONE,
-        executor_cache: str | Path | None = None,
-        settings: RunSettings = RunSettings(),
-        **changes: Any,
-    ) -> None:
-        begun, folder = time.monotonic(), None if output_dir is None else given_path("output_dir", output_dir)
-        self.callbacks, self._continues = _checked(callbacks), resume == "auto"
-        self._tensorboard, self._profile = tensorboard, profile
-        settings = settings.changed(changes, others=_keywords(Trainer), of_fit=_keywords(Trainer.fit))
-        check_tuner(auto_tuner)
-        check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
-        found, self._messages = find_checkpoint(resume, folder, ranks)
-        train, (test, validation) = in_tensors(train_data), map(in_tensors, (test_data, validation_data))
+    @taking(TrainArguments, of_fit=lambda: Trainer.fit)
+    def __init__(self, arguments: TrainArguments) -> None:
+        with _by_turns():
+            self._build(arguments)
+
+    def _build(self, given: TrainArguments) -> None:
+        begun, ranks, self.callbacks = time.monotonic(), given.ranks, given.callbacks
+        folder = None if given.output_dir is None else given_path("output_dir", given.output_dir)
+        _check_callbacks(given.callbacks)
+        check_tuner(given.auto_tuner)
+        check_compatible(
+            given.settings, given.optimizer, given.schedule, given.averaging, given.loss, given.max_evaluation_batches,
+            ranks,
+        )  # fmt: skip
+        found, self._messages = find_checkpoint(given.resume, folder, ranks)
+        self._loop: TrainingLoop | None = None
+        self._told: set[str] = set()
         self.run = RunBuilder(
-            make_model=model, resumed_from=str(found.folder) if found else None,
-            data=DataSets(train, test, validation, num_classes, augmentation, mean, std, sample_weights, class_names),
-            settings=settings, choices=choose_together(settings, found, ranks), ranks=ranks, announce=self._announce,
-            optimizer=optimizer, rule=averaging, schedule=schedule, loss=loss, metrics=metrics, names=names,
-            init_from=None if init_from is None or found else str(given_path("init_from", init_from)),
-            max_evaluation_batches=max_evaluation_batches, checkpoints=checkpoint, distributed=distributed,
-            auto_tuner=auto_tuner, output_dir=folder, experiment=experiment, timeline=_timeline(trace, profile, folder),
-            executor_cache=None if executor_cache is None else given_path("executor_cache", executor_cache),
-        ).build()  # fmt: skip
-        self._messages += [*notes, *self.run.warnings]
+            given,
+            choices=choose_together(given.settings, found, ranks),
+            announce=self._announce,
+            resumed_from=str(found.folder) if found else None,
+            output_dir=folder,
+            timeline=_timeline(given, folder),
+        ).build()
+        self._messages += [*given.notes, *self.run.warnings]
         with ranks.together():
             if found:
                 self._messages += restore(self.run, found)
         self.state.wall_s += time.monotonic() - begun  # building counts as time of the run
 
     @property
-    def state(self) -> RunState:
+    def state(self) -> TrainState:
         """The counters of training."""
         return self.run.state
 
@@ -264,16 +220,27 @@ class Trainer:
         with self.run.ranks.together():
             monitor = self._new_monitor()
             listeners = [*self._file_listeners(monitor), *self._own_listeners()]
-        with (
-            flushed_denormals(),
-            nullcontext() if monitor is None else closing(monitor),  # without TensorBoard no listener does
-            TrainingLoop(self.run, stops, listeners, after_round, monitor) as loop,
-            StopSignal(handle_signals) as signals,
-        ):
-            loop.start(self._messages)
-            self._messages = []
-            status, reason = loop.run(signals)
-            return loop.finish(status, reason)
+        idle = self.run.ranks.watch.idle
+        meter = ThroughputMeter(waited_for_ranks_s=lambda: idle.seconds)
+        telemetry = RankTelemetry(self.run, meter, monitor)
+        reporter = Reporter(listeners, meter, telemetry=telemetry)
+        try:
+            with (
+                flushed_denormals(),
+                nullcontext() if monitor is None else closing(monitor),  # without TensorBoard no listener does
+                TrainingLoop(self.run, stops, reporter, telemetry.exchange, self._told) as self._loop,
+                StopSignal(handle_signals) as signals,
+            ):
+                loop = self._loop
+                loop.attach(HostTuning(self.run, reporter))
+                if after_round is not None:
+                    loop.attach(AfterRound(after_round, self.run, loop.learners, reporter))
+                loop.start(self._messages)
+                self._messages = []
+                status, reason = loop.run(signals)
+                return loop.finish(status, reason)
+        finally:
+            self._loop = None
 
     @property
     def model(self) -> nn.Module:
@@ -285,7 +252,7 @@ class Trainer:
         Raises UserError while a round is in flight, as in other callbacks or threads.
         """
         with self._between_rounds():
-            return self.run.models()[0]
+            return current_models(self.run)[0]
 
     def evaluate(self) -> Evaluation:
         """Evaluate the current model on the test data, as `model` has it; of independent learners return the mean.
@@ -293,7 +260,7 @@ class Trainer:
         Raises UserError without test data, and while a round is in flight.
         """
         with self._between_rounds():
-            measured = self.run.evaluate("test")
+            measured = evaluate(self.run, "test")
         if measured is None:
             raise UserError("evaluate() needs test_data, got none; give Trainer(test_data=...).")
         return measured[0]
@@ -321,17 +288,17 @@ class Trainer:
         """
         if not self.run.rule.has_central_model:
             raise UserError("restart() needs an average model, which independent learners lack; use averaging=SMA().")
-        self.run.restart()
+        restart(self.run)
 
     @contextmanager
     def _between_rounds(self) -> Iterator[None]:
         """Let the caller read the bank. Raises UserError while a round is in flight."""
-        if self.run.in_flight:
+        if self._loop is not None and self._loop.learners.in_flight:
             raise UserError(
                 "the current model cannot be read while a round is in flight; ask for it in Listener.on_epoch, or "
                 "before or after fit()."
             )
-        is_own = not self.run.in_fit
+        is_own = self._loop is None
         try:
             with ordinary_modes():
                 yield
@@ -349,9 +316,10 @@ class Trainer:
     def _new_monitor(self) -> SystemMonitor | None:
         """Return the monitor of this rank's node, if this rank is the first on it and the run has a folder."""
         run = self.run
-        if run.output_dir is None or run.beside[0] != run.ranks.rank:
+        beside = ranks_beside(run.places, run.ranks.rank)
+        if run.output_dir is None or beside[0] != run.ranks.rank:
             return None
-        return SystemMonitor([uuid for rank in run.beside for uuid in run.places[rank].device_uuids])
+        return SystemMonitor([uuid for rank in beside for uuid in run.places[rank].device_uuids])
 
     def _file_listeners(self, monitor: SystemMonitor | None) -> list[Listener]:
         """Return the listeners that write to the run's folder: the first rank's, and those of each other node."""
@@ -360,24 +328,25 @@ class Trainer:
             return []
         resumed = self.state.samples_seen if begun else None
         if not self.run.ranks.is_first:
-            return node_listeners(folder, resumed, monitor, self.run.node_name) if self._tensorboard else []
-        if not (begun or self._continues) and holds_run(folder):
+            name = node_name(self.run.places, self.run.ranks.rank)
+            return node_listeners(folder, resumed, monitor, name) if self.run.arguments.tensorboard else []
+        if not (begun or self.run.arguments.resume == "auto") and holds_run(folder):
             raise UserError(
                 f"output_dir {folder} already holds a run; give resume='auto' to continue it, or another folder."
             )
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            listeners = file_listeners(folder, resumed, monitor, self.state.closed_epochs, self._tensorboard)
+            listeners = file_listeners(folder, resumed, monitor, self.state.closed_epochs, self.run.arguments.tensorboard)
         except OSError as error:
             raise unwritable(folder, error) from error
         timeline = self.run.timeline
         if timeline is not None:
             listeners.append(TimelineFile(timeline, folder))
-        return [*listeners, OperatorProfile(folder)] if self._profile else listeners
+        return [*listeners, OperatorProfile(folder)] if self.run.arguments.profile else listeners
 
 
-def _checked(callbacks: Sequence[Listener]) -> Sequence[Listener]:
-    """Return the callbacks. Raises UserError for what is none."""
+def _check_callbacks(callbacks: Sequence[Listener]) -> None:
+    """Raise UserError for what is no list of listeners."""
     is_list = isinstance(callbacks, list | tuple)
     unfit = [each for each in callbacks if not isinstance(each, Listener)] if is_list else [callbacks]
     if unfit:
@@ -385,11 +354,10 @@ def _checked(callbacks: Sequence[Listener]) -> Sequence[Listener]:
             f"callbacks must be a list of objects of crossbow_py.Listener, got {shown(unfit[0])}; write it as "
             "callbacks=[MLflowLogger()]."
         )
-    return callbacks
 
 
-def _timeline(trace: bool, profile: bool, output_dir: Path | None) -> Timeline | None:
-    for name, asked in (("trace", trace), ("profile", profile)):
-        if asked and output_dir is None:
+def _timeline(arguments: TrainArguments, folder: Path | None) -> Timeline | None:
+    for name, asked in (("trace", arguments.trace), ("profile", arguments.profile)):
+        if asked and folder is None:
             raise UserError(f"{name} writes into the run's folder, got no output_dir; set one, or {name}=false.")
-    return Timeline() if trace else None
+    return Timeline() if arguments.trace else None

@@ -17,6 +17,7 @@ from crossbow_py.engine.modules.precision import PrecisionName
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.models import MODELS
 from crossbow_py.telemetry.events import RoundEnd
+from crossbow_py.train.loop.planning import plan_round
 from experiments.bench.windows import Mark, Window, load_with_ended, window_of
 
 ExecutorName = Literal["serial", "threads", "streams", "fused"]
@@ -130,7 +131,7 @@ class Rounds:
 
     def submit(self) -> None:
         """Run another round, which may be in flight when this returns."""
-        self.executor.submit(self.built.plan(self._index, self._index * self._num_images, 1.0))
+        self.executor.submit(plan_round(self.built, self._index, self._index * self._num_images, 1.0))
         self._index += 1
 
     def drain(self) -> None:
@@ -149,4 +150,4 @@ class Rounds:
         tasks = RoundTasks(
             run.bank, update=run.update, feed=run.train_feed, loss=run.loss, seed=0, collective=run.collective
         )
-        tasks.learn(0, RoundOutcome(run.plan(0, 0, 1.0)))
+        tasks.learn(0, RoundOutcome(plan_round(run, 0, 0, 1.0)))

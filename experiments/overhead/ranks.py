@@ -26,10 +26,10 @@ from crossbow_py.telemetry.rank_pace import RankCounts
 from crossbow_py.telemetry.records import file_listeners
 from crossbow_py.telemetry.system import GpuLoad
 from crossbow_py.telemetry.throughput import ThroughputMeter
-from crossbow_py.train.rank_telemetry import RankTelemetry
+from crossbow_py.train.loop.rank_telemetry import RankTelemetry
 from crossbow_py.train.run import Run
 from crossbow_py.train.run_folder.reporter import Reporter, run_info
-from crossbow_py.train.run_state import RunState
+from crossbow_py.train.train_state import TrainState
 from experiments.bench.program import count, measure_and_write, measuring_parser, positive
 from experiments.bench.rounds import trainer_on_noise
 from experiments.bench.windows import spread
@@ -96,7 +96,7 @@ def act_out(case: Case, seconds: float, with_ranks: bool) -> float:
     """
     clock = _Clock()
     run = trainer_on_noise("lenet", _IMAGES, device="cpu", batch_size=32, num_learners=1, executor="serial").run
-    ranks, state = _PretendedRanks(case.num_ranks), RunState()
+    ranks, state = _PretendedRanks(case.num_ranks), TrainState()
     meter = ThroughputMeter(clock, waited_for_ranks_s=lambda: 0.1 * clock())
     pretended = SimpleNamespace(
         ranks=ranks, state=state, places=[Place(0, "host")] * case.num_ranks, tokens_per_sample=None,

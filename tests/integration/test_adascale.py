@@ -14,13 +14,13 @@ from crossbow_py import (
     AutoTunerSettings,
     LocalSGD,
     MultiStep,
-    RunSettings,
     SynchronousSGD,
     UserError,
 )
 from crossbow_py.engine.goodput import NoiseScale
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, checkpoints
 from crossbow_py.train.checkpoints.manager import CheckpointManager
+from crossbow_py.train.checks.remarks import remarks_on_length
 from tests import rank_jobs
 from tests.rank_jobs import assert_alike, results
 from tests.trainers import Recorder, equal_states, image_trainer, make_trainer
@@ -31,18 +31,14 @@ ROUNDS = 90  # φ is known after 61, as rounds 0, 4, ... 60 compare, and used fr
 def with_rates(**options):
     """A trainer, and the learning rates and comparisons of its rounds as they come."""
     trainer = make_trainer(optimizer=SGD(learning_rate=0.02), **options)
-    rates, found, plan, absorb = [], {}, trainer.run.plan, trainer.state.absorb
-
-    def planned(*arguments, **named):
-        made = plan(*arguments, **named)
-        rates.append((made.index, made.learning_rates[0]))
-        return made
+    rates, found, absorb = [], {}, trainer.state.absorb
 
     def absorbed(outcome):
         found[outcome.plan.index] = outcome.comparison
+        rates.append((outcome.plan.index, outcome.plan.learning_rates[0]))
         absorb(outcome)
 
-    trainer.run.plan, trainer.state.absorb = planned, absorbed
+    trainer.state.absorb = absorbed
     return trainer, rates, found
 
 
@@ -145,12 +141,12 @@ def test_resumed_run_measures_what_its_objective_needs(tmp_path, before, after):
 
 def test_run_too_short_for_a_known_gain_says_so():
     run = make_trainer(averaging=SMA(rate_scaling="adascale")).run
-    short, long = (run.remarks(rounds * run.samples_per_round) for rounds in (255, 256))
+    short, long = (remarks_on_length(run, rounds * run.samples_per_round) for rounds in (255, 256))
     assert short == [
         "AdaScale's gain counts as 1 until it is known, after 64 rounds, and this run has about 255; set "
         "averaging.rate_scaling=sqrt for one so short."
     ]
-    assert long == make_trainer().run.remarks(255 * 8) == []
+    assert long == remarks_on_length(make_trainer().run, 255 * 8) == []
 
 
 def test_fixed_number_of_learners_measures_nothing():
@@ -207,7 +203,7 @@ def test_noise_is_in_checkpoints_as_are_comparisons_that_wait(tmp_path):
 
 def test_effective_samples_end_the_run_and_move_the_schedule():
     options = {"averaging": SMA(rate_scaling="adascale"), "num_learners": 4, "schedule": WSD(cooldown=1.0)}
-    trainer, rates, found = with_rates(**options, settings=RunSettings(count_effective_samples=True))
+    trainer, rates, found = with_rates(**options, count_effective_samples=True)
     result = trainer.fit(max_samples=500)
     assert result.stop_reason == "max_samples"
     effective, rates = 0.0, dict(rates)

@@ -114,22 +114,18 @@ class Executor(ABC):
     def _body(self, task: Task) -> Callable[[RoundOutcome], None]:
         return self.tasks.body(task)
 
-    def submit(self, plan: Round) -> list[RoundOutcome]:
-        """Issue a round, wait for the one before, and return its outcome (none for the first round after a drain).
+    def submit(self, plan: Round, *, wait: bool = True) -> list[RoundOutcome]:
+        """Start a round, wait for the one before, and return its outcome (none for the first round after a drain).
 
-        Raises LearnerError if a task failed.
+        Without `wait` it returns at once: call `collect` before the next round. Raises LearnerError if a task failed.
         """
-        self.issue(plan)
-        return self.collect()
-
-    def issue(self, plan: Round) -> None:
-        """Issue a round without waiting; call `collect` before the next. Raises LearnerError if a task failed."""
         outcome = RoundOutcome(plan)
         # With every executor, so that they compare fairly; but each new shape would take seconds.
         searches = self.tasks.bank.device.type == "cuda" and self.tasks.feed.one_shape
         with searching_libraries() if searches else nullcontext():
-            self._issue(outcome)
+            self._start(outcome)
         self._in_flight.append(outcome)
+        return self._collect(leave=1) if wait else []
 
     def _launches(self, plan: Round) -> tuple[Launch, ...]:
         """Plan a round's launches, once, for executors whose groups run on several streams."""
@@ -137,7 +133,7 @@ class Executor(ABC):
         return self.scheduler.round(plan.index, pulls and plan.averages, plan.compares, pulls)
 
     def collect(self) -> list[RoundOutcome]:
-        """Wait for the round before the last one issued, if it is in flight, and return its outcome.
+        """Wait for the round before the last one, if it is in flight, and return its outcome.
 
         Raises LearnerError if a task failed.
         """
@@ -176,7 +172,7 @@ class Executor(ABC):
         return outcomes
 
     @abstractmethod
-    def _issue(self, outcome: RoundOutcome) -> None:
+    def _start(self, outcome: RoundOutcome) -> None:
         """Start, or run, a round's tasks, in the order that `_launches` gives or, with one group, their own."""
 
     @abstractmethod

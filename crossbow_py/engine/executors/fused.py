@@ -169,7 +169,7 @@ class FusedExecutor(Executor):
         if self._on_device is None and (found := outdated(self.tasks, self._pass)):
             self.notes.append(found)
 
-    def _issue(self, outcome: RoundOutcome) -> None:
+    def _start(self, outcome: RoundOutcome) -> None:
         bank, collective = self.tasks.bank, self.tasks.collective
         if self._on_trial and not self._before:
             modules = (bank.module(learner) for learner in range(bank.num_learners))
@@ -187,7 +187,7 @@ class FusedExecutor(Executor):
             if not self._on_trial or collective.num_sums > num_sums or is_out_of_memory(error):
                 raise LearnerError("round", outcome.plan.index, ALL_LEARNERS, error) from error
             self._give_up_kernels(error)
-            self._issue(outcome)
+            self._start(outcome)
         self._on_trial, self._before = False, []
 
     def _give_up_kernels(self, error: Exception) -> None:

@@ -11,9 +11,9 @@ class SerialExecutor(Executor):
 
     NAME = "serial"
 
-    def _issue(self, outcome: RoundOutcome) -> None:
+    def _start(self, outcome: RoundOutcome) -> None:
         for launch in self._launches(outcome.plan):
             self.run_task(launch, outcome)
 
     def _wait(self, outcome: RoundOutcome) -> None:
-        """Return at once: tasks were over when they were issued."""
+        """Return at once: tasks were over when they were started."""

@@ -101,7 +101,7 @@ class StreamsExecutor(Executor):
         self._rounds.bank_changed = True
         return outcomes
 
-    def _issue(self, outcome: RoundOutcome) -> None:
+    def _start(self, outcome: RoundOutcome) -> None:
         """Enqueue a round: each launch on its stream, after the events of `launch.after`.
 
         An event is recorded after the last task of every stream, which covers the tasks before it. The host waits only

@@ -75,7 +75,7 @@ class ThreadsExecutor(Executor):
         self._set_intra_op(self._num_threads)
         return outcomes
 
-    def _issue(self, outcome: RoundOutcome) -> None:
+    def _start(self, outcome: RoundOutcome) -> None:
         self._set_intra_op(1)
         launches, index = self._launches(outcome.plan), outcome.plan.index
         previous = {task: event for task, event in self._events.items() if task.round_index < index}

@@ -18,12 +18,11 @@ from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.modules.dropout import set_dropout_rate
-from crossbow_py.engine.rounds import Draws, Round, RoundOutcome, RoundTasks, taken
+from crossbow_py.engine.rounds import Draws, Round, RoundOutcome, RoundTasks, smoothing_rows, taken
 from crossbow_py.engine.update.optimizers import side_by_side
 from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.search.packs.trial import LOSS, Checkpoint, TrialSettings, new_row, own_dropout_rate, read_row
 from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, evaluate_bank
-from crossbow_py.train.run import smoothing_rows
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.executor_choice import new_bank
 
@@ -229,7 +228,7 @@ class Pack:
             executor.settle()
             self.feed.wait(plan.starts)
         self._in_flight.append(list(self.members))
-        executor.issue(plan)
+        executor.submit(plan, wait=False)
         for member in self.members:
             member.samples_seen += member.settings.batch_size
             member.num_rounds += 1

@@ -260,6 +260,12 @@ def checkpoints(run_folder: Path) -> list[Path]:
     return sorted((path for path in found if path.is_dir()), key=lambda path: path.name, reverse=True)
 
 
+def newest_checkpoint(run_folder: Path | None) -> str | None:
+    """Return the folder of a run's newest checkpoint, or None."""
+    found = checkpoints(run_folder) if run_folder else []
+    return str(found[0]) if found else None
+
+
 def holds_run(folder: Path) -> bool:
     """Return whether `folder` holds anything that a fresh run would overwrite."""
     metrics = folder / METRICS_FILE

@@ -21,12 +21,12 @@ class CheckpointManager:
     STATUSES: tuple[Status, ...] = get_args(Status)
 
     def __init__(self, run: Run, reporter: Reporter) -> None:
-        ranks = run.ranks
+        ranks, keep = run.ranks, run.arguments.checkpoint.keep
         self._run, self._reporter, self._ranks = run, reporter, ranks
         self._writer: CheckpointWriter | None = None
         if run.output_dir is not None:
             self._writer = CheckpointWriter(
-                run.output_dir, run.checkpoints.keep, rank=ranks.rank, num_ranks=ranks.num_ranks, token=ranks.token
+                run.output_dir, keep, rank=ranks.rank, num_ranks=ranks.num_ranks, token=ranks.token
             )
         self._last_s = run.state.elapsed_s
         self._samples: int | None = None  # samples seen of the newest that was begun and has not failed
@@ -39,7 +39,7 @@ class CheckpointManager:
 
     def is_due(self, elapsed_s: float) -> bool:
         """Return whether `checkpoint_every_s` has passed since the last one."""
-        every_s = self._run.checkpoints.every_s
+        every_s = self._run.arguments.checkpoint.every_s
         return every_s is not None and elapsed_s - self._last_s >= every_s
 
     def has(self, samples_seen: int) -> bool:

@@ -28,7 +28,7 @@ from crossbow_py.train.checkpoints.checkpoint import (
 )
 from crossbow_py.train.run import Run
 from crossbow_py.train.run_settings import Choices, RunSettings, choose
-from crossbow_py.train.run_state import BestModels, RunState
+from crossbow_py.train.train_state import BestModels, TrainState
 
 # Settings that do not change results, or whose value is in `choices`.
 _CHANGEABLE = (
@@ -54,12 +54,12 @@ def state_dict(run: Run) -> dict[str, Any]:
         "identity": identity(run),
         "train_data": run.data.train_digest,
         "state": run.state.to_plain(),
-        "epoch_sums": list(run.epoch_sums()),
+        "epoch_sums": list(run.state.epoch_sums(run.ranks)),
         "nodes": run.nodes,
         "bank": own,
         "average_ema": run.average_ema.state_dict() if run.average_ema and ranks.is_first else None,
         "tuner": run.tuning.to_plain() if run.tuning else None,
-        "best": run.best.to_plain() if run.best and ranks.is_first else None,
+        "best": run.state.best.to_plain() if run.state.best and ranks.is_first else None,
     }
 
 
@@ -84,14 +84,14 @@ def restore(run: Run, checkpoint: SavedCheckpoint) -> list[str]:
             # Its node's z, if every node has one and ranks are on the same nodes as before.
             central = own["bank"] if nodes and nodes == own.get("nodes") else _central(checkpoint)
             run.bank.load_state_dict({**own["bank"], **{name: central[name] for name in CENTRAL if name in central}})
-            run.state = RunState.from_plain(own["state"])
+            run.state.take(TrainState.from_plain(own["state"]))
         else:
             _take_share(run, checkpoint)
         run.state.noise = noise and (run.state.noise or noise)  # whether it is measured may have changed
         if run.average_ema is not None:
             run.average_ema.load_state_dict(saved["average_ema"], run.state.samples_seen)
         if saved.get("best"):
-            run.best = BestModels.from_plain(saved["best"], run.bank.learner_state(0), run.state.samples_seen)
+            run.state.best = BestModels.from_plain(saved["best"], run.bank.learner_state(0), run.state.samples_seen)
         if run.tuning and saved.get("tuner"):
             run.tuning.restore(saved["tuner"])
             run.bank.resize(run.tuning.state.num_learners)
@@ -106,13 +106,13 @@ def _take_share(run: Run, checkpoint: SavedCheckpoint) -> None:
     saved = checkpoint.part(0)
     run.bank.resize(num_saved(saved["bank"]))
     non_finite = _distribute(run, checkpoint)
-    state = RunState.from_plain({**saved["state"], "sick_learners": non_finite})
+    state = TrainState.from_plain({**saved["state"], "sick_learners": non_finite})
     whole = saved.get("epoch_sums", (state.loss_sum, state.num_losses, state.num_correct))
     none = (0.0, 0, None if state.num_correct is None else 0.0)
     state.loss_sum, state.num_losses, state.num_correct = whole if run.ranks.is_first else none
     if not run.ranks.is_first:
         state.compared = []  # the first rank's count once
-    run.state = state
+    run.state.take(state)
 
 
 def _distribute(run: Run, checkpoint: SavedCheckpoint) -> dict[int, int]:

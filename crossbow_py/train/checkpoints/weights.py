@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
-from crossbow_py.core.errors import CheckpointError
+from crossbow_py.core.errors import CheckpointError, UserError
 from crossbow_py.core.files import replacing
+from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.telemetry.records import DIGESTS, read_summary
 
 MODEL_FILE = "model.safetensors"  # in the folder of a run with one model
@@ -32,6 +34,39 @@ def save_weights(module: nn.Module, path: Path) -> str:
             raise OSError(str(error)) from error
         partial.chmod(mode)
         return _sha256(partial)
+
+
+class SavedModels(NamedTuple):
+    """The path of a run's saved models, None if there is none, and the SHA-256 of each file by its name.
+
+    `samples_seen` is how many samples the models had seen, also of a run without a folder.
+    """
+
+    path: str | None
+    digests: dict[str, str]
+    samples_seen: int | None = None
+
+
+def save_models(
+    models: Sequence[nn.Module], folder: Path | None, samples_seen: int, single: bool, ranks: Ranks
+) -> SavedModels:
+    """Write a run's `single` model, or each of its independent ones, to its folder, if it has one.
+
+    All ranks call it; the first one writes. Raises UserError when they cannot be written.
+    """
+    if folder is None:
+        return SavedModels(None, {}, samples_seen)
+    digests = dict[str, str]()
+    names = [MODEL_FILE] if single else [f"model_{j}.safetensors" for j in range(len(models))]
+    with ranks.together():
+        for name, module in zip(names, models, strict=True) if ranks.is_first else ():
+            try:
+                digests[name] = save_weights(module, folder / name)
+            except OSError as error:
+                raise UserError(
+                    f"cannot write {folder / name} ({error}); make room there and resume the run."
+                ) from error
+    return SavedModels(str(folder / names[0]) if single else str(folder), digests, samples_seen)
 
 
 def load_weights(

@@ -88,6 +88,10 @@ class Evaluation:
     examples: Examples | None = field(default=None, compare=False, repr=False)
 
 
+# An evaluation of a data set: the one that stops look at, and each learner's when learners are independent.
+Measured = tuple[Evaluation, tuple[Evaluation, ...]]
+
+
 def non_finite_remark(what: str, num_non_finite: int, num_samples: int) -> str:
     """Return a message about samples whose outputs are not finite."""
     return (

@@ -33,8 +33,9 @@ from crossbow_py.engine.modules.losses import (
     scores_of,
     smoothed_cross_entropy,
 )
-from crossbow_py.engine.rounds import taken
+from crossbow_py.engine.rounds import smoothing_rows, taken
 from crossbow_py.telemetry.events import LearningStatistics
+from crossbow_py.train.evaluation.current_models import final_states
 from crossbow_py.train.evaluation.evaluator import State
 from crossbow_py.train.evaluation.learning_statistics import (
     GradientNoise,
@@ -42,7 +43,7 @@ from crossbow_py.train.evaluation.learning_statistics import (
     gradient_noise,
     largest_eigenvalue,
 )
-from crossbow_py.train.run import Run, smoothing_rows
+from crossbow_py.train.run import Run
 
 T = TypeVar("T")
 
@@ -76,7 +77,7 @@ class LearningMeasurement:
         """
         begun_s, run = time.monotonic(), self._run
         with kept_torch_state(run.choices.device):
-            state = run.final_states(ema=False)[0]
+            state = final_states(run, ema=False)[0]
             noise, sharpness = None, None
             with run.ranks.together():
                 if run.ranks.is_first:

@@ -33,10 +33,12 @@ from crossbow_py.telemetry.rank_pace import spread_of
 from crossbow_py.telemetry.records import SUMMARY_FILE, write_json
 from crossbow_py.telemetry.throughput import Lap, ThroughputMeter
 from crossbow_py.telemetry.timeline import TRACE_FILE
-from crossbow_py.train.evaluation.evaluator import Evaluation, Examples
-from crossbow_py.train.rank_telemetry import RankTelemetry
-from crossbow_py.train.run import DataSets, Measured, Run, SavedModels
-from crossbow_py.train.run_state import RunState
+from crossbow_py.train.checkpoints.weights import SavedModels
+from crossbow_py.train.evaluation.evaluator import Evaluation, Examples, Measured
+from crossbow_py.train.loop.average_model import spread
+from crossbow_py.train.loop.rank_telemetry import RankTelemetry
+from crossbow_py.train.run import DataSets, Run
+from crossbow_py.train.train_state import TrainState
 
 _CHANNELS = (1, 3)  # grey or RGB
 
@@ -182,7 +184,7 @@ class Reporter:
 
     def progress(
         self,
-        state: RunState,
+        state: TrainState,
         learning_rate: float,
         planned_samples: int | None,
         num_learners: int,
@@ -224,7 +226,7 @@ class Reporter:
             self.meter.resume()
 
     def summarize(
-        self, state: RunState, status: str, stop_reason: str, final: Measured | None, saved: SavedModels
+        self, state: TrainState, status: str, stop_reason: str, final: Measured | None, saved: SavedModels
     ) -> Summary:
         """Build the summary and announce the end."""
         self._show_predictions()
@@ -238,7 +240,7 @@ class Reporter:
         return summary
 
     def record_hang(
-        self, state: RunState, folder: Path | None, hanging: Sequence[HangingRank], sentence: str
+        self, state: TrainState, folder: Path | None, hanging: Sequence[HangingRank], sentence: str
     ) -> None:
         """Write into the run's folder which ranks hang, past the listeners: their thread waits for these ranks."""
         if folder is None:
@@ -250,7 +252,7 @@ class Reporter:
                 file.write(f"error: {sentence}\n")
 
     def _summary(
-        self, state: RunState, status: str, stop_reason: str, final: Measured | None, saved: SavedModels
+        self, state: TrainState, status: str, stop_reason: str, final: Measured | None, saved: SavedModels
     ) -> Summary:
         info, (test, each) = self.info, final or (None, ())
         # Over the whole run, earlier processes included. Independent learners each see all samples.
@@ -318,7 +320,7 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
     settings, several = run.settings, run.settings.has_several(run.ranks.num_ranks)
     measured = run.validation_feed or run.test_feed
     return RunInfo(
-        experiment=run.experiment,
+        experiment=run.arguments.experiment,
         model=run.names["model"],
         num_parameters=run.bank.layout.num_values,
         data=run.names["data"],
@@ -354,7 +356,7 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
     )
 
 
-def measured_noise(state: RunState, num_learners: int) -> dict[str, float | None]:
+def measured_noise(state: TrainState, num_learners: int) -> dict[str, float | None]:
     """Return the gradient noise scale and the efficiency of K learners on all devices, None where not known."""
     scale = None if state.noise is None else state.noise.samples
     if state.noise is None or scale is None:
@@ -414,7 +416,7 @@ def epoch_record(
         num_learners=run.bank.num_learners,
         learning_rate=learning_rate,
         elapsed_s=state.elapsed_s,
-        spread=run.spread() if central else None,
+        spread=spread(run) if central else None,
         correction_norm=run.bank.correction_norm() if central else None,
         data_wait_share=lap.wait_share if run.train_feed.STREAMS else None,
         num_workers=run.num_workers,

@@ -23,7 +23,9 @@ from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.telemetry.pictures.files import INSTALL_MATPLOTLIB, has_matplotlib, save_picture
 from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.train.checks.losses import copied_loss
-from crossbow_py.train.round_runner import RoundRunner
+from crossbow_py.train.loop.average_model import adopt_learner
+from crossbow_py.train.loop.learners import Learners
+from crossbow_py.train.loop.planning import plan_round
 from crossbow_py.train.run import Run
 from crossbow_py.train.run_folder.reporter import Reporter
 from crossbow_py.train.tuning.executor_choice import new_bank
@@ -126,14 +128,14 @@ def find_learning_rate(run: Run, num_rounds: int, lowest: float, highest: float)
     rates, losses = exponential_rates(lowest, highest, num_rounds), list[float]()
     diverged = False
     with kept_generators(run.choices.device):
-        rounds = RoundRunner(copy := _copy_of(run), Reporter([], ThroughputMeter()))
+        learners = Learners(copy := _copy_of(run), Reporter([], ThroughputMeter()))
         try:
             for rate in rates:
-                losses.append(_loss_at(copy, rounds, rate / base))
+                losses.append(_loss_at(copy, learners, rate / base))
                 if diverged := has_diverged(losses):
                     break
         finally:
-            rounds.close()
+            learners.close()
     finite = [loss for loss in losses if math.isfinite(loss)]
     suggested = steepest(rates[: len(finite)], finite) if finite else None
     optimizer = run.optimizer if suggested is None else scaled(run.optimizer, suggested / base)
@@ -171,28 +173,31 @@ def _check(optimizer: Optimizer, num_rounds: int, lowest: float, highest: float)
 
 def _copy_of(run: Run) -> Run:
     """Return a run with a bank of its own in the same state, which tunes, records and smooths nothing."""
-    run.adopt_learner()
+    adopt_learner(run.bank)
     bank = new_bank(
         run.evaluator.template, run.bank.num_learners, run.choices.executor, run.settings, run.choices, run.optimizer,
         num_devices=run.bank.num_devices, device_index=run.bank.device_index, has_velocity=run.rule.has_velocity,
         gradient_mean=run.rule.gradient_mean,
     )  # fmt: skip
     bank.load_state_dict(run.bank.state_dict())
-    state = dataclasses.replace(run.state, non_finite_learners={}, compared=[], loss_sum=0.0, num_losses=0)
+    state = dataclasses.replace(run.state, non_finite_learners={}, compared=[], loss_sum=0.0, num_losses=0, best=None)
     return dataclasses.replace(
         run, bank=bank, state=state, loss=copied_loss(run.loss), average_ema=None, timeline=None, tuning=None,
-        worker_autotuner=None, busy_cores=None, best=None, told=set(),
+        worker_autotuner=None, busy_cores=None,
     )  # fmt: skip
 
 
-def _loss_at(run: Run, rounds: RoundRunner, factor: float) -> float:
+def _loss_at(run: Run, learners: Learners, factor: float) -> float:
     """Train one round with all rates times `factor`. Returns its mean loss; not finite if any learner's is not."""
     state = run.state
     # Rates are the optimizer's own, not a schedule's, so that the rule takes them as it would in a run with them.
-    planner = dataclasses.replace(run, update=TorchUpdate(scaled(run.optimizer, factor), run.rule))
-    plan = planner.plan(state.round_index, state.samples_seen, 1.0, *state.apart(1.0))
-    rounds.submit(dataclasses.replace(plan, compares=False))
-    rounds.drain()
+    scaled_run = dataclasses.replace(run, update=TorchUpdate(scaled(run.optimizer, factor), run.rule))
+    plan = plan_round(scaled_run, state.round_index, state.samples_seen, 1.0, *state.apart(1.0))
+    plan = dataclasses.replace(plan, compares=False)
+    learners.executor.submit(plan)  # the first since it was drained, so there is no outcome yet
+    if plan.outer_step is not None:
+        learners.take_outer_step(plan)
+    learners.drain()
     state.note_round(run.samples_per_round, state.samples_seen, 1.0, plan.averages, run.bank.total_learners)
     total, count, non_finite = run.ranks.sum([state.loss_sum, state.num_losses, len(state.non_finite_learners)])
     state.loss_sum, state.num_losses = 0.0, 0

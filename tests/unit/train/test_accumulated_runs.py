@@ -12,6 +12,7 @@ from crossbow_py import UserError
 from crossbow_py.cli.configuration import from_plain
 from crossbow_py.search.config import SearchConfig
 from crossbow_py.telemetry.console import header_lines
+from crossbow_py.train.loop.planning import plan_round
 from crossbow_py.train.run_settings import RunSettings, accumulates
 from tests.trainers import Recorder, blobs, image_trainer, make_trainer, weights
 
@@ -21,7 +22,7 @@ GROUPS = ("mlp", "digits", "sgd", "constant")
 def test_step_of_each_learner_takes_its_micro_batches_from_the_stream() -> None:
     run = make_trainer(accumulate=3, batch_size=2).run
     assert (run.samples_per_round, run.train_feed.batch_size) == (12, 6)
-    assert run.plan(0, 24, 1.0).starts == (24, 30)
+    assert plan_round(run, 0, 24, 1.0).starts == (24, 30)
 
 
 def test_run_counts_the_samples_of_all_micro_batches(tmp_path: Any) -> None:

@@ -12,6 +12,7 @@ from crossbow_py.data.feed import Batch
 from crossbow_py.engine.modules.precision import BF16, FP32
 from crossbow_py.train.checks.probe import probe
 from crossbow_py.train.checks.seeded_model import seeded_model
+from crossbow_py.train.loop.planning import plan_round
 from crossbow_py.train.run_settings import RunSettings, choose
 from tests.support import CPU, features
 from tests.trainers import image_model, images, make_trainer
@@ -136,6 +137,6 @@ def test_probe_warns_about_random_numbers_that_a_compiled_model_draws_outside_of
 @pytest.mark.parametrize(("rule", "starts"), [(SMA(rate_scaling="none"), (40, 44, 48)), (Independent(), (40, 40, 40))])
 def test_plan_shares_the_stream_out_under_sma_and_gives_independent_learners_the_same_batch(rule, starts):
     trainer = make_trainer(num_learners=3, averaging=rule, optimizer=SGD(learning_rate=(0.1, 0.2, 0.4)))
-    plan = trainer.run.plan(7, 40, 0.5)
+    plan = plan_round(trainer.run, 7, 40, 0.5)
     assert (plan.index, plan.starts, plan.learning_rates) == (7, starts, (0.05, 0.1, 0.2))
     assert (plan.averaging is None) == (not rule.has_central_model)

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from crossbow_py import SGD, CheckpointError, SynchronousSGD, UserError
+from crossbow_py.data.class_balance import weighted_loss
 from crossbow_py.data.sampler import weighted_order
 from crossbow_py.search import build
 from crossbow_py.search.__main__ import main as search
-from crossbow_py.train.class_balance import weighted_loss
 from tests.support import linear_model
 from tests.trainers import blobs, image_trainer, images, make_trainer, weights
 

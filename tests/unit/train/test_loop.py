@@ -17,7 +17,7 @@ from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.distributed.watch import Watch
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.telemetry.throughput import ThroughputMeter
-from crossbow_py.train import loop as loop_module
+from crossbow_py.train import trainer as trainer_module
 from crossbow_py.train.checkpoints import manager
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
 from crossbow_py.train.checkpoints.writer import CheckpointWriter
@@ -128,7 +128,7 @@ def test_evaluations_of_a_part_are_announced(most, said):
 
 def test_max_time_s_counts_training_and_leaves_evaluation_out(monkeypatch):
     clock = {"now": 0.0}
-    monkeypatch.setattr(loop_module, "ThroughputMeter", lambda **_: ThroughputMeter(lambda: clock["now"]))
+    monkeypatch.setattr(trainer_module, "ThroughputMeter", lambda **_: ThroughputMeter(lambda: clock["now"]))
     trainer = make_trainer(test_data=blobs(30))
     learn, evaluate = trainer.run.train_feed.batch, trainer.run.evaluator.evaluate
 

@@ -15,8 +15,9 @@ from crossbow_py.telemetry.console import final_lines
 from crossbow_py.telemetry.events import EpochRecord
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.train.checkpoints.weights import load_weights
+from crossbow_py.train.evaluation.current_models import current_models
 from crossbow_py.train.run_settings import StopConditions
-from crossbow_py.train.run_state import RunState, is_better
+from crossbow_py.train.train_state import TrainState, is_better
 from tests.support import linear_model
 from tests.trainers import Recorder, blobs, equal_states, image_model, image_trainer, images, make_trainer
 
@@ -57,7 +58,7 @@ class Watcher(Recorder):
 
     def on_epoch(self, record: EpochRecord) -> None:
         super().on_epoch(record)
-        self.models.append(self.trainer.run.models())
+        self.models.append(current_models(self.trainer.run))
 
 
 def watched(**options: Any) -> tuple[Trainer, Watcher]:
@@ -222,11 +223,11 @@ def test_better_is_a_higher_accuracy_or_a_lower_loss_and_never_nan(ours, best, b
 
 
 def test_stale_evaluations_are_counted_from_the_last_best_one():
-    state, stale = RunState(), []
+    state, stale = TrainState(), []
     for loss in (3.0, math.nan, 2.0, 2.0, 2.5, 1.0):
         state.note_evaluation(None, loss, None)
         stale.append(state.num_stale)
     assert stale == [0, 1, 0, 1, 2, 0]
-    assert RunState.from_plain(state.to_plain()) == state
+    assert TrainState.from_plain(state.to_plain()) == state
     stops = StopConditions(patience=2)
     assert [stops.after_evaluation(None, 1.0, count) for count in (1, 2, 3)] == [None, "patience", "patience"]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from crossbow_py.distributed.ranks import Place, Ranks
 from crossbow_py.distributed.synchronisation import Report
-from crossbow_py.train.rank_telemetry import RankTelemetry
+from crossbow_py.train.loop.rank_telemetry import RankTelemetry
 from tests.thread_ranks import on_threads
 
 SAMPLES = ({"gpu/0/utilization_percent": 50.0, "gpu/0/power_w": 300.0}, None, {"gpu/0/utilization_percent": 100.0})

@@ -8,7 +8,8 @@ import math
 import pytest
 
 from crossbow_py.engine.rounds import Round, RoundOutcome
-from crossbow_py.train.run_state import RunState
+from crossbow_py.train.evaluation import epoch_end
+from crossbow_py.train.train_state import TrainState
 from tests.trainers import Recorder, blobs, make_trainer
 
 
@@ -19,7 +20,7 @@ def outcome(losses, correct, finite):
 
 
 def test_absorb_averages_losses_over_learners_and_rounds_and_leaves_gated_ones_out():
-    state = RunState()
+    state = TrainState()
     assert math.isnan(state.train_loss) and state.train_accuracy(4) is None
     state.absorb(outcome([1.0, 3.0], [2, 4], [True, True]))
     state.absorb(outcome([math.nan, 5.0], [0, 3], [False, True]))
@@ -30,19 +31,19 @@ def test_absorb_averages_losses_over_learners_and_rounds_and_leaves_gated_ones_o
 
 
 def test_note_evaluation_keeps_the_last_the_best_and_the_first_time_at_the_target():
-    state = RunState()
+    state = TrainState()
     for accuracy, elapsed_s in [(None, 0.5), (0.7, 1.0), (0.9, 2.0), (0.95, 3.0), (0.8, 4.0)]:
         state.elapsed_s = elapsed_s
         state.note_evaluation(accuracy, 2 * elapsed_s, 0.9)
     assert (state.best_accuracy, state.time_to_accuracy_s) == (0.95, 2.0)
     assert (state.last_accuracy, state.last_loss) == (0.8, 8.0)
-    untargeted = RunState()
+    untargeted = TrainState()
     untargeted.note_evaluation(1.0, 0.1, None)
     assert (untargeted.best_accuracy, untargeted.time_to_accuracy_s) == (1.0, None)
 
 
 def test_absorb_notes_gated_learners_once_until_they_are_reseeded():
-    state = RunState()
+    state = TrainState()
     state.absorb(outcome([1.0, math.nan], [1, 0], [True, False]))
     state.absorb(outcome([math.nan, math.nan], [0, 0], [False, False]))
     assert state.non_finite_learners == {1: 0, 0: 0}
@@ -50,21 +51,21 @@ def test_absorb_notes_gated_learners_once_until_they_are_reseeded():
 
 @pytest.mark.parametrize(("samples_seen", "closed"), [(10, 1), (13, 1), (32, 3)])
 def test_start_sums_counts_every_epoch_passed_and_empties_the_sums(samples_seen, closed):
-    state = RunState(samples_seen=samples_seen, loss_sum=4.0, num_losses=2, num_correct=3.0)
+    state = TrainState(samples_seen=samples_seen, loss_sum=4.0, num_losses=2, num_correct=3.0)
     state.start_sums(samples_per_epoch=10)
     assert (state.closed_epochs, state.loss_sum, state.num_losses, state.num_correct) == (closed, 0.0, 0, 0.0)
 
 
 def test_plain_values_come_back_whatever_a_newer_or_older_version_had():
-    state = RunState(round_index=3, samples_seen=24, best_accuracy=0.5)
+    state = TrainState(round_index=3, samples_seen=24, best_accuracy=0.5)
     plain = state.to_plain()
-    assert RunState.from_plain(plain) == state
+    assert TrainState.from_plain(plain) == state
     del plain["num_reseeded"]
-    assert RunState.from_plain({**plain, "unheard_of": 1}) == state
+    assert TrainState.from_plain({**plain, "unheard_of": 1}) == state
 
 
 def test_an_evaluation_that_is_not_a_number_leaves_the_best_one_and_counts_as_stale():
-    state = RunState()
+    state = TrainState()
     for loss in (0.5, math.nan, 9.0, 0.4):
         state.note_evaluation(None, loss, None)
     assert (state.best_loss, state.num_stale) == (0.4, 0)
@@ -77,13 +78,13 @@ def test_a_better_model_that_was_not_kept_is_told_of(monkeypatch):
     accuracies = iter((0.9, 0.95, 0.92))
     recorder = Recorder()
     trainer = make_trainer(test_data=blobs(20), callbacks=[recorder])
-    measured = trainer.run.evaluate
+    measured = epoch_end.evaluate
 
-    def evaluate(which, states=None, **options):
-        (first, each) = measured(which, states, **options)
+    def evaluate(*arguments):
+        (first, each) = measured(*arguments)
         return dataclasses.replace(first, accuracy=next(accuracies, 0.92)), each
 
-    monkeypatch.setattr(trainer.run, "evaluate", evaluate)
+    monkeypatch.setattr(epoch_end, "evaluate", evaluate)
     trainer.fit(max_epochs=1, restore_best=True)
     trainer.fit(max_epochs=2)
     assert not any("not kept" in message for message in recorder.of("message"))

@@ -21,6 +21,7 @@ from crossbow_py.telemetry.records import read_metrics, read_summary
 from crossbow_py.train.checkpoints.resume import state_dict
 from crossbow_py.train.checkpoints.weights import save_weights
 from crossbow_py.train.config import TrainConfig
+from crossbow_py.train.loop.average_model import spread
 from tests.networks import Net, net
 from tests.support import linear_model
 from tests.trainers import Recorder, blobs, equal_states, image_model, images, make_trainer
@@ -399,9 +400,9 @@ def test_auto_precision_falls_back_to_fp32_where_the_model_cannot_compute_in_bf1
 def test_restart_on_demand_takes_every_learner_to_the_average_model():
     trainer = make_trainer()
     trainer.fit(max_rounds=3)
-    assert trainer.run.spread() > 0
+    assert spread(trainer.run) > 0
     trainer.restart()
-    assert trainer.run.spread() == 0
+    assert spread(trainer.run) == 0
 
 
 def test_resume_auto_starts_afresh_goes_on_and_needs_a_folder(tmp_path):

@@ -330,7 +330,7 @@ def test_threads_are_ready_once_the_round_before_the_last_is_over():
     runner = EXECUTORS["threads"](tasks)
     for n in range(2):
         assert runner.is_ready()
-        runner.issue(plan(tasks, n))
+        runner.submit(plan(tasks, n), wait=False)
     assert not runner.is_ready()
     may_learn.set()
     runner.settle()
@@ -427,7 +427,7 @@ def test_cudnn_tries_its_algorithms_in_rounds_of_every_executor_on_cuda(
     device, repeats, one_shape, searches, monkeypatch
 ):
     class Rounds(SerialExecutor):
-        def _issue(self, outcome):
+        def _start(self, outcome):
             found.append(torch.backends.cudnn.benchmark)
 
     found, tasks = [], make_tasks()
@@ -435,5 +435,5 @@ def test_cudnn_tries_its_algorithms_in_rounds_of_every_executor_on_cuda(
     runner = Rounds(tasks)
     bank, feed = SimpleNamespace(device=torch.device(device)), SimpleNamespace(one_shape=one_shape)
     runner.tasks = SimpleNamespace(bank=bank, feed=feed)
-    runner.issue(plan(tasks, 0))
+    runner.submit(plan(tasks, 0), wait=False)
     assert (found, torch.backends.cudnn.benchmark) == ([searches], False)

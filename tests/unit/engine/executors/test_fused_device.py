@@ -142,7 +142,7 @@ def test_fused_is_ready_once_the_round_before_the_last_is_over():
     runner = FusedExecutor(tasks, device)
     for n in range(2):
         assert runner.is_ready()
-        runner.issue(plan(tasks, n))
+        runner.submit(plan(tasks, n), wait=False)
     assert not runner.is_ready()
     device.synchronize()
     assert runner.is_ready() and [outcome.plan.index for outcome in runner.collect()] == [0]

@@ -11,7 +11,7 @@ from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.train.tuning.learner_tuning import LearnerTuning
 from tests.recording_streams import RecordingStreams
-from tests.trainers import blobs, make_trainer
+from tests.trainers import blobs, change_run, make_trainer
 
 
 class GrowsTo(LearnerTuning):
@@ -68,7 +68,7 @@ def test_capture_that_dies_for_want_of_memory_takes_the_learner_away_and_trainin
         num_learners="auto", executor="fused", train_data=blobs(240), test_data=blobs(30),
         auto_tuner=AutoTunerSettings(objective="throughput"),
     )  # fmt: skip
-    trainer.run.tuning = GrowsTo(3)
+    change_run(trainer, tuning=GrowsTo(3))
     result = trainer.fit(max_epochs=3)
     assert [device.num_learners for device in devices] == [1, 2, 3, 2]
     assert result.summary.num_learners == 2

@@ -157,7 +157,7 @@ def test_executor_is_ready_once_the_round_before_the_last_is_over_on_every_learn
     runner = StreamsExecutor(tasks, device)
     for n in range(2):
         assert runner.is_ready()  # with one in flight there is none to wait for
-        runner.issue(plan(tasks, n))
+        runner.submit(plan(tasks, n), wait=False)
     first, second = (runner._rounds.streams[learner_stream(j)] for j in range(2))
     asked = []
     for stream in (first, second):

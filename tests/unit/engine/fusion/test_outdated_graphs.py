@@ -59,7 +59,7 @@ def test_graph_that_goes_on_to_agree_is_not_spoken_of_and_training_does_not_noti
         return result.model
 
     compared = trained()
-    monkeypatch.setattr("crossbow_py.train.round_runner.RoundRunner.recheck", lambda self: None)
+    monkeypatch.setattr("crossbow_py.train.loop.learners.Learners.recheck", lambda self: None)
     assert equal_states(compared, trained())
 
 

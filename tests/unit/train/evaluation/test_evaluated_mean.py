@@ -26,6 +26,7 @@ from crossbow_py.averaging import OuterStep, Stage
 from crossbow_py.core.errors import UserError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.update.outer_step import mean_of_learners, take_outer_step
+from crossbow_py.train.loop.average_model import spread
 from crossbow_py.train.run_folder.reporter import Result
 from tests.trainers import Recorder, blobs, make_trainer
 
@@ -59,7 +60,7 @@ def test_spread_is_around_the_mean_that_is_evaluated(rule: type) -> None:
         torch.linalg.vector_norm(torch.cat(bank.weights.trained(j)) - torch.cat(mean.trained())) ** 2 / length**2
         for j in range(3)
     ]
-    assert trainer.run.spread() == pytest.approx(float(sum(squares) / 3) ** 0.5, rel=1e-5)
+    assert spread(trainer.run) == pytest.approx(float(sum(squares) / 3) ** 0.5, rel=1e-5)
 
 
 def test_average_model_of_zeros_has_no_spread() -> None:
@@ -69,10 +70,10 @@ def test_average_model_of_zeros_has_no_spread() -> None:
             self.bias.data.zero_()
 
     trainer, _ = trained(7, averaging=SMA(averaging_period=1000), model=lambda: Zeros(4, 3))
-    assert trainer.run.spread() is None
+    assert spread(trainer.run) is None
     trainer, _ = trained(7, averaging=LocalSGD(averaging_period=1000), model=lambda: Zeros(4, 3))
-    spread = trainer.run.spread()
-    assert spread is not None and 0 < spread < 1
+    found = spread(trainer.run)
+    assert found is not None and 0 < found < 1
 
 
 def test_period_longer_than_the_run_is_said_where_the_model_would_stay_as_it_began() -> None:

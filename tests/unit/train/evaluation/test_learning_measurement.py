@@ -16,7 +16,8 @@ from crossbow_py.core.errors import DataError
 from crossbow_py.data.feed import Batch
 from crossbow_py.telemetry.records import read_metrics
 from crossbow_py.telemetry.throughput import ThroughputMeter
-from crossbow_py.train import loop as loop_module
+from crossbow_py.train import trainer as trainer_module
+from crossbow_py.train.evaluation.current_models import current_models
 from crossbow_py.train.evaluation.learning_measurement import LearningMeasurement, gradient_norms, hessian_eigenvalue
 from crossbow_py.train.evaluation.learning_statistics import gradient_noise
 from tests.rank_jobs import assert_alike, measure_with_a_failure, results, train_measured
@@ -148,7 +149,7 @@ def test_hessian_of_a_loss_that_is_linear_in_the_weights_is_zero():
 def test_statistics_of_a_run_are_what_plain_autograd_makes_of_the_average_model():
     options = {"test_data": blobs(30), "optimizer": SGD(learning_rate=0.02), "label_smoothing": 0.1}
     records, trainer, _ = measured(stops={"max_epochs": 1}, **options)
-    found, z, feed = records[-1].learning, trainer.run.models()[0].double(), trainer.run.train_feed
+    found, z, feed = records[-1].learning, current_models(trainer.run)[0].double(), trainer.run.train_feed
 
     def loss(output, targets):
         return cross_entropy(output, targets, label_smoothing=0.1)
@@ -208,7 +209,7 @@ def test_independent_learners_agree_or_not_and_the_rest_is_the_first_ones():
     learning, feed = records[-1].learning, trainer.run.train_feed
     first = torch.cat([feed.batch(start).inputs for start in range(0, 40, 4)]).double()
     targets = torch.cat([feed.batch(start).targets for start in range(0, 40, 4)])
-    model = trainer.run.models()[0].double()
+    model = current_models(trainer.run)[0].double()
     expected = hessian_eigenvalues(model, cross_entropy, first, targets)[-1]
     assert learning.sharpness == pytest.approx(float(expected), rel=0.01)
     assert 0 < learning.agreement < 1
@@ -311,7 +312,7 @@ def test_run_of_data_that_streams_is_the_one_without_statistics_in_every_bit():
 
 def test_time_of_measuring_is_no_time_of_training_and_the_watch_says_so(monkeypatch):
     clock = {"now": 0.0}
-    monkeypatch.setattr(loop_module, "ThroughputMeter", lambda **_: ThroughputMeter(lambda: clock["now"]))
+    monkeypatch.setattr(trainer_module, "ThroughputMeter", lambda **_: ThroughputMeter(lambda: clock["now"]))
     measure = LearningMeasurement.measure
 
     said = []

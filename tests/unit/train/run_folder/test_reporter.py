@@ -14,10 +14,10 @@ from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.telemetry.events import Listener, RunInfo
 from crossbow_py.telemetry.throughput import ThroughputMeter
+from crossbow_py.train.checkpoints.weights import SavedModels
 from crossbow_py.train.evaluation.evaluator import Evaluation, Examples
-from crossbow_py.train.run import SavedModels
 from crossbow_py.train.run_folder.reporter import Reporter, example_predictions
-from crossbow_py.train.run_state import RunState
+from crossbow_py.train.train_state import TrainState
 from tests.support import CPU
 from tests.trainers import Recorder
 
@@ -84,7 +84,7 @@ def test_notes_of_a_listener_reach_every_listener_as_messages_once():
 
 def test_progress_comes_a_few_times_a_second_and_not_before_the_first_loss():
     reporter, (listener,), clock = make_reporter()
-    state = RunState(samples_seen=8)
+    state = TrainState(samples_seen=8)
     reporter.progress(state, 0.1, 100, 2)
     assert listener.of("progress") == []
     state.loss_sum, state.num_losses = 3.0, 2
@@ -106,7 +106,7 @@ def test_summary_takes_training_time_from_the_meter_and_wall_time_from_the_clock
     reporter.meter.update(100)
     reporter.meter.pause()
     clock.now += 3.0
-    state = RunState(samples_seen=60, best_accuracy=0.9, time_to_accuracy_s=1.5, num_reseeded=1)
+    state = TrainState(samples_seen=60, best_accuracy=0.9, time_to_accuracy_s=1.5, num_reseeded=1)
     final = (Evaluation(0.3, 0.8, 10, {"a": 1.0}), ())
     summary = reporter.summarize(state, "finished", "max_epochs", final, SavedModels("model", {}))
     assert listener.of("end") == [summary]
@@ -141,7 +141,7 @@ def test_correction_norm_is_the_length_of_the_sum_and_one_learner_has_none():
 
 def test_time_left_is_that_of_whatever_ends_the_run_first():
     reporter, (listener,), clock = make_reporter()
-    state = RunState(samples_seen=8, loss_sum=3.0, num_losses=2)
+    state = TrainState(samples_seen=8, loss_sum=3.0, num_losses=2)
     for planned, limit_s in ((1_000_000, 10.0), (None, 10.0), (None, None)):
         clock.now += 0.5
         reporter.meter.update(8)
@@ -170,7 +170,7 @@ def test_what_a_blocking_listener_takes_is_no_training():
     reporter = Reporter([Blocking(clock)], meter, clock)
     reporter.start(INFO)
     meter.start()
-    state = RunState(samples_seen=8, num_losses=1)
+    state = TrainState(samples_seen=8, num_losses=1)
     for _ in range(2):
         clock.now += 1.0
         reporter.progress(state, 0.1, None, 2)

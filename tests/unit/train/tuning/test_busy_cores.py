@@ -11,11 +11,12 @@ from crossbow_py import Trainer
 from crossbow_py.core.host import LoadSnapshot
 from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.device.host import SleepingThreads
+from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.telemetry.throughput import ThroughputMeter
-from crossbow_py.train import loop
+from crossbow_py.train import trainer as trainer_module
 from crossbow_py.train.tuning.busy_cores import BusyCores, busy_cores
 from crossbow_py.train.tuning.learner_tuning import LearnerTuning
-from tests.trainers import Recorder, equal_states, image_model, images, make_trainer
+from tests.trainers import Recorder, change_run, equal_states, image_model, images, make_trainer
 
 
 class Machine:
@@ -57,7 +58,7 @@ def run_on(
     """Return the messages of a run of `rounds` rounds, of 8 images each."""
     recorder = Recorder()
     trainer = make_trainer(callbacks=[recorder])
-    trainer.run.busy_cores = BusyCores(machine, machine.load)
+    change_run(trainer, busy_cores=BusyCores(machine, machine.load))
     train(trainer, machine, monkeypatch, rounds, meter)
     return [message for message in recorder.of("message") if "hreads" in message]
 
@@ -70,15 +71,15 @@ def train(
     meter: type[ThroughputMeter] = ThroughputMeter,
 ) -> None:
     """Train for some rounds on the machine's clock."""
-    monkeypatch.setattr(loop, "ThroughputMeter", lambda **_: meter(lambda: machine.now_s))
-    submit = loop.RoundRunner.submit
+    monkeypatch.setattr(trainer_module, "ThroughputMeter", lambda **_: meter(lambda: machine.now_s))
+    submit = SerialExecutor.submit
 
     def timed(self, plan):
         done = submit(self, plan)
         machine.train()
         return done
 
-    monkeypatch.setattr(loop.RoundRunner, "submit", timed)
+    monkeypatch.setattr(SerialExecutor, "submit", timed)
     trainer.fit(max_rounds=rounds)
 
 
@@ -130,7 +131,7 @@ def test_auto_tuner_measures_nothing_while_threads_try_another_way_to_wait(monke
         on_trial = property(lambda self: 4 <= machine.rounds < 7)
 
     machine, trainer = Machine(), make_trainer(num_learners="auto")
-    trainer.run.tuning, trainer.run.busy_cores = Tuning(AutoTuner()), Trying(machine, machine.load)
+    change_run(trainer, tuning=Tuning(AutoTuner()), busy_cores=Trying(machine, machine.load))
     train(trainer, machine, monkeypatch, 10)
     # Ten meetings, before each round, of which the first has nothing to look at.
     assert (trainer.run.tuning.interrupted, trainer.run.tuning.seen) == (3, 7)
@@ -166,7 +167,8 @@ def two_threads() -> Iterator[None]:
 def test_threads_that_sleep_and_spin_in_turn_give_the_bits_of_those_that_spin(executor):
     options = {"model": image_model, "train_data": images(60), "executor": executor}
     spinning, flipping = make_trainer(**options), make_trainer(**options)
-    spinning.run.busy_cores, flipping.run.busy_cores = None, Flips()
+    change_run(spinning, busy_cores=None)
+    change_run(flipping, busy_cores=Flips())
     expected, found = spinning.fit(max_rounds=4), flipping.fit(max_rounds=4)
     assert flipping.run.busy_cores.rounds == 4
     assert equal_states(found.model, expected.model)

@@ -15,12 +15,13 @@ from crossbow_py.core.errors import LearnerError, UserError
 from crossbow_py.core.measured import Remembered
 from crossbow_py.engine.auto_tuner import AutoTuner, AutoTunerState, Decision
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.train.loop import TrainingLoop
-from crossbow_py.train.run_folder.reporter import run_info
+from crossbow_py.telemetry.throughput import ThroughputMeter
+from crossbow_py.train.loop.training_loop import TrainingLoop
+from crossbow_py.train.run_folder.reporter import Reporter, run_info
 from crossbow_py.train.run_settings import StopConditions
 from crossbow_py.train.tuning.learner_tuning import LearnerTuning
 from tests.networks import LstmClassifier, inputs_for
-from tests.trainers import Recorder, blobs, image_model, images, make_trainer
+from tests.trainers import Recorder, blobs, change_run, image_model, images, make_trainer
 
 
 class Scripted(LearnerTuning):
@@ -53,7 +54,7 @@ class Seen(Recorder):
 
 def auto_trainer(counts, **options):
     trainer = make_trainer(num_learners="auto", **options)
-    trainer.run.tuning = Scripted(counts)
+    change_run(trainer, tuning=Scripted(counts))
     return trainer
 
 
@@ -147,7 +148,7 @@ def test_resumed_run_goes_on_with_the_learners_it_had_bit_for_bit(executor, tmp_
     first.fit(max_rounds=5)
     second = make_trainer(num_learners="auto", resume=tmp_path, **options)
     assert second.run.tuning.state.num_learners == 3
-    second.run.tuning = Scripted([])
+    change_run(second, tuning=Scripted([]))
     second.fit(max_rounds=4)
     for name, value in straight.run.bank.state_dict()["weights"].items():
         assert torch.equal(value, second.run.bank.state_dict()["weights"][name]), name
@@ -225,10 +226,11 @@ def test_number_found_when_memory_runs_out_in_the_last_round_is_not_overruled_by
     trainer = auto_trainer([3], executor="serial", train_data=blobs(120))
     trainer.fit(max_rounds=2)  # three learners now
     trainer.run.tuning.counts = [4]
-    with TrainingLoop(trainer.run, StopConditions(max_rounds=99), []) as loop:
+    reporter = Reporter([], ThroughputMeter())
+    with TrainingLoop(trainer.run, StopConditions(max_rounds=99), reporter, lambda own: [own], set()) as loop:
         loop.reporter.start(run_info(trainer.run, None), 0.0)
         decision = trainer.run.tuning.after_round(12, 1.0)
-        loop.rounds.executor.drain = lambda: (_ for _ in ()).throw(_memory_error())
+        loop.learners.executor.drain = lambda: (_ for _ in ()).throw(_memory_error())
         loop._apply(decision)
         assert trainer.run.bank.num_learners == trainer.run.tuning.state.num_learners == 3
 
@@ -249,7 +251,7 @@ def test_out_of_memory_with_a_number_of_learners_that_was_asked_for_is_the_end(m
 @pytest.mark.slow
 def test_auto_finds_a_number_of_learners_by_itself():
     trainer = Trainer(model=image_model, train_data=images(96), device="cpu", executor="threads", max_learners=3)
-    trainer.run.tuning = LearnerTuning(AutoTuner(max_learners=3), window_s=0.02)
+    change_run(trainer, tuning=LearnerTuning(AutoTuner(max_learners=3), window_s=0.02))
     seen = Seen()
     trainer.callbacks = [seen]
     trainer.fit(max_time_s=2.0)

@@ -5,8 +5,10 @@ It travels with the reports by which ranks synchronise, so it costs no exchange 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
+from crossbow_py.distributed.ranks import Place
 from crossbow_py.distributed.synchronisation import Report
 from crossbow_py.telemetry.rank_pace import RankCounts, RankMeter
 from crossbow_py.telemetry.system import GpuLoad, SystemMonitor, gpu_load, job_sample
@@ -50,3 +52,15 @@ class RankTelemetry:
     def gpus(self) -> Mapping[str, float]:
         """The load of the GPUs of all nodes at the last exchange, by tags in TensorBoard."""
         return job_sample([GpuLoad(*each) for each in self._loads])
+
+
+def ranks_beside(places: Sequence[Place], rank: int) -> list[int]:
+    """Return the ranks on a rank's node, itself included, in order."""
+    return [other for other, place in enumerate(places) if place.is_beside(places[rank])]
+
+
+def node_name(places: Sequence[Place], rank: int) -> str:
+    """Return the name of a rank's node in records: its number in the order of ranks, and its host."""
+    nodes, own = list(dict.fromkeys((place.node, place.host) for place in places)), places[rank]
+    host = re.sub(r"[^\w.-]", "_", own.host)
+    return f"node_{nodes.index((own.node, own.host))}_{host}"

@@ -1,37 +1,44 @@
 """The training loop, which reads as a timeline.
 
-Plan a round, synchronise the ranks, submit the round, absorb the outcome of the one before; when an epoch closes, drain
-the executor, evaluate and record; write checkpoints when due; stop when told to.
+Await the batches of a round, synchronise the ranks, plan the round and take its step; when an epoch closes, drain the
+executor, evaluate and record; write checkpoints when due; stop when told to.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import operator
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Literal, SupportsIndex
+from typing import Literal
 
-from crossbow_py.core.errors import CrossbowError, DataError, NonFiniteError, RankError, UserError, is_of_data
+from crossbow_py.core.errors import (
+    CrossbowError,
+    DataError,
+    LearnerError,
+    NonFiniteError,
+    RankError,
+    UserError,
+    is_of_data,
+)
 from crossbow_py.core.hanging_rank import HangingRank
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.distributed.synchronisation import Report, SynchronisationSchedule, agree, signal_number
 from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.rounds import Round
-from crossbow_py.telemetry.events import Listener, RoundEnd
-from crossbow_py.telemetry.system import SystemMonitor
-from crossbow_py.telemetry.throughput import ThroughputMeter
+from crossbow_py.train.checkpoints.checkpoint import newest_checkpoint
 from crossbow_py.train.checkpoints.manager import CheckpointManager
-from crossbow_py.train.evaluation.evaluator import State, non_finite_remark
-from crossbow_py.train.evaluation.learning_measurement import LearningMeasurement
-from crossbow_py.train.rank_telemetry import RankTelemetry
-from crossbow_py.train.round_runner import RoundRunner
-from crossbow_py.train.run import Measured, Run, SavedModels
-from crossbow_py.train.run_folder.reporter import Reporter, Result, epoch_record, run_info
-from crossbow_py.train.run_settings import MOST_LEARNERS, StopConditions
-from crossbow_py.train.run_state import is_better
+from crossbow_py.train.checkpoints.weights import SavedModels, save_models
+from crossbow_py.train.checks.remarks import remarks_on_length
+from crossbow_py.train.evaluation.current_models import current_models, model_samples, move_ema
+from crossbow_py.train.evaluation.epoch_end import EpochEnd
+from crossbow_py.train.loop.average_model import check_z
+from crossbow_py.train.loop.learners import Learners, compare_alone
+from crossbow_py.train.loop.planning import batch_starts, compares_alone, next_round
+from crossbow_py.train.loop.round_listener import RoundListener
+from crossbow_py.train.run import Run
+from crossbow_py.train.run_folder.reporter import Reporter, Result, run_info
+from crossbow_py.train.run_settings import StopConditions
 
 
 class TrainingLoop:
@@ -39,42 +46,49 @@ class TrainingLoop:
 
     Every rank has its own loop, and all make the same decisions: an event on one rank takes effect after the next
     synchronisation (`distributed.synchronisation`).
+
+    Args:
+        run: the run.
+        stops: when it ends.
+        reporter: passes events on to listeners.
+        exchange: returns the reports of all ranks, which call it together.
+        told: the messages that need not be told again.
     """
 
     def __init__(
         self,
         run: Run,
         stops: StopConditions,
-        listeners: Sequence[Listener],
-        after_round: Callable[[RoundEnd], int | None] | None = None,
-        monitor: SystemMonitor | None = None,
+        reporter: Reporter,
+        exchange: Callable[[Report], list[Report]],
+        told: set[str],
     ) -> None:
         self._run, self.settings, self.state, self.stops = run, run.settings, run.state, stops
-        self.ranks = run.ranks
+        self.ranks, self.reporter, self.meter = run.ranks, reporter, reporter.meter
         self.num_samples, self.total_samples = run.num_samples, stops.planned_samples(run.num_samples)
         run.schedule.factor(0, self.num_samples, self.total_samples)  # raises before training, if at all
-        measured = self._run.validation_feed or self._run.test_feed
-        stops.check_measured(
-            measured is not None, lambda: measured is not None and self._run.evaluator.counts_correct(measured)
-        )
+        measured = run.validation_feed or run.test_feed
+        has_accuracy = lambda: measured is not None and run.evaluator.counts_correct(measured)  # noqa: E731
+        stops.check_measured(measured is not None, has_accuracy)
         # Clocks of ranks differ, but decisions by time must not: all continue from the slowest one's.
         self.state.elapsed_s = max(elapsed_s for (elapsed_s,) in self.ranks.gather([self.state.elapsed_s]))
-        idle = self.ranks.watch.idle
-        self.meter = ThroughputMeter(waited_for_ranks_s=lambda: idle.seconds)
-        self._telemetry = RankTelemetry(run, self.meter, monitor)
-        self.reporter = Reporter(listeners, self.meter, telemetry=self._telemetry)
-        self.rounds = RoundRunner(run, self.reporter)
-        self.checkpoints = CheckpointManager(run, self.reporter)
-        self._epochs = EpochCloser(run, self.reporter, self.meter, stops)
+        self.learners = Learners(run, reporter)
+        self.checkpoints = CheckpointManager(run, reporter)
+        self._epochs = EpochEnd(run, reporter, self.meter, stops)
+        self._exchange, self._told = exchange, told
+        self._told.update(run.warnings)
+        self._round_listeners: list[RoundListener] = []
         self.learning_rate = 0.0
         self._agreed = agree([Report(self.state.elapsed_s)])
         self._synchronisation = SynchronisationSchedule(self.state.round_index)
         self._images = 0  # trained on by all ranks since the last synchronisation
         self._failure: DataError | None = None
-        self._after_round = after_round
+
+    def attach(self, listener: RoundListener) -> None:
+        """Call a listener between rounds from now on."""
+        self._round_listeners.append(listener)
 
     def __enter__(self) -> TrainingLoop:
-        self._run.in_fit = True
         return self
 
     def __exit__(
@@ -87,12 +101,11 @@ class TrainingLoop:
             self._save_after_data_error()
         elif error is not None and self.ranks.num_ranks == 1:
             self.checkpoints.settle()  # what is being written precedes the error
-        if self._run.busy_cores:
-            self._run.busy_cores.stop()
-        self.rounds.close()
+        for listener in self._round_listeners:
+            listener.stop()
+        self.learners.close()
         self.checkpoints.close()
         self._run.close_feeds()
-        self._run.in_fit = False
         # A rank that is lost because others end, as one hangs, is not what ended the run.
         if error is not None and self.reporter.started and not watch.is_ending:
             status, reason = _failure_status(error)
@@ -102,16 +115,16 @@ class TrainingLoop:
 
     def start(self, messages: Sequence[str]) -> None:
         """Announce the run, and pass on the messages about it."""
-        self._run.returned_best = False
+        self.state.returned_best = False
         with self.ranks.together():  # as a logger may not reach its server
             self.reporter.start(run_info(self._run, self._planned_samples), self.state.wall_s)
-        remarks = [each for each in self._run.remarks(self.total_samples) if each not in self._run.told]
-        self._run.told.update(remarks)
+        remarks = [each for each in remarks_on_length(self._run, self.total_samples) if each not in self._told]
+        self._told.update(remarks)
         for message in [*messages, *remarks, *self._epochs.begin()]:
             self.reporter.message(message)
         self.meter.start(self.state.elapsed_s)
-        if self._run.worker_autotuner:
-            self._run.worker_autotuner.start()
+        for listener in self._round_listeners:
+            listener.start()
         self.ranks.watch.folder, self.ranks.watch.record = self._run.output_dir, self._record_hang
         self.ranks.watch.start()
 
@@ -128,9 +141,8 @@ class TrainingLoop:
         while True:
             if reason := self._end_epoch():
                 return _status_of(reason), reason
-            plan = None if self._end_reached() else self._plan()
-            if plan:
-                self._await_batches(plan, signals)
+            if not self._end_reached():
+                self._await_batches(signals)
             self._synchronise(signals)
             # While one is being written, training would have to wait for it.
             may_write = state.round_index > first_round and not any(self._agreed.checkpoints)
@@ -145,7 +157,68 @@ class TrainingLoop:
             if reason := self._end_reached():
                 self._check_trained(reason, first_round)
                 return "finished", reason
-            self._run_round(self._plan())  # anew, by what ranks have just told each other
+            plan = next_round(self._run, self.total_samples)
+            self._prepare(plan)
+            self._finish(plan, counts=self.step(plan))
+
+    def step(self, plan: Round) -> bool:
+        """Submit a round, and absorb the outcome of the one before. Returns whether it counts.
+
+        A round that did not fit in memory is planned again with fewer learners; but not on several ranks, because the
+        others have gone on: this rank then learns nothing from its samples.
+        """
+        learners = self.learners
+        learners.in_flight = True
+        if learners.memory.sits_out:
+            learners.memory.sit_out(plan)
+            return True
+        learners.memory.submitted(plan)
+        try:
+            for outcome in learners.executor.submit(plan):
+                self.state.absorb(outcome)
+            if plan.outer_step is not None:
+                learners.take_outer_step(plan)
+        except LearnerError as error:
+            learners.absorb_failure(error)
+            return not self._run.collective.is_alone
+        return True
+
+    def _prepare(self, plan: Round) -> None:
+        """Do what precedes a round: restarts of learners from z, and the comparison of a single learner's gradients."""
+        run, progress = self._run, self._run.progress
+        self.ranks.watch.doing = f"round {plan.index}"
+        restarts = run.rule.restarts(run.bank.total_learners, run.bank.num_devices)
+        if restarts and run.schedule.drops_between(self.state.last_round_start, progress, self.num_samples):
+            self._drain()
+            self.learners.restart()
+        if compares_alone(run, plan):
+            self._drain()
+            compare_alone(run, plan)
+
+    def _finish(self, plan: Round, counts: bool) -> None:
+        """Count a round, unless it is to be planned again, and do what is due before the next."""
+        run, state, start = self._run, self.state, self.state.samples_seen
+        if self.ranks.num_ranks == 1:
+            self._handle_lost_learners(len(state.non_finite_learners), self.learners.memory.sits_out)
+        if not counts:
+            return
+        factor = run.schedule.warmed_up_factor(run.progress, self.num_samples, self.total_samples)
+        state.note_round(run.samples_per_round, run.progress, factor, plan.averages, run.bank.total_learners)
+        images = self.settings.samples_per_step * run.bank.total_learners
+        self._images += images
+        if len(state.non_finite_learners) if self.ranks.num_ranks == 1 else self._agreed.num_non_finite:
+            self._reseed()
+        self._check_and_average_z(start)
+        self.learning_rate = plan.learning_rates[0]
+        self.meter.update(images)
+        last = self._last_sample
+        self.reporter.progress(state, self.learning_rate, last, run.bank.num_learners, self.stops.max_time_s)
+        self._tell_notes()
+        for listener in self._round_listeners:
+            wanted = listener.after_round(images)
+            if wanted is not None:
+                self._images = 0  # the auto-tuner does not count this round
+                self._apply(Decision("grow" if wanted > run.bank.num_learners else "shrink", wanted))
 
     @property
     def _planned_samples(self) -> int | None:
@@ -183,14 +256,15 @@ class TrainingLoop:
 
         Evaluations within an epoch come here, too; they only depend on the samples seen, and change nothing.
         """
-        state, every = self.state, self._run.checkpoints.every_epochs
+        state, every = self.state, self._run.arguments.checkpoint.every_epochs
         if state.samples_seen < (state.closed_epochs + 1) * self.num_samples:
             return self._stop_after_evaluation() if self._evaluate_within() else None
         self._drain()
         self._epochs.close(self.learning_rate)
         if state.closed_epochs.bit_count() == 1:  # after epochs 1, 2, 4, ...: it costs a round or two
             self.meter.pause()
-            self.rounds.recheck()
+            self.learners.recheck()
+            self._tell_notes()
             self.meter.resume()
         reason = self._stop_after_evaluation()
         if not reason and every and state.closed_epochs % every == 0:
@@ -211,29 +285,16 @@ class TrainingLoop:
         state = self.state
         return self.stops.after_evaluation(state.last_accuracy, state.last_loss, state.num_stale)
 
-    def _plan(self) -> Round:
-        state, factor = self.state, self._factor()
-        if state.noise is not None and self.ranks.num_ranks == 1:  # else once ranks have agreed
-            state.noise = state.noise.after(state.take_compared())
-        after = self._run.progress + self._run.samples_per_round
-        is_last = self.total_samples is not None and after >= self.total_samples
-        apart = state.apart(self._factor(warmed_up=True))
-        return self._run.plan(state.round_index, state.samples_seen, factor, *apart, is_last)
-
-    def _factor(self, warmed_up: bool = False) -> float:
-        factor = self._run.schedule.warmed_up_factor if warmed_up else self._run.schedule.factor
-        return factor(self._run.progress, self.num_samples, self.total_samples)
-
-    def _await_batches(self, plan: Round, signals: StopSignal) -> None:
+    def _await_batches(self, signals: StopSignal) -> None:
         """Block until the next round's batches are loaded or a signal comes; keep the error if they cannot be loaded.
 
         Only time in which nothing is in flight counts as waiting for them.
         """
-        feed, starts = self._run.train_feed, plan.starts
-        self.ranks.watch.doing = f"waiting for the data of round {plan.index}"
+        feed, starts = self._run.train_feed, batch_starts(self._run, self.state.samples_seen)
+        self.ranks.watch.doing = f"waiting for the data of round {self.state.round_index}"
         try:
             if not feed.announce(starts):
-                self.rounds.settle()
+                self.learners.settle()
                 with self.meter.waiting():
                     feed.wait(starts, until=lambda: signals.status is not None)
         except DataError as error:
@@ -244,20 +305,20 @@ class TrainingLoop:
         if not self._synchronisation.is_due(self.state.round_index):
             return
         noise = self.state.noise
-        sums = noise.sums(self.state.take_compared()) if noise is not None and self.ranks.num_ranks > 1 else (0, 0, 0)
+        sums = (0, 0, 0) if noise is None else noise.sums(self.state.take_compared())
         report = Report(
             elapsed_s=self.meter.elapsed_s,
             signal=signal_number(signals.status),
             fails=self._failure is not None,
-            out_of_memory=self.rounds.out_of_memory,
+            out_of_memory=self.learners.memory.sits_out,
             num_non_finite=len(self.state.non_finite_learners),
             checkpoint=self.checkpoints.status,
-            on_trial=self._run.busy_cores is not None and self._run.busy_cores.on_trial,
+            on_trial=any(listener.on_trial for listener in self._round_listeners),
             gradient_variance=sums[0],
             squared_gradient=sums[1],
             num_compared=sums[2],
         )
-        self._agreed, before_s = agree(self._telemetry.exchange(report)), self._agreed.elapsed_s
+        self._agreed, before_s = agree(self._exchange(report)), self._agreed.elapsed_s
         if noise is not None:
             self.state.noise = noise.after_sums(*self._agreed.compared)
         by_noise = self._run.rule.scales_by_gain or self.settings.count_effective_samples  # so no clock may decide
@@ -282,10 +343,11 @@ class TrainingLoop:
             non_finite, failure = self.state.non_finite_learners, None
             if non_finite:
                 (learner, round_index), first = next(iter(non_finite.items())), self._run.bank.first_learner
-                failure = NonFiniteError(first + learner, round_index, self._run.newest_checkpoint(), all_non_finite)
+                newest = newest_checkpoint(self._run.output_dir)
+                failure = NonFiniteError(first + learner, round_index, newest, all_non_finite)
             self.ranks.raise_any(failure)
         if out_of_memory:
-            self.rounds.shrink()
+            self.learners.shrink()
         return not out_of_memory
 
     def _tune_learners(self) -> None:
@@ -304,95 +366,36 @@ class TrainingLoop:
             self.reporter.decision(decision, self.state.samples_seen)
         # If memory runs out in the drain, that removes learners itself and overrules the decision.
         if decision.num_learners != self._run.bank.num_learners and self._drain():
-            self.rounds.set_learners(decision.num_learners)
-
-    def _run_round(self, plan: Round) -> None:
-        state, start, bank = self.state, self.state.samples_seen, self._run.bank
-        progress = self._run.progress
-        self.ranks.watch.doing = f"round {state.round_index}"
-        restarts = self._run.rule.restarts(bank.total_learners, bank.num_devices)
-        if restarts and self._run.schedule.drops_between(state.last_round_start, progress, self.num_samples):
-            self._drain()
-            self.rounds.restart()
-        if self._run.compares_alone(plan):
-            self._drain()
-            self._run.compare_alone(plan)
-        counts = self.rounds.submit(plan)
-        if self.ranks.num_ranks == 1:
-            self._handle_lost_learners(len(state.non_finite_learners), self.rounds.out_of_memory)
-        if not counts:
-            return
-        factor = self._factor(warmed_up=True)
-        averages = plan.averages
-        state.note_round(self._run.samples_per_round, progress, factor, averages, bank.total_learners)
-        images = self.settings.samples_per_step * bank.total_learners
-        self._images += images
-        if len(state.non_finite_learners) if self.ranks.num_ranks == 1 else self._agreed.num_non_finite:
-            self._reseed()
-        self._check_and_average_z(start)
-        self.learning_rate = plan.learning_rates[0]
-        self.meter.update(images)
-        rate, stops = self.learning_rate, self.stops
-        self.reporter.progress(state, rate, self._last_sample, bank.num_learners, stops.max_time_s)
-        self.rounds.tell_notes()
-        self._tune_host(images)
-        if self._after_round is not None:
-            self._call_after_round(self._after_round, images)
-
-    def _call_after_round(self, after_round: Callable[[RoundEnd], int | None], images: int) -> None:
-        """Call `after_round` of `fit`, and set the number of learners that it returns. Raises UserError."""
-        tuning, now = self._run.tuning, self._run.bank.num_learners
-        settled = tuning is None or tuning.state.phase == "settled"
-        in_effect = tuple(self.rounds.executor.in_effect())
-        wanted = after_round(RoundEnd(images, self.meter.elapsed_s, self.meter.waited_s, now, settled, in_effect))
-        if wanted is None:
-            return
-        is_whole = isinstance(wanted, SupportsIndex) and not isinstance(wanted, bool)
-        count = operator.index(wanted) if is_whole else 0
-        if not 1 <= count <= MOST_LEARNERS:
-            raise UserError(
-                f"after_round must return None or a whole number of learners from 1 to {MOST_LEARNERS}, got {wanted!r}"
-                "; return None to leave their number as it is."
-            )
-        if tuning is None and count != now:
-            raise UserError(
-                f"after_round may change the number of learners only with num_learners=auto, got {count} with "
-                f"num_learners={now}; set num_learners=auto, or return None."
-            )
-        self._images = 0  # the auto-tuner does not count this round
-        self._apply(Decision("grow" if count > now else "shrink", count))
+            self.learners.resize(decision.num_learners)
 
     def _check_and_average_z(self, before: int) -> None:
         """Compare z over ranks and update its EMA, each when due, after a round that began at `before` samples."""
-        ema = self._run.average_ema
-        if self.state.round_index % self._run.distributed.check_every_rounds == 0 and self.ranks.num_ranks > 1:
+        ema, every = self._run.average_ema, self._run.arguments.distributed.check_every_rounds
+        if self.state.round_index % every == 0 and self.ranks.num_ranks > 1:
             self._drain()
-            self._run.check_z()
+            check_z(self._run)
         if ema is not None and ema.is_due(before, self.state.samples_seen, self.num_samples):
             self._drain()
-            self.rounds.move_ema()
+            with self.learners.executor.span_between("average EMA", self.state.round_index - 1):
+                move_ema(self._run)
 
-    def _tune_host(self, images: int) -> None:
-        """Tune the number of workers, and how threads wait for each other on a busy machine; numbers stay the same."""
-        elapsed_s, waited_s = self.meter.elapsed_s, self.meter.waited_s
-        if self._run.worker_autotuner:
-            batches = self.state.samples_seen // self.settings.samples_per_step // self.ranks.num_ranks
-            if said := self._run.worker_autotuner.after_round(elapsed_s, waited_s, batches):
-                self.reporter.message(said)
-                self.reporter.workers(self._run.train_feed.num_workers)
-        busy_cores, num_learners = self._run.busy_cores, self._run.bank.num_learners
-        if busy_cores and (said := busy_cores.after_round(images, num_learners, elapsed_s - waited_s)):
-            self.reporter.message(said)
+    def _tell_notes(self) -> None:
+        """Pass on messages of the executor, the data and the run, each once."""
+        for note in self.learners.take_notes():
+            if note not in self._told:  # every change of the number of learners makes a new executor
+                self.reporter.message(note)
+            self._told.add(note)
 
     def _drain(self) -> bool:
         """Wait for what is in flight; the bank may be read and changed afterwards. All ranks together.
 
         Returns False if the learners did not fit in the memory of some rank, and some were removed.
         """
-        self.rounds.drain()
+        self.learners.drain()
         with self.ranks.together():
             self._run.bank.check_bindings(self.settings.averages(self._run.rule, self.ranks.num_ranks))
-        num_non_finite, out_of_memory = self.ranks.sum([len(self.state.non_finite_learners), self.rounds.out_of_memory])
+        own = len(self.state.non_finite_learners), self.learners.memory.sits_out
+        num_non_finite, out_of_memory = self.ranks.sum(own)
         self._agreed = dataclasses.replace(self._agreed, num_non_finite=int(num_non_finite))
         return self._handle_lost_learners(int(num_non_finite), bool(out_of_memory))
 
@@ -403,7 +406,7 @@ class TrainingLoop:
         So a run takes the same course wherever its checkpoints are.
         """
         self._drain()
-        self.rounds.reseed()
+        self.learners.reseed()
         self._agreed = dataclasses.replace(self._agreed, num_non_finite=0)
 
     def _write_checkpoint(self) -> None:
@@ -411,7 +414,7 @@ class TrainingLoop:
         if self._run.output_dir is None:
             return
         self._drain()
-        self._run.check_z()
+        check_z(self._run)
         self.meter.pause()
         self.state.elapsed_s, self.state.wall_s = self.meter.elapsed_s, self.reporter.wall_s
         self.checkpoints.begin(self._agreed.elapsed_s)
@@ -423,7 +426,7 @@ class TrainingLoop:
             if not self.checkpoints.has(self.state.samples_seen):
                 self._write_checkpoint()
             self.checkpoints.settle()
-            if newest := self._run.newest_checkpoint():
+            if newest := newest_checkpoint(self._run.output_dir):
                 self.reporter.message(f"What was trained is in {newest}; the same command with resume=auto goes on.")
 
     def finish(self, status: str, reason: str) -> Result:
@@ -438,107 +441,15 @@ class TrainingLoop:
             self._write_checkpoint()
         self.checkpoints.settle()
         self.meter.pause()
-        self._run.returned_best = self.stops.returns_best and self._run.best is not None
+        self.state.returned_best = self.stops.returns_best and self.state.best is not None
         final = self._epochs.final(measures=not stopped_by_signal)
-        models = self._run.models()
-        saved = self._run.save_models(models)
-        self.rounds.tell_notes()
+        models, single = current_models(self._run), self._run.rule.has_central_model
+        saved = save_models(models, self._run.output_dir, model_samples(self._run), single, self.ranks)
+        self._tell_notes()
         summary = self.reporter.summarize(self.state, status, reason, final, saved)
-        independent = [] if self._run.rule.has_central_model else models
+        independent = [] if single else models
         (images_per_s,), *_ = self.ranks.gather([summary.images_per_s])  # of the first rank, as in its records
         return Result(status, reason, summary.test_accuracy, images_per_s, models[0], independent, summary)
-
-
-class EpochCloser:
-    """Evaluates and records at the end of an epoch, or of a part of it. The training loop drains before each call.
-
-    All ranks together.
-    """
-
-    def __init__(self, run: Run, reporter: Reporter, meter: ThroughputMeter, stops: StopConditions) -> None:
-        self._run, self._state, self._stops = run, run.state, stops
-        self._reporter, self._meter, self._watch = reporter, meter, run.ranks.watch
-        self._measured = "validation" if run.validation_feed else "test"
-        self._learning = LearningMeasurement(run) if run.settings.learning_statistics else None
-        self._final: Measured | None = None
-        self.is_evaluating = False
-
-    def begin(self) -> list[str]:
-        """Keep the current models, if they were just evaluated. Returns a message if better ones were not kept.
-
-        All ranks together, before the first round.
-        """
-        run, state = self._run, self._state
-        if not self._stops.returns_best or state.last_loss is None:
-            return []
-        if run.best is None and state.last_recorded == state.samples_seen:
-            run.keep_if_best(state.last_accuracy, state.last_loss, run.final_states())
-        best_loss = math.nan if state.best_loss is None else state.best_loss
-        if run.best and not is_better(state.best_accuracy, best_loss, run.best.accuracy, run.best.loss):
-            return []
-        return [
-            "Earlier models were not kept, as neither patience nor restore_best was set: the best one is looked for "
-            "from here on."
-        ]
-
-    def close(self, learning_rate: float, is_stop: bool = False) -> None:
-        """Evaluate, record with the learning rate of the last round, and start the sums until the next evaluation.
-
-        A stop anywhere else keeps the sums, for a resume with a later stop.
-        """
-        run, state = self._run, self._state
-        run.check_z()
-        self._meter.pause()
-        self._watch.doing = f"the evaluation after round {state.round_index - 1}"
-        states = run.final_states() if run.feed_of(self._measured) else []
-        measured = self._evaluate(self._measured, states)
-        state.elapsed_s = self._meter.elapsed_s
-        if measured:
-            accuracy, loss = measured[0].accuracy, measured[0].loss
-            state.note_evaluation(accuracy, loss, self._stops.target_accuracy, is_stop)
-            if self._stops.returns_best:
-                run.keep_if_best(accuracy, loss, states)
-        self._final = measured if self._measured == "test" else None
-        unsmoothed = None
-        if run.average_ema is not None and measured:
-            unsmoothed = run.evaluate(self._measured, run.final_states(ema=False))
-        learning = None
-        if self._learning is not None:
-            self._watch.doing = f"the statistics of learning after round {state.round_index - 1}"
-            learning = self._learning.measure(self._measured)
-            for note in self._learning.take_notes():
-                self._reporter.message(note)
-        own = state.loss_sum, state.num_losses, state.num_correct
-        state.loss_sum, state.num_losses, state.num_correct = run.epoch_sums()
-        lap = self._meter.lap()
-        record = epoch_record(run, lap, learning_rate, measured, self._measured, learning)
-        z_accuracy = unsmoothed[0].accuracy if unsmoothed else None
-        self._reporter.epoch(dataclasses.replace(record, z_accuracy=z_accuracy))
-        self._reporter.predictions(run, measured, self._measured)
-        state.last_recorded = state.samples_seen
-        if is_stop:
-            state.loss_sum, state.num_losses, state.num_correct = own
-        else:
-            state.start_sums(run.num_samples)
-        self._meter.resume()
-
-    def final(self, measures: bool) -> Measured | None:
-        """Return the evaluation of the final model on test data: the last epoch's, or a new one if `measures`."""
-        if not self._state.last_recorded == self._state.samples_seen == self._run.model_samples:
-            self._final = None  # of another model
-        if self._final is None and measures:
-            self._final = self._evaluate("test")
-        return self._final
-
-    def _evaluate(self, which: str, states: Sequence[State] | None = None) -> Measured | None:
-        """Evaluate on the `test` or `validation` data, and report outputs that are not finite."""
-        self.is_evaluating = True
-        measured = self._run.evaluate(which, states)
-        self.is_evaluating = False
-        if measured and measured[0].num_non_finite:
-            what = f"{which} data after {self._state.samples_seen:,} samples"
-            self._reporter.message(non_finite_remark(what, measured[0].num_non_finite, measured[0].num_samples))
-        return measured
 
 
 def _status_of(reason: str) -> str:

@@ -1,22 +1,25 @@
-"""The state of a run: its counters, and the models of its best evaluation."""
+"""The state that training changes, beside the bank: counters, and the models of the best evaluation."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from crossbow_py.core.settings import known_fields
+from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.bank.layout import clone_all
 from crossbow_py.engine.goodput import Comparison, NoiseScale
 from crossbow_py.engine.rounds import RoundOutcome
 from crossbow_py.train.evaluation.evaluator import State
 
+_APART = ("best", "returned_best")  # no counters, and not saved with these
+
 
 @dataclass(frozen=True)
 class BestModels:
-    """The models of the best evaluation so far, on the host: state dicts as `Run.final_states` gives them.
+    """The models of the best evaluation so far, on the host: state dicts as `final_states` gives them.
 
     The best one has the highest accuracy, or the lowest loss where there is no accuracy; of equal ones the first.
     """
@@ -59,8 +62,8 @@ def is_better(accuracy: float | None, loss: float, than_accuracy: float | None, 
 
 
 @dataclass
-class RunState:
-    """Counters of a run.
+class TrainState:
+    """The counters of a run, and the models of its best evaluation.
 
     `samples_seen` counts samples of submitted rounds: over all learners, or per learner when they are independent.
     The sums cover the rounds absorbed since the last evaluation at the end of an epoch or a part of it; `num_correct`
@@ -74,6 +77,8 @@ class RunState:
     that of a single learner.
     `noise` is what is known of the gradient noise, if gradients are compared; `compared` are rounds with comparisons
     that do not count yet.
+    `best` are the models of the best evaluation, if the run is to return them; `returned_best` is whether `fit`
+    returned them, and no round has been trained since. Checkpoints hold `best` apart.
     """
 
     round_index: int = 0
@@ -99,6 +104,8 @@ class RunState:
     effective_samples: float = 0.0
     noise: NoiseScale | None = None
     compared: list[tuple[int, Comparison]] = field(default_factory=list)
+    best: BestModels | None = None
+    returned_best: bool = False
 
     def absorb(self, outcome: RoundOutcome) -> None:
         """Add a round's losses to the epoch; gated learners are noted and do not count."""
@@ -179,22 +186,42 @@ class RunState:
         self.closed_epochs = self.samples_seen // samples_per_epoch
         self.loss_sum, self.num_losses, self.num_correct = 0.0, 0, 0.0
 
+    def keep_if_best(self, accuracy: float | None, loss: float, states: Sequence[State]) -> None:
+        """Keep the models that were just evaluated, if they are the best that this run has kept."""
+        if self.best is None or is_better(accuracy, loss, self.best.accuracy, self.best.loss):
+            self.best = BestModels.of(accuracy, loss, self.samples_seen, states)
+
+    def epoch_sums(self, ranks: Ranks) -> tuple[float, int, float | None]:
+        """Return the epoch's sums over all ranks: losses, their number, correct predictions. All ranks together."""
+        loss_sum, num_losses, num_correct = ranks.sum(
+            [self.loss_sum, self.num_losses, math.nan if self.num_correct is None else self.num_correct]
+        )
+        return loss_sum, int(num_losses), None if math.isnan(num_correct) else num_correct
+
+    def take(self, other: TrainState) -> None:
+        """Take another state's values."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(other, each.name))
+
     def to_plain(self) -> dict[str, Any]:
         """Return plain values for a checkpoint, where `non_finite_learners` has its older name, `sick_learners`."""
-        plain = asdict(self)
+        plain = asdict(replace(self, best=None))
+        for apart in _APART:
+            del plain[apart]
         plain["sick_learners"] = plain.pop("non_finite_learners")
         plain["compared"] = [[index, *found] for index, found in self.compared]
         return plain
 
     @classmethod
-    def from_plain(cls, values: dict[str, Any]) -> RunState:
+    def from_plain(cls, values: dict[str, Any]) -> TrainState:
         """Build the state from a checkpoint; counters that a newer version added start at their defaults.
 
         Raises TypeError or ValueError for values that no run writes.
         """
         renamed = {"non_finite_learners" if key == "sick_learners" else key: value for key, value in values.items()}
         noise, compared = renamed.pop("noise", None), renamed.pop("compared", [])
-        found = cls(**known_fields(cls, renamed, least=-1))
+        counters = {name: value for name, value in renamed.items() if name not in _APART}
+        found = cls(**known_fields(cls, counters, least=-1))
         found.noise = None if noise is None else NoiseScale.from_plain(noise)
         found.compared = [(int(index), Comparison(float(s), float(q), int(n))) for index, s, q, n in compared]
         return found

@@ -1,0 +1,101 @@
+"""The arguments of `Trainer`, each declared once; within the package they stay together in this form."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import numpy.typing as npt
+
+from crossbow_py.averaging import SMA, AveragingRule
+from crossbow_py.core.other_names import python_suggestion
+from crossbow_py.core.settings import suggestion
+from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.data.datasets import Data
+from crossbow_py.distributed.ranks import ALONE, Ranks
+from crossbow_py.engine.modules.losses import Loss
+from crossbow_py.engine.update.optimizers import SGD, Optimizer
+from crossbow_py.telemetry.events import Listener
+from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
+from crossbow_py.train.checks.seeded_model import MakeModel
+from crossbow_py.train.evaluation.metrics import Metric
+from crossbow_py.train.run_settings import JobOptions, RunOptions, RunSettings
+from crossbow_py.train.schedules import Constant, Schedule
+
+P = ParamSpec("P")
+A = TypeVar("A")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainArguments(JobOptions, RunOptions, RunSettings):
+    """The arguments of `Trainer`, whose docstring explains them. Raises UserError for keys of `RunSettings`."""
+
+    model: MakeModel
+    train_data: Data
+    test_data: Data | None = None
+    validation_data: Data | None = None
+    num_classes: int | None = None
+    optimizer: Optimizer = SGD()
+    schedule: Schedule = Constant()
+    averaging: AveragingRule = SMA()
+    loss: Loss | None = None
+    metrics: Mapping[str, Metric] | None = None
+    augmentation: Augmentation | None = None
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+    sample_weights: npt.ArrayLike | None = None
+    class_names: Sequence[str] | None = None
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    callbacks: Sequence[Listener] = ()
+    tensorboard: bool = True
+    names: Mapping[str, str] | None = None
+    notes: Sequence[str] = ()
+    ranks: Ranks = ALONE
+    executor_cache: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        assert self.settings  # which checks them
+
+    @cached_property
+    def settings(self) -> RunSettings:
+        """The keys of `RunSettings`, checked and converted."""
+        return RunSettings.of(self)
+
+
+def taking(arguments: Callable[P, A], of_fit: Callable[[], Callable[..., Any]]) -> Callable[
+    [Callable[[T, A], None]], Callable[Concatenate[T, P], None]
+]:
+    """Give an `__init__` that takes one object of a dataclass the dataclass's keywords.
+
+    It raises TypeError for another keyword, with a suggestion among these and the keywords of what `of_fit` returns.
+    """
+    signature = inspect.signature(arguments)
+
+    def decorate(init: Callable[[T, A], None]) -> Callable[Concatenate[T, P], None]:
+        @functools.wraps(init)
+        def taken(self: T, /, *args: P.args, **given: P.kwargs) -> None:
+            for word in given:
+                if word not in signature.parameters:
+                    meant = python_suggestion(word, keywords(of_fit()), [*signature.parameters], in_fit=False)
+                    raise TypeError(
+                        f"unexpected keyword argument {word!r}{meant or suggestion(word, signature.parameters)}"
+                    )
+            signature.bind(*args, **given)  # its errors name no class of ours
+            init(self, arguments(*args, **given))
+
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        taken.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
+        return taken
+
+    return decorate
+
+
+def keywords(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's keyword arguments."""
+    return [each.name for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]

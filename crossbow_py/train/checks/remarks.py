@@ -1,0 +1,59 @@
+"""Warnings about settings that do not fit the length of a run."""
+
+from __future__ import annotations
+
+import math
+
+from crossbow_py.core.errors import UserError
+from crossbow_py.engine.goodput import ROUNDS_UNKNOWN
+from crossbow_py.train.run import Run
+
+_SHORT = 4  # times as long as the gain is unknown: in shorter runs that is much of them
+
+
+def remarks_on_length(run: Run, total_samples: int | None) -> list[str]:
+    """Return warnings about settings that do not fit a run of that many samples; None if that is not known.
+
+    Raises UserError if the rule needs to know it.
+    """
+    if run.rule.needs_end and total_samples is None:
+        raise UserError(
+            "averaging.quadratic_period needs to know the end of the run, where learners average at the latest; "
+            "set max_epochs or max_samples."
+        )
+    remark = None if total_samples is None else run.schedule.remark(total_samples / run.num_samples)
+    rounds = math.inf if total_samples is None else -(-total_samples // run.samples_per_round)
+    found = [remark] if remark else []
+    if not run.bank.is_single and not run.tuning:
+        found += _on_averaging(run, rounds)
+    by_gain = run.rule.scales_by_gain or run.settings.count_effective_samples
+    if by_gain and not run.bank.is_single and rounds < _SHORT * ROUNDS_UNKNOWN:
+        found.append(
+            f"AdaScale's gain counts as 1 until it is known, after {ROUNDS_UNKNOWN} rounds, and this run has about "
+            f"{rounds:.0f}; set averaging.rate_scaling=sqrt for one so short."
+        )
+    return found
+
+
+def _on_averaging(run: Run, rounds: float) -> list[str]:
+    rule, bank = run.rule, run.bank
+    if bank.replicas_identical:
+        size = rule.gradient_mean and rule.gradient_mean.group_size
+        one_group = (
+            f"averaging.group_size={size} puts all {bank.num_learners} learners into one group: they average "
+            "gradients, and no models; take a smaller one for several groups."
+        )
+        return [] if size is None else [one_group]
+    if rule.averaging_period > rounds and not rule.shows_mean:
+        return [
+            f"averaging.averaging_period={rule.averaging_period} is longer than the run of {rounds} rounds: "
+            "learners never average, and the average model stays as it began; take a smaller one."
+        ]
+    if rule.node_period > 1 and not run.collective.apart:
+        return [f"averaging.node_period={rule.node_period} is for several nodes; with one it does nothing."]
+    if run.collective.apart and rule.averaging_period * rule.node_period > rounds:
+        return [
+            f"averaging.node_period={rule.node_period} is longer than the run of {rounds} rounds: nodes never "
+            "join, and evaluations show the mean of what each learned by itself; take a smaller one."
+        ]
+    return []

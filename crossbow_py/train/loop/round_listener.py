@@ -1,0 +1,99 @@
+"""The interface of what attaches to the training loop between rounds, and what `fit` attaches."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import SupportsIndex
+
+from crossbow_py.core.errors import UserError
+from crossbow_py.telemetry.events import RoundEnd
+from crossbow_py.train.loop.learners import Learners
+from crossbow_py.train.run import Run
+from crossbow_py.train.run_folder.reporter import Reporter
+from crossbow_py.train.run_settings import MOST_LEARNERS
+
+
+class RoundListener:
+    """Called by the loop's thread between rounds. The methods here do nothing."""
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether rounds run under other conditions for a while, so that nothing else may be measured by them."""
+        return False
+
+    def start(self) -> None:
+        """Called once, before the first round."""
+
+    def after_round(self, images: int) -> int | None:
+        """Called once a round of `images` is submitted and the one before is over.
+
+        Returns the number of learners per device to continue with; None to leave it as it is.
+        """
+        return None
+
+    def stop(self) -> None:
+        """Called once, after the last round or an error."""
+
+
+class HostTuning(RoundListener):
+    """Tunes the number of data workers, and how threads wait for each other on a busy machine; numbers stay."""
+
+    def __init__(self, run: Run, reporter: Reporter) -> None:
+        self._run, self._reporter, self._meter = run, reporter, reporter.meter
+
+    @property
+    def on_trial(self) -> bool:
+        return self._run.busy_cores is not None and self._run.busy_cores.on_trial
+
+    def start(self) -> None:
+        if self._run.worker_autotuner:
+            self._run.worker_autotuner.start()
+
+    def after_round(self, images: int) -> int | None:
+        run, elapsed_s, waited_s = self._run, self._meter.elapsed_s, self._meter.waited_s
+        if run.worker_autotuner:
+            batches = run.state.samples_seen // run.settings.samples_per_step // run.ranks.num_ranks
+            if said := run.worker_autotuner.after_round(elapsed_s, waited_s, batches):
+                self._reporter.message(said)
+                self._reporter.workers(run.train_feed.num_workers)
+        if run.busy_cores and (
+            said := run.busy_cores.after_round(images, run.bank.num_learners, elapsed_s - waited_s)
+        ):
+            self._reporter.message(said)
+        return None
+
+    def stop(self) -> None:
+        if self._run.busy_cores:
+            self._run.busy_cores.stop()
+
+
+class AfterRound(RoundListener):
+    """Calls `after_round` of `fit`."""
+
+    def __init__(
+        self, call: Callable[[RoundEnd], int | None], run: Run, learners: Learners, reporter: Reporter
+    ) -> None:
+        self._call, self._run, self._learners, self._meter = call, run, learners, reporter.meter
+
+    def after_round(self, images: int) -> int | None:
+        """Raise UserError for a number of learners that the run cannot have."""
+        tuning, now = self._run.tuning, self._run.bank.num_learners
+        settled = tuning is None or tuning.state.phase == "settled"
+        in_effect = tuple(self._learners.executor.in_effect())
+        wanted = self._call(RoundEnd(images, self._meter.elapsed_s, self._meter.waited_s, now, settled, in_effect))
+        if wanted is None:
+            return None
+        is_whole = isinstance(wanted, SupportsIndex) and not isinstance(wanted, bool)
+        count = operator.index(wanted) if is_whole else 0
+        if not 1 <= count <= MOST_LEARNERS:
+            raise UserError(
+                f"after_round must return None or a whole number of learners from 1 to {MOST_LEARNERS}, got {wanted!r}"
+                "; return None to leave their number as it is."
+            )
+        if tuning is None and count != now:
+            raise UserError(
+                f"after_round may change the number of learners only with num_learners=auto, got {count} with "
+                f"num_learners={now}; set num_learners=auto, or return None."
+            )
+        return count

@@ -1,0 +1,58 @@
+"""The arguments of `Trainer`: declared once, typed, and refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import traceback
+
+import pytest
+from torch import nn
+
+from crossbow_py import Trainer
+from crossbow_py.train.arguments import TrainArguments
+from crossbow_py.train.config import JobConfig, TrainConfig
+from crossbow_py.train.run_settings import RunOptions, RunSettings
+from tests.trainers import blobs, make_trainer
+
+# The groups of the command line, which Python gives as objects, and what it gives in another form.
+OTHERWISE = {"model", "optimizer", "schedule", "averaging", "metrics"}
+
+
+def test_trainer_has_a_keyword_for_every_key_with_its_default():
+    parameters = inspect.signature(Trainer).parameters
+    for field in (*dataclasses.fields(RunSettings), *dataclasses.fields(RunOptions)):
+        assert parameters[field.name].default == field.default
+        assert parameters[field.name].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_no_key_is_declared_both_for_the_command_line_and_for_python():
+    own = set(TrainConfig.__annotations__) | set(JobConfig.__annotations__)
+    assert own & set(TrainArguments.__annotations__) == OTHERWISE
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: Trainer(train_data=blobs(8)), "missing a required argument: 'model'"),
+        (lambda: Trainer(nn.Linear, blobs(8)), "too many positional arguments"),
+        (lambda: Trainer(model=nn.Linear, train_data=blobs(8), batchsize=3), "did you mean 'batch_size'"),
+    ],
+)
+def test_what_trainer_does_not_take_is_a_type_error(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_step_is_six_calls_deep(monkeypatch):
+    trainer, stacks = make_trainer(), []
+    correct = type(trainer.run.update).correct
+
+    def seen(self, *arguments):
+        stacks.append([frame.name for frame in traceback.extract_stack()])
+        return correct(self, *arguments)
+
+    monkeypatch.setattr(type(trainer.run.update), "correct", seen)
+    trainer.fit(max_rounds=1)
+    calls = stacks[0]
+    assert calls[calls.index("step") :] == ["step", "submit", "_start", "run_task", "correct", "seen"]
