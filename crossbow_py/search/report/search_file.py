@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import check
 from crossbow_py.core.version import __version__
 from crossbow_py.search.events import (
     SEARCH_FILE,
@@ -108,25 +110,22 @@ def ended_plain(summary: SearchSummary) -> dict[str, Any]:
 def recorded_summary(
     plain: Mapping[str, Any], info: SearchInfo, trials: tuple[TrialRecord, ...]
 ) -> SearchSummary | None:
-    """Return the summary of a search that has ended, from search.json; None if the file has none."""
-    known = {field.name for field in dataclasses.fields(SearchSummary)} - {"info", "trials", "best", "notes"}
-    best, notes = plain.get("best"), plain.get("notes", [])
-    if not known <= plain.keys() or not (best is None or (isinstance(best, dict) and best.keys() == set(_BEST_KEYS))):
+    """Return the summary of a search that has ended, from search.json; None if the file has none.
+
+    Anybody may have written the file, so every value is checked.
+    """
+    kept = {field.name for field in dataclasses.fields(SearchSummary)} - {"info", "trials"}
+    given = {name: value for name, value in plain.items() if name in kept}
+    best = given.get("best")
+    given["best"] = _read_best(best)
+    if best is not None and given["best"] is None:  # one that was stopped from outside has a leader alone
         return None
-    own = {name: plain[name] for name in known}  # of whatever types: anybody may have written the file
-    texts = isinstance(own["status"], str) and isinstance(own["versions"], dict) and isinstance(notes, list)
-    numbers = (value for name, value in own.items() if name not in ("status", "versions"))
-    if not (texts and all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)):
+    try:
+        found = SearchSummary(info=info, trials=trials, **given)
+        check(found)
+    except (UserError, TypeError):
         return None
-    if best is not None and best["command"] is None:
-        return None  # one that was stopped from outside has a leader alone
-    return SearchSummary(
-        info=info,
-        trials=trials,
-        best=None if best is None else BestTrial(**best),
-        notes=tuple(notes),
-        **own,
-    )
+    return found
 
 
 def recorded_best(plain: Mapping[str, Any], trial: TrialRecord) -> BestTrial | None:
@@ -134,15 +133,20 @@ def recorded_best(plain: Mapping[str, Any], trial: TrialRecord) -> BestTrial | N
 
     What can be known otherwise is taken from the record of the trial: anybody may have written the file.
     """
-    best, epochs = plain.get("best"), last_epochs(trial)
-    if not isinstance(best, dict) or best.keys() != set(_BEST_KEYS):
+    best, epochs = _read_best(plain.get("best")), last_epochs(trial)
+    if best is None or (best.trial, best.value) != (trial.trial, trial.values[epochs]):
         return None
-    if (best["trial"], best["value"]) != (trial.trial, trial.values[epochs]) or not isinstance(best["command"], str):
+    return dataclasses.replace(best, epochs=epochs, params=trial.params or {})
+
+
+def _read_best(plain: Any) -> BestTrial | None:
+    """Return the best trial from search.json; None for anything else."""
+    try:
+        found = BestTrial(**plain)
+        check(found)
+    except (UserError, TypeError):
         return None
-    numbers, model = (best["test_accuracy"], best["test_loss"]), best["model_path"]
-    if not all(isinstance(each, float | None) for each in numbers) or not isinstance(model, str | None):
-        return None
-    return BestTrial(**{**best, "epochs": epochs, "params": trial.params or {}})
+    return found
 
 
 def trial_plain(trial: TrialRecord) -> dict[str, Any]:
