@@ -92,3 +92,11 @@ def test_typical_rounds_are_those_of_the_median_length() -> None:
     strip = typical_rounds(rounds(100, 10, 10, 10, 10, 50, 10, 10, 10, 10))
     assert strip is not None
     assert (strip.first_round, strip.start_us, len(strip.spans)) == (1, 100.0, 3)
+
+
+def test_typical_rounds_of_a_short_trace_are_what_there_is() -> None:
+    strip = typical_rounds(rounds(5, 6, first=7))
+    assert strip is not None
+    assert (strip.first_round, len(strip.spans)) == (7, 2)
+    assert typical_rounds([]) is None
+    assert typical_rounds([Span("evaluation", "host", 0, 1, None)]) is None

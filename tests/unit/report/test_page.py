@@ -115,6 +115,20 @@ def test_page_of_several_runs_compares_the_f1_of_their_classes_or_the_iou_of_mas
     assert "IoU of the classes" in page(masks)
 
 
+@pytest.mark.slow
+def test_many_classes_are_folded_up(tmp_path: Path) -> None:
+    text = page([write_run(tmp_path / "a", class_counts=cats_and_dogs(3, size=26))])
+    assert "<details><summary>Classes, 26 of them</summary>" in text
+
+
+@pytest.mark.parametrize("saved", [3, [], [3], [{"name": 3}], [{}], {"name": "a"}])
+def test_damaged_figures_of_classes_are_those_of_the_matrix(saved: object) -> None:
+    run = RunRecord(
+        name="a", folder=Path("a"), status="finished", summary={"per_class": saved}, class_counts=cats_and_dogs(3)
+    )
+    assert "<td>cat</td><td>1.0000</td><td>0.7500</td><td>0.8571</td><td>4</td>" in as_html([run], [], NOW)
+
+
 @pytest.mark.parametrize("where", ["name", "note", "config", "decision", "summary"])
 def test_what_a_folder_says_is_shown_as_text(where: str) -> None:
     evil = "<script>alert(1)</script>"

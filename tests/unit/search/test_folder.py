@@ -79,6 +79,12 @@ def test_folder_is_begun_once_by_workers_that_start_at_once(monkeypatch: pytest.
     assert found == [SearchFolder(first.path, is_known=True)]
 
 
+def test_folder_that_cannot_be_locked_is_refused() -> None:
+    Path("runs/search_digits/.search.lock").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"runs/search_digits cannot be written \(Is a directory\); set output_dir"):
+        open_search_folder(config())
+
+
 def test_folder_of_auto_is_new_when_all_are_finished_or_other_searches() -> None:
     old = {begun(status="finished"), begun(num_trials=9), begun(space={"batch_size": [8]}), begun(metric="loss")}
     folder = open_search_folder(config())
@@ -172,6 +178,12 @@ def test_configuration_that_cannot_be_written_leaves_no_folder_behind(changes: d
     with pytest.raises(UserError, match="cannot be written"):
         open_search_folder(config(**changes))
     assert list(Path().iterdir()) == []
+
+
+def test_output_dir_that_cannot_be_written_is_refused() -> None:
+    Path("file").write_text("mine")
+    with pytest.raises(UserError, match="output_dir file/search cannot be written"):
+        open_search_folder(config(output_dir="file/search"))
 
 
 def refuse(folder: SearchFolder, error: Exception) -> None:

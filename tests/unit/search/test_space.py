@@ -52,6 +52,13 @@ def test_grid_has_every_combination_once_and_the_last_parameter_changes_fastest(
     assert space.grid() == [{"a": a, "b": b} for a in (1, 2) for b in (0.1, 0.2, 0.3)]
 
 
+def test_grid_leaves_out_what_waits_for_a_value_that_is_no_point_of_it() -> None:
+    space = Space.from_mapping(
+        {"layers": {"low": 1, "high": 9, "num": 2}, "width": {"low": 1, "high": 2**50, "when": {"layers": 5}}}
+    )
+    assert space.grid() == [{"layers": 1}, {"layers": 9}]
+
+
 def test_grid_of_ten_thousand_points_is_the_largest() -> None:
     assert len(Space.from_mapping({"a": {"low": 1, "high": 100}, "b": {"low": 1, "high": 100}}).grid()) == 10_000
     message = "space must have at most 10000 combinations for a grid, got 10100 or more with b; take fewer"

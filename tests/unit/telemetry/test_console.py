@@ -10,6 +10,7 @@ import pytest
 
 from crossbow_py import SMA, Independent, LocalSGD
 from crossbow_py.telemetry.console import ConsoleListener, epoch_line, final_lines, header_lines, progress_line
+from crossbow_py.telemetry.events import LearningStatistics
 from crossbow_py.telemetry.rank_pace import RankPace, spread_of
 from crossbow_py.train.run_folder.reporter import averaging_settings
 
@@ -52,6 +53,11 @@ def test_plain_run_has_no_control_codes_and_is_also_in_the_log(tmp_path: Path, e
         "finished: max_epochs",
     ):
         assert fact in said
+
+
+def test_metrics_of_many_values_are_left_to_the_records(events: Any) -> None:
+    metrics = {"perplexity": 12.345, **{f"f1/{digit}": 0.5 for digit in range(5)}}
+    assert " · perplexity 12.35 · 250 images/s" in epoch_line(events.epoch_record(1, metrics=metrics), "4")
 
 
 def test_final_block_says_accuracy_time_throughput_and_where_the_files_are(tmp_path: Path, events: Any) -> None:
@@ -104,6 +110,18 @@ def test_header_says_how_the_rule_differs_from_its_defaults_and_what_it_makes_of
         words = averaging_settings(rule)
         info = events.run_info(averaging=rule.NAME, averaging_settings=words, average_ema=rule.average_ema)
         assert f"averaging {said}" in header_lines(info)[1]
+
+
+def test_what_was_measured_of_learning_is_a_line_of_its_own(events: Any) -> None:
+    stream = io.StringIO()
+    learning = LearningStatistics(
+        gradient_noise_scale_samples=3000.4, gradient_variance=1.0, squared_gradient_norm=1.0, agreement=None,
+        sharpness=3.75, measuring_s=1.25,
+    )  # fmt: skip
+    ConsoleListener(stream=stream).on_epoch(events.epoch_record(1, learning=learning, train_loss=3.6e23))
+    epoch, line = stream.getvalue().splitlines()
+    assert line == "  learning: gradient noise scale 3,000 samples · sharpness 3.75 · measured in 1.2 s"
+    assert "train loss 3.6e+23" in epoch
 
 
 def test_plain_progress_is_one_line_in_ten_seconds_and_every_epoch(events: Any) -> None:

@@ -267,6 +267,16 @@ def test_what_was_measured_beside_other_programs_is_not_remembered(asked: Asked)
     assert len(asked) == 2
 
 
+def test_what_a_short_search_measured_is_remembered_for_short_ones(asked: Asked) -> None:
+    rates = {("serial", 1): 10.0, ("fused", 4): 80.0}
+    asked.found = Calibration("fused", rates, late=(("fused", 16),), is_short=True)
+    first, _ = measure(4, effort=Effort(20.0, total_samples=800))  # a second
+    again, _ = measure(4, effort=Effort(20.0, total_samples=400))
+    assert first == again and len(asked) == 1
+    measure(4, effort=Effort(20.0, total_samples=80_000))
+    assert len(asked) == 2
+
+
 def test_what_was_measured_beside_other_workers_of_the_search_is_remembered_for_that(asked: Asked) -> None:
     beside = Effort(is_alone=False)
     measure(4, effort=beside)

@@ -17,6 +17,7 @@ from crossbow_py.search.report.console import (
     choose_rows,
     final_lines,
     live_table,
+    progress_line,
 )
 from crossbow_py.telemetry.screen import Screen
 
@@ -52,6 +53,15 @@ def test_plain_search_has_a_line_for_each_new_value_and_each_message(searched: A
     ]
     assert "\x1b" not in stream.getvalue()
     assert "\r" not in stream.getvalue()
+
+
+def test_plain_search_leaves_lines_of_other_workers_to_them(searched: Any) -> None:
+    console, stream = _plain([0.0])
+    console.on_start(searched.info())
+    console.on_trials((searched.trial(0, worker="host:2"), searched.trial(2, values={1.0: 0.625})))
+    assert [line.split(":")[0] for line in stream.getvalue().splitlines() if " at 1 epoch" in line] == [
+        "trial 2 at 1 epoch"
+    ]
 
 
 def test_plain_search_that_goes_on_does_not_repeat_what_was_before(searched: Any) -> None:
@@ -107,11 +117,31 @@ def test_live_search_redraws_a_table_and_gives_the_terminal_back(tmp_path: Path,
     assert "0.8500" in log
 
 
+def test_live_search_with_a_wide_terminal_has_a_bar(tmp_path: Path, searched: Any) -> None:
+    drawn = []
+    for width in (100, 140):
+        console, stream = _live(tmp_path / "log", width)
+        console.on_start(searched.info())
+        console.on_progress(searched.progress(elapsed_s=5.0))
+        console.close()
+        drawn.append("━" in stream.getvalue())
+    assert drawn == [False, True]
+
+
 def test_final_lines_of_a_best_that_was_stopped_short_say_how_to_train_it_to_its_end(searched: Any) -> None:
     lines = final_lines(searched.summary(best=searched.best(epochs=1.0, model_path=None), status="stopped"))
     assert "                 as far as it came here; without max_rounds to its end, 4 epochs" in lines
     assert "  model          its files are not in this folder" in lines
     assert not any("max_rounds" in line for line in final_lines(searched.summary()))
+
+
+def test_progress_line_with_and_without_a_best(searched: Any) -> None:
+    assert progress_line(searched.progress(), 10.0) == (
+        "3 of 7 rungs · best 0.7500 by trial 1 · about 0:10 left · 1:01 so far · 250 images/s"
+    )
+    assert progress_line(searched.progress(best_trial=None, best_value=None), None) == (
+        "3 of 7 rungs · 1:01 so far · 250 images/s"
+    )
 
 
 def test_final_lines_name_the_best_its_command_and_where_the_time_went(tmp_path: Path, searched: Any) -> None:

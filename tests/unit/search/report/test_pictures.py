@@ -13,6 +13,7 @@ pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from crossbow_py.search.hyperband import make_brackets
 from crossbow_py.search.report.listeners import SearchPictures
 from crossbow_py.search.report.pictures import (
     NOTHING,
@@ -106,3 +107,9 @@ def test_curves_have_a_line_for_each_trial_and_count_those_measured_at_each_rung
     labels = [label.get_text() for label in axes.get_xticklabels()]
     assert labels == ["1\n3 trials", "2\n2 trials", "4\n1 trial"]
     assert axes.get_xscale() == "linear"
+
+
+def test_curves_of_distant_rungs_have_epochs_by_logarithm(searched: Any) -> None:
+    brackets = make_brackets("successive_halving", num_trials=4, min_epochs=1, max_epochs=9, eta=3)
+    info = searched.info(brackets=brackets)
+    assert draw_curves(info, [searched.trial(0)]).axes[0].get_xscale() == "log"

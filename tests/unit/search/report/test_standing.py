@@ -62,3 +62,8 @@ def test_value_range_leaves_out_trials_that_learned_nothing(searched: Any) -> No
     assert value_range(trials, maximize=True) == pytest.approx((0.75, 0.9))
     losses = [searched.trial(0, values=dict(enumerate((9.0, 0.2, 0.18, 0.16, 0.1))))]
     assert value_range(losses, maximize=False) == pytest.approx((0.1, 0.25))
+
+
+def test_value_range_of_equal_values_is_not_empty_and_of_none_there_is_none(searched: Any) -> None:
+    assert value_range([searched.trial(0)], maximize=True) == pytest.approx((0.495, 0.505))
+    assert value_range([searched.trial(3)], maximize=True) is None

@@ -18,7 +18,7 @@ from optuna.trial import TrialState as OptunaState
 
 from crossbow_py.search.hyperband import Segment
 from crossbow_py.search.study import claims as module
-from crossbow_py.search.study.claims import Lease, LeaseWatch
+from crossbow_py.search.study.claims import Heartbeat, Lease, LeaseWatch
 from crossbow_py.search.study.storage import StorageError, open_storage
 from tests.unit.search.study.shared_studies import SEGMENTS, Clock, Failing, done, optuna_trials, why_failed, worker
 
@@ -386,3 +386,32 @@ def test_lease_of_a_killed_process_ends_at_once_also_before_it_is_waited_for() -
 def test_lease_of_another_host_ends_by_its_beat_only(host: str) -> None:
     watch, lease = LeaseWatch(), replace(Lease.of_this_process(1, 10.0), host=host, process=2**22 + 1)
     assert living(watch, lease, 100.0) and living(watch, lease, 110.9) and not living(watch, lease, 111.0)
+
+
+def test_containers_of_one_host_are_told_by_the_kernels_boot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_host", lambda: "boot pid:[1] 0")
+    lease = Lease.of_this_process(1, 10.0)
+    monkeypatch.setattr(module, "_host", lambda: "boot pid:[2] 0")
+    assert lease.is_here and not lease.has_ended  # whose process numbers mean nothing here
+    monkeypatch.setattr(module, "_host", lambda: "other pid:[1] 0")
+    assert not lease.is_here
+
+
+def test_heartbeat_closed_in_a_beat_waits_for_it() -> None:
+    begun, go, over = threading.Event(), threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        go.wait(30.0)
+        over.set()
+
+    heartbeat = Heartbeat(slow, threading.RLock(), 0.005)
+    heartbeat.start()
+    assert begun.wait(30.0)
+    closing = threading.Thread(target=heartbeat.close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive()
+    go.set()
+    closing.join(30.0)
+    assert not closing.is_alive() and over.is_set() and heartbeats() == []

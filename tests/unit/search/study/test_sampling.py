@@ -72,6 +72,11 @@ def test_trials_of_grid_are_its_points_exactly() -> None:
     ]
 
 
+def test_trial_beyond_the_grid_is_refused() -> None:
+    with pytest.raises(AssertionError, match="the grid has 54 points, and point 54 was asked for"):
+        sampling("grid").sampled(54, [])
+
+
 def after_a_rung(maximize: bool) -> list[FrozenTrial]:
     """27 trials at a rung, the better the lower their rates: the best nine go on, and the others were pruned."""
     trials = []

@@ -7,6 +7,7 @@ import resource
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,13 @@ def test_scalars_of_an_epoch_are_tagged_and_placed_at_samples_seen(tmp_path: Pat
     assert set(read.Tags()["scalars"]) == {*expected, "learning_rate"}
     for tag, value in expected.items():
         assert [(event.step, event.value) for event in read.Scalars(tag)] == [(1000, value)]
+
+
+def test_scalars_without_a_central_model_show_each_learner(tmp_path: Path, events: Any) -> None:
+    with writing(tmp_path, events) as scalars:
+        scalars.on_epoch(events.epoch_record(1, spread=None, correction_norm=None, learner_accuracy=(0.5, 0.75)))
+    assert _points(tmp_path, "accuracy/test_learner_1") == [(1000, 0.75)]
+    assert "averaging/spread" not in read_events(tmp_path).Tags()["scalars"]
 
 
 def test_scalars_of_a_run_with_validation_data_are_named_so_and_not_finite_ones_left_out(
@@ -136,6 +144,17 @@ def test_progress_brings_scalars_of_the_machine_into_the_same_event_file(tmp_pat
     assert monitor.closed == 1
 
 
+def test_notes_of_the_scalars_are_what_keeps_a_gpu_from_being_watched(tmp_path: Path, events: Any) -> None:
+    nobodys = ("GPU-00000000-0000-0000-0000-000000000000",)
+    scalars = TensorBoardScalars(tmp_path, None, new_monitor=partial(SystemMonitor, nobodys))
+    assert scalars.take_notes() == []
+    scalars.on_start(events.run_info())
+    (note,) = scalars.take_notes()
+    assert "telemetry" in note
+    assert scalars.take_notes() == []
+    scalars.close()
+
+
 def test_hyper_parameters_of_a_run_are_there_from_its_start_and_how_it_ended_at_its_end(
     tmp_path: Path, events: Any
 ) -> None:
@@ -159,6 +178,16 @@ def test_predictions_are_a_picture_at_the_samples_seen(tmp_path: Path, events: A
     with writing(tmp_path, events) as scalars:
         scalars.on_predictions(predictions, 1000)
     assert [each.step for each in read_events(tmp_path).Images("predictions")] == [1000]
+
+
+def test_close_twice_or_before_the_start_leaves_no_thread(tmp_path: Path, events: Any) -> None:
+    before = threading.active_count()
+    scalars = TensorBoardScalars(tmp_path, None)
+    scalars.close()
+    scalars.on_start(events.run_info())
+    scalars.close()
+    scalars.close()
+    assert threading.active_count() == before
 
 
 def test_full_disk_ends_the_writer_without_a_traceback_and_is_told(
