@@ -116,15 +116,21 @@ def written_share(value: float | None) -> str:
     return _NONE if value is None else f"{value:.4f}"
 
 
-def markdown_table(figures: Sequence[ClassFigures]) -> str:
-    """Return the figures as a table, and their means."""
+def class_rows(figures: Sequence[ClassFigures]) -> tuple[list[str], list[list[str]]]:
+    """Return the heads and the rows of a table of classes, and their means below."""
     has_iou = any(each.iou is not None for each in figures)
-    heads = ["class", "precision", "recall", "F1", *(["IoU"] if has_iou else []), "support"]
-    rows = [heads, ["---", *["---:"] * (len(heads) - 1)]]
+    rows = []
     for each in (*figures, mean_figures(figures)):
         shares = (each.precision, each.recall, each.f1, *([each.iou] if has_iou else []))
-        rows.append([_escaped(each.name), *map(written_share, shares), f"{each.support:,}"])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        rows.append([each.name, *map(written_share, shares), f"{each.support:,}"])
+    return ["class", "precision", "recall", "F1", *(["IoU"] if has_iou else []), "support"], rows
+
+
+def markdown_table(figures: Sequence[ClassFigures]) -> str:
+    """Return the figures as a table in Markdown, and their means."""
+    heads, rows = class_rows(figures)
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *([_escaped(name), *rest] for name, *rest in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _escaped(name: str) -> str:

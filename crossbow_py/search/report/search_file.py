@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.core.errors import UserError
-from crossbow_py.core.settings import check
+from crossbow_py.core.settings import read_as
 from crossbow_py.core.version import __version__
 from crossbow_py.search.events import (
     SEARCH_FILE,
@@ -116,16 +115,11 @@ def recorded_summary(
     """
     kept = {field.name for field in dataclasses.fields(SearchSummary)} - {"info", "trials"}
     given = {name: value for name, value in plain.items() if name in kept}
-    best = given.get("best")
-    given["best"] = _read_best(best)
-    if best is not None and given["best"] is None:  # one that was stopped from outside has a leader alone
-        return None
-    try:
-        found = SearchSummary(info=info, trials=trials, **given)
-        check(found)
-    except (UserError, TypeError):
-        return None
-    return found
+    if given.get("best") is not None:
+        given["best"] = read_as(BestTrial, given["best"])
+        if given["best"] is None:  # one that was stopped from outside has a leader alone
+            return None
+    return read_as(SearchSummary, {"info": info, "trials": trials, **given})
 
 
 def recorded_best(plain: Mapping[str, Any], trial: TrialRecord) -> BestTrial | None:
@@ -133,20 +127,10 @@ def recorded_best(plain: Mapping[str, Any], trial: TrialRecord) -> BestTrial | N
 
     What can be known otherwise is taken from the record of the trial: anybody may have written the file.
     """
-    best, epochs = _read_best(plain.get("best")), last_epochs(trial)
+    best, epochs = read_as(BestTrial, plain.get("best")), last_epochs(trial)
     if best is None or (best.trial, best.value) != (trial.trial, trial.values[epochs]):
         return None
     return dataclasses.replace(best, epochs=epochs, params=trial.params or {})
-
-
-def _read_best(plain: Any) -> BestTrial | None:
-    """Return the best trial from search.json; None for anything else."""
-    try:
-        found = BestTrial(**plain)
-        check(found)
-    except (UserError, TypeError):
-        return None
-    return found
 
 
 def trial_plain(trial: TrialRecord) -> dict[str, Any]:

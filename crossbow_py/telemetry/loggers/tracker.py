@@ -239,8 +239,8 @@ class Courier:
 
     MLflow's own queue takes metrics alone, and W&B's never reports a failure. So this thread stands before both: it
     draws pictures, copies files, and sends again what a service did not take, points until the end and anything else
-    three times. So points may arrive out of order after an outage. Each has its own samples seen, by which both services
-    draw curves, and its own time in MLflow: they are the same as without the outage.
+    three times. So points may arrive out of order after an outage. Each has its own samples seen, by which both
+    services draw curves, and its own time in MLflow: they are the same as without the outage.
 
     Args:
         tracker: a tracker that is open.

@@ -162,7 +162,7 @@ def test_page_of_many_ranks_has_the_slowest_first_and_its_curve(
     assert (f"<summary>The ranks, {num_ranks} of them</summary>" in text) is not is_open
     rows = text.split("<th>waiting for ranks</th>", 1)[1].split("</table>", 1)[0].split("<tr>")[1:]
     assert len(rows) == num_ranks
-    assert rows[0].startswith("<td>5 on gpu-0</td>")
+    assert rows[0].startswith("<td>5</td><td>gpu-0</td>")
     assert re.search(r"<td>slowest rank</td><td>5 on gpu-0 \(\+\d+\.\d%\)</td>", text)
     assert Balance(text).wrong == []
 
