@@ -336,7 +336,8 @@ class Trainer:
             )
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            listeners = file_listeners(folder, resumed, monitor, self.state.closed_epochs, self.run.arguments.tensorboard)
+            charts = self.run.arguments.tensorboard
+            listeners = file_listeners(folder, resumed, monitor, self.state.closed_epochs, charts)
         except OSError as error:
             raise unwritable(folder, error) from error
         timeline = self.run.timeline

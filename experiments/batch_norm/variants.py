@@ -25,6 +25,7 @@ from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.telemetry.console import CONSOLE_LOG, ConsoleListener
 from crossbow_py.train.__main__ import build_trainer, stops
 from crossbow_py.train.config import TrainConfig
+from crossbow_py.train.evaluation.current_models import final_states
 from crossbow_py.train.run import Run
 from crossbow_py.train.run_folder.folder import open_run
 from experiments.grids.parts import in_parts
@@ -75,7 +76,7 @@ def _with_statistics(trained: Run, settings: Mapping[str, Any]) -> dict[str, flo
     assert isinstance(trained.rule, CentralRule), "cells have an average model"
     update = TorchUpdate(trained.optimizer, dataclasses.replace(trained.rule, **settings))
     begun_s = _now_s()
-    (state,) = dataclasses.replace(trained, update=update).final_states()
+    (state,) = final_states(dataclasses.replace(trained, update=update))
     made_s = _now_s()
     found = trained.evaluator.evaluate(state, feed)
     return {

@@ -17,6 +17,7 @@ from crossbow_py.engine.modules.precision import PrecisionName
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.models import MODELS
 from crossbow_py.telemetry.events import RoundEnd
+from crossbow_py.train.loop.learners import new_executor
 from crossbow_py.train.loop.planning import plan_round
 from experiments.bench.windows import Mark, Window, load_with_ended, window_of
 
@@ -126,7 +127,7 @@ class Rounds:
     def executor(self) -> Executor:
         """The executor, which is made when it is first asked for."""
         if self._executor is None:
-            self._executor = self.built.new_executor()
+            self._executor = new_executor(self.built)
         return self._executor
 
     def submit(self) -> None:

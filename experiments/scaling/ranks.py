@@ -28,6 +28,8 @@ from crossbow_py.core.host import LoadSnapshot, foreign_share, usable_core_ids
 from crossbow_py.distributed.collective import Collective, ProcessGroupCollective
 from crossbow_py.engine.executors import Executor
 from crossbow_py.telemetry.timeline import Timeline
+from crossbow_py.train.loop.learners import new_executor
+from crossbow_py.train.loop.planning import plan_round
 from crossbow_py.train.run import Run
 from experiments.bench.machine import free_port
 from experiments.bench.rounds import trainer_on_noise
@@ -155,7 +157,7 @@ class Rank:
         rank, batch = torch.distributed.get_rank(), parts.train_feed.batch_size
         rule = Crossbow(averaging_period=period or 1)
         for index in indices:
-            plan = parts.plan(index, (index * NUM_RANKS + rank) * batch, 1.0)
+            plan = plan_round(parts, index, (index * NUM_RANKS + rank) * batch, 1.0)
             averaging = rule.round(Stage(index, NUM_RANKS)) if period else None
             executor.submit(dataclasses.replace(plan, together=averaging))
 
@@ -170,7 +172,7 @@ class Rank:
 
 @contextlib.contextmanager
 def _executor(parts: Run) -> Iterator[Executor]:
-    executor = parts.new_executor()
+    executor = new_executor(parts)
     try:
         yield executor
     finally:

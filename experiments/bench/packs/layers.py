@@ -12,6 +12,7 @@ from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.fusion.fused_pass import FusedPass
 from crossbow_py.engine.rounds import RoundTasks
+from crossbow_py.train.loop.planning import plan_round
 from experiments.bench.gate import Gate, Ready
 from experiments.bench.machine import usable_cores
 from experiments.bench.packs.side import DEFAULT, TUNED, PackSide, PackWorkload
@@ -92,7 +93,7 @@ def fused(side: PackSide, workload: PackWorkload) -> Step:
     )
     all_models, index = FusedPass(tasks, kernels=workload.device == "cuda"), 0
     if workload.device == "cuda":
-        first = parts.plan(0, 0, 1.0)
+        first = plan_round(parts, 0, 0, 1.0)
         batch, shared = all_models.batch(first), all_models.shares(first)
 
         def learn() -> None:
@@ -102,7 +103,7 @@ def fused(side: PackSide, workload: PackWorkload) -> Step:
 
     def step() -> None:
         nonlocal index
-        plan = parts.plan(index, index * workload.batch_size, 1.0)
+        plan = plan_round(parts, index, index * workload.batch_size, 1.0)
         index += 1
         all_models.learn(all_models.batch(plan), all_models.shares(plan))
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import CrossbowError
+from crossbow_py.train.loop.planning import plan_round
 from experiments.bench import workloads
 from experiments.bench.gate import FinishedError, Gate, Ready, Visit
 from experiments.bench.packs import comparison, inference, layers, training
@@ -76,7 +77,7 @@ def test_side_counts_an_image_for_every_model_that_took_it(side: PackSide, image
 
 def test_pack_is_of_different_models_that_take_the_same_batches(mlp: PackWorkload) -> None:
     parts = new_pack(packed("fused", 3), mlp).run
-    assert parts.plan(2, 8, 1.0).starts == (8, 8, 8)
+    assert plan_round(parts, 2, 8, 1.0).starts == (8, 8, 8)
     weights = [parts.bank.module(row).state_dict()["1.weight"] for row in range(3)]
     assert not any(torch.equal(weights[0], other) for other in weights[1:])
 

@@ -32,7 +32,7 @@ def test_no_key_is_declared_both_for_the_command_line_and_for_python():
 
 
 @pytest.mark.parametrize(
-    "call, message",
+    ("call", "message"),
     [
         (lambda: Trainer(train_data=blobs(8)), "missing a required argument: 'model'"),
         (lambda: Trainer(nn.Linear, blobs(8)), "too many positional arguments"),
