@@ -96,7 +96,7 @@ class WandbTracker(Tracker):
             before = (known.value or self._run_id) if subject.continues else None
             if before is not None:
                 given |= {"id": before, "resume": "allow"}
-            self._run = run = wandb.init(**{**given, **self._init})
+            self._run = run = _begun({**given, **self._init})
             self._run_id = known.value = run.id
             run.config.update({**subject.parameters, **subject.facts}, allow_val_change=True)
             run.define_metric(SAMPLES)
@@ -145,6 +145,15 @@ class WandbTracker(Tracker):
     def end(self, status: str, samples_seen: int, figures: Mapping[str, float], facts: Mapping[str, Plain]) -> None:
         self._run.summary.update({**figures, **{f"summary/{name}": value for name, value in facts.items()}})
         self._run.finish(exit_code=StopSignal.EXIT_CODES.get(status, int(status == "failed")))
+
+
+def _begun(arguments: Mapping[str, Any]) -> Any:
+    import wandb  # noqa: PLC0415
+
+    try:
+        return wandb.init(**arguments)
+    except TypeError as error:
+        raise UserError(f"WandbLogger passes its other arguments to wandb.init, and {error}; correct them.") from error
 
 
 @contextmanager
