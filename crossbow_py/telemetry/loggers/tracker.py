@@ -300,8 +300,8 @@ class Courier:
         ending = [job for job in self._jobs if job.name == END]
         left = [job for job in self._jobs if job.name != END]
         for _ in range(2):  # once more, while there is a run to send to
-            left = [job for job in left if not self._is_taken(job)]
-        self._jobs = left + [job for job in ending if not self._is_taken(job)]
+            left = [job for job in left if not self._is_delivered(job)]
+        self._jobs = left + [job for job in ending if not self._is_delivered(job)]
 
     def _deliver(self) -> None:
         """Make the calls in their order up to the first that fails, as the service may be gone; that one goes last."""
@@ -311,7 +311,7 @@ class Courier:
         takes_some = False
         while jobs:
             job = jobs.pop(0)
-            if not self._is_taken(job):
+            if not self._is_delivered(job):
                 job.tries += takes_some  # a service that takes nothing may be back later
                 jobs += [] if self._is_given_up(job) else [job]
                 break
@@ -320,7 +320,7 @@ class Courier:
             newer = {job.name for job in self._jobs} - {POINTS}
             self._jobs[:0] = [job for job in jobs if job.name not in newer]
 
-    def _is_taken(self, job: _Job) -> bool:
+    def _is_delivered(self, job: _Job) -> bool:
         try:
             job.call()
         except Exception as error:  # whatever a service, its package and the network raise

@@ -104,7 +104,8 @@ def test_mode_that_is_unknown_is_refused_before_a_run_begins(monkeypatch: pytest
 
 
 def test_argument_that_wandb_does_not_take_is_refused_when_the_run_begins(events: Any) -> None:
-    with pytest.raises(UserError, match="passes its other arguments to wandb.init, and .*unexpected keyword argument 'projct'; correct them."):
+    said = "passes its other arguments to wandb.init, and .*unexpected keyword argument 'projct'; correct them."
+    with pytest.raises(UserError, match=said):
         WandbLogger(projct="x").on_start(events.run_info())
 
 
