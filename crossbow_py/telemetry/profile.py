@@ -1,6 +1,7 @@
 """A profile of operators: torch's profiler, over all threads and CUDA, for some rounds of a run.
 
-It starts once training is under way and stops by itself, as its records grow by megabytes a second.
+It starts once training is under way and stops by itself, as its records grow by megabytes a second. That all threads
+are recorded is a private setting of torch's, `_ExperimentalConfig`, tried with torch 2.13.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Runs and searches in MLflow."""
+"""Runs and searches in MLflow.
+
+What MLflow does not promise to keep is `mlflow.store.db.utils.MAX_RETRY_COUNT`, tried with MLflow 3.17.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from tensorboard.compat.proto import summary_pb2  # type: ignore[import-untyped]
 from torch.utils.tensorboard import SummaryWriter
@@ -61,7 +62,8 @@ class MachineScalars(Listener):
 
     def _add(self, summary: summary_pb2.Summary, samples_seen: int | None = None) -> None:
         if self._writer is not None:
-            self._writer._get_file_writer().add_summary(summary, samples_seen)  # type: ignore[no-untyped-call]
+            file: Any = self._writer.file_writer
+            file.add_summary(summary, samples_seen)
 
     def _sample_of_job(self, progress: Progress) -> Mapping[str, float]:
         """Return what is known of other nodes' machines."""
