@@ -34,6 +34,7 @@ from crossbow_py.telemetry.system import SystemMonitor
 from crossbow_py.train import build, run_settings
 from crossbow_py.train import trainer as trainer_module
 from crossbow_py.train.checkpoints.resume import choose_together
+from crossbow_py.train.evaluation.current_models import final_states
 from crossbow_py.train.evaluation.learning_measurement import LearningMeasurement
 from crossbow_py.train.loop.planning import plan_round
 from crossbow_py.train.tuning.learner_tuning import LearnerTuning
@@ -266,7 +267,7 @@ def evaluate_twice(ranks: Ranks, options: dict[str, Any]) -> tuple[Any, Any]:
     parts = trainer.run
     parts.evaluator.batch_size = 4
     trainer.fit(max_rounds=5)
-    (state,) = parts.final_states(0)
+    (state,) = final_states(parts, ema=False)
     found = [parts.evaluator.evaluate(state, parts.test_feed, each) for each in (ranks, Ranks())]
     shared, alone = ((each.loss, each.accuracy, each.num_samples, *each.metrics.values()) for each in found)
     return shared, alone

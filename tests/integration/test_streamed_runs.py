@@ -18,6 +18,7 @@ from crossbow_py import SMA, Augmentation, Constant, Independent, Listener, Trai
 from crossbow_py.core.errors import BadSampleError, DataError
 from crossbow_py.telemetry.records import read_metrics, read_summary
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
+from crossbow_py.train.evaluation.current_models import final_states
 from tests.trainers import Recorder, image_trainer, images, weights
 
 
@@ -78,7 +79,7 @@ def test_statistics_are_measured_beside_what_is_made_for_training():
     feed.announce(starts)
     feed.wait(starts)
     producer, there = feed._producer, feed._buffer.starts()
-    state = parts.final_states(40)[0]
+    state = final_states(parts)[0]
     assert (state["1.running_mean"] != parts.bank.central_state()["1.running_mean"]).any()
     assert feed._producer is producer and feed._buffer.starts() >= there
     parts.close_feeds()
