@@ -87,6 +87,16 @@ def check(settings: Any) -> None:
             _check_limits(path, number, field.metadata)
 
 
+def read_as(kind: type[T], plain: Any) -> T | None:
+    """Return the dataclass that plain values are, as of a file that anybody may have written; None if they are none."""
+    try:
+        found = kind(**plain)
+        check(found)
+    except (UserError, TypeError):
+        return None
+    return found
+
+
 def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "", peers: Collection[type] = ()) -> T:
     """Build the settings class `cls`, which checks itself, from plain values. Raises UserError for an unknown key.
 

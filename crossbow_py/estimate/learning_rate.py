@@ -10,7 +10,7 @@ from crossbow_py.core.errors import unwritable
 from crossbow_py.core.printing import columns
 from crossbow_py.estimate.config import EstimateConfig
 from crossbow_py.telemetry.events import Listener
-from crossbow_py.telemetry.pictures import INSTALL_MATPLOTLIB, has_matplotlib
+from crossbow_py.telemetry.pictures.files import INSTALL_MATPLOTLIB, has_matplotlib
 from crossbow_py.telemetry.records import write_json
 from crossbow_py.train.__main__ import build_trainer
 from crossbow_py.train.tuning.range_test import LearningRateTest, smoothed

@@ -12,7 +12,7 @@ from crossbow_py.core.printing import columns
 from crossbow_py.engine.sizing.memory import breakdown
 from crossbow_py.estimate.estimation import Estimate
 from crossbow_py.estimate.units import in_words
-from crossbow_py.telemetry.pictures import INSTALL_MATPLOTLIB, has_matplotlib, save_picture
+from crossbow_py.telemetry.pictures.files import INSTALL_MATPLOTLIB, has_matplotlib, save_picture
 from crossbow_py.telemetry.records import write_json
 from crossbow_py.train.config import config_to_mapping
 

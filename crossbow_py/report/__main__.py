@@ -11,7 +11,7 @@ from crossbow_py.cli.output_folder import RUNS, make_folder, time_name
 from crossbow_py.core.errors import UserError, unwritable
 from crossbow_py.core.files import given_path
 from crossbow_py.report.reading import find_runs, read_runs
-from crossbow_py.telemetry.pictures import has_matplotlib, save_picture
+from crossbow_py.telemetry.pictures.files import has_matplotlib, save_picture
 from crossbow_py.telemetry.records import write_atomically
 
 PAGE_FILE = "report.html"

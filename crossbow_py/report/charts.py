@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from crossbow_py.report.reading import Point, RunRecord, Span
-from crossbow_py.telemetry.confusion_picture import confusion_picture
 from crossbow_py.telemetry.events import Images
 from crossbow_py.telemetry.figures import metric_names, number
+from crossbow_py.telemetry.pictures.confusion_picture import confusion_picture
 from crossbow_py.telemetry.timeline import ordered_rows
 
 ROUNDS_SHOWN = 3

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from html import escape
+from typing import TypeVar
 
 from crossbow_py.core.plain_values import differing
-from crossbow_py.core.settings import written
+from crossbow_py.core.settings import read_as, written
 from crossbow_py.core.version import __version__
 from crossbow_py.report.charts import Chart, colour
 from crossbow_py.report.reading import RunRecord
-from crossbow_py.telemetry.class_counts import MEAN, ClassFigures, mean_figures, written_share
+from crossbow_py.telemetry.class_counts import MEAN, ClassFigures, class_rows, mean_figures, written_share
 from crossbow_py.telemetry.figures import figures, number, same_settings
+from crossbow_py.telemetry.rank_pace import RankPace, rank_rows
 
-_CLASS_FIGURES = {"precision": "precision", "recall": "recall", "f1": "F1", "iou": "IoU"}
+T = TypeVar("T")
 _MOST_CLASSES, _MOST_RANKS = 25, 16  # in a table that is open
 
 _STYLE = """
@@ -96,64 +98,40 @@ def _classes(runs: Sequence[RunRecord]) -> str:
     if not names:
         return ""
     if len(runs) == 1:
-        shown = [kind for kind in _CLASS_FIGURES if any(getattr(each, kind) is not None for each in found[0])]
-        heads = ["class", *(_CLASS_FIGURES[kind] for kind in shown), "support"]
-        rows = [
-            [escape(each.name), *(written_share(getattr(each, kind)) for kind in shown), f"{each.support:,}"]
-            for each in (*found[0], mean_figures(found[0]))
-        ]
+        heads, rows = class_rows(found[0])
         title = "Classes"
     else:
-        kind = "iou" if any(each.iou is not None for own in found for each in own) else "f1"
+        kind, title = ("iou", "IoU") if any(each.iou is not None for own in found for each in own) else ("f1", "F1")
         by_name = [{each.name: getattr(each, kind) for each in (*own, mean_figures(own))} for own in found]
         heads = ["class", *_names(runs)]
-        rows = [
-            [escape(name), *(written_share(own.get(name)) for own in by_name)] for name in (*names, MEAN)
-        ]
-        title = f"{_CLASS_FIGURES[kind]} of the classes"
-    table = f"<h2>{title}</h2>" + _table(heads, rows)
+        rows = [[name, *(written_share(own.get(name)) for own in by_name)] for name in (*names, MEAN)]
+        title += " of the classes"
+    table = _table(heads, [[escape(name), *rest] for name, *rest in rows])
     if len(names) <= _MOST_CLASSES:
-        return table
-    return f"<details><summary>{title}, {len(names)} of them</summary>{_table(heads, rows)}</details>"
+        return f"<h2>{title}</h2>{table}"
+    return f"<details><summary>{title}, {len(names)} of them</summary>{table}</details>"
 
 
 def _class_figures(run: RunRecord) -> tuple[ClassFigures, ...]:
     """Return the summary's figures; without a summary those of the newest confusion matrix."""
-    saved = run.summary.get("per_class")
-    if isinstance(saved, list) and (found := [_read_figures(each) for each in saved]) and all(found):
-        return tuple(each for each in found if each)
-    return run.class_counts.figures() if run.class_counts else ()
+    saved = _saved(run, "per_class", ClassFigures)
+    return tuple(saved) if saved else run.class_counts.figures() if run.class_counts else ()
 
 
-def _read_figures(saved: object) -> ClassFigures | None:
-    """Return the figures of a class in a summary, which may be damaged."""
-    if not isinstance(saved, Mapping) or not isinstance(saved.get("name"), str):
-        return None
-    support = number(saved.get("support"))
-    shares = {kind: number(saved.get(kind)) for kind in _CLASS_FIGURES}
-    return ClassFigures(name=saved["name"], support=int(support or 0), **shares)
+def _saved(run: RunRecord, key: str, kind: type[T]) -> list[T]:
+    """Return a list of the summary, which may be damaged: then none."""
+    saved = run.summary.get(key)
+    found = [read_as(kind, each) for each in saved] if isinstance(saved, list) else []
+    return [each for each in found if each is not None] if all(found) else []
 
 
 def _ranks(run: RunRecord, alone: bool) -> str:
     """Return the table of a run's ranks, the slowest first; empty with one rank."""
-    saved = run.summary.get("per_rank")
-    ranks = [each for each in saved if isinstance(each, Mapping)] if isinstance(saved, list) else []
+    ranks = _saved(run, "per_rank", RankPace)
     if not ranks:
         return ""
-    rate = "tokens_per_s" if any(number(each.get("tokens_per_s")) is not None for each in ranks) else "images_per_s"
-    columns = [("step_ms", "ms a round", ".4g"), (rate, rate.replace("_per_", "/"), ",.0f")]
-    columns += [("rank_wait_share", "waiting for ranks", ".1%"), ("data_wait_share", "waiting for data", ".1%")]
-
-    def shown(each: Mapping[str, object], key: str, form: str) -> str:
-        value = number(each.get(key))
-        return "" if value is None else format(value, form)
-
-    ranks.sort(key=lambda each: -(number(each.get("step_ms")) or 0.0))
-    rows = [
-        [escape(f"{each.get('rank')} on {each.get('host')}"), *(shown(each, key, form) for key, _, form in columns)]
-        for each in ranks
-    ]
-    table = _table(["rank", *(head for _, head, _ in columns)], rows)
+    heads, rows = rank_rows(ranks)
+    table = _table(heads, [list(map(escape, row)) for row in rows])
     if alone and len(ranks) <= _MOST_RANKS:
         return f"<h2>The ranks</h2>{table}"
     title = "The ranks" if alone else f"The ranks of {escape(run.name)}"

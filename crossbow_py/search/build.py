@@ -76,7 +76,7 @@ class SearchRun:
     def __init__(self, config: SearchConfig, folder: SearchFolder, listeners: Sequence[SearchListener] = ()) -> None:
         self._begun = time.perf_counter()
         self._closing = ExitStack()
-        self._told: dict[str, None] = {}  # in their order
+        self._messages: dict[str, None] = {}  # in their order
         self._is_news = False
         self._notes: list[str] = []
         self.config, self.folder, self.listeners = config, folder, listeners
@@ -121,8 +121,7 @@ class SearchRun:
         has_results = any((folder.path / name).exists() for name in (SEARCH_FILE, TRIALS_FOLDER))
         if has_results and not self.study.exists():
             raise UserError(
-                f"{folder.path} holds results, and {shown_address(self._address)} holds no search; restore the latter, "
-                "or begin anew in another output_dir."
+                f"{folder.path} holds results, and {shown_address(self._address)} holds no search; restore it."
             )
         self.study.open({**own, "precision": self.choices.precision.name}, defaults_of(own))
         known = {trial: len(bracket.epochs) for bracket in brackets for trial in bracket.trials}
@@ -196,10 +195,10 @@ class SearchRun:
         )
 
         def feed(dataset: Any, size: int, augmentation: Augmentation | None, what: str = "training") -> Feed:
-            made = new_feed(dataset, size, augmentation, data, self.settings, self.choices, training=what == "training")
+            new = new_feed(dataset, size, augmentation, data, self.settings, self.choices, training=what == "training")
             if source.num_classes is not None:
-                made.check_labels(Classes(source.num_classes, IGNORED), what)
-            return made
+                new.check_labels(Classes(source.num_classes, IGNORED), what)
+            return new
 
         def kept(dataset: Any, augmentation: Augmentation | None, what: str) -> Feed:
             return self._closing.enter_context(closing(feed(dataset, 1, augmentation, what)))
@@ -217,8 +216,7 @@ class SearchRun:
             keys = [each.key for each in config.parsed_space.parameters if each.key.startswith("data.")]
             if keys:
                 raise UserError(
-                    f"space: {keys[0]} can be searched for images that live on the device, and data={config.data.NAME} "
-                    "is streamed: all trials share its samples; leave it out."
+                    f"space: {keys[0]} is not for streamed data={config.data.NAME}, as trials share it; leave it out."
                 )
             feed_of = partial(feed, source.train, augmentation=source.augmentation)
         return SearchData(
@@ -304,18 +302,18 @@ class SearchRun:
         best = self._confirmed(found.best, leader)
         return None if best is None else dataclasses.replace(found, best=best)
 
-    def _confirmed(self, told: BestTrial, leader: Leader) -> BestTrial | None:
+    def _confirmed(self, recorded: BestTrial, leader: Leader) -> BestTrial | None:
         """Return the best trial by the study, with the test results of search.json, which anybody may have written.
 
         None if they are of another trial, or no numbers.
         """
-        if leader.trial != told.trial or leader.value != told.value:
+        if (leader.trial, leader.value) != (recorded.trial, recorded.value):
             return None
-        if not all(isinstance(each, float | None) for each in (told.test_accuracy, told.test_loss)):
+        if not all(isinstance(each, float | None) for each in (recorded.test_accuracy, recorded.test_loss)):
             return None
         own, model = self._run_of(leader), self.folder.path / BEST_FOLDER / MODEL_FILE
         return dataclasses.replace(
-            told, epochs=leader.epochs, params=leader.params, seed=own.settings.seed, command=own.command,
+            recorded, epochs=leader.epochs, params=leader.params, seed=own.settings.seed, command=own.command,
             model_path=str(model) if model.exists() else None,
         )  # fmt: skip
 
@@ -342,7 +340,7 @@ class SearchRun:
             overhead_time_s=wall_s - known_s,
             wall_time_s=wall_s,
             images_per_s=spent.samples / spent.train_s if spent.train_s else 0.0,
-            notes=tuple(self._told),
+            notes=tuple(self._messages),
             versions=versions(),
         )
         for listener in self.listeners:
@@ -360,9 +358,9 @@ class SearchRun:
     # --- telling ------------------------------------------------------------------------------------------------------
 
     def _say(self, message: str) -> None:
-        if message in self._told:
+        if message in self._messages:
             return
-        self._told[message] = None
+        self._messages[message] = None
         for listener in self.listeners:
             listener.on_message(message)
 
@@ -423,13 +421,10 @@ def maximizes(config: SearchConfig, metrics: Mapping[str, Metric]) -> bool:
     if config.metric in ("accuracy", "loss"):
         return config.metric == "accuracy"
     own = metrics.get(config.metric) or metrics.get(config.metric.partition("/")[0])
-    said = getattr(own, "higher_is_better", None) if config.maximize is None else config.maximize
-    if not isinstance(said, bool):
-        raise UserError(
-            f"metric={config.metric} does not say whether greater values are better; set maximize=true or "
-            "maximize=false."
-        )
-    return said
+    greater = getattr(own, "higher_is_better", None) if config.maximize is None else config.maximize
+    if not isinstance(greater, bool):
+        raise UserError(f"metric={config.metric} does not say whether greater is better; set maximize=true or false.")
+    return greater
 
 
 def _name(model: Any, params: Mapping[str, Any]) -> str:

@@ -143,8 +143,7 @@ class SearchConfig(JobConfig):
             )
         if self.data.augmentation.mixes:
             raise UserError(
-                f"{self.data.augmentation.shown_mixing} mixes the batches of a run, and trials share theirs; set "
-                "data.mixup=0 data.cutmix=0, and take them in the run that trains on."
+                f"{self.data.augmentation.shown_mixing} mixes batches, which trials share; set mixup and cutmix to 0."
             )
         for parameter in self.parsed_space.parameters:
             _check_key(parameter.key)
@@ -165,8 +164,7 @@ class SearchConfig(JobConfig):
             points = len(self.parsed_space.grid())
             if num_trials is not None and num_trials > points:
                 raise UserError(
-                    f"num_trials={num_trials} is more than the {points} points of the grid; set "
-                    "num_trials=null for all of them, or lower it."
+                    f"num_trials={num_trials} is more than the {points} points of the grid; lower it, or set null."
                 )
             num_trials = num_trials or points
         return make_brackets(
@@ -180,8 +178,7 @@ def _check_sampler(name: object) -> None:
     known = get_args(SamplerName)
     if isinstance(name, Mapping):
         raise UserError(
-            f"sampler must be a name, got {shown(name)}; for other settings of a sampler write a function that takes a "
-            "seed and makes it, and sampler=package.module.function."
+            f"sampler must be a name, got {shown(name)}; for its settings write a function that takes a seed."
         )
     if isinstance(name, str) and name not in known and "." not in name:
         meant = name.lower().removesuffix("sampler")  # as Optuna's class is called
@@ -202,10 +199,7 @@ def _check_options(config: SearchConfig, params: Mapping[str, Any]) -> None:
         having = [choice for choice in choices if name.split(".")[0] in _option_fields(group, choice)]
         if having and params[group] not in having:
             wanted = as_override(having[0] if len(having) == 1 else having)
-            raise UserError(
-                f"space: {key} is searched with {group}={params[group]} too, which has no such key; "
-                f"give it when: {{{group}: {wanted}}}."
-            )
+            raise UserError(f"space: {key} is no key of {group}={params[group]}; give it when: {{{group}: {wanted}}}.")
 
 
 def _option_fields(group: str, option: Any) -> set[str]:

@@ -79,7 +79,7 @@ class TrialState(StrEnum):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the trial is never trained again."""
+        """True when the trial is never trained again."""
         return self in (TrialState.PRUNED, TrialState.COMPLETE, TrialState.FAILED)
 
 
@@ -120,10 +120,7 @@ def make_brackets(
         raise UserError(f"num_trials must be from 1 to {_MAX_TRIALS}, got {num_trials}; take fewer.")
     if method == "none":
         if num_trials is None:
-            raise UserError(
-                "num_trials must be set where method is none, got null; say how many trials to train, as in "
-                "num_trials=20."
-            )
+            raise UserError("num_trials must be set where method is none, got null; set it, as in num_trials=20.")
         kinds = [(num_trials, 0)]
     else:
         s_max = _deepest(min_epochs, max_epochs, eta)
@@ -132,8 +129,8 @@ def make_brackets(
     one_pass = sum(size for size, _ in kinds)
     if num_trials is None and one_pass > _MAX_TRIALS:
         raise UserError(
-            f"search: {method} from {min_epochs} to {max_epochs} epochs with eta {eta} has {one_pass} trials, and the "
-            f"most is {_MAX_TRIALS}; set num_trials, or a higher min_epochs."
+            f"{method} from {min_epochs} epochs has {one_pass} trials, and the most is {_MAX_TRIALS}; set num_trials, "
+            "or a higher min_epochs."
         )
     total = one_pass if num_trials is None else num_trials
     brackets: list[Bracket] = []
@@ -153,8 +150,8 @@ def _deepest(min_epochs: float, max_epochs: float, eta: int) -> int:
     """s_max: the most rungs below the last one."""
     if not 0 < min_epochs <= max_epochs:
         raise UserError(
-            f"min_epochs must be greater than 0 and at most max_epochs ({max_epochs}), got {min_epochs}; take a part "
-            f"of that, such as min_epochs={max_epochs / eta:g}."
+            f"min_epochs must be above 0 and at most max_epochs ({max_epochs}), got {min_epochs}; take a part of that, "
+            f"such as min_epochs={max_epochs / eta:g}."
         )
     ratio = max_epochs / min_epochs
     if ratio > _MAX_RATIO:

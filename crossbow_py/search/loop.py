@@ -202,8 +202,8 @@ class Search:
                 # Where a policy takes trials in their order, one that is sampled later knows more results.
                 if num_new > self.rules.lookahead:
                     break
-                taken = sum(each.share for each in [*self._running(), *(each for _, each in found)])
-                if self.rules.policy == "signature" and taken > 1 - 1e-9:
+                used = sum(each.share for each in [*self._running(), *(each for _, each in found)])
+                if self.rules.policy == "signature" and used > 1 - 1e-9:
                     break
             known = self._described(segment)
             if known is not None:

@@ -7,7 +7,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from crossbow_py.cli.launchers.crew import Crew, Ended, run_crew
@@ -16,7 +16,6 @@ from crossbow_py.cli.launchers.ray_cluster import Place, PlacedJob, RayCluster, 
 from crossbow_py.cli.launchers.ray_worker import machine_name
 from crossbow_py.cli.overrides import as_override, parse
 from crossbow_py.core.errors import unwritable
-from crossbow_py.core.files import is_held, locked
 from crossbow_py.core.printing import print_line
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.distributed.ranks import ALONE
@@ -32,8 +31,7 @@ from crossbow_py.search.study.study import SharedStudy
 from crossbow_py.train.evaluation.metrics import checked_metrics, metrics_of
 
 _OF_THE_FOLDER = ("output_dir", "resume")
-_MARK = ".seen_by_workers_"  # the beginning of its name; locked as long as whoever made it lives
-_MARK_AGE_S = 30 * 86_400.0  # before which none is removed: between machines a lock may not be seen
+_MARK = ".seen_by_workers_"  # the beginning of its name
 
 
 def search_on_ray(config: SearchConfig, launcher: RayLauncher, words: Sequence[str]) -> int:
@@ -81,7 +79,7 @@ class _PlacedSearch:
         self._study: SharedStudy | None = None
         self._follower: Follower | None = None
         self._codes: list[int] = []
-        self._told: set[str] = set()
+        self._printed: set[str] = set()
 
     def crew(
         self, cluster: RayCluster, share: Share, launcher: RayLauncher, words: Sequence[str], mark: Path
@@ -108,10 +106,10 @@ class _PlacedSearch:
 
         def ended(_: int, end: Ended) -> None:
             self._codes.append(end.code)
-            said = end.err.strip()
-            if end.code and said and said not in self._told:  # the mistake of one is often that of all
-                self._told.add(said)
-                print_line(said, sys.stderr)
+            text = end.err.strip()
+            if end.code and text and text not in self._printed:  # the mistake of one is often that of all
+                self._printed.add(text)
+                print_line(text, sys.stderr)
             if end.code == 0:  # nothing is left to search, or it is enough
                 crew.start_no_more()
 
@@ -165,23 +163,14 @@ class _PlacedSearch:
 
 @contextmanager
 def _marked(path: Path) -> Iterator[Path]:
-    """Yield a file in the folder by which others see whether they share it. What killed processes left goes in time."""
-    folder = path.absolute()
-    mark = folder / f"{_MARK}{uuid.uuid4().hex[:12]}"
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(locked(mark, lambda: None))
-            made_s = mark.stat().st_mtime  # by the folder's own clock
-        except OSError as error:
-            raise unwritable(path, error) from error
-        for left in folder.glob(f"{_MARK}*"):
-            with suppress(OSError):
-                found = left.stat()
-                is_ours = found.st_uid == os.getuid()  # of others' files it may not be seen whether they are held
-                if is_ours and made_s - found.st_mtime > _MARK_AGE_S and not is_held(left):
-                    left.unlink()
-        try:
-            yield mark
-        finally:
-            with suppress(OSError):
-                mark.unlink()
+    """Yield a file in the folder by which others see whether they share it."""
+    mark = path.absolute() / f"{_MARK}{uuid.uuid4().hex[:12]}"
+    try:
+        mark.touch()
+    except OSError as error:
+        raise unwritable(path, error) from error
+    try:
+        yield mark
+    finally:
+        with suppress(OSError):
+            mark.unlink()

@@ -25,8 +25,8 @@ def prepared(config: SearchConfig, folder: SearchFolder, ranks: Ranks = ALONE) -
     """
     with told_how_to_go_on(config, folder), ExitStack() as stack:
         with ranks.together():  # a service may answer some of them and not others
-            made = search_listeners(folder.path, config.logger, speaks=ranks.is_first)
-            listeners = [stack.enter_context(closing(each)) for each in made]
+            every = search_listeners(folder.path, config.logger, speaks=ranks.is_first)
+            listeners = [stack.enter_context(closing(each)) for each in every]
         run: SearchRun | None = None
         for turn in (True, False):
             with ranks.together():

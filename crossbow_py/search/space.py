@@ -114,27 +114,24 @@ class Space:
         For checking a space against a configuration before any trial is started.
         """
         required = self._requirements()
-        left = {parameter.key: list(parameter.ends()) for parameter in self.parameters}
-        found = []
-        while any(left.values()):
-            wanted = next(key for key, values in left.items() if values)
-            found.append(self._corner({**required[wanted], wanted: tuple(left[wanted])}, left))
+        found: list[dict[str, Value]] = []
+        for parameter in self.parameters:
+            for end in parameter.ends():
+                if not any(parameter.key in corner and contains((end,), corner[parameter.key]) for corner in found):
+                    found.append(self._corner({**required[parameter.key], parameter.key: (end,)}, len(found)))
         return found
 
     def to_plain(self) -> list[dict[str, Any]]:
         """Plain values, to compare with the space of a resumed search; their order counts, as values follow from it."""
         return [parameter.to_plain() for parameter in self.parameters]
 
-    def _corner(self, fixed: Mapping[str, Sequence[Value]], left: Mapping[str, list[Value]]) -> dict[str, Value]:
-        """One assignment with what is `fixed` and, for the rest, values that are `left`, which it takes from there."""
+    def _corner(self, fixed: Mapping[str, Sequence[Value]], index: int) -> dict[str, Value]:
+        """Return an assignment with what is `fixed`; of what the rest may be, others at each index."""
         values: dict[str, Value] = {}
         for parameter in self.parameters:
             if parameter.exists(values):
                 allowed = fixed.get(parameter.key, parameter.ends())
-                pending = [value for value in left[parameter.key] if contains(allowed, value)]
-                values[parameter.key] = chosen = (pending or allowed)[0]
-                if pending:
-                    left[parameter.key].remove(chosen)
+                values[parameter.key] = allowed[index % len(allowed)]
         return values
 
     def _requirements(self) -> dict[str, dict[str, tuple[Value, ...]]]:
@@ -151,8 +148,7 @@ class Space:
             never = [key for key, allowed in own.items() if not allowed]
             if never:
                 raise UserError(
-                    f"space: {parameter.key} never exists, as its conditions want different values of "
-                    f"{never[0]} at once; change one of them."
+                    f"space: {parameter.key} never exists: its conditions want several values of {never[0]}; drop one."
                 )
             required[parameter.key] = own
         return required
@@ -336,10 +332,7 @@ class Parameter:
             return self.num
         step = self._grid_step()
         if step is None:
-            raise UserError(
-                f"space: {self.key} must have num, step or choices for a grid, got none of them; say how many points "
-                "by num, or take another sampler."
-            )
+            raise UserError(f"space: {self.key} must have num, step or choices for a grid, got none of them; set num.")
         low, high = self._ends()
         return int((_exactly(high) - _exactly(low)) / _exactly(step)) + 1
 
@@ -410,8 +403,7 @@ class Parameter:
             )
         if self.low >= self.high:
             raise self._refuse(
-                f"has an empty range: low must be less than high, got low {self.low} and high {self.high}; "
-                "raise high, or set the value itself instead of searching it"
+                f"has an empty range: low must be less than high, got low {self.low} and high {self.high}; raise high"
             )
         if self.log and self.low <= 0:
             raise self._refuse(f"must have low greater than 0 where log is true, got {self.low}; raise it or drop log")
@@ -424,10 +416,7 @@ class Parameter:
             raise self._refuse(f"must have step or {other}, got both; leave one out")
         whole, rest = divmod(_exactly(high) - _exactly(low), _exactly(step))
         if whole > _MOST:
-            raise self._refuse(
-                f"must have at most {_MOST} steps, got steps of {step} from {low} to {high}; "
-                "raise step, or leave it out"
-            )
+            raise self._refuse(f"must have at most {_MOST} steps, got steps of {step} from {low} to {high}; raise step")
         if rest:
             nearest = _exactly(low) + max(whole, 1) * _exactly(step)
             raise self._refuse(
@@ -450,8 +439,7 @@ def parse_parameter(key: str, plain: Any) -> Parameter:
         plain = {"choices": plain}
     if not isinstance(plain, Mapping):
         raise UserError(
-            f"space: {key} must be {{low, high}}, {{choices}} or a list of choices, got {plain!r}; write a list of the "
-            "values to try, even of one."
+            f"space: {key} must be {{low, high}}, {{choices}} or a list of choices, got {plain!r}; write a list."
         )
     for name in plain:
         if name not in FIELDS:
@@ -466,8 +454,7 @@ def parse_parameter(key: str, plain: Any) -> Parameter:
         plain = {**plain, "choices": choices}
     if choices is not None and not _are_plain(choices):
         raise UserError(
-            f"space: {key}.choices must be a list of {_PLAIN}, or lists of them, got {choices!r}; "
-            "write such values as [a, b]."
+            f"space: {key}.choices must be a list of {_PLAIN}, or lists of them, got {choices!r}; write [a, b]."
         )
     return Parameter(key=key, lists=lists, **{**plain, "when": _conditions(key, plain.get("when"))})
 
@@ -485,8 +472,7 @@ def _conditions(key: str, plain: Any) -> Conditions:
         return ()
     if not isinstance(plain, Mapping) or not plain:
         raise UserError(
-            f"space: {key}.when must be a mapping from another key to its values, got {plain!r}; "
-            "write when: {KEY: [VALUE]}."
+            f"space: {key}.when must be a mapping from another key to values, got {plain!r}; write {{KEY: [VALUE]}}."
         )
     conditions = [(other, tuple(v) if isinstance(v, list | tuple) else (v,)) for other, v in plain.items()]
     for other, allowed in conditions:

@@ -1,4 +1,4 @@
-"""How often each class was predicted as each, and what follows of it for every class. Pure functions of counts."""
+"""The confusion matrix of an evaluation, and precision, recall, F1 and IoU of every class. Pure."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class ClassFigures:
 
     Attributes:
         name: the class's name, or its number.
-        precision: share of what was predicted as it that is it; None if nothing was.
-        recall: share of what is it that was predicted as it; None if nothing is.
+        precision: share of the predictions of this class that are right; None without any.
+        recall: share of the samples of this class that were predicted as it; None without any.
         f1: harmonic mean of both, 2·TP / (2·TP + FP + FN).
-        support: samples (or pixels, tokens) that are it.
+        support: samples (or pixels, tokens) of this class.
         iou: intersection over union, TP / (TP + FP + FN), for masks.
     """
 
@@ -44,7 +44,7 @@ class ClassCounts:
     """The confusion matrix of an evaluation of C classes.
 
     Attributes:
-        counts: int64 [C, C + 1]: by class, how often each was predicted; at last, outputs that are not finite.
+        counts: int64 [C, C + 1]: by class, how often each was predicted; the last column counts non-finite outputs.
         class_names: names by class; empty, or shorter, if they are not known.
         of_positions: whether positions of samples are counted, such as the pixels of masks.
     """
@@ -67,7 +67,7 @@ class ClassCounts:
 
     @property
     def num_non_finite(self) -> int:
-        """How many have outputs that are not finite."""
+        """The number of samples whose outputs are not finite."""
         return int(self.counts[:, -1].sum())
 
     def figures(self) -> tuple[ClassFigures, ...]:
@@ -116,15 +116,21 @@ def written_share(value: float | None) -> str:
     return _NONE if value is None else f"{value:.4f}"
 
 
-def markdown_table(figures: Sequence[ClassFigures]) -> str:
-    """Return the figures as a table, and their means."""
+def class_rows(figures: Sequence[ClassFigures]) -> tuple[list[str], list[list[str]]]:
+    """Return the heads and the rows of a table of classes, and their means below."""
     has_iou = any(each.iou is not None for each in figures)
-    heads = ["class", "precision", "recall", "F1", *(["IoU"] if has_iou else []), "support"]
-    rows = [heads, ["---", *["---:"] * (len(heads) - 1)]]
+    rows = []
     for each in (*figures, mean_figures(figures)):
         shares = (each.precision, each.recall, each.f1, *([each.iou] if has_iou else []))
-        rows.append([_escaped(each.name), *map(written_share, shares), f"{each.support:,}"])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        rows.append([each.name, *map(written_share, shares), f"{each.support:,}"])
+    return ["class", "precision", "recall", "F1", *(["IoU"] if has_iou else []), "support"], rows
+
+
+def markdown_table(figures: Sequence[ClassFigures]) -> str:
+    """Return the figures as a table in Markdown, and their means."""
+    heads, rows = class_rows(figures)
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *([_escaped(name), *rest] for name, *rest in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _escaped(name: str) -> str:

@@ -1,6 +1,7 @@
 """A profile of operators: torch's profiler, over all threads and CUDA, for some rounds of a run.
 
-It starts once training is under way and stops by itself, as its records grow by megabytes a second.
+It starts once training is under way and stops by itself, as its records grow by megabytes a second. That all threads
+are recorded is a private setting of torch's, `_ExperimentalConfig`, tried with torch 2.13.
 """
 
 from __future__ import annotations
@@ -111,10 +112,10 @@ class OperatorProfile(NotingListener):
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence the profiler's library, which prints on stderr when it starts and stops. It reads its log level once."""
-    said = os.environ.get(_LOG_LEVEL)
-    os.environ[_LOG_LEVEL] = said or _NOTHING
+    level = os.environ.get(_LOG_LEVEL)
+    os.environ[_LOG_LEVEL] = level or _NOTHING
     try:
         yield
     finally:
-        if said is None:
+        if level is None:
             del os.environ[_LOG_LEVEL]

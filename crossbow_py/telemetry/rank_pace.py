@@ -94,19 +94,24 @@ def spread_text(spread: RankSpread) -> str:
     return f"slowest rank {spread.slowest_rank} on {spread.slowest_host} (+{spread.spread:.0%})"
 
 
-def rank_table(paces: Sequence[RankPace], most: int = MOST_CURVES) -> str:
-    """Return the ranks as a table, the slowest first; the slowest of more than `most`."""
-    ordered = sorted(paces, key=lambda each: -each.step_ms)[:most]
+def rank_rows(paces: Sequence[RankPace]) -> tuple[list[str], list[list[str]]]:
+    """Return the heads and the rows of a table of ranks, the slowest first."""
     waits = any(each.data_wait_share is not None for each in paces)
     tokens = any(each.tokens_per_s is not None for each in paces)
     heads = ["rank", "host", "ms a round", "tokens/s" if tokens else "images/s", "waiting for ranks"]
-    rows = [[*heads, *(["waiting for data"] if waits else [])]]
-    rows.append(["---:", "---", *["---:"] * (len(rows[0]) - 2)])
-    for each in ordered:
+    rows = []
+    for each in sorted(paces, key=lambda each: -each.step_ms):
         rate = each.images_per_s if each.tokens_per_s is None else each.tokens_per_s
         row = [str(each.rank), each.host, f"{each.step_ms:.4g}", f"{rate:,.0f}", f"{each.rank_wait_share:.1%}"]
         rows.append([*row, *([f"{each.data_wait_share or 0.0:.1%}"] if waits else [])])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return [*heads, *(["waiting for data"] if waits else [])], rows
+
+
+def rank_table(paces: Sequence[RankPace], most: int = MOST_CURVES) -> str:
+    """Return the ranks as a table in Markdown, the slowest first; the slowest of more than `most`."""
+    heads, rows = rank_rows(paces)
+    lines = [heads, ["---:", "---", *["---:"] * (len(heads) - 2)], *rows[:most]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 class _Moment(NamedTuple):

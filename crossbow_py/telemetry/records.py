@@ -58,7 +58,7 @@ def file_listeners(
     if not tensorboard:
         return [records]
     # Imported here, as TensorBoard's modules take a fifth of a second, which importing the package should not.
-    from crossbow_py.telemetry.tensorboard import TensorBoardScalars  # noqa: PLC0415
+    from crossbow_py.telemetry.tensorboard.listeners import TensorBoardScalars  # noqa: PLC0415
 
     return [
         records,
@@ -76,7 +76,7 @@ def node_listeners(output_dir: Path, resumed_samples: int | None, monitor: Syste
 
     Raises UserError if something there cannot be the run's own, such as a link, or cannot be written.
     """
-    from crossbow_py.telemetry.tensorboard import NodeScalars  # noqa: PLC0415  as above
+    from crossbow_py.telemetry.tensorboard.listeners import NodeScalars  # noqa: PLC0415  as above
 
     folder = output_dir / TENSORBOARD_FOLDER / name
     try:

@@ -1,4 +1,4 @@
-"""Where lines for the user go: a terminal or a pipe, and a log file; on a terminal, pictures redrawn in place too.
+"""The screen that lines for the user go to, a terminal or a pipe, and its log; a terminal has live pictures too.
 
 `ScreenConsole` is what the consoles of runs and searches share.
 """

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import crossbow_py
 from crossbow_py import Ensemble, load_models
 from crossbow_py.cli.config_files import read_yaml, write_yaml
 from crossbow_py.cli.help_text import help_text
@@ -127,13 +124,6 @@ def test_latency_is_told_for_batches_of_1_to_64(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.slow
-def test_data_that_was_named_is_taken_in_place_of_the_models_own() -> None:
-    found, arrays = predict("five,other", "data=synthetic", "data.shape=[1,8,8]")
-    assert found["data"] == "synthetic"
-    assert arrays["members"].shape[0] == 6
-
-
-@pytest.mark.slow
 def test_without_a_folder_results_go_to_one_of_their_own() -> None:
     assert main(["models=wide", *ON_CPU]) == 0
     (written,) = Path("runs/predict").iterdir()
@@ -160,11 +150,6 @@ def test_prediction_that_fails_leaves_no_folder() -> None:
     Path("mine").mkdir()
     assert main(["models=[nowhere]", *ON_CPU, "output_dir=mine"]) == 2
     assert Path("mine").exists()
-
-
-def test_every_combination_of_swept_values_has_a_folder_of_its_own() -> None:
-    assert main(["-m", "models=[wide]", *ON_CPU, "executor=serial,fused", "output_dir=swept"]) == 0
-    assert {path.name for path in Path("swept").iterdir()} == {"executor=serial", "executor=fused"}
 
 
 @pytest.mark.parametrize(
@@ -221,14 +206,6 @@ def test_what_cannot_be_predicted_is_said_in_one_line_and_ends_with_2(
     assert main([*arguments, *(key for key in ON_CPU if key.split("=")[0] not in "".join(arguments))]) == 2
     said = error_line(capsys)
     assert message in said and "evil" not in said
-
-
-@pytest.mark.slow
-def test_one_model_alone_is_shown_as_no_ensemble(capsys: pytest.CaptureFixture[str]) -> None:
-    found, _ = predict("wide", "latency_s=0.001")
-    said = capsys.readouterr().out
-    assert "ensemble" not in said and "all models" not in said
-    assert found["ensemble"]["accuracy"] == found["models"][0]["accuracy"]
 
 
 def test_help_has_the_keys_of_a_prediction_and_no_others(capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,23 +292,6 @@ def test_folders_alone_are_models(capsys: pytest.CaptureFixture[str]) -> None:
         shutil.copytree("narrow", "python")
         Path("python/config.yaml").unlink()
         load_models("python")
-
-
-@pytest.mark.slow
-def test_importing_the_package_leaves_the_configuration_of_the_command_line_alone() -> None:
-    code = (
-        "import sys, crossbow_py; assert not {'hydra', 'sympy'} & {*sys.modules}; "
-        "from crossbow_py import load_models; assert 'hydra' in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    with pytest.raises(AttributeError, match="has no attribute 'load_model'"):
-        crossbow_py.load_model  # noqa: B018
-
-
-def test_learners_come_in_the_order_of_their_numbers() -> None:
-    for number in (10, 11):
-        shutil.copy("five/model_0.safetensors", f"five/model_{number}.safetensors")
-    assert [model.file.stem for model in find_models(["five"])] == [f"model_{j}" for j in (0, 1, 2, 3, 4, 10, 11)]
 
 
 def test_runs_that_differ_in_training_data_alone_are_on_the_same_test_data() -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,12 +15,8 @@ from safetensors.torch import load_file
 from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
-from crossbow_py.data.resident.resident_feed import ResidentFeed
-from crossbow_py.data.sources import DataSource
-from crossbow_py.data.sources.digits import Digits
 from crossbow_py.predict.trained_models import load_models
 from crossbow_py.search import __main__ as search_module
-from crossbow_py.search import build
 from crossbow_py.search.build import SearchRun
 from crossbow_py.search.events import TrialRecord
 from crossbow_py.search.packs import trial_registry
@@ -99,24 +93,6 @@ def test_packed_trials_reach_what_they_reach_one_at_a_time() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("no_pictures")
-def test_loading_and_the_test_of_the_best_are_no_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
-    load, kept_best = Digits.load, build.kept_best
-
-    def slowly(data: Digits, *args: Any, **own: Any) -> DataSource:
-        time.sleep(0.5)
-        return load(data, *args, **own)
-
-    monkeypatch.setattr(Digits, "load", slowly)
-    monkeypatch.setattr(build, "kept_best", lambda *args: (kept_best(*args)[0], 100.0))
-    assert search_digits("num_trials=1") == 0
-    found = report()
-    assert found["loading_time_s"] >= 0.5 and found["evaluation_time_s"] >= 100
-    parts = ("loading", "train", "evaluation", "tuning", "waiting", "overhead")
-    assert sum(found[f"{part}_time_s"] for part in parts) == pytest.approx(found["wall_time_s"])
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures", "packs_of_three")
 def test_finished_search_is_told_again_without_training_even_without_its_report(
     monkeypatch: pytest.MonkeyPatch,
@@ -148,21 +124,6 @@ def test_best_of_a_stopped_search_has_the_command_that_trains_it_as_far_as_it_ca
     assert trained_by_command()["samples_seen"] == 16 * rounds
     model, again = load_file(best["model_path"]), load_file("again/model.safetensors")
     assert all(torch.allclose(model[name], again[name], atol=1e-5) for name in model)
-
-
-@pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("refused", [False, True])
-def test_data_of_a_search_is_closed_when_it_ends_and_when_it_is_refused(
-    refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[ResidentFeed] = []
-    closed: list[int] = []
-    new_feed, close = build.new_feed, ResidentFeed.close
-    monkeypatch.setattr(build, "new_feed", lambda *args, **own: made.append(new_feed(*args, **own)) or made[-1])
-    monkeypatch.setattr(ResidentFeed, "close", lambda feed: closed.append(id(feed)) or close(feed))
-    assert search_digits(*(["batch_size=5000"] if refused else ["num_trials=1"])) == 2 * refused
-    assert len(made) == 3  # training, validation and test
-    assert {id(feed) for feed in made} <= set(closed)
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -202,34 +163,6 @@ def test_second_ctrl_c_ends_at_once_and_says_where_the_search_goes_on(
     assert segments() == [(0, 0)]
     assert search_digits() == 0
     assert len(segments()) == 4
-
-
-@pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize(("num_signals", "num_others"), [(1, 0), (1, 1), (2, 1)])  # the second is raised at once
-def test_worker_that_ends_early_tells_its_listeners_how_many_others_still_search(
-    num_signals: int, num_others: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    others: list[study.SharedStudy] = []
-    told: list[int] = []
-
-    def shared(*given: Any, **named: Any) -> study.SharedStudy:
-        others.extend(study.SharedStudy(*given, **{**named, "worker": "other"}) for _ in range(num_others))
-        return study.SharedStudy(*given, **named)
-
-    def on_trials(_: SearchFile, trials: tuple[TrialRecord, ...]) -> None:
-        if any(trial.values for trial in trials):
-            for other in others:
-                other.join()
-            for _ in range(num_signals):
-                signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(build, "SharedStudy", shared)
-    monkeypatch.setattr(SearchFile, "on_trials", on_trials)
-    monkeypatch.setattr(SearchFile, "on_leave", lambda _, num_others: told.append(num_others))
-    assert search_digits() == EXIT_INTERRUPTED
-    assert told == [num_others]
-    for other in others:
-        other.close()
 
 
 @pytest.mark.slow

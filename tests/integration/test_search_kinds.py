@@ -9,10 +9,8 @@ import pytest
 from crossbow_py.search.__main__ import main
 from tests.searches import (
     DIGITS,
-    assert_rungs_keep_the_best,
     report,
     search_digits,
-    segments,
     trained_by_command,
     values,
 )
@@ -56,25 +54,6 @@ def test_parameter_with_a_condition_exists_only_where_that_holds() -> None:
 
 
 @pytest.mark.slow
-def test_tpe_learns_from_both_brackets_where_random_sampling_goes_on_as_before() -> None:
-    options = ["num_trials=14", "max_epochs=0.5", "min_epochs=0.16", "method=hyperband"]
-    found = {}
-    for folder, sampler in (("first", "tpe"), ("again", "tpe"), ("random", "random")):
-        assert search_digits(*options, f"sampler={sampler}", f"output_dir={folder}") == 0
-        found[folder] = [trial["params"] for trial in report(folder)["trials"]]
-    assert {trial["bracket"] for trial in report("first")["trials"]} >= {0, 1}
-    assert found["first"] == found["again"]
-    assert found["first"][:10] == found["random"][:10]  # TPE begins with ten random trials
-    assert all(tpe != random for tpe, random in zip(found["first"][12:], found["random"][12:], strict=True))
-
-
-def test_successive_halving_keeps_the_best_third_at_every_rung() -> None:
-    assert search_digits("method=successive_halving", "num_trials=9", "max_epochs=9") == 0
-    assert_rungs_keep_the_best([("1", "3", 3), ("3", "9", 1)])
-    assert len(segments()) == 9 + 3 + 1
-
-
-@pytest.mark.slow
 def test_command_trains_the_best_trial_of_a_model_with_batch_norm() -> None:
     resnet = "model.args={depth: 8, in_channels: 1, num_classes: 10}"
     words = [word for word in DIGITS if not word.startswith("model.")]
@@ -112,37 +91,6 @@ def test_metric_of_ones_own_decides_which_trials_go_on(maximize: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("packs_of_three")
-def test_batch_sizes_in_the_space_train_in_packs_of_their_own_as_they_would_alone() -> None:
-    space = ["space.batch_size=[16,64]", "space.optimizer.learning_rate=[0.02,0.2]", "metric=loss"]
-    assert main([*MLP, *GRID, *space, "output_dir=packed"]) == 0
-    assert main([*MLP, *GRID, *space, *ALONE, "output_dir=alone"]) == 0
-    for trial, own in values("alone").items():
-        assert values("packed")[trial] == pytest.approx(own, rel=1e-4)
-    assert len({own["1"] for own in values("alone").values()}) == 4
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("packs_of_three")
-@pytest.mark.parametrize(
-    "space",
-    [
-        ["space.data.crop_padding=[0,2]", "space.data.flip=[true,false]"],
-        ["space.data.random_erasing=[0.0,0.5]", "space.data.flip=[true,alternating]"],
-    ],
-)
-def test_augmentation_in_the_space_is_each_trials_own(space: list[str]) -> None:
-    images = [*IMAGES, "data.shape=[3,8,8]", "model=mlp", "model.hidden=[16]", "max_epochs=2", "metric=loss"]
-    assert main([*GRID, *images, *space, "space.seed=[5]"]) == 0
-    assert len({trial["value"] for trial in trials()}) == 4
-    assert trained_by_command()["validation_loss"] == pytest.approx(report()["best"]["value"], rel=1e-4)
-    plain = {"data.crop_padding": 0, "data.flip": False, "seed": 5}
-    if plain in (tried := [trial["params"] for trial in trials()]):
-        assert main([*GRID, *images, "space.seed=[5]", "output_dir=plain"]) == 0
-        assert report("plain")["best"]["value"] == pytest.approx(trials()[tried.index(plain)]["value"], rel=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("packs_of_three")
 def test_dropout_in_the_space_is_each_trials_own() -> None:
     options = [*IMAGES, "data.shape=[1,28,28]", "model=lenet", "optimizer.learning_rate=0.01", "metric=loss"]
     rates = "space.model.dropout=[0.1,0.5,0.9]"
@@ -153,16 +101,3 @@ def test_dropout_in_the_space_is_each_trials_own() -> None:
     assert main([*GRID, *ALONE, *options, rates, "space.seed=[5]", "output_dir=alone"]) == 0
     alone = {trial["params"]["model.dropout"]: trial["value"] for trial in report("alone")["trials"]}
     assert packed == {rate: pytest.approx(value, rel=1e-3) for rate, value in alone.items()}
-
-
-def test_models_in_the_space_are_of_several_kinds() -> None:
-    target = "model.target:{choices:[tests.searches.linear],when:{model:custom}}"
-    assert main([*MLP, *GRID, *ALONE, f"space={{model:[mlp,custom],{target}}}"]) == 0
-    assert [trial["state"] for trial in trials()] == ["complete", "complete"]
-
-
-def test_seed_in_the_space_is_the_trials_own() -> None:
-    assert main([*MLP, *GRID, *ALONE, "space.seed=[3,4]", "metric=loss"]) == 0
-    found = values_by("seed")
-    assert found[3] != found[4]
-    assert f"seed={report()['best']['params']['seed']} " in report()["best"]["command"]

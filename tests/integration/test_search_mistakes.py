@@ -15,7 +15,7 @@ import crossbow_py
 from crossbow_py.search.__main__ import main
 from crossbow_py.train.__main__ import main as train
 from tests.said import error_line
-from tests.searches import DIGITS, merged, report, search_digits, segments
+from tests.searches import merged, report, search_digits, segments
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 MODULE = __name__
@@ -65,13 +65,13 @@ def files() -> list[str]:
         (["metric=f1"], ["metric must be one of accuracy, loss, got 'f1'; name one of them, or give metrics.f1."]),
         (["metric=perplexity"], ["metric must be one of accuracy, loss, got 'perplexity'; metric=loss orders trials"]),
         (["maximize=true"], ["maximize=true is for a metric of metrics, got metric=accuracy; leave it out"]),
-        (["metric=f1", *F1], ["metric=f1 does not say whether greater values are better; set maximize=true"]),
+        (["metric=f1", *F1], ["metric=f1 does not say whether greater is better; set maximize=true"]),
         (["metric=f1/11", "maximize=true", *F1], ["metric=f1/11 is none of what the metrics give, f1; set one of"]),
         (["metric=f1", "maximize=true", F1[0], "metrics.f1.num_classes=3"],
          ["metrics['f1'] cannot take the model's output [2, 10] with targets [2]"]),
         (["metric=f1", "maximize=true", F1[0]], ["metrics.f1.target=tests.state_metrics.MacroF1 cannot be made"]),
         (["sampler=bayes"], ["sampler must be one of random, tpe, grid", "or a dotted name", "got 'bayes'"]),
-        (["sampler.n_startup_trials=3"], ["sampler must be a name", "sampler=package.module.function"]),
+        (["sampler.n_startup_trials=3"], ["sampler must be a name", "a function that takes a seed"]),
         (["direction=maximize"], ["unknown key direction; did you mean 'maximize'?"]),
         (["scheduler=asha"], ["unknown key scheduler; did you mean 'method'?"]),
         (["space.seed=tag(log,interval(1,9))"], ["write 'space.seed={low:1,high:9,log:true}'"]),
@@ -113,19 +113,6 @@ def test_mistake_leaves_no_trace_in_a_storage_so_that_the_corrected_command_may_
 
 
 @pytest.mark.slow
-def test_storage_of_another_search_is_refused_with_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert search_digits("storage=journal:kept.log") == 0
-    capsys.readouterr()
-    before = Path("kept.log").read_text()
-    assert search_digits("storage=journal:kept.log", "output_dir=other", "eta=2") == 2
-    said = error_line(capsys)
-    assert "holds another search named 'search_digits': eta is 3 there and 2 here" in said
-    assert "another study or storage" in said
-    assert not Path("other").exists()
-    assert Path("kept.log").read_text() == before
-
-
-@pytest.mark.slow
 def test_journal_that_was_emptied_is_refused_and_nothing_is_trained_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert search_digits() == 0
     capsys.readouterr()
@@ -134,18 +121,6 @@ def test_journal_that_was_emptied_is_refused_and_nothing_is_trained_again(capsys
     assert search_digits() == 2
     assert "search holds results, and journal:search/search.journal holds no search; restore" in error_line(capsys)
     assert Path("search/search.json").read_bytes() == before
-
-
-@pytest.mark.slow
-def test_folder_of_another_search_or_of_a_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert search_digits("max_time_s=1e-3") == 0
-    capsys.readouterr()
-    assert search_digits("seed=1") == 2
-    assert "output_dir=search holds another search (seed: 0 → 1)" in error_line(capsys)
-    assert train(["+experiment=digits", "+debug=fast", "device=cpu", "output_dir=run"]) == 0
-    capsys.readouterr()
-    assert search_digits("output_dir=run") == 2
-    assert "output_dir=run holds a run that is no search" in error_line(capsys)
 
 
 @pytest.mark.slow
@@ -196,7 +171,7 @@ def test_trial_that_fails_is_recorded_with_its_reason_and_the_others_go_on(
         (["data=digits"], "space must be a mapping with at least one key to search"),
         (
             [*CUSTOM, "model.target=package.model", "space.seed=[1,2]", "num_trials=3"],
-            "num_trials=3 is more than the 2 points of the grid; set num_trials=null",
+            "num_trials=3 is more than the 2 points of the grid; lower it",
         ),
         (
             [*CUSTOM, "model.target=no_such_package.model", "space.seed=[1,2]"],
@@ -242,10 +217,6 @@ def test_search_without_optuna_is_one_error_line_that_says_how_to_install_it(tmp
     assert done.stderr.startswith("error: a search needs Optuna")
     assert "run pip install optuna." in done.stderr
     assert files() == []
-
-
-def test_base_of_these_tests_is_no_mistake() -> None:
-    assert main(merged(DIGITS, ("max_time_s=1e-3",))) == 0
 
 
 def rewrite_journal(change: Callable[[str], str]) -> None:

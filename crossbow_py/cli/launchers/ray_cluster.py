@@ -1,4 +1,7 @@
-"""A cluster of Ray as a place for jobs. All that is known of Ray is here, and imported once a cluster is asked for."""
+"""A cluster of Ray as a place for jobs. All that is known of Ray is here, and imported once a cluster is asked for.
+
+So is what Ray does not promise to keep: `ray._private.worker._worker_logs_enabled`, tried with Ray 2.60.
+"""
 
 from __future__ import annotations
 

@@ -73,10 +73,14 @@ class JobHolder:
 
 def machine_name() -> str:
     """Return a name of this machine: its host name and, where the kernel says, its boot."""
-    boot = ""
+    return f"{socket.gethostname()} {boot_id()}"
+
+
+def boot_id() -> str:
+    """Return the kernel's name of this boot, which containers share; empty where there is none."""
     with suppress(OSError):
-        boot = _BOOT.read_text().strip()
-    return f"{socket.gethostname()} {boot}"
+        return _BOOT.read_text().strip()
+    return ""
 
 
 def _environment(given: Mapping[str, str], on_gpu: bool, threads: int) -> dict[str, str]:

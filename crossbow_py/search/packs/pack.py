@@ -74,7 +74,7 @@ class Member:
 
     @property
     def is_over(self) -> bool:
-        """Whether its segment is over."""
+        """True when its segment is over."""
         return self.failure is not None or self.samples_seen >= self.end_samples
 
 

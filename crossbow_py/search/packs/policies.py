@@ -54,13 +54,13 @@ def admit(policy: Policy, waiting: Sequence[Waiting], running: Sequence[Waiting]
     Returns:
         As many as fit beside the running ones with all shares at most 1, and at least one when nothing runs.
     """
-    taken = math.fsum(each.share for each in running)
+    used = math.fsum(each.share for each in running)
     admitted: list[Waiting] = []
     for each in _in_order(policy, waiting, running, seed):
         is_alone = not running and not admitted
-        if is_alone or math.fsum((taken, each.share)) <= 1 + _ROUNDING:
+        if is_alone or math.fsum((used, each.share)) <= 1 + _ROUNDING:
             admitted.append(each)
-            taken += each.share
+            used += each.share
     return admitted
 
 

@@ -220,15 +220,11 @@ def _check_loss(model: nn.Module, batch: Batch, precision: Precision) -> None:
     """Refuse a model of tokens that computes its loss itself, as it may shift them, and as many tokens as classes."""
     if takes_labels(model) and isinstance(batch.inputs, Mapping) and batch.targets.ndim > 1:
         raise UserError(
-            "a search trains by cross-entropy, and this model computes its own loss from labels of tokens; search with "
-            "a model that returns scores for targets which are shifted already, as of data=text."
+            "a search trains by cross-entropy, and this model computes its own loss from labels of tokens; use others."
         )
     settled = settled_on_tokens(LOSS, model, precision, batch)
     if isinstance(settled, TokenLoss) and not has_tokens(LOSS, call(model.eval(), batch.inputs), batch.targets):
-        raise UserError(
-            f"a search cannot tell the {batch.targets.shape[1]} tokens of a sample from as many classes; cut samples "
-            "to another length, by data.context."
-        )
+        raise UserError(f"{batch.targets.shape[1]} tokens cannot be told from as many classes; change data.context.")
 
 
 def features(space: Space, params: Mapping[str, Any]) -> tuple[float, ...]:

@@ -286,13 +286,13 @@ def measured_width(
     able = [each for each in every if each[0] not in {name for name, _ in result.refused}]
     if result.is_short and not has_packs(rates) and any(each in able for each in _late_packs(result)):
         return _unmeasured(able, what, is_exportable, _LITTLE), notes
-    why_no_packs, said = _left_out(result, what)
+    why_no_packs, remarks = _left_out(result, what)
     most = max(count for _, count in rates) if _is_short_of_memory(result) else bound
     found = Found(dict(rates), why_no_packs, bound, most)
     width = choose_width(found.rates, what, found.most, found.why_no_packs or why_alone)
     if is_whole and _is_lasting(result, width, effort):
         memory.keep(found, is_short=result.is_short)
-    return width, [*notes, *said, *result.disturbed_notes]
+    return width, [*notes, *remarks, *result.disturbed_notes]
 
 
 def _candidate(name: str, count: int, trials: CompatibleTrials) -> Candidate:

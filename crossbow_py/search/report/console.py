@@ -65,20 +65,19 @@ class SearchConsole(ScreenConsole, SearchListener):
         super().__init__(screen, clock)
         self._info: SearchInfo | None = None
         self._trials: tuple[TrialRecord, ...] = ()
-        self._said: set[tuple[int, float]] | None = None  # None: what was before is not known yet
-        self._begun: tuple[float, float] | None = None  # seconds, and epochs that were trained before
+        self._results: NewResults | None = None
         self._last_line_s = 0.0
 
     def on_start(self, info: SearchInfo) -> None:
         self._info = info
-        if not info.num_finished_segments:
-            self._said, self._begun = set(), (self._clock(), 0.0)
+        is_new = not info.num_finished_segments
+        self._results = NewResults(info.brackets, info.metric, info.maximize, self._clock, is_new=is_new)
         self._begin(header_lines(info))
 
     def on_progress(self, progress: SearchProgress) -> None:
-        if self._info is None:
+        if self._info is None or self._results is None:
             return
-        line, screen = progress_line(progress, self._remaining_s(self._info, progress)), self._screen
+        line, screen = progress_line(progress, self._results.remaining_s(self._trials, progress.running)), self._screen
         if screen.is_live:
             shown = self._with_bar(line, progress.num_finished, progress.num_segments)
             screen.show(live_table(self._info, self._trials, progress, shown, (screen.width, screen.height)))
@@ -88,19 +87,10 @@ class SearchConsole(ScreenConsole, SearchListener):
     def on_trials(self, trials: tuple[TrialRecord, ...]) -> None:
         """A line for each new value of this worker; where there is a table, only in the log."""
         self._trials = trials
-        if self._info is None:
-            return
-        values = {(trial.trial, epochs) for trial in trials for epochs in trial.values}
-        if self._begun is None:
-            self._begun = self._clock(), trained_epochs(self._info.brackets, trials)
-        new = sorted(values - self._said) if self._said is not None else []
-        self._said = values
-        best = leader(self._info.brackets, trials, maximize=self._info.maximize)
-        by_number = {trial.trial: trial for trial in trials}
-        for number, epochs in new:
-            if by_number[number].worker == self._info.worker:
-                is_best = best is not None and (best.trial, last_epochs(best)) == (number, epochs)
-                self._say(value_line(self._info.metric, by_number[number], epochs, is_best=is_best), to_live=False)
+        if self._info is not None and self._results is not None:
+            for trial, line in self._results.lines(trials):
+                if trial.worker == self._info.worker:
+                    self._say(line, to_live=False)
 
     def on_end(self, summary: SearchSummary) -> None:
         self._end(final_lines(summary))
@@ -112,16 +102,44 @@ class SearchConsole(ScreenConsole, SearchListener):
         else:
             self._screen.note(line)
 
-    def _remaining_s(self, info: SearchInfo, progress: SearchProgress) -> float | None:
-        """Return the time left, by the epochs that all workers trained since this one began; None before any."""
-        if self._begun is None:
+
+class NewResults:
+    """The results that the user has not seen yet, and the time that is left by what was trained meanwhile.
+
+    Args:
+        brackets, metric, maximize: those of the search.
+        clock: monotonic seconds.
+        is_new: whether the search has no results yet; else the first trials that are given are not news.
+    """
+
+    def __init__(
+        self, brackets: Sequence[Bracket], metric: str, maximize: bool, clock: Callable[[], float], *, is_new: bool
+    ) -> None:
+        self._brackets, self._metric, self._maximize, self._clock = brackets, metric, maximize, clock
+        self._shown: set[tuple[int, float]] | None = set() if is_new else None
+        self._begun_s, self._epochs_before = clock(), 0.0
+
+    def lines(self, trials: Sequence[TrialRecord]) -> list[tuple[TrialRecord, str]]:
+        """Return a line for each new value, with its trial."""
+        values = {(trial.trial, epochs) for trial in trials for epochs in trial.values}
+        if self._shown is None:
+            self._shown, self._begun_s = values, self._clock()
+            self._epochs_before = trained_epochs(self._brackets, trials)
+        new, self._shown = sorted(values - self._shown), values
+        best, by_number = leader(self._brackets, trials, maximize=self._maximize), {each.trial: each for each in trials}
+        last = None if best is None else (best.trial, last_epochs(best))
+        return [
+            (by_number[number], value_line(self._metric, by_number[number], epochs, is_best=(number, epochs) == last))
+            for number, epochs in new
+        ]
+
+    def remaining_s(self, trials: Sequence[TrialRecord], running: Sequence[RunningTrial] = ()) -> float | None:
+        """Return the time left, by the epochs that all workers trained since this began; None before any."""
+        done = trained_epochs(self._brackets, trials) + running_epochs(self._brackets, running)
+        if self._shown is None or done <= self._epochs_before:
             return None
-        seconds, before = self._begun
-        trained = trained_epochs(info.brackets, self._trials) + running_epochs(info.brackets, progress.running)
-        if trained <= before:
-            return None
-        left = max(0.0, planned_epochs(info.brackets) - trained)
-        return (self._clock() - seconds) * left / (trained - before)
+        left = max(0.0, planned_epochs(self._brackets) - done)
+        return (self._clock() - self._begun_s) * left / (done - self._epochs_before)
 
 
 def header_lines(info: SearchInfo) -> list[str]:
@@ -131,7 +149,7 @@ def header_lines(info: SearchInfo) -> list[str]:
     lines = [
         f"{info.experiment}: {info.num_trials} trials on {info.data}, {info.sampler} sampling, {info.method} in "
         f"{counted(info.num_brackets, 'bracket')}, measured at {measured_at} epochs",
-        f"{'greatest' if info.maximize else 'least'} {_spoken(info.metric)} wins · packing {info.policy} · "
+        f"{'greatest' if info.maximize else 'least'} {_words(info.metric)} wins · packing {info.policy} · "
         f"{info.device} · {info.precision} · seed {info.seed} · worker {info.worker}",
         f"storage {info.storage}",
     ]
@@ -146,7 +164,7 @@ def header_lines(info: SearchInfo) -> list[str]:
 def value_line(metric: str, trial: TrialRecord, epochs: float, *, is_best: bool) -> str:
     """Return a trial at a rung; `is_best` when no trial got further, and none that got as far has a better value."""
     best = " (best so far at this rung)" if is_best else ""
-    parts = [f"trial {trial.trial} at {_epochs(epochs)}: {_spoken(metric)} {trial.values[epochs]:.4f}{best}"]
+    parts = [f"trial {trial.trial} at {_epochs(epochs)}: {_words(metric)} {trial.values[epochs]:.4f}{best}"]
     params = trial.params or {}
     return " · ".join([*parts, *(f"{name} {as_text(params[key])}" for key, name in short_names(list(params)).items())])
 
@@ -195,8 +213,8 @@ def leader_lines(
     best = leader(brackets, trials, maximize=maximize)
     if best is not None:
         at = last_epochs(best)
-        said = f"trial {best.trial}: {_spoken(metric)} {best.values[at]:.4f} after {_epochs(at)}"
-        return [fact("best so far", said)]
+        text = f"trial {best.trial}: {_words(metric)} {best.values[at]:.4f} after {_epochs(at)}"
+        return [fact("best so far", text)]
     failed = sum(trial.state is TrialState.FAILED for trial in trials)
     if not failed:
         return [fact("best", "none: nothing was measured yet")]
@@ -206,7 +224,7 @@ def leader_lines(
 
 def best_lines(metric: str, max_epochs: float, best: BestTrial) -> list[str]:
     """Return the lines on the best trial of a search that goes up to `max_epochs`."""
-    lines = [fact("best", f"trial {best.trial}: {_spoken(metric)} {best.value:.4f} after {_epochs(best.epochs)}")]
+    lines = [fact("best", f"trial {best.trial}: {_words(metric)} {best.value:.4f} after {_epochs(best.epochs)}")]
     if best.test_accuracy is not None:
         lines.append(fact("test accuracy", f"{best.test_accuracy:.4f}"))
     elif best.test_loss is not None:
@@ -230,16 +248,16 @@ def _times(summary: SearchSummary) -> str:
         "waiting for other workers": summary.waiting_time_s,
     }
     share = summary.overhead_time_s / wall_s if wall_s else 0.0
-    said = [f"{seconds:.1f} s {what}" for what, seconds in parts.items() if seconds or what == "training"]
-    said.append(f"{summary.overhead_time_s:.1f} s overhead ({share:.1%})")
-    return f"{wall_s:.1f} s: {', '.join(said)}"
+    spent = [f"{seconds:.1f} s {what}" for what, seconds in parts.items() if seconds or what == "training"]
+    spent.append(f"{summary.overhead_time_s:.1f} s overhead ({share:.1%})")
+    return f"{wall_s:.1f} s: {', '.join(spent)}"
 
 
 def _epochs(number: float) -> str:
     return f"{number:.4g} epoch{'' if number == 1 else 's'}"
 
 
-def _spoken(metric: str) -> str:
+def _words(metric: str) -> str:
     return metric.replace("_", " ")
 
 

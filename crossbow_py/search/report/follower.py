@@ -1,4 +1,4 @@
-"""What the terminal says of a search that other processes train, by the results in its storage."""
+"""The lines on the terminal about a search that other processes train, by the results in its storage."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from pathlib import Path
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.search.config import SearchConfig
 from crossbow_py.search.events import SEARCH_FILE, TrialRecord
-from crossbow_py.search.hyperband import planned_epochs
 from crossbow_py.search.report.console import (
     PLAIN_INTERVAL_S,
+    NewResults,
     best_lines,
     last_lines,
     leader_lines,
     outcome_lines,
-    value_line,
 )
 from crossbow_py.search.report.search_file import recorded_best
-from crossbow_py.search.report.standing import last_epochs, leader, num_results, trained_epochs
+from crossbow_py.search.report.standing import last_epochs, leader, num_results
 from crossbow_py.telemetry.records import BEST_FOLDER, read_json
 from crossbow_py.telemetry.screen import clock_time, counted, fact
 
@@ -46,9 +45,9 @@ class Follower:
         self._tell = say
         self._brackets, self._metric = config.brackets(), f"validation_{config.metric}"
         self._num_segments = sum(sum(bracket.sizes) for bracket in self._brackets)
-        self._known: set[tuple[int, float]] | None = set() if is_new else None
-        self._trained_before = 0.0
-        self._begun_s = self._said_s = clock()
+        self._results = NewResults(self._brackets, self._metric, maximize, clock, is_new=is_new)
+        self._is_new = is_new
+        self._begun_s = self._last_line_s = clock()
         self._next_s = self._begun_s
 
     def look(self, num_workers: int) -> None:
@@ -58,7 +57,7 @@ class Follower:
             return
         self._next_s = now + _LOOK_S
         trials = self._news()
-        if now >= self._said_s + PLAIN_INTERVAL_S:
+        if now >= self._last_line_s + PLAIN_INTERVAL_S:
             self._say(self._progress_line(trials, num_workers))
 
     def end(self, status: str, folder: Path) -> None:
@@ -66,35 +65,31 @@ class Follower:
         trials = self._news()
         best = leader(self._brackets, trials, maximize=self._maximize)
         is_stopped = status in StopSignal.REASONS
-        told = None if best is None or is_stopped else recorded_best(read_json(folder / SEARCH_FILE), best)
+        recorded = None if best is None or is_stopped else recorded_best(read_json(folder / SEARCH_FILE), best)
         lines = outcome_lines(self._config.experiment, status, trials)
-        if told is not None:
-            lines += best_lines(self._metric, self._config.max_epochs, told)
+        if recorded is not None:
+            lines += best_lines(self._metric, self._config.max_epochs, recorded)
         else:
             lines += leader_lines(self._metric, self._brackets, trials, maximize=self._maximize)
-        if told is None and best is not None and best.worker is not None and not is_stopped:
+        if recorded is None and best is not None and best.worker is not None and not is_stopped:
             lines.append(fact("model", f"{folder / BEST_FOLDER} on {best.worker.rpartition(':')[0]}"))
         lines.append(fact("time", f"{self._clock() - self._begun_s:.1f} s"))
         for line in [*lines, *last_lines(status, str(folder))]:
             self._say(line)
 
     def _say(self, line: str) -> None:
-        self._said_s = self._clock()
+        self._last_line_s = self._clock()
         self._tell(line)
 
     def _news(self) -> tuple[TrialRecord, ...]:
         """Say each value that is new. Return all trials as they stand."""
         trials = self._records()
-        values = {(trial.trial, epochs) for trial in trials for epochs in trial.values}
-        if self._known is None:  # what was there before is no news
-            self._known, self._trained_before = values, trained_epochs(self._brackets, trials)
+        lines = self._results.lines(trials)
+        if not self._is_new:  # what was there before is no news
+            self._is_new = True
             self._say(f"going on: {sum(map(num_results, trials))} of {self._num_segments} rungs are done")
-        best = leader(self._brackets, trials, maximize=self._maximize)
-        by_number = {trial.trial: trial for trial in trials}
-        for number, epochs in sorted(values - self._known):
-            is_best = best is not None and (best.trial, last_epochs(best)) == (number, epochs)
-            self._say(value_line(self._metric, by_number[number], epochs, is_best=is_best))
-        self._known = values
+        for _, line in lines:
+            self._say(line)
         return trials
 
     def _progress_line(self, trials: tuple[TrialRecord, ...], num_workers: int) -> str:
@@ -102,9 +97,8 @@ class Follower:
         best = leader(self._brackets, trials, maximize=self._maximize)
         if best is not None:
             parts.append(f"best {best.values[last_epochs(best)]:.4f} by trial {best.trial}")
-        seconds = self._clock() - self._begun_s
-        trained = trained_epochs(self._brackets, trials)
-        if trained > self._trained_before:
-            left = max(0.0, planned_epochs(self._brackets) - trained)
-            parts.append(f"about {clock_time(seconds * left / (trained - self._trained_before))} left")
-        return " · ".join([*parts, f"{clock_time(seconds)} so far", counted(num_workers, "worker")])
+        remaining_s = self._results.remaining_s(trials)
+        if remaining_s is not None:
+            parts.append(f"about {clock_time(remaining_s)} left")
+        so_far = f"{clock_time(self._clock() - self._begun_s)} so far"
+        return " · ".join([*parts, so_far, counted(num_workers, "worker")])

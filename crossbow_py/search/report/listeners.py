@@ -11,7 +11,7 @@ from crossbow_py.search.report.search_file import SearchFile
 from crossbow_py.search.report.standing import ranked
 from crossbow_py.telemetry.console import CONSOLE_LOG
 from crossbow_py.telemetry.loggers.chosen import TENSORBOARD, trackers
-from crossbow_py.telemetry.pictures import INSTALL_MATPLOTLIB, has_matplotlib, save_picture
+from crossbow_py.telemetry.pictures.files import INSTALL_MATPLOTLIB, has_matplotlib, save_picture
 from crossbow_py.telemetry.records import TENSORBOARD_FOLDER
 from crossbow_py.telemetry.screen import Screen
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from crossbow_py.core.settings import read_as
 from crossbow_py.core.version import __version__
 from crossbow_py.search.events import (
     SEARCH_FILE,
@@ -108,26 +109,17 @@ def ended_plain(summary: SearchSummary) -> dict[str, Any]:
 def recorded_summary(
     plain: Mapping[str, Any], info: SearchInfo, trials: tuple[TrialRecord, ...]
 ) -> SearchSummary | None:
-    """Return the summary of a search that has ended, from search.json; None if the file has none."""
-    plain = {"loading_time_s": 0.0, **plain}  # which it did not tell apart at first
-    known = {field.name for field in dataclasses.fields(SearchSummary)} - {"info", "trials", "best", "notes"}
-    best, notes = plain.get("best"), plain.get("notes", [])
-    if not known <= plain.keys() or not (best is None or (isinstance(best, dict) and best.keys() == set(_BEST_KEYS))):
-        return None
-    own = {name: plain[name] for name in known}  # of whatever types: anybody may have written the file
-    texts = isinstance(own["status"], str) and isinstance(own["versions"], dict) and isinstance(notes, list)
-    numbers = (value for name, value in own.items() if name not in ("status", "versions"))
-    if not (texts and all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)):
-        return None
-    if best is not None and best["command"] is None:
-        return None  # one that was stopped from outside has a leader alone
-    return SearchSummary(
-        info=info,
-        trials=trials,
-        best=None if best is None else BestTrial(**best),
-        notes=tuple(notes),
-        **own,
-    )
+    """Return the summary of a search that has ended, from search.json; None if the file has none.
+
+    Anybody may have written the file, so every value is checked.
+    """
+    kept = {field.name for field in dataclasses.fields(SearchSummary)} - {"info", "trials"}
+    given = {name: value for name, value in plain.items() if name in kept}
+    if given.get("best") is not None:
+        given["best"] = read_as(BestTrial, given["best"])
+        if given["best"] is None:  # one that was stopped from outside has a leader alone
+            return None
+    return read_as(SearchSummary, {"info": info, "trials": trials, **given})
 
 
 def recorded_best(plain: Mapping[str, Any], trial: TrialRecord) -> BestTrial | None:
@@ -135,15 +127,10 @@ def recorded_best(plain: Mapping[str, Any], trial: TrialRecord) -> BestTrial | N
 
     What can be known otherwise is taken from the record of the trial: anybody may have written the file.
     """
-    best, epochs = plain.get("best"), last_epochs(trial)
-    if not isinstance(best, dict) or best.keys() != set(_BEST_KEYS):
+    best, epochs = read_as(BestTrial, plain.get("best")), last_epochs(trial)
+    if best is None or (best.trial, best.value) != (trial.trial, trial.values[epochs]):
         return None
-    if (best["trial"], best["value"]) != (trial.trial, trial.values[epochs]) or not isinstance(best["command"], str):
-        return None
-    numbers, model = (best["test_accuracy"], best["test_loss"]), best["model_path"]
-    if not all(isinstance(each, float | None) for each in numbers) or not isinstance(model, str | None):
-        return None
-    return BestTrial(**{**best, "epochs": epochs, "params": trial.params or {}})
+    return dataclasses.replace(best, epochs=epochs, params=trial.params or {})
 
 
 def trial_plain(trial: TrialRecord) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from crossbow_py.search.hyperband import TrialState, bracket_of
 from crossbow_py.search.loop import epoch_samples
 from crossbow_py.search.report.standing import last_epochs, leader, num_results
 from crossbow_py.search.space import Parameter
-from crossbow_py.telemetry.hyper_parameters import columns, ended, started
+from crossbow_py.telemetry.tensorboard.hyper_parameters import columns, ended, started
 
 BEST_TAG = "search/best_value_by_samples_of_all_trials"
 PACE_TAG = "search/images_per_s_by_samples_of_all_trials"  # of one worker

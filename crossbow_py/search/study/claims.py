@@ -27,10 +27,11 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from crossbow_py.cli.launchers.ray_worker import boot_id
 from crossbow_py.core.errors import UserError, text_of
 from crossbow_py.core.settings import check
 from crossbow_py.search.hyperband import Outcome, Segment
-from crossbow_py.search.study.storage import BadStorageError, Patience
+from crossbow_py.search.study.storage import BadStorageError, Patience, id_of
 
 _LATE = 0.1  # of a lease: how much later it ends for others, for clocks whose rates differ
 _RENEWED_AFTER = 1 / 3  # of a lease
@@ -61,61 +62,58 @@ class Lease:
     started: str
 
     @classmethod
-    def taken(cls, beat: float, lease_s: float) -> Lease:
+    def of_this_process(cls, beat: float, lease_s: float) -> Lease:
         """Return a lease of this process."""
         return cls(beat, lease_s, _host(), os.getpid(), _started(os.getpid()))
 
     @classmethod
     def read(cls, plain: Any) -> Lease:
-        """Return a lease from a storage. Raises UserError or TypeError for what no worker has written.
-
-        Earlier versions wrote when it ends, which changes as a beat does.
-        """
-        if "until" in plain:
+        """Return a lease from a storage. Raises UserError or TypeError for what no worker has written."""
+        if "until" in plain:  # the golden search of an earlier version, whose end of a lease changed as a beat does
             plain = {"beat": plain["until"], **{key: value for key, value in plain.items() if key != "until"}}
-        return _made(cls, plain)
+        return _parsed(cls, plain)
 
     @property
     def is_here(self) -> bool:
-        """Whether its process runs on this host, in whatever container."""
+        """True if its process runs on this host, in any container."""
         return self.host.partition(" ")[0] == _host().partition(" ")[0]
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is known to be over: given up, or of a process of this host that has ended."""
+        """True if it is known to be over: given up, or of a process of this host that has ended."""
         is_gone = bool(self.host) and self.host == _host() and _started(self.process) != self.started
         return self.lease_s == 0 or is_gone
 
 
 class LeaseWatch:
-    """Tells which leases live, by the clock of whoever watches: a beat that stays the same for too long is the last.
+    """Tells which leases live, by the clock of the watching process: one ends when its beat stays the same too long.
 
-    A lease that is seen for the first time lives: how old its beat is cannot be told. The clocks of two hosts may
-    differ by any time, and run at rates that differ by less than the tenth that is added to a lease.
+    A lease that is seen for the first time lives: how old its beat is cannot be told. A tenth is added to each, as
+    clocks of two hosts may run at different rates.
     """
 
     def __init__(self) -> None:
         self._heard: dict[str, tuple[float, float]] = {}  # by holder: the beat, and when it was heard first
 
-    def living(self, leases: Mapping[str, Lease], asked_s: float, heard_s: float) -> dict[str, Lease]:
-        """Return the leases that live, of those that were asked for and heard at two moments of one monotonic clock."""
+    def living(self, leases: Mapping[str, Lease], now_s: float) -> dict[str, Lease]:
+        """Return the leases that live, of those that were read just now."""
         heard = {}
         for holder, lease in leases.items():
-            beat, since_s = self._heard.get(holder, (lease.beat, heard_s))
-            heard[holder] = (lease.beat, since_s if beat == lease.beat else heard_s)
+            beat, since_s = self._heard.get(holder, (lease.beat, now_s))
+            heard[holder] = (lease.beat, since_s if beat == lease.beat else now_s)
         self._heard = heard
         return {
             holder: lease
             for holder, lease in leases.items()
-            if not lease.has_ended and asked_s - heard[holder][1] < (1 + _LATE) * lease.lease_s
+            if not lease.has_ended and now_s - heard[holder][1] < (1 + _LATE) * lease.lease_s
         }
 
 
 def _host() -> str:
     """Return the running kernel, its space of process numbers (containers have their own), and the user."""
+    boot = boot_id()
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}" if boot else ""
     return ""
 
 
@@ -163,12 +161,12 @@ class _Claim:
     def read(cls, trial: FrozenTrial) -> _Claim:
         """Raises UserError, LookupError or TypeError for what no worker has written."""
         kept = trial.user_attrs
-        result = _made(SegmentResult, kept["result"]) if trial.state is TrialState.COMPLETE else None
-        segment = _made(Segment, {"trial": kept["trial"], "rung": kept["rung"]})
+        result = _parsed(SegmentResult, kept["result"]) if trial.state is TrialState.COMPLETE else None
+        segment = _parsed(Segment, {"trial": kept["trial"], "rung": kept["rung"]})
         if min(segment.trial, segment.rung) < 0:
             raise LookupError(f"there is no segment {segment}")
         holder = str(kept["holder"])
-        return cls(trial.number, trial._trial_id, segment, holder, trial.state.is_finished(), result)
+        return cls(trial.number, id_of(trial), segment, holder, trial.state.is_finished(), result)
 
 
 class SegmentClaims:
@@ -197,7 +195,7 @@ class SegmentClaims:
         self._watch = LeaseWatch()
         self._holder, self._beat, self._until_s = "", 0, -math.inf
         self._lock = threading.RLock()
-        self._heartbeat = Heartbeat(self._prolong, lambda: bool(self._held), self._lock, lease_s / 3)
+        self._heartbeat = Heartbeat(self._prolong_held, self._lock, lease_s / 3)
 
     def close(self) -> None:
         """End the thread that prolongs the lease. Raises nothing, and gives nothing back; all may still be read.
@@ -315,6 +313,10 @@ class SegmentClaims:
             self._patience.call(self._storage.create_new_trial, self._claims_study, claim)
         return self._settled(free) if free else []
 
+    def _prolong_held(self) -> None:
+        if self._held:
+            self._prolong()
+
     def _prolong(self) -> None:
         """Prolong the lease when a third of it has passed; a lease that had ended is given up.
 
@@ -326,9 +328,9 @@ class SegmentClaims:
         if now < self._until_s:
             self._take_lease(now)
             ended = {claim.id for claim in self._read() if claim.has_ended}
-            taken = {segment for segment, claim in self._held.items() if claim in ended}
-            self._lost |= taken
-            self._held = {segment: claim for segment, claim in self._held.items() if segment not in taken}
+            lost = {segment for segment, claim in self._held.items() if claim in ended}
+            self._lost |= lost
+            self._held = {segment: claim for segment, claim in self._held.items() if segment not in lost}
             return
         held = self.held
         self._lost.update(held)  # until they are claimed anew: the storage may fail before that
@@ -394,12 +396,12 @@ class SegmentClaims:
 
     def _take_lease(self, now: float) -> None:
         self._beat += 1
-        self._write_lease(Lease.taken(self._beat, self._lease_s))
+        self._write_lease(Lease.of_this_process(self._beat, self._lease_s))
         self._until_s = now + self._lease_s  # from before it was written: others hear of it later
 
     def _give_up_lease(self) -> None:
         if self._holder:
-            self._write_lease(Lease.taken(self._beat, 0.0))
+            self._write_lease(Lease.of_this_process(self._beat, 0.0))
         self._holder, self._until_s = "", -math.inf
 
     def _write_lease(self, lease: Lease) -> None:
@@ -408,16 +410,14 @@ class SegmentClaims:
 
     def _living(self) -> dict[str, Lease]:
         """Return the leases that live, by holder."""
-        asked_s = self._clock()
         kept = self._patience.call(self._storage.get_study_user_attrs, self._claims_study)
-        heard_s = self._clock()
         with self._of_a_search("lease"):
             leases = {
                 key.removeprefix(_LEASE_OF): Lease.read(plain)
                 for key, plain in kept.items()
                 if key.startswith(_LEASE_OF)
             }
-        return self._watch.living(leases, asked_s, heard_s)
+        return self._watch.living(leases, self._clock())
 
     def _read(self) -> list[_Claim]:
         trials = self._patience.call(self._storage.get_all_trials, self._claims_study, deepcopy=False)
@@ -425,7 +425,7 @@ class SegmentClaims:
             return [self._claim_of(trial) for trial in trials if "holder" in trial.user_attrs]
 
     def _claim_of(self, trial: FrozenTrial) -> _Claim:
-        claim = self._ended.get(trial._trial_id) or _Claim.read(trial)
+        claim = self._ended.get(id_of(trial)) or _Claim.read(trial)
         if claim.has_ended:
             self._ended[claim.id] = claim
         return claim
@@ -439,11 +439,11 @@ class SegmentClaims:
             raise BadStorageError(self._address, f"a {kind} is damaged ({text_of(error)[:200]})") from error
 
 
-def _made(kind: type[_T], plain: Any) -> _T:
+def _parsed(kind: type[_T], plain: Any) -> _T:
     """Return an object of plain values, each of its field's type. Raises UserError and TypeError."""
-    made = kind(**plain)
-    check(made)
-    return made
+    found = kind(**plain)
+    check(found)
+    return found
 
 
 def _results(claims: Iterable[_Claim]) -> dict[Segment, SegmentResult]:
@@ -464,23 +464,17 @@ def _unfinished(claims: Iterable[_Claim]) -> dict[Segment, list[_Claim]]:
 
 
 class Heartbeat:
-    """Calls `beat` every so often, from `start` until nothing is needed any more, or `close`.
-
-    The thread is a daemon: the process may end without `close`.
+    """Calls `beat` every so often in a thread, from `start` until `close`. The thread is a daemon.
 
     Args:
         beat: called with the lock held. What it raises is kept, and the next beat tries again.
-        is_needed: looked at before each beat, with the lock held; the thread ends when it is false.
-        lock: guards what these touch; one that its holder may take again.
+        lock: guards what the beat touches; one that its holder may take again.
         every_s: seconds between beats, real ones.
     """
 
-    def __init__(
-        self, beat: Callable[[], None], is_needed: Callable[[], bool], lock: AbstractContextManager[bool],
-        every_s: float,
-    ) -> None:  # fmt: skip
-        self._beat, self._is_needed, self._lock, self._every_s = beat, is_needed, lock, every_s
-        self._ended = threading.Event()  # of the thread there is; each has its own
+    def __init__(self, beat: Callable[[], None], lock: AbstractContextManager[bool], every_s: float) -> None:
+        self._beat, self._lock, self._every_s = beat, lock, every_s
+        self._ended = threading.Event()  # each thread has its own
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -493,10 +487,7 @@ class Heartbeat:
                 self._thread.start()
 
     def close(self) -> None:
-        """End the thread; a beat that is under way is waited for. It may be started again. The lock is not to be held.
-
-        Nothing is raised: what the last beat raised is kept on.
-        """
+        """End the thread after a beat that is under way. Raises nothing. The lock must not be held."""
         with self._lock:
             thread, self._thread = self._thread, None
             self._ended.set()
@@ -514,9 +505,6 @@ class Heartbeat:
         while not ended.wait(self._every_s):
             with self._lock:
                 if ended.is_set():
-                    return
-                if not self._is_needed():
-                    self._thread = None
                     return
                 try:
                     self._beat()

@@ -79,8 +79,8 @@ class Sampling:
         self._target = None if sampler == "grid" or sampler in _NAMED else import_target("sampler", sampler)
         if sampler != "grid":
             with _quietly():
-                made = self._made(0)
-            missing = [name for kind, name in _NEEDS if isinstance(made, kind) and not importlib.util.find_spec(name)]
+                first = self._new_sampler(0)
+            missing = [name for kind, name in _NEEDS if isinstance(first, kind) and not importlib.util.find_spec(name)]
             if missing:
                 raise UserError(
                     f"sampler={sampler} needs {missing[0]}, which is not installed; run pip install {missing[0]}."
@@ -99,8 +99,7 @@ class Sampling:
             if self._target is None or isinstance(error, UserError):
                 raise
             raise UserError(
-                f"sampler={self._name} failed with {one_line(error)} when it sampled trial {trial}; correct it, or "
-                "take another sampler."
+                f"sampler={self._name} failed with {one_line(error)} when it sampled trial {trial}; correct it."
             ) from error
         attributes, own = {"trial": trial}, asked.distributions
         return create_trial(state=TrialState.RUNNING, params=asked.params, distributions=own, user_attrs=attributes)
@@ -109,7 +108,7 @@ class Sampling:
         if self._name == "grid":
             assert trial < len(self._grid), f"the grid has {len(self._grid)} points, and point {trial} was asked for"
             return FixedTrial(self._grid[trial])
-        sampler = self._made(trial)
+        sampler = self._new_sampler(trial)
         study = optuna.create_study(sampler=sampler, direction="maximize" if self._maximize else "minimize")
         if type(sampler) is RandomSampler:
             return study.ask()
@@ -138,23 +137,21 @@ class Sampling:
             asked.report(value, step)
         study.tell(asked, record.value if record.state is TrialState.COMPLETE else None, record.state)
 
-    def _made(self, trial: int) -> BaseSampler:
+    def _new_sampler(self, trial: int) -> BaseSampler:
         seed = _number(self._seed, trial)
         if self._target is None:
             return _NAMED[self._name](seed, _number(self._seed))
         try:
-            made = self._target(seed=seed)
+            found = self._target(seed=seed)
         except Exception as error:  # of the user's
             raise UserError(
-                f"sampler={self._name} called with seed={seed} failed with {one_line(error)}; name a class or a "
-                "function that takes a seed and gives one of Optuna's samplers."
+                f"sampler={self._name} called with seed={seed} failed with {one_line(error)}; name what takes a seed."
             ) from error
-        if not isinstance(made, BaseSampler):
+        if not isinstance(found, BaseSampler):
             raise UserError(
-                f"sampler={self._name} must give one of Optuna's samplers, got {type(made).__name__}; derive it from "
-                "optuna.samplers.BaseSampler."
+                f"sampler={self._name} must give a sampler of Optuna, got {type(found).__name__}; derive it from one."
             )
-        return made
+        return found
 
 
 @contextmanager

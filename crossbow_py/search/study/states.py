@@ -64,10 +64,10 @@ class TrialStates:
     def load_underway(self, segment: Segment) -> Underway | None:
         """Return where the trial stood within a segment; None if the file is missing or not whole."""
 
-        def made(values: dict[str, Any]) -> Underway:
+        def build(values: dict[str, Any]) -> Underway:
             return Underway(**{**values, "checkpoint": Checkpoint(**values["checkpoint"])})
 
-        return self._read(self._underway(segment), made)
+        return self._read(self._underway(segment), build)
 
     def is_underway(self, segment: Segment) -> bool:
         """Return whether there is a file on where the trial stood within a segment."""
@@ -83,11 +83,11 @@ class TrialStates:
         except (OSError, RuntimeError) as error:  # torch says RuntimeError of a full disk
             raise UserError(f"cannot write {path} ({error}); make room there, and search again.") from error
 
-    def _read(self, path: Path, made: Callable[[dict[str, Any]], _T]) -> _T | None:
+    def _read(self, path: Path, build: Callable[[dict[str, Any]], _T]) -> _T | None:
         try:
             with open(path, "rb", opener=own_file) as file:
                 values = torch.load(file, weights_only=True, map_location="cpu")
-            return made(values) if values.pop("format_version") == _FORMAT else None
+            return build(values) if values.pop("format_version") == _FORMAT else None
         except Exception:  # whatever a torn file makes torch raise: the segment, or the one before, is trained again
             return None
 

@@ -1,4 +1,8 @@
-"""Opens a search's Optuna storage by its address, journals included, and retries operations that fail."""
+"""Opens a search's Optuna storage by its address, journals included, and retries operations that fail.
+
+All of Optuna's private attributes that a search takes are here, tried with Optuna 5.0: the number by which a storage
+knows a trial, and the client of a gRPC proxy, which has no time limit of its own.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ import optuna
 from optuna.exceptions import ExperimentalWarning, OptunaError, StorageInternalError
 from optuna.storages import BaseStorage, GrpcStorageProxy, JournalStorage, RDBStorage, get_storage
 from optuna.storages.journal import BaseJournalBackend, JournalRedisBackend
+from optuna.trial import FrozenTrial
 
 from crossbow_py.core.errors import CrossbowError, SearchError, UserError, one_line, without_query_password
 from crossbow_py.core.files import given_path, locked
@@ -114,8 +119,8 @@ class Patience:
                     if isinstance(error, CrossbowError | OptunaError | ImportError):
                         raise
                     # A record that lacks something makes Optuna raise nearly anything.
-                    said = f"{one_line(error)[:_LONGEST_SHOWN]} while it is read"
-                    raise BadStorageError(self.address, said) from error
+                    found = f"{one_line(error)[:_LONGEST_SHOWN]} while it is read"
+                    raise BadStorageError(self.address, found) from error
                 if wait_s is None or time.monotonic() - begun_s > _PATIENCE_S:
                     raise self._given_up(error, tries) from error
                 self._sleep(wait_s)
@@ -126,13 +131,13 @@ class Patience:
 
     def _given_up(self, error: Exception, tries: int) -> StorageError:
         if getattr(_cause(error), "sqlite_errorcode", None) in _DAMAGED:
-            return BadStorageError(self.address, _said(error))
-        said = f"the search's storage {self.address} cannot be used, tried {tries} times: {_said(error)}"
+            return BadStorageError(self.address, _text_of(error))
+        failure = f"the search's storage {self.address} cannot be used, tried {tries} times: {_text_of(error)}"
         check = "see that it is there (a server: that it runs), writable, not full and not locked by another program"
         if not self._has_answered:
-            return UnansweredError(f"{said}; {check}, or give another storage.")
+            return UnansweredError(f"{failure}; {check}, or give another storage.")
         return StorageError(
-            f"{said}. What was finished stays in it: {check}, and start the same command again, which goes on from "
+            f"{failure}. What was finished stays in it: {check}, and start the same command again, which goes on from "
             "there."
         )
 
@@ -190,6 +195,12 @@ def close_connections(storage: BaseStorage) -> None:
             engine.dispose()
 
 
+def id_of(trial: FrozenTrial) -> int:
+    """Return the number by which a storage knows a trial."""
+    number: int = trial._trial_id
+    return number
+
+
 def shown_address(storage: str) -> str:
     """Return the address without its password."""
     return _PASSWORD.sub(r"\1***@", without_query_password(storage))
@@ -214,7 +225,7 @@ def _server_at(storage: str) -> SplitResult:
         if parts.hostname and parts.port != 0:
             return parts
     raise UserError(
-        f"storage must name a host and, if need be, its port, got {shown_address(storage)!r}; write it as "
+        f"storage must name a host, with a port or without, got {shown_address(storage)!r}; write "
         f"{parts.scheme}://HOST:PORT."
     )
 
@@ -254,8 +265,7 @@ def _open_database(storage: str) -> BaseStorage:
         if url.get_backend_name() == "sqlite":
             if url.database in (None, "", ":memory:"):
                 raise UserError(
-                    f"storage={storage} is a data base in memory, which ends with the process; give a file, as "
-                    "sqlite:///PATH."
+                    f"storage={storage} is a data base in memory, which ends with the process; give sqlite:///PATH."
                 )
             _require_file(Path(url.database), _SQLITE_BEGIN, "SQLite data base")
         opened = RDBStorage(storage, {"connect_args": _connect_args(url, driver)})
@@ -267,8 +277,8 @@ def _open_database(storage: str) -> BaseStorage:
         ) from error
     except (ArgumentError, ValueError) as error:
         raise UserError(
-            f"storage is no URL of a data base: {shown_address(storage)!r} ({error}); write it as sqlite:///PATH or "
-            "postgresql://USER@HOST/NAME."
+            f"storage is no URL of a data base: {shown_address(storage)!r} ({error}); "
+            "write it as sqlite:///PATH or postgresql://USER@HOST/NAME."
         ) from error
     if url.get_backend_name() == "sqlite":
         _lock_whole_transactions(opened.engine)
@@ -334,11 +344,11 @@ def _require_file(path: Path, begin: bytes, kind: str) -> None:
             raise UserError(f"storage: {path} is no {kind}; give another path, or move the file away.")
 
 
-def _said(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     """Return the error text of the storage; Optuna's own text is the same for everything."""
-    said = _cause(error)
-    details = getattr(said, "details", None)  # of gRPC, whose text is of many lines
-    return f"{type(said).__name__}: {details() if callable(details) else said}".splitlines()[0].rstrip(".")
+    cause = _cause(error)
+    details = getattr(cause, "details", None)  # of gRPC, whose text is of many lines
+    return f"{type(cause).__name__}: {details() if callable(details) else cause}".splitlines()[0].rstrip(".")
 
 
 def _cause(error: BaseException) -> BaseException:

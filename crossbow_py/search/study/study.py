@@ -26,6 +26,7 @@ from crossbow_py.search.study.storage import (
     BadStorageError,
     Patience,
     close_connections,
+    id_of,
     open_storage,
     shown_address,
     silence_optuna,
@@ -127,7 +128,7 @@ class SharedStudy(SegmentClaims):
             state: COMPLETE, PRUNED or FAILED.
             value: its last; None when it has none.
         """
-        key: int = self._registered(trial)._trial_id
+        key = id_of(self._registered(trial))
         with self._lock, suppress(UpdateFinishedTrialError):
             record = self._patience.call(self._storage.get_trial, key)
             if record.state.is_finished():
@@ -136,7 +137,7 @@ class SharedStudy(SegmentClaims):
                 if segment.trial == trial:
                     self._report(record, result)
             values = [value] if value is not None and state is not TrialState.FAILED else None
-            self._end(record._trial_id, _CONCLUDED[state], values)
+            self._end(key, _CONCLUDED[state], values)
 
     # --- segments -----------------------------------------------------------------------------------------------------
 
@@ -169,7 +170,7 @@ class SharedStudy(SegmentClaims):
     # --- records ------------------------------------------------------------------------------------------------------
 
     def _report(self, record: FrozenTrial, result: SegmentResult) -> None:
-        key: int = record._trial_id
+        key = id_of(record)
         if result.reason is not None:
             self._patience.call(self._storage.set_trial_user_attr, key, "reason", result.reason)
         elif result.value is not None:
@@ -196,7 +197,7 @@ class SharedStudy(SegmentClaims):
                 self._trials = _first_by_trial(records)
                 for late in records:
                     if late.user_attrs["trial"] == trial and late.number != self._trials[trial].number:
-                        self._end(late._trial_id)
+                        self._end(id_of(late))
                 return self._trials[trial]
 
     def _records(self) -> list[FrozenTrial]:
@@ -225,9 +226,15 @@ class SharedStudy(SegmentClaims):
 
 def _study_named(name: str, storage: BaseStorage, patience: Patience, maximize: bool) -> int:
     """Return the number of one of Optuna's studies, which is created if there is none of that name."""
-    for study in patience.call(storage.get_all_studies):
-        if study.study_name == name:
-            return study._study_id
+
+    def known() -> int | None:
+        with suppress(KeyError):
+            return storage.get_study_id_from_name(name)
+        return None
+
+    study = patience.call(known)
+    if study is not None:
+        return study
     direction = StudyDirection.MAXIMIZE if maximize else StudyDirection.MINIMIZE
     with suppress(DuplicatedStudyError):  # by another worker just now, or by a call of ours that seemed to fail
         return patience.call(storage.create_new_study, [direction], name)

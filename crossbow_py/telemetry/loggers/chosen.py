@@ -16,9 +16,7 @@ from crossbow_py.telemetry.loggers.wandb_logger import WandbTracker
 
 LoggerName = Literal["tensorboard", "mlflow", "wandb"]
 TENSORBOARD: LoggerName = "tensorboard"
-_TRACKERS: Mapping[str, type[MLflowTracker | WandbTracker]] = {
-    each.KEY: each for each in (MLflowTracker, WandbTracker)
-}
+_TRACKERS: Mapping[str, type[MLflowTracker | WandbTracker]] = {each.KEY: each for each in (MLflowTracker, WandbTracker)}
 
 
 def check_loggers(names: object) -> None:
@@ -37,10 +35,10 @@ def trackers(names: Sequence[str]) -> list[Tracker]:
 
     Raises UserError for one that is not installed, or that will record nothing.
     """
-    made: list[Tracker] = [_TRACKERS[name]() for name in names if name in _TRACKERS]
-    for tracker in made:
+    found: list[Tracker] = [_TRACKERS[name]() for name in names if name in _TRACKERS]
+    for tracker in found:
         tracker.check()
-    return made
+    return found
 
 
 def loggers_of(names: Sequence[str]) -> list[Listener]:
@@ -68,7 +66,6 @@ def _listener_of(path: str) -> Listener:
         ) from error
     if not isinstance(listener, Listener):
         raise UserError(
-            f"listeners={path} must make a crossbow_py.Listener, got {type(listener).__name__}; name a class derived "
-            "from it, or a function that returns one."
+            f"listeners={path} must make a crossbow_py.Listener, got {type(listener).__name__}; name a subclass."
         )
     return listener

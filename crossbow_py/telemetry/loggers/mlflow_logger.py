@@ -1,4 +1,7 @@
-"""Runs and searches in MLflow."""
+"""Runs and searches in MLflow.
+
+What MLflow does not promise to keep is `mlflow.store.db.utils.MAX_RETRY_COUNT`, tried with MLflow 3.17.
+"""
 
 from __future__ import annotations
 
@@ -111,16 +114,16 @@ class MLflowTracker(Tracker):
             self._client = mlflow.MlflowClient(tracking_uri=address)
             before = (known.value or self._run_id or None) if subject.continues else None
             run = None if before is None else self._found(before)
-            said = [f"MLflow has no run {before} any more and begins a new one."] if before and run is None else []
+            notes = [f"MLflow has no run {before} any more and begins a new one."] if before and run is None else []
             if run is None:
                 run = self._begun(subject)
             self._run_id = known.value = run.info.run_id
             self._client.update_run(self._run_id, status="RUNNING")
             self._experiment_id = run.info.experiment_id
-            said += self._describe(subject, run.data.params)
+            notes += self._describe(subject, run.data.params)
         name = run.data.tags.get("mlflow.runName", self._run_id)
         goes_on = "goes on with" if before and before == self._run_id else "records"
-        return [*said, f"MLflow {goes_on} run {name} ({self._run_id}) at {without_password(address)}"]
+        return [*notes, f"MLflow {goes_on} run {name} ({self._run_id}) at {without_password(address)}"]
 
     def log(self, points: Sequence[Point]) -> None:
         metrics = [self._metrics(point.values, point.time_ms, point.samples_seen) for point in points]

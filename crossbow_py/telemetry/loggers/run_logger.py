@@ -111,12 +111,12 @@ class RunLogger(NotingListener):
     # Pictures are drawn in the courier's thread, and only there is what draws them imported.
 
     def _show_predictions(self, predictions: Predictions, samples_seen: int) -> None:
-        from crossbow_py.telemetry.prediction_grid import prediction_grid  # noqa: PLC0415
+        from crossbow_py.telemetry.pictures.prediction_grid import prediction_grid  # noqa: PLC0415
 
         self._tracker.picture("predictions", prediction_grid(predictions), samples_seen)
 
     def _show_counts(self, counts: ClassCounts, which: str, samples_seen: int) -> None:
-        from crossbow_py.telemetry.confusion_picture import confusion_picture  # noqa: PLC0415
+        from crossbow_py.telemetry.pictures.confusion_picture import confusion_picture  # noqa: PLC0415
 
         self._tracker.picture(f"confusion_matrix/{which}", confusion_picture(counts), samples_seen)
 

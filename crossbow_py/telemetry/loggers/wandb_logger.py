@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import inspect
 import os
 import shutil
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 from crossbow_py.core.errors import UserError, without_secrets
-from crossbow_py.core.settings import shown, suggestion
+from crossbow_py.core.settings import shown
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.telemetry.events import Images
 from crossbow_py.telemetry.loggers.run_logger import RunLogger
@@ -38,8 +37,7 @@ class WandbLogger(RunLogger):
         init: further arguments of `wandb.init`, such as `entity`, `group`, `tags` and `mode`.
 
     Raises:
-        UserError: wandb is not installed.
-        TypeError: `wandb.init` has no such argument.
+        UserError: wandb is not installed; when the run begins, also that `wandb.init` has no such argument.
     """
 
     def __init__(
@@ -58,10 +56,6 @@ class WandbTracker(Tracker):
 
     def __init__(self, project: str | None = None, name: str | None = None, **init: Any) -> None:
         super().__init__()
-        known = _arguments_of_init() if init else []
-        for word in init:
-            if word not in known:
-                raise TypeError(f"unexpected keyword argument {word!r}{suggestion(word, known)}")
         self._project, self._name, self._init = project, name, init
         self._run: Any = None
         self._run_id: str | None = None
@@ -102,7 +96,7 @@ class WandbTracker(Tracker):
             before = (known.value or self._run_id) if subject.continues else None
             if before is not None:
                 given |= {"id": before, "resume": "allow"}
-            self._run = run = wandb.init(**{**given, **self._init})
+            self._run = run = _begun({**given, **self._init})
             self._run_id = known.value = run.id
             run.config.update({**subject.parameters, **subject.facts}, allow_val_change=True)
             run.define_metric(SAMPLES)
@@ -153,6 +147,15 @@ class WandbTracker(Tracker):
         self._run.finish(exit_code=StopSignal.EXIT_CODES.get(status, int(status == "failed")))
 
 
+def _begun(arguments: Mapping[str, Any]) -> Any:
+    import wandb  # noqa: PLC0415
+
+    try:
+        return wandb.init(**arguments)
+    except TypeError as error:
+        raise UserError(f"WandbLogger passes its other arguments to wandb.init, and {error}; correct them.") from error
+
+
 @contextmanager
 def _masked_command_line() -> Iterator[None]:
     """Hide passwords in the command line, which the package records: a search's has the address of its storage."""
@@ -162,10 +165,3 @@ def _masked_command_line() -> Iterator[None]:
         yield
     finally:
         sys.argv = words
-
-
-def _arguments_of_init() -> list[str]:
-    """Return the names that `WandbLogger` takes: its own, and those of `wandb.init`."""
-    import wandb  # noqa: PLC0415
-
-    return ["log_model", *inspect.signature(wandb.init).parameters]

@@ -20,7 +20,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.engine.update.optimizers import Optimizer, PerLearner, for_learner
 from crossbow_py.engine.update.row_update import TorchUpdate
-from crossbow_py.telemetry.pictures import INSTALL_MATPLOTLIB, has_matplotlib, save_picture
+from crossbow_py.telemetry.pictures.files import INSTALL_MATPLOTLIB, has_matplotlib, save_picture
 from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.train.checks.losses import copied_loss
 from crossbow_py.train.loop.average_model import adopt_learner

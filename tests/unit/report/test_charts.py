@@ -100,13 +100,3 @@ def test_typical_rounds_of_a_short_trace_are_what_there_is() -> None:
     assert (strip.first_round, len(strip.spans)) == (7, 2)
     assert typical_rounds([]) is None
     assert typical_rounds([Span("evaluation", "host", 0, 1, None)]) is None
-
-
-def test_streams_stand_in_their_order_with_averaging_last() -> None:
-    spans = [
-        Span("averaging", "averaging", 2, 3, 0), Span("learning", "learner 10", 0, 1, 0),
-        Span("learning", "learner 2", 0, 1, 0),
-    ]  # fmt: skip
-    strip = typical_rounds(spans)
-    assert strip is not None
-    assert strip.streams == ("learner 2", "learner 10", "averaging")

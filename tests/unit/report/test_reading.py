@@ -11,7 +11,6 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import locked
 from crossbow_py.report.reading import RunRecord, find_runs, read_runs
 from crossbow_py.telemetry.class_counts import ClassCounts
-from crossbow_py.telemetry.figures import number
 from tests.run_folders import write_run, write_trace, write_unfinished
 
 ODD_SPANS = b'{"traceEvents": [{"ph": "X", "name": "a", "tid": 1, "ts": 0, "dur": 1, "args": []}]}'
@@ -117,12 +116,6 @@ def test_find_runs_takes_runs_and_folders_of_runs_each_once(tmp_path: Path) -> N
     assert find_runs([b, tmp_path / "digits"]) == [b, a]
 
 
-def test_names_leave_out_what_all_have_in_common(tmp_path: Path) -> None:
-    folders = [write_run(tmp_path / place, epochs=1) for place in ("digits/a", "digits/b", "lenet/a")]
-    assert [run.name for run in read_runs(folders)] == ["digits/a", "digits/b", "lenet/a"]
-    assert [run.name for run in read_runs(folders[:2])] == ["a", "b"]
-
-
 def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
@@ -140,14 +133,3 @@ def test_more_runs_than_one_can_tell_apart_are_refused(tmp_path: Path) -> None:
         (tmp_path / f"{index}" / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="at most 12 runs, got 13"):
         find_runs([tmp_path])
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (1, 1.0), (0.5, 0.5), (True, None), ("1", None), (None, None), (float("inf"), None), (float("nan"), None),
-        (10**400, None), (-1e308, None),
-    ],
-)
-def test_number_is_a_finite_number_or_nothing(value: object, expected: float | None) -> None:
-    assert number(value) == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -12,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from crossbow_py.core.errors import CheckpointError, DeviceLostError, UserError
+from crossbow_py.core.errors import DeviceLostError, UserError
 from crossbow_py.core.files import locked
 from crossbow_py.search import outcome
 from crossbow_py.search.events import BestTrial
@@ -24,8 +21,6 @@ from crossbow_py.search.outcome import Leader, LeaderRun, find_leader, kept_best
 from crossbow_py.search.packs import trial_registry
 from crossbow_py.search.packs.slots import Slot
 from crossbow_py.search.study.states import TrialStates
-from crossbow_py.telemetry.records import read_summary
-from crossbow_py.train.checkpoints.weights import load_weights
 from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator
 from tests.unit.search.tiny_search import Setting, lost, never
 
@@ -99,16 +94,6 @@ def test_best_trial_whose_files_are_elsewhere_leaves_no_model_of_another(kept: K
     assert kept("seed: 1\n", elsewhere)[0].model_path == str(tmp_path / "best/model.safetensors")  # it is this trial's
 
 
-def test_best_trial_has_a_digest_by_which_a_damaged_model_is_refused(kept: Keep, tmp_path: Path) -> None:
-    model = tmp_path / "best/model.safetensors"
-    kept("seed: 1\n")
-    digest = hashlib.sha256(model.read_bytes()).hexdigest()
-    assert read_summary(tmp_path / "best")["model_sha256"] == {model.name: digest}
-    model.write_bytes(model.read_bytes()[:-1] + b"?")
-    with pytest.raises(CheckpointError, match="is not what its run has written"):
-        load_weights(nn.Linear(1, 1), model)
-
-
 def test_best_trial_whose_model_cannot_be_written_leaves_no_model_of_another(
     kept: Keep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,23 +122,6 @@ def test_best_trial_is_the_one_that_is_known_once_no_other_worker_writes(kept: K
     assert found[0][0].value == 0.5
 
 
-@pytest.mark.slow
-def test_best_trial_is_tested_with_as_many_samples_as_memory_holds(kept: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluate, sizes = Evaluator.evaluate, []
-    ample, _ = kept("seed: 1\n")
-
-    def short(evaluator: Evaluator, *args: Any) -> Any:
-        sizes.append(evaluator.batch_size)
-        if evaluator.batch_size > 8:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return evaluate(evaluator, *args)
-
-    monkeypatch.setattr(Evaluator, "evaluate", short)
-    found, _ = kept("seed: 1\n")
-    assert sizes == [256, 128, 64, 32, 16, 8]
-    assert (found.test_accuracy, found.test_loss) == (ample.test_accuracy, pytest.approx(ample.test_loss))
-
-
 @pytest.mark.parametrize(
     ("owner", "name"),
     [(trial_registry, "Evaluator"), (Evaluator, "module"), (Evaluator, "evaluate"), (outcome, "save_weights")],
@@ -165,23 +133,6 @@ def test_device_that_is_lost_while_the_best_trial_is_tested_says_so(
     monkeypatch.setattr(owner, name, lost)
     with pytest.raises(DeviceLostError, match="device-side assert"):
         kept("seed: 1\n")
-
-
-def test_seconds_of_the_best_trial_are_those_of_its_measurement(kept: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-
-    def saved(model: nn.Module, path: Path) -> None:
-        now[0] += 5
-
-    def measured(*_: object) -> Evaluation:
-        now[0] += 3
-        return Evaluation(0.5, 0.75, 21)
-
-    monkeypatch.setattr(outcome, "save_weights", saved)
-    monkeypatch.setattr(Evaluator, "evaluate", measured)
-    monkeypatch.setattr("crossbow_py.search.outcome.time.perf_counter", lambda: now[0])
-    found, seconds = kept("seed: 1\n")
-    assert (found.test_accuracy, seconds) == (0.75, 3)
 
 
 def test_best_trial_has_its_files_when_the_only_one_that_was_left_fails(setting: Setting) -> None:

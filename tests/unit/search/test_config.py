@@ -6,18 +6,14 @@ import dataclasses
 import math
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from crossbow_py.cli.configuration import compose
-from crossbow_py.cli.launchers.words import split_launcher
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.search.config import SearchConfig, trial_config
-from crossbow_py.search.hyperband import make_brackets
 from crossbow_py.search.space import Space
 from crossbow_py.train.config import TrainConfig
 from crossbow_py.train.run_folder.recorded_config import train_command
@@ -95,29 +91,6 @@ def test_space_on_the_command_line_has_groups_beside_what_is_in_them_in_any_orde
         }
     )
     assert set(config.parsed_space.parameters) == set(expected.parameters)
-
-
-def test_command_keeps_text_that_looks_like_something_else() -> None:
-    texts = [
-        "plain", "two words", "it's", '"', "\\", 'back\\"slash', "end\\", "null", "True", "12", "1e-3", "nan", "a,b",
-        "{x:1}", "[", "a=b", "$HOME", "`ls`", "", " ", "~/file",
-        "#", "-x", "größe", "a:b", "\\\\", "*", "!", "&&",
-    ]  # fmt: skip
-    args: dict[str, Any] = {f"key{index}": text for index, text in enumerate(texts)}
-    args |= {"list": [1, 2.5, "x y", None, True, [-1e-30]], "nested": {"deep": {"text": "it's"}}, "none": {}}
-    config = search(*CUSTOM)
-    trial = trial_config(config, {"seed": 1}, seed=1)
-    trial = dataclasses.replace(trial, model=dataclasses.replace(trial.model, args=args))
-    assert composed(train_command(trial)).model.args == args
-
-
-def test_command_says_only_what_is_not_the_default() -> None:
-    command = train_command(trial_config(search(*DIGITS), {"label_smoothing": 0.1}, seed=5))
-    assert command == (
-        "python -m crossbow_py.train model=mlp data=digits optimizer=sgd schedule=cosine averaging=sma "
-        "max_epochs=27.0 seed=5 order_seed=0 label_smoothing=0.1 num_learners=1 data.validation_fraction=0.1 "
-        "optimizer.learning_rate=0.05 optimizer.weight_decay=0.0001 averaging.batch_norm=mean"
-    )
 
 
 def test_trial_is_one_learner_with_its_own_seed_and_the_order_of_the_search() -> None:
@@ -204,12 +177,12 @@ def test_space_that_does_not_fit_a_run_is_refused(digits: SearchConfig, key: str
     [
         (
             {"optimizer": ["sgd", "adamw"], "optimizer.momentum": {"low": 0.5, "high": 0.9}},
-            "space: optimizer.momentum is searched with optimizer=adamw too, which has no such key; "
+            "space: optimizer.momentum is no key of optimizer=adamw; "
             "give it when: {optimizer: sgd}.",
         ),
         (
             {"optimizer": ["adamw", "muon", "sgd"], "optimizer.momentum": [0.5, 0.9]},
-            "space: optimizer.momentum is searched with optimizer=adamw too, which has no such key; "
+            "space: optimizer.momentum is no key of optimizer=adamw; "
             "give it when: {optimizer: [muon,sgd]}.",
         ),
         (
@@ -265,7 +238,7 @@ def test_search_without_a_space_or_without_a_number_of_trials_is_refused() -> No
         search(*DIGITS, "nun_trials=3")
     with pytest.raises(UserError, match="num_trials must be set where method is none"):
         search(*DIGITS, "method=none", "num_trials=null")
-    with pytest.raises(UserError, match=r"num_trials=5 is more than the 4 points of the grid; set num_trials=null"):
+    with pytest.raises(UserError, match=r"num_trials=5 is more than the 4 points of the grid; lower it"):
         search("data=digits", "space.batch_size=[8,16]", "space.seed=[1,2]", "sampler=grid", "num_trials=5")
     with pytest.raises(UserError, match="max_epochs must be a number, got None"):
         search(*DIGITS, "max_epochs=null", "max_time_s=9")
@@ -291,38 +264,6 @@ def test_brackets_of_a_grid_have_as_many_trials_as_points() -> None:
     assert sum(bracket.num_trials for bracket in search(*DIGITS).brackets()) == 27
 
 
-@pytest.mark.slow
-def test_spaces_and_commands_of_the_guide_are_taken() -> None:
-    page = (Path(__file__).parents[3] / "docs/guides/search.md").read_text(encoding="utf-8")
-    (space,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    parsed = dataclasses.replace(search("data=digits", "model=mlp", "space.seed=[1]"), **yaml.safe_load(space))
-    assert [each.key for each in parsed.parsed_space.parameters] == [
-        "optimizer", "optimizer.learning_rate", "optimizer.momentum", "model.hidden", "model.dropout", "batch_size",
-    ]  # fmt: skip
-    lines = [line.strip() for line in page.replace("\\\n", "").splitlines() if "python -m crossbow_py.search " in line]
-    configs = [search(*split_launcher(shlex.split(line, comments=True)[3:])[1]) for line in lines]
-    assert {"random", "tpe", "grid"} == {config.sampler for config in configs}
-    keys = [[each.key for each in config.parsed_space.parameters] for config in configs]
-    assert ["model", "model.args.width", "optimizer.learning_rate"] in keys
-    overrides = re.findall(r"space\.optimizer\.[a-z_.]+=[0-9.]+", page)
-    assert len(overrides) == 3
-    narrowed = search("+experiment=search_digits", *overrides).parsed_space.to_plain()
-    assert narrowed[0] == {"key": "optimizer.learning_rate", "low": 0.01, "high": 0.1, "log": True}
-    assert narrowed[1] == {"key": "optimizer.momentum", "choices": [0.9]}
-
-
-def test_plan_of_the_guide_is_that_of_the_brackets() -> None:
-    page = (Path(__file__).parents[3] / "docs/guides/search.md").read_text(encoding="utf-8")
-    rows = re.findall(r"(?m)^\| s = \d (.*)\|$", page)
-    told = [[int(cell.strip() or 0) for cell in row.split("|")[1:]] for row in rows]
-    brackets = make_brackets("hyperband", num_trials=None, min_epochs=1, max_epochs=27, eta=3)
-    rungs = (1, 3, 9, 27)
-    for row, bracket in zip(told, brackets, strict=True):
-        sizes = dict(zip(bracket.epochs, bracket.sizes, strict=True))
-        spent = [size * (end - begin) for (end, size), begin in zip(sizes.items(), (0, *bracket.epochs), strict=False)]
-        assert row == [bracket.num_trials, *(sizes.get(rung, 0) for rung in rungs), sum(spent)]
-
-
 def test_mixed_batches_are_refused_by_name() -> None:
-    with pytest.raises(UserError, match=r"data\.mixup=0\.2 data\.cutmix=1 mixes the batches of a run, and"):
+    with pytest.raises(UserError, match=r"data\.mixup=0\.2 data\.cutmix=1 mixes batches, which trials share"):
         search(*DIGITS, "data.mixup=0.2", "data.cutmix=1")

@@ -85,14 +85,6 @@ def test_folder_that_cannot_be_locked_is_refused() -> None:
         open_search_folder(config())
 
 
-@pytest.mark.parametrize("report", ['{"status": "stopped"}', '{"status": "fini', None])
-def test_folder_of_auto_is_one_that_was_begun_however_it_was_left(report: str | None) -> None:
-    path = begun()
-    if report is not None:
-        (path / "search.json").write_text(report)
-    assert open_search_folder(config()) == SearchFolder(path, is_known=True)
-
-
 def test_folder_of_auto_is_new_when_all_are_finished_or_other_searches() -> None:
     old = {begun(status="finished"), begun(num_trials=9), begun(space={"batch_size": [8]}), begun(metric="loss")}
     folder = open_search_folder(config())
@@ -109,11 +101,6 @@ def test_finished_search_in_a_storage_of_its_own_is_gone_back_to(changes: dict[s
     path = begun(status="finished", **kept)
     found = open_search_folder(config(**{**kept, **changes}))
     assert (found.is_known, found.path == path) == (is_known, is_known)
-
-
-def test_folder_without_resume_is_always_new() -> None:
-    path = begun()
-    assert open_search_folder(config(resume=None)).path != path
 
 
 @pytest.mark.parametrize(

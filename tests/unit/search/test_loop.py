@@ -110,14 +110,6 @@ def test_killed_search_repeats_no_finished_rung_and_finds_the_same_best(setting:
     assert setting.study().results() == pytest.approx(whole.study().results())
 
 
-def test_stopped_search_gives_back_what_it_held(setting: Setting) -> None:
-    search = setting.search()
-    assert not search.run(lambda: len(setting.finished) >= 3)
-    assert search.study.held == () and search.slots == []
-    assert setting.search(setting.study("other")).run(never)
-    assert len(setting.finished) == len(set(setting.finished)) == 13
-
-
 def test_stopped_search_goes_on_in_the_middle_of_its_segments(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -125,7 +125,7 @@ def test_grid_and_corners_of_any_nested_space_agree_with_trying_everything(plain
     reachable = {(key, value) for point in map(json.loads, expected) for key, value in point.items()}
     every = {(key, value) for key, entry in plain.items() for value in entry["choices"]}
     if {key for key, _ in reachable} != set(plain):
-        with pytest.raises(UserError, match="never exists, as its conditions want different values of p"):
+        with pytest.raises(UserError, match="never exists: its conditions want several values of p"):
             Space.from_mapping(plain)
         return
     space = Space.from_mapping(plain)
@@ -179,7 +179,7 @@ def test_grid_and_corners_of_any_nested_space_agree_with_trying_everything(plain
                 "b": {"choices": [1], "when": {"a": 1}},
                 "c": {"choices": [1], "when": {"b": 1, "a": 2}},
             },
-            "space: c never exists, as its conditions want different values of a at once; change one of them.",
+            "space: c never exists: its conditions want several values of a; drop one.",
         ),
     ],
 )
@@ -258,22 +258,8 @@ def test_points_are_spread_as_the_range_says_with_both_ends_exact(plain: Any, po
 
 @pytest.mark.parametrize("plain", [{"low": 0.1, "high": 0.5}, {"low": 1, "high": 8, "log": True}])
 def test_grid_over_a_range_that_says_no_distance_is_refused_by_name(plain: Any) -> None:
-    with pytest.raises(UserError, match="space: x must have num, step or choices for a grid, got none of them; say"):
+    with pytest.raises(UserError, match="space: x must have num, step or choices for a grid, got none of them; set"):
         Space.from_mapping({"a": [1, 2], "x": plain}).grid()
-
-
-@given(
-    st.floats(-1e6, 1e6), st.floats(1e-9, 1e6), st.integers(2, 40), st.booleans()
-)  # fmt: skip
-def test_points_of_any_range_rise_from_its_lower_to_its_upper_end(
-    low: float, width: float, num: int, log: bool
-) -> None:
-    low = abs(low) + 1e-9 if log else low
-    high = low + width
-    if low < high:
-        points = parse_parameter("x", {"low": low, "high": high, "num": num, "log": log}).points()
-        assert points[0] == low and points[-1] == high
-        assert list(points) == sorted(set(points)) and len(points) <= num
 
 
 # --- what conditions may name -----------------------------------------------------------------------------------------
@@ -295,14 +281,6 @@ def test_parameter_can_be_its_choices_and_whole_numbers_only(
     parameter = parse_parameter("x", plain)
     assert [value for value in possible if not parameter.can_be(value)] == []
     assert [value for value in impossible if parameter.can_be(value)] == []
-
-
-def test_parameter_with_conditions_exists_where_all_of_them_hold() -> None:
-    parameter = parse_parameter("x", {"choices": [1, 2], "when": {"a": ["p", "q"], "b": True}})
-    assert parameter.when == (("a", ("p", "q")), ("b", (True,)))
-    assert parameter.exists({"a": "q", "b": True, "c": 0})
-    for values in ({"a": "q"}, {"a": "r", "b": True}, {"a": "p", "b": 1}, {"a": "p", "b": False}, {}):
-        assert not parameter.exists(values)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -357,8 +335,8 @@ def test_parameter_with_conditions_exists_where_all_of_them_hold() -> None:
             "a.b must have choices or a range, got choices and low, step; leave",
         ),
         ({"choices": [1, 2], "low": 0}, "a.b must have choices or a range, got choices and low; leave one out."),
-        ({"choices": [1], "when": "sgd"}, "a.b.when must be a mapping .* to its values, got 'sgd'; write"),
-        ({"choices": [1], "when": {}}, "a.b.when must be a mapping from another key to its values, got {}."),
+        ({"choices": [1], "when": "sgd"}, "a.b.when must be a mapping .* to values, got 'sgd'; write"),
+        ({"choices": [1], "when": {}}, "a.b.when must be a mapping from another key to values, got {}"),
         ({"choices": [1], "when": {"c": []}}, r"a.b.when must have a key with numbers, text, .* got {'c': \[\]}."),
         ({"choices": [1], "when": {3: 1}}, "a.b.when must have a key with numbers, .* got {3: 1}; write when: {KEY"),
         ({"choices": [1], "when": {"c": [[1]]}}, r"a.b.when must have a key .* got {'c': \[\[1\]\]}."),

@@ -12,7 +12,6 @@ from crossbow_py import SMA, Independent, LocalSGD
 from crossbow_py.telemetry.console import ConsoleListener, epoch_line, final_lines, header_lines, progress_line
 from crossbow_py.telemetry.events import LearningStatistics
 from crossbow_py.telemetry.rank_pace import RankPace, spread_of
-from crossbow_py.telemetry.screen import clock_time
 from crossbow_py.train.run_folder.reporter import averaging_settings
 
 
@@ -74,13 +73,6 @@ def test_final_block_says_accuracy_time_throughput_and_where_the_files_are(tmp_p
     assert f"tensorboard --logdir '{folder}/tensorboard'\n" in said  # for a shell
 
 
-def test_final_block_of_a_run_without_tensorboard_names_no_curves(tmp_path: Path, events: Any) -> None:
-    stream = io.StringIO()
-    ConsoleListener(stream=stream).on_end(events.summary(output_dir=str(tmp_path)))
-    assert f"run folder     {tmp_path}" in stream.getvalue()
-    assert "curves" not in stream.getvalue()
-
-
 @pytest.mark.parametrize("written", [True, False])
 def test_final_block_names_the_timeline_where_one_was_written(tmp_path: Path, events: Any, written: bool) -> None:
     stream, path = io.StringIO(), tmp_path / "trace.json"
@@ -132,17 +124,6 @@ def test_what_was_measured_of_learning_is_a_line_of_its_own(events: Any) -> None
     assert "train loss 3.6e+23" in epoch
 
 
-@pytest.mark.parametrize(
-    ("average_ema", "said"),
-    [(None, ""), (2.5, " (evaluated: EMA over 2.5 epochs)"), (1.0, " (evaluated: EMA over 1 epoch)")],
-)
-def test_header_says_where_the_evaluated_model_is_an_ema(events: Any, average_ema: float | None, said: str) -> None:
-    stream = io.StringIO()
-    info = events.run_info(average_ema=average_ema)
-    ConsoleListener(stream=stream).on_start(info)
-    assert f"averaging {info.averaging}{said} · executor" in stream.getvalue()
-
-
 def test_plain_progress_is_one_line_in_ten_seconds_and_every_epoch(events: Any) -> None:
     now = [0.0]
     stream = io.StringIO()
@@ -169,25 +150,9 @@ def test_terminal_run_redraws_a_bar_and_shows_the_cursor_again(tmp_path: Path, e
     assert "epoch 1/4" in log
 
 
-def test_close_in_the_middle_of_a_run_gives_the_terminal_back(events: Any) -> None:
-    stream = Terminal()
-    console = ConsoleListener(stream=stream)
-    console.on_start(events.run_info())
-    console.on_progress(events.progress(500))
-    console.close()
-    console.close()
-    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")
-
-
 def test_terminal_that_goes_away_does_not_stop_the_run(tmp_path: Path, events: Any) -> None:
     _play(ConsoleListener(tmp_path / "console.log", ClosedPipe()), events)
     assert "finished: max_epochs" in (tmp_path / "console.log").read_text()
-
-
-def test_log_of_a_second_start_is_appended(tmp_path: Path, events: Any) -> None:
-    for _ in range(2):
-        _play(ConsoleListener(tmp_path / "console.log", io.StringIO()), events)
-    assert (tmp_path / "console.log").read_text().count("finished: max_epochs") == 2
 
 
 def test_progress_line_with_and_without_a_planned_end(events: Any) -> None:
@@ -198,11 +163,6 @@ def test_progress_line_with_and_without_a_planned_end(events: Any) -> None:
 
 def test_epoch_line_of_independent_learners_names_each(events: Any) -> None:
     assert "learners 0.5000 0.7500" in epoch_line(events.epoch_record(1, learner_accuracy=(0.5, 0.75)), "4")
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3725, "1:02:05")])
-def test_clock_time_of_seconds_is_minutes_and_hours(seconds: float, text: str) -> None:
-    assert clock_time(seconds) == text
 
 
 def _paces(slowest_ms: float) -> tuple[RankPace, ...]:

@@ -47,13 +47,6 @@ def test_interval_without_a_round_or_without_time_has_no_pace() -> None:
     assert len(meter.recent) == 2
 
 
-def test_rank_whose_waits_take_all_its_time_still_has_a_pace() -> None:
-    meter = RankMeter(["a"], None, waits_for_data=False)
-    meter.update([RankCounts(0.0, 0.0, 0.0)], 0, 0)
-    meter.update([RankCounts(2.0, 0.0, 2.5)], 1, 8)  # by two clocks
-    assert [(each.step_ms, each.rank_wait_share) for each in meter.recent] == [(2.0, 1.0)]
-
-
 def test_spread_names_the_slowest_and_compares_it_with_the_median() -> None:
     spread = spread_of([pace(0, 100.0, data=0.0), pace(1, 150.0, data=0.5), pace(2, 120.0, data=0.25)])
     assert spread is not None
@@ -62,14 +55,6 @@ def test_spread_names_the_slowest_and_compares_it_with_the_median() -> None:
     assert spread.spread == pytest.approx(0.25)
     assert (spread.most_data_wait_share, spread.median_rank_wait_share) == (0.5, 0.25)
     assert spread_text(spread) == "slowest rank 1 on host-1 (+25%)"
-
-
-def test_single_rank_has_no_spread_and_ranks_with_data_on_the_device_no_waits() -> None:
-    assert spread_of([pace(0, 100.0)]) is None
-    spread = spread_of([pace(0, 100.0), pace(1, 100.0)])
-    assert spread is not None
-    assert spread.most_data_wait_share is None
-    assert spread.spread == 0.0
 
 
 def test_table_of_ranks_begins_with_the_slowest_and_shows_as_many_as_asked_for() -> None:

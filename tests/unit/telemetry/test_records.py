@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from crossbow_py.telemetry.class_counts import ClassCounts
-from crossbow_py.telemetry.records import RunRecords, file_listeners, read_metrics, read_summary, write_atomically
+from crossbow_py.telemetry.records import RunRecords, file_listeners, read_metrics, read_summary
 
 
 def _epochs(path: Path) -> list[int]:
@@ -49,14 +47,6 @@ def test_metrics_of_a_resumed_run_lose_what_came_after_the_checkpoint_and_a_torn
     assert _epochs(tmp_path) == [1, 2, 3]
 
 
-def test_metrics_of_a_fresh_run_in_a_used_folder_start_empty(tmp_path: Path, events: Any) -> None:
-    for _ in range(2):
-        records = RunRecords(tmp_path, None)
-        records.on_start(events.run_info())
-        records.on_epoch(events.epoch_record(1))
-    assert _epochs(tmp_path) == [1]
-
-
 def test_numbers_that_are_not_finite_are_written_as_null(tmp_path: Path, events: Any) -> None:
     records = RunRecords(tmp_path, None)
     records.on_epoch(
@@ -87,46 +77,6 @@ def test_summary_of_an_earlier_end_is_gone_once_the_run_goes_on(tmp_path: Path, 
     assert read_summary(tmp_path) == {}
 
 
-def test_read_summary_of_a_broken_file_is_empty(tmp_path: Path, events: Any) -> None:
-    (tmp_path / "summary.json").write_text('{"status": "fini')
-    assert read_summary(tmp_path) == {}
-
-
-def test_write_atomically_over_an_old_file_replaces_it_whole(tmp_path: Path, events: Any) -> None:
-    write_atomically(tmp_path / "a", "old and long")
-    write_atomically(tmp_path / "a", "new")
-    assert (tmp_path / "a").read_text() == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
-def test_write_atomically_by_two_hosts_with_one_process_id_leaves_one_of_the_texts_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fsync_late(_: int) -> None:
-        monkeypatch.setattr(os, "fsync", lambda _: None)
-        write_atomically(tmp_path / "a", "of the other, and longer")  # begun and ended while this one is written
-
-    monkeypatch.setattr(os, "getpid", lambda: 1)
-    monkeypatch.setattr(os, "fsync", fsync_late)
-    write_atomically(tmp_path / "a", "of this one")
-    assert (tmp_path / "a").read_text() == "of this one"
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
-def test_write_atomically_that_fails_keeps_the_old_file_and_leaves_nothing_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def disk_is_full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    write_atomically(tmp_path / "a", "old")
-    monkeypatch.setattr(os, "fsync", disk_is_full)
-    with pytest.raises(OSError, match="No space left"):
-        write_atomically(tmp_path / "a", "new")
-    assert (tmp_path / "a").read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
 def test_confusion_matrices_are_files_that_a_fresh_run_removes_and_a_resumed_one_keeps(
     tmp_path: Path, events: Any
 ) -> None:
@@ -142,15 +92,6 @@ def test_confusion_matrices_are_files_that_a_fresh_run_removes_and_a_resumed_one
     assert len(list(tmp_path.glob("*.csv"))) == 2
     RunRecords(tmp_path, None).on_start(events.run_info())
     assert list(tmp_path.glob("*.csv")) == []
-
-
-def test_summary_has_the_figures_of_every_class(tmp_path: Path, events: Any) -> None:
-    figures = ClassCounts(np.array([[1, 0, 0], [0, 0, 0]])).figures()
-    RunRecords(tmp_path, None).on_end(events.summary(per_class=figures))
-    assert read_summary(tmp_path)["per_class"] == [
-        {"name": "0", "precision": 1.0, "recall": 1.0, "f1": 1.0, "support": 1, "iou": None},
-        {"name": "1", "precision": None, "recall": None, "f1": None, "support": 0, "iou": None},
-    ]
 
 
 def test_file_listeners_through_a_run_leave_the_files_of_the_run(tmp_path: Path, events: Any) -> None:

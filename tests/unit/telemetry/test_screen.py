@@ -49,16 +49,6 @@ def test_log_goes_on_when_the_terminal_is_gone(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "first\nsecond\n"
 
 
-def test_log_is_appended_to_by_several_screens_at_once(tmp_path: Path) -> None:
-    screens = [Screen(tmp_path / "log", io.StringIO()) for _ in range(2)]
-    for text in ("one", "two"):
-        for number, screen in enumerate(screens):
-            screen.say(f"{text} of {number}")
-    for screen in screens:
-        screen.close()
-    assert (tmp_path / "log").read_text().splitlines() == ["one of 0", "one of 1", "two of 0", "two of 1"]
-
-
 def test_screen_that_does_not_speak_writes_to_the_log_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen(tmp_path / "log", speaks=False)
     screen.start_live()

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import pynvml
 import pytest
 
 from crossbow_py.core.host import HostPaths
@@ -111,23 +110,6 @@ def of_gpus(monitor: SystemMonitor) -> dict[str, float]:
     return {tag: value for tag, value in monitor.sample().items() if tag.startswith("gpu/")}
 
 
-@pytest.mark.parametrize(
-    ("files", "gib"),
-    [
-        ({}, 48.0),
-        ({"cgroup/memory.max": f"{16 * GIB}\n", "cgroup/memory.current": f"{11 * GIB}\n"}, 5.0),
-        ({"cgroup/cpu.max": "100000 often\n"}, 48.0),
-        ({"proc/meminfo": "MemTotal: 1 kB\nMemAvailable: plenty kB\n"}, None),
-        ({"proc/meminfo": "MemAvailable:\n"}, None),
-    ],
-)
-def test_host_memory_is_what_the_process_may_still_have(
-    machine: Machine, files: dict[str, str], gib: float | None
-) -> None:
-    paths = machine(**{"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/\n", **files})
-    assert SystemMonitor(paths=paths).sample().get("system/host_memory_available_gib") == gib
-
-
 def test_sample_has_all_quantities_by_tags_with_units_and_memory_is_the_resident_set(machine: Machine) -> None:
     clock, cpu_clock = FakeClock(100), FakeClock(100)
     paths = machine(**{"proc/meminfo": MEMINFO, "proc/self/status": STATUS})
@@ -157,12 +139,6 @@ def test_gpu_is_found_by_its_uuid_with_and_without_the_prefix() -> None:
         assert monitor.warning is None
 
 
-def test_gpu_without_a_power_sensor_has_the_other_quantities() -> None:
-    monitor, found = gpus(FakeNvml("power"))
-    assert found == {tag: value for tag, value in GPU.items() if tag != "gpu/0/power_w"}
-    assert monitor.warning is None
-
-
 def test_monitor_without_a_driver_warns_and_has_no_gpus() -> None:
     nvml = FakeNvml("init")
     monitor, found = gpus(nvml)
@@ -189,44 +165,6 @@ def test_gpu_that_answers_nothing_any_more_is_left_alone_after_one_warning() -> 
     assert nvml.calls == []
 
 
-def test_monitor_without_devices_does_not_touch_nvml() -> None:
-    nvml = FakeNvml()
-    monitor = SystemMonitor(paths=NOWHERE, nvml=nvml)
-    assert of_gpus(monitor) == {}
-    monitor.close()
-    assert nvml.calls == []
-
-
-def test_close_twice_with_a_shutdown_that_fails_lets_nvml_go_once() -> None:
-    nvml = FakeNvml("shutdown")
-    monitor, _ = gpus(nvml)
-    nvml.calls.clear()
-    monitor.close()
-    monitor.close()
-    assert nvml.calls == ["shutdown"]
-    assert of_gpus(monitor) == {}
-
-
-def test_stand_in_for_nvml_has_only_names_that_pynvml_has() -> None:
-    names = [name for name in dir(FakeNvml) if name.lower().startswith("nvml")]
-    assert [name for name in names if not hasattr(pynvml, name)] == []
-
-
-def test_monitor_with_real_nvml_and_a_uuid_nobody_has_warns_and_has_no_gpus() -> None:
-    monitor = SystemMonitor(("GPU-00000000-0000-0000-0000-000000000000",))
-    assert of_gpus(monitor) == {}
-    assert monitor.warning is not None
-    monitor.close()
-
-
-def test_sample_of_this_machine_is_plausible() -> None:
-    sample = SystemMonitor().sample()
-    if not Path("/proc/self/status").exists():
-        pytest.skip("no /proc here")
-    assert sample["system/process_memory_gib"] > 2**-10
-    assert sample["system/host_memory_available_gib"] > 0
-
-
 def test_load_of_a_node_is_that_of_all_its_gpus_and_of_a_job_that_of_all_nodes() -> None:
     nvml = ManyGpus(4)
     nvml.percents = [90.0, 50.0, 100.0, 80.0]
@@ -243,8 +181,3 @@ def test_load_of_a_node_is_that_of_all_its_gpus_and_of_a_job_that_of_all_nodes()
         "gpus/power_kw/total": 2.0,
     }  # fmt: skip
     assert job_sample([GpuLoad(), GpuLoad()]) == {}
-
-
-def test_stand_in_for_many_gpus_has_only_names_that_pynvml_has() -> None:
-    names = [name for name in dir(ManyGpus(1)) if name.lower().startswith("nvml")]
-    assert [name for name in names if not hasattr(pynvml, name)] == []

@@ -31,11 +31,6 @@ def test_policy_none_runs_the_first_trial_alone() -> None:
     assert admitted("none", [trial(3)], [trial(0, share=0.01)]) == []
 
 
-def test_signature_fills_the_device_with_the_signature_of_the_first_waiting() -> None:
-    waiting = [trial(0, "b"), trial(1, "a"), trial(2, "b"), trial(3, "b"), trial(4, "b"), trial(5, "b")]
-    assert admitted("signature", waiting) == [0, 2, 3, 4]
-
-
 def test_signature_prefers_what_can_join_a_bank_that_runs() -> None:
     waiting = [trial(1, "b"), trial(2, "a"), trial(3, "a")]
     assert admitted("signature", waiting, [trial(0, "a")]) == [2, 3, 1]
@@ -66,16 +61,6 @@ def test_random_choice_follows_from_seed_and_trial_numbers_alone() -> None:
     assert len({tuple(admitted("random", waiting, seed=seed)) for seed in range(20)}) == 20
 
 
-def test_random_choice_favours_no_trial() -> None:
-    waiting = [trial(number, share=0.5) for number in range(10)]
-    counts = [0] * 10
-    for seed in range(2000):
-        for number in admitted("random", waiting, seed=seed):
-            counts[number] += 1
-    # 2 of 10 in each of 2000 draws: 400 times, with a standard deviation of sqrt(2000 · 0.2 · 0.8) = 17.9.
-    assert sum(counts) == 4000 and all(abs(count - 400) < 5 * 17.9 for count in counts)
-
-
 def test_knn_admits_the_nearest_to_the_mean_of_those_that_run() -> None:
     running = [trial(8, features=(0.0, 0.0)), trial(9, features=(1.0, 0.0))]  # the mean is (0.5, 0)
     waiting = [
@@ -89,11 +74,6 @@ def test_knn_admits_the_nearest_to_the_mean_of_those_that_run() -> None:
     assert admitted("knn", [waiting[2], *waiting[:2]], running) == [2, 1]
 
 
-def test_knn_with_nothing_running_gathers_around_the_first_waiting() -> None:
-    waiting = [trial(number, features=(at,), share=1 / 3) for number, at in enumerate((0.5, 0.0, 0.8, 0.55))]
-    assert admitted("knn", waiting) == [0, 3, 2]
-
-
 # --- room -------------------------------------------------------------------------------------------------------------
 
 
@@ -102,11 +82,6 @@ def test_device_takes_exactly_a_full_pack_whatever_the_rounding_of_its_shares(wi
     waiting = [trial(number, share=1 / width) for number in range(60)]
     assert admitted("signature", waiting) == list(range(width))
     assert admitted("signature", waiting[5:], waiting[:2]) == list(range(5, 3 + width))
-
-
-def test_trial_too_wide_for_the_room_left_lets_narrower_ones_pass() -> None:
-    waiting = [trial(1, "b", share=0.6), trial(2, "c", share=0.5)]
-    assert admitted("signature", waiting, [trial(0, share=0.5)]) == [2]
 
 
 def test_trial_wider_than_the_device_still_runs_alone() -> None:

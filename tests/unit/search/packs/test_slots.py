@@ -92,29 +92,12 @@ def test_slow_pack_on_cuda_holds_up_no_fast_one_and_starves_by_none(clock: Clock
     assert slow.taken in (21, 22) and fast.taken in (1001, 1002)  # one that runs, and one behind it
 
 
-def test_pack_on_cuda_that_is_alone_never_pauses(clock: Clock) -> None:
-    pack = Device(clock, 0.05, rounds=20)
-    run([pack], "cuda")
-    assert pack.taken == 20 and clock.now_s == pytest.approx(0.95)  # when the last but one is over
-
-
-def test_pack_on_cuda_that_fails_when_it_is_asked_is_named(clock: Clock) -> None:
-    packs = [Device(clock, 0.05), Device(clock, 0.001, fails=True)]
-    assert list(run(packs, "cuda")) == [1] and packs[0].drained == 1
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_pack_that_fails_ends_its_own_rounds_and_is_named(device: str) -> None:
     packs = [Counted(10**9), Counted(10**9, fails_at=3)]
     failures = run(packs, device)
     assert list(failures) == [1] and str(failures[1]) == "a round failed"
     assert packs[0].drained == 1 and packs[1].drained == 0
-
-
-def test_packs_on_cuda_begin_no_round_beside_one_that_has_failed() -> None:
-    packs = [Counted(10**9, fails_at=0), Counted(10**9)]
-    assert list(run(packs, "cuda")) == [0]
-    assert packs[1].taken == 0 and packs[1].drained == 1
 
 
 def test_enough_stops_a_pack_that_is_alone() -> None:

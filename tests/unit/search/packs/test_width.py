@@ -61,21 +61,6 @@ def test_width_is_the_smallest_pack_close_to_the_best_by_its_fastest_executor(
     assert (width.size, width.executor(size), width.sentence) == (size, executor, f"Trials of mlp run {said}.")
 
 
-@pytest.mark.parametrize(
-    ("num_trials", "expected"),
-    [(1, "serial"), (2, "threads"), (3, "fused"), (4, "fused"), (8, "fused"), (16, "fused"), (20, "fused")],
-)
-def test_executor_for_fewer_trials_is_the_fastest_with_as_many(num_trials: int, expected: str) -> None:
-    assert choose_width(RATES, "mlp", 32).executor(num_trials) == expected
-
-
-def test_executor_measured_with_more_trials_alone_counts_for_their_share() -> None:
-    width = choose_width({("serial", 1): 100.0, ("fused", 8): 240.0}, "mlp", 32)
-    # A round of one fused trial is taken for 1/60, so one of 2 for 1/60 + (8/240 − 1/60)/7: 105 images/s.
-    assert width.executor(1) == "serial"
-    assert width.executor(2) == "fused"
-
-
 @pytest.mark.parametrize(("bound", "size"), [(8, 8), (9, 9), (10, 10), (11, 8), (32, 8)])
 def test_pack_that_takes_nearly_all_trials_takes_all(bound: int, size: int) -> None:
     width = choose_width({("serial", 1): 100.0, ("fused", 8): 300.0}, "mlp", bound)
@@ -273,33 +258,11 @@ def test_executor_that_runs_no_packs_is_named_with_the_reason(asked: Asked) -> N
     assert len(asked) == 2  # memory may be there the next time
 
 
-def test_choice_against_packs_is_not_remembered_where_some_were_not_measured(asked: Asked) -> None:
-    asked.found = Calibration("serial", {("serial", 1): 10.0, ("fused", 2): 10.0}, late=(("fused", 16),))
-    for _ in range(2):
-        width, _ = measure(32)
-        assert width.size == 1 and "packing does not pay" in width.sentence
-    assert len(asked) == 2
-
-
-def test_what_an_older_version_kept_is_measured_anew(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.Remembered, "recall", lambda *_: '[["serial", 1, 10.0]]')
-    measure(4)
-    assert len(asked) == 1
-
-
 def test_what_was_measured_beside_other_programs_is_not_remembered(asked: Asked) -> None:
     asked.found = Calibration("fused", {("serial", 1): 10.0, ("fused", 4): 80.0}, others=0.5)
     width, notes = measure(4)
     assert width.size == 4
     assert notes == ["Other programs took 50% of the cores meanwhile: it is measured again the next time."]
-    measure(4)
-    assert len(asked) == 2
-
-
-def test_what_was_measured_after_a_failed_capture_is_not_remembered(asked: Asked) -> None:
-    asked.found = Calibration("fused", {("serial", 1): 10.0, ("fused", 4): 80.0}, no_graphs="a capture failed")
-    _, notes = measure(4)
-    assert notes == ["CUDA graphs were not always used, because a capture failed: it is measured again the next time."]
     measure(4)
     assert len(asked) == 2
 
@@ -350,13 +313,6 @@ def test_width_is_remembered_whatever_memory_is_free_as_long_as_it_is_no_more(as
     assert measure(64)[0].size == 32 and len(asked) == 2  # memory holds more
 
 
-@pytest.mark.parametrize(
-    ("bound", "steady"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 4), (6, 6), (7, 6), (11, 8), (12, 12), (63, 48), (64, 64)]
-)
-def test_bound_by_memory_is_rounded_down_to_sizes_far_apart(bound: int, steady: int) -> None:
-    assert module.steady(bound) == steady
-
-
 def test_packs_below_the_size_that_memory_refuses_are_remembered(asked: Asked) -> None:
     rates = {("serial", 1): 10.0, ("fused", 16): 160.0, ("fused", 32): 320.0}
     asked.found = Calibration("fused", rates, {("fused", 40): MEMORY})
@@ -391,15 +347,6 @@ def test_packs_that_memory_refused_are_measured_again_in_the_time_that_is_left(
     assert calls == [(20.0, 1.0, None), (5.0, 16.0, short.images_per_s)]
     measure(8, effort=effort)
     assert len(calls) == num_measured  # not remembered where the rest of the time was too short
-
-
-def test_large_packs_are_doubled_up_to_nearly_all_that_there_can_be() -> None:
-    sizes = {bound: module._sizes(bound) for bound in (3, 16, 32, 40, 41, 64, 70, 100, 256)}
-    assert sizes[3] == [3, 2] and sizes[16] == [16, 8, 4, 2] and sizes[32] == [16, 8, 32, 4, 2] == sizes[40]
-    assert sizes[41] == [16, 8, 32, 41, 4, 2]
-    assert sizes[64] == [16, 8, 32, 64, 4, 2] == sizes[70]  # 64 is nearly 70
-    assert sizes[100] == [16, 8, 32, 64, 100, 4, 2]
-    assert sizes[256] == [16, 8, 32, 64, 128, 256, 4, 2]
 
 
 def test_packs_of_more_than_32_are_measured_where_those_of_32_gained(

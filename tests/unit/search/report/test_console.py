@@ -15,12 +15,9 @@ from crossbow_py.search.hyperband import TrialState
 from crossbow_py.search.report.console import (
     SearchConsole,
     choose_rows,
-    counts_line,
     final_lines,
-    header_lines,
     live_table,
     progress_line,
-    value_line,
 )
 from crossbow_py.telemetry.screen import Screen
 
@@ -138,16 +135,6 @@ def test_final_lines_of_a_best_that_was_stopped_short_say_how_to_train_it_to_its
     assert not any("max_rounds" in line for line in final_lines(searched.summary()))
 
 
-def test_header_says_what_is_searched_how_and_where(searched: Any) -> None:
-    assert header_lines(searched.info(output_dir="runs/x")) == [
-        "search_digits: 4 trials on digits, random sampling, successive_halving in 1 bracket, measured at 1, 2 and 4 "
-        "epochs",
-        "greatest validation accuracy wins · packing signature · cpu · fp32 · seed 0 · worker host:1",
-        "storage journal:search.journal",
-        "writing to runs/x",
-    ]
-
-
 def test_progress_line_with_and_without_a_best(searched: Any) -> None:
     assert progress_line(searched.progress(), 10.0) == (
         "3 of 7 rungs · best 0.7500 by trial 1 · about 0:10 left · 1:01 so far · 250 images/s"
@@ -155,11 +142,6 @@ def test_progress_line_with_and_without_a_best(searched: Any) -> None:
     assert progress_line(searched.progress(best_trial=None, best_value=None), None) == (
         "3 of 7 rungs · 1:01 so far · 250 images/s"
     )
-
-
-def test_value_line_of_a_loss_says_so(searched: Any) -> None:
-    line = value_line("validation_loss", searched.trial(2), 2.0, is_best=False)
-    assert line == "trial 2 at 2 epochs: validation loss 0.5000 · optimizer adamw · learning_rate 0.1"
 
 
 def test_final_lines_name_the_best_its_command_and_where_the_time_went(tmp_path: Path, searched: Any) -> None:
@@ -201,15 +183,6 @@ def test_final_lines_of_a_search_that_was_stopped_say_who_leads_and_how_to_go_on
     assert "to go on       the same command" in text
 
 
-def test_plain_search_marks_the_best_at_its_last_rung_only(searched: Any) -> None:
-    console, stream = _plain([0.0])
-    console.on_start(searched.info())
-    console.on_trials((searched.trial(1),))
-    console.close()
-    marked = [line.split(":")[0] for line in stream.getvalue().splitlines() if "best so far at this rung" in line]
-    assert marked == ["trial 1 at 4 epochs"]
-
-
 def _drawn(
     searched: Any, trials: Any, *running: RunningTrial, size: tuple[int, int] = (100, 24), **info: Any
 ) -> list[str]:
@@ -234,12 +207,6 @@ def test_table_shows_running_trials_first_and_marks_the_best(searched: Any) -> N
     ]
 
 
-def test_table_of_several_brackets_names_them(searched: Any) -> None:
-    lines = _drawn(searched, (searched.trial(0),), num_brackets=2)
-    assert lines[1].split()[:3] == ["trial", "bracket", "epochs"]
-    assert lines[2].split()[:3] == ["0", "0", "1"]
-
-
 @pytest.mark.parametrize("size", [(80, 24), (60, 12), (40, 10)])
 def test_table_keeps_to_the_screen_and_names_what_it_left_out(searched: Any, size: tuple[int, int]) -> None:
     trials = tuple(searched.trial(number) for number in range(4))
@@ -258,14 +225,3 @@ def test_rows_that_do_not_fit_are_counted_and_some_are_kept_for_the_best(searche
     # a third of 9 rows for the best
     assert [row.trial for row in rows] == [20, 21, 22, 23, 24, 25, 1, 2, 0]
     assert hidden == 24
-
-
-def test_rows_of_the_best_are_ten_at_most(searched: Any) -> None:
-    trials = [searched.trial(0, values={1.0: 0.5}) for _ in range(30)]
-    assert len(choose_rows(trials, [], 40, maximize=True)[0]) == 10
-
-
-def test_counts_of_trials_that_nobody_has_told_of_are_waiting(searched: Any) -> None:
-    running = [RunningTrial(1, 0, 0.1, 0)]
-    assert counts_line([searched.trial(0)], running, 9) == "9 trials: 1 running, 7 waiting, 1 pruned"
-    assert counts_line((), running, 2, 3) == "2 trials: 1 running (3 not shown), 1 waiting"

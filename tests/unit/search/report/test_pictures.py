@@ -10,21 +10,17 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from crossbow_py.search.hyperband import TrialState, make_brackets
+from crossbow_py.search.hyperband import make_brackets
 from crossbow_py.search.report.listeners import SearchPictures
 from crossbow_py.search.report.pictures import (
     NOTHING,
-    bracket_colour,
     draw_curves,
     draw_parallel,
     heights_of,
     parameter_ticks,
-    rung_labels,
-    value_ticks,
 )
 from crossbow_py.search.space import Parameter
 
@@ -93,13 +89,6 @@ def test_ticks_of_a_parameter_are_round_numbers_steps_or_choices(
     assert list(found.values()) == pytest.approx(list(expected.values()))
 
 
-def test_ticks_of_values_have_the_best_on_top_and_say_where_they_were_cut() -> None:
-    assert value_ticks(0.5, 1.0, maximize=True, cut=True)[0] == (0.0, "≤ 0.5")
-    assert value_ticks(0.5, 1.0, maximize=True, cut=False)[-1] == (1.0, "1")
-    assert value_ticks(0.5, 1.0, maximize=False, cut=True)[0] == (0.0, "≥ 1")
-    assert value_ticks(0.5, 1.0, maximize=False, cut=False)[-1] == (1.0, "0.5")
-
-
 def test_parallel_coordinates_name_axes_best_and_kinds_of_lines(searched: Any) -> None:
     figure = draw_parallel(searched.info(), searched.trials())
     for text in ("optimizer", "learning\nrate", "momentum", "validation\naccuracy", "best: trial 1, 0.875", "not set",
@@ -108,41 +97,6 @@ def test_parallel_coordinates_name_axes_best_and_kinds_of_lines(searched: Any) -
         assert text in _texts(figure)
     # the best is the only one, and has its own line
     assert not any("trained to the end" in text for text in _texts(figure))
-
-
-def test_parallel_coordinates_draw_the_best_above_all_others_and_pruned_ones_faint(searched: Any) -> None:
-    axes = draw_parallel(searched.info(), searched.trials()).axes[0]
-    trials = [line for line in axes.lines if len(line.get_xdata()) == 4]  # three parameters and the value
-    assert len(trials) == 4
-    best = max(trials, key=lambda line: line.get_linewidth())
-    assert best.get_zorder() == max(line.get_zorder() for line in trials)
-    assert float(best.get_ydata()[-1]) == 1.0
-    assert [line.get_alpha() for line in trials].count(0.6) == 2
-
-
-def _overlaps(figure: Figure) -> list[tuple[str, str]]:
-    figure.draw_without_rendering()
-    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
-    shown = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
-    boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in shown]
-    boxes = [(text, box) for text, box in boxes if box.width > 1]
-    return [(a, b) for n, (a, box) in enumerate(boxes) for b, other in boxes[n + 1 :] if box.overlaps(other)]
-
-
-@pytest.mark.parametrize("draw", [draw_parallel, draw_curves])
-@pytest.mark.parametrize("maximize", [True, False])
-def test_labels_of_a_picture_do_not_lie_over_one_another(searched: Any, draw: Any, maximize: bool) -> None:
-    figure = draw(searched.info(maximize=maximize), searched.trials())
-    figure.set_dpi(120)
-    FigureCanvasAgg(figure)
-    assert _overlaps(figure) == []
-
-
-def test_overlaps_of_labels_are_found_where_there_are_some(searched: Any) -> None:
-    figure = draw_parallel(searched.info(), searched.trials())
-    figure.set_size_inches(4.0, 3.0)
-    FigureCanvasAgg(figure)
-    assert _overlaps(figure)
 
 
 def test_curves_have_a_line_for_each_trial_and_count_those_measured_at_each_rung(searched: Any) -> None:
@@ -159,40 +113,3 @@ def test_curves_of_distant_rungs_have_epochs_by_logarithm(searched: Any) -> None
     brackets = make_brackets("successive_halving", num_trials=4, min_epochs=1, max_epochs=9, eta=3)
     info = searched.info(brackets=brackets)
     assert draw_curves(info, [searched.trial(0)]).axes[0].get_xscale() == "log"
-
-
-def test_curves_of_several_brackets_have_a_colour_each(searched: Any) -> None:
-    info = searched.info(num_brackets=2)
-    assert bracket_colour(info, searched.trial(1)) != bracket_colour(info, searched.trial(1, bracket=1))
-
-
-def test_rungs_of_several_brackets_are_labelled_with_the_trials_of_each(searched: Any) -> None:
-    brackets = make_brackets("hyperband", num_trials=None, min_epochs=1, max_epochs=4, eta=2)
-    assert [bracket.epochs for bracket in brackets] == [(1, 2, 4), (2, 4), (4,)]
-    info = searched.info(brackets=brackets, num_brackets=3)
-    trials = [searched.trial(1), searched.trial(0), searched.trial(2, bracket=1, values={2.0: 0.5})]
-    assert rung_labels(info, trials) == {
-        1: "1\n2 in bracket 0",
-        2: "2\n1 in bracket 0\n1 in bracket 1",
-        4: "4\n1 in bracket 0\n0 in bracket 1\n0 in bracket 2",
-    }
-
-
-def test_parallel_coordinates_have_the_scale_of_colours_beside_the_values(searched: Any) -> None:
-    axes = draw_parallel(searched.info(), searched.trials()).axes[0]
-    (scale,) = axes.images
-    left, _, bottom, top = scale.get_extent()
-    assert (left, bottom, top) == (3, 0, 1)
-    lines = [line for line in axes.lines if len(line.get_xdata()) == 4]
-    best = max(lines, key=lambda line: line.get_linewidth())
-    assert scale.get_array()[-1, 0].tolist() == pytest.approx(list(best.get_color()))  # the best lies on top
-
-
-def test_parallel_coordinates_leave_room_below_only_for_lines_that_go_there(searched: Any) -> None:
-    measured = searched.trials()[:2]  # both with all parameters
-    assert draw_parallel(searched.info(), measured).axes[0].get_ylim()[0] > NOTHING / 2
-    assert draw_parallel(searched.info(), searched.trials()).axes[0].get_ylim()[0] < NOTHING
-    failed_later = searched.trial(0, state=TrialState.FAILED, value=None)
-    figure = draw_parallel(searched.info(), (searched.trial(1), failed_later))
-    assert figure.axes[0].get_ylim()[0] < NOTHING
-    assert "no value" in _texts(figure)

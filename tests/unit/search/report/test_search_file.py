@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from crossbow_py.search.events import BestTrial
 from crossbow_py.search.report.search_file import SearchFile, ended_plain, recorded_summary, running_plain
@@ -85,31 +82,10 @@ def test_file_that_cannot_be_written_is_said_and_does_not_end_the_search(tmp_pat
     assert "search.json was not written (No such file or directory)" in said[0]
 
 
-def test_numbers_that_are_not_finite_are_null(tmp_path: Path, searched: Any) -> None:
-    best = searched.best(test_loss=math.inf)
-    SearchFile(tmp_path, print).on_end(searched.summary(best=best, images_per_s=math.nan))
-    plain = _read(tmp_path)
-    assert (plain["images_per_s"], plain["best"]["test_loss"]) == (None, None)
-
-
-@pytest.mark.parametrize("status", ["interrupted", "terminated"])
-def test_file_of_a_search_that_was_stopped_has_its_leader_as_best(searched: Any, status: str) -> None:
-    plain = ended_plain(searched.summary(best=None, status=status))
-    assert (plain["status"], plain["best"]["trial"], plain["best"]["model_path"]) == (status, 1, None)
-
-
 def test_file_of_an_ended_search_is_read_as_it_was_written(searched: Any) -> None:
     for summary in (searched.summary(notes=("packs of 4",)), searched.summary(best=None, trials=(searched.trial(3),))):
         plain = json.loads(json.dumps(ended_plain(summary)))
         assert recorded_summary(plain, summary.info, summary.trials) == summary
-
-
-def test_file_from_before_loading_was_told_apart_is_read(searched: Any) -> None:
-    summary = searched.summary()
-    plain = json.loads(json.dumps(ended_plain(summary)))
-    del plain["loading_time_s"]
-    assert summary.loading_time_s == 0.0
-    assert recorded_summary(plain, summary.info, summary.trials) == summary
 
 
 def test_file_that_is_of_no_ended_search_or_not_whole_is_not_read(searched: Any) -> None:
@@ -127,7 +103,3 @@ def test_file_that_is_of_no_ended_search_or_not_whole_is_not_read(searched: Any)
         {**ended, "best": 1},
     ):
         assert recorded_summary(plain, info, trials) is None
-
-
-def test_file_without_any_value_has_no_best(searched: Any) -> None:
-    assert running_plain(searched.info(), [searched.trial(3)], 1.0)["best"] is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 from dataclasses import replace
@@ -15,8 +14,7 @@ from tensorboard.plugins.hparams import api_pb2, metadata
 from crossbow_py.core.errors import UserError
 from crossbow_py.search.events import RunningTrial
 from crossbow_py.search.hyperband import TrialState
-from crossbow_py.search.report.tensorboard import BEST_TAG, PACE_TAG, SearchTensorBoard, experiment_summary, trial_files
-from crossbow_py.search.space import Space
+from crossbow_py.search.report.tensorboard import BEST_TAG, PACE_TAG, SearchTensorBoard, trial_files
 from tests.event_files import read_events
 
 TAG = "search/validation_accuracy_by_samples_seen"
@@ -74,25 +72,6 @@ def test_space_says_names_ranges_and_the_metric(tmp_path: Path, searched: Any) -
     assert [info.name.tag for info in experiment.metric_infos] == [TAG]
 
 
-@pytest.mark.parametrize(
-    ("choices", "kind", "filters"),
-    [
-        ([0, 0.1], api_pb2.DATA_TYPE_FLOAT64, [0.0, 0.1]),
-        ([True, False], api_pb2.DATA_TYPE_BOOL, [False, True]),
-        (["a", 3], api_pb2.DATA_TYPE_UNSET, []),
-    ],
-)
-def test_space_of_choices_has_filters_where_all_are_of_one_type(
-    searched: Any, choices: list[Any], kind: int, filters: list[Any]
-) -> None:
-    info = searched.info(space=Space.from_mapping({"label_smoothing": choices}))
-    content = experiment_summary(info).value[0].metadata.plugin_data.content
-    (found,) = metadata.parse_experiment_plugin_data(content).hparam_infos
-    values = [value.bool_value if kind == api_pb2.DATA_TYPE_BOOL else value.number_value
-              for value in found.domain_discrete.values]  # fmt: skip
-    assert (found.type, sorted(values)) == (kind, filters)
-
-
 def test_trial_that_goes_on_is_added_to_and_nothing_is_written_twice(tmp_path: Path, searched: Any) -> None:
     early = searched.trial(1, rung=0, value=0.75, values={1.0: 0.75}, state=TrialState.PAUSED)
     _written(tmp_path, searched, (early,), searched.trials(), searched.trials())
@@ -100,11 +79,6 @@ def test_trial_that_goes_on_is_added_to_and_nothing_is_written_twice(tmp_path: P
     _written(tmp_path, searched, searched.trials())  # a second worker, or the same search gone on with
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("trial_*/*")} == before
     assert _points(tmp_path / "trial_00001", TAG) == [(100, 0.75), (200, 0.8), (400, 0.875)]
-
-
-def test_trial_that_was_only_sampled_has_no_run(tmp_path: Path, searched: Any) -> None:
-    _written(tmp_path, searched, (searched.waiting(0), searched.trial(1, params=None)))
-    assert [path for path in tmp_path.iterdir() if path.name.startswith("trial_")] == []
 
 
 def test_worker_has_best_value_and_pace_by_samples_of_all_trials(tmp_path: Path, searched: Any) -> None:
@@ -151,18 +125,6 @@ def test_search_that_goes_on_draws_to_the_right_of_where_it_was_killed(tmp_path:
     own = tmp_path / "worker_host_1"
     assert _points(own, BEST_TAG) == [(300, 0.8), (300, 0.8), (700, 0.875)]
     assert _points(own, PACE_TAG) == [(300, 250.0), (300, 200.0), (700, 240.0)]
-
-
-def test_leader_that_fails_gives_way_where_it_failed(tmp_path: Path, searched: Any) -> None:
-    lost = searched.trial(1, state=TrialState.FAILED, rung=1, value=0.8, values={1.0: 0.75, 2.0: 0.8})
-    before = searched.trial(1, state=TrialState.PROMOTED, rung=1, value=0.8, values={1.0: 0.75, 2.0: 0.8})
-    _written(tmp_path, searched, (searched.trial(0), before), (searched.trial(0), lost))
-    assert _points(tmp_path / "worker_host_1", BEST_TAG) == [(300, 0.8), (300, 0.5)]
-
-
-def test_values_that_are_not_finite_are_left_out(searched: Any) -> None:
-    files = trial_files(searched.info(), searched.trial(0, values={1.0: math.nan}), 0.0)
-    assert [name.rsplit(".", maxsplit=1)[-1] for name in files] == ["start", "end"]
 
 
 def test_folder_that_cannot_be_written_is_said_and_does_not_end_the_search(tmp_path: Path, searched: Any) -> None:

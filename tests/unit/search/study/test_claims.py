@@ -52,19 +52,6 @@ def test_segment_finished_is_seen_by_all_and_not_claimed_again(address: str) -> 
     assert len(storage.get_all_trials(storage.get_study_id_from_name("mine/segments"))) == count
 
 
-def test_claim_that_has_ended_is_read_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = worker(address, "first"), worker(address, "second")
-    first.claim(SEGMENTS[:3])
-    for segment in SEGMENTS[:2]:
-        first.params(segment.trial)
-        assert first.finish(segment, 0.5, epochs=1.0, seconds=1.0)
-    read, plain = [], module._Claim.read
-    monkeypatch.setattr(module._Claim, "read", lambda trial: read.append(trial.number) or plain(trial))
-    for _ in range(3):
-        assert second.results() == dict.fromkeys(sorted(SEGMENTS[:2]), 0.5)
-    assert len(read) == 2 + 3 * 1, "both that have ended, and every time the one that has not"
-
-
 def test_segment_of_an_ended_lease_is_claimed_by_another_and_its_late_holder_is_refused(address: str) -> None:
     clock = Clock()
     late, other = worker(address, "late", clock), worker(address, "other", clock)
@@ -108,34 +95,6 @@ def test_lease_renewed_too_late_keeps_what_nobody_has_taken(address: str) -> Non
     assert done(late, SEGMENTS[0])
 
 
-def test_segment_taken_within_a_living_lease_is_told_by_renew(journal: str) -> None:
-    """As by a host whose clock runs far too fast."""
-    clock, ahead = Clock(), Clock()
-    holder, other = worker(journal, "holder", clock), worker(journal, "other", ahead)
-    holder.claim(SEGMENTS[:2])
-    assert other.free(SEGMENTS[:2]) == []  # from here on it watches
-    ahead.now += 100.0
-    other.claim(SEGMENTS[:1])
-    clock.now += 5.0
-    assert holder.renew() == SEGMENTS[:1] and holder.held == (SEGMENTS[1],)
-
-
-@pytest.mark.slow
-def test_segments_that_are_free_are_those_that_a_claim_would_be_given(address: str) -> None:
-    clock = Clock()
-    first, second = worker(address, "first", clock), worker(address, "second", clock)
-    first.claim(SEGMENTS[:3])
-    assert done(first, SEGMENTS[0])
-    first.release(SEGMENTS[2])
-    assert first.free(SEGMENTS) == second.free(SEGMENTS) == SEGMENTS[2:]
-    assert second.free(SEGMENTS[::-1]) == SEGMENTS[:1:-1] and second.free([]) == [] == second.free(SEGMENTS[:2])
-    clock.now += 10.9
-    assert second.free(SEGMENTS) == SEGMENTS[2:] and second.held == ()
-    clock.now += 0.1
-    assert second.free(SEGMENTS) == SEGMENTS[1:] == second.claim(SEGMENTS)
-    assert first.free(SEGMENTS) == second.free(SEGMENTS) == []
-
-
 def test_workers_count_while_their_leases_last_and_until_they_leave(address: str) -> None:
     clock = Clock()
     first, second = worker(address, "first", clock), worker(address, "second", clock)
@@ -168,17 +127,6 @@ def test_workers_of_a_host_are_counted_by_the_machine_their_leases_name(
     assert (studies[0].num_searchers(), studies[0].num_searchers(here=True)) == (2, 1)
 
 
-def test_segment_that_is_not_held_is_neither_finished_nor_given_back(address: str) -> None:
-    holder, other = worker(address, "holder"), worker(address, "other")
-    holder.claim(SEGMENTS[:1])
-    assert done(other, SEGMENTS[0]) is False is other.fail(SEGMENTS[0], "raised: x")
-    other.release(SEGMENTS[0])
-    assert holder.results() == {} == why_failed(other) and other.free(SEGMENTS[:1]) == []
-    assert done(holder, SEGMENTS[0]) is True and done(holder, SEGMENTS[0], 0.1) is False
-    holder.release(SEGMENTS[0])
-    assert other.results() == {SEGMENTS[0]: 0.5}
-
-
 def test_segment_whose_loss_a_claim_found_is_told_by_the_next_renew(journal: str) -> None:
     clock = Clock()
     late, other = worker(journal, "late", clock), worker(journal, "other", clock)
@@ -191,19 +139,6 @@ def test_segment_whose_loss_a_claim_found_is_told_by_the_next_renew(journal: str
     assert done(late, SEGMENTS[0]) is False
     assert late.renew() == SEGMENTS[:1] and late.renew() == []
     assert late.held == (SEGMENTS[1], SEGMENTS[2])
-
-
-def test_segment_lost_and_claimed_again_is_not_told_as_lost(journal: str) -> None:
-    clock = Clock()
-    late, other = worker(journal, "late", clock), worker(journal, "other", clock)
-    late.claim(SEGMENTS[:1])
-    assert other.free(SEGMENTS[:1]) == []  # from here on it watches
-    clock.now += 60.0
-    other.claim(SEGMENTS[:1])
-    assert late.claim(SEGMENTS[:2]) == SEGMENTS[1:2]
-    other.release(SEGMENTS[0])
-    assert late.claim(SEGMENTS[:1]) == SEGMENTS[:1]
-    assert late.renew() == [] and late.held == (SEGMENTS[0], SEGMENTS[1])
 
 
 def test_lease_renewed_too_late_in_a_storage_that_fails_is_told_as_a_loss_later(journal: str) -> None:
@@ -280,25 +215,6 @@ def test_claim_that_failed_midway_is_made_again(journal: str) -> None:
     assert study.held == ()
     assert study.claim(SEGMENTS) == SEGMENTS
     assert worker(journal, "other").claim(SEGMENTS) == []
-
-
-def test_two_threads_that_claim_get_every_segment_once(journal: str) -> None:
-    storage = open_storage(journal)
-    studies = [worker(storage, f"w{index}") for index in range(2)]
-    begin = threading.Barrier(2)
-    claimed: list[list[Segment]] = [[], []]
-
-    def run(index: int) -> None:
-        begin.wait()
-        for segment in MANY:
-            claimed[index] += studies[index].claim([segment])
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(claimed[0] + claimed[1]) == MANY
 
 
 @pytest.mark.slow
@@ -381,34 +297,6 @@ def test_lease_of_a_busy_worker_is_prolonged_without_its_help(journal: str, tmp_
     assert busy.renew() == [] and busy.held == tuple(SEGMENTS)
 
 
-def test_loss_that_a_busy_workers_thread_found_is_told_by_the_next_renew(address: str) -> None:
-    clock, ahead = Clock(), Clock()
-    busy, other = worker(address, "busy", clock, lease_s=SHORT_S), worker(address, "other", ahead, lease_s=SHORT_S)
-    busy.claim(SEGMENTS[:2])
-    assert other.free(SEGMENTS[:2]) == []  # from here on it watches
-    ahead.now += 100.0
-    assert other.claim(SEGMENTS[:1]) == SEGMENTS[:1]
-    clock.now += SHORT_S * 2 / 3
-    until(lambda: busy.held == (SEGMENTS[1],))
-    assert busy.renew() == SEGMENTS[:1] and busy.renew() == []
-    assert done(busy, SEGMENTS[0]) is False and done(busy, SEGMENTS[1]) is True
-
-
-def test_thread_of_a_worker_runs_while_something_is_held(journal: str) -> None:
-    study = worker(journal, lease_s=SHORT_S)
-    study.params(0)
-    assert study.claim([]) == [] and heartbeats() == []
-    study.claim(SEGMENTS[:2])
-    study.claim(SEGMENTS[2:])
-    assert heartbeats() == ["heartbeat"]
-    assert done(study, SEGMENTS[0])
-    for segment in SEGMENTS[1:]:
-        study.release(segment)
-    until(lambda: heartbeats() == [])
-    study.claim(SEGMENTS)
-    assert heartbeats() == ["heartbeat"]
-
-
 def test_worker_that_is_closed_has_no_thread_and_may_still_be_read(journal: str) -> None:
     study = worker(journal)
     study.close()
@@ -434,54 +322,28 @@ def test_storage_that_fails_a_busy_workers_thread_is_told_by_the_next_renew() ->
     assert study.renew() == [] and study.held == (SEGMENTS[0], SEGMENTS[1])
 
 
-def test_storage_that_fails_a_busy_workers_thread_and_recovers_is_no_error() -> None:
-    storage, clock = Failing(), Clock()
-    study = worker(storage, "busy", clock, lease_s=SHORT_S)
-    study.claim(SEGMENTS[:2])
-    storage.calls, storage.every = 0, 1
-    clock.now += SHORT_S * 2 / 3
-    until(lambda: storage.calls >= 9)
-    storage.every = 10**9
-    until(lambda: study._until_s > clock.now + SHORT_S / 2)
-    study.close()
-    assert study.renew() == []
-
-
 def living(watch: LeaseWatch, lease: Lease, now: float) -> bool:
-    """Whether the watch takes the lease for a living one, which was asked for and heard at one moment."""
-    return watch.living({"holder": lease}, now, now) == {"holder": lease}
+    """Whether the watch takes the lease for a living one, which was read just now."""
+    return watch.living({"holder": lease}, now) == {"holder": lease}
 
 
 @pytest.mark.parametrize(("now", "is_over"), [(100.0, False), (110.0, False), (110.9, False), (111.0, True)])
 def test_lease_whose_beat_stays_the_same_ends_a_tenth_after_it(now: float, is_over: bool) -> None:
-    watch, lease = LeaseWatch(), Lease.taken(1, 10.0)
+    watch, lease = LeaseWatch(), Lease.of_this_process(1, 10.0)
     assert living(watch, lease, 100.0)
     assert living(watch, lease, now) is not is_over
 
 
 def test_lease_with_another_beat_is_counted_from_when_that_was_heard() -> None:
     watch = LeaseWatch()
-    assert living(watch, Lease.taken(1, 10.0), 100.0) and living(watch, Lease.taken(2, 10.0), 150.0)
-    assert living(watch, Lease.taken(2, 10.0), 160.9) and not living(watch, Lease.taken(2, 10.0), 161.0)
-    assert living(watch, Lease.taken(3, 10.0), 162.0)  # it was slow
-
-
-def test_lease_read_slowly_is_counted_from_when_it_was_heard_to_when_it_was_asked_for() -> None:
-    watch, leases = LeaseWatch(), {"holder": Lease.taken(1, 10.0)}
-    assert watch.living(leases, 100.0, 107.0) == leases  # written after 100.0, perhaps
-    assert watch.living(leases, 117.9, 130.0) == leases  # and prolonged after 117.9
-    assert watch.living(leases, 118.0, 130.0) == {}
+    first, second, third = (Lease.of_this_process(beat, 10.0) for beat in (1, 2, 3))
+    assert living(watch, first, 100.0) and living(watch, second, 150.0)
+    assert living(watch, second, 160.9) and not living(watch, second, 161.0)
+    assert living(watch, third, 162.0)  # it was slow
 
 
 def test_lease_that_was_given_up_is_over_at_first_sight() -> None:
-    assert not living(LeaseWatch(), Lease.taken(1, 0.0), 100.0)
-
-
-def test_lease_of_an_earlier_version_has_its_end_as_its_beat() -> None:
-    kept = {name: value for name, value in asdict(Lease.taken(1, 10.0)).items() if name != "beat"}
-    first, second = Lease.read({"until": 1.7e9, **kept}), Lease.read({"until": 1.7e9 + 4, **kept})
-    watch = LeaseWatch()
-    assert living(watch, first, 100.0) and living(watch, second, 111.0) and not living(watch, second, 122.0)
+    assert not living(LeaseWatch(), Lease.of_this_process(1, 0.0), 100.0)
 
 
 def test_worker_that_joins_watches_an_old_lease_before_it_takes_anything(address: str) -> None:
@@ -496,45 +358,17 @@ def test_worker_that_joins_watches_an_old_lease_before_it_takes_anything(address
     assert new.num_searchers() == 1 and new.claim(SEGMENTS[:1]) == SEGMENTS[:1]
 
 
-@pytest.mark.slow
-def test_workers_whose_clocks_are_years_apart_keep_and_take_segments_in_time(address: str) -> None:
-    behind, ahead = Clock(), Clock()
-    ahead.now += 1e8
-    holder, other = worker(address, "holder", behind), worker(address, "other", ahead)
-    holder.claim(SEGMENTS[:2])
-    for _ in range(5):
-        assert other.claim(SEGMENTS[:2]) == []
-        behind.now += 5.0
-        ahead.now += 5.0
-        assert holder.renew() == []
-    assert other.claim(SEGMENTS[:2]) == []
-    ahead.now += 11.0
-    assert other.claim(SEGMENTS[:1]) == SEGMENTS[:1]
-    behind.now += 11.0  # it wakes up
-    assert holder.renew() == SEGMENTS[:1] and holder.held == (SEGMENTS[1],)
-
-
 def test_worker_that_has_joined_is_counted_before_it_claims(address: str) -> None:
     first, second = worker(address, "first"), worker(address, "second")
     second.join()
     assert first.num_searchers() == 2
 
 
-def test_worker_that_woke_up_counts_once(address: str) -> None:
-    clock = Clock()
-    late, other = worker(address, "late", clock), worker(address, "other", clock)
-    late.join()
-    assert other.num_searchers() == 2
-    clock.now += 60.0
-    late.renew()  # by another lease: the first is given up
-    assert other.num_searchers() == 2
-
-
 def test_lease_of_a_killed_process_ends_at_once_also_before_it_is_waited_for() -> None:
     read, write = os.pipe()
     child = os.fork()
     if not child:
-        os.write(write, json.dumps(asdict(Lease.taken(1, 10.0))).encode())
+        os.write(write, json.dumps(asdict(Lease.of_this_process(1, 10.0))).encode())
         signal.pause()
     lease = Lease(**json.loads(os.read(read, 1000)))
     try:
@@ -548,14 +382,19 @@ def test_lease_of_a_killed_process_ends_at_once_also_before_it_is_waited_for() -
     assert unwaited and lease.has_ended and not living(LeaseWatch(), lease, 100.0)
 
 
-def test_lease_of_a_process_whose_number_another_has_now_is_over() -> None:
-    assert replace(Lease.taken(1, 10.0), started="1").has_ended
-
-
 @pytest.mark.parametrize("host", ["another host", ""])
 def test_lease_of_another_host_ends_by_its_beat_only(host: str) -> None:
-    watch, lease = LeaseWatch(), replace(Lease.taken(1, 10.0), host=host, process=2**22 + 1)
+    watch, lease = LeaseWatch(), replace(Lease.of_this_process(1, 10.0), host=host, process=2**22 + 1)
     assert living(watch, lease, 100.0) and living(watch, lease, 110.9) and not living(watch, lease, 111.0)
+
+
+def test_containers_of_one_host_are_told_by_the_kernels_boot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_host", lambda: "boot pid:[1] 0")
+    lease = Lease.of_this_process(1, 10.0)
+    monkeypatch.setattr(module, "_host", lambda: "boot pid:[2] 0")
+    assert lease.is_here and not lease.has_ended  # whose process numbers mean nothing here
+    monkeypatch.setattr(module, "_host", lambda: "other pid:[1] 0")
+    assert not lease.is_here
 
 
 def test_heartbeat_closed_in_a_beat_waits_for_it() -> None:
@@ -566,7 +405,7 @@ def test_heartbeat_closed_in_a_beat_waits_for_it() -> None:
         go.wait(30.0)
         over.set()
 
-    heartbeat = Heartbeat(slow, lambda: True, threading.RLock(), 0.005)
+    heartbeat = Heartbeat(slow, threading.RLock(), 0.005)
     heartbeat.start()
     assert begun.wait(30.0)
     closing = threading.Thread(target=heartbeat.close)

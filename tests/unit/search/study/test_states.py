@@ -92,24 +92,6 @@ def test_state_within_a_segment_is_kept_until_the_segment_is_over(tmp_path: Path
     assert [path.name for path in tmp_path.glob("*/*")] == ["rung_1.pt"] and states.has(segment)
 
 
-def test_state_saved_by_two_at_the_same_moment_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second writes all of it in between the first's writing and its renaming."""
-    first, second = TrialStates(tmp_path), TrialStates(tmp_path)
-    save, num_saved = torch.save, []
-
-    def interleaved(values: Any, path: Path) -> None:
-        save(values, path)
-        num_saved.append(path)
-        if len(num_saved) == 1:
-            second.save(Segment(0, 0), checkpoint(0.25))
-            assert weight(second, Segment(0, 0)) == [0.25, 0.25]
-
-    monkeypatch.setattr(torch, "save", interleaved)
-    first.save(Segment(0, 0), checkpoint(0.5))
-    assert len(num_saved) == 2 and weight(first, Segment(0, 0)) == [0.5, 0.5]
-    assert [path.name for path in tmp_path.glob("*/*")] == ["rung_0.pt"]
-
-
 def test_state_that_the_disk_refuses_leaves_the_old_one_and_no_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

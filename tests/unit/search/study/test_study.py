@@ -26,7 +26,7 @@ from crossbow_py.core.files import locked
 from crossbow_py.search.hyperband import Segment, TrialState
 from crossbow_py.search.study.storage import StorageError, open_storage
 from crossbow_py.search.study.study import SharedStudy
-from tests.unit.search.study.shared_studies import SEGMENTS, SPACE, Clock, Failing, done, optuna_trials, worker
+from tests.unit.search.study.shared_studies import SEGMENTS, Clock, Failing, done, optuna_trials, worker
 
 # --- trials -----------------------------------------------------------------------------------------------------------
 
@@ -38,17 +38,6 @@ def test_params_asked_by_two_workers_are_the_same_and_sampled_once(address: str,
     asked = [first.params(trial) for trial in (0, 2)]
     assert [second.params(trial) for trial in (0, 1, 2)] == [asked[0], first.params(1), asked[1]]
     assert [trial.user_attrs["trial"] for trial in optuna_trials(address)] == [0, 2, 1]
-
-
-def test_trials_that_any_worker_sampled_are_told_to_all_by_number(address: str) -> None:
-    first, second = worker(address, "first"), worker(address, "second")
-    assert first.sampled() == {}
-    asked = {3: first.params(3), 1: second.params(1), 0: first.params(0)}
-    told = second.sampled()
-    assert told == asked == first.sampled() and list(told) == [0, 1, 3]
-    told[3]["rate"] = 7.0
-    assert second.params(3) == asked[3] and second.sampled() == asked
-    assert len(optuna_trials(address)) == 3  # none is sampled by looking
 
 
 def test_params_asked_by_two_at_once_are_the_first_record(journal: str) -> None:
@@ -137,19 +126,6 @@ def killed(journal: str, sampler: str) -> Iterator[tuple[list[dict[str, Any]], f
     yield asked, 0.75
 
 
-def test_tpe_learns_from_results_of_all_workers(journal: str) -> None:
-    first, second = worker(journal, "first", sampler="tpe"), worker(journal, "second", sampler="tpe")
-    alone = worker(InMemoryStorage(), sampler="tpe")
-    for trial in range(12):
-        study = (first, second)[trial % 2]
-        value = 1.0 if study.params(trial)["rate"] > 0.05 else trial / 1000
-        study.claim([Segment(trial, 0)])
-        done(study, Segment(trial, 0), value)
-        study.conclude(trial, TrialState.COMPLETE, value)
-        alone.params(trial)
-    assert first.params(12) == second.params(12) != alone.params(12)
-
-
 @pytest.mark.parametrize(
     ("state", "value", "optunas"),
     [
@@ -200,16 +176,6 @@ def test_search_of_another_identity_is_refused_by_its_first_difference(address: 
         study.open({"space": {"rate": {"low": 0.1}}})
 
 
-def test_search_of_another_name_in_the_same_storage_is_another(journal: str) -> None:
-    study = worker(journal)
-    study.claim(SEGMENTS)
-    other = SharedStudy(
-        journal, "other", sampler="random", space=SPACE, seed=3, maximize=False, worker="w", lease_s=10.0
-    )
-    other.open({"metric": "loss"})
-    assert other.claim(SEGMENTS) == SEGMENTS
-
-
 def test_study_of_another_program_is_refused(address: str) -> None:
     optuna.create_study(storage=open_storage(address), study_name="mine", direction="maximize").ask()
     with pytest.raises(UserError, match="holds another search named 'mine': its trial 0 is of another program"):
@@ -257,28 +223,6 @@ def test_storage_that_fails_for_a_moment_changes_nothing(every: int, is_after: b
     assert [kept[trial].state for trial in range(3)] == [OptunaState.COMPLETE, OptunaState.RUNNING, OptunaState.RUNNING]
 
 
-def test_storage_that_is_locked_for_good_ends_in_one_error_that_keeps_the_state() -> None:
-    storage = Failing()
-    study = worker(storage)
-    study.params(0)
-    study.claim(SEGMENTS)
-    done(study, SEGMENTS[0])
-    storage.every = 1
-    with pytest.raises(StorageError, match="^the search's storage Failing cannot be used, tried 9 times: StorageIn"):
-        done(study, SEGMENTS[1])
-    storage.every = 0
-    assert study.held == tuple(SEGMENTS[1:]) and done(study, SEGMENTS[1])
-
-
-def test_optuna_says_nothing(journal: str, capfd: pytest.CaptureFixture[str]) -> None:
-    optuna.logging.set_verbosity(optuna.logging.INFO)
-    study = worker(journal, sampler="tpe")
-    for trial in range(12):
-        study.params(trial)
-    study.conclude(0, TrialState.FAILED, None)
-    assert capfd.readouterr() == ("", "")
-
-
 # --- what a storage may not say ---------------------------------------------------------------------------------------
 
 
@@ -313,15 +257,6 @@ def test_trial_with_parameters_that_are_not_searched_is_refused(
     with pytest.raises(UserError, match=found) as refused:
         worker(address)
     assert refused.value.exit_code == 2
-
-
-@pytest.mark.parametrize("use", [lambda study: study.params(0), lambda study: study.sampled()])
-def test_trial_that_comes_while_the_search_goes_on_is_refused(address: str, use: Callable[[SharedStudy], Any]) -> None:
-    study = worker(address)
-    params = {**OWN, "model.target": "os.system"}
-    written_by_a_stranger(address, params, {"rate": RATES, "rule": RULES, "model.target": RULES})
-    with pytest.raises(UserError, match="model.target='os.system'"):
-        use(study)
 
 
 @pytest.mark.parametrize("trial", ["../../x", -1, 1.5, True, None, [0]])

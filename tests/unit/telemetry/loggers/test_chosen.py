@@ -113,7 +113,7 @@ def test_listeners_are_made_of_classes_and_functions_in_their_order() -> None:
         ("fn", "listeners must be a dotted path such as package.module.function, got 'fn'."),
         (f"{__name__}.HEARD", f"listeners={__name__}.HEARD must be callable, got Heard; name a function or a class."),
         (f"{__name__}.nothing", f"listeners={__name__}.nothing must make a crossbow_py.Listener, got NoneType; name"),
-        ("builtins.dict", "listeners=builtins.dict must make a crossbow_py.Listener, got dict; name a class derived"),
+        ("builtins.dict", "listeners=builtins.dict must make a crossbow_py.Listener, got dict; name a subclass"),
         (f"{__name__}.broken", "is called without arguments, and failed with ValueError: no such file; correct it."),
         ("builtins.getattr", "listeners=builtins.getattr is called without arguments, and failed with TypeError"),
         (f"{__name__}.refused", "listeners of mine need a key; set it."),

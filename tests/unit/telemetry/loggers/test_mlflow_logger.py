@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.files import is_held
 from crossbow_py.telemetry.class_counts import ClassCounts
 from crossbow_py.telemetry.loggers.chosen import trackers
 from crossbow_py.telemetry.loggers.mlflow_logger import MLflowLogger, MLflowTracker, _name
@@ -85,17 +84,6 @@ def test_run_that_goes_on_is_the_same_run_and_a_fresh_one_another(tmp_path: Path
     assert {step for step, _ in history(client, run, "accuracy/test")} == {1000, 2000, 3000}
     record(MLflowLogger(), events, tmp_path, range(1, 2))
     assert len(runs(client)) == 2
-
-
-def test_second_fit_without_a_folder_goes_on_in_the_run_of_the_first(events: Any, client: Any) -> None:
-    logger = MLflowLogger()
-    for epoch in (1, 2):
-        logger.on_start(events.run_info(samples_seen=1000 * (epoch - 1)))
-        logger.on_epoch(events.epoch_record(epoch))
-        logger.on_end(events.summary(output_dir=None))
-        logger.close()
-    (run,) = runs(client)
-    assert history(client, run, "accuracy/test") == [(1000, 0.75), (2000, 0.75)]
 
 
 def test_changed_parameter_of_a_run_that_goes_on_stays_and_is_told(tmp_path: Path, events: Any, client: Any) -> None:
@@ -263,23 +251,6 @@ def test_worker_that_leaves_while_others_go_on_leaves_the_run_running(tmp_path: 
         (run,) = runs(client, "search")
         assert (run.info.status, run.data.tags["status"]) == (expected, status)
         assert (run.info.end_time is None) == (status == "running")
-
-
-def test_database_is_opened_by_one_process_at_a_time(
-    tmp_path: Path, events: Any, client: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    made, lock, held = mlflow.MlflowClient, tmp_path / "cache" / "crossbow_py" / "mlflow.lock", []
-
-    def make(**given: Any) -> Any:
-        held.append(is_held(lock))
-        return made(**given)
-
-    monkeypatch.setattr(mlflow, "MlflowClient", make)
-    logger = MLflowLogger()
-    logger.on_start(events.run_info())
-    assert held == [True] and not is_held(lock)
-    logger.close()
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from crossbow_py.telemetry.class_counts import ClassCounts
 from crossbow_py.telemetry.events import LearnerCount, Predictions
 from crossbow_py.telemetry.loggers.run_logger import RunLogger
-from crossbow_py.telemetry.tensorboard import TensorBoardScalars
+from crossbow_py.telemetry.tensorboard.listeners import TensorBoardScalars
 from tests.event_files import read_events
 from tests.trackers import MemoryTracker
 
@@ -29,14 +29,6 @@ def test_run_is_opened_with_its_settings_and_by_the_name_of_its_folder(tmp_path:
     assert subject.parameters == {"optimizer.momentum": 0.9}
     assert (subject.facts["num_parameters"], subject.facts["planned_samples"]) == (84762, 4000)
     assert logger.take_notes() == ["Service records this."]
-
-
-def test_run_without_a_folder_has_no_name_and_one_that_has_trained_goes_on(events: Any) -> None:
-    tracker = MemoryTracker()
-    logger = RunLogger(tracker)
-    logger.on_start(events.run_info(samples_seen=2000))
-    logger.close()
-    assert [(subject.name, subject.continues) for subject in tracker.of("open")] == [(None, True)]
 
 
 def test_curves_are_those_of_tensorboard_with_the_epochs(tmp_path: Path, events: Any) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS
 from tensorboard.plugins.hparams.metadata import (
     EXPERIMENT_TAG,
@@ -25,11 +24,10 @@ from tensorboard.plugins.hparams.metadata import (
 from tensorboard.summary.writer import event_file_writer
 
 from crossbow_py.telemetry.class_counts import ClassCounts, markdown_table
-from crossbow_py.telemetry.confusion_picture import confusion_picture
-from crossbow_py.telemetry.events import LearningStatistics, Predictions
-from crossbow_py.telemetry.rank_pace import RankPace
+from crossbow_py.telemetry.events import Predictions
+from crossbow_py.telemetry.pictures.confusion_picture import confusion_picture
 from crossbow_py.telemetry.system import SystemMonitor
-from crossbow_py.telemetry.tensorboard import NodeScalars, TensorBoardScalars
+from crossbow_py.telemetry.tensorboard.listeners import NodeScalars, TensorBoardScalars
 from tests.event_files import read_events
 from tests.made_up_ranks import ManyGpus
 
@@ -61,36 +59,6 @@ def test_scalars_of_an_epoch_are_tagged_and_placed_at_samples_seen(tmp_path: Pat
     assert set(read.Tags()["scalars"]) == {*expected, "learning_rate"}
     for tag, value in expected.items():
         assert [(event.step, event.value) for event in read.Scalars(tag)] == [(1000, value)]
-
-
-def test_values_of_a_point_are_one_event(tmp_path: Path, events: Any) -> None:
-    paces = tuple(RankPace(rank, "host", 100.0 + rank, 320.0, None, 0.0, 0.1) for rank in range(8))
-    with writing(tmp_path, events, info={"num_devices": 8}, new_monitor=lambda: SystemMonitor(nvml=None)) as scalars:
-        scalars.on_progress(events.progress(500, ranks=paces))
-    points = [
-        [value.tag for value in event.summary.value]
-        for path in tmp_path.glob("events.*")
-        for event in EventFileLoader(str(path)).Load()
-        if event.step == 500
-    ]
-    machine, training, ranks = points  # a sample of the machine, and the point of the curves
-    assert "system/process_memory_gib" in machine and "loss/train" in training
-    assert {f"rank/{rank}/step_ms" for rank in range(8)} < set(ranks) and len(ranks) == 1 + 8 * 4
-
-
-def test_statistics_of_learning_are_shown_where_they_were_measured(tmp_path: Path, events: Any) -> None:
-    learning = LearningStatistics(
-        gradient_noise_scale_samples=256.0, gradient_variance=8.0, squared_gradient_norm=0.03125, agreement=0.875,
-        sharpness=None, measuring_s=0.5,
-    )  # fmt: skip
-    with writing(tmp_path, events) as scalars:
-        scalars.on_epoch(events.epoch_record(1, learning=learning))
-    tags = [tag for tag in read_events(tmp_path).Tags()["scalars"] if tag.startswith("learning/")]
-    assert {tag: _points(tmp_path, tag) for tag in tags} == {
-        "learning/gradient_noise_scale_samples": [(1000, 256.0)], "learning/gradient_variance": [(1000, 8.0)],
-        "learning/squared_gradient_norm": [(1000, 0.03125)], "learning/agreement": [(1000, 0.875)],
-        "learning/measuring_s": [(1000, 0.5)],
-    }  # fmt: skip
 
 
 def test_scalars_without_a_central_model_show_each_learner(tmp_path: Path, events: Any) -> None:
@@ -128,14 +96,6 @@ def test_progress_faster_than_the_interval_is_thinned_out(tmp_path: Path, events
         for tenth in range(21):
             scalars.on_progress(events.progress(tenth * 100, elapsed_s=tenth / 10))
     assert [step for step, _ in _points(tmp_path, "loss/train")] == [0, 1000, 2000]
-
-
-def test_progress_at_the_end_of_an_epoch_is_not_repeated_by_the_epoch(tmp_path: Path, events: Any) -> None:
-    with writing(tmp_path, events) as scalars:
-        scalars.on_progress(events.progress(1000))
-        scalars.on_epoch(events.epoch_record(1))
-    assert _points(tmp_path, "loss/train") == [(1000, 0.5)]
-    assert _points(tmp_path, "accuracy/test") == [(1000, 0.75)]
 
 
 def test_scalars_of_a_resumed_run_hide_what_came_after_the_checkpoint(
@@ -230,26 +190,11 @@ def test_close_twice_or_before_the_start_leaves_no_thread(tmp_path: Path, events
     assert threading.active_count() == before
 
 
-def test_close_after_the_disk_was_full_does_not_raise(tmp_path: Path, events: Any, monkeypatch: Any) -> None:
-    scalars = TensorBoardScalars(tmp_path, None)
-    scalars.on_start(events.run_info())
-    close = scalars._writer.close
-
-    def full() -> None:  # as TensorBoard's thread once more raises what has ended it
-        close()
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(scalars._writer, "close", full)
-    scalars.close()
-    scalars.close()
-
-
 def test_full_disk_ends_the_writer_without_a_traceback_and_is_told(
     tmp_path: Path, events: Any, monkeypatch: Any
 ) -> None:
     printed: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", printed.append)
-    before = threading.excepthook
     scalars = TensorBoardScalars(tmp_path, None)
     scalars.on_start(events.run_info())
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -264,26 +209,7 @@ def test_full_disk_ends_the_writer_without_a_traceback_and_is_told(
     other.join()
     assert [args.exc_type for args in printed] == [ZeroDivisionError]
     scalars.close()
-    assert threading.excepthook == before
 
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_writers_that_close_in_any_order_leave_the_processes_own_hook_of_threads(
-    tmp_path: Path, events: Any, monkeypatch: Any, order: tuple[int, int]
-) -> None:
-    printed: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", printed.append)
-    before = threading.excepthook
-    writers = [TensorBoardScalars(tmp_path / str(index), None) for index in range(2)]
-    for writer in writers:
-        writer.on_start(events.run_info())
-    hook = threading.excepthook
-    assert hook != before
-    writers[order[0]].close()
-    writers[order[0]].close()
-    assert threading.excepthook == hook
-    writers[order[1]].close()
-    assert threading.excepthook == before
 
 
 def test_node_writes_its_machine_and_what_keeps_a_gpu_from_being_watched_and_no_curves(
@@ -304,13 +230,3 @@ def test_node_writes_its_machine_and_what_keeps_a_gpu_from_being_watched_and_no_
     assert warning.tensor_proto.string_val[0].decode() == (
         "No telemetry of GPU 1, because NVML does not find GPU-7 (Not Found)."
     )
-
-
-def test_resumed_node_hides_what_came_after_the_checkpoint(tmp_path: Path, events: Any) -> None:
-    for resumed in (None, 500):
-        scalars = NodeScalars(tmp_path, resumed, lambda: SystemMonitor(["GPU-0"], nvml=ManyGpus(1)))
-        scalars.on_start(events.run_info())
-        for second in (0, 5, 10) if resumed is None else (12,):
-            scalars.on_progress(events.progress(second * 100, elapsed_s=float(second)))
-        scalars.close()
-    assert [step for step, _ in _points(tmp_path, "gpu/0/power_w")] == [0, 500, 1200]

@@ -100,9 +100,7 @@ def _write_mistakes(
         draw.text((left + 62, at), " taken for ".join(names), _INK, font)
 
 
-def _write_upright(
-    picture: Image.Image, place: tuple[int, int], text: str, font: _Font, ends: bool = False
-) -> None:
+def _write_upright(picture: Image.Image, place: tuple[int, int], text: str, font: _Font, ends: bool = False) -> None:
     """Write text from below upwards, beginning or ending at `place`: its top left corner, or its bottom left one."""
     width, height = round(font.getlength(text)) + 2, 17
     written = Image.new("RGB", (width, height), _PAPER)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from crossbow_py.telemetry import rank_map
-from crossbow_py.telemetry.rank_map import RankMap
+from crossbow_py.telemetry.pictures import rank_map
+from crossbow_py.telemetry.pictures.rank_map import RankMap
 
 LEFT, TOP = rank_map._LEFT_PX, rank_map._TOP_PX
 
@@ -42,13 +40,3 @@ def test_map_is_shown_ever_more_rarely_and_not_before_there_is_one() -> None:
         if ranks.due() is not None:
             shown.append(samples)
     assert shown == [800, 1600, 3200]  # from the eighth column on
-
-
-def test_map_of_sixty_four_ranks_fits_on_a_screen() -> None:
-    ranks = RankMap()
-    for samples in range(1, 100):
-        ranks.add(samples, list(np.linspace(90.0, 110.0, 64)))
-    picture = ranks.last()
-    assert picture is not None
-    height, width, channels = picture.shape
-    assert (height <= 720, width <= 1040, channels, picture.dtype) == (True, True, 3, np.uint8)

@@ -69,14 +69,14 @@ class RankMap:
     def _framed(self, cells: Images, num_ranks: int, high: int) -> Images:
         height, width = cells.shape[:2]
         font = ImageFont.load_default(13)
-        said = f"a round of each rank: red is slower than the median rank (full at {_FULL:+.0%}), blue is faster"
-        least = round(font.getlength(said))
+        title = f"a round of each rank: red is slower than the median rank (full at {_FULL:+.0%}), blue is faster"
+        least = round(font.getlength(title))
         size = (_LEFT_PX + max(width, least) + 14, _TOP_PX + height + _BELOW_PX)
         picture = Image.new("RGB", size, _PAPER)
         draw = ImageDraw.Draw(picture)
         picture.paste(Image.fromarray(cells), (_LEFT_PX, _TOP_PX))
         draw.rectangle((_LEFT_PX - 1, _TOP_PX - 1, _LEFT_PX + width, _TOP_PX + height), outline=_SOFT)
-        draw.text((_LEFT_PX, 8), said, _INK, font)
+        draw.text((_LEFT_PX, 8), title, _INK, font)
         for rank in range(0, num_ranks, max(1, -(-_LABEL_PX // high))):
             draw.text((_LEFT_PX - 6, _TOP_PX + rank * high + high // 2), str(rank), _INK, font, anchor="rm")
         below = _TOP_PX + height + 5

@@ -26,7 +26,8 @@ def dashboard(info: RunInfo) -> dict[str, Any]:
         "How well it learns": {
             "accuracy (share of samples)": (info.has_accuracy, rf"accuracy/(train|{measured}(_z)?)"),
             "accuracy of each learner (share of samples)": (
-                info.has_accuracy and not info.shares_samples, rf"accuracy/{measured}_learner_\d+"
+                info.has_accuracy and not info.shares_samples,
+                rf"accuracy/{measured}_learner_\d+",
             ),
             "loss": (True, f"loss/(train|{measured})"),
             **{name: (True, rf"metrics/{re.escape(name)}(/.+)?") for name in info.metrics},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tensorboard.plugins.hparams.metadata import parse_experiment_plugin_data
 
-from crossbow_py.telemetry.hyper_parameters import columns_of_runs
+from crossbow_py.telemetry.tensorboard.hyper_parameters import columns_of_runs
 
 
 def test_columns_of_runs_are_the_same_for_all_and_the_first_five_are_shown_unasked() -> None:

@@ -15,7 +15,7 @@ INSTALL_MATPLOTLIB = "matplotlib is not there; pip install matplotlib."
 
 
 def has_matplotlib() -> bool:
-    """Whether pictures can be drawn."""
+    """Return whether pictures can be drawn."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

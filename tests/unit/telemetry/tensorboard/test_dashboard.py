@@ -10,12 +10,12 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from crossbow_py.telemetry.dashboard import dashboard
 from crossbow_py.telemetry.events import LearningStatistics
 from crossbow_py.telemetry.system import SystemMonitor
-from crossbow_py.telemetry.tensorboard import TensorBoardScalars
+from crossbow_py.telemetry.tensorboard.dashboard import dashboard
+from crossbow_py.telemetry.tensorboard.listeners import TensorBoardScalars
 from tests.event_files import read_events
-from tests.made_up_ranks import SLOW_RANK, SLOWER, write_job
+from tests.made_up_ranks import write_job
 
 ALWAYS = ["How well it learns", "How fast it trains"]
 
@@ -48,16 +48,6 @@ def test_dashboard_has_the_sections_of_what_the_run_does(
     events: Any, changes: dict[str, Any], sections: list[str]
 ) -> None:
     assert list(dashboard(events.run_info(**changes))) == [*ALWAYS, *sections]
-
-
-def test_dashboard_of_a_regression_has_no_accuracy(events: Any) -> None:
-    titles = [list(dashboard(events.run_info(has_accuracy=has))["How well it learns"]) for has in (True, False)]
-    assert titles == [["accuracy (share of samples)", "loss", "learning rate"], ["loss", "learning rate"]]
-
-
-def test_replicas_that_are_alike_have_neither_spread_nor_corrections(events: Any) -> None:
-    assert len(dashboard(events.run_info())["Averaging"]) == 2
-    assert "Averaging" not in dashboard(events.run_info(replicas_differ=False))
 
 
 def test_dashboard_on_cuda_shows_the_gpus_and_elsewhere_not(events: Any) -> None:
@@ -114,32 +104,11 @@ def test_every_chart_of_many_ranks_has_a_few_curves_and_every_node_a_run_of_its_
         assert set(read_events(folder / "tensorboard" / node).Tags()["scalars"]) >= of_gpus
 
 
-def test_curves_of_many_ranks_show_the_slow_one(tmp_path: Path) -> None:
-    """The rank is slower by a fifth in the second half; others vary by a hundredth."""
-    read = read_events(write_job(tmp_path / "run", 64, synchronisations=80) / "tensorboard")
-    spreads = [event.value for event in read.Scalars("ranks/spread")]
-    assert all(value < 0.05 for value in spreads[: len(spreads) // 3])
-    assert spreads[-1] == pytest.approx(SLOWER - 1, abs=0.03)
-    lowest = [event.value for event in read.Scalars("gpus/utilization_percent/lowest")]
-    assert lowest[-1] < lowest[0]
-    (*_, text) = read.Tensors("ranks/text_summary")
-    assert text.tensor_proto.string_val[0].decode().splitlines()[2].startswith(f"| {SLOW_RANK} | gpu-0 | ")
-    assert len(read.Images("ranks/step_map")) > 2
-
-
 def test_every_metric_has_a_chart_of_all_of_its_values(events: Any) -> None:
     charts = dashboard(events.run_info(metrics=("perplexity", "f1 (a+b)")))["How well it learns"]
     tags = ["metrics/perplexity", "metrics/perplexity2", "metrics/f1 (a+b)", "metrics/f1 (a+b)/cat", "loss/test"]
     assert _found(charts["perplexity"][1], tags) == ["metrics/perplexity"]
     assert _found(charts["f1 (a+b)"][1], tags) == ["metrics/f1 (a+b)", "metrics/f1 (a+b)/cat"]
-
-
-def test_independent_learners_have_a_chart_of_each_of_them(events: Any) -> None:
-    charts = dashboard(events.run_info(shares_samples=False, replicas_differ=False))["How well it learns"]
-    tags = ["accuracy/test_learner_11", "accuracy/test", "accuracy/validation"]
-    assert _found(charts["accuracy (share of samples)"][1], tags) == ["accuracy/test"]
-    assert _found(charts["accuracy of each learner (share of samples)"][1], tags) == ["accuracy/test_learner_11"]
-    assert "accuracy of each learner (share of samples)" not in dashboard(events.run_info())["How well it learns"]
 
 
 def _found(patterns: list[str], tags: list[str]) -> list[str]:

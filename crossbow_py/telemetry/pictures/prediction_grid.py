@@ -32,8 +32,8 @@ def prediction_grid(predictions: Predictions) -> Images:
         edge = _IMAGE_PX + 2 * _FRAME_PX
         draw.rectangle((left, top, left + edge - 1, top + edge - 1), fill=colour)
         grid.paste(_scaled(predictions.images[index]), (left + _FRAME_PX, top + _FRAME_PX))
-        said, true = (predictions.name(label)[:_MOST_LETTERS] for label in (predicted, target))
-        draw.text((left, top + edge + 2), f"{said} {probability:.2f}", _INK, font)
+        guess, true = (predictions.name(label)[:_MOST_LETTERS] for label in (predicted, target))
+        draw.text((left, top + edge + 2), f"{guess} {probability:.2f}", _INK, font)
         if not right:
             draw.text((left, top + edge + 17), f"is {true}", _WRONG, font)
     return np.asarray(grid)

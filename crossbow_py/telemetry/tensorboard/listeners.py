@@ -7,22 +7,22 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tensorboard.compat.proto import summary_pb2  # type: ignore[import-untyped]
 from torch.utils.tensorboard import SummaryWriter
 
 from crossbow_py.telemetry.class_counts import ClassCounts, markdown_table
-from crossbow_py.telemetry.confusion_picture import confusion_picture
-from crossbow_py.telemetry.dashboard import dashboard
 from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, Predictions, Progress, RunInfo, Summary
-from crossbow_py.telemetry.hyper_parameters import columns_of_runs, ended, started
-from crossbow_py.telemetry.prediction_grid import prediction_grid
-from crossbow_py.telemetry.rank_map import RankMap
+from crossbow_py.telemetry.pictures.confusion_picture import confusion_picture
+from crossbow_py.telemetry.pictures.prediction_grid import prediction_grid
+from crossbow_py.telemetry.pictures.rank_map import RankMap
 from crossbow_py.telemetry.rank_pace import MOST_CURVES, RankPace, rank_table, spread_of
 from crossbow_py.telemetry.scalars import evaluation_scalars, finite_values, next_point_s, training_scalars
 from crossbow_py.telemetry.system import SystemMonitor
+from crossbow_py.telemetry.tensorboard.dashboard import dashboard
+from crossbow_py.telemetry.tensorboard.hyper_parameters import columns_of_runs, ended, started
 
 _MACHINE_INTERVAL_S = 5.0  # of training, between two samples of the machine
 
@@ -43,12 +43,9 @@ class MachineScalars(Listener):
         self._monitor: SystemMonitor | None = None
         self._next_sample_s = 0.0
         self._warned = False
-        self._is_hooked = False
 
     def on_start(self, info: RunInfo) -> None:
-        if not self._is_hooked:
-            self._is_hooked = True
-            _quiet_threads.begin()
+        _quiet_writers()
         self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
         self._monitor, self._next_sample_s, self._warned = self._new_monitor(), 0.0, False
 
@@ -65,7 +62,8 @@ class MachineScalars(Listener):
 
     def _add(self, summary: summary_pb2.Summary, samples_seen: int | None = None) -> None:
         if self._writer is not None:
-            self._writer._get_file_writer().add_summary(summary, samples_seen)  # type: ignore[no-untyped-call]
+            file: Any = self._writer.file_writer
+            file.add_summary(summary, samples_seen)
 
     def _sample_of_job(self, progress: Progress) -> Mapping[str, float]:
         """Return what is known of other nodes' machines."""
@@ -86,41 +84,22 @@ class MachineScalars(Listener):
             with suppress(OSError):  # raised again for its thread, which a full disk has ended
                 self._writer.close()
             self._writer = None
-        if self._is_hooked:
-            self._is_hooked = False
-            _quiet_threads.end()
 
 
-class _QuietThreads:
-    """Keeps what has ended a thread of TensorBoard's from being printed: its writer raises it at the next call.
-
-    Writers may be closed in any order; what the process had before is put back after the last.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._users = threading.Lock(), 0
-        self._before = self._hook = threading.excepthook
-
-    def begin(self) -> None:
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._before = threading.excepthook
-                self._hook = threading.excepthook = partial(_print_unless_raised_again, self._before)
-
-    def end(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users and threading.excepthook is self._hook:
-                threading.excepthook = self._before
+def _quiet_writers() -> None:
+    """Keep what has ended a thread of TensorBoard's from being printed: its writer raises it again at the next call."""
+    before = threading.excepthook
+    if not isinstance(before, _QuietHook):
+        threading.excepthook = _QuietHook(before)
 
 
-_quiet_threads = _QuietThreads()
+class _QuietHook:
+    def __init__(self, before: Callable[[threading.ExceptHookArgs], object]) -> None:
+        self._before = before
 
-
-def _print_unless_raised_again(before: Callable[..., object], args: threading.ExceptHookArgs) -> None:
-    if not type(args.thread).__module__.startswith("tensorboard."):
-        before(args)
+    def __call__(self, args: threading.ExceptHookArgs) -> None:
+        if not type(args.thread).__module__.startswith("tensorboard."):
+            self._before(args)
 
 
 class NodeScalars(MachineScalars):
