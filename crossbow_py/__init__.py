@@ -1,37 +1,15 @@
-"""Crossbow for PyTorch: many small-batch learners per device, kept together by synchronous model averaging."""
+"""Crossbow for PyTorch: many small-batch learners per device, kept together by synchronous model averaging.
+
+More is in `crossbow_py.averaging`, `optimizers`, `schedules`, `loggers` and `errors`.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from crossbow_py.averaging import (
-    PAPA,
-    SMA,
-    AveragingRule,
-    Crossbow,
-    DiLoCo,
-    Elastic,
-    GroupedSMA,
-    Independent,
-    LocalSGD,
-    SlowMo,
-    SynchronousSGD,
-)
-from crossbow_py.core.errors import (
-    BadDataError,
-    BadSampleError,
-    CentralModelError,
-    CheckpointError,
-    CrossbowError,
-    DataError,
-    DeviceLostError,
-    LearnerError,
-    NonFiniteError,
-    RankError,
-    RankLostError,
-    UnknownIdError,
-    UserError,
-)
+from crossbow_py import averaging, errors, loggers, optimizers, schedules
+from crossbow_py.averaging import SMA, Independent
+from crossbow_py.core.errors import UserError
 from crossbow_py.core.version import __version__
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Collated
@@ -40,17 +18,12 @@ from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.auto_tuner import AutoTunerSettings
 from crossbow_py.engine.modules.frozen import frozen
 from crossbow_py.engine.modules.losses import model_loss
-from crossbow_py.engine.update.groups import ParameterGroup
-from crossbow_py.engine.update.optimizers import SGD, AdamW, Muon, TorchOptimizer
+from crossbow_py.engine.update.optimizers import SGD, AdamW, Muon
 from crossbow_py.predict.ensemble import Ensemble
 from crossbow_py.telemetry.console import ConsoleListener
 from crossbow_py.telemetry.events import Listener
-from crossbow_py.telemetry.loggers.mlflow_logger import MLflowLogger
-from crossbow_py.telemetry.loggers.wandb_logger import WandbLogger
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.run_folder.reporter import Result
-from crossbow_py.train.run_settings import RunSettings
-from crossbow_py.train.schedules import WSD, Constant, Cosine, Exponential, Inverse, MultiStep, Step
 from crossbow_py.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -67,58 +40,30 @@ else:
 
 
 __all__ = [
-    "PAPA",
     "SGD",
     "SMA",
-    "WSD",
     "AdamW",
     "Augmentation",
     "AutoTunerSettings",
-    "AveragingRule",
-    "BadDataError",
-    "BadSampleError",
-    "CentralModelError",
-    "CheckpointError",
     "CheckpointSettings",
     "Collated",
     "ConsoleListener",
-    "Constant",
-    "Cosine",
-    "Crossbow",
-    "CrossbowError",
-    "DataError",
-    "DeviceLostError",
-    "DiLoCo",
     "DistributedSettings",
-    "Elastic",
     "Ensemble",
-    "Exponential",
-    "GroupedSMA",
     "Independent",
-    "Inverse",
-    "LearnerError",
     "Listener",
-    "LocalSGD",
-    "MLflowLogger",
-    "MultiStep",
     "Muon",
-    "NonFiniteError",
-    "ParameterGroup",
-    "RankError",
-    "RankLostError",
     "Result",
-    "RunSettings",
-    "SlowMo",
-    "Step",
-    "SynchronousSGD",
-    "TorchOptimizer",
     "Trainer",
-    "UnknownIdError",
     "UserError",
-    "WandbLogger",
     "__version__",
+    "averaging",
+    "errors",
     "frozen",
     "joined",
     "load_models",
+    "loggers",
     "model_loss",
+    "optimizers",
+    "schedules",
 ]

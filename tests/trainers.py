@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crossbow_py import SGD, Augmentation, Listener, MultiStep, Trainer
+from crossbow_py import SGD, Augmentation, Listener, Trainer
+from crossbow_py.schedules import MultiStep
 from crossbow_py.telemetry.records import read_metrics
 from tests.support import linear_model
 

@@ -8,7 +8,8 @@ import plain_loop
 import torch
 from torch import Tensor, nn
 
-from crossbow_py import AdamW, SynchronousSGD, Trainer
+from crossbow_py import AdamW, Trainer
+from crossbow_py.averaging import SynchronousSGD
 from crossbow_py.data.sources.text import Text
 from crossbow_py.models.gpt import GPT
 

@@ -15,7 +15,8 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from crossbow_py import SGD, Augmentation, ParameterGroup, Trainer
+from crossbow_py import SGD, Augmentation, Trainer
+from crossbow_py.optimizers import ParameterGroup
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # what the weights were trained with
 Photographs = Dataset[tuple[Tensor, int]]

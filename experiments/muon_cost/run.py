@@ -16,7 +16,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
-from crossbow_py import SGD, Muon, SynchronousSGD
+from crossbow_py import SGD, Muon
+from crossbow_py.averaging import SynchronousSGD
 from crossbow_py.engine.update.optimizers import Optimizer
 from experiments.bench.program import count, measure_and_write, measuring_parser
 from experiments.bench.rounds import trained_window, trainer_on_noise

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossbow_py import SGD, Crossbow, Trainer
+from crossbow_py import SGD, Trainer
+from crossbow_py.averaging import Crossbow
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.ranks import ALONE, Ranks

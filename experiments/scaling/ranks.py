@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from crossbow_py import Crossbow
+from crossbow_py.averaging import Crossbow
 from crossbow_py.averaging.rule import LinearRound, Stage
 from crossbow_py.core.host import LoadSnapshot, foreign_share, usable_core_ids
 from crossbow_py.distributed.collective import Collective, ProcessGroupCollective

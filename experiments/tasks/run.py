@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, w
 import torch
 from torch import Tensor
 
-from crossbow_py import SynchronousSGD
+from crossbow_py.averaging import SynchronousSGD
 from crossbow_py.core.host import foreign_share
 from crossbow_py.data.sampler import epoch_order
 from experiments.bench.machine import machine

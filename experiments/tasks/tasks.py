@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
-from crossbow_py import SGD, AdamW, ParameterGroup, TorchOptimizer, Trainer
+from crossbow_py import SGD, AdamW, Trainer
 from crossbow_py.models import GPT
+from crossbow_py.optimizers import ParameterGroup, TorchOptimizer
 
 Order = Sequence[Tensor]  # which samples are in each batch
 BATCH_SIZE = 16

@@ -22,7 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
-from crossbow_py import SGD, SynchronousSGD, Trainer
+from crossbow_py import SGD, Trainer
+from crossbow_py.averaging import SynchronousSGD
 from crossbow_py.core.errors import CrossbowError, UserError, one_line
 from experiments.bench.machine import machine
 from experiments.bench.program import count, measuring_parser, positive, show_and_write

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from crossbow_py import SGD, CheckpointSettings, MultiStep, Trainer
+from crossbow_py import SGD, CheckpointSettings, Trainer
 from crossbow_py.averaging import Crossbow
 from crossbow_py.distributed.ranks import ALONE, Ranks
+from crossbow_py.schedules import MultiStep
 from crossbow_py.train.checkpoints.checkpoint import FORMAT_VERSION
 from tests.ranks import on_ranks
 

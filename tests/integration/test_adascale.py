@@ -6,18 +6,10 @@ import dataclasses
 
 import pytest
 
-from crossbow_py import (
-    PAPA,
-    SGD,
-    SMA,
-    WSD,
-    AutoTunerSettings,
-    LocalSGD,
-    MultiStep,
-    SynchronousSGD,
-    UserError,
-)
+from crossbow_py import SGD, SMA, AutoTunerSettings, UserError
+from crossbow_py.averaging import PAPA, LocalSGD, SynchronousSGD
 from crossbow_py.engine.goodput import NoiseScale
+from crossbow_py.schedules import WSD, MultiStep
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, checkpoints
 from crossbow_py.train.checkpoints.manager import CheckpointManager
 from crossbow_py.train.checks.remarks import remarks_on_length

@@ -13,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from crossbow_py import SMA, LocalSGD, MultiStep, Result, Trainer
+from crossbow_py import SMA, Result, Trainer
+from crossbow_py.averaging import LocalSGD
 from crossbow_py.engine.modules.precision import FP64
+from crossbow_py.schedules import MultiStep
 from crossbow_py.train import run_settings
 from crossbow_py.train.evaluation.evaluator import evaluate_in_memory
 from tests.rank_jobs import before_each_round, tuned

@@ -10,16 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crossbow_py import (
-    SGD,
-    SMA,
-    CheckpointSettings,
-    DiLoCo,
-    GroupedSMA,
-    Independent,
-    LocalSGD,
-    SynchronousSGD,
-)
+from crossbow_py import SGD, SMA, CheckpointSettings, Independent
+from crossbow_py.averaging import DiLoCo, GroupedSMA, LocalSGD, SynchronousSGD
 from crossbow_py.cli.configuration import compose
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.telemetry.records import read_metrics, read_summary

@@ -12,22 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from crossbow_py import (
-    PAPA,
-    SGD,
-    SMA,
-    Crossbow,
-    DiLoCo,
-    Elastic,
-    GroupedSMA,
-    LocalSGD,
-    Muon,
-    ParameterGroup,
-    SlowMo,
-    SynchronousSGD,
-    TorchOptimizer,
-)
+from crossbow_py import SGD, SMA, Muon
+from crossbow_py.averaging import PAPA, Crossbow, DiLoCo, Elastic, GroupedSMA, LocalSGD, SlowMo, SynchronousSGD
 from crossbow_py.data.build import make_feed
+from crossbow_py.optimizers import ParameterGroup, TorchOptimizer
 from tests import rank_jobs
 from tests.event_files import read_events
 from tests.rank_jobs import Ended, Values, assert_alike, distance, results

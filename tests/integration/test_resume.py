@@ -9,26 +9,11 @@ from typing import Any
 import pytest
 from torch import nn
 
-from crossbow_py import (
-    PAPA,
-    SGD,
-    SMA,
-    AdamW,
-    Augmentation,
-    CheckpointSettings,
-    DiLoCo,
-    Elastic,
-    GroupedSMA,
-    Independent,
-    LocalSGD,
-    MultiStep,
-    Result,
-    SlowMo,
-    SynchronousSGD,
-    Trainer,
-)
+from crossbow_py import SGD, SMA, AdamW, Augmentation, CheckpointSettings, Independent, Result, Trainer
+from crossbow_py.averaging import PAPA, DiLoCo, Elastic, GroupedSMA, LocalSGD, SlowMo, SynchronousSGD
 from crossbow_py.core.errors import CheckpointError
 from crossbow_py.engine.modules import precision
+from crossbow_py.schedules import MultiStep
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
 from tests.trainers import Recorder, image_model, image_trainer, images, measured, weights

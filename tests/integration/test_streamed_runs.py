@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from crossbow_py import SMA, Augmentation, Constant, Independent, Listener, Trainer
+from crossbow_py import SMA, Augmentation, Independent, Listener, Trainer
 from crossbow_py.core.errors import BadSampleError, DataError
+from crossbow_py.schedules import Constant
 from crossbow_py.telemetry.records import read_metrics, read_summary
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
 from crossbow_py.train.evaluation.current_models import final_states

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
-from crossbow_py import SMA, NonFiniteError, UserError
+from crossbow_py import SMA, UserError
+from crossbow_py.errors import NonFiniteError
 from crossbow_py.telemetry.timeline import Timeline
 from crossbow_py.train import trainer as trainer_module
 from crossbow_py.train.__main__ import main

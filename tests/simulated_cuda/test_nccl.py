@@ -164,7 +164,8 @@ def test_two_ranks_train_what_they_train_on_cpus(on_cpus, executor, tmp_path, mo
 SLOW_MODEL = """
 import json, os, torch
 from torch import nn
-from crossbow_py import SGD, SMA, SynchronousSGD, Trainer, joined
+from crossbow_py import SGD, SMA, Trainer, joined
+from crossbow_py.averaging import SynchronousSGD
 
 class Model(nn.Module):
     def __init__(self):

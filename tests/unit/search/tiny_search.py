@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import SGD, Constant
+from crossbow_py import SGD
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.modules.precision import FP32
+from crossbow_py.schedules import Constant
 from crossbow_py.search.hyperband import Segment, best, make_brackets
 from crossbow_py.search.loop import Search, SearchHooks, SearchRules
 from crossbow_py.search.packs.policies import Policy

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from crossbow_py import SMA, Independent, LocalSGD
+from crossbow_py import SMA, Independent
+from crossbow_py.averaging import LocalSGD
 from crossbow_py.telemetry.console import ConsoleListener, epoch_line, final_lines, header_lines, progress_line
 from crossbow_py.telemetry.events import LearningStatistics
 from crossbow_py.telemetry.rank_pace import RankPace, spread_of

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import SGD, CheckpointError, SynchronousSGD, UserError
+from crossbow_py import SGD, UserError
+from crossbow_py.averaging import SynchronousSGD
 from crossbow_py.data.class_balance import weighted_loss
 from crossbow_py.data.sampler import weighted_order
+from crossbow_py.errors import CheckpointError
 from crossbow_py.search import build
 from crossbow_py.search.__main__ import main as search
 from tests.support import linear_model

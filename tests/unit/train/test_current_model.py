@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import SMA, Independent, LearnerError, Listener, SynchronousSGD, UserError
+from crossbow_py import SMA, Independent, Listener, UserError
+from crossbow_py.averaging import SynchronousSGD
+from crossbow_py.errors import LearnerError
 from tests.support import linear_model
 from tests.trainers import blobs, equal_states, image_trainer, make_trainer
 

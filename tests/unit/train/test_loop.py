@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import SGD, SMA, CheckpointSettings, Independent, MultiStep, NonFiniteError
+from crossbow_py import SGD, SMA, CheckpointSettings, Independent
 from crossbow_py.core.errors import LearnerError, UserError
 from crossbow_py.core.hanging_rank import HangingRank
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.distributed.watch import Watch
+from crossbow_py.errors import NonFiniteError
+from crossbow_py.schedules import MultiStep
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.train import trainer as trainer_module

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crossbow_py import SGD, Augmentation, SynchronousSGD, Trainer
+from crossbow_py import SGD, Augmentation, Trainer
+from crossbow_py.averaging import SynchronousSGD
 from crossbow_py.core.errors import BadDataError, UserError
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.mixing import Mixing

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import SGD, Crossbow, DiLoCo, LocalSGD, SynchronousSGD
+from crossbow_py import SGD
+from crossbow_py.averaging import Crossbow, DiLoCo, LocalSGD, SynchronousSGD
 from crossbow_py.core.errors import LearnerError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.telemetry.throughput import ThroughputMeter

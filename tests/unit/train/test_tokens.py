@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crossbow_py import SGD, Collated, Independent, Listener, SynchronousSGD, Trainer
+from crossbow_py import SGD, Collated, Independent, Listener, Trainer
+from crossbow_py.averaging import SynchronousSGD
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.telemetry.console import final_lines
 from crossbow_py.telemetry.events import EpochRecord

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from crossbow_py import SMA, LocalSGD, SynchronousSGD, TorchOptimizer, UserError
+from crossbow_py import SMA, UserError
+from crossbow_py.averaging import LocalSGD, SynchronousSGD
+from crossbow_py.optimizers import TorchOptimizer
 from crossbow_py.train.__main__ import main
 from crossbow_py.train.config import config_from_mapping, config_to_mapping
 from tests.trainers import blobs, image_trainer, make_trainer, weights

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import Dataset
 
-from crossbow_py import SGD, SMA, Augmentation, Independent, Listener, MultiStep, UserError
+from crossbow_py import SGD, SMA, Augmentation, Independent, Listener, UserError
 from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import CheckpointError
+from crossbow_py.schedules import MultiStep
 from crossbow_py.telemetry.records import read_metrics, read_summary
 from crossbow_py.train.checkpoints.resume import state_dict
 from crossbow_py.train.checkpoints.weights import save_weights

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from crossbow_py import SGD, Augmentation, Collated, Independent, SynchronousSGD, Trainer, UserError, model_loss
+from crossbow_py import SGD, Augmentation, Collated, Independent, Trainer, UserError, model_loss
+from crossbow_py.averaging import SynchronousSGD
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.data.streaming.items import ItemData

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import SGD, SMA, Constant, Independent, SynchronousSGD, frozen
+from crossbow_py import SGD, SMA, Independent, frozen
+from crossbow_py.averaging import SynchronousSGD
+from crossbow_py.schedules import Constant
 from crossbow_py.search.packs.trial import TrialSettings
 from crossbow_py.train import run_settings
 from tests.trainers import image_trainer

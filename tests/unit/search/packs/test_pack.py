@@ -13,13 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import SGD, SMA, AdamW, Augmentation, Cosine, MultiStep, ParameterGroup, Step, TorchOptimizer, Trainer
+from crossbow_py import SGD, SMA, AdamW, Augmentation, Trainer
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.executors import EXECUTORS, SerialExecutor
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.engine.rounds import RoundTasks
+from crossbow_py.optimizers import ParameterGroup, TorchOptimizer
+from crossbow_py.schedules import Cosine, MultiStep, Step
 from crossbow_py.search.packs.pack import NON_FINITE, Member, Pack, PackJob
 from crossbow_py.search.packs.trial import TrialSettings, own_dropout_rate, signature
 from crossbow_py.train import run_settings

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import SGD, Constant
+from crossbow_py import SGD
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.modules.precision import FP32
+from crossbow_py.schedules import Constant
 from crossbow_py.search.packs import trial_registry as module
 from crossbow_py.search.packs.trial import TrialSettings
 from crossbow_py.search.packs.trial_registry import SearchData, TrialRegistry

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from crossbow_py import SGD, Constant
+from crossbow_py import SGD
 from crossbow_py.data.build import make_feed
 from crossbow_py.engine.modules.precision import FP32
+from crossbow_py.schedules import Constant
 from crossbow_py.search.packs import width as module
 from crossbow_py.search.packs.trial import TrialSettings
 from crossbow_py.search.packs.width import CompatibleTrials, choose_width, measured_width

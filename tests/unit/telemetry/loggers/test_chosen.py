@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from crossbow_py import Listener, MLflowLogger, WandbLogger
+from crossbow_py import Listener
 from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import UserError
+from crossbow_py.loggers import MLflowLogger, WandbLogger
 from crossbow_py.search.config import SearchConfig
 from crossbow_py.telemetry.loggers import tracker
 from crossbow_py.telemetry.loggers.chosen import listeners_of, loggers_of

@@ -7,20 +7,10 @@ from contextlib import nullcontext
 import pytest
 from torch.nn.functional import cross_entropy
 
-from crossbow_py import (
-    SGD,
-    SMA,
-    Constant,
-    Crossbow,
-    Elastic,
-    GroupedSMA,
-    Independent,
-    LocalSGD,
-    Muon,
-    SynchronousSGD,
-    UserError,
-)
+from crossbow_py import SGD, SMA, Independent, Muon, UserError
+from crossbow_py.averaging import Crossbow, Elastic, GroupedSMA, LocalSGD, SynchronousSGD
 from crossbow_py.distributed.ranks import ALONE, Ranks
+from crossbow_py.schedules import Constant
 from crossbow_py.train.checks.compatibility import check_compatible
 from crossbow_py.train.run_settings import RunSettings
 from tests.thread_ranks import ThreadRanks, on_threads

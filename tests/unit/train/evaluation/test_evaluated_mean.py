@@ -7,25 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from crossbow_py import (
-    PAPA,
-    SGD,
-    SMA,
-    Constant,
-    Cosine,
-    DiLoCo,
-    Elastic,
-    GroupedSMA,
-    Independent,
-    LocalSGD,
-    MultiStep,
-    SlowMo,
-    Trainer,
-)
-from crossbow_py.averaging import OuterStep, Stage
+from crossbow_py import SGD, SMA, Independent, Trainer
+from crossbow_py.averaging import PAPA, DiLoCo, Elastic, GroupedSMA, LocalSGD, OuterStep, SlowMo, Stage
 from crossbow_py.core.errors import UserError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.update.outer_step import mean_of_learners, take_outer_step
+from crossbow_py.schedules import Constant, Cosine, MultiStep
 from crossbow_py.train.loop.average_model import spread
 from crossbow_py.train.run_folder.reporter import Result
 from tests.trainers import Recorder, blobs, make_trainer

@@ -12,21 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import (
-    PAPA,
-    SGD,
-    SMA,
-    AdamW,
-    DiLoCo,
-    Elastic,
-    GroupedSMA,
-    Independent,
-    LocalSGD,
-    Muon,
-    SlowMo,
-    SynchronousSGD,
-    UserError,
-)
+from crossbow_py import SGD, SMA, AdamW, Independent, Muon, UserError
+from crossbow_py.averaging import PAPA, DiLoCo, Elastic, GroupedSMA, LocalSGD, SlowMo, SynchronousSGD
 from crossbow_py.estimate.__main__ import main
 from crossbow_py.train.tuning.range_test import exponential_rates, has_diverged, smoothed, steepest
 from tests import rank_jobs
