@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from crossbow_py.engine.update.groups import ParameterGroup
-from crossbow_py.engine.update.optimizers import SGD, AdamW, Muon, Optimizer, TorchOptimizer
+from crossbow_py.engine.update.optimizers import SGD, AdamW, Muon, TorchOptimizer
 
-__all__ = ["SGD", "AdamW", "Muon", "Optimizer", "ParameterGroup", "TorchOptimizer"]
+__all__ = ["SGD", "AdamW", "Muon", "ParameterGroup", "TorchOptimizer"]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from crossbow_py.train.schedules import WSD, Constant, Cosine, Exponential, Inverse, MultiStep, Schedule, Step
+from crossbow_py.train.schedules import WSD, Constant, Cosine, Exponential, Inverse, MultiStep, Step
 
-__all__ = ["WSD", "Constant", "Cosine", "Exponential", "Inverse", "MultiStep", "Schedule", "Step"]
+__all__ = ["WSD", "Constant", "Cosine", "Exponential", "Inverse", "MultiStep", "Step"]

@@ -215,32 +215,39 @@ class Trainer:
         )
         if max_rounds is not None and not counts_earlier_rounds:
             stops = dataclasses.replace(stops, max_rounds=self.state.round_index + max_rounds)
-        if after_round is not None and not callable(after_round):
-            raise UserError(f"after_round must be a function of a RoundEnd, got {after_round!r}; give one, or None.")
+        _check_call(after_round)
         with self.run.ranks.together():
             monitor = self._new_monitor()
             listeners = [*self._file_listeners(monitor), *self._own_listeners()]
-        idle = self.run.ranks.watch.idle
-        meter = ThroughputMeter(waited_for_ranks_s=lambda: idle.seconds)
-        telemetry = RankTelemetry(self.run, meter, monitor)
-        reporter = Reporter(listeners, meter, telemetry=telemetry)
         try:
             with (
                 flushed_denormals(),
                 nullcontext() if monitor is None else closing(monitor),  # without TensorBoard no listener does
-                TrainingLoop(self.run, stops, reporter, telemetry.exchange, self._told) as self._loop,
+                self._new_loop(stops, listeners, monitor, after_round) as self._loop,
                 StopSignal(handle_signals) as signals,
             ):
-                loop = self._loop
-                loop.attach(HostTuning(self.run, reporter))
-                if after_round is not None:
-                    loop.attach(AfterRound(after_round, self.run, loop.learners, reporter))
-                loop.start(self._messages)
-                self._messages = []
-                status, reason = loop.run(signals)
-                return loop.finish(status, reason)
+                messages, self._messages = self._messages, []
+                return self._loop.train(messages, signals)
         finally:
             self._loop = None
+
+    def _new_loop(
+        self,
+        stops: StopConditions,
+        listeners: Sequence[Listener],
+        monitor: SystemMonitor | None,
+        after_round: Callable[[RoundEnd], int | None] | None,
+    ) -> TrainingLoop:
+        """Return a training loop and what is attached to it: ranks' figures, tuning of the host, `after_round`."""
+        run, idle = self.run, self.run.ranks.watch.idle
+        meter = ThroughputMeter(waited_for_ranks_s=lambda: idle.seconds)
+        telemetry = RankTelemetry(run, meter, monitor)
+        reporter = Reporter(listeners, meter, telemetry=telemetry)
+        loop = TrainingLoop(run, stops, reporter, telemetry.exchange, self._told)
+        loop.attach(HostTuning(run, reporter))
+        if after_round is not None:
+            loop.attach(AfterRound(after_round, run, loop.learners, reporter))
+        return loop
 
     @property
     def model(self) -> nn.Module:
@@ -344,6 +351,11 @@ class Trainer:
         if timeline is not None:
             listeners.append(TimelineFile(timeline, folder))
         return [*listeners, OperatorProfile(folder)] if self.run.arguments.profile else listeners
+
+
+def _check_call(after_round: object) -> None:
+    if after_round is not None and not callable(after_round):
+        raise UserError(f"after_round must be a function of a RoundEnd, got {after_round!r}; give one, or None.")
 
 
 def _check_callbacks(callbacks: Sequence[Listener]) -> None:

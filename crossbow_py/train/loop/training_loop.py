@@ -113,6 +113,11 @@ class TrainingLoop:
         self.reporter.close()
         return False
 
+    def train(self, messages: Sequence[str], signals: StopSignal) -> Result:
+        """Train until a stop condition is met or a signal comes, and return the result."""
+        self.start(messages)
+        return self.finish(*self.run(signals))
+
     def start(self, messages: Sequence[str]) -> None:
         """Announce the run, and pass on the messages about it."""
         self.state.returned_best = False

@@ -68,3 +68,11 @@ def test_table_of_ranks_begins_with_the_slowest_and_shows_as_many_as_asked_for()
     tokens = rank_table([pace(0, 100.0, tokens=5120.0, data=0.125)]).splitlines()
     assert tokens[0] == "| rank | host | ms a round | tokens/s | waiting for ranks | waiting for data |"
     assert tokens[2] == "| 0 | host-0 | 100 | 5,120 | 0.0% | 12.5% |"
+
+
+def test_single_rank_has_no_spread_and_ranks_with_data_on_the_device_no_waits() -> None:
+    assert spread_of([pace(0, 100.0)]) is None
+    spread = spread_of([pace(0, 100.0), pace(1, 100.0)])
+    assert spread is not None
+    assert spread.most_data_wait_share is None
+    assert spread.spread == 0.0

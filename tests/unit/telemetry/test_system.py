@@ -181,3 +181,13 @@ def test_load_of_a_node_is_that_of_all_its_gpus_and_of_a_job_that_of_all_nodes()
         "gpus/power_kw/total": 2.0,
     }  # fmt: skip
     assert job_sample([GpuLoad(), GpuLoad()]) == {}
+
+
+def test_close_twice_with_a_shutdown_that_fails_lets_nvml_go_once() -> None:
+    nvml = FakeNvml("shutdown")
+    monitor, _ = gpus(nvml)
+    nvml.calls.clear()
+    monitor.close()
+    monitor.close()
+    assert nvml.calls == ["shutdown"]
+    assert of_gpus(monitor) == {}

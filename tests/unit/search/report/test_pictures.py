@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 pytest.importorskip("matplotlib")
 
@@ -113,3 +114,31 @@ def test_curves_of_distant_rungs_have_epochs_by_logarithm(searched: Any) -> None
     brackets = make_brackets("successive_halving", num_trials=4, min_epochs=1, max_epochs=9, eta=3)
     info = searched.info(brackets=brackets)
     assert draw_curves(info, [searched.trial(0)]).axes[0].get_xscale() == "log"
+
+
+def test_parallel_coordinates_draw_the_best_above_all_others_and_pruned_ones_faint(searched: Any) -> None:
+    axes = draw_parallel(searched.info(), searched.trials()).axes[0]
+    trials = [line for line in axes.lines if len(line.get_xdata()) == 4]  # three parameters and the value
+    assert len(trials) == 4
+    best = max(trials, key=lambda line: line.get_linewidth())
+    assert best.get_zorder() == max(line.get_zorder() for line in trials)
+    assert float(best.get_ydata()[-1]) == 1.0
+    assert [line.get_alpha() for line in trials].count(0.6) == 2
+
+
+def _overlaps(figure: Figure) -> list[tuple[str, str]]:
+    figure.draw_without_rendering()
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    shown = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
+    boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in shown]
+    boxes = [(text, box) for text, box in boxes if box.width > 1]
+    return [(a, b) for n, (a, box) in enumerate(boxes) for b, other in boxes[n + 1 :] if box.overlaps(other)]
+
+
+@pytest.mark.parametrize("draw", [draw_parallel, draw_curves])
+@pytest.mark.parametrize("maximize", [True, False])
+def test_labels_of_a_picture_do_not_lie_over_one_another(searched: Any, draw: Any, maximize: bool) -> None:
+    figure = draw(searched.info(maximize=maximize), searched.trials())
+    figure.set_dpi(120)
+    FigureCanvasAgg(figure)
+    assert _overlaps(figure) == []

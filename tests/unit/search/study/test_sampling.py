@@ -300,3 +300,22 @@ def test_trials_of_named_samplers_with_conditions_and_choices_are_of_the_space_a
         for trial in (12, 13):
             assert SPACE.mistake_in(Sampling(SPACE, sampler, 1, True).sampled(trial, known).params) == ""
     assert capfd.readouterr() == ("", "")
+
+
+def test_trials_of_nsgaii_inherit_from_others_once_a_population_of_fifty_was_measured_at_a_rung() -> None:
+    known = with_values(first_trials("random", 52), lambda each: each.params["x"])
+    further = [
+        create_trial(
+            state=TrialState.RUNNING, params=each.params, distributions=each.distributions, user_attrs=each.user_attrs,
+            intermediate_values={**each.intermediate_values, 3000: 0.5},
+        )
+        for each in known[:40]
+    ]  # fmt: skip
+    parents = {each.params["x"] for each in known}
+    sampler = Sampling(LINE, "nsgaii", 1, True)
+
+    def inherited(history: list[FrozenTrial]) -> int:
+        return sum(sampler.sampled(trial, history).params["x"] in parents for trial in range(52, 58))
+
+    assert inherited([*further, *known[40:]]) > 0
+    assert inherited([*further, *known[40:49]]) == 0
