@@ -226,8 +226,7 @@ class Trainer:
                 self._new_loop(stops, listeners, monitor, after_round) as self._loop,
                 StopSignal(handle_signals) as signals,
             ):
-                messages, self._messages = self._messages, []
-                return self._loop.train(messages, signals)
+                return self._loop.train(self._messages, signals)
         finally:
             self._loop = None
 

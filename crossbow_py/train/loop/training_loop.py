@@ -113,13 +113,13 @@ class TrainingLoop:
         self.reporter.close()
         return False
 
-    def train(self, messages: Sequence[str], signals: StopSignal) -> Result:
-        """Train until a stop condition is met or a signal comes, and return the result."""
+    def train(self, messages: list[str], signals: StopSignal) -> Result:
+        """Train until a stop condition is met or a signal comes, and return the result; `messages` are told first."""
         self.start(messages)
         return self.finish(*self.run(signals))
 
-    def start(self, messages: Sequence[str]) -> None:
-        """Announce the run, and pass on the messages about it."""
+    def start(self, messages: list[str]) -> None:
+        """Announce the run, and pass on the messages about it, which are removed once they are told."""
         self.state.returned_best = False
         with self.ranks.together():  # as a logger may not reach its server
             self.reporter.start(run_info(self._run, self._planned_samples), self.state.wall_s)
@@ -127,6 +127,7 @@ class TrainingLoop:
         self._told.update(remarks)
         for message in [*messages, *remarks, *self._epochs.begin()]:
             self.reporter.message(message)
+        messages.clear()
         self.meter.start(self.state.elapsed_s)
         for listener in self._round_listeners:
             listener.start()

@@ -318,7 +318,7 @@ def test_brackets_of_any_search_number_their_trials_without_gaps(
         ({"method": "none"}, "num_trials must be set where method is none, got null; set it"),
         ({"num_trials": 100_001}, "num_trials must be from 1 to 100000, got 100001; take fewer"),
         ({"min_epochs": 0.0}, r"min_epochs must be above 0 and at most max_epochs \(9\), got 0.0"),
-        ({"min_epochs": 10}, r"min_epochs must be .* at most max_epochs \(9\), got 10; set a part"),
+        ({"min_epochs": 10}, r"min_epochs must be .* at most max_epochs \(9\), got 10; take a part"),
         ({"min_epochs": math.nan}, "min_epochs must be above 0 and at most .* got nan"),
         ({"min_epochs": 1e-300, "max_epochs": 1e300}, "at least a millionth of max_epochs .*; raise it"),
         ({"max_epochs": 3**11}, "has 279292 trials, and the most is 100000; set num_trials"),
