@@ -29,7 +29,7 @@ def network() -> nn.Module:
 
 
 def reserved(batch_size: int, executor: str = "fused") -> int | None:
-    settings = RunSettings(batch_size, num_learners=2, executor=executor, device="cuda")  # type: ignore[arg-type]
+    settings = RunSettings(batch_size=batch_size, num_learners=2, executor=executor, device="cuda")  # type: ignore[arg-type]
     return reserved_bytes(network, Sample((3, 32, 32), torch.bfloat16), 10, settings, SGD(), SMA())
 
 
