@@ -27,7 +27,7 @@ def settles(rule: AveragingRule, num_learners: int, num_devices: int = 1) -> boo
     return found.share * total * found.correction < (2 - found.correction) * (1 + found.momentum)
 
 
-def most_settling(rule: AveragingRule, most_learners: int, num_devices: int = 1) -> int:
+def most_stable_learners(rule: AveragingRule, most_learners: int, num_devices: int = 1) -> int:
     """Return the largest number of learners on each device, from 1 to `most_learners`, with which a rule is stable."""
     return next((k for k in range(most_learners, 1, -1) if settles(rule, k, num_devices)), 1)
 
@@ -38,7 +38,7 @@ def check_settles(rule: AveragingRule, num_learners: int | Literal["auto"], num_
     Raises UserError if it is not.
     """
     if num_learners != "auto" and not settles(rule, num_learners, num_devices):
-        most = most_settling(rule, num_learners, num_devices)
+        most = most_stable_learners(rule, num_learners, num_devices)
         devices = f" on each of {num_devices} devices" if num_devices > 1 else ""
         rate = getattr(rule, "correction_rate", None)
         found = f"averaging.correction_rate={rate} is too large for {num_learners} learners{devices}"

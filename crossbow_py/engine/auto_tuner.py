@@ -95,7 +95,7 @@ class AutoTunerState:
 
 @dataclass(frozen=True, kw_only=True)
 class AutoTunerSettings:
-    """What num_learners=auto goes by."""
+    """The objective of num_learners=auto."""
 
     GROUP: ClassVar[str] = "auto_tuner"
 
@@ -334,7 +334,7 @@ class AutoTuner(AutoTunerSettings):
 
 @dataclass(frozen=True)
 class _Worth:
-    """What learners are worth at a gradient noise; without it an image is worth the same in any number."""
+    """The worth of learners at a gradient noise; without noise an image is worth the same in any number of them."""
 
     noise: NoiseScale | None = None
     num_devices: int = 1

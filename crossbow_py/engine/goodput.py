@@ -69,7 +69,7 @@ def compares_in(round_index: int, num_learners: int, num_known: int) -> bool:
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """What is known of the gradient noise; the default is nothing.
+    """The estimate of the gradient noise so far; the default is none.
 
     Attributes:
         batch_size: b.

@@ -62,7 +62,7 @@ class Draws(NamedTuple):
     round_index: int
 
 
-def taken(notes: list[str]) -> list[str]:
+def take_all(notes: list[str]) -> list[str]:
     """Remove and return what a list holds, one by one, because another thread may add to it meanwhile."""
     found = []
     while notes:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from crossbow_py.averaging.stability import check_settles, most_settling
+from crossbow_py.averaging.stability import check_settles, most_stable_learners
 from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.files import given_path
 from crossbow_py.core.trees import values_per_sample
@@ -152,7 +152,7 @@ class RunBuilder:
     def _tuning(self, fitting: int, num_devices: int) -> tuple[LearnerTuning | None, NoiseScale | None, list[str]]:
         """Return the tuning of at most `fitting` learners, the gradient noise if it is measured, and messages."""
         rule, tuner, remarks = self.rule, None, list[str]()
-        most = most_settling(rule, fitting, num_devices)
+        most = most_stable_learners(rule, fitting, num_devices)
         if self.settings.num_learners == "auto" and most < fitting:
             learners = "one learner" if most == 1 else f"{most} learners"
             remarks.append(

@@ -36,7 +36,7 @@ class Executor(ABC):
         groups: the groups of learners that run as one.
         running: the tasks that host threads are running, by stream.
         computing: makes a context for work of the calling thread, beside which waits for other ranks cost nothing.
-        notes: messages for the user, also from task bodies; take them (`taken`) after every round.
+        notes: messages for the user, also from task bodies; take them (`take_all`) after every round.
     """
 
     NAME: str

@@ -21,7 +21,7 @@ _OWN = {"lr": "learning_rate", "weight_decay": "weight_decay", "params": "groups
 
 @dataclass(frozen=True)
 class Facts:
-    """What a step of an optimizer shows: its states of a parameter's shape, and whether it takes weight decay."""
+    """The findings of one trial step of an optimizer: its states of a parameter's shape, and use of weight decay."""
 
     num_states: int
     decays: bool

@@ -18,7 +18,7 @@ from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.modules.dropout import set_dropout_rate
-from crossbow_py.engine.rounds import Draws, Round, RoundOutcome, RoundTasks, smoothing_rows, taken
+from crossbow_py.engine.rounds import Draws, Round, RoundOutcome, RoundTasks, smoothing_rows, take_all
 from crossbow_py.engine.update.optimizers import side_by_side
 from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.search.packs.trial import LOSS, Checkpoint, TrialSettings, new_row, own_dropout_rate, read_row
@@ -253,7 +253,7 @@ class Pack:
         """Wait for what is in flight; after that, members may be measured and exchanged."""
         self._absorb(self._executor.drain())
         self._bank.check_bindings(averages=False)
-        self.notes += [*taken(self._executor.notes), *self.feed.take_notes()]
+        self.notes += [*take_all(self._executor.notes), *self.feed.take_notes()]
 
     # --- results ------------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from crossbow_py.engine.modules.losses import (
     scores_of,
     smoothed_cross_entropy,
 )
-from crossbow_py.engine.rounds import smoothing_rows, taken
+from crossbow_py.engine.rounds import smoothing_rows, take_all
 from crossbow_py.telemetry.events import LearningStatistics
 from crossbow_py.train.evaluation.current_models import final_states
 from crossbow_py.train.evaluation.evaluator import State
@@ -95,7 +95,7 @@ class LearningMeasurement:
 
     def take_notes(self) -> list[str]:
         """Return the messages for the user since the last call."""
-        return taken(self._notes)
+        return take_all(self._notes)
 
     def _attempt(self, what: str, measure: Callable[[], T | None]) -> T | None:
         """Return what `measure` returns. If it fails, note why, and return None from then on: the run must not stop.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from crossbow_py.core.errors import LearnerError
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory
 from crossbow_py.engine.executors import EXECUTORS, Executor
-from crossbow_py.engine.rounds import Round, RoundTasks, smoothing_rows, taken
+from crossbow_py.engine.rounds import Round, RoundTasks, smoothing_rows, take_all
 from crossbow_py.engine.tasks import AveragingTask
 from crossbow_py.engine.update.outer_step import take_outer_step
 from crossbow_py.train.loop.average_model import adopt_learner, bring_up_to_date, restart
@@ -158,7 +158,7 @@ class Learners:
     def take_notes(self) -> list[str]:
         """Return the messages of the executor, the data and the run since the last call."""
         of_feeds = dict.fromkeys(note for feed in self._run.feeds for note in feed.take_notes())
-        return [*taken(self.executor.notes), *taken(self._run.notes), *of_feeds]
+        return [*take_all(self.executor.notes), *take_all(self._run.notes), *of_feeds]
 
     def close(self) -> None:
         """Close the executor."""

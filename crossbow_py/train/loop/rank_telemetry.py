@@ -1,4 +1,4 @@
-"""What ranks tell each other for the dashboard: the pace of each, and the load of its node's GPUs.
+"""The figures that ranks exchange for the dashboard: the pace of each, and the load of its node's GPUs.
 
 It travels with the reports by which ranks synchronise, so it costs no exchange of its own.
 """

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from crossbow_py.averaging import SMA, Crossbow, Elastic, GroupedSMA, Independent, LocalSGD, Stage
-from crossbow_py.averaging.stability import check_settles, most_settling
+from crossbow_py.averaging.stability import check_settles, most_stable_learners
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.bank.layout import TrainedRow
 from crossbow_py.engine.update.optimizers import SGD
@@ -37,7 +37,7 @@ def spectral_radius(curvature, momentum, alpha, mu, num_learners):
     ],
 )  # fmt: skip
 def test_learners_that_stand_still_settle_up_to_a_number_by_any_pull(rule, most):
-    assert most_settling(rule, 99) == most
+    assert most_stable_learners(rule, 99) == most
     check_settles(rule, most)
     if most < 99:
         with pytest.raises(UserError, match=rf"correction_rate=0\.\d+ is too large .* with more than {most} learners"):
@@ -57,7 +57,7 @@ def distance_apart(rule, num_learners, rounds=300):
 
 
 def test_learners_of_all_devices_count():
-    assert most_settling(Crossbow(), 99, num_devices=8) == 4
+    assert most_stable_learners(Crossbow(), 99, num_devices=8) == 4
     with pytest.raises(UserError, match="for 8 learners on each of 8 devices: with more than 4 "):
         check_settles(Crossbow(), 8, num_devices=8)
 
