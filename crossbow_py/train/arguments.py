@@ -68,9 +68,9 @@ class TrainArguments(JobOptions, RunOptions, RunSettings):
         return RunSettings.of(self)
 
 
-def taking(arguments: Callable[P, A], of_fit: Callable[[], Callable[..., Any]]) -> Callable[
-    [Callable[[T, A], None]], Callable[Concatenate[T, P], None]
-]:
+def taking(
+    arguments: Callable[P, A], of_fit: Callable[[], Callable[..., Any]]
+) -> Callable[[Callable[[T, A], None]], Callable[Concatenate[T, P], None]]:
     """Give an `__init__` that takes one object of a dataclass the dataclass's keywords.
 
     It raises TypeError for another keyword, with a suggestion among these and the keywords of what `of_fit` returns.

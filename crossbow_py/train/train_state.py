@@ -34,7 +34,6 @@ class BestModels:
         """Copy the evaluated models."""
         return cls(samples_seen, accuracy, loss, [clone_all(state) for state in states])
 
-
     def to_plain(self) -> dict[str, Any]:
         """Return plain values and tensors for a checkpoint, which share memory with these."""
         return {"samples_seen": self.samples_seen, "accuracy": self.accuracy, "loss": self.loss, "states": self.states}
@@ -161,9 +160,7 @@ class TrainState:
             return None
         return self.num_correct / (self.num_losses * batch_size)
 
-    def note_evaluation(
-        self, accuracy: float | None, loss: float, target: float | None, is_stop: bool = False
-    ) -> None:
+    def note_evaluation(self, accuracy: float | None, loss: float, target: float | None, is_stop: bool = False) -> None:
         """Note the last and the best evaluation, and the training time when the target was first reached.
 
         One at a stop inside an epoch, `is_stop`, is never stale: a run without that stop has no such evaluation.

@@ -71,4 +71,3 @@ def written_values(bank: ReplicaBank) -> list[Tensor]:
     rows = (bank.trained_row(j) for j in range(bank.num_learners))
     lists = (vectors for row in rows for vectors in (row.weights, row.shadow or [], *row.state.values()))
     return [*(vector for vectors in lists for vector in vectors), *bank.z.trained(), *bank.z_prev.trained()]
-

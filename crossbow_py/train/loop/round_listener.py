@@ -57,9 +57,7 @@ class HostTuning(RoundListener):
             if said := run.worker_autotuner.after_round(elapsed_s, waited_s, batches):
                 self._reporter.message(said)
                 self._reporter.workers(run.train_feed.num_workers)
-        if run.busy_cores and (
-            said := run.busy_cores.after_round(images, run.bank.num_learners, elapsed_s - waited_s)
-        ):
+        if run.busy_cores and (said := run.busy_cores.after_round(images, run.bank.num_learners, elapsed_s - waited_s)):
             self._reporter.message(said)
         return None
 
