@@ -19,6 +19,7 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,17 @@ def is_killed(path: Path, source: str, tests: list[str], limit_s: float) -> bool
     return True
 
 
+def _names(mutants: list[tuple[Path, str]]) -> list[list[str | int]]:
+    """Return names that hold in another commit: the module, the fault, and its number among equal ones."""
+    seen = Counter[tuple[str, str]]()
+    names: list[list[str | int]] = []
+    for path, what in mutants:
+        key = str(path), what.partition(": ")[2]
+        seen[key] += 1
+        names.append([*key, seen[key]])
+    return names
+
+
 def main(arguments: list[str]) -> int:
     """Try a sample of mutants, and print those that live. Returns 1 if the tests fail without any fault."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
@@ -132,9 +144,10 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     known = json.loads(given.json.read_text()) if given.json and given.json.exists() else None
     every = [(path, *each) for path in given.modules for each in mutants_of(path.read_text())]
+    names = _names([(path, what) for path, what, _ in every])
     chosen = random.Random(given.seed).sample(every, min(given.sample, len(every)))
     if known is not None:
-        chosen = [each for each in every if [str(each[0]), each[1].partition(": ")[2]] in known]
+        chosen = [each for each, name in zip(every, names, strict=True) if name in known]
     path = given.modules[0]
     if is_killed(path, path.read_text(), given.tests, given.limit_s):
         print("the tests fail without any fault")
@@ -142,7 +155,7 @@ def main(arguments: list[str]) -> int:
     alive = []
     for path, what, source in chosen:
         if not is_killed(path, source, given.tests, given.limit_s):
-            alive.append([str(path), what.partition(": ")[2]])
+            alive.append(names[every.index((path, what, source))])
             print(f"lives: {path}:{what}", flush=True)
     print(f"{len(chosen) - len(alive)} of {len(chosen)} mutants killed")
     if given.json and known is None:
