@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -68,7 +68,7 @@ class TrainArguments(JobOptions, RunOptions, RunSettings):
         return RunSettings.of(self)
 
 
-def taking(
+def with_keywords_of(
     arguments: Callable[P, A], of_fit: Callable[[], Callable[..., Any]]
 ) -> Callable[[Callable[[T, A], None]], Callable[Concatenate[T, P], None]]:
     """Give an `__init__` that takes one object of a dataclass the dataclass's keywords.
@@ -79,21 +79,25 @@ def taking(
 
     def decorate(init: Callable[[T, A], None]) -> Callable[Concatenate[T, P], None]:
         @functools.wraps(init)
-        def taken(self: T, /, *args: P.args, **given: P.kwargs) -> None:
-            for word in given:
-                if word not in signature.parameters:
-                    meant = python_suggestion(word, keywords(of_fit()), [*signature.parameters], in_fit=False)
-                    raise TypeError(
-                        f"unexpected keyword argument {word!r}{meant or suggestion(word, signature.parameters)}"
-                    )
+        def initialise(self: T, /, *args: P.args, **given: P.kwargs) -> None:
+            check_keywords(given, keywords(of_fit()), [*signature.parameters], in_fit=False)
             signature.bind(*args, **given)  # its errors name no class of ours
             init(self, arguments(*args, **given))
 
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        taken.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
-        return taken
+        initialise.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
+        return initialise
 
     return decorate
+
+
+def check_keywords(given: Iterable[str], of_fit: Sequence[str], of_trainer: Sequence[str], in_fit: bool) -> None:
+    """Raise TypeError with a suggestion for a keyword that `fit`, or else `Trainer`, does not take."""
+    known = of_fit if in_fit else of_trainer
+    for word in given:
+        if word not in known:
+            meant = python_suggestion(word, of_fit, of_trainer, in_fit=in_fit)
+            raise TypeError(f"unexpected keyword argument {word!r}{meant or suggestion(word, known)}")
 
 
 def keywords(function: Callable[..., Any]) -> list[str]:

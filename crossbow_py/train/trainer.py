@@ -15,8 +15,7 @@ from torch import nn
 
 from crossbow_py.core.errors import UserError, unwritable
 from crossbow_py.core.files import given_path
-from crossbow_py.core.other_names import python_suggestion
-from crossbow_py.core.settings import shown, suggestion
+from crossbow_py.core.settings import shown
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.engine.device.host import flushed_denormals
 from crossbow_py.engine.modules.precision import ordinary_modes
@@ -26,7 +25,7 @@ from crossbow_py.telemetry.records import file_listeners, node_listeners
 from crossbow_py.telemetry.system import SystemMonitor
 from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.telemetry.timeline import Timeline, TimelineFile
-from crossbow_py.train.arguments import TrainArguments, keywords, taking
+from crossbow_py.train.arguments import TrainArguments, check_keywords, keywords, with_keywords_of
 from crossbow_py.train.build import RunBuilder
 from crossbow_py.train.checkpoints.checkpoint import holds_run
 from crossbow_py.train.checkpoints.resume import choose_together, find_checkpoint, restore
@@ -64,11 +63,7 @@ def _suggesting(fit: Callable[P, Result]) -> Callable[P, Result]:
                 "fit() takes keyword arguments alone, as in fit(max_epochs=10); the model and the data are Trainer's: "
                 "Trainer(model=..., train_data=...)."
             )
-        known, of_trainer = keywords(fit), keywords(TrainArguments)
-        for word in given:
-            if word not in known:
-                meant = python_suggestion(word, known, of_trainer, in_fit=True)
-                raise TypeError(f"unexpected keyword argument {word!r}{meant or suggestion(word, known)}")
+        check_keywords(given, keywords(fit), keywords(TrainArguments), in_fit=True)
         return fit(*trainer, **given)
 
     return checked
@@ -127,7 +122,7 @@ class Trainer:
         UserError: settings, data and model do not fit each other.
     """
 
-    @taking(TrainArguments, of_fit=lambda: Trainer.fit)
+    @with_keywords_of(TrainArguments, of_fit=lambda: Trainer.fit)
     def __init__(self, arguments: TrainArguments) -> None:
         with _by_turns():
             self._build(arguments)

@@ -35,7 +35,7 @@ def check_compatible(
         warnings.warn(
             "torchrun has started several ranks, and this Trainer was given none: each of them trains a model of its "
             "own. For one model, use `with joined() as ranks:` and Trainer(..., ranks=ranks).",
-            stacklevel=3,
+            stacklevel=5,
         )
     least_local = int(min(count for (count,) in ranks.gather([ranks.num_local])))
     with ranks.together():

@@ -28,13 +28,12 @@ class Learners:
 
     def __init__(self, run: Run, reporter: Reporter) -> None:
         self._run, self._reporter = run, reporter
-        self.executor, self.memory = new_executor(run), OutOfMemory(run, round_tasks(run))
+        self.executor = new_executor(run)
+        self.memory = OutOfMemory(run, self.executor.tasks)
         self.in_flight = False
 
-    def absorb_failure(self, error: LearnerError) -> None:
-        """Have this rank sit out after a round that did not fit in memory. Raises any other error."""
-        if not self.memory.can_shrink(error):
-            raise error
+    def sit_out(self) -> None:
+        """Have this rank sit out, as a round did not fit in memory. For each rank by itself."""
         self.executor.close()
         self.memory.sit_out_from_here()
 
@@ -54,12 +53,15 @@ class Learners:
             for outcome in self.executor.drain():
                 self._run.state.absorb(outcome)
         except LearnerError as error:
-            self.absorb_failure(error)
-            return False
-        self.memory.settled()
-        self.in_flight = False
-        adopt_learner(self._run.bank)
-        return True
+            self.memory.check(error)
+        else:
+            self.memory.settled()
+            self.in_flight = False
+            adopt_learner(self._run.bank)
+            return True
+        # Outside the except block the error is gone, and with it the memory that its frames held.
+        self.sit_out()
+        return False
 
     def take_outer_step(self, plan: Round) -> None:
         """Take a round's outer step once its tasks are over; see `engine/update/outer_step.py`."""

@@ -47,10 +47,11 @@ class OutOfMemory:
         self._sums_begun = self._run.collective.num_sums
         self._sums_due.clear()
 
-    def can_shrink(self, error: LearnerError) -> bool:
-        """Return whether fewer learners may help against an error: memory ran out, and their number is tuned."""
+    def check(self, error: LearnerError) -> None:
+        """Raise the error, unless fewer learners may help: memory ran out, and their number is tuned."""
         tuned = self._run.tuning is not None and self._run.bank.num_learners > 1
-        return tuned and is_out_of_memory(error.__cause__)
+        if not tuned or not is_out_of_memory(error.__cause__):
+            raise error
 
     def sit_out_from_here(self) -> None:
         """Sit out, and take part in the sums of rounds that were in flight. The executor is closed.

@@ -68,8 +68,9 @@ class TrainingLoop:
         self.num_samples, self.total_samples = run.num_samples, stops.planned_samples(run.num_samples)
         run.schedule.factor(0, self.num_samples, self.total_samples)  # raises before training, if at all
         measured = run.validation_feed or run.test_feed
-        has_accuracy = lambda: measured is not None and run.evaluator.counts_correct(measured)  # noqa: E731
-        stops.check_measured(measured is not None, has_accuracy)
+        stops.check_measured(
+            measured is not None, lambda: measured is not None and run.evaluator.counts_correct(measured)
+        )
         # Clocks of ranks differ, but decisions by time must not: all continue from the slowest one's.
         self.state.elapsed_s = max(elapsed_s for (elapsed_s,) in self.ranks.gather([self.state.elapsed_s]))
         self.learners = Learners(run, reporter)
@@ -184,10 +185,12 @@ class TrainingLoop:
                 self.state.absorb(outcome)
             if plan.outer_step is not None:
                 learners.take_outer_step(plan)
+            return True
         except LearnerError as error:
-            learners.absorb_failure(error)
-            return not self._run.collective.is_alone
-        return True
+            learners.memory.check(error)
+        # Outside the except block the error is gone, and with it the memory that its frames held.
+        learners.sit_out()
+        return not self._run.collective.is_alone
 
     def _prepare(self, plan: Round) -> None:
         """Do what precedes a round: restarts of learners from z, and the comparison of a single learner's gradients."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -196,6 +197,25 @@ def test_losses_of_rounds_before_the_one_that_failed_count(make_loop, executor):
     submit(loop, run, range(3, 6))
     loop.learners.drain()
     assert run.state.num_losses == counted
+
+
+def test_memory_of_the_failed_round_is_free_before_the_rank_takes_part_in_sums(make_loop):
+    loop, run, collective, _ = make_loop("serial")
+    kept: list[weakref.ref[torch.Tensor]] = []
+    summed, alive = collective.all_reduce_sum, []
+
+    def fails(outputs, targets):
+        activations = outputs * 2
+        kept.append(weakref.ref(activations))
+        raise MemoryError("no room")
+
+    def watched(values):
+        alive.append(kept[0]() is not None)
+        summed(values)
+
+    loop.learners.executor.tasks.loss, collective.all_reduce_sum = fails, watched
+    assert submit(loop, run, range(1)) == [True]
+    assert alive == [False]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("another mistake"), ValueError("no")])

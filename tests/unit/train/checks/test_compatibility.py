@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 from torch.nn.functional import cross_entropy
@@ -14,6 +15,7 @@ from crossbow_py.schedules import Constant
 from crossbow_py.train.checks.compatibility import check_compatible
 from crossbow_py.train.run_settings import RunSettings
 from tests.thread_ranks import ThreadRanks, on_threads
+from tests.trainers import make_trainer
 
 
 def check(ranks: Ranks = ALONE, num_learners: int = 2, node_period: int = 1) -> None:
@@ -56,8 +58,9 @@ def test_trainer_of_one_rank_where_torchrun_has_started_several_is_warned_of(mon
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.warns(UserWarning, match="each of them trains a model of its own"):
-        check()
+    with pytest.warns(UserWarning, match="each of them trains a model of its own") as warned:
+        make_trainer()
+    assert [Path(each.filename).name for each in warned] == ["trainers.py"]  # the line that makes the trainer
     on_threads(check, 2)  # with ranks of theirs nothing is said
     monkeypatch.setenv("WORLD_SIZE", "1")
     check()
