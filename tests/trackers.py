@@ -20,6 +20,7 @@ class MemoryTracker(Tracker):
         error: what all methods but `open` raise, if it is set.
         fails: how many times more; None is for good.
         refused: the samples seen of a point that `log` raises for.
+        asked: the number of calls.
         may_go_on: the methods wait for it.
     """
 
@@ -31,6 +32,7 @@ class MemoryTracker(Tracker):
         self.error: Exception | None = None
         self.fails: int | None = None
         self.refused: int | None = None
+        self.asked = 0
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
@@ -69,6 +71,7 @@ class MemoryTracker(Tracker):
 
     def _keep(self, method: str, given: Any) -> None:
         self.may_go_on.wait(10)
+        self.asked += 1
         if self.error is not None and self.fails != 0:
             self.fails = None if self.fails is None else self.fails - 1
             raise self.error

@@ -89,23 +89,24 @@ class LeaseWatch:
     """Tells which leases live, by the clock of the watching process: one ends when its beat stays the same too long.
 
     A lease that is seen for the first time lives: how old its beat is cannot be told. A tenth is added to each, as
-    clocks of two hosts may run at different rates.
+    clocks of two hosts may run at different rates. A process may be stopped, or a storage slow, while it reads leases:
+    so a beat counts as heard when the reading was over, and as silent only until the reading began.
     """
 
     def __init__(self) -> None:
         self._heard: dict[str, tuple[float, float]] = {}  # by holder: the beat, and when it was heard first
 
-    def living(self, leases: Mapping[str, Lease], now_s: float) -> dict[str, Lease]:
-        """Return the leases that live, of those that were read just now."""
+    def living(self, leases: Mapping[str, Lease], begun_s: float, read_s: float) -> dict[str, Lease]:
+        """Return the leases that live; reading them began at `begun_s` and was over at `read_s` of one clock."""
         heard = {}
         for holder, lease in leases.items():
-            beat, since_s = self._heard.get(holder, (lease.beat, now_s))
-            heard[holder] = (lease.beat, since_s if beat == lease.beat else now_s)
+            beat, since_s = self._heard.get(holder, (lease.beat, read_s))
+            heard[holder] = (lease.beat, since_s if beat == lease.beat else read_s)
         self._heard = heard
         return {
             holder: lease
             for holder, lease in leases.items()
-            if not lease.has_ended and now_s - heard[holder][1] < (1 + _LATE) * lease.lease_s
+            if not lease.has_ended and begun_s - heard[holder][1] < (1 + _LATE) * lease.lease_s
         }
 
 
@@ -410,14 +411,16 @@ class SegmentClaims:
 
     def _living(self) -> dict[str, Lease]:
         """Return the leases that live, by holder."""
+        begun_s = self._clock()
         kept = self._patience.call(self._storage.get_study_user_attrs, self._claims_study)
+        read_s = self._clock()
         with self._of_a_search("lease"):
             leases = {
                 key.removeprefix(_LEASE_OF): Lease.read(plain)
                 for key, plain in kept.items()
                 if key.startswith(_LEASE_OF)
             }
-        return self._watch.living(leases, self._clock())
+        return self._watch.living(leases, begun_s, read_s)
 
     def _read(self) -> list[_Claim]:
         trials = self._patience.call(self._storage.get_all_trials, self._claims_study, deepcopy=False)

@@ -28,11 +28,9 @@ Plain = bool | int | float | str
 SEND_EVERY_S = 10.0
 RUNNING = "running"
 END = "how it ended"  # the name of the call that ends the run
-POINTS = "points"
 END_S = 60.0  # how long the end of a run waits for the service
 _CLOSE_S = 10.0
 _TRIES = 3
-_SENT_AGAIN = "training goes on, and what it misses is sent again."
 _LONGEST_SHOWN = 200
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # User and password up to the last @, as either may have one, and a slash: in doubt too much is hidden.
@@ -225,21 +223,38 @@ def _id_in(text: str) -> str | None:
 
 @dataclass(eq=False)
 class _Job:
-    """A call of a tracker's method. `name` is what it delivers; `tries` counts failures while other calls succeeded."""
+    """A call of a tracker's method.
 
-    name: str
+    Attributes:
+        name: what it takes along; None for points, which are never left out.
+        tries: how often it failed where the service took something else.
+        error: what it failed with last.
+    """
+
+    name: str | None
     call: Callable[[], None]
     tries: int = 0
     error: str = ""
 
+    @property
+    def what(self) -> str:
+        """What it takes along, for the user."""
+        return self.name or "points"
+
+
+def _last_of_each(jobs: Sequence[_Job]) -> list[_Job]:
+    """Return all points, and of other things the last of each name: those do not grow while a service is gone."""
+    last = {job.name: job for job in jobs}
+    return [job for job in jobs if job.name is None or last[job.name] is job]
+
 
 class Courier:
-    """Delivers to a tracker in a thread of its own: training never waits for a server.
+    """Delivers points and pictures to a tracker in a thread of its own: training never waits for a server.
 
-    MLflow's own queue takes metrics alone, and W&B's never reports a failure. So this thread stands before both: it
-    draws pictures, copies files, and sends again what a service did not take, points until the end and anything else
-    three times. So points may arrive out of order after an outage. Each has its own samples seen, by which both
-    services draw curves, and its own time in MLflow: they are the same as without the outage.
+    MLflow's own queue takes metrics alone, and W&B's never reports a failure, so this thread stands before both. What
+    fails keeps nothing back. It is tried again with what comes later, and once more in the end. What the service
+    refuses a few times, while it takes other things, is left out, except for points. While it takes nothing, all points
+    wait, and of other things the last of each name.
 
     Args:
         tracker: a tracker that is open.
@@ -251,29 +266,36 @@ class Courier:
         self._lock, self._over = threading.Lock(), threading.Event()
         self._points: list[Point] = []
         self._jobs: list[_Job] = []
+        self._turn = 0  # deliveries so far
+        self._problem: str | None = None
         self._has_failed = False
-        self._problems: list[str] = []
+        self._losses: list[str] = []
+        self._left_out: set[str] = set()
         self._thread = threading.Thread(target=self._work, name=f"courier to {tracker.NAME}", daemon=True)
         self._thread.start()
 
     def add(self, samples_seen: int, values: Mapping[str, float]) -> None:
-        """Queue a point. Values at the same samples that are still queued are replaced."""
+        """Take a point along. Values at the same samples that are still here are laid over by it."""
         now_ms = int(time.time() * 1000)
         with self._lock:
             before = self._points.pop().values if self._points and self._points[-1][0] == samples_seen else {}
             self._points.append(Point(samples_seen, now_ms, {**before, **values}))
 
     def do(self, name: str, job: Callable[..., None], *arguments: Any) -> None:
-        """Queue a call of a tracker's method; messages use `name`. The call named END comes after all others."""
+        """Take a call of a tracker's method along, behind the points that are here; the user knows it by its name.
+
+        One that failed is not made any more after a later one of the same name.
+        """
         with self._lock:
-            self._queue_points()
+            self._pack()
             self._jobs.append(_Job(name, partial(job, *arguments)))
 
     def problems(self) -> list[str]:
-        """Return a sentence on the first delivery that failed, and on each that is given up, once."""
+        """Return a sentence on the first delivery that failed, and on whatever is left out, each once."""
         with self._lock:
-            problems, self._problems = self._problems, []
-        return problems
+            said = [*([self._problem] if self._problem else []), *self._losses]
+            self._problem, self._losses = None, []
+        return said
 
     def finish(self, timeout_s: float = END_S) -> list[str]:
         """Deliver what is left and end the thread, within that time. Returns sentences on what did not arrive."""
@@ -281,11 +303,11 @@ class Courier:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return [*self.problems(), f"{self._tracker.NAME} did not take everything in time."]
-        problems = [each for each in self.problems() if not each.endswith(_SENT_AGAIN)]  # nothing is sent again now
+        self._problem = None  # nothing is sent again any more
         if not self._jobs:
-            return problems
-        what = ", ".join(dict.fromkeys(job.name for job in self._jobs))
-        return [*problems, f"{self._tracker.NAME} did not take {what} ({self._jobs[0].error})."]
+            return self.problems()
+        what = ", ".join(dict.fromkeys(job.what for job in self._jobs))
+        return [*self.problems(), f"{self._tracker.NAME} did not take {what} ({self._jobs[0].error})."]
 
     def close(self) -> None:
         """End the thread; what takes longer than seconds is left. Does not raise."""
@@ -294,53 +316,71 @@ class Courier:
     def _work(self) -> None:
         while not self._over.wait(self._every_s):
             self._deliver()
-        with self._lock:
-            self._queue_points()
-        ending = [job for job in self._jobs if job.name == END]
-        left = [job for job in self._jobs if job.name != END]
-        for _ in range(2):  # once more, while there is a run to send to
-            left = [job for job in left if not self._is_delivered(job)]
-        self._jobs = left + [job for job in ending if not self._is_delivered(job)]
+        self._deliver()
 
     def _deliver(self) -> None:
-        """Make the calls in their order up to the first that fails, as the service may be gone; that one goes last."""
         with self._lock:
-            self._queue_points()
+            self._pack()
             jobs, self._jobs = self._jobs, []
-        takes_some = False
-        while jobs:
-            job = jobs.pop(0)
-            if not self._is_delivered(job):
-                job.tries += takes_some  # a service that takes nothing may be back later
-                jobs += [] if self._is_given_up(job) else [job]
-                break
-            takes_some = True
+        left, takes_some = self._sent([job for job in jobs if job.name != END])
+        if ending := [job for job in jobs if job.name == END]:
+            if left:  # once more, while there is a run to send to
+                left, takes_more = self._sent(left, takes_some)
+                takes_some = takes_some or takes_more
+            left += self._sent(ending)[0]
         with self._lock:
-            newer = {job.name for job in self._jobs} - {POINTS}
-            self._jobs[:0] = [job for job in jobs if job.name not in newer]
+            waiting = left if takes_some else _last_of_each(left)
+            self._jobs[:0] = [job for job in waiting if not self._leaves_out(job, takes_some)]
 
-    def _is_delivered(self, job: _Job) -> bool:
+    def _sent(self, jobs: Sequence[_Job], takes_some: bool = False) -> tuple[list[_Job], bool]:
+        """Make calls. Returns those that are left, and whether the service took anything.
+
+        Until it does, two deliveries of points are tried for all of them: the first, and another one each time.
+        """
+        points = [job for job in jobs if job.name is None]
+        asked = {*points[:1], *points[1 + self._turn % max(1, len(points) - 1) :][:1]}
+        self._turn += 1
+        gone, held = set[_Job](), list[_Job]()
+        for index, job in enumerate(jobs):
+            if job.name is None and not takes_some and job not in asked:
+                held.append(job)
+            elif self._is_taken(job):
+                takes_some = True
+                gone |= {job, *(each for each in jobs[:index] if each.name == job.name and job.name is not None)}
+        if takes_some:
+            gone |= {job for job in held if self._is_taken(job)}
+        return [job for job in jobs if job not in gone], takes_some
+
+    def _is_taken(self, job: _Job) -> bool:
         try:
             job.call()
         except Exception as error:  # whatever a service, its package and the network raise
             job.error = _shown(error)
-            with self._lock:
-                if not self._has_failed:
-                    self._has_failed = True
-                    self._problems.append(f"{self._tracker.NAME} did not take {job.name} ({job.error}); {_SENT_AGAIN}")
+            self._tell_first(job)
             return False
         return True
 
-    def _is_given_up(self, job: _Job) -> bool:
-        if job.name == POINTS or job.tries < _TRIES:
-            return False
+    def _pack(self) -> None:
+        if self._points:
+            self._jobs.append(_Job(None, partial(self._tracker.log, self._points)))
+            self._points = []
+
+    def _tell_first(self, job: _Job) -> None:
         with self._lock:
-            self._problems.append(
+            if not self._has_failed and not self._over.is_set():
+                self._has_failed = True
+                self._problem = (
+                    f"{self._tracker.NAME} did not take {job.what} ({job.error}); training goes on, and what it "
+                    "misses is sent again."
+                )
+
+    def _leaves_out(self, job: _Job, takes_some: bool) -> bool:
+        job.tries += takes_some  # a service that takes nothing may be back later
+        if job.name is None or job.tries < _TRIES:
+            return False
+        if job.name not in self._left_out:
+            self._left_out.add(job.name)
+            self._losses.append(
                 f"{self._tracker.NAME} did not take {job.name} ({job.error}), tried {_TRIES} times; it is left out."
             )
         return True
-
-    def _queue_points(self) -> None:
-        if self._points:
-            self._jobs.append(_Job(POINTS, partial(self._tracker.log, self._points)))
-            self._points = []

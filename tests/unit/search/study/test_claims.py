@@ -324,7 +324,7 @@ def test_storage_that_fails_a_busy_workers_thread_is_told_by_the_next_renew() ->
 
 def living(watch: LeaseWatch, lease: Lease, now: float) -> bool:
     """Whether the watch takes the lease for a living one, which was read just now."""
-    return watch.living({"holder": lease}, now) == {"holder": lease}
+    return watch.living({"holder": lease}, now, now) == {"holder": lease}
 
 
 @pytest.mark.parametrize(("now", "is_over"), [(100.0, False), (110.0, False), (110.9, False), (111.0, True)])
@@ -332,6 +332,13 @@ def test_lease_whose_beat_stays_the_same_ends_a_tenth_after_it(now: float, is_ov
     watch, lease = LeaseWatch(), Lease.of_this_process(1, 10.0)
     assert living(watch, lease, 100.0)
     assert living(watch, lease, now) is not is_over
+
+
+def test_lease_read_slowly_is_counted_from_when_it_was_heard_to_when_it_was_asked_for() -> None:
+    watch, leases = LeaseWatch(), {"holder": Lease.of_this_process(1, 10.0)}
+    assert watch.living(leases, 100.0, 107.0) == leases  # written after 100.0, perhaps
+    assert watch.living(leases, 117.9, 130.0) == leases  # and prolonged after 117.9
+    assert watch.living(leases, 118.0, 130.0) == {}
 
 
 def test_lease_with_another_beat_is_counted_from_when_that_was_heard() -> None:

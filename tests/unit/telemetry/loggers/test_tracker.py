@@ -103,49 +103,74 @@ def refused() -> None:
     raise ValueError("no such name")
 
 
-def test_what_is_refused_three_times_keeps_nothing_back_and_is_left_out_by_name() -> None:
+def test_what_is_always_refused_keeps_nothing_back_and_is_left_out_by_name() -> None:
     tracker = MemoryTracker()
     courier = Courier(tracker, every_s=1000.0)
     courier.do("predictions", refused)
-    problems = []
-    for samples in range(6):
+    said = []
+    for samples in (10, 20, 30, 40):
         courier.add(samples, {"a": 1.0})
         courier._deliver()
-        problems += courier.problems()
-    assert problems == [
-        "Service did not take predictions (ValueError: no such name); training goes on, and what it misses is sent "
-        "again.",
-        "Service did not take predictions (ValueError: no such name), tried 3 times; it is left out.",
+        assert tracker.points[-1].samples_seen == samples
+        said.append(courier.problems())
+    assert said == [
+        [
+            "Service did not take predictions (ValueError: no such name); training goes on, and what it misses is sent "
+            "again."
+        ],
+        [],
+        ["Service did not take predictions (ValueError: no such name), tried 3 times; it is left out."],
+        [],
     ]
     assert courier.finish() == []
-    assert [point.samples_seen for point in tracker.points] == list(range(6))
 
 
-def test_service_that_takes_nothing_for_long_gets_all_points_and_the_last_of_each_name() -> None:
+def test_service_that_takes_nothing_for_long_gets_all_when_it_is_back() -> None:
     tracker = MemoryTracker()
     courier = Courier(tracker, every_s=1000.0)
     tracker.error = ConnectionError("gone")
+    courier.do("x", tracker.file, Path("x"))
     for samples in range(10):
         courier.add(samples, {"a": 1.0})
-        courier.do("predictions", tracker.file, Path(f"predictions_{samples}"))
         courier._deliver()
     tracker.error = None
-    courier.do(END, tracker.end, "finished", 5, {}, {})
     assert courier.finish() == []
-    assert tracker.of("file")[-1] == "predictions_9"
-    assert sorted(point.samples_seen for point in tracker.points) == list(range(10))
+    assert tracker.of("file") == ["x"]
+    assert [point.samples_seen for point in tracker.points] == list(range(10))
+
+
+def test_service_that_takes_nothing_is_asked_twice_for_all_points_and_gets_the_last_of_each_name() -> None:
+    tracker = MemoryTracker()
+    courier = Courier(tracker, every_s=1000.0)
+    tracker.error = ConnectionError("gone")
+    for samples in range(5):
+        courier.add(samples, {"a": 1.0})
+        courier.do("predictions", tracker.file, Path(f"predictions_{samples}"))
+        courier.do("counts", tracker.file, Path(f"counts_{samples}"))
+        asked = tracker.asked
+        courier._deliver()
+        assert tracker.asked - asked <= 6  # two of the points, and this picture and the one before of each name
+    courier.do(END, tracker.end, "finished", 5, {}, {})
+    tracker.error = None
+    assert courier.finish() == []
+    assert tracker.of("file") == ["predictions_4", "counts_4"]
+    assert [point.samples_seen for point in tracker.points] == list(range(5))
     assert tracker.calls[-1][0] == "end"
 
 
-def test_points_that_are_refused_keep_no_others_back() -> None:
+@pytest.mark.parametrize("refused", range(4))
+def test_points_that_are_refused_keep_no_others_of_an_outage_back(refused: int) -> None:
     tracker = MemoryTracker()
-    tracker.refused = 0
     courier = Courier(tracker, every_s=1000.0)
+    tracker.error = ConnectionError("gone")
     for samples in range(4):
         courier.add(samples, {"a": 1.0})
         courier._deliver()
-    assert courier.finish()[-1] == "Service did not take points (ValueError: no such point)."
-    assert sorted(point.samples_seen for point in tracker.points) == [1, 2, 3]
+    tracker.error, tracker.refused = None, refused
+    for _ in range(2):
+        courier._deliver()
+    assert sorted(point.samples_seen for point in tracker.points) == sorted({0, 1, 2, 3} - {refused})
+    assert courier.finish() == ["Service did not take points (ValueError: no such point)."]
 
 
 def test_what_fails_in_the_last_delivery_is_tried_again_before_the_run_ends() -> None:
@@ -156,6 +181,41 @@ def test_what_fails_in_the_last_delivery_is_tried_again_before_the_run_ends() ->
     courier.do(END, tracker.end, "finished", 10, {}, {})
     assert courier.finish() == []
     assert [name for name, _ in tracker.calls] == ["log", "end"]
+
+
+def test_points_that_are_refused_are_kept_to_the_end() -> None:
+    tracker, refuses = MemoryTracker(), True
+    taken = tracker.log
+
+    def log(points: object) -> None:
+        if refuses:
+            raise ValueError("locked")
+        taken(points)  # type: ignore[arg-type]
+
+    tracker.log = log  # type: ignore[method-assign]
+    courier = Courier(tracker, every_s=1000.0)
+    courier.add(10, {"a": 1.0})
+    for _ in range(5):
+        courier.do("x", tracker.file, Path("x"))
+        courier._deliver()
+    refuses = False
+    assert courier.finish() == []
+    assert [point.samples_seen for point in tracker.points] == [10]
+
+
+def test_picture_that_failed_does_not_come_after_a_newer_one_of_its_name() -> None:
+    tracker = MemoryTracker()
+    courier = Courier(tracker, every_s=1000.0)
+    tracker.error = ConnectionError("gone")
+    courier.do("predictions", tracker.file, Path("old"))
+    courier.do("other", tracker.file, Path("other"))
+    courier._deliver()
+    courier._jobs[0].call = refused  # the old one alone
+    tracker.error = None
+    courier.do("predictions", tracker.file, Path("new"))
+    courier._deliver()
+    assert courier.finish() == []
+    assert tracker.of("file") == ["other", "new"]
 
 
 def test_id_is_kept_in_the_folder_and_changes_with_the_run(tmp_path: Path) -> None:
@@ -177,6 +237,18 @@ def test_disk_that_takes_nothing_leaves_the_id_that_there_was(tmp_path: Path) ->
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (tmp_path / "service.json").read_text() == '{"run_id": "a1"}\n'
+
+
+def test_longer_text_in_the_file_is_gone_when_the_id_is_there(tmp_path: Path) -> None:
+    (tmp_path / "service.json").write_text("x" * 100)
+    with known_id(tmp_path, "service.json") as known:
+        known.value = "a1"
+    assert (tmp_path / "service.json").read_text() == '{"run_id": "a1"}\n'
+
+
+def test_network_that_fails_meanwhile_is_not_taken_for_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionError, match="gone"), known_id(tmp_path, "service.json"):
+        raise ConnectionError("gone")
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "[]", "{}", '{"run_id": 3}', '{"run_id": "../../x"}', "[" * 100_000])
@@ -202,6 +274,12 @@ def test_service_that_refuses_at_the_start_is_one_sentence_without_a_password() 
         "logger=[service]: Service at http://host cannot record the run (OSError: http://host/api?password=***); "
         "start it, or leave service out."
     )
+
+
+def test_paragraph_that_a_service_raises_is_cut_in_the_middle_to_200_characters() -> None:
+    with pytest.raises(UserError) as refused, refusing(MemoryTracker(), "Service", "start it"):
+        raise OSError(450 * "x" + 450 * "y")
+    assert f"(OSError: {91 * 'x'} ... {100 * 'y'}); start it" in str(refused.value)
 
 
 @pytest.mark.parametrize(
