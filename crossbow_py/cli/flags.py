@@ -22,6 +22,8 @@ FLAGS = {
     "--config-name": "begin with this file of a folder of options",
     "--config-dir": "a further folder of options, as conf is one",
 }
+_SHORT = ("-m", "-c", "-p", "-i", "-cn", "-cd")
+_NAMES = {*FLAGS, *_SHORT}
 _SHOWN_BY_HYDRA = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
@@ -81,12 +83,18 @@ def read_flags(arguments: Sequence[str], keys: Collection[str]) -> tuple[Flags, 
     """Return the flags, and the words that are none; `keys` are those of the command. Raises UserError."""
     told = list(arguments)
     for place, each in enumerate(told[:-1]):
-        if each in ("-i", "--info") and "=" in told[place + 1]:
-            told[place] = "--info=all"  # whose value is left out before a word that sets a key
+        if each in ("-i", "--info") and ("=" in told[place + 1] or told[place + 1].startswith(("+", "~"))):
+            told[place] = "--info=all"  # whose value is left out before an override
+    for each in told:  # of which argparse would read -precision=bf16 as -p recision=bf16
+        name = each.partition("=")[0]
+        if each.startswith("-") and name not in _NAMES:
+            raise _unknown(each, keys)
     found, words = _parser().parse_known_args(told)
     flags = Flags(**vars(found))
-    if unknown := next((word for word in words if word.startswith("-")), None):
-        raise _unknown(unknown, keys)
+    for name in ("package", "config_name", "config_dir"):
+        if getattr(flags, name) == "":
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} takes a value, got nothing; write {flag} VALUE.")
     if sum((flags.multirun, flags.cfg is not None, flags.info is not None)) > 1:
         raise UserError("-m runs jobs, --cfg and --info show something instead; give one of them.")
     if flags.cfg is None and (flags.resolve or flags.package is not None):

@@ -63,6 +63,7 @@ _OURS = (
 )  # fmt: skip
 _GROUP = "hydra/launcher"
 _NUMBER = "job_of_the_sweep"
+_ONE_PROCESS = ("nodes", "tasks_per_node")  # settings of submitit by which a job becomes several processes
 
 
 def config_text(
@@ -122,6 +123,12 @@ def launch(kind: type[CommandConfig], given: HydraWords, jobs: Sequence[Job], fo
         raise UserError(f"{_GROUP}={given.launcher} starts processes, and so does torchrun; leave one of them out.")
     words = [f"hydra.sweep.dir={as_override(str(folder))}", "hydra.sweep.subdir=.", "hydra.mode=MULTIRUN"]
     config, loader = _compose(kind, None, given, words, RunMode.MULTIRUN)
+    for key in _ONE_PROCESS:
+        if (number := config.hydra.launcher.get(key)) not in (None, 1):
+            raise UserError(
+                f"hydra.launcher.{key} must be 1, got {shown(number)}: a run of a sweep is one process; leave it out, "
+                "and start runs of several processes by torchrun."
+            )
     task = partial(run_job, command_of(kind), str(Path.cwd()), os.getpid(), list(jobs))
     print_line(f"{_GROUP}={given.launcher} starts {len(jobs)} run{'s' * (len(jobs) > 1)}", sys.stdout)
     try:

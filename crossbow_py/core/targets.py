@@ -25,7 +25,11 @@ def import_target(key: str, path: str) -> Callable[..., Any]:
     try:
         target = getattr(importlib.import_module(module_name), name)
     except Exception as error:  # importing runs the user's code, which may raise anything
-        remedy = f"check the spelling, that its folder is on PYTHONPATH, and that {_installed(error)}"
+        remedy = f"correct {module_name}, and see that {_installed(error)}"
+        if isinstance(error, ImportError):
+            remedy = f"check the spelling, that its folder is on PYTHONPATH, and that {_installed(error)}"
+        elif isinstance(error, AttributeError) and error.obj is sys.modules.get(module_name):
+            remedy = "check the spelling, and that its folder is on PYTHONPATH"
         raise UserError(f"{key}={path} cannot be imported ({one_line(error)}); {remedy}.") from error
     if not callable(target):
         raise UserError(f"{key}={path} must be callable, got {type(target).__name__}; name a function or a class.")

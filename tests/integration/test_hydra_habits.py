@@ -195,6 +195,7 @@ def test_config_name_is_the_file_to_begin_with(name: str, capsys: pytest.Capture
         (["-m", "experiment=digits,lenet"], "with a leading plus: write +experiment=digits,lenet."),
         (["-m", "+model=mlp,lenet"], "without a plus: write model=mlp,lenet."),
         (["-m", "seed=1,2", "hydra/launcher=here", "hydra.launcher.x=1"], "--cfg hydra -p hydra.launcher with"),
+        (["-m", "seed=1,2", "hydra/launcher=here", "+hydra.launcher.nodes=2"], "hydra.launcher.nodes must be 1, got 2"),
         (["-m", "seed=1,2", "hydra.sweep.subdir=same"], "must name each run, got 'runs/"),
         (["-m", "seed=1,2", "hydra.sweep.subdir=${nothing}"], "keys of a run, hydra.job.num"),
         (["-m", "model=glob(x*)"], "matches no option of model"),

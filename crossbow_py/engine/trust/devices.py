@@ -24,6 +24,7 @@ import pynvml
 import torch
 
 from crossbow_py.core.measured import Remembered, digest, processor
+from crossbow_py.core.settings import read_as
 from crossbow_py.core.switches import GRAPHS_VARIABLE, KERNELS, KERNELS_VARIABLE, read_switches
 from crossbow_py.core.version import PACKAGE, __version__
 
@@ -95,10 +96,11 @@ def _json(outcomes: Mapping[str, Outcome]) -> str:
 def _outcomes(text: str | None) -> dict[str, Outcome]:
     """Return outcomes by name from JSON; none from what is not theirs."""
     try:
-        plain = json.loads(text or "{}")
-        return {str(name): Outcome(**{**own, "proves": tuple(own["proves"])}) for name, own in plain.items()}
-    except (ValueError, TypeError, LookupError, AttributeError):
+        found = {str(name): read_as(Outcome, own) for name, own in json.loads(text or "{}").items()}
+    except (ValueError, AttributeError):
         return {}
+    whole = {name: outcome for name, outcome in found.items() if outcome is not None}
+    return whole if len(whole) == len(found) else {}
 
 
 def facts(device: torch.device) -> dict[str, str]:

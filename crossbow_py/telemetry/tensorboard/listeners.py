@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,12 @@ class MachineScalars(Listener):
         self._monitor: SystemMonitor | None = None
         self._next_sample_s = 0.0
         self._warned = False
+        self._is_hooked = False
 
     def on_start(self, info: RunInfo) -> None:
-        _quiet_writers()
+        if not self._is_hooked:
+            self._is_hooked = True
+            _quiet_threads.begin()
         self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
         self._monitor, self._next_sample_s, self._warned = self._new_monitor(), 0.0, False
 
@@ -84,22 +88,41 @@ class MachineScalars(Listener):
             with suppress(OSError):  # raised again for its thread, which a full disk has ended
                 self._writer.close()
             self._writer = None
+        if self._is_hooked:
+            self._is_hooked = False
+            _quiet_threads.end()
 
 
-def _quiet_writers() -> None:
-    """Keep what has ended a thread of TensorBoard's from being printed: its writer raises it again at the next call."""
-    before = threading.excepthook
-    if not isinstance(before, _QuietHook):
-        threading.excepthook = _QuietHook(before)
+class _QuietThreads:
+    """Keeps what has ended a thread of TensorBoard's from being printed: its writer raises it at the next call.
+
+    Writers may be closed in any order; what the process had before is put back after the last.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._users = threading.Lock(), 0
+        self._before = self._hook = threading.excepthook
+
+    def begin(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._before = threading.excepthook
+                self._hook = threading.excepthook = partial(_print_unless_raised_again, self._before)
+
+    def end(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users and threading.excepthook is self._hook:
+                threading.excepthook = self._before
 
 
-class _QuietHook:
-    def __init__(self, before: Callable[[threading.ExceptHookArgs], object]) -> None:
-        self._before = before
+_quiet_threads = _QuietThreads()
 
-    def __call__(self, args: threading.ExceptHookArgs) -> None:
-        if not type(args.thread).__module__.startswith("tensorboard."):
-            self._before(args)
+
+def _print_unless_raised_again(before: Callable[..., object], args: threading.ExceptHookArgs) -> None:
+    if not type(args.thread).__module__.startswith("tensorboard."):
+        before(args)
 
 
 class NodeScalars(MachineScalars):

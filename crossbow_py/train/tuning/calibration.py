@@ -34,7 +34,7 @@ _WINDOW_S = 0.25
 _WINDOWS = 3
 _SLOW_S, _VERY_SLOW_S = 1.0, 3.0
 _FAR_BEHIND = 0.7  # of the best throughput so far: more learners will not make up for it
-_HOPELESS = 0.5  # of the best throughput so far: too far behind for one window to have been disturbed by so much
+_HOPELESS = 0.5  # of the best throughput so far: what disturbs two windows in a row by so much is rare
 _GAIN = 1.05  # times the throughput of fewer learners, below which still more are not tried
 _BUSY = 0.2  # share of the cores used by other programs, above which a choice is not remembered
 _WORTH = 0.1  # of the training time, the most to spend on measuring
@@ -296,7 +296,7 @@ class _WarmUp:
 def _images_per_s(candidate: Candidate, batch_size: int, warm_up: _WarmUp, fastest: float) -> float:
     """Return the median over a few windows after a warm-up; of slow rounds the faster of two.
 
-    Where the first window is far from the `fastest` candidate so far, it is the only one.
+    Where two windows are far behind the `fastest` candidate so far, there is no third, and the faster one counts.
     """
     with warm_up.counted():
         executor, plan = candidate.build()
@@ -320,9 +320,10 @@ def _images_per_s(candidate: Candidate, batch_size: int, warm_up: _WarmUp, faste
         round_s = time.perf_counter() - begun
         if round_s > _SLOW_S:  # what disturbs a single round makes it slower, never faster
             return max(window(0.0) for _ in range(2 if round_s < _VERY_SLOW_S else 1))
-        rates = [window(_WINDOW_S)]
-        while len(rates) < _WINDOWS and rates[0] > _HOPELESS * fastest:
-            rates.append(window(_WINDOW_S))
+        rates = [window(_WINDOW_S), window(_WINDOW_S)]
+        if max(rates) < _HOPELESS * fastest:
+            return max(rates)
+        rates += [window(_WINDOW_S) for _ in range(_WINDOWS - len(rates))]
         return statistics.median(rates)
     finally:
         executor.close()

@@ -66,6 +66,11 @@ def test_flags_of_every_job_are_those_of_folders_and_files() -> None:
         (["--hydra-help"], ["unknown option --hydra-help; did you mean '--help'?"]),
         (["--cgf"], ["unknown option --cgf; did you mean '--cfg'?"]),
         (["--batch-size=3"], ["keys have no dashes: write batch_size=3."]),
+        (["-batch_size=3"], ["keys have no dashes: write batch_size=3."]),
+        (["-cfg"], ["unknown option -cfg; did you mean '--cfg'?"]),  # no -c with the value fg
+        (["-mi"], ["unknown option -mi"]),
+        (["--config-dir="], ["--config-dir takes a value, got nothing; write --config-dir VALUE."]),
+        (["--cfg", "job", "--package="], ["--package takes a value, got nothing"]),
         (["--"], ["unknown option --"]),
     ],
 )

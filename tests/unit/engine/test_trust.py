@@ -82,7 +82,17 @@ def test_outcomes_are_kept_by_name_but_not_those_that_may_change() -> None:
     assert proven(RememberedOutcomes().of(CUDA)) == {"fused"}
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"KEY": "[]"}', '{"KEY": "{\\"fused\\": {\\"status\\": \\"passed\\"}}"}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"KEY": "[]"}',
+        '{"KEY": "{\\"fused\\": {\\"state\\": \\"passed\\"}}"}',
+        '{"KEY": "{\\"fused\\": {\\"status\\": 5, \\"proves\\": []}}"}',
+        '{"KEY": "{\\"fused\\": {\\"status\\": \\"passed\\", \\"proves\\": [[1]]}}"}',
+    ],
+)
 def test_file_that_nobody_could_have_written_is_as_if_nothing_had_been_tried(text: str, own_cache: Path) -> None:
     RememberedOutcomes().keep(CUDA, {"fused": Outcome("passed", proves=("fused",))})
     key = next(iter(RememberedOutcomes()._read()))

@@ -195,6 +195,7 @@ def test_full_disk_ends_the_writer_without_a_traceback_and_is_told(
 ) -> None:
     printed: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", printed.append)
+    before = threading.excepthook
     scalars = TensorBoardScalars(tmp_path, None)
     scalars.on_start(events.run_info())
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -209,8 +210,26 @@ def test_full_disk_ends_the_writer_without_a_traceback_and_is_told(
     other.join()
     assert [args.exc_type for args in printed] == [ZeroDivisionError]
     scalars.close()
+    assert threading.excepthook == before
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_writers_that_close_in_any_order_leave_the_processes_own_hook_of_threads(
+    tmp_path: Path, events: Any, monkeypatch: Any, order: tuple[int, int]
+) -> None:
+    printed: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    before = threading.excepthook
+    writers = [TensorBoardScalars(tmp_path / str(index), None) for index in range(2)]
+    for writer in writers:
+        writer.on_start(events.run_info())
+    hook = threading.excepthook
+    assert hook != before
+    writers[order[0]].close()
+    writers[order[0]].close()
+    assert threading.excepthook == hook
+    writers[order[1]].close()
+    assert threading.excepthook == before
 
 def test_node_writes_its_machine_and_what_keeps_a_gpu_from_being_watched_and_no_curves(
     tmp_path: Path, events: Any
