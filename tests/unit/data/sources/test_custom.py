@@ -82,7 +82,7 @@ def test_load_with_arguments_and_classes_given_uses_them() -> None:
     ("settings", "message"),
     [
         ({}, r"data\.target must be a dotted path such as package\.module\.function, got ''"),
-        ({"target": "users_broken.f"}, r"cannot be imported \(ZeroDivisionError.*; check the spelling"),
+        ({"target": "users_broken.f"}, r"cannot be imported \(ZeroDivisionError.*; correct users_broken, and see that"),
         ({"target": "users_data.streams"}, r"failed with .* 'streaming'; .* see that streaming is installed in a"),
         ({"target": "users_data.raises"}, r"failed with ValueError: no such file; correct data\.args or the target"),
         ({"target": "users_data.tensors", "args": {"length": 3}}, "failed with TypeError: .*unexpected keyword"),
