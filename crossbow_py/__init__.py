@@ -39,6 +39,10 @@ else:
         return load_models
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 __all__ = [
     "SGD",
     "SMA",

@@ -44,6 +44,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from crossbow_py.core.settings import Settings
+
 LearnerMomentum = Literal["reset", "keep", "average"]
 
 
@@ -124,7 +126,7 @@ class GradientMean:
         return self.num_groups(num_learners, num_devices) < num_learners * num_devices
 
 
-class AveragingRule(ABC):
+class AveragingRule(Settings, ABC):
     """The base of all rules: frozen settings and no state, as z, z_prev and the velocity of z belong to the bank."""
 
     GROUP: ClassVar[str] = "averaging"

@@ -19,7 +19,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from crossbow_py.core.errors import UserError
 
@@ -193,6 +193,18 @@ def apart_from_defaults(settings: Any) -> dict[str, Any]:
     """Return the values of a settings object that differ from the defaults."""
     values = {field.name: (getattr(settings, field.name), field.default) for field in dataclasses.fields(settings)}
     return {name: value for name, (value, default) in values.items() if value != default}
+
+
+class Settings:
+    """Base of settings that are dataclasses: a keyword that there is none of is refused with the one that was meant."""
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Make an object for `__init__`. Raises TypeError, as that would, with a suggestion."""
+        known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+        for word in given:
+            if word not in known:
+                raise TypeError(f"{cls.__name__} has no {word!r}{suggestion(word, known)}")
+        return super().__new__(cls)
 
 
 def suggestion(word: object, known: typing.Iterable[str], path: str = "") -> str:

@@ -166,14 +166,20 @@ def learning_line(learning: LearningStatistics) -> str:
     return "  learning: " + " · ".join(form.format(value) for form, value in found if value is not None)
 
 
+def _tested(summary: Summary) -> list[str]:
+    best = summary.best_test_accuracy
+    if summary.test_accuracy is not None:
+        shown = "" if best is None else f" (best {best:.4f})"
+        return [fact("test accuracy", f"{summary.test_accuracy:.4f}{shown}")]
+    if best is not None:
+        return [fact("test accuracy", f"{best:.4f} at best; the last model was not measured")]
+    return [] if summary.test_loss is None else [fact("test loss", f"{summary.test_loss:.4f}")]
+
+
 def final_lines(summary: Summary) -> list[str]:
     """Return the lines on how the run ended and where its files are."""
     lines = ["", f"{summary.experiment} {summary.status.replace('_', ' ')}: {summary.stop_reason}"]
-    if summary.test_accuracy is not None:
-        best = f" (best {summary.best_test_accuracy:.4f})" if summary.best_test_accuracy is not None else ""
-        lines.append(fact("test accuracy", f"{summary.test_accuracy:.4f}{best}"))
-    elif summary.test_loss is not None:
-        lines.append(fact("test loss", f"{summary.test_loss:.4f}"))
+    lines += _tested(summary)
     lines += [fact(name, f"{value:.4g}") for name, value in few_values(summary.metrics).items()]
     known = [accuracy for accuracy in summary.learner_test_accuracy or () if accuracy is not None]
     if known:

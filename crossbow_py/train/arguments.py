@@ -75,7 +75,11 @@ def with_keywords_of(
 
     It raises TypeError for another keyword, with a suggestion among these and the keywords of what `of_fit` returns.
     """
-    signature = inspect.signature(arguments)
+    signature, own_names = inspect.signature(arguments), [*arguments.__annotations__]
+    # What must be given first, then what is the class's own, then keys of the command line.
+    first = [*signature.parameters.values()]
+    first.sort(key=lambda each: (each.default is not each.empty, each.name not in own_names))
+    signature = signature.replace(parameters=first)
 
     def decorate(init: Callable[[T, A], None]) -> Callable[Concatenate[T, P], None]:
         @functools.wraps(init)

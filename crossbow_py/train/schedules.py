@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.settings import check, setting
+from crossbow_py.core.settings import Settings, check, setting
 
 _ROUNDED = 1e-3  # relative tolerance, as runs are whole numbers of samples
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule(ABC):
+class Schedule(Settings, ABC):
     """Base class of schedules. Frozen settings, no state.
 
     `samples` is the number of samples seen before the round, or of effective ones, `samples_per_epoch` the size N of

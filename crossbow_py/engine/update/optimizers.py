@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.settings import check, setting
+from crossbow_py.core.settings import Settings, check, setting
 from crossbow_py.engine.bank.layout import Block, Matrix, TrainedRow, norm
 from crossbow_py.engine.bank.row_optimizer import RowOptimizer
 from crossbow_py.engine.update.groups import ParameterGroup, as_groups, freeze, group_numbers
@@ -49,7 +49,7 @@ def for_learner(value: PerLearner, learner: int) -> float:
 
 
 @dataclass(frozen=True)
-class Optimizer(ABC):
+class Optimizer(Settings, ABC):
     """The base of all optimizers: settings, the names of the state rows, and the update of one learner.
 
     `NATIVE_STEP` is the index, in native/update.c, of the C function that does what `step` does from `native_steps`,

@@ -72,9 +72,9 @@ def choose_executor(
     if remembered in possible and still_runs(remembered, compared):
         note = f"Executor {remembered} was the fastest when measured earlier (remembered in {known.path})."
         return dataclasses.replace(choices, executor=remembered), [note]
+    announce("Measuring which executor is the fastest for a run like this, once; it takes up to half a minute.")
     if any(EXECUTORS[name].FUSES for name in possible):
         why_not_fused(compared)  # on real data: candidates may be measured on one sample, repeated
-    announce("Measuring which executor is the fastest for a run like this, once; it takes up to half a minute.")
 
     def candidate(name: str, num_learners: int) -> Candidate:
         def build() -> tuple[Executor, Callable[[int], Round]]:

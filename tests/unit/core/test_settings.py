@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+import re
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass
 from typing import ClassVar, Literal
 
 import pytest
 
+from crossbow_py import SGD, SMA
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import allowed, check, flat, from_mapping, setting, suggestion
+from crossbow_py.schedules import Cosine
 
 
 @dataclass(frozen=True)
@@ -122,3 +128,23 @@ def test_flat_values_have_dotted_keys_and_what_is_no_number_or_text_becomes_text
         "model": "mlp", "optimizer.learning_rate": 0.1, "optimizer.milestones": "[1,2]", "order_seed": "null",
         "a": True,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SGD(lr=0.1), "SGD has no 'lr'; did you mean 'learning_rate'?"),  # type: ignore[call-arg]
+        (lambda: SMA(decay=1), "SMA has no 'decay'; known: "),  # type: ignore[call-arg]
+        (lambda: Cosine(warmup=1), "Cosine has no 'warmup'; did you mean 'warmup_epochs'?"),  # type: ignore[call-arg]
+    ],
+)
+def test_unknown_keyword_of_settings_is_refused_with_the_one_that_was_meant(
+    make: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        make()
+
+
+def test_settings_can_be_copied_and_pickled() -> None:
+    made = SGD(learning_rate=0.2)
+    assert copy.deepcopy(made) == pickle.loads(pickle.dumps(made)) == made

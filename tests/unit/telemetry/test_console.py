@@ -188,3 +188,8 @@ def test_final_block_says_how_far_ranks_are_apart(events: Any) -> None:
     said = "4, 80 to 104 ms a round, slowest rank 3 on gpu-7 (+4%); 12.5% of training spent waiting for other ranks"
     assert f"  ranks          {said}" in final_lines(events.summary(ranks=spread_of(paces), per_rank=paces))
     assert "ranks" not in "\n".join(final_lines(events.summary()))
+
+
+def test_end_after_a_signal_between_evaluations_has_the_best_accuracy_there_was(events: Any) -> None:
+    lines = final_lines(events.summary(test_accuracy=None, best_test_accuracy=0.75))
+    assert "  test accuracy  0.7500 at best; the last model was not measured" in lines
