@@ -53,8 +53,6 @@ SHORT: Mapping[str, str] = {
         }.items()
         for part in parts.split()
     },
-    "overhead/loggers": "--repetitions 1 --seconds 0.5",
-    "overhead/ranks": "--repetitions 1 --seconds 2",
     "overhead/run": "--repetitions 1 --seconds 0.05",
     "preprocessing/run": "--models 1 --rounds 2 --repetitions 1",
     "ranks/search": "--repetitions 1 +experiment=search_digits +debug=search_fast",
@@ -79,7 +77,7 @@ QUICK = {"tables", "scaling/run", "update_bandwidth/run", "loader/run", "loader/
 LONG = {
     "grids", "throughput/run", "throughput/suite", "model_batch/run",
     "workers/run", "pack_step_time/run", "hyperband/run", "muon_cost/run", "overhead/run", "faults/restarts",
-    "overhead/loggers", "overhead/ranks", "ranks/search", "scaling/calibrate", "checkpoint/run",
+    "ranks/search", "scaling/calibrate", "checkpoint/run",
     "memory/run", "agreement/run",
 }  # fmt: skip
 GONE = "experiments/predicted_speed/run.py"  # its page says why; the result names the commit that has it
