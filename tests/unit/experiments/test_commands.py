@@ -57,9 +57,7 @@ SHORT: Mapping[str, str] = {
     "preprocessing/run": "--models 1 --rounds 2 --repetitions 1",
     "ranks/search": "--repetitions 1 +experiment=search_digits +debug=search_fast",
     "ranks/run": "--model lenet --batch-size 4 --rounds 2 --repetitions 1",
-    "scaling/calibrate": "--models lenet --sizes 1024 16777216 --repetitions 1 --max-foreign-share 9",
     "scaling/run": "--rounds 2",
-    "scaling/validate": "--models lenet --repetitions 1 --max-foreign-share 9",
     "throughput/run": "--model mlp --batch-size 4 --num-learners 2 --precision fp32 --seconds 0.05 --repetitions 1 "
     "--max-foreign-share 9 --device cpu --sides {sides}",
     "throughput/suite": "--models mlp --batch-sizes 4 --num-learners 2 --passes 1 --window-s 0.01 --minutes 1 "
@@ -77,7 +75,7 @@ QUICK = {"tables", "scaling/run", "update_bandwidth/run", "loader/run", "loader/
 LONG = {
     "grids", "throughput/run", "throughput/suite", "model_batch/run",
     "workers/run", "pack_step_time/run", "hyperband/run", "muon_cost/run", "overhead/run", "faults/restarts",
-    "ranks/search", "scaling/calibrate", "checkpoint/run",
+    "ranks/search", "checkpoint/run",
     "memory/run", "agreement/run",
 }  # fmt: skip
 GONE = "experiments/predicted_speed/run.py"  # its page says why; the result names the commit that has it
