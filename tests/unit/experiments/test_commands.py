@@ -36,7 +36,6 @@ SHORT: Mapping[str, str] = {
     "estimate/run": "--models vgg16 --num-learners 1 --limits 1 --repetitions 0",
     "faults/kill9": "--kills 1 --kills-of-two-ranks 0 --epochs 3 --folder {folder}",
     "faults/restarts": "--runs 1 --starts 1 --epochs 3",
-    "flowers/run": "--seeds 0 --runs {folder} --results {folder} +debug=fast",
     "gpu/rows": "--json {folder}/rows.json --model lenet --device cpu --seconds 0.02 --turns 1 "
     "--cells serial:1:4:sma fused:2:4:sma",
     "hyperband/run": "--repetitions 1 --processes 0 --device cpu +experiment=search_lenet precision=fp32 num_trials=3 "
@@ -167,8 +166,6 @@ def test_command_of_a_page_runs(words: Words, tmp_path: Path, monkeypatch: pytes
         written = tmp_path / f"{grid.name}.json"
         arguments += ["--cells", grid.cells[0].name, "--seeds", "0", "--runs", str(tmp_path), "--results",
                       str(tmp_path), "max_epochs=0.1", "+debug=fast"]  # fmt: skip
-    elif program == "flowers/run":
-        written = tmp_path / "flowers.json"
     elif program == "auto_tuner/throttled":
         written = tmp_path / "throttled.json"
     else:
