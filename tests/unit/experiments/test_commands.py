@@ -28,9 +28,7 @@ Words = tuple[str, ...]
 SHORT: Mapping[str, str] = {
     "grids": "",
     "grids batch_norm": "batch_size=4",  # 128 batches for statistics
-    "agreement/run nets": "",
-    "agreement/run setup": "--models lenet --repetitions 1",
-    "agreement/run throughput": "--before HEAD --models lenet --executors serial --repetitions 1 --seconds 0.05",
+    "before_and_now/run": "--before HEAD --models lenet --executors serial --repetitions 1 --seconds 0.05",
     "auto_tuner/throttled": "--quiet-s 1 --busy-s 1 --after-s 1 --results {folder}",
     "checkpoint/run": "--model resnet32 --num-learners 1 --beside resnet20 --threads 1 --seconds 0.1 --folder {folder}",
     "estimate/run": "--models vgg16 --num-learners 1 --limits 1 --repetitions 0",
@@ -75,9 +73,13 @@ LONG = {
     "grids", "throughput/run", "throughput/suite", "model_batch/run",
     "workers/run", "pack_step_time/run", "hyperband/run", "muon_cost/run", "overhead/run", "faults/restarts",
     "ranks/search", "checkpoint/run",
-    "memory/run", "agreement/run",
+    "memory/run", "before_and_now/run",
 }  # fmt: skip
-GONE = "experiments/predicted_speed/run.py"  # its page says why; the result names the commit that has it
+# Programs of results that pages show with the command of then: what does it now, if anything.
+FORMER = {
+    "experiments/agreement/run.py throughput": "experiments/before_and_now/run.py",
+    "experiments/predicted_speed/run.py": None,
+}
 _DROPPED = ("--json", "--jobs", "--cells", "--seeds", "--name")
 _FLAGS = ("--add", "--quick")
 
@@ -86,8 +88,12 @@ def named_commands() -> Iterator[Words]:
     """The words of every line of a page that is a command."""
     for page in sorted(EXPERIMENTS.glob("*/README.md")):
         for line in page.read_text(encoding="utf-8").splitlines():
-            if line.startswith(("    python ", "    pip ")) and GONE not in line:
-                yield tuple(shlex.split(line, comments=True))
+            if not line.startswith(("    python ", "    pip ")):
+                continue
+            former = next((words for words in FORMER if words in line), "")
+            now = FORMER.get(former, "")
+            if now is not None:
+                yield tuple(shlex.split(line.replace(former, now) if former else line, comments=True))
 
 
 def shortened(words: Sequence[str]) -> Words:
