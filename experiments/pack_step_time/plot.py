@@ -1,11 +1,10 @@
-"""Draws gains in step time by the number of models, by batch size or by width, and those of mixed packs."""
+"""Draws gains in step time by the number of models, by batch size or by width."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.bench.packs.plot import ratio_lines
@@ -16,8 +15,6 @@ from experiments.tables.pictures import beside
 
 
 def draw(result: Mapping[str, Any]) -> Figure:
-    if result["part"] == "mixed":
-        return draw_mixed(result["mixed"])
     if result["part"] == "limits":
         return draw_limits(result["rows"])
     return draw_families(result["rows"])
@@ -44,29 +41,6 @@ def draw_limits(rows: Sequence[Row]) -> Figure:
         ratio_lines(line[1], wider, "width", TUNED)
         line[1].set(title=family, xlabel="channels or units")
     return figure
-
-
-def draw_mixed(rows: Sequence[Row]) -> Figure:
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    axes = figure.subplots()
-    found = [row for row in rows if row["gain"]["in_turn"]]
-    _bars(axes, found)
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set(ylabel="side by side ÷ in turn", title="mixed packs")
-    axes.grid(alpha=0.3, axis="y")
-    return figure
-
-
-def _bars(axes: Axes, rows: Sequence[Row]) -> None:
-    gains = [row["gain"]["in_turn"] for row in rows]
-    middle = [gain["median"] for gain in gains]
-    whiskers = [
-        [gain["median"] - gain["minimum"] for gain in gains],
-        [gain["maximum"] - gain["median"] for gain in gains],
-    ]
-    labels = [f"{row['models'][0]}\n{row['models'][1]}\n{row['side']}" for row in rows]
-    axes.bar(range(len(rows)), middle, yerr=whiskers, color="#0072B2", capsize=3)
-    axes.set_xticks(range(len(rows)), labels, fontsize="small")
 
 
 def _packs(rows: Sequence[Row]) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Measures packs of 2 to 16 models against one model at a time: four families, mixed packs, and the limits.
+"""Measures packs of 2 to 16 models against one model at a time: four families, and the limits.
 
     python experiments/pack_step_time/run.py families [--json PATH]
 
@@ -11,14 +11,12 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
-from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import choose_device
 from experiments.bench.packs.comparison import (
     PackCell,
@@ -50,7 +48,7 @@ from experiments.bench.packs.side import (
     single,
 )
 from experiments.bench.program import count, measure_and_write
-from experiments.tables.markdown import Column, columns_table, markdown_table, number, spread_text
+from experiments.tables.markdown import markdown_table, spread_text
 
 LIMIT_MODELS = 4
 LARGER_BATCHES = (4, 16, 64, 256)
@@ -78,8 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     device = choose_device(given.device).type
     plan = Plan(tuple(dict.fromkeys(given.families)), tuple(dict.fromkeys(given.num_models)), given.batch_size)
-    if given.part == "mixed" and device == "cuda":
-        raise UserError("mixed packs are measured on a CPU, got --device cuda; give --device cpu.")
     if given.quick:
         plan, given.repetitions, given.seconds = _QUICK, 1, 0.05
     with tempfile.TemporaryDirectory() as folder:
@@ -97,11 +93,6 @@ class Plan:
     num_models: Sequence[int] = (2, 4, 8, 16)
     batch_size: int = 16
 
-    @property
-    def mixed_models(self) -> int:
-        """Models of a mixed pack, half of them from either family."""
-        return max(2, max(self.num_models) // 4)
-
 
 _QUICK = Plan(families=("mlp", "lenet"), num_models=(2,), batch_size=4)
 
@@ -114,22 +105,6 @@ def family_panels(plan: Plan, workloads: Workloads, device: str) -> list[Panel]:
     ]
 
 
-def mixed_panels(plan: Plan, workloads: Workloads, device: str) -> list[Panel]:
-    """A panel a pair of neighbouring families: either alone, one model at a time and packed, and both side by side."""
-    panels = []
-    for pair in pairwise(plan.families):
-        each = [workloads[family].at(plan.batch_size) for family in pair]
-        alone = [
-            cell for workload in each for cell in (*_bases(workload), *_packs(workload, plan.mixed_models // 2, device))
-        ]
-        both = replace(each[0], partner=each[1])
-        together = [
-            PackCell(packed(executor, plan.mixed_models, mixed=True), both) for executor in executors_on(device)
-        ]
-        panels.append([*alone, *together])
-    return panels
-
-
 def limit_panels(plan: Plan, workloads: Workloads, device: str) -> list[Panel]:
     """Packs of a few models, with larger batches and with wider layers: a panel each."""
     count = min(LIMIT_MODELS, max(plan.num_models))
@@ -140,7 +115,6 @@ def limit_panels(plan: Plan, workloads: Workloads, device: str) -> list[Panel]:
 
 PARTS: dict[str, Callable[[Plan, Workloads, str], list[Panel]]] = {
     "families": family_panels,
-    "mixed": mixed_panels,
     "limits": limit_panels,
 }
 
@@ -180,22 +154,7 @@ def limits_table(rows: Sequence[Row]) -> str:
     return markdown_table(["model", "b", *summary_header(rows)], lines)
 
 
-def mixed_table(rows: Sequence[Row]) -> str:
-    def gain(base: str) -> Column:
-        return lambda row: spread_text(row["gain"][base])
-
-    columns: dict[str, Column] = {
-        "families": lambda row: " and ".join(row["models"]), "executor": "side", "K": "num_models",
-        "images/s of each": lambda row: " and ".join(number(rate, ",.0f") for rate in row["images_per_s"]),
-        "÷ default_loop": gain(DEFAULT), "÷ tuned_single": gain(TUNED), "÷ two packs in turn": gain("in_turn"),
-        "n": "n", "dropped": "dropped",
-    }  # fmt: skip
-    return columns_table(rows, columns) if rows else ""
-
-
 def headline(result: Result) -> str:
-    if result["part"] == "mixed":
-        return _mixed_headline(result["mixed"])
     packs = [pack for rows in _panels(result) if (pack := best_pack(rows)) is not None and pack["over"][TUNED]]
     if not packs:
         return ""
@@ -208,19 +167,6 @@ def headline(result: Result) -> str:
     if not losing:
         return f"{text} Every best pack is faster than one tuned model at a time."
     return f"{text} Packing does not pay over one tuned model at a time for {'; '.join(losing)}."
-
-
-def _mixed_headline(rows: Sequence[Row]) -> str:
-    found = [row for row in rows if row["gain"]["in_turn"]]
-    if not found:
-        return ""
-    best = max(found, key=lambda row: float(row["gain"]["in_turn"]["median"]))
-    paying = sum(row["gain"]["in_turn"]["median"] > 1 for row in found)
-    return (
-        f"Two packs side by side do their work faster than in turn in {paying} of {len(found)} cases, at best "
-        f"{spread_text(best['gain']['in_turn'])} times ({' and '.join(best['models'])} by {best['side']}, "
-        f"n={best['n']})."
-    )
 
 
 def _panels(result: Result) -> list[list[Row]]:
@@ -237,9 +183,9 @@ def _name(row: Row) -> str:
 
 
 def result_text(result: Result) -> str:
-    rows, mixed = result["rows"], result["mixed"]
-    table = {"families": families_table(rows), "limits": limits_table(rows), "mixed": mixed_table(mixed)}
-    parts = (headline(result), table[result["part"]], cells_table(rows), how(result), left_out([*rows, *mixed]))
+    rows = result["rows"]
+    table = {"families": families_table, "limits": limits_table}[result["part"]]
+    parts = (headline(result), table(rows), cells_table(rows), how(result), left_out(rows))
     return "\n\n".join(part for part in parts if part)
 
 

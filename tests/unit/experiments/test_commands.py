@@ -46,7 +46,7 @@ SHORT: Mapping[str, str] = {
         f"{question}/run {part}": "--quick --device cpu --max-foreign-share 9"
         for question, parts in {
             "model_batch": "training inference mlp_training mlp_inference lstm gru layers",
-            "pack_step_time": "families limits mixed",
+            "pack_step_time": "families limits",
         }.items()
         for part in parts.split()
     },

@@ -49,16 +49,7 @@ def test_panels_of_a_part_compare_packs_with_one_model_at_a_time_of_the_same_wor
         alone = {(cell.workload.model, cell.workload.batch_size, cell.side.side) for cell in panel}
         for cell in panel:
             assert {(cell.workload.model, cell.workload.batch_size, base) for base in (DEFAULT, TUNED)} <= alone
-    assert len(panels) == {"families": 3, "mixed": 2, "limits": 2 * len(LARGER_BATCHES) + 3 + 3}[part]
-
-
-def test_mixed_panel_has_both_families_alone_with_half_of_the_models(tmp_path: Path) -> None:
-    plan = Plan(families=("mlp", "lenet"), num_models=(2, 16))
-    (panel,) = PARTS["mixed"](plan, prepare_packs(plan.families, "cpu", tmp_path), "cpu")
-    together = [cell for cell in panel if cell.side.mixed]
-    assert [(cell.workload.model, cell.workload.partner.model) for cell in together] == [("mlp", "lenet")] * 3  # type: ignore[union-attr]
-    assert {cell.side.num_learners for cell in together} == {4}
-    assert {cell.side.num_learners for cell in panel if cell.side.side == "fused"} == {2, 4}
+    assert len(panels) == {"families": 3, "limits": 2 * len(LARGER_BATCHES) + 3 + 3}[part]
 
 
 def test_families_have_a_row_for_every_size_of_a_pack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
