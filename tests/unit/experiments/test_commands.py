@@ -61,8 +61,7 @@ SHORT: Mapping[str, str] = {
     "--max-foreign-share 9 --device cpu",
     "update_bandwidth/run": "--model mlp --num-learners 2 --seconds 0.05 --device cpu",
     "workers/run": "--batch-sizes 2 --workers 1 --seconds 0.2 --repetitions 1",
-    "tasks/run": "--tasks tabular accumulation --learners 2 --repetitions 1 --seconds 0.05",
-    "tasks/examples": "--examples tabular --repetitions 1",
+    "tasks/run": "--examples tabular --repetitions 1",
     "zoo/run": "--models test_vit --processes 1",
     "zoo/speed": "--models test_vit --learners 2 --repetitions 1 --seconds 0.05",
 }
@@ -79,6 +78,7 @@ LONG = {
 FORMER = {
     "experiments/agreement/run.py throughput": "experiments/before_and_now/run.py",
     "experiments/predicted_speed/run.py": None,
+    "experiments/tasks/examples.py": "experiments/tasks/run.py",
 }
 _DROPPED = ("--json", "--jobs", "--cells", "--seeds", "--name")
 _FLAGS = ("--add", "--quick")
