@@ -43,12 +43,9 @@ SHORT: Mapping[str, str] = {
     "muon_cost/run": "--repetitions 1 --rounds 2 --batch-size 4",
     "memory/run": "--models mlp --num-learners 1 --batch-size 4 --device cpu",
     **{
-        f"{question}/run {part}": "--quick --device cpu --max-foreign-share 9"
-        for question, parts in {
-            "model_batch": "training inference mlp_training mlp_inference lstm gru layers",
-            "pack_step_time": "families limits",
-        }.items()
-        for part in parts.split()
+        f"model_batch/run {figure}": "--quick --device cpu --max-foreign-share 9"
+        for figure in ("training", "inference", "mlp_training", "mlp_inference", "lstm", "gru", "layers", "families",
+                       "limits")
     },
     "overhead/run": "--repetitions 1 --seconds 0.05",
     "preprocessing/run": "--models 1 --rounds 2 --repetitions 1",
@@ -70,13 +67,14 @@ QUICK = {"tables", "scaling/run", "update_bandwidth/run", "loader/run", "loader/
 # forms of their own tests.
 LONG = {
     "grids", "throughput/run", "throughput/suite", "model_batch/run",
-    "workers/run", "pack_step_time/run", "hyperband/run", "muon_cost/run", "overhead/run", "faults/restarts",
+    "workers/run", "hyperband/run", "muon_cost/run", "overhead/run", "faults/restarts",
     "ranks/search", "checkpoint/run",
     "memory/run", "before_and_now/run",
 }  # fmt: skip
 # Programs of results that pages show with the command of then: what does it now, if anything.
 FORMER = {
     "experiments/agreement/run.py throughput": "experiments/before_and_now/run.py",
+    "experiments/pack_step_time/run.py": "experiments/model_batch/run.py",
     "experiments/predicted_speed/run.py": None,
     "experiments/tasks/examples.py": "experiments/tasks/run.py",
 }
