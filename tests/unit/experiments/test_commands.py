@@ -29,7 +29,7 @@ SHORT: Mapping[str, str] = {
     "grids": "",
     "grids batch_norm": "batch_size=4",  # 128 batches for statistics
     "before_and_now/run": "--before HEAD --models lenet --executors serial --repetitions 1 --seconds 0.05",
-    "auto_tuner/throttled": "--quiet-s 1 --busy-s 1 --after-s 1 --results {folder}",
+    "auto_tuner/run": "--quiet-s 1 --busy-s 1 --after-s 1",
     "checkpoint/run": "--model resnet32 --num-learners 1 --beside resnet20 --threads 1 --seconds 0.1 --folder {folder}",
     "estimate/run": "--models vgg16 --num-learners 1 --limits 1 --repetitions 0",
     "faults/kill9": "--kills 1 --kills-of-two-ranks 0 --epochs 3 --folder {folder}",
@@ -73,6 +73,7 @@ LONG = {
 }  # fmt: skip
 # Programs of results that pages show with the command of then: what does it now, if anything.
 FORMER = {
+    "experiments/auto_tuner/throttled.py": "experiments/auto_tuner/run.py",
     "experiments/agreement/run.py throughput": "experiments/before_and_now/run.py",
     "experiments/pack_step_time/run.py": "experiments/model_batch/run.py",
     "experiments/predicted_speed/run.py": None,
@@ -170,8 +171,6 @@ def test_command_of_a_page_runs(words: Words, tmp_path: Path, monkeypatch: pytes
         written = tmp_path / f"{grid.name}.json"
         arguments += ["--cells", grid.cells[0].name, "--seeds", "0", "--runs", str(tmp_path), "--results",
                       str(tmp_path), "max_epochs=0.1", "+debug=fast"]  # fmt: skip
-    elif program == "auto_tuner/throttled":
-        written = tmp_path / "throttled.json"
     else:
         arguments += ["--json", str(written)]
     assert module.main(arguments) == 0
