@@ -93,21 +93,14 @@ def _row(cell: PackCell, cells: Sequence[PackCell]) -> dict[str, Any]:
         "threads": cell.ready.threads if cell.ready else None,
         "detail": cell.ready.detail if cell.ready else "",
         "failure": cell.failure,
-        "over": {base: ratio_to(cell, find(cells, base, cell.workload.model)) for base in BASES},
+        "over": {base: ratio_to(base, cell, cells) for base in BASES},
     }
 
 
-def find(cells: Sequence[PackCell], side: str, model: str, num_models: int | None = None) -> PackCell | None:
-    """The cell of that side and model; None where the panel has none. With any number of models, if it is not said."""
-    for cell in cells:
-        same = cell.side.side == side and cell.workload.model == model
-        if same and num_models in (None, cell.side.num_learners):
-            return cell
-    return None
-
-
-def ratio_to(cell: PackCell, base: PackCell | None) -> dict[str, float] | None:
-    """Return the ratio of images/s within repetitions in which both have a clean window: median, smallest, largest."""
+def ratio_to(side: str, cell: PackCell, cells: Sequence[PackCell]) -> dict[str, float] | None:
+    """Median, smallest and largest of the ratios to a side of the same model, where both have a clean window."""
+    same = (other for other in cells if (other.side.side, other.workload.model) == (side, cell.workload.model))
+    base = next(same, None)
     return None if base is None or base is cell else cell.windows.ratio(base.windows)
 
 
