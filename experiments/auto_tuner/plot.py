@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.auto_tuner.throttled import MAX_LEARNERS
+from experiments.auto_tuner.run import MAX_LEARNERS
 from experiments.tables.pictures import beside
 
 

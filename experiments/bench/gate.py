@@ -8,8 +8,8 @@ rounds follow one another as they do in a long run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from crossbow_py.core.errors import CrossbowError
@@ -77,29 +77,18 @@ class Failure:
 class Window:
     """The result of one window. `foreign_share` is the share of the cores that others took, None where it is unknown.
 
-    `members` are images/s by member of the side, where it has several loops: between the first and the last tick of
-    each, so that no part of a round is counted. `in_effect` is what its last round ran with, see `RoundEnd`.
+    `in_effect` is what its last round ran with, see `RoundEnd`.
     """
 
     images: int
     seconds: float
     foreign_share: float | None
-    members: Mapping[int, float] = field(default_factory=dict, compare=False)
     in_effect: tuple[str, ...] = ()
 
     @property
     def images_per_s(self) -> float:
         """Throughput by the wall clock."""
         return self.images / self.seconds
-
-
-@dataclass
-class _Pace:
-    """A member's ticks in a window: the first, the last, and the images since the first."""
-
-    first_s: float
-    last_s: float
-    images: int = 0
 
 
 class FinishedError(Exception):
@@ -140,7 +129,6 @@ class Gate:
         self._channel, self._synchronize, self._clock, self._snapshot = channel, synchronize, clock, snapshot
         self._visit = Visit(0.0)
         self._images = self._ticks = 0
-        self._paces: dict[int, _Pace] = {}
         self._due_s = 0.0
         self._start: LoadSnapshot | None = None
 
@@ -154,29 +142,22 @@ class Gate:
         self._channel.send(ready)
         self._await_visit()
 
-    def tick(self, images: int, member: int = 0) -> None:
+    def tick(self, images: int) -> None:
         """Count `images` more; begin or end the window when it is time. Raises FinishedError when it was the last."""
         self._images, self._ticks, now_s = self._images + images, self._ticks + 1, self._clock()
-        if self._start is not None:
-            pace = self._paces.setdefault(member, _Pace(now_s, now_s, -images))
-            pace.images, pace.last_s = pace.images + images, now_s
         if now_s < self._due_s or (self._start is None and self._ticks < self._visit.lead_in_ticks):
             return
         self._synchronize()
         now = self._snapshot()
         if self._start is None:
-            self._start, self._images, self._paces = now, 0, {}
+            self._start, self._images = now, 0
             self._due_s = now.wall_s + self._visit.seconds
         else:
             self._channel.send(self._window(self._start, now))
             self._await_visit()
 
     def _window(self, start: LoadSnapshot, end: LoadSnapshot) -> Window:
-        return Window(
-            self._images, end.wall_s - start.wall_s, foreign_share(start, end),
-            {n: pace.images / (pace.last_s - pace.first_s) for n, pace in self._paces.items() if pace.images},
-            self.in_effect,
-        )  # fmt: skip
+        return Window(self._images, end.wall_s - start.wall_s, foreign_share(start, end), self.in_effect)
 
     def _await_visit(self) -> None:
         try:
@@ -189,23 +170,10 @@ class Gate:
         self._due_s = self._clock() + visit.lead_in_s
 
 
-class Ticked(Protocol):
-    """A gate, or one of several loops' share of it."""
-
-    in_effect: tuple[str, ...]
-
-    @property
-    def num_learners(self) -> int | None:
-        """The number of learners wanted for the window under way; None leaves it as it is."""
-
-    def tick(self, images: int, /) -> None:
-        """See Gate."""
-
-
 class Paced:
     """Passes the gate after every round, and gives the run the number of learners that the next window wants."""
 
-    def __init__(self, gate: Ticked) -> None:
+    def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self._asked: int | None = None
 
@@ -226,7 +194,7 @@ class Settling:
     that became slow.
     """
 
-    def __init__(self, gate: Ticked, limit_s: float, ready: Callable[[RoundEnd], None]) -> None:
+    def __init__(self, gate: Gate, limit_s: float, ready: Callable[[RoundEnd], None]) -> None:
         self._paced, self._limit_s, self._ready, self._is_ready = Paced(gate), limit_s, ready, False
 
     def __call__(self, end: RoundEnd) -> int | None:

@@ -1,4 +1,4 @@
-"""Does the estimator find the largest batch size that fits, how fast, and the workers that feed it?
+"""Does the estimator find the largest batch size that fits, and how fast?
 
     python experiments/estimate/run.py [--json PATH]
 
@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,36 +21,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
 
-from crossbow_py.core.host import Host
 from crossbow_py.engine.sizing.memory import LearnerModel
-from crossbow_py.engine.sizing.workers import Loading, recommend
 from experiments.bench.machine import ROOT
 from experiments.bench.program import count, measure_and_write, measuring_parser
 from experiments.estimate.time_search import estimate
 from experiments.estimate.truth import SUBJECTS, Subject, TrainingRun
 from experiments.tables.markdown import NONE, markdown_table
 
-CORES = 16
-BATCHES_HELD_A_WORKER = 3  # two made ahead or in hand, one being copied
-USABLE_SHARE = 0.5  # of the memory; the rest keeps the files that are read again
-# Seconds of one worker for a sample, and of the device for a sample of any learner.
-# They are given, of no machine: on a CPU a step takes so long that one worker always does, and the pairs of interest
-# are those where several are needed. Every model is fed by another number of workers then.
-SECONDS = {
-    "resnet34": (0.008, 0.002),
-    "resnet50": (0.008, 0.0035),
-    "resnet152": (0.008, 0.009),
-    "densenet121": (0.008, 0.003),
-    "alexnet": (0.008, 0.0006),
-    "resnet3d18": (0.1, 0.008),
-    "vgg16": (0.0002, 0.0005),
-}
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
 _KIB, _MIB = 2**10, 2**20
 GIB = 2**30
-HOST_GIB = (1, 2, 4, 8, 16)
-SEARCH_GIB = 16  # the limit of the searches that are timed, and of the workers' batch sizes
+SEARCH_GIB = 16  # the limit of the searches that are timed
 WAYS = ("estimate", "doubling")
 COMMAND = ("-m", "crossbow_py.estimate", "+experiment=resnet50", "memory=16GiB")
 _TIME_SEARCH = Path(__file__).with_name("time_search.py")
@@ -71,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compare_all(given: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {
         "precision": "fp32", "optimizer": "sgd with momentum", "search_gib": SEARCH_GIB, "models": [], "cells": [],
-        "supply": [], "searches": [], "command": None,
+        "searches": [], "command": None,
     }  # fmt: skip
     models = list(dict.fromkeys(given.models))
     for model in models:
@@ -85,7 +66,7 @@ def compare_all(given: argparse.Namespace) -> dict[str, Any]:
 def compare_model(
     subject: Subject, num_learners: Sequence[int], limits_gib: Sequence[int], result: dict[str, Any]
 ) -> None:
-    """Append a model's entry, its cells and, for K = 1 and the largest, what feeds it."""
+    """Append a model's entry and its cells."""
     model = estimate(subject)
     result["models"].append({
         "model": subject.model,
@@ -98,8 +79,6 @@ def compare_model(
             run = TrainingRun(subject, learners, at_once)
             cells = [compare_cell(model, run, gib) for gib in limits_gib]
             result["cells"] += cells
-            if at_once == learners and learners in {num_learners[0], num_learners[-1]}:
-                result["supply"] += compare_workers(subject, learners, run.largest_batch_size(SEARCH_GIB * GIB))
             shown = ", ".join(f"{cell['limit_gib']} GiB {cell['true']}/{cell['estimated']}" for cell in cells)
             print(f"{subject.model} K={learners}, {at_once} at once, true/estimated: {shown}", flush=True)
 
@@ -118,14 +97,6 @@ def compare_cell(model: LearnerModel, run: TrainingRun, limit_gib: int) -> dict[
         "true_bytes": run.peak_bytes(true) if true else None,
         "predicted_bytes": model.predicted_bytes(true, run.num_learners, run.at_once) if true else None,
     }
-
-
-def compare_workers(subject: Subject, num_learners: int, largest_batch: int) -> list[dict[str, Any]]:
-    """Batch size and workers for every size of the host's memory; nothing where no batch fits on the device."""
-    fetch_s, step_s = SECONDS[subject.model]
-    load = WorkerLoad(subject.sample_bytes, fetch_s, step_s, num_learners)
-    about = {"model": subject.model, "num_learners": num_learners}
-    return [{**about, "host_gib": gib, **compare(load, largest_batch, gib * GIB)} for gib in HOST_GIB if largest_batch]
 
 
 def time_searches(models: Sequence[str], repetitions: int) -> list[dict[str, Any]]:
@@ -166,7 +137,7 @@ def _output_of(arguments: Sequence[str]) -> str:
 
 
 def result_text(result: Result) -> str:
-    tables = [errors_table(result), batch_sizes_table(result), searches_table(result), supply_table(result)]
+    tables = [errors_table(result), batch_sizes_table(result), searches_table(result)]
     return "\n\n".join(filter(None, [*tables, notes(result)]))
 
 
@@ -230,21 +201,6 @@ def searches_table(result: Result) -> str:
     return markdown_table(header, rows)
 
 
-def supply_table(result: Result) -> str:
-    sizes = sorted({row["host_gib"] for row in result["supply"]})
-    if not sizes:
-        return ""
-    header = ["model", "K", "fits on the device", *(f"{size} GiB" for size in sizes), "differ from the best"]
-    rows = []
-    for model, learners in dict.fromkeys((row["model"], row["num_learners"]) for row in result["supply"]):
-        own = {row["host_gib"]: row for row in result["supply"]
-               if (row["model"], row["num_learners"]) == (model, learners)}  # fmt: skip
-        pairs = [" × ".join(map(str, own[size]["recommended"])) if size in own else NONE for size in sizes]
-        differ = sum(row["recommended"] != row["best"] for row in own.values())
-        rows.append([model, str(learners), str(next(iter(own.values()))["largest_batch"]), *pairs, str(differ)])
-    return markdown_table(header, rows)
-
-
 def notes(result: Result) -> str:
     cells = result["cells"]
     above = sum(cell["estimated"] > cell["true"] for cell in cells)
@@ -275,45 +231,6 @@ def shortfall(cell: Row) -> float:
 def _shown(cell: Row) -> str:
     error = cell["estimated"] - cell["true"]
     return str(cell["true"]) + (f" ({error:+d})" if error else "")
-
-
-@dataclass(frozen=True)
-class WorkerLoad:
-    """The work of the workers: I bytes and t_fetch a sample, t_step a sample, N learners that take a batch each."""
-
-    sample_bytes: int
-    fetch_s: float
-    step_s: float
-    num_learners: int
-
-
-def best_pair(load: WorkerLoad, largest_batch: int, memory_bytes: int) -> tuple[int, int] | None:
-    """The largest B and, for it, the fewest workers W, of all pairs that keep the rules; None where none does::
-
-    t_fetch(B) ≤ t_round(B) · W / N        a round has N batches
-    W · batches · B · I ≤ usable DRAM
-    """
-    best: tuple[int, int] | None = None
-    for workers in range(CORES, 0, -1):
-        for batch_size in range(1, largest_batch + 1):
-            round_s = load.num_learners * batch_size * load.step_s
-            keeps_up = batch_size * load.fetch_s <= round_s * workers / load.num_learners * (1 + 1e-9)
-            held = workers * BATCHES_HELD_A_WORKER * batch_size * load.sample_bytes
-            if keeps_up and held <= USABLE_SHARE * memory_bytes and (best is None or batch_size >= best[0]):
-                best = batch_size, workers
-    return best
-
-
-def compare(load: WorkerLoad, largest_batch: int, memory_bytes: int) -> Mapping[str, Any]:
-    loading = Loading(load.sample_bytes, fetch_s=load.fetch_s, step_s=load.step_s, through_shared=True)
-    found = recommend(largest_batch, loading, Host(CORES, memory_bytes, shared_bytes=None))
-    best = best_pair(load, largest_batch, memory_bytes)
-    return {
-        "largest_batch": largest_batch,
-        "recommended": [found.batch_size, found.num_workers],
-        "limits": list(found.limits),
-        "best": None if best is None else list(best),
-    }
 
 
 TABLES = {"all": result_text}

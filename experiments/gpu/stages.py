@@ -147,7 +147,7 @@ def _measuring(at: Place, switches: Mapping[str, str]) -> dict[str, Stage]:
         cells = dict.fromkeys(cells, f"serial:1:4:sma fused:2:4:sma tuned:1:4:none --profile {at.work}/profile")
         how = "--model lenet --seconds 0.05 --turns 2"
     of_learners, pack = "experiments/throughput", "experiments/model_batch/run.py"
-    of_packs, quick = "experiments/pack_step_time/run.py", "--quick" if tiny else "--seconds 0.3"
+    quick = "--quick" if tiny else "--seconds 0.3"
     told = {
         **{name: (f"{rows} {at.work}/{name}.json {how} --cells {own}", 300) for name, own in cells.items()},
         "update": (f"experiments/update_bandwidth/run.py {d} "
@@ -160,11 +160,11 @@ def _measuring(at: Place, switches: Mapping[str, str]) -> dict[str, Stage]:
         "sides": (f"{of_learners}/run.py {d} --precision bf16 --sides serial fused --num-learners 8 --seconds 0.5 "
                   f"--repetitions 5 {at.result('throughput', 'resnet32_b16')}", 200),
         "packs": (f"{pack} training {d} --batch-sizes 16 {quick} {at.result('model_batch', 'training')}", 150),
-        "mlps": (f"{pack} mlp_training {d} --model mlp_256 --num-models 64 --batch-sizes 16 {quick} "
+        "mlps": (f"{pack} mlp_training {d} --models mlp_256 --num-models 64 --batch-sizes 16 {quick} "
                  f"{at.result('model_batch', 'mlp_training')}", 150),
         "ensembles": (f"{pack} inference {d} --batch-sizes 16 {quick} {at.result('model_batch', 'inference')}", 150),
-        "families": (f"{of_packs} families {d} --families resnet20 --num-models 8 --seconds 0.3 "
-                     f"{at.result('pack_step_time', 'families')}", 150),
+        "families": (f"{pack} families {d} --models resnet20 --num-models 8 --seconds 0.3 "
+                     f"{at.result('model_batch', 'families')}", 150),
         "tables": ("experiments/tables", 60),
         "hyperband": (f"experiments/hyperband/run.py {d} --repetitions 1 {at.result('hyperband', 'lenet')}", 300),
     }  # fmt: skip

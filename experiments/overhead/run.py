@@ -27,7 +27,7 @@ import torch
 from crossbow_py import SGD, Trainer
 from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.models import MLP, LeNet
-from crossbow_py.telemetry.events import Listener, Summary
+from crossbow_py.telemetry.events import Summary
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.run_folder.reporter import Reporter
 from experiments.bench.machine import ROOT
@@ -122,20 +122,16 @@ def measure_telemetry(network: str, repetitions: int, seconds: float) -> dict[st
     }  # fmt: skip
 
 
-def train(
-    network: str, folder: Path | None, seconds: float, callbacks: Sequence[Listener] = (),
-    num_learners: int | None = None,
-) -> Summary:  # fmt: skip
+def train(network: str, folder: Path | None, seconds: float) -> Summary:
     """Train for so many seconds on made-up samples, with all records if there is a folder; the run's summary."""
-    make_model, shape, usual_learners = NETWORKS[network]
+    make_model, shape, num_learners = NETWORKS[network]
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (_SAMPLES, *shape), dtype=torch.uint8, generator=generator)
     targets = torch.randint(0, 10, (_SAMPLES,), generator=generator)
     trainer = Trainer(
         model=make_model, train_data=(images, targets), batch_size=_BATCH,
-        num_learners=num_learners or usual_learners, device="cpu",
-        executor="threads", optimizer=SGD(learning_rate=0.01, momentum=0.9), output_dir=folder,
-        checkpoint=CheckpointSettings(every_epochs=None), callbacks=callbacks,
+        num_learners=num_learners, device="cpu", executor="threads", output_dir=folder,
+        optimizer=SGD(learning_rate=0.01, momentum=0.9), checkpoint=CheckpointSettings(every_epochs=None),
     )  # fmt: skip
     return trainer.fit(max_time_s=seconds).summary
 

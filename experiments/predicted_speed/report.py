@@ -1,4 +1,4 @@
-"""The tables of the prediction."""
+"""The prediction's bands, from the results file, and what was measured on such a GPU beside them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ from statistics import median
 from typing import Any
 
 from experiments.bench.results import read_results
-from experiments.predicted_speed.model import LIMITS
 from experiments.tables.markdown import markdown_table
 
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
 SIDES = ("fused", "streams", "plain")
-
-
-def result_text(result: Result) -> str:
-    return "\n\n".join([speed_text(result), work_text(result), binding_text(result), kernels_text(result)])
 
 
 def cells_of(result: Result) -> Iterator[tuple[Row, Row]]:
@@ -53,73 +48,6 @@ def speed_text(result: Result) -> str:
         "both. No figure was measured."
     )
     return f"{markdown_table(header, lines)}\n\n{note}"
-
-
-def work_text(result: Result) -> str:
-    """Launches, bytes and FLOPs of a round, which no assumption changes but where there is a range."""
-    header = ["a round", "K", "GFLOP", *(f"{side}, launches" for side in SIDES), "of a learner of streams"]
-    header += ["fused with grouped convolutions", *(f"{side}, MB" for side in SIDES)]
-    cells = [each for each in cells_of(result) if each[0]["gpu"] == result["gpus"][0]["name"]]
-    counted = {slow["precision"] for slow, _ in cells}
-    lines = [
-        [
-            f"{slow['model']} {slow['precision']}",
-            str(slow["num_learners"]),
-            f"{slow['fused']['flops'] / 1e9:,.1f}",
-            *(_band(whole, slow[side]["launches"], fast[side]["launches"]) for side in SIDES),
-            _band(whole, slow["streams"]["chain_launches"], fast["streams"]["chain_launches"]),
-            f"{slow['fused']['launches_grouped']:,}",
-            *(f"{slow[side]['bytes'] / 1e6:,.0f}" for side in SIDES),
-        ]
-        for slow, fast in cells
-        if slow["precision"] != "tf32" or "fp32" not in counted
-    ]  # fmt: skip
-    note = "\n\nWith TF32 all of it is as in fp32." if {"tf32", "fp32"} <= counted else ""
-    return markdown_table(header, lines) + note
-
-
-def binding_text(result: Result) -> str:
-    """What a fused round consists of, in the share of its time, and what binds one of streams."""
-    header = ["fused", "K", "round, ms", "nodes", *LIMITS, "host, ms", "streams, ms", "bound by"]
-    learners = {row["num_learners"] for row in result["rows"]}
-    lines = []
-    for slow, fast in cells_of(result):
-        if slow["num_learners"] not in {min(learners), max(learners)}:
-            continue
-        rows = slow["fused"], fast["fused"]
-        device = [row["nodes_s"] + sum(row["by_limit_s"].values()) for row in rows]
-        lines.append([
-            f"{slow['model']} {slow['precision']} {slow['gpu']}",
-            str(slow["num_learners"]),
-            _band(ratio, *(1e3 * row["round_s"] for row in rows)),
-            _band(percent, *(row["nodes_s"] / all_s for row, all_s in zip(rows, device, strict=True))),
-            *(_band(percent, *(row["by_limit_s"][limit] / all_s for row, all_s in zip(rows, device, strict=True)))
-              for limit in LIMITS),
-            _band(ratio, *(1e3 * row["host_s"] for row in rows)),
-            _band(ratio, *(1e3 * row["streams"]["round_s"] for row in (slow, fast))),
-            " or ".join(dict.fromkeys((slow["streams"]["binds"], fast["streams"]["binds"]))),
-        ])  # fmt: skip
-    return markdown_table(header, lines)
-
-
-def kernels_text(result: Result) -> str:
-    """What the compiled kernels need."""
-    header = ["kernels of fused", "variants", "registers", "spilled, bytes", "shared, KiB", "programs at once",
-              "multiply by", "load ahead"]  # fmt: skip
-    lines = [
-        [
-            each["kernel"],
-            str(each["variants"]),
-            _band(whole, *each["registers"]),
-            _band(whole, *each["spilled_bytes"]),
-            _band(one_digit, *(value / 1024 for value in each["shared_bytes"])),
-            _band(whole, *each["at_once"]),
-            ", ".join(filter(None, each["products"])) or "–",
-            f"{each['asynchronous']}",
-        ]
-        for each in result["kernels"]
-    ]  # fmt: skip
-    return f"{markdown_table(header, lines)}\n\nCompiled by Triton {result['triton']} for compute capability 9.0."
 
 
 def measured_text(results: Mapping[str, Result]) -> str:
@@ -187,17 +115,5 @@ def ratio(value: float) -> str:
     return f"{value:.2f}"
 
 
-def one_digit(value: float) -> str:
-    return f"{value:.1f}"
-
-
-def whole(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def percent(value: float) -> str:
-    return f"{100 * value:.0f}%"
-
-
-TABLES = {"all": result_text, "speed": speed_text, "work": work_text, "binding": binding_text, "kernels": kernels_text}
+TABLES = {"all": speed_text}
 TABLES_OVER_ALL = {"measured": measured_text}

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, w
 from experiments.bench.program import count, measure_and_write, measuring_parser
 from experiments.bench.windows import paired_ratios, spread
 from experiments.ranks import search
+from experiments.ranks.pair import Measured, RankPair
 from experiments.ranks.sides import BUCKETS_MB, serve
-from experiments.scaling.ranks import Measured, RankPair
 from experiments.tables.markdown import markdown_table, spread_text, texts_of_kind
 
 Result = Mapping[str, Any]
@@ -50,11 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure_ranks(model: str, batch_size: int, num_rounds: int, repetitions: int) -> dict[str, Any]:
     """Images/s of every side and the ratios asked for, within repetitions, as plain values."""
     rates: dict[str, list[float | None]] = {side: [] for side in SIDES}
-    with RankPair(serve=serve) as pair:
-        pair.ask("prepare", model=model, batch_size=batch_size, attempts=1, is_judged=False)
+    with RankPair(serve) as pair:
+        pair.ask("prepare", model=model, batch_size=batch_size)
         for number in range(repetitions):
             for side in SIDES if number % 2 else SIDES[::-1]:
-                answers = pair.ask("window", side=side, num_rounds=num_rounds)
+                answers = pair.window(side=side, num_rounds=num_rounds)
                 rates[side].append(None if answers is None else _rate(side, answers, batch_size))
         dropped = pair.dropped
     best = max(DDP, key=lambda side: median([rate for rate in rates[side] if rate] or [0.0]))

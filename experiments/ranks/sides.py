@@ -18,7 +18,7 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from experiments.bench.rounds import MarkedRounds, build_model, trainer_on_noise
-from experiments.scaling.ranks import Measured, answer
+from experiments.ranks.pair import Measured, answer
 
 WARM_UP_ROUNDS = 2
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.001, 0.9, 1e-4

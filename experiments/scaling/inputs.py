@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from experiments.scaling.network import Network
-from experiments.scaling.simulator import Contention, Tasks
+from experiments.scaling.simulator import Tasks
 
 GPU_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 # P of crossbow_py/models.
@@ -76,9 +76,9 @@ def last_bucket_bytes(num_bytes: int) -> float:
     return min(rest, SYNCHRONOUS["bucket_bytes"]) if rest > 0 else num_bytes
 
 
-def contention(network: Network, num_gpus: int) -> Contention:
-    """An all-reduce has multiprocessors of its own, so learners lose them and do not stretch it."""
-    return Contention(slowdown=network.multiprocessors(num_gpus) / GPU["multiprocessors"])
+def slowdown(network: Network, num_gpus: int) -> float:
+    """The share of its speed that learning loses to an all-reduce: it takes multiprocessors, and has them to itself."""
+    return network.multiprocessors(num_gpus) / GPU["multiprocessors"]
 
 
 def _pass_s(num_bytes: float) -> float:

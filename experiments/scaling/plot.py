@@ -1,4 +1,4 @@
-"""Draws gpus.png, efficiency and exposed averaging against the number of GPUs, and validation.png."""
+"""Draws gpus.png: efficiency and exposed averaging against the number of GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter
 
 from experiments.scaling.inputs import HIDDEN_SHARE
-from experiments.scaling.report import SIMULATED, TARGET_ERROR, VALIDATED
+from experiments.tables.pictures import beside
 
 # Of each model the workload that is most like how it would be run.
 PANELS = ("ResNet-32 b=16 K=4", "VGG-16 b=16 K=2", "ResNet-50 b=16 K=2")
@@ -79,28 +79,4 @@ def _handles(networks: list[str]) -> list[Line2D]:
     return [*colors, *styles, ring]
 
 
-def draw_validation(result: Mapping[str, Any]) -> Figure:
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
-    axes = figure.subplots()
-    rows = [row for row in result["rows"] if row["n"]]
-    for place, row in enumerate(rows):
-        error = row["error"]
-        axes.vlines(place, error["minimum"], error["maximum"], color="#999999", linewidth=2)
-        axes.plot(place, error["median"], "o", color="#0072B2")
-    labels = [f"{row['model']}\nb={row['batch_size']}\nτ={row['period']}" for row in rows]
-    axes.set_xticks(range(len(rows)), labels, fontsize=8)
-    axes.axhspan(-TARGET_ERROR, TARGET_ERROR, color="#009E73", alpha=0.15)
-    axes.axhline(0, color="black", linewidth=0.8)
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes.set(ylabel="predicted ÷ measured − 1", title="Round time of two processes: median and range of repetitions")
-    axes.grid(alpha=0.25, axis="y")
-    return figure
-
-
-def _pictures(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Figure]:
-    drawn = {SIMULATED: ("results/gpus.png", draw), VALIDATED: ("results/validation.png", draw_validation)}
-    found = [(drawn[result["kind"]], result) for result in results.values() if result["kind"] in drawn]
-    return {name: draw_it(result) for (name, draw_it), result in found}
-
-
-PICTURES = _pictures
+PICTURES = beside(draw)

@@ -23,11 +23,11 @@ from experiments.scaling.inputs import (
     SYNCHRONOUS,
     WORKLOADS,
     Workload,
-    contention,
     last_bucket_bytes,
+    slowdown,
 )
 from experiments.scaling.network import NETWORKS, Network
-from experiments.scaling.report import SIMULATED, result_text
+from experiments.scaling.report import result_text
 from experiments.scaling.simulator import Averaging, Tasks, sma_round_s, synchronous_round_s
 
 PERIODS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -44,7 +44,6 @@ def simulate(rounds: int) -> dict[str, Any]:
     workload, network = WORKLOADS[_STRAGGLERS_OF], NETWORKS[0]
     scene = Scene(workload, Network.from_values(network), rounds)
     return {
-        "kind": SIMULATED,
         "rounds": rounds,
         "gpu_counts": GPU_COUNTS,
         "inputs": {"workloads": [asdict(each) for each in WORKLOADS], "networks": NETWORKS, "gpu": GPU,
@@ -92,7 +91,7 @@ class Scene:
         """Mean seconds a round. A `free_network` takes no time: what then remains is waiting for the slowest."""
         tasks, reduce_s = tasks or self._tasks, 0.0 if free_network else 1.0
         size, network = self.workload.vector_bytes, self.network
-        beside = contention(network, num_gpus)
+        lost = slowdown(network, num_gpus)
         if mode.synchronous:
             tail = last_bucket_bytes(size)
             bulk_s = network.all_reduce_s(num_gpus, size - tail) if size > tail else 0.0
@@ -102,7 +101,7 @@ class Scene:
                 bulk_s=reduce_s * bulk_s,
                 tail_s=reduce_s * network.all_reduce_s(num_gpus, tail),
                 overlap=SYNCHRONOUS["overlap"],
-                slowdown=beside.slowdown,
+                slowdown=lost,
                 rounds=self._rounds,
             )
         if num_gpus * self.workload.num_learners == 1:
@@ -115,7 +114,7 @@ class Scene:
             ranks_per_node=network.gpus_per_node,
             patient=mode.patient,
         )
-        return sma_round_s(tasks, num_gpus, averaging, beside, warm_up=self._rounds, rounds=self._rounds)
+        return sma_round_s(tasks, num_gpus, averaging, slowdown=lost, warm_up=self._rounds, rounds=self._rounds)
 
     @property
     def alone_s(self) -> float:

@@ -7,12 +7,11 @@ A rank is a device with its learners; they run side by side, so its learning tas
     averaging(n)       after correction(·, n) of all ranks: sum of the learners, all-reduce, move of z
 
 so averaging(n) runs beside learning(·, n+1), and a rank can be a round ahead of another before it waits. While
-averaging is under way it may take speed from the learners of its own device, and they from it (`Contention`): a CPU
-rank has one core for both, NCCL takes some multiprocessors.
+averaging is under way learners of its device may lose some of their speed: NCCL takes multiprocessors.
 
 Learning times are a mean times two log-normal factors of mean 1: one drawn for every rank and round, one for every rank
 once. Log-normal, since a task is slowed by many small things that multiply, never ends early by much, and has its tail
-on the late side; `calibrate.py` compares it with measured tasks.
+on the late side.
 """
 
 from __future__ import annotations
@@ -51,22 +50,6 @@ class Tasks:
 
 
 @dataclass(frozen=True)
-class Contention:
-    """The slowdown of learning and averaging of one device while both run.
-
-    Attributes:
-        slowdown: share of its speed that learning loses, below 1.
-        stretch: how many times as long averaging takes; 1 is not at all.
-    """
-
-    slowdown: float = 0.0
-    stretch: float = 1.0
-
-
-UNDISTURBED = Contention()
-
-
-@dataclass(frozen=True)
 class Averaging:
     """The averaging: when z moves, and what an all-reduce takes.
 
@@ -99,8 +82,8 @@ def sma_round_s(
     tasks: Tasks,
     num_ranks: int,
     averaging: Averaging | None,
-    contention: Contention = UNDISTURBED,
     *,
+    slowdown: float = 0.0,
     warm_up: int = WARM_UP_ROUNDS,
     rounds: int = ROUNDS,
     seed: int = 0,
@@ -108,15 +91,15 @@ def sma_round_s(
 ) -> float:
     """Mean seconds a round, of `rounds` after the `warm_up`; both are rounded up to whole periods.
 
-    Without `averaging` every rank runs for itself, and the mean is over ranks too. `rank_factors`, where given,
-    multiply the ranks' learning times instead of factors that are drawn.
+    `slowdown` is the share of its speed that learning loses while averaging is under way. Without `averaging` each rank
+    runs for itself, and the mean is over ranks too. `rank_factors`, where given, multiply the ranks' learning times
+    instead of factors that are drawn.
     """
     patient = averaging is not None and averaging.patient
-    assert not patient or contention.stretch == 1, "one round cannot stretch averaging that runs beside several"
     period = averaging.period * averaging.node_period if averaging else 1
     first, counted = (-(-number // period) * period for number in (warm_up, rounds))
     last = first + counted
-    state, noise = _Ranks(num_ranks, contention), _Noise(tasks, num_ranks, seed, rank_factors)
+    state, noise = _Ranks(num_ranks, slowdown), _Noise(tasks, num_ranks, seed, rank_factors)
     marks = [0.0]
     for index in range(1, last + 1):
         state.learn(tasks.learning_s * noise.factors())
@@ -154,13 +137,13 @@ def synchronous_round_s(
         rounds: that many.
         seed: of the noise, the same draws as `sma_round_s` makes.
     """
-    contention, noise, now = Contention(slowdown), _Noise(tasks, num_ranks, seed), 0.0
+    noise, now = _Noise(tasks, num_ranks, seed), 0.0
     for _ in range(rounds):
         work = tasks.learning_s * noise.factors()
         starts = np.full(num_ranks, now)
         begins = now + (1 - overlap) * float(work.max())
         sent = begins + bulk_s
-        ends = learning_ends(starts, work, np.full(num_ranks, begins), np.full(num_ranks, sent), contention)
+        ends = learning_ends(starts, work, np.full(num_ranks, begins), np.full(num_ranks, sent), slowdown)
         now = max(float(ends.max()), sent) + tail_s + tasks.correction_s
     return now / rounds
 
@@ -188,46 +171,29 @@ def log_sigma(cv: float) -> float:
 
 
 class _Ranks:
-    """The ends of every rank's latest tasks, in seconds from the start."""
+    """The ends of every rank's latest tasks, and the begin and end of averaging, in seconds from the start."""
 
-    def __init__(self, num_ranks: int, contention: Contention) -> None:
-        self.ends, self._contention = np.zeros(num_ranks), contention
+    def __init__(self, num_ranks: int, slowdown: float) -> None:
+        self.ends, self._slowdown = np.zeros(num_ranks), slowdown
         self._begins, self._averaged = np.zeros(num_ranks), np.zeros(num_ranks)
-        self._pending: tuple[float, int] | None = None
 
     def learn(self, work: Times) -> None:
         """Learning on all ranks, beside averaging that was begun."""
-        if self._pending is not None:
-            work_s, group = self._pending
-            left = self.ends + work - self._begins
-            own = averaging_ends(self._begins, left, work_s, self._contention)
-            self._averaged, self._pending = _of_group(own, group), None
-        self.ends = learning_ends(self.ends, work, self._begins, self._averaged, self._contention)
+        self.ends = learning_ends(self.ends, work, self._begins, self._averaged, self._slowdown)
 
     def correct(self, correction_s: float, *, waits: bool) -> None:
         starts = np.maximum(self.ends, self._averaged) if waits else self.ends
         self.ends = starts + correction_s
 
     def average(self, work_s: float, group: int) -> None:
-        """Begins when the last rank of a group has come. Its end follows from the learning beside it."""
+        """Begins when the last rank of a group has come."""
         self._begins = _of_group(self.ends, group)
-        self._pending = work_s, group
+        self._averaged = self._begins + work_s
 
 
-def averaging_ends(begins: Times, left: Times, work_s: float, contention: Contention) -> Times:
-    """Return when every rank is through `work_s` of averaging from `begins` on, beside `left` work of learning.
-
-    Both run slowed until one is over; then the other has the device alone.
-    """
-    beside = np.maximum(left, 0) / (1 - contention.slowdown)
-    alone = work_s - beside / contention.stretch
-    ends: Times = begins + np.where(alone > 0, beside + alone, contention.stretch * work_s)
-    return ends
-
-
-def learning_ends(starts: Times, work: Times, begins: Times, averaged: Times, contention: Contention) -> Times:
+def learning_ends(starts: Times, work: Times, begins: Times, averaged: Times, slowdown: float) -> Times:
     """Return when `work` begun at `starts` is done, slowed while averaging goes on, from `begins` to `averaged`."""
-    speed = 1 - contention.slowdown
+    speed = 1 - slowdown
     meets = np.maximum(starts, begins)
     left = starts + work - meets  # when averaging begins
     done = np.maximum(averaged - meets, 0) * speed  # of it until averaging is over

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import PrecisionName
 from experiments.bench.sides.side import AVERAGING_WORDS, EXECUTOR_SIDES, SINGLE_SIDES
 from experiments.bench.windows import dropped_windows
@@ -14,13 +13,8 @@ from experiments.throughput import suite_report
 from experiments.throughput.comparison import mixed
 from experiments.throughput.roofline import roofline_of, roofline_text
 from experiments.throughput.suite_report import best_row, main_batch_size, models, ratio_text, rows_of_model
-from experiments.update_bandwidth.run import measure_update
-from experiments.update_bandwidth.run import result_text as update_text
 
-# Seconds that all this takes, a model and for the update: rounds are counted, and on CUDA traced.
-MODEL_S = {"cpu": 4.0, "cuda": 10.0}
-UPDATE_S = 6.0
-_UPDATE_LEARNERS = 4
+MODEL_S = {"cpu": 4.0, "cuda": 10.0}  # seconds that `analyse` takes a model
 Result = Mapping[str, Any]
 _MODELS = {"mlp": "MLP", "lenet": "LeNet", "resnet32": "ResNet-32", "vgg16": "VGG-16"}
 
@@ -109,7 +103,7 @@ def result_text(result: Result) -> str:
 def suite_text(result: Result) -> str:
     if refusals := mixed(result["rows"], result["device"] == "cuda"):
         return "\n\n".join([*refusals, in_effect_table(result)])
-    return "\n\n".join(filter(None, [suite_report.result_text(result), *ran_with(result), analysis_text(result)]))
+    return "\n\n".join(filter(None, [suite_report.result_text(result), *ran_with(result), limits_text(result)]))
 
 
 def headline_rows(results: Mapping[str, Result]) -> list[list[str]]:
@@ -128,35 +122,19 @@ def headline_rows(results: Mapping[str, Result]) -> list[list[str]]:
     return rows
 
 
-def analysis_s(models: Sequence[str], device: str) -> float:
-    return UPDATE_S + MODEL_S[device] * len(models)
-
-
-def analyse(result: Mapping[str, Any], device: str, precision: PrecisionName) -> dict[str, Any]:
-    """A roofline row a model, for its fastest fused cell, and the update of the largest model measured."""
+def analyse(result: Mapping[str, Any], device: str, precision: PrecisionName) -> list[dict[str, Any]]:
+    """A roofline row a model, for its fastest fused cell."""
     batch_size, rows = main_batch_size(result), []
     for model in models(result):
         best = best_row(rows_of_model(result, model), batch_size=batch_size, sides=["fused"])
         if best is not None:
-            rows.append(
-                roofline_of(model, batch_size, best["num_learners"], precision, best["images_per_s"], device)
-            )
-    largest = next((model for model in ("vgg16", "resnet50") if model in models(result)), models(result)[-1])
-    try:
-        update: dict[str, Any] | None = measure_update(largest, _UPDATE_LEARNERS, device, UPDATE_S / 2)
-    except UserError as error:
-        print(f"no GB/s of the update: {error}")
-        update = None
-    return {"roofline": rows, "update": update}
+            rows.append(roofline_of(model, batch_size, best["num_learners"], precision, best["images_per_s"], device))
+    return rows
 
 
-def analysis_text(result: Mapping[str, Any]) -> str:
-    parts = []
-    if result.get("roofline"):
-        parts.append(f"**Limits** of the fastest fused cells\n\n{roofline_text(result['roofline'])}")
-    if result.get("update"):
-        parts.append(f"**The update**\n\n{update_text(result['update'])}")
-    return "\n\n".join(parts)
+def limits_text(result: Mapping[str, Any]) -> str:
+    rows = result.get("roofline")
+    return f"**Limits** of the fastest fused cells\n\n{roofline_text(rows)}" if rows else ""
 
 
 TABLES = {"all": result_text}

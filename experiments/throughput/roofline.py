@@ -10,27 +10,22 @@ operator by itself), of the update and of the batches, as if nothing stayed in a
 Where tensors of a round are small beside the caches, more than 100 % of the limit is possible.
 
 A learner's step (forward, loss, backward) is counted on fake tensors, so no device and no time is needed. Kernels of a
-fused round are counted in a real one. Peaks are known for the devices of a small table and measured for others. A few
-rounds are traced for the kernels that really ran and the time in which none did; not one trace has been taken on a GPU
-yet.
+fused round are counted in a real one. Peaks are known for the devices of a small table and measured for others. Which
+kernels really run on a GPU, and how long, is in the profiles of experiments/gpu.
 """
 
 from __future__ import annotations
 
-import json
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -38,18 +33,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from crossbow_py.core.errors import CrossbowError
 from crossbow_py.core.triton_launch import recorded
 from crossbow_py.engine.modules.precision import Precision, PrecisionName, cast_module, choose_precision
-from experiments.bench.rounds import ExecutorName, Rounds, Setup, build_model, input_shape
+from experiments.bench.rounds import Rounds, Setup, build_model, input_shape
 from experiments.tables.markdown import NONE, markdown_table
 
-Interval = tuple[float, float]
 # Of a part of a device's name: bytes/s of a copy, read and written, and FLOP/s of a matrix product, as measured.
 _KNOWN = {"H200": {"bytes_per_s": 4.3e12, "bf16": 790e12}}
 _MEASURE_S = 0.2
 _COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}  # well beyond any cache
 _MATRIX_ROWS = {"cpu": 1024, "cuda": 8192}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Eager rounds and captures, until rounds are replays alone.
-_WARM_UP_ROUNDS, _TRACED_ROUNDS = 5, 20
 # Places of arguments that are read twice: those whose sums are needed before the first output can be written, and the
 # gradient of a convolution's output, from which two kernels make the gradients of its input and of its weight.
 _READ_TWICE = {"native_batch_norm": (0,), "native_batch_norm_backward": (0, 1), "convolution_backward": (0,)}
@@ -83,7 +75,6 @@ def roofline_of(
     precision: PrecisionName,
     images_per_s: float | None,
     device: str | torch.device,
-    executor: ExecutorName = "fused",
 ) -> dict[str, Any]:
     """Work out what a measured cell could have been, as plain values.
 
@@ -93,11 +84,9 @@ def roofline_of(
         precision: fp32 or bf16.
         images_per_s: what was measured; None where nothing was.
         device: which kind of device; peaks of CUDA are the current device's.
-        executor: which one; only rounds of `fused` are counted whole. On CUDA some of its rounds are run and traced.
 
     Returns:
-        A row for `roofline_text`. Kernels of fused rounds and what the tracer saw are None where they could not be had,
-        and `note` then says why.
+        A row for `roofline_text`. Kernels of fused rounds are None where they could not be had, and `note` says why.
     """
     device = torch.device(device)
     step, top = count_step(model, batch_size, precision), peaks(device, precision)
@@ -109,14 +98,14 @@ def roofline_of(
         fused_bytes=num_learners * step.fused_bytes + update + batches,
         operator_bytes=num_learners * step.operator_bytes + update + batches,
     )
-    setup = Setup(model, batch_size, num_learners, executor, "cuda" if device.type == "cuda" else "cpu", precision)
+    setup = Setup(model, batch_size, num_learners, "fused", "cuda" if device.type == "cuda" else "cpu", precision)
     return {
         "model": model,
         "batch_size": batch_size,
         "num_learners": num_learners,
         "precision": precision,
         "device": device.type,
-        "executor": executor,
+        "executor": "fused",
         "images_per_s": images_per_s,
         "flops_per_image": step.flops / batch_size,
         "flops_per_round": work.flops,
@@ -127,7 +116,7 @@ def roofline_of(
         "copy_bytes_per_s": top.bytes_per_s,
         "peaks_known": list(top.known),
         **limits(work, top, images_per_s),
-        **_of_real_rounds(setup),
+        **_counted_rounds(setup),
     }  # fmt: skip
 
 
@@ -146,17 +135,12 @@ def limits(work: Work, top: Peaks, images_per_s: float | None) -> dict[str, Any]
     }
 
 
-def _of_real_rounds(setup: Setup) -> dict[str, Any]:
-    """Kernels of fused rounds and the idle share; a round that fails costs the report these and no more."""
-    found: dict[str, Any] = {"kernels_fused": None, "kernels_traced": None, "idle_share": None, "note": None}
+def _counted_rounds(setup: Setup) -> dict[str, Any]:
+    """Kernels of fused rounds; a round that fails costs the report this and no more."""
     try:
-        found["kernels_fused"] = fused_kernels(setup)
-        trace = traced_rounds(setup) if setup.device == "cuda" else None
-        if trace is not None:
-            found["kernels_traced"], found["idle_share"] = trace.kernels_per_round, trace.idle_share
+        return {"kernels_fused": fused_kernels(setup), "note": None}
     except (CrossbowError, RuntimeError) as error:
-        found["note"] = str(error).strip().partition("\n")[0]
-    return found
+        return {"kernels_fused": None, "note": str(error).strip().partition("\n")[0]}
 
 
 def roofline_text(rows: Sequence[Row]) -> str:
@@ -200,14 +184,12 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "unfused": lambda row: _number(row["bytes_per_round"]["all_unfused"] / 1e6, 1),
     "kernels a round, eager": lambda row: _number(row["kernels_eager"]),
     "fused": lambda row: _number(row["kernels_fused"]),
-    "traced": lambda row: _number(row["kernels_traced"]),
     "ms a round": lambda row: _number(row["round_s"] and 1e3 * row["round_s"], 2),
     "images/s": lambda row: _number(row["images_per_s"]),
     "limit": lambda row: _number(row["limit_images_per_s"]),
     "by": lambda row: str(row["limited_by"]),
     "share": lambda row: _percent(row["share_of_limit"]),
     "share unfused": lambda row: _percent(row["share_of_unfused_limit"]),
-    "idle": lambda row: _percent(row["idle_share"]),
 }
 
 
@@ -306,7 +288,7 @@ def fused_kernels(setup: Setup) -> int:
     learner more adds the same each time: nothing, unless the model has operators without a rule. On CPU the update is
     native code and not counted; on CUDA it is an eager round, as a graph of it is captured.
     """
-    counted = replace(setup, executor="fused", batch_size=min(setup.batch_size, _BATCH_OF_COUNTED_ROUNDS))
+    counted = replace(setup, batch_size=min(setup.batch_size, _BATCH_OF_COUNTED_ROUNDS))
     if setup.num_learners <= _MORE or setup.device == "cuda":
         return _kernels_of_round(counted)
     few, more = (_kernels_of_round(replace(counted, num_learners=learners)) for learners in (_FEW, _MORE))
@@ -348,14 +330,6 @@ class Peaks:
     bytes_per_s: float
     flops_per_s: float
     known: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Trace:
-    """A trace of some rounds: kernels a round, and the share of the time in which none ran."""
-
-    kernels_per_round: float
-    idle_share: float
 
 
 @cache
@@ -402,44 +376,3 @@ def _fastest_s(device: torch.device, function: Callable[[], object]) -> float:
     while time.perf_counter() < until_s:
         best_s = min(best_s, seconds())
     return best_s
-
-
-def traced_rounds(setup: Setup) -> Trace | None:
-    """Trace rounds of an executor on CUDA; None where the profiler saw no kernel.
-
-    Of one window: from the begin of its first kernel to the end of its last.
-    """
-    with profile(activities=[ProfilerActivity.CUDA]):
-        torch.cuda.synchronize()  # kernels of a graph are seen if the tracer was there when it was made
-    with Rounds(setup) as rounds, tempfile.TemporaryDirectory() as folder:
-        rounds.run(_WARM_UP_ROUNDS)
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            rounds.run(_TRACED_ROUNDS)
-            torch.cuda.synchronize()
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        kernels = kernel_intervals(json.loads(path.read_text()))
-    if not kernels:
-        return None
-    window = min(begin for begin, _ in kernels), max(end for _, end in kernels)
-    return Trace(len(kernels) / _TRACED_ROUNDS, idle_share(kernels, window))
-
-
-def kernel_intervals(trace: Mapping[str, Any]) -> list[Interval]:
-    """Begin and end of every kernel in a Chrome trace, in its microseconds; copies are none."""
-    kernels = (event for event in trace["traceEvents"] if event.get("cat") == "kernel" and "dur" in event)
-    return [(float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in kernels]
-
-
-def idle_share(intervals: Iterable[Interval], window: Interval) -> float:
-    """Share of a window in which none of the intervals, which may overlap, was going on."""
-    first, last = window
-    assert last > first, f"a window must have a length, got {window}"
-    busy, covered_until = 0.0, first
-    for begin, end in sorted(intervals):
-        begin, end = max(begin, covered_until), min(end, last)  # noqa: PLW2901
-        if end > begin:
-            busy += end - begin
-            covered_until = end
-    return 1 - busy / (last - first)

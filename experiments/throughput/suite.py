@@ -26,7 +26,7 @@ from experiments.bench.workloads import WORKLOAD_MODELS, prepare_all
 from experiments.throughput import planning
 from experiments.throughput.campaign import Campaign, Plan
 from experiments.throughput.planning import Limits
-from experiments.throughput.report import analyse, analysis_s, suite_text
+from experiments.throughput.report import MODEL_S, analyse, suite_text
 from experiments.throughput.sides import run_side, sides_on
 from experiments.throughput.suite_report import KIND, auto_of, left_out_of, ratios_of, rows_of
 
@@ -49,7 +49,7 @@ def measure_models(options: argparse.Namespace, begun_s: float) -> dict[str, Any
     device = chosen.type
     precision: PrecisionName = "bf16" if choose_precision("auto", chosen) == BF16 else "fp32"
     models = list(dict.fromkeys(options.models or default_models(device)))
-    budget_s = max(0.0, 60 * options.minutes - _ASIDE_S - analysis_s(models, device))
+    budget_s = max(0.0, 60 * options.minutes - _ASIDE_S - MODEL_S[device] * len(models))
     parts: dict[str, list[Any]] = {"rows": [], "left_out": [], "auto": [], "ratios": []}
     with ExitStack() as stack:
         process_context(run_side.__module__)  # the server to fork from is there when the images are
@@ -82,7 +82,7 @@ def measure_models(options: argparse.Namespace, begun_s: float) -> dict[str, Any
         },
         **parts,
     }
-    result |= analyse(result, device, precision)
+    result["roofline"] = analyse(result, device, precision)
     result["method"]["took_s"] = round(time.monotonic() - begun_s, 1)
     return result
 

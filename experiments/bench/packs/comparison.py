@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
 from typing import Any, cast
 
 from crossbow_py.core.errors import CrossbowError
@@ -15,17 +14,16 @@ from experiments.bench.gate import Gate, Ready, Visit, Window
 from experiments.bench.packs.inference import predict
 from experiments.bench.packs.layers import run_layers
 from experiments.bench.packs.side import BASES, CAPTURED, DEFAULT, SERIAL, TUNED, PackSide, PackWorkload
-from experiments.bench.packs.training import train_captured, train_mixed, train_pack
+from experiments.bench.packs.training import train_captured, train_pack
 from experiments.bench.program import count, measuring_parser, positive
 from experiments.bench.sides.side import Side
 from experiments.bench.sides.tuned import default_loop, tuned_single
-from experiments.bench.windows import MAX_FOREIGN_SHARE, Windows, by_turns, spread
+from experiments.bench.windows import MAX_FOREIGN_SHARE, Windows, by_turns
 from experiments.bench.workers import SideError, SideProcess
 from experiments.bench.workloads import Effort, Workload
 
 EFFORT = Effort(trial_s=0.2, trials=2)
 WARM_UP_S = 0.3
-MIXED_WINDOWS = 5
 
 
 @dataclass(frozen=True)
@@ -35,10 +33,6 @@ class Method:
     seconds: float
     repetitions: int
     max_foreign_share: float = MAX_FOREIGN_SHARE
-
-    def visit(self, side: PackSide) -> Visit:
-        """A mixed side has longer windows, in which both of its members end some rounds."""
-        return Visit(MIXED_WINDOWS * self.seconds if side.mixed else self.seconds)
 
 
 @dataclass
@@ -50,10 +44,6 @@ class PackCell:
     windows: Windows[Window] = field(default_factory=Windows)
     ready: Ready | None = None
     failure: str = ""
-
-    def rates(self, member: int) -> list[float | None]:
-        """Images/s of a member of a mixed side by repetition, if it ended two rounds or more."""
-        return [None if window is None else window.members.get(member) for window in self.windows.taken]
 
     def add(self, take: Callable[[], Window], method: Method) -> None:
         self.windows.add(take, max_foreign_share=method.max_foreign_share)
@@ -78,17 +68,16 @@ def measure_panel(cells: Sequence[PackCell], method: Method) -> None:
             processes[number] = process
             print(f"{name_of(cell)}: about {warm.images_per_s:,.0f} images/s", flush=True)
         for number in by_turns(list(processes), method.repetitions):
-            cells[number].add(partial(processes[number].window, method.visit(cells[number].side)), method)
+            cells[number].add(partial(processes[number].window, Visit(method.seconds)), method)
 
 
 def name_of(cell: PackCell) -> str:
-    beside = f" and {cell.workload.partner.model}" if cell.workload.partner else ""
-    return f"{cell.workload.model}{beside} b={cell.workload.batch_size} {cell.side.label}"
+    return f"{cell.workload.model} b={cell.workload.batch_size} {cell.side.label}"
 
 
 def rows_of(cells: Sequence[PackCell]) -> list[dict[str, Any]]:
     """A row a cell, with its ratios to the one-at-a-time sides of the same panel."""
-    return [_row(cell, cells) for cell in cells if cell.workload.partner is None]
+    return [_row(cell, cells) for cell in cells]
 
 
 def _row(cell: PackCell, cells: Sequence[PackCell]) -> dict[str, Any]:
@@ -104,67 +93,15 @@ def _row(cell: PackCell, cells: Sequence[PackCell]) -> dict[str, Any]:
         "threads": cell.ready.threads if cell.ready else None,
         "detail": cell.ready.detail if cell.ready else "",
         "failure": cell.failure,
-        "over": {base: ratio_to(cell, find(cells, base, cell.workload.model)) for base in BASES},
+        "over": {base: ratio_to(base, cell, cells) for base in BASES},
     }
 
 
-def find(cells: Sequence[PackCell], side: str, model: str, num_models: int | None = None) -> PackCell | None:
-    """The cell of that side and model; None where the panel has none. With any number of models, if it is not said."""
-    for cell in cells:
-        same = cell.side.side == side and cell.workload.model == model and cell.workload.partner is None
-        if same and num_models in (None, cell.side.num_learners):
-            return cell
-    return None
-
-
-def ratio_to(cell: PackCell, base: PackCell | None) -> dict[str, float] | None:
-    """Return the ratio of images/s within repetitions in which both have a clean window: median, smallest, largest."""
+def ratio_to(side: str, cell: PackCell, cells: Sequence[PackCell]) -> dict[str, float] | None:
+    """Median, smallest and largest of the ratios to a side of the same model, where both have a clean window."""
+    same = (other for other in cells if (other.side.side, other.workload.model) == (side, cell.workload.model))
+    base = next(same, None)
     return None if base is None or base is cell else cell.windows.ratio(base.windows)
-
-
-def mixed_rows(cells: Sequence[PackCell]) -> list[dict[str, Any]]:
-    """A row a mixed cell.
-
-    `gain` is by how much faster the two families' work is done than one after another, Σ of the members' images/s over
-    those of their family alone: by default_loop, by tuned_single, and as two packs of this executor in turn, each as
-    large as its half.
-    """
-    return [_mixed_row(cell, cells) for cell in cells if cell.workload.partner is not None]
-
-
-def _mixed_row(cell: PackCell, cells: Sequence[PackCell]) -> dict[str, Any]:
-    assert cell.workload.partner is not None, "a mixed cell"
-    models = [cell.workload.model, cell.workload.partner.model]
-    half = cell.side.num_learners // 2
-    members = [[rate for rate in cell.rates(member) if rate is not None] for member in range(len(models))]
-    bases = {
-        **{base: [find(cells, base, model) for model in models] for base in (DEFAULT, TUNED)},
-        "in_turn": [find(cells, cell.side.side, model, half) for model in models],
-    }
-    return {
-        "models": models,
-        "batch_size": cell.workload.batch_size,
-        "side": cell.side.side,
-        "num_models": cell.side.num_learners,
-        "images_per_s": [round(median(rates), 1) if rates else None for rates in members],
-        "n": len(members[0]),
-        "dropped": cell.windows.dropped,
-        "failure": cell.failure,
-        "gain": {name: _gain(cell, alone) for name, alone in bases.items()},
-    }
-
-
-def _gain(cell: PackCell, alone: Sequence[PackCell | None]) -> dict[str, float] | None:
-    found = [base for base in alone if base is not None]
-    if len(found) < len(alone):
-        return None
-    gains = []
-    for repetition, window in enumerate(cell.windows.taken):
-        bases = [base.windows.rates()[repetition : repetition + 1] for base in found]
-        apart = [rate for rates in bases for rate in rates if rate is not None]
-        if window is not None and len(apart) == len(window.members) == len(found):
-            gains.append(sum(window.members[member] / rate for member, rate in enumerate(apart)))
-    return spread(gains)
 
 
 def run_pack_side(side: Side, workload: Workload, gate: Gate, effort: Effort) -> None:
@@ -189,8 +126,6 @@ def _train(side: PackSide, workload: PackWorkload, gate: Gate, effort: Effort) -
         tuned_single(side.precision, workload, gate, effort)
     elif side.side == CAPTURED:
         train_captured(side, workload, gate)
-    elif side.mixed:
-        train_mixed(side, workload, gate)
     else:
         train_pack(side, workload, gate)
 
@@ -219,7 +154,7 @@ def predictors_on(device: str) -> tuple[str, ...]:
 
 
 def measure_panels(panels: Sequence[Sequence[PackCell]], options: argparse.Namespace, device: str) -> dict[str, Any]:
-    """Measure one panel after another: the method, rows and mixed rows."""
+    """Measure one panel after another: the method and the rows."""
     method = Method(options.seconds, options.repetitions, options.max_foreign_share)
     for panel in panels:
         measure_panel(panel, method)
@@ -234,5 +169,4 @@ def measure_panels(panels: Sequence[Sequence[PackCell]], options: argparse.Names
             "foreign_load_known": all(cell.windows.load_known for cell in cells),
         },
         "rows": [row for panel in panels for row in rows_of(panel)],
-        "mixed": [row for panel in panels for row in mixed_rows(panel)],
     }

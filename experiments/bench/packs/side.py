@@ -37,37 +37,30 @@ Work = Literal["training", "inference", "layers"]
 class PackSide(Side):
     """A side whose models are independent: `averaging` is always none. `num_learners` is the number of models.
 
-    `layers` is forward and backward alone, without an update. A `mixed` side has half of its models from either of two
-    families, each half a pack of its own.
+    `layers` is forward and backward alone, without an update.
     """
 
     averaging: str = "none"
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
     work: Work = "training"
-    mixed: bool = False
 
     @property
     def label(self) -> str:
         models = "" if self.num_learners == 1 and self.side in ONE_AT_A_TIME else f" K={self.num_learners}"
-        return f"{'mixed ' if self.mixed else ''}{self.side}{models} {self.precision} {self.work}"
+        return f"{self.side}{models} {self.precision} {self.work}"
 
 
 def single(side: str, work: Work = "training") -> PackSide:
     return PackSide(side, 1, work=work)
 
 
-def packed(executor: str, num_models: int, work: Work = "training", *, mixed: bool = False) -> PackSide:
-    return PackSide(executor, num_models, work=work, mixed=mixed)
+def packed(executor: str, num_models: int, work: Work = "training") -> PackSide:
+    return PackSide(executor, num_models, work=work)
 
 
 @dataclass(frozen=True)
 class PackWorkload(Workload):
-    """A workload of one of the models that packs are made of.
-
-    `partner` trains beside it in a mixed pack, and is None in all others.
-    """
-
-    partner: PackWorkload | None = None
+    """A workload of one of the models that packs are made of."""
 
     def make_model(self) -> nn.Module:
         return BUILDS[self.model](self.image_shape, self.num_classes)

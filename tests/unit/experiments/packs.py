@@ -11,12 +11,11 @@ from experiments.bench.windows import Windows
 from experiments.bench.workers import SideError
 from experiments.bench.workloads import Effort
 
-# Images/s that sides pretend to have, and of the members of a mixed one.
+# Images/s that sides pretend to have.
 RATES = {
     "default_loop": 100.0, "tuned_single": 200.0, "serial": 150.0, "default_ensemble": 125.0, "threads": 300.0,
     "fused": 500.0, "fused_threads": 400.0, "captured": 250.0, "streams": 300.0,
 }  # fmt: skip
-MEMBERS = {0: 150.0, 1: 50.0}
 
 
 class PretendedProcess:
@@ -38,17 +37,10 @@ class PretendedProcess:
 
     def window(self, visit: Visit) -> Window:
         self.visits.append((self.side.side, visit))
-        members = MEMBERS if self.side.mixed else {0: RATES[self.side.side]}
-        return Window(round(RATES[self.side.side] * visit.seconds * 100), visit.seconds * 100, 0.0, members)
+        return Window(round(RATES[self.side.side] * visit.seconds * 100), visit.seconds * 100, 0.0)
 
 
 def cell(side: PackSide, workload: PackWorkload, *rates: float | None, **more: Any) -> PackCell:
     """With windows of a second at these images/s."""
     windows = [None if rate is None else Window(round(rate), 1.0, 0.0) for rate in rates]
     return PackCell(side, workload, Windows(windows, **more), Ready(2, ""))
-
-
-def mixed_cell(side: PackSide, workload: PackWorkload, *rates: dict[int, float]) -> PackCell:
-    """With windows in which the members had these images/s."""
-    windows: list[Window | None] = [Window(round(sum(own.values())), 1.0, 0.0, own) for own in rates]
-    return PackCell(side, workload, Windows(windows), Ready(1, ""))

@@ -86,20 +86,6 @@ class CountingGate:
             raise FinishedError
 
 
-def accuracy_result(seeds: int = 1) -> dict[str, Any]:
-    """Two epochs, the second of which reaches the target."""
-    epochs = [
-        {"epoch": 1, "samples_seen": 50_000, "train_loss": 1.5, "test_accuracy": 0.5, "elapsed_s": 60.0},
-        {"epoch": 2, "samples_seen": 100_000, "train_loss": 0.7, "test_accuracy": 0.885, "elapsed_s": 120.0},
-    ]
-    summary = {
-        "num_learners": 2, "batch_size": 64, "precision": "bf16", "executor": "threads", "epochs": 2.0,
-        "samples_seen": 100_000, "test_accuracy": 0.88, "best_test_accuracy": 0.885, "train_time_s": 150.0,
-        "images_per_s": 1234.5,
-    }  # fmt: skip
-    return {"machine": machine(), "runs": [{"summary": {**summary, "seed": s}, "epochs": epochs} for s in range(seeds)]}
-
-
 def cells(table: str, line: int) -> list[str]:
     """Those of one line of a table; line 0 is the header, and line 1 the rule under it."""
     return [cell.strip() for cell in table.splitlines()[line].strip("|").split("|")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.auto_tuner import report
+from experiments.auto_tuner import run
 
 
 def course() -> dict[str, Any]:
@@ -21,10 +21,10 @@ def course() -> dict[str, Any]:
 
 
 def test_phases_give_the_learners_and_the_throughput_at_the_end_of_each() -> None:
-    table = report.phases_table(course()).splitlines()
+    table = run.phases_table(course()).splitlines()
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[2:]] == [
         ["before the neighbour", "10", "0", "2", "400"],
         ["with the neighbour", "10", "1", "1", "100"],
         ["after the neighbour", "10", "1", "2", "400"],
     ]
-    assert report.decisions_list(course()) == "- 12.0 s: 2 → 1.\n- 23.0 s: 1 → 2."
+    assert run.decisions_list(course()) == "- 12.0 s: 2 → 1.\n- 23.0 s: 1 → 2."

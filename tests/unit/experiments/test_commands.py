@@ -21,7 +21,6 @@ from experiments.grids.grid import FILE, read_grids
 from experiments.tables import pages, pictures
 from experiments.throughput.sides import sides_on
 from tests.pages.tiny_data import write_data_root
-from tests.triton_version import has_interpreter
 
 Words = tuple[str, ...]
 
@@ -29,15 +28,12 @@ Words = tuple[str, ...]
 SHORT: Mapping[str, str] = {
     "grids": "",
     "grids batch_norm": "batch_size=4",  # 128 batches for statistics
-    "agreement/run nets": "",
-    "agreement/run setup": "--models lenet --repetitions 1",
-    "agreement/run throughput": "--before HEAD --models lenet --executors serial --repetitions 1 --seconds 0.05",
-    "auto_tuner/throttled": "--quiet-s 1 --busy-s 1 --after-s 1 --results {folder}",
+    "before_and_now/run": "--before HEAD --models lenet --executors serial --repetitions 1 --seconds 0.05",
+    "auto_tuner/run": "--quiet-s 1 --busy-s 1 --after-s 1",
     "checkpoint/run": "--model resnet32 --num-learners 1 --beside resnet20 --threads 1 --seconds 0.1 --folder {folder}",
     "estimate/run": "--models vgg16 --num-learners 1 --limits 1 --repetitions 0",
     "faults/kill9": "--kills 1 --kills-of-two-ranks 0 --epochs 3 --folder {folder}",
     "faults/restarts": "--runs 1 --starts 1 --epochs 3",
-    "flowers/run": "--seeds 0 --runs {folder} --results {folder} +debug=fast",
     "gpu/rows": "--json {folder}/rows.json --model lenet --device cpu --seconds 0.02 --turns 1 "
     "--cells serial:1:4:sma fused:2:4:sma",
     "hyperband/run": "--repetitions 1 --processes 0 --device cpu +experiment=search_lenet precision=fp32 num_trials=3 "
@@ -47,31 +43,22 @@ SHORT: Mapping[str, str] = {
     "muon_cost/run": "--repetitions 1 --rounds 2 --batch-size 4",
     "memory/run": "--models mlp --num-learners 1 --batch-size 4 --device cpu",
     **{
-        f"{question}/run {part}": "--quick --device cpu --max-foreign-share 9"
-        for question, parts in {
-            "model_batch": "training inference mlp_training mlp_inference lstm gru layers",
-            "pack_step_time": "families limits mixed",
-        }.items()
-        for part in parts.split()
+        f"model_batch/run {figure}": "--quick --device cpu --max-foreign-share 9"
+        for figure in ("training", "inference", "mlp_training", "mlp_inference", "lstm", "gru", "layers", "families",
+                       "limits")
     },
-    "overhead/loggers": "--repetitions 1 --seconds 0.5",
-    "overhead/ranks": "--repetitions 1 --seconds 2",
     "overhead/run": "--repetitions 1 --seconds 0.05",
-    "predicted_speed/run": "--models lenet --num-learners 1 --precisions bf16",
     "preprocessing/run": "--models 1 --rounds 2 --repetitions 1",
     "ranks/search": "--repetitions 1 +experiment=search_digits +debug=search_fast",
     "ranks/run": "--model lenet --batch-size 4 --rounds 2 --repetitions 1",
-    "scaling/calibrate": "--models lenet --sizes 1024 16777216 --repetitions 1 --max-foreign-share 9",
     "scaling/run": "--rounds 2",
-    "scaling/validate": "--models lenet --repetitions 1 --max-foreign-share 9",
     "throughput/run": "--model mlp --batch-size 4 --num-learners 2 --precision fp32 --seconds 0.05 --repetitions 1 "
     "--max-foreign-share 9 --device cpu --sides {sides}",
     "throughput/suite": "--models mlp --batch-sizes 4 --num-learners 2 --passes 1 --window-s 0.01 --minutes 1 "
     "--max-foreign-share 9 --device cpu",
     "update_bandwidth/run": "--model mlp --num-learners 2 --seconds 0.05 --device cpu",
     "workers/run": "--batch-sizes 2 --workers 1 --seconds 0.2 --repetitions 1",
-    "tasks/run": "--tasks tabular accumulation --learners 2 --repetitions 1 --seconds 0.05",
-    "tasks/examples": "--examples tabular --repetitions 1",
+    "tasks/run": "--examples tabular --repetitions 1",
     "zoo/run": "--models test_vit --processes 1",
     "zoo/speed": "--models test_vit --learners 2 --repetitions 1 --seconds 0.05",
 }
@@ -80,10 +67,18 @@ QUICK = {"tables", "scaling/run", "update_bandwidth/run", "loader/run", "loader/
 # forms of their own tests.
 LONG = {
     "grids", "throughput/run", "throughput/suite", "model_batch/run",
-    "workers/run", "pack_step_time/run", "hyperband/run", "muon_cost/run", "overhead/run", "faults/restarts",
-    "overhead/loggers", "overhead/ranks", "ranks/search", "scaling/calibrate", "predicted_speed/run", "checkpoint/run",
-    "memory/run", "agreement/run",
+    "workers/run", "hyperband/run", "muon_cost/run", "overhead/run", "faults/restarts",
+    "ranks/search", "checkpoint/run",
+    "memory/run", "before_and_now/run",
 }  # fmt: skip
+# Programs of results that pages show with the command of then: what does it now, if anything.
+FORMER = {
+    "experiments/auto_tuner/throttled.py": "experiments/auto_tuner/run.py",
+    "experiments/agreement/run.py throughput": "experiments/before_and_now/run.py",
+    "experiments/pack_step_time/run.py": "experiments/model_batch/run.py",
+    "experiments/predicted_speed/run.py": None,
+    "experiments/tasks/examples.py": "experiments/tasks/run.py",
+}
 _DROPPED = ("--json", "--jobs", "--cells", "--seeds", "--name")
 _FLAGS = ("--add", "--quick")
 
@@ -92,8 +87,12 @@ def named_commands() -> Iterator[Words]:
     """The words of every line of a page that is a command."""
     for page in sorted(EXPERIMENTS.glob("*/README.md")):
         for line in page.read_text(encoding="utf-8").splitlines():
-            if line.startswith(("    python ", "    pip ")):
-                yield tuple(shlex.split(line, comments=True))
+            if not line.startswith(("    python ", "    pip ")):
+                continue
+            former = next((words for words in FORMER if words in line), "")
+            now = FORMER.get(former, "")
+            if now is not None:
+                yield tuple(shlex.split(line.replace(former, now) if former else line, comments=True))
 
 
 def shortened(words: Sequence[str]) -> Words:
@@ -164,8 +163,6 @@ def test_command_of_a_page_runs(words: Words, tmp_path: Path, monkeypatch: pytes
         return
     if program.startswith("zoo/") and importlib.util.find_spec("timm") is None:
         pytest.skip("timm is not installed")
-    if program == "predicted_speed/run" and not has_interpreter():
-        pytest.skip("Triton's interpreter is needed")
     name = "grids.running" if program == "grids" else program.replace("/", ".")
     module = importlib.import_module(f"experiments.{name}")
     written = tmp_path / "written.json"
@@ -174,10 +171,6 @@ def test_command_of_a_page_runs(words: Words, tmp_path: Path, monkeypatch: pytes
         written = tmp_path / f"{grid.name}.json"
         arguments += ["--cells", grid.cells[0].name, "--seeds", "0", "--runs", str(tmp_path), "--results",
                       str(tmp_path), "max_epochs=0.1", "+debug=fast"]  # fmt: skip
-    elif program == "flowers/run":
-        written = tmp_path / "flowers.json"
-    elif program == "auto_tuner/throttled":
-        written = tmp_path / "throttled.json"
     else:
         arguments += ["--json", str(written)]
     assert module.main(arguments) == 0

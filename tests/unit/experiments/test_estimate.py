@@ -1,4 +1,4 @@
-"""The estimate experiment: tables and picture from made-up results, pairs worked out by hand, and a short run."""
+"""The estimate experiment's ways to search, and recommended pairs of batch size and workers beside all pairs."""
 
 from __future__ import annotations
 
@@ -6,32 +6,36 @@ import json
 
 import pytest
 
+from crossbow_py.core.host import Host
+from crossbow_py.engine.sizing.workers import Loading, recommend
 from experiments.estimate import time_search
-from experiments.estimate.run import SECONDS, WorkerLoad, best_pair, compare
-from experiments.estimate.truth import SUBJECTS
 
 GIB = 2**30
+CORES, BATCHES_A_WORKER = 16, 3  # two made ahead or in hand, one being copied
 
 
-def test_best_pair_has_as_many_workers_as_keep_up_and_the_largest_batch_they_can_hold() -> None:
-    # A worker takes four times as long as the device: 4 workers, 12 batches of 1,000 bytes a sample.
-    supply = WorkerLoad(sample_bytes=1000, fetch_s=0.04, step_s=0.01, num_learners=2)
-    assert best_pair(supply, largest_batch=50, memory_bytes=2 * 12 * 1000 * 30) == (30, 4)
-    assert best_pair(supply, largest_batch=20, memory_bytes=2 * 12 * 1000 * 30) == (20, 4)
-
-
-def test_best_pair_is_none_where_no_workers_keep_up_or_none_has_room() -> None:
-    assert best_pair(WorkerLoad(1000, fetch_s=1.0, step_s=0.01, num_learners=1), 10, GIB) is None
-    assert best_pair(WorkerLoad(1000, fetch_s=0.01, step_s=0.01, num_learners=1), 10, 5999) is None
+def best_pair(loading: Loading, largest_batch: int, usable_bytes: int) -> tuple[int, int]:
+    """The largest B and, for it, the fewest workers W of all pairs that keep up: t_fetch ≤ t_step · W, and fit."""
+    assert loading.fetch_s is not None and loading.step_s is not None
+    pairs = [(b, -w) for w in range(1, CORES + 1) for b in range(1, largest_batch + 1)
+             if loading.fetch_s <= loading.step_s * w * (1 + 1e-9)
+             and w * BATCHES_A_WORKER * b * loading.sample_bytes <= usable_bytes]  # fmt: skip
+    batch_size, workers = max(pairs)
+    return batch_size, -workers
 
 
 @pytest.mark.parametrize("memory_gib", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("model", list(SUBJECTS))
-def test_recommended_pair_is_the_best_of_all(model: str, memory_gib: int) -> None:
-    fetch_s, step_s = SECONDS[model]
-    supply = WorkerLoad(SUBJECTS[model].sample_bytes, fetch_s, step_s, num_learners=2)
-    found = compare(supply, 700, memory_gib * GIB)
-    assert found["recommended"] == found["best"]
+@pytest.mark.parametrize(
+    ("sample_bytes", "fetch_s", "step_s"),
+    [(3 * 224 * 224, 0.008, 0.002), (3 * 224 * 224, 0.008, 0.0035), (3 * 224 * 224, 0.008, 0.009),
+     (3 * 224 * 224, 0.008, 0.0006), (3 * 16 * 112 * 112, 0.1, 0.008), (3 * 32 * 32, 0.0002, 0.0005)],
+)  # fmt: skip
+def test_recommended_pair_is_the_best_of_all(
+    sample_bytes: int, fetch_s: float, step_s: float, memory_gib: int
+) -> None:
+    loading = Loading(sample_bytes, fetch_s=fetch_s, step_s=step_s, through_shared=True)
+    found = recommend(700, loading, Host(CORES, memory_gib * GIB, shared_bytes=None))
+    assert (found.batch_size, found.num_workers) == best_pair(loading, 700, memory_gib * GIB // 2)
 
 
 @pytest.mark.slow

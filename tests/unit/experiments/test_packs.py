@@ -1,11 +1,9 @@
-"""Comparisons of packs: the sides count what they do, mixed packs share a gate, rows and ratios by hand."""
+"""Comparisons of packs: the sides count what they do, rows and ratios by hand."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,12 @@ from torch import Tensor
 from crossbow_py.core.errors import CrossbowError
 from crossbow_py.train.loop.planning import plan_round
 from experiments.bench import workloads
-from experiments.bench.gate import FinishedError, Gate, Ready, Visit
+from experiments.bench.gate import FinishedError
 from experiments.bench.packs import comparison, inference, layers, training
 from experiments.bench.packs.comparison import (
     Method,
     executors_on,
     measure_panel,
-    mixed_rows,
     one_at_a_time,
     predictors_on,
     rows_of,
@@ -32,12 +29,11 @@ from experiments.bench.packs.models import BUILDS, RowReader, data_of
 from experiments.bench.packs.plot import COLORS
 from experiments.bench.packs.report import best_pack, cells_table, left_out, summary_header, summary_row
 from experiments.bench.packs.side import PackSide, PackWorkload, packed, prepare_packs, single
-from experiments.bench.packs.training import SharedGate, new_pack, train_mixed
+from experiments.bench.packs.training import new_pack
 from experiments.bench.sides import tuned
 from experiments.bench.workloads import Effort
-from tests.unit.experiments.packs import PretendedProcess, cell, mixed_cell
+from tests.unit.experiments.packs import PretendedProcess, cell
 from tests.unit.experiments.samples import CountingGate
-from tests.unit.experiments.test_gate import Channel, Clock, gate_for
 
 BATCH = 4
 NO_EFFORT = Effort(trial_s=0.0, trials=1)
@@ -125,83 +121,6 @@ def test_row_reader_reads_rows_from_top_to_bottom() -> None:
     torch.testing.assert_close(model(x), model.head(hidden[0]))
 
 
-class MemberGate:
-    """Counts by member, and ends the loops at a number of ticks."""
-
-    num_learners = None
-
-    def __init__(self, ticks: int) -> None:
-        self.left, self.images, self.prepared = ticks, {0: 0, 1: 0}, Ready(0)
-
-    def ready(self, ready: Ready) -> None:
-        self.prepared = ready
-
-    def tick(self, images: int, member: int) -> None:
-        self.images[member] += images
-        self.left -= 1
-        if self.left <= 0 and min(self.images.values()):
-            raise FinishedError
-
-
-@pytest.mark.parametrize("executor", ["threads", "fused", "fused_threads"])
-def test_mixed_packs_count_the_images_of_either_family_and_end_together(executor: str, mlp: PackWorkload) -> None:
-    both = replace(mlp, partner=replace(mlp, model="mlp_256"))
-    gate, before = MemberGate(6), threading.active_count()
-    with pytest.raises(FinishedError):
-        train_mixed(packed(executor, 4, mixed=True), both, gate)  # type: ignore[arg-type]
-    assert all(count > 0 and count % (2 * BATCH) == 0 for count in gate.images.values())
-    assert gate.prepared.threads == 1
-    assert threading.active_count() == before
-
-
-def test_mixed_pack_that_fails_ends_the_other_and_says_why(mlp: PackWorkload) -> None:
-    class Failing(MemberGate):
-        def tick(self, images: int, member: int) -> None:
-            if member == 1:
-                raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        train_mixed(packed("fused", 2, mixed=True), replace(mlp, partner=mlp), Failing(1))  # type: ignore[arg-type]
-
-
-def test_shared_gate_keeps_all_loops_waiting_while_it_holds_one() -> None:
-    held, go_on, passed = threading.Event(), threading.Event(), list[int]()
-
-    class Holding:
-        def tick(self, images: int, member: int) -> None:
-            if member == 0:
-                held.set()
-                go_on.wait(10)
-            passed.append(member)
-
-    shared = SharedGate(Holding())  # type: ignore[arg-type]
-    loops = [threading.Thread(target=shared.tick, args=(1, member)) for member in (0, 1)]
-    loops[0].start()
-    assert held.wait(10)
-    loops[1].start()
-    loops[1].join(0.1)
-    assert passed == []
-    go_on.set()
-    for loop in loops:
-        loop.join()
-    assert passed == [0, 1]
-
-
-def test_gate_gives_the_rates_of_members_between_their_own_ticks() -> None:
-    channel, clock = Channel(Visit(2.0)), Clock()
-    gate: Gate = gate_for(channel, clock)
-    gate.ready(Ready(1))
-    for second, member in ((1.0, 0), (1.5, 0), (2.0, 1), (2.5, 0), (2.75, 1), (3.0, 1)):
-        clock.now = second
-        if second < 3.0:
-            gate.tick(10, member)
-    with pytest.raises(FinishedError):
-        gate.tick(10, 1)
-    window = channel.sent[-1]
-    assert (window.images, window.seconds) == (50, 2.0)  # the first tick ended the lead-in
-    assert window.members == {0: 10.0, 1: 20.0}  # 10 images in 1.5..2.5 s, and 20 in 2..3 s
-
-
 def test_rows_hold_medians_and_ratios_within_repetitions(mlp: PackWorkload) -> None:
     cells = [
         cell(single("default_loop"), mlp, 100, 200, 100),
@@ -236,39 +155,18 @@ def test_every_side_of_a_device_has_a_colour_of_its_own(device: str) -> None:
     assert len({COLORS[name] for name in names}) == len(names)
 
 
-def test_mixed_row_adds_up_what_either_family_gains(mlp: PackWorkload) -> None:
-    other = replace(mlp, model="mlp_256")
-    cells = [
-        cell(single("default_loop"), mlp, 100, 100), cell(single("default_loop"), other, 10, 10),
-        cell(packed("fused", 2), mlp, 200, 400), cell(packed("fused", 2), other, 40, 40),
-        cell(packed("fused", 4), other, 1, 1),
-        # In the second window one member ended no two rounds.
-        mixed_cell(packed("fused", 4, mixed=True), replace(mlp, partner=other), {0: 150, 1: 20}, {0: 200}),
-    ]  # fmt: skip
-    (row,) = mixed_rows(cells)
-    assert row["models"] == ["mlp_64", "mlp_256"]
-    assert row["images_per_s"] == [175.0, 20.0]
-    assert row["gain"]["default_loop"]["median"] == 1.5 + 2.0
-    assert row["gain"]["in_turn"]["median"] == 0.75 + 0.5
-    assert row["gain"]["tuned_single"] is None
-    assert len(rows_of(cells)) == 5
-
-
 def test_panel_takes_turns_and_goes_on_without_a_side_that_cannot_be_had(
     mlp: PackWorkload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(comparison, "SideProcess", PretendedProcess)
     monkeypatch.setattr(PretendedProcess, "absent", ("threads",))
     monkeypatch.setattr(PretendedProcess, "visits", [])
-    both = replace(mlp, partner=mlp)
     cells = [cell(single("default_loop"), mlp), cell(packed("threads", 2), mlp), cell(packed("fused", 2), mlp)]
-    cells.append(cell(packed("fused", 2, mixed=True), both))
     measure_panel(cells, Method(1.0, 3))
-    visited = PretendedProcess.visits[3:]  # after the warm-up of each
-    assert [sorted(side for side, _ in visited[turn : turn + 3]) for turn in (0, 3, 6)] == [
-        ["default_loop", "fused", "fused"]
-    ] * 3
-    assert {visit.seconds for _, visit in visited} == {1.0, 5.0}  # the mixed side's windows are longer
+    visited = PretendedProcess.visits[2:]  # after the warm-up of each
+    turns = [sorted(side for side, _ in visited[turn : turn + 2]) for turn in (0, 2, 4)]
+    assert turns == [["default_loop", "fused"]] * 3
+    assert {visit.seconds for _, visit in visited} == {1.0}
     rows = rows_of(cells)
     assert [(row["n"], row["failure"]) for row in rows] == [
         (3, ""), (0, "side threads K=2 fp32 training: not here"), (3, ""),

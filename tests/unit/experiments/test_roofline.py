@@ -1,4 +1,4 @@
-"""The roofline: what is counted, against sums worked out by hand; limits, idle time and the table."""
+"""The roofline: what is counted, against sums worked out by hand; limits and the table."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ from experiments.throughput.roofline import (
     OperatorCounter,
     Peaks,
     StepCounts,
-    Trace,
     Work,
     batch_bytes,
     count_step,
     count_step_of,
     fused_kernels,
-    idle_share,
-    kernel_intervals,
     known_peaks,
     limits,
     peaks,
@@ -107,7 +104,7 @@ def test_fused_kernels_of_many_learners_follow_the_third_ones_share(monkeypatch:
         return 100 + 7 * setup.num_learners
 
     monkeypatch.setattr(roofline, "_kernels_of_round", round_of)
-    assert fused_kernels(Setup("vgg16", 64, 16, "threads", "cpu", "fp32")) == 100 + 7 * 16
+    assert fused_kernels(Setup("vgg16", 64, 16, "fused", "cpu", "fp32")) == 100 + 7 * 16
     assert [(setup.num_learners, setup.batch_size, setup.executor) for setup in seen] == [
         (2, 2, "fused"), (3, 2, "fused"),
     ]  # fmt: skip
@@ -123,33 +120,6 @@ def test_limit_is_where_flops_or_bytes_take_all_of_the_time() -> None:
     flops_bind = limits(Work(num_images=8, flops=4000, fused_bytes=200, operator_bytes=300), top, None)
     assert (flops_bind["limit_images_per_s"], flops_bind["limited_by"]) == (2.0, "FLOPs")
     assert (flops_bind["unfused_limit_images_per_s"], flops_bind["share_of_limit"]) == (2.0, None)
-
-
-@pytest.mark.parametrize(
-    ("intervals", "share"),
-    [
-        ([(0.0, 10.0)], 0.0),
-        ([], 1.0),
-        ([(2.0, 4.0), (6.0, 7.0)], 0.7),
-        ([(6.0, 7.0), (2.0, 4.0), (3.0, 5.0), (3.5, 4.5)], 0.6),  # out of order and over one another
-        ([(-5.0, 1.0), (9.0, 30.0)], 0.8),  # beyond the window
-        ([(-5.0, -1.0), (11.0, 12.0)], 1.0),
-    ],
-)
-def test_idle_share_is_what_no_interval_covers(intervals: list[tuple[float, float]], share: float) -> None:
-    assert idle_share(intervals, (0.0, 10.0)) == pytest.approx(share)
-
-
-def test_kernel_intervals_of_a_trace_are_of_kernels_alone() -> None:
-    trace = {
-        "traceEvents": [
-            {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 10.5, "dur": 2},
-            {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 1, "dur": 5},
-            {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 0, "dur": 3},
-            {"ph": "i", "name": "Iteration Start"},
-        ]
-    }
-    assert kernel_intervals(trace) == [(10.5, 12.5)]
 
 
 def test_peaks_of_known_devices_are_from_the_table_and_others_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +153,7 @@ def test_roofline_of_a_cell_is_a_row_of_the_table() -> None:
         "all": 600 + update + batches, "all_unfused": 800 + update + batches,
     }  # fmt: skip
     assert (row["flops_per_image"], row["flops_per_round"]) == (250.0, 2000)
-    assert (row["kernels_eager"], row["kernels_fused"], row["kernels_traced"]) == (100, 60, None)
+    assert (row["kernels_eager"], row["kernels_fused"]) == (100, 60)
     assert (row["round_s"], row["limit_images_per_s"], row["share_of_limit"]) == (0.8, 40.0, 0.25)
     lines = roofline_text([row]).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:3]]
@@ -193,16 +163,6 @@ def test_roofline_of_a_cell_is_a_row_of_the_table() -> None:
         "limit": "40", "by": "FLOPs", "share": "25.0 %", "share unfused": "25.0 %",
     }  # fmt: skip
     assert "Limits of cpu, fp32: 1.0 GB/s of a copy (measured), 1e-08 TFLOP/s (measured)." in lines
-
-
-@pytest.mark.usefixtures("counted")
-def test_roofline_on_a_gpu_has_what_the_tracer_saw(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Setup] = []
-    monkeypatch.setattr(roofline, "traced_rounds", lambda setup: asked.append(setup) or Trace(55.5, 0.04))
-    row = roofline_of("resnet32", 16, 8, "bf16", 10.0, "cuda", "streams")
-    assert asked == [Setup("resnet32", 16, 8, "streams", "cuda", "bf16")]
-    assert (row["kernels_traced"], row["idle_share"]) == (55.5, 0.04)
-    assert "4.0 %" in roofline_text([row])
 
 
 @pytest.mark.usefixtures("counted")
