@@ -11,6 +11,7 @@ from crossbow_py.averaging import PAPA, LocalSGD, SynchronousSGD
 from crossbow_py.engine.goodput import NoiseScale
 from crossbow_py.schedules import WSD, MultiStep
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, checkpoints
+from crossbow_py.train.checkpoints.manager import CheckpointManager
 from crossbow_py.train.checks.remarks import remarks_on_length
 from tests import rank_jobs
 from tests.rank_jobs import assert_alike, results
@@ -135,6 +136,29 @@ def test_fixed_number_of_learners_measures_nothing():
     trainer.fit(max_rounds=5)
     assert trainer.state.noise is None
     assert not trainer.state.compared
+
+
+@pytest.mark.parametrize("executor", ["serial", "fused"])
+def test_single_learner_resumes_with_its_noise_from_any_round(tmp_path, monkeypatch, executor):
+    """Wherever they fall in the four rounds from one comparison to the next."""
+    stops, begin = (73, 78, 83, 88), CheckpointManager.begin
+
+    def write_now(self, elapsed_s):
+        begin(self, elapsed_s)
+        self.settle()
+
+    monkeypatch.setattr(CheckpointManager, "begin", write_now)
+    monkeypatch.setattr(CheckpointManager, "is_due", lambda self, elapsed_s: trainer.state.round_index in stops)
+    often = CheckpointSettings(every_epochs=None, keep=100)
+    options = {"averaging": SMA(rate_scaling="adascale"), "num_learners": 1, "executor": executor}
+    trainer = whole = make_trainer(**options, output_dir=tmp_path, checkpoint=often)
+    whole.fit(max_rounds=120)
+    written = {int(each.name.rpartition("-")[2]) // 4: each for each in checkpoints(tmp_path)}  # batches of 4
+    assert {stop % 4 for stop in stops} == set(range(4)) and written.keys() == {*stops, 120}
+    for stop in stops:
+        trainer = make_trainer(**options, resume=str(written[stop]))
+        trainer.fit(max_rounds=120, counts_earlier_rounds=True)
+        assert trainer.state.noise == whole.state.noise
 
 
 def test_noise_is_in_checkpoints_as_are_comparisons_that_wait(tmp_path):

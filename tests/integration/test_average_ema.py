@@ -19,7 +19,7 @@ from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.schedules import MultiStep
 from crossbow_py.train import run_settings
 from crossbow_py.train.evaluation.evaluator import evaluate_in_memory
-from tests.rank_jobs import before_each_round
+from tests.rank_jobs import before_each_round, tuned
 from tests.trainers import Recorder, image_model, images, make_trainer
 
 Values = dict[str, npt.NDArray[np.float64]]
@@ -120,6 +120,17 @@ def test_learners_that_come_and_go_leave_the_ema_and_its_horizon_in_samples() ->
         result = trainer.fit(max_rounds=15)
         seen.append(look(trainer))
     assert [number for number, _ in itertools.groupby(each.num_learners for each in seen)] == [1, 3, 2, 1]
+    assert_is(result, reference(seen, 200))
+
+
+@pytest.mark.usefixtures("fp64")
+def test_ema_of_a_run_that_the_auto_tuner_grows_is_that_of_what_z_was() -> None:
+    trainer = trainer_of(num_learners="auto", max_learners=4)
+    seen = watched(trainer)
+    tuned(trainer)
+    result = trainer.fit(max_rounds=ROUNDS)
+    seen.append(look(trainer))
+    assert len({each.num_learners for each in seen}) > 1
     assert_is(result, reference(seen, 200))
 
 

@@ -83,6 +83,21 @@ def test_kills_of_one_run_leave_the_bits_of_an_undisturbed_one(tmp_path, executo
     assert (found["corrupt"], found["ended"], found["equal_models"], found["equal_lines"]) == (0, 1, 1, 1)
 
 
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("muon_adamw", marks=slow)])
+def test_muon_killed_goes_on_with_the_bits_of_an_undisturbed_run(tmp_path, optimizer):
+    options = f"optimizer={optimizer}", "model.hidden=[32,32]", "averaging=synchronous_sgd"
+    folder, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    with started(folder, ENDLESS, *options, num_ranks=1, executor="fused") as begun:
+        await_checkpoints(folder, 2, begun)
+        begun.kill([0])
+        begun.wait()
+    newest, stop = samples_of(checkpoints(folder)[0]), stop_after(folder)
+    for own in (folder, undisturbed):
+        assert train(own, stop, *options, num_ranks=1, executor="fused") == [0]
+    assert last_resumed_from(folder) == newest
+    assert outcome(folder) == outcome(undisturbed)
+
+
 @pytest.mark.parametrize("killed", [(1,), pytest.param((0,), marks=slow), pytest.param((0, 1), marks=slow)])
 def test_ranks_killed_end_the_others_and_a_resume_equals_the_undisturbed_run(tmp_path, killed, undisturbed):
     folder = tmp_path / "run"

@@ -295,6 +295,15 @@ def test_launched_runs_take_the_added_folder_and_file_and_words_with_odd_charact
 
 
 @pytest.mark.slow
+def test_launcher_starts_estimates_and_leaves_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    write("conf/hydra/launcher/here.yaml", HERE)
+    arguments = ["-m", "hydra/launcher=here", "memory=1GiB", "num_learners=1,2", "device=cpu"]
+    assert crossbow_py.estimate.__main__.main(arguments) == 0
+    assert "run 2 of 2" in capsys.readouterr().out
+    assert names(".") == ["conf", "runs"] and names("runs/custom") == []
+
+
+@pytest.mark.slow
 def test_launcher_starts_searches() -> None:
     pytest.importorskip("optuna")
     write("conf/hydra/launcher/here.yaml", HERE)

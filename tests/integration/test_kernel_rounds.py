@@ -189,6 +189,13 @@ def test_learner_that_is_not_finite_by_kernels_keeps_its_row_and_adds_nothing_to
     assert bool(bank.z.storage.isfinite().all())
 
 
+def test_counters_of_batches_are_one_launch_and_count_for_every_learner():
+    tasks = make_tasks(residual, num_learners=3, data=images(), order="blocks")
+    run(by_kernels(tasks), tasks, 2)
+    states = [tasks.bank.learner_state(learner) for learner in range(3)]
+    assert [int(state["norm.num_batches_tracked"]) for state in states] == [2, 2, 2]
+
+
 class Nodes(Collective):
     """Two nodes of two devices; the others add nothing to a sum and have the same z. Notes what it is given."""
 
