@@ -82,6 +82,13 @@ def test_save_after_going_back_drops_the_checkpoints_of_the_other_future(tmp_pat
     assert len(checkpoints(tmp_path)) == keep
 
 
+def test_save_at_the_same_samples_replaces(tmp_path):
+    for mark in (1.0, 2.0):
+        save(tmp_path, state(mark), 100, keep=1)
+    assert newest_mark(tmp_path) == 2.0
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["samples-000000000100"]
+
+
 def test_status_goes_from_idle_over_written_to_idle_and_the_checkpoint_is_there_only_then(tmp_path):
     with writers(tmp_path, num_ranks=1) as (writer,):
         assert (writer.status, writer.newest, writer.error) == ("idle", None, None)
@@ -154,6 +161,13 @@ def test_close_ends_the_thread_and_leaves_an_unconcluded_part_hidden(tmp_path):
     assert checkpoints(tmp_path) == []
 
 
+def test_close_gives_up_a_part_that_is_being_written(tmp_path):
+    writer = CheckpointWriter(tmp_path, keep=1)
+    writer.begin({"big": torch.zeros(20_000_000)}, 100)
+    writer.close()
+    assert checkpoints(tmp_path) == []
+
+
 def test_three_ranks_write_one_checkpoint_a_part_each(tmp_path):
     with writers(tmp_path, num_ranks=3) as ranks:
         write_together(ranks, 100, mark=1.0)
@@ -181,6 +195,19 @@ def test_three_ranks_of_which_one_fails_discard_and_nothing_is_left_of_it(tmp_pa
         assert len(list((tmp_path / "checkpoints").iterdir())) == 1
         write_together(ranks, 200, mark=7.0)  # the same samples again, as at the end of a run
     assert newest_mark(tmp_path) == 7.0
+
+
+def test_conclusion_without_a_part_of_another_rank_fails_and_leaves_what_was_there(tmp_path):
+    with writers(tmp_path, num_ranks=2) as ranks:
+        write_together(ranks, 100)
+        before = names(tmp_path)
+        ranks[0].begin(state(), 200)
+        ranks[0].wait()
+        ranks[0].conclude()
+        ranks[0].wait()
+        assert (ranks[0].status, ranks[0].error.errno) == ("failed", errno.ENOENT)
+        discard_together(ranks)
+        assert names(tmp_path) == before
 
 
 def test_discard_of_a_part_that_is_being_written_gives_it_up(tmp_path):
