@@ -33,6 +33,25 @@ class FunctionalDropout(nn.Module):
         return nn.functional.dropout(self.linear(inputs), 0.5, self.training)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"batch_size": "16"}, "batch_size must be a whole number, got '16'"),
+        ({"num_learners": 0}, "num_learners must be at least 1, got 0"),
+        ({"num_learners": True}, "num_learners must be a whole number or auto, got True"),
+        ({"executor": "stream"}, "executor must be one of auto, serial, threads, fused, .*, streams, got 'stream'"),
+        ({"device": "tpu"}, "device must be one of auto, cpu, cuda, got 'tpu'"),
+        ({"precision": "fp16"}, "precision must be one of auto, fp32, bf16, got 'fp16'"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite must be one of stop, reseed, got 'ignore'"),
+    ],
+)
+def test_run_settings_that_cannot_be_are_refused_in_one_sentence(options, message):
+    with pytest.raises(UserError, match=message):
+        RunSettings(**options)
+
+
 def test_choose_takes_what_a_checkpoint_says_only_where_auto_is_asked_for():
     saved = {"precision": "bf16", "executor": "serial"}
     kept = choose(RunSettings(device="cpu"), saved)
