@@ -202,6 +202,19 @@ def test_regression_has_no_agreement_and_the_rest():
     assert learning.gradient_variance > 0
 
 
+def test_independent_learners_agree_or_not_and_the_rest_is_the_first_ones():
+    records, trainer, _ = measured(
+        averaging=Independent(), num_learners=2, optimizer=SGD(learning_rate=(0.01, 1e-9)), train_data=features(40)
+    )
+    learning, feed = records[-1].learning, trainer.run.train_feed
+    first = torch.cat([feed.batch(start).inputs for start in range(0, 40, 4)]).double()
+    targets = torch.cat([feed.batch(start).targets for start in range(0, 40, 4)])
+    model = current_models(trainer.run)[0].double()
+    expected = hessian_eigenvalues(model, cross_entropy, first, targets)[-1]
+    assert learning.sharpness == pytest.approx(float(expected), rel=0.01)
+    assert 0 < learning.agreement < 1
+
+
 @pytest.mark.parametrize(
     ("options", "missing"),
     [
@@ -286,6 +299,17 @@ def test_run_with_statistics_is_the_one_without_in_every_bit(executor, rule):
     assert all(torch.equal(value, on_momenta[key]) for key, value in momenta.items())
 
 
+def test_run_of_data_that_streams_is_the_one_without_statistics_in_every_bit():
+    inputs, targets = images(50)
+    data = torch.utils.data.TensorDataset(inputs, targets)
+    off, on = (
+        make_trainer(**image_options(train_data=data, augmentation=Augmentation(flip=True), num_workers=1,
+                                     learning_statistics=on)).fit(max_epochs=2)
+        for on in (False, True)
+    )  # fmt: skip
+    assert equal_states(off.model, on.model)
+
+
 def test_time_of_measuring_is_no_time_of_training_and_the_watch_says_so(monkeypatch):
     clock = {"now": 0.0}
     monkeypatch.setattr(trainer_module, "ThroughputMeter", lambda **_: ThroughputMeter(lambda: clock["now"]))
@@ -333,6 +357,12 @@ def test_two_ranks_measure_what_one_with_all_learners_does_and_the_first_alone_s
             name: pytest.approx(value, rel=1e-6) for name, value in own.items() if name != "measuring_s"
         }
         assert (second["sharpness"], second["gradient_variance"]) == (None, None)
+
+
+def test_ranks_of_one_learner_each_have_an_agreement():
+    found = results(train_measured, 2, {"num_learners": 1, "executor": "threads"}, {"max_epochs": 1})
+    assert [learning[-1]["agreement"] for _, learning in found] == [pytest.approx(found[0][1][-1]["agreement"])] * 2
+    assert 0 < found[0][1][-1]["agreement"] <= 1
 
 
 @pytest.mark.slow

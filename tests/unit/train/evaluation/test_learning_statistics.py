@@ -93,6 +93,18 @@ def test_largest_eigenvalue_is_that_of_the_whole_matrix(eigenvalues):
     assert found <= expected + 1e-12
 
 
+def test_largest_eigenvalue_of_a_spread_spectrum_takes_few_products():
+    matrix, products = symmetric([10.0] + [i / 500 for i in range(500)]), 0
+
+    def product(v):
+        nonlocal products
+        products += 1
+        return matrix @ v
+
+    assert largest_eigenvalue(product, start(501), tolerance=1e-3) == pytest.approx(10.0, rel=1e-5)
+    assert products <= 6
+
+
 def test_largest_eigenvalue_stops_at_the_most_products():
     matrix, products = symmetric([i / 300 for i in range(300)]), 0
 
