@@ -279,28 +279,6 @@ def test_search_of_two_batch_sizes_has_two_packs_side_by_side(executor: str, mon
 
 @slow_if_simulated
 @pytest.mark.usefixtures("in_an_empty_folder")
-def test_memory_that_is_said_not_to_hold_a_pack_makes_it_narrower(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    packs_of(4, "fused", monkeypatch)
-    step = Pack.step
-    widths: list[int] = []
-
-    def failing(pack: Pack) -> bool:
-        widths.append(len(pack.members))
-        if len(pack.members) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return step(pack)
-
-    monkeypatch.setattr(Pack, "step", failing)
-    assert search_digits(*NINE, *ON_CUDA) == 0
-    assert widths[0] == 4 and set(widths[1:]) == {1, 2}
-    assert "Memory does not hold 4 trials side by side; 2 are tried." in capsys.readouterr().out
-    assert_every_rung_keeps_the_top_third()
-
-
-@slow_if_simulated
-@pytest.mark.usefixtures("in_an_empty_folder")
 @pytest.mark.timeout(300)
 def test_memory_that_does_not_hold_a_pack_makes_it_narrower(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

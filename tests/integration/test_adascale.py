@@ -72,16 +72,6 @@ def test_resumed_run_takes_the_same_course_to_the_bit(tmp_path, executor, stops)
 
 
 @pytest.mark.slow
-def test_checkpoints_in_between_change_nothing(tmp_path):
-    options = {"averaging": SMA(rate_scaling="adascale"), "executor": "threads"}
-    plain = image_trainer(**options).fit(max_rounds=90)
-    stopped = image_trainer(**options)
-    for _ in range(30):
-        result = stopped.fit(max_rounds=3)  # drains, evaluates and goes on
-    assert equal_states(result.model, plain.model)
-
-
-@pytest.mark.slow
 def test_ranks_agree_on_the_noise_and_on_z():
     options = {"num_learners": 2, "averaging": SMA(rate_scaling="adascale")}
     found, again = (results(rank_jobs.train, 2, options, {"max_rounds": 70}, True) for _ in range(2))
@@ -146,19 +136,6 @@ def test_fixed_number_of_learners_measures_nothing():
     trainer.fit(max_rounds=5)
     assert trainer.state.noise is None
     assert not trainer.state.compared
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("executor", "stops"), [("serial", (61, 64)), ("fused", (62,))])
-def test_ranks_of_one_learner_resume_with_their_rates(tmp_path, executor, stops):
-    """Of each of two ranks, whose rates follow."""
-    options = {"averaging": SynchronousSGD(rate_scaling="adascale"), "num_learners": 1, "executor": executor}
-    whole = results(rank_jobs.train, 2, options, {"max_rounds": 72}, True)
-    for stop in stops:
-        own = {**options, "output_dir": tmp_path / str(stop)}
-        results(rank_jobs.train, 2, own, {"max_rounds": stop}, True)
-        resumed = results(rank_jobs.train, 2, {**own, "resume": "auto"}, {"max_rounds": 72 - stop}, True)
-        assert (resumed[0].z == whole[0].z).all()
 
 
 @pytest.mark.parametrize("executor", ["serial", "fused"])

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import shutil
 import signal
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from crossbow_py.data.sources.digits import Digits
-from crossbow_py.telemetry.records import read_summary
-from crossbow_py.train.checkpoints.checkpoint import MANIFEST, checkpoints, find_newest, part_name
+from crossbow_py.train.checkpoints.checkpoint import MANIFEST, checkpoints, part_name
 from experiments.faults.campaign import Campaign, figures, resumed_from
-from tests.trainers import measured
 from tests.training_processes import (
     DIGITS,
     PATIENCE_S,
@@ -68,10 +63,6 @@ def begin(folder: Path, num_checkpoints: int = 3) -> None:
         begun.wait()
 
 
-def measured_so_far(folder: Path) -> list[tuple[Any, ...]]:
-    return measured(folder) if (folder / "metrics.jsonl").exists() else []
-
-
 def samples_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
@@ -107,24 +98,6 @@ def test_muon_killed_goes_on_with_the_bits_of_an_undisturbed_run(tmp_path, optim
     assert outcome(folder) == outcome(undisturbed)
 
 
-@pytest.mark.slow
-def test_best_model_of_a_killed_run_is_that_of_an_undisturbed_one(tmp_path):
-    options = "restore_best=true", "optimizer.learning_rate=0.000001"  # accuracies hardly move, and the last is no best
-    folder, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
-    with started(folder, ENDLESS, *options, num_ranks=1) as begun:
-        await_true(lambda: any(line[0] for line in measured_so_far(folder)), begun)
-        await_checkpoints(folder, 2, begun)
-        begun.kill([0])
-        begun.wait()
-    stop = stop_after(folder)
-    for own in (folder, undisturbed):
-        assert train(own, stop, *options, num_ranks=1) == [0]
-    assert last_resumed_from(folder) is not None
-    assert outcome(folder) == outcome(undisturbed)
-    mine, whole = read_summary(folder), read_summary(undisturbed)
-    assert mine["model_epoch"] == whole["model_epoch"] < whole["epochs"]
-
-
 @pytest.mark.parametrize("killed", [(1,), pytest.param((0,), marks=slow), pytest.param((0, 1), marks=slow)])
 def test_ranks_killed_end_the_others_and_a_resume_equals_the_undisturbed_run(tmp_path, killed, undisturbed):
     folder = tmp_path / "run"
@@ -138,21 +111,6 @@ def test_ranks_killed_end_the_others_and_a_resume_equals_the_undisturbed_run(tmp
     newest, stop = samples_of(checkpoints(folder)[0]), stop_after(folder)
     assert train(folder, stop) == [0, 0]
     assert last_resumed_from(folder) == newest
-    assert outcome(folder) == undisturbed(stop)
-
-
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=slow), 1])
-def test_sigterm_to_one_rank_ends_both_with_143_and_a_checkpoint_to_go_on_from(tmp_path, rank, undisturbed):
-    folder = tmp_path / "run"
-    with started(folder, ENDLESS) as begun:
-        await_checkpoints(folder, 2, begun)
-        os.kill(begun.processes[rank].pid, signal.SIGTERM)
-        assert begun.wait(PATIENCE_S) == [143, 143]
-    summary = read_summary(folder)
-    assert (summary["status"], summary["stop_reason"]) == ("terminated", "SIGTERM")
-    assert samples_of(checkpoints(folder)[0]) == summary["samples_seen"]
-    stop = stop_after(folder)
-    assert train(folder, stop) == [0, 0]
     assert outcome(folder) == undisturbed(stop)
 
 
@@ -188,25 +146,6 @@ def test_spoiled_checkpoint_is_passed_over_with_a_word_and_the_bits_stay(tmp_pat
     assert outcome(folder) == undisturbed(stop)
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(3, marks=slow)])
-def test_run_killed_goes_on_with_another_number_of_ranks_from_the_same_z(tmp_path, num_ranks):
-    folder = tmp_path / "run"
-    begin(folder)
-    newest, end = checkpoints(folder)[0], stop_after(folder)
-    before = find_newest(newest)[0].part(0)["bank"]
-    stop = f"max_samples={samples_of(newest)}"
-    assert train(folder, stop, num_ranks=num_ranks) == [0] * num_ranks  # nothing is left, but a checkpoint of its own
-    assert sorted(path.name for path in newest.glob("*.pt")) == [part_name(rank) for rank in range(num_ranks)]
-    after = find_newest(newest)[0].part(0)["bank"]
-    for name in ("z", "z_prev"):
-        assert all(torch.equal(before[name][key], after[name][key]) for key in before[name])
-    assert train(folder, end, num_ranks=num_ranks) == [0] * num_ranks
-    assert last_resumed_from(folder) == samples_of(newest)
-    summary = read_summary(folder)
-    assert summary["status"] == "finished"
-    assert summary["test_accuracy"] > 0.9
-
-
 @pytest.mark.slow
 @needs_root
 def test_disk_read_only_for_one_rank_is_told_by_the_first_and_training_goes_on(tmp_path):
@@ -227,41 +166,3 @@ def test_disk_read_only_for_one_rank_is_told_by_the_first_and_training_goes_on(t
     finally:
         begun.kill([rank for rank in (0, 1) if begun.processes[rank].is_alive()])
         begun.wait()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=True)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-@slow
-@needs_root
-def test_disk_that_is_full_in_mid_training_is_told_and_checkpoints_come_again_with_room(small_disk, tmp_path):
-    folder = small_disk / "run"
-    with started(folder, ENDLESS) as begun:
-        await_checkpoints(folder, 2, begun)
-        fill(small_disk / "others")
-        await_true(lambda: "No space left on device" in said(folder), begun)
-        assert begun.runs
-        (small_disk / "others").unlink()
-        await_checkpoints(folder, 2, begun)
-        os.kill(begun.processes[0].pid, signal.SIGTERM)
-        assert begun.wait(PATIENCE_S) == [143, 143]
-    assert train(folder, f"max_samples={samples_of(checkpoints(folder)[0]) + 64}") == [0, 0]
-
-
-def fill(path: Path) -> None:
-    """All the room there is."""
-    with path.open("wb", buffering=0) as file:
-        for _ in itertools.count():
-            try:
-                file.write(bytes(4096))
-            except OSError:
-                return

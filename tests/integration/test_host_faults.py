@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -152,27 +151,6 @@ def test_rank_killed_on_one_of_two_hosts_is_started_again_though_these_count_sta
     assert afresh is None
     assert again is not None
     assert read_summary(folder)["status"] == "finished"
-
-
-def test_rank_with_a_changed_file_of_the_package_is_refused_at_the_start_and_the_difference_shown(tmp_path):
-    other, folder = tmp_path / "other", tmp_path / "run"
-    for name in ("crossbow_py", "conf"):
-        shutil.copytree(ROOT / name, other / name, ignore=shutil.ignore_patterns("__pycache__"))
-    with (other / "crossbow_py" / "schedules.py").open("a") as file:
-        file.write("# changed\n")
-    port = free_port()
-    with contextlib.ExitStack() as stack:
-        ranks = [
-            stack.enter_context(popen([*TRAIN, f"output_dir={folder}"], tmp_path / f"rank{rank}", environment(
-                **rank_environment(rank, 2, port), **({"PYTHONPATH": str(other)} if rank else {})
-            )))
-            for rank in range(2)
-        ]  # fmt: skip
-        assert [rank.wait(PATIENCE_S) for rank in ranks] == [2, 2]
-    (line,) = [line for line in said(tmp_path / "rank0").splitlines() if line.startswith("error: ")]
-    assert line.startswith("error: rank 1 is not like rank 0 (code.source: ")
-    assert "start all ranks with the same version of crossbow_py" in line
-    assert not folder.exists()
 
 
 @pytest.fixture

@@ -245,17 +245,6 @@ def test_folders_of_a_sweep_may_be_named_as_in_hydra(capsys: pytest.CaptureFixtu
     assert names("one") == ["+debug=fast,device=cpu,seed=3"]
 
 
-@pytest.mark.slow
-def test_glob_sweeps_over_options_and_the_recipes_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["optimizer=glob([sgd,ada*,muon*],exclude=muon_*)", "averaging=synchronous_sgd", "executor=serial"]
-    assert main(["-m", "+debug=fast", "device=cpu", *words, "model.hidden=[8,8]", "output_dir=swept"]) == 0
-    assert names("swept") == ["optimizer=adamw", "optimizer=muon", "optimizer=sgd"]
-    arguments = ["-m", "+experiment=glob([*digits,lenet])", "memory=1GiB", "num_learners=2", "hydra/launcher=basic"]
-    capsys.readouterr()
-    assert crossbow_py.estimate.__main__.main(arguments) == 0
-    assert "run 2 of 2: experiment=lenet\n" in capsys.readouterr().out
-
-
 def swept(launcher: str, *words: str) -> int:
     """A sweep of which the second run is refused when it starts."""
     arguments = [*DIGITS, "+debug=fast", "executor=serial", "batch_size=16,5000,8", *words]

@@ -374,11 +374,3 @@ def test_independent_learners_on_several_ranks_are_refused():
     found = on_ranks(rank_jobs.train, 2, {"averaging": Independent()}, {"max_rounds": 1})
     first, _ = all_raised(found, "UserError", "RankError")
     assert "averaging=independent trains models that are never averaged, on one device, got 2 ranks" in first.text
-
-
-def test_node_period_with_one_learner_a_node_is_refused():
-    options = {"averaging": SMA(node_period=2), "num_learners": 1}
-    first, _ = all_raised(
-        on_ranks(rank_jobs.train, 2, options, {"max_rounds": 1}, num_nodes=2), "UserError", "RankError"
-    )
-    assert "which needs two learners in each, got one" in first.text

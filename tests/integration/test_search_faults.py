@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import sqlite3
 import time
 from collections import Counter
 from functools import partial
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 
-from crossbow_py.core.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from tests.search_processes import ended, search_in, started
 from tests.searches import events, report, segments, values
 from tests.training_processes import await_true
@@ -122,60 +117,3 @@ def test_worker_that_is_killed_beside_another_is_replaced_by_it(undisturbed: Out
             first.kill()
             assert ended(second) == 0
     assert_as_undisturbed(folder, undisturbed)
-
-
-@pytest.mark.parametrize(
-    ("number", "status", "code"),
-    [(signal.SIGTERM, "terminated", EXIT_TERMINATED), (signal.SIGINT, "interrupted", EXIT_INTERRUPTED)],
-)
-def test_signal_ends_a_search_in_order_and_the_next_goes_on(
-    number: signal.Signals, status: str, code: int, undisturbed: Outcome, tmp_path: Path
-) -> None:
-    folder = tmp_path / "search"
-    with started(folder) as process:
-        await_true(lambda: has_finished(folder, 2), process)
-        assert process.pid is not None
-        os.kill(process.pid, number)
-        assert ended(process) == code
-    assert report(folder)["status"] == status
-    assert search_in(folder) == 0
-    assert_as_undisturbed(folder, undisturbed)
-
-
-@pytest.mark.long
-def test_storage_that_stays_locked_ends_the_search_with_one_line_and_what_was_finished(tmp_path: Path) -> None:
-    folder, database = tmp_path / "search", tmp_path / "shared.db"
-    storage, longer = f"storage=sqlite:///{database}", ("min_epochs=9", "max_epochs=81")  # or it is over too soon
-    assert search_in(tmp_path / "undisturbed", *longer) == 0
-    with started(folder, storage, *longer) as process:
-        await_true(lambda: '"9": 0.' in _text(folder / "search.json"), process)
-        with sqlite3.connect(database, timeout=0.05, isolation_level=None) as locking:
-            await_true(lambda: _locked_while_it_stands(locking, process), process)
-            assert ended(process) == 1
-            locking.execute("ROLLBACK")
-        locking.close()
-    said = _text(tmp_path / "search.log").splitlines()[-1]
-    assert said.startswith(f"error: the search's storage sqlite:///{database} cannot be used, tried 9 times")
-    assert "database is locked" in said
-    assert "start the same command again" in said
-    finished = values(folder)
-    assert search_in(folder, storage, *longer) == 0
-    assert outcome(folder) == outcome(tmp_path / "undisturbed")
-    assert any(finished.values())
-
-
-def _locked_while_it_stands(locking: sqlite3.Connection, process: ForkServerProcess) -> bool:
-    """Lock the data base with the process stopped for it; not where it was stopped in a transaction of its own."""
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
-    try:
-        locking.execute("BEGIN EXCLUSIVE")
-    except sqlite3.OperationalError:
-        return False
-    finally:
-        os.kill(process.pid, signal.SIGCONT)
-    return True
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""

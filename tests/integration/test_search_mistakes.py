@@ -59,18 +59,14 @@ def files() -> list[str]:
     [
         (["space.optimizer.momentun=[0.5]"], ["optimizer.momentun", "did you mean 'optimizer.momentum'"]),
         (["space.momentum=[0.5]"], ["space has no key 'momentum'", "optimizer"]),
-        (["space.optimizer.momentum={low:0.9,high:0.5}"], ["space: optimizer.momentum", "0.9"]),
         (["space={}", "space.batch_size=[]"], ["space: batch_size", "choices"]),
         (["optimizer=muon", "model.hidden=[]"], ["optimizer=muon needs linear or", "set optimizer=sgd"]),
-        (["metric=f1"], ["metric must be one of accuracy, loss, got 'f1'; name one of them, or give metrics.f1."]),
-        (["metric=perplexity"], ["metric must be one of accuracy, loss, got 'perplexity'; metric=loss orders trials"]),
         (["maximize=true"], ["maximize=true is for a metric of metrics, got metric=accuracy; leave it out"]),
         (["metric=f1", *F1], ["metric=f1 does not say whether greater is better; set maximize=true"]),
         (["metric=f1/11", "maximize=true", *F1], ["metric=f1/11 is none of what the metrics give, f1; set one of"]),
         (["metric=f1", "maximize=true", F1[0], "metrics.f1.num_classes=3"],
          ["metrics['f1'] cannot take the model's output [2, 10] with targets [2]"]),
         (["metric=f1", "maximize=true", F1[0]], ["metrics.f1.target=tests.state_metrics.MacroF1 cannot be made"]),
-        (["sampler=bayes"], ["sampler must be one of random, tpe, grid", "or a dotted name", "got 'bayes'"]),
         (["sampler.n_startup_trials=3"], ["sampler must be a name", "a function that takes a seed"]),
         (["direction=maximize"], ["unknown key direction; did you mean 'maximize'?"]),
         (["scheduler=asha"], ["unknown key scheduler; did you mean 'method'?"]),
@@ -79,20 +75,15 @@ def files() -> list[str]:
         (["sampler=no.Sampler"], ["sampler=no.Sampler cannot be imported"]),
         (["method=asha"], ["method must be one of hyperband"]),
         (["packing=all"], ["packing must be one of signature"]),
-        (["sampler=grid"], ["must have num, step or choices for a grid"]),
         (["min_epochs=5"], ["min_epochs", "at most max_epochs (3.0)"]),
-        (["eta=1"], ["eta must be at least 2"]),
         (["max_samples=64"], ["unknown key max_samples, which is for python -m crossbow_py.train"]),
         (["num_learners=2"], ["unknown key num_learners, which is for python -m crossbow_py.train"]),
         (["data.validation_fraction=0"], ["set data.validation_fraction=0.1"]),
         (["batch_size=5000"], ["batch_size=5000", "at most 1351"]),
         (["space.batch_size=[16,5000]"], ["batch_size=5000", "at most 1351"]),
-        (["storage=mongodb://here"], ["storage must be journal:PATH", "sqlite://"]),
         (["storage=journal:nowhere/search.log"], ["nowhere does not exist", "make it"]),
         (["storage=sqlite:///nowhere/search.db"], ["nowhere does not exist", "make it"]),
-        (["resume=nowhere"], ["resume=nowhere is not the folder of a search"]),
         (["data.root=nowhere", "data=mnist", "data.download=false"], ["nowhere"]),
-        (["executor=fast"], ["executor must be one of"]),
     ],
 )
 def test_mistake_is_one_error_line_and_leaves_nothing_behind(
@@ -168,7 +159,6 @@ def test_trial_that_fails_is_recorded_with_its_reason_and_the_others_go_on(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["data=digits"], "space must be a mapping with at least one key to search"),
         (
             [*CUSTOM, "model.target=package.model", "space.seed=[1,2]", "num_trials=3"],
             "num_trials=3 is more than the 2 points of the grid; lower it",

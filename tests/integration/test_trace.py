@@ -86,15 +86,6 @@ def test_threads_overlap_averaging_with_the_next_round_and_streams_run_one_task_
         assert all(averaging.end <= correction.start + NANOSECOND for correction in found["correction", n + 1])
 
 
-def test_trace_of_the_serial_executor_shows_tasks_one_after_another_in_issue_order(tmp_path: Path) -> None:
-    spans = traced(tmp_path, executor="serial", num_learners=2)
-    assert all(before.end <= after.start + NANOSECOND for before, after in pairwise(spans))
-    assert [(span.name, span.row) for span in spans[:5]] == [
-        ("learning", "learner 0"), ("learning", "learner 1"),
-        ("correction", "learner 0"), ("correction", "learner 1"), ("averaging", "averaging"),
-    ]  # fmt: skip
-
-
 def test_moves_of_the_ema_are_spans_of_the_averaging_row_after_their_rounds(tmp_path: Path) -> None:
     # 64 samples a round, 1,024 an epoch: a twentieth of 4 epochs is 3.2 rounds.
     found = by_task(traced(tmp_path, executor="threads", batch_size=16, averaging=SMA(average_ema=4.0)))

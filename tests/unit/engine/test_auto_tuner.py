@@ -157,11 +157,6 @@ def test_observe_every_decision_gives_its_reason(limit, throughputs, reasons):
     assert [decision.reason for decision in follow(quick(limit), throughputs)[1]] == reasons
 
 
-def test_observe_within_a_measurement_says_nothing():
-    _, decisions = follow(AutoTuner(), [100, 100, 100])
-    assert decisions == [Decision("stay", 1, "")] * 3
-
-
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -227,11 +222,6 @@ def test_out_of_memory_goes_to_the_best_smaller_count(limit, start, throughputs,
     tuner = quick(limit)
     state, decision = tuner.out_of_memory(follow(tuner, throughputs, start)[0])
     assert (decision.action, decision.num_learners, state.phase, state.measured) == ("shrink", count, phase, measured)
-
-
-def test_out_of_memory_with_no_smaller_count_measured_settles_on_the_next_smaller():
-    state, decisions = follow(quick(), [300], quick().out_of_memory(settled(4, 400.0))[0])
-    assert (steps(decisions), state.phase, state.out_of_memory_at) == ([3], "settled", 4)
 
 
 def test_out_of_memory_at_four_goes_back_to_three_and_never_tries_four_again():
@@ -353,13 +343,6 @@ def test_observe_any_numbers_stays_within_the_limits_and_round_trips(max_learner
         assert AutoTunerState.from_plain(json.loads(json.dumps(state.to_plain()))) == state
 
 
-@given(st.integers(1, 40), st.integers(1, 4), st.integers(0, 2), st.randoms(use_true_random=False))
-def test_observe_any_throughput_settles_in_time_on_a_count_it_measured(max_learners, windows, warm_up, numbers):
-    tuner = AutoTuner(max_learners=max_learners, windows=windows, warm_up_windows=warm_up)
-    state, _ = settle(tuner, lambda _: numbers.uniform(1, 100))
-    assert state.num_learners in dict(state.measured)
-
-
 @given(st.floats(1, 1e6), st.lists(st.floats(1.06, 2.0), max_size=9), st.lists(st.floats(0.3, 1.0), min_size=9))
 def test_observe_curve_that_rises_then_falls_ends_on_the_fewest_near_its_peak(first, rises, falls):
     tuner = AutoTuner(max_learners=32)
@@ -392,29 +375,6 @@ def test_observe_stationary_noise_of_ten_percent_once_settled_changes_nothing(se
     noise = (throughput[state.num_learners] * numbers.uniform(0.9, 1.1) for _ in range(600))
     _, decisions = follow(tuner, noise, state)
     assert {decision.action for decision in decisions} == {"stay"}
-
-
-@pytest.mark.slow
-@given(st.integers(0, 2**32), st.floats(1.0, 20.0))
-def test_observe_wild_throughput_searches_again_ever_more_rarely(seed, spread):
-    tuner, numbers, state = AutoTuner(windows=1, warm_up_windows=0), random.Random(seed), START
-    num_windows = 1000
-    for _ in range(num_windows):
-        state, _ = tuner.observe(state, numbers.uniform(1, spread))
-    # The n-th new search waits for 2, 4, 8, ..., 64, 64, ... settled measurements.
-    waits = [2 ** min(n + 1, 6) for n in range(state.num_searches_again)]
-    assert sum(waits) <= num_windows
-
-
-@given(st.integers(0, 2**32))
-def test_observe_restored_from_a_checkpoint_goes_on_alike(seed):
-    numbers = random.Random(seed)
-    values = [numbers.uniform(50, 150) for _ in range(60)]
-    cut = numbers.randrange(60)
-    whole, decisions = follow(AutoTuner(), values)
-    half, first = follow(AutoTuner(), values[:cut])
-    restored = AutoTunerState.from_plain(half.to_plain())
-    assert follow(AutoTuner(), values[cut:], restored) == (whole, decisions[len(first) :])
 
 
 # --- settings and checkpoints -----------------------------------------------------------------------------------------

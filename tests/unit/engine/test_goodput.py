@@ -23,7 +23,7 @@ from crossbow_py.engine.modules.precision import FP32, FP64, Precision
 from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.engine.update.optimizers import SGD, Muon, Optimizer
 from tests.recording_streams import ShuffledStreams
-from tests.support import IMAGES, features, make_tasks, norm_model, norm_with_dropout, plan, run
+from tests.support import IMAGES, features, make_tasks, norm_model, norm_with_dropout, run
 from tests.unit.engine.update.test_muon import small_model
 
 # Gradients (3, 0) and (1, 0): s = 5, q = 4.
@@ -207,28 +207,6 @@ def test_weights_that_one_half_does_not_use_count_as_zero() -> None:
     assert found == pytest.approx((q, (3 * q - s) / 2, 2), rel=1e-9)
 
 
-def test_single_learner_knows_its_gradient_where_steps_overshoot() -> None:
-    """Near the end of stability two rounds' gradients oppose each other, and those of a batch's halves do not."""
-    generator = torch.Generator().manual_seed(0)
-    data = torch.randn((4096, 4), generator=generator), torch.randint(0, 2, (4096,), generator=generator).double()
-    model = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Flatten(0))
-    tasks = make_tasks(lambda: model, num_learners=1, data=data, batch_size=8)
-    tasks.loss = lambda output, target: 0.5 * (output - target).square().mean()
-    runner, found, truth = EXECUTORS["serial"](tasks), [], []
-    for index in range(400):
-        ahead = plan(tasks, index, 0.3)
-        found.append(tasks.compare_halves(0, tasks.feed.batch(ahead.starts[0])))
-        weights = tasks.bank.module(0)[0].weight.detach()
-        residuals = data[0].double() @ weights[0] - data[1]
-        truth.append(float((data[0].double() * residuals[:, None]).mean(0).square().sum()))
-        runner.submit(ahead)
-        runner.drain()
-    runner.close()
-    variance, squared, count = NoiseScale(8).sums([each for each in found if each is not None])
-    assert squared / count == pytest.approx(np.mean(truth), rel=0.25)
-    assert variance / count > 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", [FusedExecutor, StreamsExecutor])
 @pytest.mark.parametrize("rule", [SMA(), SynchronousSGD(), GroupedSMA(group_size=2)], ids=lambda rule: rule.NAME)
@@ -257,20 +235,3 @@ def test_comparing_changes_nothing_that_is_learned() -> None:
     for tasks in (one, other):
         run(EXECUTORS["threads"](tasks), tasks, 8)
     assert torch.equal(one.bank.weights.storage, other.bank.weights.storage)
-
-
-def test_module_without_gradient_for_a_weight_is_compared_by_the_others() -> None:
-    class Unused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.used, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return self.used(inputs)  # type: ignore[no-any-return]
-
-    found = {}
-    for executor in ("serial", "fused"):
-        tasks = make_tasks(Unused, compares=True)
-        found[executor] = follow(tasks, EXECUTORS[executor](tasks), 1)[0]
-    assert found["fused"] == pytest.approx(found["serial"], rel=1e-10)

@@ -23,7 +23,6 @@ from crossbow_py.train import trainer as trainer_module
 from crossbow_py.train.checkpoints import manager
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
 from crossbow_py.train.checkpoints.writer import CheckpointWriter
-from crossbow_py.train.run_folder import reporter as reporter_module
 from tests.trainers import Recorder, blobs, equal_states, make_trainer
 
 EXECUTORS = ["serial", "threads"]
@@ -111,14 +110,6 @@ def test_limit_ends_the_run_with_the_round_that_reaches_it(stops, samples_seen, 
     assert (result.summary.samples_seen, result.stop_reason, result.status) == (samples_seen, reason, "finished")
     assert recorder.of("epoch")[-1].samples_seen == samples_seen
     assert recorder.of("epoch")[-1].test_accuracy == result.test_accuracy
-
-
-def test_time_left_is_until_the_first_limit_that_is_reached(monkeypatch):
-    monkeypatch.setattr(reporter_module, "_PROGRESS_EVERY_S", 0.0)
-    for stops in ({"max_rounds": 3, "max_epochs": 9}, {"max_rounds": 30, "max_epochs": 1}, {"max_rounds": 3}):
-        _, recorder, _ = run(stops)
-        left = [progress.remaining_s for progress in recorder.of("progress")]
-        assert left[-1] == 0 and all(seconds > 0 for seconds in left[:-1]), (stops, left)
 
 
 @pytest.mark.parametrize(("most", "said"), [(1, True), (2, False), (None, False)])

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
 
 from crossbow_py.engine.rounds import Round, RoundOutcome
-from crossbow_py.train.evaluation import epoch_end
 from crossbow_py.train.train_state import TrainState
-from tests.trainers import Recorder, blobs, make_trainer
 
 
 def outcome(losses, correct, finite):
@@ -62,31 +59,3 @@ def test_plain_values_come_back_whatever_a_newer_or_older_version_had():
     assert TrainState.from_plain(plain) == state
     del plain["num_reseeded"]
     assert TrainState.from_plain({**plain, "unheard_of": 1}) == state
-
-
-def test_an_evaluation_that_is_not_a_number_leaves_the_best_one_and_counts_as_stale():
-    state = TrainState()
-    for loss in (0.5, math.nan, 9.0, 0.4):
-        state.note_evaluation(None, loss, None)
-    assert (state.best_loss, state.num_stale) == (0.4, 0)
-    for loss in (math.nan, 8.0):
-        state.note_evaluation(None, loss, None)
-    assert (state.best_loss, state.num_stale) == (0.4, 2)
-
-
-def test_a_better_model_that_was_not_kept_is_told_of(monkeypatch):
-    accuracies = iter((0.9, 0.95, 0.92))
-    recorder = Recorder()
-    trainer = make_trainer(test_data=blobs(20), callbacks=[recorder])
-    measured = epoch_end.evaluate
-
-    def evaluate(*arguments):
-        (first, each) = measured(*arguments)
-        return dataclasses.replace(first, accuracy=next(accuracies, 0.92)), each
-
-    monkeypatch.setattr(epoch_end, "evaluate", evaluate)
-    trainer.fit(max_epochs=1, restore_best=True)
-    trainer.fit(max_epochs=2)
-    assert not any("not kept" in message for message in recorder.of("message"))
-    trainer.fit(max_epochs=3, restore_best=True)
-    assert any("Earlier models were not kept" in message for message in recorder.of("message"))

@@ -71,13 +71,6 @@ def test_wsd_that_falls_before_it_is_warm_is_told(warmup: float, cooldown: float
     assert (remark is None) if told is None else (remark is not None and told in remark)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "drops"), [(0, 99, False), (99, 100, True), (100, 101, False), (100, 200, True), (0, 500, True)]
-)
-def test_drops_between_counts_the_end_but_not_the_start(before: int, after: int, drops: bool) -> None:
-    assert MultiStep(milestones=(1, 2)).drops_between(before, after, EPOCH) is drops
-
-
 def test_drops_between_is_false_without_a_step_down() -> None:
     smooth = (Constant(), Cosine(), WSD(), Inverse(), Exponential(), Constant(warmup_epochs=1))
     assert not any(schedule.drops_between(0, 10_000, EPOCH) for schedule in smooth)

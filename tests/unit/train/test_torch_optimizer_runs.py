@@ -11,7 +11,6 @@ import torch
 from crossbow_py import SMA, UserError
 from crossbow_py.averaging import LocalSGD, SynchronousSGD
 from crossbow_py.optimizers import TorchOptimizer
-from crossbow_py.train.__main__ import main
 from crossbow_py.train.config import config_from_mapping, config_to_mapping
 from tests.trainers import blobs, image_trainer, make_trainer, weights
 
@@ -71,23 +70,3 @@ def test_class_is_written_in_a_configuration_as_its_path() -> None:
     assert config_from_mapping(config_to_mapping(config)) == config
     of_class = config_from_mapping({**plain, "optimizer": {**plain["optimizer"], "target": torch.optim.RMSprop}})
     assert config_to_mapping(of_class)["optimizer"]["target"] == "torch.optim.rmsprop.RMSprop"
-
-
-@pytest.mark.parametrize(
-    ("words", "refusal"),
-    [
-        ([], "optimizer.target must name an optimizer"),
-        (["optimizer.target=torch.optim.LBFGS"], "calls a closure"),
-        (["optimizer.target=torch.optim.RMSprop", "optimizer.args={alhpa: 0.9}"], "keyword argument 'alhpa'"),
-        (["optimizer.target=math.sqrt"], "must be a class derived from torch.optim.Optimizer, got math.sqrt"),
-    ],
-)
-def test_mistakes_on_the_command_line_are_one_line(
-    words: list[str], refusal: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = main(["+experiment=digits", "optimizer=torch", f"output_dir={tmp_path / 'run'}", *words])
-    error = capsys.readouterr().err
-    assert code == 2
-    assert refusal in error
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1

@@ -12,33 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import Dataset
 
 from crossbow_py import SGD, SMA, Augmentation, Independent, Listener, UserError
 from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import CheckpointError
 from crossbow_py.schedules import MultiStep
 from crossbow_py.telemetry.records import read_metrics, read_summary
-from crossbow_py.train.checkpoints.resume import state_dict
 from crossbow_py.train.checkpoints.weights import save_weights
 from crossbow_py.train.config import TrainConfig
 from crossbow_py.train.loop.average_model import spread
 from tests.networks import Net, net
 from tests.support import linear_model
-from tests.trainers import Recorder, blobs, equal_states, image_model, images, make_trainer
-
-
-class MapStyle(Dataset):
-    """The blobs as a map-style data set."""
-
-    def __init__(self, num_samples):
-        self.inputs, self.targets = blobs(num_samples)
-
-    def __len__(self):
-        return len(self.targets)
-
-    def __getitem__(self, index):
-        return self.inputs[index], int(self.targets[index])
+from tests.trainers import Recorder, blobs, equal_states, make_trainer
 
 
 def outputs_right(module: nn.Module, num_samples: int = 30) -> float:
@@ -71,12 +56,6 @@ def test_fit_of_two_learners_on_tensors_learns_and_returns_the_average_model(exe
     z = trainer.run.bank.z.shaped()
     assert all(torch.equal(value, z[name]) for name, value in result.model.state_dict().items())
     assert result.summary.epochs == 3.0
-
-
-def test_fit_on_a_map_style_data_set_equals_fit_on_its_tensors():
-    on_tensors = make_trainer().fit(max_epochs=2).model
-    on_items = make_trainer(train_data=MapStyle(40)).fit(max_epochs=2).model
-    assert equal_states(on_items, on_tensors)
 
 
 def test_fit_of_one_learner_equals_a_plain_torch_loop_with_its_schedule():
@@ -149,21 +128,6 @@ def test_second_fit_goes_on_and_ends_where_one_long_fit_does():
     assert [info.samples_seen for info in recorder.of("start")] == [0, 56]
 
 
-def test_fit_that_has_nothing_left_to_do_still_returns_the_measured_model():
-    trainer = make_trainer(test_data=blobs(30))
-    first, again = trainer.fit(max_epochs=1), trainer.fit(max_epochs=1)
-    assert (again.test_accuracy, again.stop_reason) == (first.test_accuracy, "max_epochs")
-    assert equal_states(first.model, again.model)
-
-
-def test_fit_on_augmented_images_with_batch_norm_and_dropout_learns_in_bf16():
-    trainer = make_trainer(
-        model=image_model, train_data=images(60), test_data=images(60), augmentation=Augmentation(2, flip=True),
-        mean=(0.4,), std=(0.2,), precision="bf16", executor="threads", optimizer=SGD(learning_rate=0.07),
-    )  # fmt: skip
-    assert trainer.fit(max_epochs=14).test_accuracy > 0.9
-
-
 def test_fit_without_output_dir_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_trainer(test_data=blobs(30)).fit(max_epochs=1)
@@ -185,30 +149,6 @@ def test_fit_with_output_dir_leaves_records_checkpoints_and_the_model(tmp_path):
     assert all(torch.equal(value, saved[name]) for name, value in result.model.state_dict().items())
 
 
-def test_metrics_are_recorded_by_name_and_summed_up():
-    recorder = Recorder()
-    trainer = make_trainer(
-        test_data=blobs(30), metrics={"share of class 0": lambda _, t: (t == 0).float().mean()}, callbacks=[recorder]
-    )
-    result = trainer.fit(max_epochs=1)
-    assert recorder.of("epoch")[0].metrics == {"share of class 0": pytest.approx(1 / 3)}
-    assert result.summary.metrics == {"share of class 0": pytest.approx(1 / 3)}
-
-
-def test_own_loss_and_targets_make_a_regression():
-    inputs, _ = blobs(40)
-    targets = inputs.sum(1, keepdim=True)
-    trainer = make_trainer(
-        model=lambda: nn.Linear(4, 1), train_data=(inputs, targets), test_data=(inputs, targets),
-        loss=nn.functional.mse_loss, optimizer=SGD(learning_rate=0.01),
-    )  # fmt: skip
-    before = trainer.evaluate().loss
-    result = trainer.fit(max_epochs=10)
-    assert result.test_accuracy is None
-    assert result.summary.best_test_accuracy is None
-    assert result.summary.test_loss < 0.1 * before
-
-
 def test_evaluate_measures_the_current_model_and_changes_nothing():
     trainer = make_trainer(test_data=blobs(30))
     first = trainer.evaluate()
@@ -218,17 +158,6 @@ def test_evaluate_measures_the_current_model_and_changes_nothing():
     assert first.accuracy == pytest.approx(outputs_right(model))
     assert trainer.evaluate() == first
     assert trainer.fit(max_epochs=1).summary.test_loss == trainer.evaluate().loss != first.loss
-
-
-def test_evaluate_with_recalibrated_batch_norm_differs_from_the_mean_of_the_learners():
-    losses = []
-    for kind in ("mean", "recalibrate"):
-        options = {"model": image_model, "train_data": images(60), "test_data": images(60)}
-        trainer = make_trainer(**options, averaging=SMA(batch_norm=kind, recalibration_batches=4))
-        trainer.fit(max_rounds=5)
-        losses.append(trainer.evaluate().loss)
-        assert trainer.evaluate().loss == losses[-1]
-    assert losses[0] != losses[1]
 
 
 def test_init_from_starts_at_the_saved_weights(tmp_path):
@@ -279,12 +208,6 @@ def test_parts_that_do_not_fit_are_refused_before_training_in_one_sentence(optio
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_device_cuda_without_cuda_is_refused():
-    with pytest.raises(UserError, match="device=cuda, but no CUDA device is visible here .*; set device=cpu"):
-        make_trainer(device="cuda")
-
-
 @pytest.mark.parametrize(
     ("stops", "message"),
     [
@@ -320,16 +243,6 @@ def test_random_numbers_that_are_asked_of_torchs_own_generator_are_warned_about_
         trainer.fit(max_rounds=1)
     (message,) = recorder.of("message")
     assert "random numbers outside nn.Dropout" in message
-
-
-def test_state_dict_holds_only_tensors_and_plain_types(tmp_path):
-    trainer = make_trainer(model=image_model, train_data=images(60))
-    trainer.fit(max_rounds=2)
-    torch.save(state_dict(trainer.run), tmp_path / "state.pt")
-    read = torch.load(Path(tmp_path / "state.pt"), weights_only=True)
-    assert read["choices"] == {"device": "cpu", "precision": "fp32", "executor": "serial"}
-    assert read["state"]["samples_seen"] == 16
-    assert not math.isnan(read["state"]["loss_sum"])
 
 
 def test_fresh_fit_into_a_folder_that_holds_a_run_is_refused_and_spoils_nothing(tmp_path):
@@ -491,14 +404,6 @@ def test_fit_resumed_without_metrics_says_that_they_are_lost(tmp_path):
     make_trainer(output_dir=tmp_path, resume="auto", callbacks=[recorder]).fit(max_epochs=2)
     assert any("is damaged or has lost lines of earlier epochs" in message for message in recorder.of("message"))
     assert [line["epoch"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [2]
-
-
-@pytest.mark.parametrize(
-    ("word", "meant"), [("batchsize", "batch_size"), ("calbacks", "callbacks"), ("optimiser", "optimizer")]
-)
-def test_misspelled_argument_is_named_with_what_was_meant(word, meant):
-    with pytest.raises(TypeError, match=rf"unexpected keyword argument '{word}'; did you mean '{meant}'\?"):
-        make_trainer(**{word: 1})
 
 
 @pytest.mark.parametrize("callbacks", [["mlflow"], "mlflow", [Listener], Listener()])

@@ -39,14 +39,6 @@ def test_rows_stacked_prefix_is_one_channels_last_grouped_weight_without_a_copy(
     assert grouped.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_rows_shaped_and_stacked_show_the_same_values():
-    rows = Rows(parameter_layout(norm_model(), channels_last=True), 3, torch.float32, CPU)
-    rows.storage.copy_(torch.arange(float(len(rows.storage))))
-    for name, stacked in rows.stacked(3).items():
-        for row in range(3):
-            assert torch.equal(stacked[row], rows.shaped(row)[name])
-
-
 def test_layout_of_tied_parameters_stores_them_once():
     model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
     model["b"].weight = model["a"].weight

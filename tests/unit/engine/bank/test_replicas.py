@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from crossbow_py.engine.bank import replicas
 from crossbow_py.engine.bank.replicas import ReplicaBank
@@ -25,21 +24,6 @@ def randomize(bank):
         rows.storage.copy_(torch.rand_like(rows.storage))
 
 
-def test_bank_module_is_a_view_of_its_row_and_of_no_other():
-    bank = make_bank()
-    bank.weights.flat(1)[0].fill_(7.0)
-    assert bank.module(1)[0].weight.unique().tolist() == [7.0]
-    assert 7.0 not in bank.module(0)[0].weight.unique().tolist()
-
-
-def test_bank_learners_start_as_copies_of_the_model_and_of_z():
-    bank, model = make_bank(), norm_model()
-    for learner in range(3):
-        for name, parameter in bank.module(learner).named_parameters():
-            assert torch.equal(parameter, dict(model.named_parameters())[name])
-    assert all(torch.equal(bank.z.shaped()[name], p) for name, p in model.named_parameters())
-
-
 def test_bank_gradients_of_one_row_equal_the_plain_modules_with_missing_ones_zero():
     bank, model, inputs = make_bank(precision=FP64), norm_model().double(), torch.randn(4, 3, 5, 5).double()
     bank.gradients.storage.fill_(9.0)
@@ -51,14 +35,6 @@ def test_bank_gradients_of_one_row_equal_the_plain_modules_with_missing_ones_zer
     assert shaped["0.weight"].abs().sum() == 0
     torch.testing.assert_close(shaped["5.weight"], model[5].weight.grad, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(shaped["1.bias"], model[1].bias.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_bank_train_forward_moves_only_its_own_batch_norm_statistics():
-    bank = make_bank()
-    bank.module(2)(torch.randn(4, 3, 5, 5))
-    assert bank.module(0)[1].running_mean.abs().sum() == 0
-    assert bank.buffers.shaped(2)["1.running_mean"].abs().sum() > 0
-    assert [int(bank.module(j)[1].num_batches_tracked) for j in range(3)] == [0, 0, 1]
 
 
 def test_bank_central_variance_has_the_between_learner_term():
@@ -193,19 +169,6 @@ def test_bank_in_bf16_runs_on_a_shadow_and_keeps_batch_norm_in_float32():
     bank.refresh_shadow(0)
     assert module[0].weight.unique().tolist() == [1.0]
     assert bank.central_state()["0.weight"].dtype == torch.float32
-
-
-def test_bank_of_a_model_with_tied_weights_trains_and_saves_them_once():
-    def tied():
-        model = nn.Sequential(linear_model(), nn.Linear(3, 4))
-        model.append(nn.Linear(4, 3))
-        model[2].weight = model[0].weight
-        return model
-
-    bank = make_bank(tied, num_learners=2, precision=FP64)
-    assert bank.module(0)[2].weight is bank.module(0)[0].weight
-    gradient = torch.autograd.grad(bank.module(0)(torch.ones(1, 4).double()).sum(), bank.trained_parameters(0))
-    assert len(gradient) == len(bank.layout.blocks) == 5
 
 
 def test_bank_that_shrank_to_one_learner_grows_again_with_z_at_rest():

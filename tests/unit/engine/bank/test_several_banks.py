@@ -10,8 +10,6 @@ from crossbow_py.engine.modules.precision import FP64
 from tests.support import CPU, linear_model, norm_model
 from tests.thread_ranks import on_threads
 
-MEAN, VARIANCE = "1.running_mean", "1.running_var"
-
 
 def make_bank(num_learners=2, num_devices=1, device_index=0, precision=FP64, make_model=norm_model):
     return ReplicaBank(
@@ -55,16 +53,6 @@ def test_central_buffers_of_several_banks_equal_those_of_one_bank_of_the_learner
         for name in expected:
             torch.testing.assert_close(buffers[name], expected[name], rtol=1e-12, atol=1e-12)
             assert torch.equal(buffers[name], found[0][name])
-
-
-def test_central_variance_of_two_banks_worked_by_hand():
-    parts = [make_bank(1, num_devices=2) for _ in range(2)]
-    for bank, mean, variance in zip(parts, (1.0, 5.0), (2.0, 4.0), strict=True):
-        bank.buffers.shaped(0)[MEAN].fill_(mean)
-        bank.buffers.shaped(0)[VARIANCE].fill_(variance)
-    found, _ = on_threads(lambda ranks: parts[ranks.rank].central_buffers(add=ranks.add), 2)
-    assert found[MEAN].unique().tolist() == [3.0]
-    assert found[VARIANCE].unique().tolist() == [3.0 + 4.0]  # the mean of 2 and 4, and the variance of 1 and 5
 
 
 def test_central_buffers_of_a_model_without_any_are_none():

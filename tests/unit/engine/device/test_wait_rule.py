@@ -48,10 +48,6 @@ def test_half_the_throughput_or_a_single_slow_window_is_no_collapse(quiet: WaitS
     assert follow(quiet, [500.0, 500.0, 500.0, 1000.0, 20.0, 1000.0, 20.0, 1000.0]).num_trials == 0
 
 
-def test_trial_that_gains_is_kept_and_said(asleep: WaitState) -> None:
-    assert (asleep.sleeps, asleep.on_trial, asleep.best, asleep.num_trials) == (True, False, 1000.0, 1)
-
-
 @pytest.mark.parametrize(("slept", "kept"), [(124.0, False), (125.0, True)])
 def test_sleep_is_kept_when_it_is_a_quarter_faster(quiet: WaitState, slept: float, kept: bool) -> None:
     trial = follow(quiet, [100.0] * 3)

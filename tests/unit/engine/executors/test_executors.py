@@ -167,16 +167,6 @@ def test_fused_threads_has_a_group_for_every_intra_op_thread_and_gives_them_back
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("optimizer", [SGD(weight_decay=1e-3, nesterov=True), AdamW()])
-def test_order_of_the_bank_in_memory_changes_nothing(optimizer):
-    rows, blocks = (
-        make_tasks(norm_with_dropout, optimizer=optimizer, data=IMAGES, order=order) for order in ("rows", "blocks")
-    )
-    assert run_rounds(rows, "serial", 6) == pytest.approx(run_rounds(blocks, "serial", 6), rel=1e-10)
-    for name, stacked in rows.bank.stacked().items():
-        torch.testing.assert_close(stacked, blocks.bank.stacked()[name], rtol=1e-10, atol=1e-12)
-
-
 def test_threads_after_one_round_in_float32_equal_serial():
     serial, threads = (make_tasks(norm_model, data=IMAGES, precision=FP32) for _ in range(2))
     run_rounds(serial, "serial", 1)
@@ -195,16 +185,6 @@ def test_executor_run_twice_is_bit_identical(executor):
 
 
 @ON_THE_HOST
-def test_one_learner_equals_a_plain_torch_sgd_loop(executor):
-    optimizer = SGD(learning_rate=0.1, momentum=0.9, weight_decay=0.01, decay_norm_and_bias=True)
-    tasks = make_tasks(norm_model, num_learners=1, optimizer=optimizer, data=IMAGES)
-    run_rounds(tasks, executor, 5)
-    expected = plain_sgd(norm_model(), tasks, 5, lr=0.1, momentum=0.9, weight_decay=0.01).state_dict()
-    for name, value in tasks.bank.central_state().items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12)
-
-
-@ON_THE_HOST
 def test_independent_learners_train_as_if_alone(executor):
     tasks = make_tasks(num_learners=2, rule=Independent(), optimizer=SGD(learning_rate=(0.1, 0.3), momentum=(0.9, 0.0)))
     runner = EXECUTORS[executor](tasks)
@@ -216,16 +196,6 @@ def test_independent_learners_train_as_if_alone(executor):
     for learner, (rate, momentum) in enumerate([(0.1, 0.9), (0.3, 0.0)]):
         model = plain_sgd(linear_model(), tasks, 6, lr=rate, momentum=momentum)
         torch.testing.assert_close(tasks.bank.learner_state(learner)["weight"], model.weight.detach())
-
-
-def test_clipping_scales_a_learners_gradient_to_the_norm_as_torch_does():
-    tasks = make_tasks(num_learners=1, optimizer=SGD(momentum=0.0, clip_norm=0.05))
-    run_rounds(tasks, "serial", 1, learning_rate=1.0)
-    model = linear_model().double()
-    batch = tasks.feed.batch(0)
-    nn.functional.cross_entropy(model(batch.inputs), batch.targets).backward()
-    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05) > 0.05
-    torch.testing.assert_close(tasks.bank.learner_state(0)["weight"], (model.weight - model.weight.grad).detach())
 
 
 @ON_THE_HOST
@@ -377,14 +347,6 @@ def test_failing_task_raises_with_task_round_and_stream_and_leaves_no_thread(exe
         runner.submit(plan(tasks, 0))
         runner.drain()
     assert isinstance(caught.value.__cause__, Broken)
-    runner.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("crossbow")]
-
-
-def test_threads_close_with_rounds_in_flight_ends_every_thread():
-    tasks = make_tasks(num_learners=3)
-    runner = EXECUTORS["threads"](tasks)
-    runner.submit(plan(tasks, 0))
     runner.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("crossbow")]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.averaging import SMA, Crossbow, Independent
+from crossbow_py.averaging import SMA, Crossbow
 from crossbow_py.core.errors import LearnerError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.device import graphs
@@ -23,7 +23,6 @@ from tests.support import (
     IMAGES,
     assert_equal,
     make_tasks,
-    norm_model,
     norm_with_dropout,
     plan,
     run,
@@ -54,18 +53,6 @@ def tasks_for(network, num_learners=3, **options):
     return make_tasks(make, num_learners=num_learners, data=networks.inputs_for(network), order="blocks", **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make_device", [RecordingStreams, Refuses], ids=["graphs", "eager"])
-@pytest.mark.parametrize("rule", [SMA(), SMA(averaging_period=3), Independent()], ids=["every", "third", "independent"])
-@pytest.mark.parametrize("network", [networks.Transformer, networks.SqueezeExcite, networks.DepthwiseSeparable])
-def test_fused_rounds_on_a_device_after_twenty_in_float64_equal_serial(network, rule, make_device):
-    ours, reference = (tasks_for(network, rule=rule) for _ in range(2))
-    shared = isinstance(rule, Independent)
-    found = run(FusedExecutor(ours, make_device()), ours, 20, shared=shared)
-    expected = run(SerialExecutor(reference), reference, 20, shared=shared)
-    assert_equal(ours.bank, reference.bank, found, expected)
-
-
 @pytest.mark.parametrize("network", networks.NETWORKS)
 def test_every_network_is_captured_and_equals_serial(network):
     ours, reference = (tasks_for(network, num_learners=2) for _ in range(2))
@@ -93,21 +80,6 @@ def test_optimizers_with_learning_rates_of_every_round_and_learner_equal_serial(
         runner.close()
     assert_equal(ours.bank, reference.bank, *outcomes)
     assert sum("capture" in entry for entry in device.log) == 2
-
-
-def test_rounds_are_asked_of_the_device_in_the_order_written_here():
-    tasks, device = make_tasks(order="blocks"), RecordingStreams()
-    run(FusedExecutor(tasks, device), tasks, 3)
-    warm_up = ["s0 run load", "s0 run round", "s0 run averaging", "s0 run report"]
-    assert device.log == [
-        "caller record caller#1", "s0 wait caller#1",
-        *warm_up, "s0 record s0#1",
-        *warm_up, "s0 record s0#2", "host wait s0#1",
-        "s0 run load", "s0 capture round", "s0 replay round", "s0 capture averaging", "s0 replay averaging",
-        "s0 run report", "s0 record s0#3", "host wait s0#2",
-        "host wait s0#3",
-        "host wait all", "release round", "release averaging",
-    ]  # fmt: skip
 
 
 def test_rounds_with_and_without_averaging_are_graphs_of_their_own():
@@ -147,23 +119,6 @@ def test_fused_is_ready_once_the_round_before_the_last_is_over():
     device.synchronize()
     assert runner.is_ready() and [outcome.plan.index for outcome in runner.collect()] == [0]
     runner.close()
-
-
-def test_bank_that_grows_and_shrinks_goes_on_as_under_serial():
-    banks = []
-    for serial in (False, True):
-        tasks, cursor = make_tasks(norm_model, num_learners=1, data=IMAGES, order="blocks", optimizer=AdamW()), 0
-        for num_learners in (1, 3, 2):
-            tasks.bank.resize(num_learners)
-            runner = SerialExecutor(tasks) if serial else FusedExecutor(tasks, RecordingStreams())
-            for _ in range(4):
-                runner.submit(plan(tasks, cursor, 0.01))
-                cursor += 1
-            runner.drain()
-            runner.close()
-        banks.append(tasks.bank)
-    assert banks[0].capacity == 3  # a row is not in use
-    assert_equal(*banks, [], [])
 
 
 def test_capture_that_is_refused_runs_rounds_eagerly_tries_no_other_and_says_so_once():
@@ -269,13 +224,6 @@ def test_any_order_that_streams_of_several_devices_allow_gives_what_serial_gives
     ours.collective = Two()
     found = run(FusedExecutor(ours, ShuffledStreams(seed)), ours, 12)
     assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 12))
-
-
-def test_looped_operators_are_named_once_in_a_note():
-    tasks = tasks_for(networks.LstmClassifier)
-    runner = FusedExecutor(tasks, RecordingStreams())
-    run(runner, tasks, 4)
-    assert runner.notes == ["Operators run learner by learner, for want of a rule that fuses them: lstm."]
 
 
 def test_trace_has_a_span_a_round_between_two_times_around_its_launches():

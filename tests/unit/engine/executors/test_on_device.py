@@ -47,14 +47,6 @@ def twice(*arguments, order="blocks", **options):
 
 
 @EXECUTORS
-@pytest.mark.parametrize("num_learners", [1, 2, 5])
-def test_any_number_of_learners_equals_serial(executor, num_learners):
-    ours, reference = twice(norm_model, num_learners=num_learners, data=IMAGES)
-    found = run(executor(ours, RecordingStreams()), ours, 6)
-    assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 6))
-
-
-@EXECUTORS
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("rule", [SMA(), SMA(averaging_period=3), Independent()], ids=["every", "third", "independent"])
 def test_any_order_that_streams_and_events_allow_gives_what_serial_gives(executor, seed, rule):
@@ -73,17 +65,6 @@ def test_rounds_in_lower_precision_follow_serial(executor, precision, rounds, to
     assert (left - right).norm() <= tolerance * right.norm()
     if precision is BF16:
         assert torch.equal(ours.bank.shadow.storage, ours.bank.weights.storage.bfloat16())
-
-
-@EXECUTORS
-def test_outcomes_come_one_round_late_in_order_and_with_the_losses_of_their_own_round(executor):
-    ours, reference = twice()
-    runner = executor(ours, RecordingStreams())
-    outcomes = [runner.submit(plan(ours, n, 0.05)) for n in range(5)] + [runner.drain()]
-    runner.close()
-    assert [[o.plan.index for o in each] for each in outcomes] == [[], [0], [1], [2], [3], [4]]
-    found = [outcome for each in outcomes for outcome in each]
-    assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 5))
 
 
 @EXECUTORS

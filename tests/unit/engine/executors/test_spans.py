@@ -99,15 +99,6 @@ def test_spans_of_a_stream_are_read_once_passed_and_the_host_waits_in_resolve_al
     assert (device.num_waits, len(spans_of(timeline))) == (1, 6)
 
 
-def test_spans_of_a_stream_that_was_busy_begin_after_its_earlier_work(device: Device, timeline: Timeline) -> None:
-    device.enqueue(50 * MS)
-    spans = StreamSpans(timeline, lambda row: device.mark(), "learner 0")
-    with spans.span("learning", "learner 0", 0):
-        device.enqueue(MS)
-    spans.resolve()
-    assert spans_of(timeline) == [("learning", "learner 0", 7 * SECOND + 50 * MS, 7 * SECOND + 51 * MS)]
-
-
 def test_spans_of_hours_stay_exact_and_apart(device: Device, timeline: Timeline) -> None:
     spans = StreamSpans(timeline, lambda row: device.mark(), "learner 0")
     expected = []

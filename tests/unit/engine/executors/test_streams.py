@@ -31,45 +31,6 @@ from tests.support import (
     run,
 )
 
-# Round 0 and 1 warm up: every task runs eagerly. Streams: s0 and s1 are the learners', high is averaging.
-ROUND_0 = [
-    # what the caller enqueued comes first
-    "caller record caller#1", "s0 wait caller#1", "s1 wait caller#1", "high wait caller#1",
-    "s0 run load(0)", "s0 run learning(0)",
-    "s1 run load(1)", "s1 run learning(1)",
-    "s0 run correction(0)", "s0 run report(0)", "s0 record s0#1",
-    "s1 run correction(1)", "s1 run report(1)", "s1 record s1#1",
-    "high wait s0#1", "high wait s1#1", "high run averaging", "high record high#1",
-]  # fmt: skip
-ROUND_1 = [
-    # learning waits for nothing, corrections for averaging(0)
-    "s0 run load(0)", "s0 run learning(0)",
-    "s1 run load(1)", "s1 run learning(1)",
-    "s0 wait high#1", "s0 run correction(0)", "s0 run report(0)", "s0 record s0#2",
-    "s1 wait high#1", "s1 run correction(1)", "s1 run report(1)", "s1 record s1#2",
-    "high wait s0#2", "high wait s1#2", "high run averaging", "high record high#2",
-    # only now does the host look at round 0, and not at its average
-    "host wait s0#1", "host wait s1#1",
-]  # fmt: skip
-ROUND_2 = [
-    # captured, one after another, each on its own stream
-    "s0 run load(0)", "s0 capture step(0)", "s1 run load(1)", "s1 capture step(1)",
-    # and then replayed, which waits for averaging(1) midway
-    "s0 run load(0)", "s0 replay step(0)", "s0 wait high#2", "s0 run report(0)",
-    "s1 run load(1)", "s1 replay step(1)", "s1 wait high#2", "s1 run report(1)",
-    "s0 record s0#3", "s1 record s1#3",
-    "high wait s0#3", "high wait s1#3", "high capture averaging", "high replay averaging", "high record high#3",
-    "host wait s0#2", "host wait s1#2",
-]  # fmt: skip
-DRAIN = ["host wait s0#3", "host wait s1#3", "host wait high#3"]
-CLOSE = ["host wait all", "release step(0)", "release step(1)", "release averaging"]
-
-
-def test_three_rounds_of_two_learners_are_asked_of_the_device_in_the_order_written_here():
-    tasks, device = make_tasks(), RecordingStreams()
-    run(StreamsExecutor(tasks, device), tasks, 3)
-    assert device.log == [*ROUND_0, *ROUND_1, *ROUND_2, *DRAIN, *CLOSE]
-
 
 def test_rounds_say_that_they_are_graphs_from_when_they_are():
     tasks = make_tasks()
@@ -79,26 +40,6 @@ def test_rounds_say_that_they_are_graphs_from_when_they_are():
         said.append(runner.in_effect())
     runner.drain()
     assert said == [[], [], ["graphs"]]
-    runner.close()
-
-
-def test_traced_launches_lie_between_two_times_after_what_they_wait_for_and_before_the_record():
-    tasks, device, timeline = make_tasks(), RecordingStreams(), Timeline()
-    runner = StreamsExecutor(tasks, device)
-    runner.trace(timeline)
-    device.log.clear()
-    runner.submit(plan(tasks, 0))
-    runner.submit(plan(tasks, 1))
-    timed = [entry for entry in device.log if entry.startswith(("s1", "high"))]
-    assert timed == [
-        "s1 wait caller#1", "high wait caller#1",
-        "s1 time", "s1 run load(1)", "s1 run learning(1)", "s1 time",
-        "s1 time", "s1 run correction(1)", "s1 run report(1)", "s1 time", "s1 record s1#1",
-        "high wait s0#1", "high wait s1#1", "high time", "high run averaging", "high time", "high record high#1",
-        "s1 time", "s1 run load(1)", "s1 run learning(1)", "s1 time",
-        "s1 wait high#1", "s1 time", "s1 run correction(1)", "s1 run report(1)", "s1 time", "s1 record s1#2",
-        "high wait s0#2", "high wait s1#2", "high time", "high run averaging", "high time", "high record high#2",
-    ]  # fmt: skip
     runner.close()
 
 
@@ -122,22 +63,6 @@ def test_trace_has_a_row_a_learner_and_one_for_averaging_told_by_the_devices_clo
         took_ms = (span.end_ns - span.start_ns) / 1e6
         least = 1 if span.name == "averaging" else 2
         assert took_ms == least if make_device is RecordingStreams else took_ms >= least
-
-
-def test_round_without_averaging_waits_for_no_average():
-    tasks, device = make_tasks(rule=Crossbow(averaging_period=2)), RecordingStreams()
-    run(StreamsExecutor(tasks, device), tasks, 5)
-    waits = [entry for entry in device.log if entry.startswith(("s0 wait", "s0 record", "high"))]
-    # Averaging after rounds 1 and 3: only round 3 waits for the first.
-    assert waits == [
-        "s0 wait caller#1", "high wait caller#1",
-        "s0 record s0#1",
-        "s0 record s0#2", "high wait s0#2", "high wait s1#2", "high run averaging", "high record high#1",
-        "s0 record s0#3",
-        "s0 wait high#1", "s0 record s0#4",
-        "high wait s0#4", "high wait s1#4", "high run averaging", "high record high#2",
-        "s0 record s0#5",
-    ]  # fmt: skip
 
 
 def test_after_a_drain_every_stream_waits_for_what_the_caller_enqueued():
@@ -213,19 +138,6 @@ def test_failing_replay_raises_with_task_round_and_stream():
             runner.submit(plan(tasks, n))
     runner.close()
     assert isinstance(caught.value.__cause__, RuntimeError)
-
-
-def test_failing_task_raises_with_task_round_and_stream():
-    class BrokenError(Exception):
-        pass
-
-    def fail(output, target):
-        raise BrokenError("boom")
-
-    tasks = make_tasks()
-    tasks.loss = fail
-    with pytest.raises(LearnerError, match=r"learning\(0\) failed in round 0 on learner 0: BrokenError: boom"):
-        run(StreamsExecutor(tasks, RecordingStreams()), tasks, 1)
 
 
 def test_batch_of_another_shape_is_refused_with_the_remedy():

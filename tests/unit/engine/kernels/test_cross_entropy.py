@@ -149,14 +149,6 @@ def test_num_correct_of_equal_outputs_counts_the_first() -> None:
         assert num_correct.tolist() == [right]
 
 
-def test_backward_from_outputs_with_the_raw_gradient_needs_no_further_kernel() -> None:
-    outputs, targets = drawn(2, 5, 4)
-    outputs.requires_grad_()
-    _, _, gradient = cross_entropy_of_learners(outputs.detach(), targets)
-    (got,) = torch.autograd.grad(outputs * 2, outputs, gradient)
-    torch.testing.assert_close(got.double(), 2 * reference(outputs, targets)[2], rtol=2e-6, atol=2e-6)
-
-
 @pytest.mark.parametrize(
     ("outputs", "targets", "message"),
     [

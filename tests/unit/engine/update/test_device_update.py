@@ -126,28 +126,6 @@ def bits(part):
     return part.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[part.element_size()]).clone()
 
 
-def test_learner_that_recovers_goes_on_counting_where_it_stood():
-    optimizer = AdamW()
-    ours, reference = random_row(optimizer), random_row(optimizer)
-    good = [part.clone() for part in ours.gradients]
-    update = DeviceUpdate(optimizer, SMA(), CPU)
-    ours.gradients[0][0] = math.nan
-    assert device_step(update, ours, AVERAGING, steps=0) == (0, 0)
-    torch._foreach_copy_(ours.gradients, good)
-    assert device_step(update, ours, AVERAGING, steps=0) == (1, 1)
-    reference_step(optimizer, reference, AVERAGING, 0.1, 1)
-    torch.testing.assert_close(flat(ours), flat(reference), rtol=1e-12, atol=1e-12)
-
-
-def test_sgd_round_equals_numbers_worked_out_by_hand():
-    one = lambda value: [torch.tensor([float(value)])]  # noqa: E731
-    row = TrainedRow(one(4), one(1), one(0), {"momentum": one(2)}, one(2), None, num_decayed=1)
-    update = DeviceUpdate(SGD(momentum=0.5, weight_decay=0.25), SMA(), CPU)
-    device_step(update, row, LinearRound(0.5, 0.5), learning_rate=0.5)
-    # c = 0.5·(4 − 2) = 1;  u = 0.5·2 + (1 + 0.25·4) = 3;  w = 4 − 0.5·3 − 1 = 1.5
-    assert [row.corrections[0].item(), row.state["momentum"][0].item(), row.weights[0].item()] == [1.0, 3.0, 1.5]
-
-
 @pytest.mark.parametrize(("norm", "scale"), [(5.0, 2 / (5 + 1e-6)), (2.0, 1.0), (2 - 1e-7, 1.0), (1.0, 1.0)])
 def test_clipping_scales_only_a_norm_above_the_limit(norm, scale):
     gradient, zero = torch.tensor([norm], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
@@ -169,11 +147,6 @@ def test_correction_asks_the_host_for_no_value(optimizer):
     )  # fmt: skip
 
 
-def test_gradient_norm_equals_the_reference_bit_for_bit():
-    row = random_row(SGD(), dtype=torch.float32)
-    assert OneLearner(0, row).gradient_norms().item() == TorchUpdate(SGD(), SMA()).gradient_norm(row)
-
-
 def test_selection_by_bits_takes_one_or_the_other_whatever_they_hold():
     special = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-45, -3.4e38, 7.0])
     for opened in (True, False):
@@ -183,16 +156,6 @@ def test_selection_by_bits_takes_one_or_the_other_whatever_they_hold():
         kept = special.clone()
         keep_bits([kept], gate)
         assert torch.equal(bits(kept), bits(special) if opened else torch.zeros(8, dtype=torch.int32))
-
-
-def test_selection_by_bits_with_a_gate_for_every_value():
-    special = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-45, -3.4e38, 7.0])
-    gate, old, new = torch.tensor([True, False] * 4), special.clone(), special.flip(0)
-    select_bits([old, old.clone()], [new, new.clone()], [gate])
-    assert torch.equal(bits(old), torch.where(gate, bits(new), bits(special)))
-    kept = special.clone()
-    keep_bits([kept], [gate])
-    assert torch.equal(bits(kept), bits(special) * gate)
 
 
 def test_optimizer_it_does_not_know_is_refused_with_the_remedy():

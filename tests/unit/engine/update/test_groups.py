@@ -210,18 +210,6 @@ def test_muon_takes_rates_and_decay_of_groups_for_matrices_and_others(executor, 
     assert not torch.equal(found["middle.weight"], tasks["others"].bank.stacked()["middle.weight"])
 
 
-def test_muon_with_clipped_groups_is_the_same_in_native_code(two_cores):
-    optimizer = Muon(momentum=0.8, groups=(ParameterGroup("middle", clip_norm=0.01), ParameterGroup("head", rate=2)))
-    reference, ours = (
-        make_tasks(Network, optimizer=optimizer, data=IMAGES, order=order, precision=precision)
-        for order, precision in (("rows", FP64), ("blocks", FP32))
-    )
-    for tasks, executor in ((reference, "serial"), (ours, "fused")):
-        run_rounds(tasks, executor, 3, 0.02)
-    for name, value in ours.bank.z.shaped().items():
-        torch.testing.assert_close(value.double(), reference.bank.z.shaped()[name], rtol=1e-3, atol=1e-4)
-
-
 def test_parameters_of_a_kind_lie_in_the_order_of_their_groups():
     optimizer = SGD(groups=[{"names": "middle", "rate": 2}, {"names": "features.3", "rate": 3}])
     layout = parameter_layout(Network(), True, groups=optimizer.group_numbers(Network()))

@@ -51,24 +51,6 @@ def test_iterations_are_the_polynomial_of_the_singular_values(shape: tuple[int, 
     np.testing.assert_allclose(found.numpy(), newton_schulz(matrix.numpy(), iterations), rtol=1e-10, atol=1e-12)
 
 
-def test_five_iterations_are_near_the_polar_factor() -> None:
-    u, _, vt = np.linalg.svd(drawn(16, 40).numpy(), full_matrices=False)
-    (found,) = orthogonalize([drawn(16, 40)], 5)
-    singular = np.linalg.svd(found.numpy(), compute_uv=False)
-    assert singular.min() > 0.65 and singular.max() < 1.2
-    assert np.linalg.norm(found.numpy() - u @ vt) < 0.3 * np.linalg.norm(u @ vt)
-
-
-def test_matrices_of_many_shapes_come_back_in_their_order_and_unchanged() -> None:
-    given = [drawn(*shape, seed=i) for i, shape in enumerate([(3, 5), (5, 3), (2, 2), (3, 5)])]
-    before = [each.clone() for each in given]
-    for own, alone, kept, matrix in zip(
-        orthogonalize(given, 5), (orthogonalize([each], 5)[0] for each in given), before, given, strict=True
-    ):
-        torch.testing.assert_close(own, alone, rtol=1e-12, atol=1e-13)
-        assert torch.equal(matrix, kept)
-
-
 def test_matrix_of_zeros_stays_one_and_the_scale_of_another_does_not_matter() -> None:
     zeros, large, small = orthogonalize([torch.zeros(3, 4), 1e30 * drawn(3, 4).float(), drawn(3, 4).float()], 5)
     assert not zeros.any()

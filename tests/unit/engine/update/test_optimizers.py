@@ -37,10 +37,6 @@ def test_sgd_with_momentum_and_decay_equals_torch(nesterov, decay_all):
     compare(ours, torch.optim.SGD, options, num_decayed=2 if decay_all else 1)
 
 
-def test_sgd_without_momentum_equals_torch():
-    compare(SGD(momentum=0.0), torch.optim.SGD, {"lr": 0.2})
-
-
 @pytest.mark.parametrize("decay_all", [False, True])
 def test_adamw_equals_torch(decay_all):
     options = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}

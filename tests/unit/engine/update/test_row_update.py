@@ -108,16 +108,6 @@ def test_native_round_of_all_learners_in_one_pass_equals_learner_by_learner_bit_
         assert torch.equal(ours, expected)
 
 
-def test_native_round_that_leaves_z_to_others_writes_the_sum_alone():
-    update, bank = NativeUpdate(SGD(), SMA(), load()), random_bank(SGD(), FP32, 2)
-    z, z_prev = bank.z.storage.clone(), bank.z_prev.storage.clone()
-    pulls = [bank.weights.flat(j)[0].sub(bank.z.flat()[0]).mul(0.3) for j in range(2)]
-    update.correct_all(StackedRows(bank), AVERAGING, [Step(0.1, 1)] * 2, moves=False)
-    assert torch.equal(bank.total.flat()[0], pulls[0] + pulls[1])
-    assert torch.equal(bank.z.storage, z)
-    assert torch.equal(bank.z_prev.storage, z_prev)
-
-
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_native_results_do_not_follow_from_the_number_of_threads(threads, monkeypatch):
     optimizer = SGD(momentum=0.9, weight_decay=0.01)
@@ -195,10 +185,6 @@ def test_run_that_native_code_cannot_serve_takes_torch_operators_without_a_word(
     assert (update.NAME, message) == ("torch", None)
 
 
-def test_float32_run_on_cpu_takes_native_code():
-    assert choose_update(AdamW(), SMA(), CPU, torch.float32)[0].NAME == "native"
-
-
 @pytest.mark.parametrize(
     ("compiler", "reason"),
     [
@@ -260,11 +246,6 @@ def test_user_without_a_home_still_has_native_code(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home")))
     assert load().crossbow_sum is not None
-
-
-def test_library_compiled_before_serves_without_a_compiler(monkeypatch, compiled):
-    monkeypatch.setenv("CC", "no-such-compiler")
-    assert load(compiled).crossbow_sum is not None
 
 
 @pytest.fixture

@@ -112,15 +112,6 @@ def test_optimizer_of_a_class_follows_a_plain_loop(executor, order, target, args
         torch.testing.assert_close(value, expected[name].detach(), rtol=1e-8, atol=1e-9)
 
 
-def test_weight_decay_is_for_what_other_optimizers_decay():
-    optimizer = TorchOptimizer(learning_rate=0.005, weight_decay=0.3, target="torch.optim.RMSprop")
-    tasks = make_tasks(num_learners=1, rule=Independent(), optimizer=optimizer)
-    run_rounds(tasks, "serial", 10, 0.005, factor)
-    expected = plain_loop(torch.optim.RMSprop, {}, 0.005, tasks, 10, decay=0.3, make_model=linear_model)
-    for name, value in tasks.bank.weights.shaped(0).items():
-        torch.testing.assert_close(value, expected[name].detach(), rtol=1e-9, atol=1e-10)
-
-
 SGDS = (SGD(momentum=0.9, weight_decay=0.01), torch.optim.SGD, {"momentum": 0.9})
 ADAMWS = (AdamW(weight_decay=0.01), torch.optim.AdamW, {})
 

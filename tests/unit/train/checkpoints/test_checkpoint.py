@@ -13,7 +13,7 @@ import torch
 
 from crossbow_py.core.errors import CheckpointError, UserError
 from crossbow_py.core.plain_values import differences
-from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, checkpoints, find_newest, open_checkpoint
+from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, find_newest, open_checkpoint
 from crossbow_py.train.checkpoints.writer import save
 from tests.unit.train.checkpoints.marked_checkpoints import mark_of, state
 
@@ -93,13 +93,6 @@ def test_file_is_hashed_once(tmp_path):
     saved.part(0)
     torch.save(state(mark=5.0), folder / "rank-0.pt")  # would not be accepted again
     assert mark_of(saved.part(0)) == 5.0
-
-
-def test_part_outlives_its_file(tmp_path):
-    folder = by_hand(tmp_path, 320, [1.0])
-    part = open_checkpoint(folder).part(0)
-    (folder / "rank-0.pt").unlink()
-    assert mark_of(part) == 1.0
 
 
 def test_load_newest_takes_a_run_folder_its_checkpoints_folder_or_one_checkpoint(tmp_path):
@@ -208,12 +201,6 @@ def test_format_1_without_a_number_of_ranks_is_one_rank(tmp_path):
 def test_folder_without_checkpoints_is_refused(tmp_path, name):
     with pytest.raises(CheckpointError, match=r"^(no )?checkpoint "):
         find_newest(tmp_path / name)
-
-
-def test_hidden_folders_are_no_checkpoints(tmp_path):
-    folder = by_hand(tmp_path, 100, [1.0])
-    folder.rename(folder.with_name(f".{folder.name}.start-1.partial"))
-    assert checkpoints(tmp_path) == []
 
 
 def test_differences_name_every_leaf_with_both_values():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -15,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 from crossbow_py.train.checkpoints.checkpoint import find_newest
 from crossbow_py.train.checkpoints.writer import save
@@ -63,17 +60,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("only root may mount a small disk")
     with small_disk(tmp_path / "disk", "1m") as folder:
         yield folder
-
-
-def test_full_disk_is_an_os_error_that_leaves_the_old_checkpoint_and_no_rest(disk):
-    save(disk, state(mark=1.0), 100, keep=1)
-    with pytest.raises(OSError, match="No space left on device") as caught:
-        save(disk, {"weights": torch.zeros(1_000_000)}, 200, keep=1)
-    assert caught.value.errno == errno.ENOSPC
-    assert newest_mark(disk) == 1.0
-    assert len(list((disk / "checkpoints").iterdir())) == 1
-    save(disk, state(mark=2.0), 300, keep=1)
-    assert newest_mark(disk) == 2.0
 
 
 @pytest.mark.parametrize("bytes_left", [0, 4096, ENOUGH])
@@ -208,31 +194,3 @@ def test_ranks_killed_before_any_step_leave_the_old_checkpoint_or_the_new_one_wh
         if not killed:
             break
     assert (left[0], left[-1]) == (1.0, 5.0)
-
-
-def end_files_at(size: int) -> None:
-    """Have the system kill this process when a file grows beyond this many bytes."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-
-@pytest.mark.slow
-def test_process_killed_at_any_byte_of_a_part_leaves_the_checkpoint_before_it_whole(tmp_path):
-    """The parts are large, so that they are written in several pieces."""
-
-    def write(number: int, at: int) -> None:
-        end_files_at(at)
-        save(tmp_path, state(mark=number, size=500_000), number, keep=2)
-
-    folder, moments = save(tmp_path, state(mark=0, size=500_000), 0, keep=2), random.Random(0)
-    whole = (folder / "rank-0.pt").stat().st_size
-    for number in range(1, 11):
-        at = moments.randrange(whole)
-        assert was_killed(in_child(lambda number=number, at=at: write(number, at)))
-        (partial,) = (tmp_path / "checkpoints").glob(".*/rank-0.partial")
-        assert partial.stat().st_size == at
-        saved, problems = find_newest(tmp_path)
-        assert (mark_of(saved.part(0)), saved.samples_seen, problems) == (number - 1, number - 1, [])
-        save(tmp_path, state(mark=number, size=500_000), number, keep=2)
-        assert len(list((tmp_path / "checkpoints").iterdir())) == 2

@@ -74,19 +74,6 @@ def test_evaluate_equals_a_plain_loop_in_evaluation_mode_with_batch_norm_and_dro
     assert template.training
 
 
-def test_evaluate_with_max_batches_looks_at_the_first_ones_only():
-    model = linear_model().double()
-    assert evaluated(model, INPUTS, TARGETS, max_batches=2) == evaluated(model, INPUTS[:8], TARGETS[:8])
-
-
-def test_evaluate_of_a_regression_has_a_loss_and_no_accuracy():
-    model = nn.Linear(4, 1).double()
-    targets = torch.randn(10, 1).double()
-    ours = evaluated(model, INPUTS, targets, loss=nn.functional.mse_loss)
-    assert ours.accuracy is None
-    assert ours.loss == pytest.approx((model(INPUTS.double()) - targets).square().mean().item(), rel=1e-12)
-
-
 def test_evaluate_in_bf16_is_close_to_float32_and_sums_losses_in_float32():
     images, targets = features(10, (3, 6, 6))
     fp32, bf16 = (evaluated(norm_model(), images, targets, kind).loss for kind in (FP32, BF16))

@@ -103,11 +103,3 @@ def test_skip_after_a_failure_that_may_change_may_change_too() -> None:
     full = Outcome("failed", "out of memory", proves=("fused",), may_change=True)
     found = climb([Rung("fused", "fused", after=()), Rung("graphs", "graphs", after=("fused",))], lambda *_: full)
     assert found["graphs"].may_change and found["graphs"].status == "skipped"
-
-
-def test_what_no_run_waits_for_comes_last_and_what_compiles_most_before_it() -> None:
-    serves = [rung.serves_auto for rung in ON_CUDA]
-    assert serves == sorted(serves, reverse=True)
-    names = [rung.name for rung in ON_CUDA if rung.serves_auto]
-    assert names[-3:] == ["streams", "layers", "convolutions"]  # streams gather by the kernel of batches
-    assert names.index("loss_and_batches") < names.index("streams")

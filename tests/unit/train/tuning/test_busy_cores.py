@@ -10,13 +10,12 @@ import torch
 from crossbow_py import Trainer
 from crossbow_py.core.host import LoadSnapshot
 from crossbow_py.engine.auto_tuner import AutoTuner
-from crossbow_py.engine.device.host import SleepingThreads
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.train import trainer as trainer_module
 from crossbow_py.train.tuning.busy_cores import BusyCores, busy_cores
 from crossbow_py.train.tuning.learner_tuning import LearnerTuning
-from tests.trainers import Recorder, change_run, equal_states, image_model, images, make_trainer
+from tests.trainers import Recorder, change_run, make_trainer
 
 
 class Machine:
@@ -137,41 +136,11 @@ def test_auto_tuner_measures_nothing_while_threads_try_another_way_to_wait(monke
     assert (trainer.run.tuning.interrupted, trainer.run.tuning.seen) == (3, 7)
 
 
-class Flips:
-    """A `BusyCores` that makes threads sleep in every other round, whatever is measured."""
-
-    on_trial = False
-
-    def __init__(self) -> None:
-        self.sleep, self.rounds = SleepingThreads(2), 0
-
-    def after_round(self, images, num_learners, training_s):
-        self.rounds += 1
-        (self.sleep.start if self.rounds % 2 else self.sleep.stop)()
-        return ""
-
-    def stop(self) -> None:
-        self.sleep.stop()
-
-
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)  # that of all tests
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("executor", ["serial", "fused"])
-def test_threads_that_sleep_and_spin_in_turn_give_the_bits_of_those_that_spin(executor):
-    options = {"model": image_model, "train_data": images(60), "executor": executor}
-    spinning, flipping = make_trainer(**options), make_trainer(**options)
-    change_run(spinning, busy_cores=None)
-    change_run(flipping, busy_cores=Flips())
-    expected, found = spinning.fit(max_rounds=4), flipping.fit(max_rounds=4)
-    assert flipping.run.busy_cores.rounds == 4
-    assert equal_states(found.model, expected.model)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from torch import nn
 
 from crossbow_py import Trainer
 from crossbow_py.core.errors import CrossbowError, DeviceLostError, UserError
-from crossbow_py.core.measured import fingerprint
 from crossbow_py.engine.device import graphs
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.trust.remember import UNKNOWN, RememberedAnswers, assumed
@@ -325,13 +324,6 @@ def test_choice_that_cannot_be_written_is_not_called_remembered(memory, monkeypa
     options = {"model": image_model, "train_data": images(96), "batch_size": 4, "num_learners": 2, "device": "cpu"}
     said = Trainer(**options).run.warnings
     assert any(warning.endswith("; not remembered, as the user's cache cannot be written.") for warning in said)
-
-
-def test_fingerprint_follows_from_every_fact():
-    facts = {"device": "cpu", "model": "a", "batch_size": 4}
-    assert fingerprint(**facts) == fingerprint(**facts)
-    others = [{**facts, "model": "b"}, {**facts, "batch_size": 8}]
-    assert len({fingerprint(**facts), *(fingerprint(**other) for other in others)}) == 3
 
 
 @pytest.mark.slow

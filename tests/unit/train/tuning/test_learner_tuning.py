@@ -241,13 +241,6 @@ def _memory_error():
     return error
 
 
-def test_out_of_memory_with_a_number_of_learners_that_was_asked_for_is_the_end(monkeypatch):
-    trainer = make_trainer()
-    monkeypatch.setattr(trainer.run.train_feed, "batch", lambda start: (_ for _ in ()).throw(MemoryError()))
-    with pytest.raises(LearnerError):
-        trainer.fit(max_epochs=1)
-
-
 @pytest.mark.slow
 def test_auto_finds_a_number_of_learners_by_itself():
     trainer = Trainer(model=image_model, train_data=images(96), device="cpu", executor="threads", max_learners=3)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.fusion.graph import FusedGraph
-from crossbow_py.engine.modules.precision import BF16, FP32, FP64
+from crossbow_py.engine.modules.precision import FP32, FP64
 from tests.support import features
 from tests.unit.engine.fusion.test_fusion import assert_equal, maker, run
 from tests.unit.engine.fusion.trio import K, Trio, three_of
@@ -265,10 +265,3 @@ def test_fused_recurrent_network_after_some_rounds_in_float64_equals_serial(kind
     fused, serial = run_both(kind, rule=rule, shared=not rule.has_central_model, num_rounds=12)
     torch.testing.assert_close(torch.tensor(fused.losses), torch.tensor(serial.losses), rtol=1e-10, atol=1e-10)
     assert_equal(fused, serial, 1e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_fused_recurrent_network_in_bf16_follows_serial_in_bf16(kind):
-    fused, serial = run_both(kind, num_rounds=3, precision=BF16)
-    torch.testing.assert_close(torch.tensor(fused.losses), torch.tensor(serial.losses), rtol=0.05, atol=0.0)
