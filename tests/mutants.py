@@ -38,7 +38,7 @@ _SWAPS: dict[type[ast.AST], type[Any]] = {
 def mutants_of(source: str) -> list[tuple[str, str]]:
     """Return every mutant of a module: a description that begins with the line, and the faulty source."""
     tree = ast.parse(source)
-    return [(f"{node.lineno}: {what}", ast.unparse(faulty)) for node, what, faulty in _faults(tree)]
+    return [(f"{getattr(node, 'lineno', 0)}: {what}", ast.unparse(faulty)) for node, what, faulty in _faults(tree)]
 
 
 def _faults(tree: ast.Module) -> Iterator[tuple[Any, str, ast.Module]]:
