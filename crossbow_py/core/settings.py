@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import math
 import operator
 import re
@@ -200,10 +201,11 @@ class Settings:
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         """Make an object for `__init__`. Raises TypeError, as that would, with a suggestion."""
-        known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+        known = inspect.signature(cls.__init__).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
         for word in given:
-            if word not in known:
-                raise TypeError(f"{cls.__name__} has no {word!r}{suggestion(word, known)}")
+            if word not in known and not takes_any:
+                raise TypeError(f"{cls.__name__} has no {word!r}{suggestion(word, [*known][1:])}")
         return super().__new__(cls)
 
 
