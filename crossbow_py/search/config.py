@@ -12,8 +12,8 @@ from crossbow_py.cli.configuration import group_options, read_option
 from crossbow_py.cli.overrides import as_override
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import setting, shown, suggestion, written
+from crossbow_py.packs.policies import Policy
 from crossbow_py.search.hyperband import Bracket, Method, make_brackets
-from crossbow_py.search.packs.policies import Policy
 from crossbow_py.search.space import Space, laid_over
 from crossbow_py.train.config import JobConfig, TrainConfig, config_from_mapping, config_to_mapping
 from crossbow_py.train.evaluation.evaluator import PERPLEXITY

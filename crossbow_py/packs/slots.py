@@ -18,10 +18,9 @@ from crossbow_py.engine.device.memory import (
     raise_if_lost,
     raising_if_lost,
 )
-from crossbow_py.search.hyperband import Segment
-from crossbow_py.search.packs.pack import Member, Pack, PackJob
-from crossbow_py.search.packs.trial import Checkpoint
-from crossbow_py.search.packs.trial_registry import Described, TrialRegistry
+from crossbow_py.packs.pack import Member, Pack, PackJob
+from crossbow_py.packs.trial import Checkpoint
+from crossbow_py.packs.trial_registry import Described, TrialRegistry
 from crossbow_py.train.evaluation.evaluator import Evaluation, evaluate_in_memory
 
 Failures = dict[int, Exception]  # by the position of the pack
@@ -30,14 +29,13 @@ _PAUSE_S = 1e-4  # between looks at what runs
 
 @dataclass
 class Slot:
-    """A segment on its way, in a pack of this worker.
+    """A member on its way, in a pack of this worker.
 
     Attributes:
         kept_at: when it was last saved, or claimed.
         first_sample: the sample at which this worker began with it.
     """
 
-    segment: Segment
     member: Member
     described: Described
     alone: bool
@@ -52,7 +50,7 @@ class Slot:
     def pack_key(self) -> str:
         """The key of its pack: that of its signature, or one of its own."""
         signature = self.described.signature
-        return f"{signature} {self.segment.trial}" if self.alone else signature
+        return f"{signature} {self.member.trial}" if self.alone else signature
 
     @property
     def progress(self) -> float:

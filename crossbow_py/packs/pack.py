@@ -18,10 +18,11 @@ from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.modules.dropout import set_dropout_rate
+from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.rounds import Draws, Round, RoundOutcome, RoundTasks, smoothing_rows, take_all
 from crossbow_py.engine.update.optimizers import side_by_side
 from crossbow_py.engine.update.update_choice import choose_update
-from crossbow_py.search.packs.trial import LOSS, Checkpoint, TrialSettings, new_row, own_dropout_rate, read_row
+from crossbow_py.packs.trial import Checkpoint, TrialSettings, new_row, own_dropout_rate, read_row
 from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, evaluate_bank
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.executor_choice import new_bank
@@ -35,13 +36,13 @@ class PackJob:
 
     Attributes:
         settings, choices: those of all trials; a trial has its own seed and batch size.
-        planned_samples: the length of a trial that is trained to the end, for schedules.
+        loss: what they minimise.
         choose_executor: returns the name of the executor for that many trials of a signature.
     """
 
     settings: RunSettings
     choices: Choices
-    planned_samples: int
+    loss: Loss
     choose_executor: Callable[[str, int], str]
 
 
@@ -52,6 +53,7 @@ class Member:
     Attributes:
         begun: its checkpoint when its segment began, or when its pack was last parked; None for a new trial.
         end_samples: where the segment ends.
+        planned_samples: its length if it is trained to the end, for its schedule.
         dropout_rate: the rate of the model's dropout layers; read if trials of its signature may differ in it.
         loss_sum, num_losses: sums over the rounds of this segment.
         failure: why it cannot go on.
@@ -61,6 +63,7 @@ class Member:
     settings: TrialSettings
     begun: Checkpoint | None
     end_samples: int
+    planned_samples: int
     dropout_rate: float = 0.0
     samples_seen: int = 0
     num_rounds: int = 0
@@ -150,7 +153,7 @@ class Pack:
         name = job.choose_executor(self.signature, len(rows))
         bank = new_bank(self.template, len(rows), name, job.settings, job.choices, first.optimizer)
         tasks = RoundTasks(
-            bank, update=self._update, feed=self.feed, loss=LOSS, seed=first.seed, collective=Collective()
+            bank, update=self._update, feed=self.feed, loss=job.loss, seed=first.seed, collective=Collective()
         )
         self._engine = _Engine(name, bank, tasks, [0] * len(rows))
         self._update.optimizer = side_by_side([member.settings.optimizer for member in members])
@@ -173,9 +176,10 @@ class Pack:
             if self._own_dropout:
                 engine.bank.dropout_rates[row] = self.members[row].dropout_rate
                 set_dropout_rate(engine.bank.module(row), self.members[row].dropout_rate)
-            engine.streams[row] = 0  # where its stream of samples begins, unless each row augments in its own way
-            if settings.augmentation.active and isinstance(self.feed, ResidentFeed):
-                self.feed.set_variant(row + 1, Variant(settings.seed, settings.augmentation))
+            engine.streams[row] = 0  # where its stream of samples begins, unless it is its own
+            is_own = settings.augmentation.active or settings.order is not None
+            if is_own and isinstance(self.feed, ResidentFeed):
+                self.feed.set_variant(row + 1, Variant(settings.seed, settings.augmentation, settings.order))
                 engine.streams[row] = (row + 1) * STREAM
         shares = [member.settings.label_smoothing for member in self.members]
         if engine.tasks.label_smoothing is None:
@@ -238,7 +242,8 @@ class Pack:
     def _learning_rate(self, member: Member) -> float:
         settings, rate = member.settings, member.settings.optimizer.learning_rate
         assert not isinstance(rate, tuple), "a trial is one learner"
-        return rate * settings.schedule.factor(member.samples_seen, self.feed.num_samples, self.job.planned_samples)
+        num_samples = self.feed.num_samples if settings.order is None else settings.order.num_samples
+        return rate * settings.schedule.factor(member.samples_seen, num_samples, member.planned_samples)
 
     def _absorb(self, outcomes: Sequence[RoundOutcome]) -> None:
         for outcome in outcomes:

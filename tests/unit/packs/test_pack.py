@@ -21,9 +21,9 @@ from crossbow_py.engine.executors import EXECUTORS, SerialExecutor
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.optimizers import ParameterGroup, TorchOptimizer
+from crossbow_py.packs.pack import NON_FINITE, Member, Pack, PackJob
+from crossbow_py.packs.trial import TrialSettings, own_dropout_rate, signature
 from crossbow_py.schedules import Cosine, MultiStep, Step
-from crossbow_py.search.packs.pack import NON_FINITE, Member, Pack, PackJob
-from crossbow_py.search.packs.trial import TrialSettings, own_dropout_rate, signature
 from crossbow_py.train import run_settings
 from crossbow_py.train.evaluation.evaluator import Evaluator
 from crossbow_py.train.run_settings import Choices, RunSettings
@@ -86,7 +86,7 @@ def job_of(executor: str, epochs: float) -> PackJob:
     return PackJob(
         RunSettings(device="cpu", order_seed=ORDER_SEED),
         Choices(torch.device("cpu"), FP64, executor),
-        round(epochs * NUM_SAMPLES),
+        nn.functional.cross_entropy,
         lambda _, rows: executor,
     )
 
@@ -106,7 +106,7 @@ def pack_of(
 
 def members_of(trials: Sequence[TrialSettings], epochs: float, first: int = 0) -> list[Member]:
     return [
-        Member(first + index, own, None, round(epochs * NUM_SAMPLES), own_dropout_rate(own.new_model()) or 0.0)
+        Member(first + index, own, None, *2 * (round(epochs * NUM_SAMPLES),), own_dropout_rate(own.new_model()) or 0.0)
         for index, own in enumerate(trials)
     ]
 
@@ -202,7 +202,7 @@ class Ahead(Schedule):
 
 
 def replace_member(member: Member, begun: Any) -> Member:
-    return Member(member.trial, member.settings, begun, 2 * NUM_SAMPLES, member.dropout_rate)
+    return Member(member.trial, member.settings, begun, *2 * (2 * NUM_SAMPLES,), member.dropout_rate)
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
