@@ -101,12 +101,15 @@ def pack_of(
     assert isinstance(feed, ResidentFeed)
     feed = feed.without_augmentation()
     template = trials[0].new_model()
-    return Pack(job, "signature", template, feed, members or members_of(trials, epochs))
+    return Pack(job, "signature", template, feed, members or members_of(trials, epochs, planned=epochs))
 
 
-def members_of(trials: Sequence[TrialSettings], epochs: float, first: int = 0) -> list[Member]:
+def members_of(
+    trials: Sequence[TrialSettings], epochs: float, first: int = 0, planned: float = 2.0
+) -> list[Member]:
+    ends = [round(each * NUM_SAMPLES) for each in (epochs, planned)]
     return [
-        Member(first + index, own, None, *2 * (round(epochs * NUM_SAMPLES),), own_dropout_rate(own.new_model()) or 0.0)
+        Member(first + index, own, None, *ends, own_dropout_rate(own.new_model()) or 0.0)
         for index, own in enumerate(trials)
     ]
 
