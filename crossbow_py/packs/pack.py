@@ -6,10 +6,10 @@ own learning rate, dropout and augmentation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from crossbow_py.averaging import Independent
 from crossbow_py.data.feed import Feed
@@ -23,7 +23,7 @@ from crossbow_py.engine.rounds import Draws, Round, RoundOutcome, RoundTasks, sm
 from crossbow_py.engine.update.optimizers import side_by_side
 from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.packs.trial import Checkpoint, TrialSettings, new_row, own_dropout_rate, read_row
-from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, evaluate_bank
+from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, evaluate_bank, load_state
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.executor_choice import new_bank
 
@@ -47,7 +47,7 @@ class PackJob:
 
 
 @dataclass
-class Member:
+class TrialRow:
     """A trial on a row: how far it has been trained, and how far it will be.
 
     Attributes:
@@ -104,17 +104,17 @@ class Pack:
     """
 
     def __init__(
-        self, job: PackJob, signature: str, template: nn.Module, feed: Feed, members: Sequence[Member]
+        self, job: PackJob, signature: str, template: nn.Module, feed: Feed, members: Sequence[TrialRow]
     ) -> None:
         self.job, self.signature, self.template, self.feed = job, signature, template, feed
         first = members[0].settings.optimizer
         self._update, self.warning = choose_update(
             first, Independent(), job.choices.device, job.choices.precision.master
         )
-        self.members: list[Member] = []
+        self.members: list[TrialRow] = []
         self._engine: _Engine | None = None
         self._own_dropout = own_dropout_rate(template) is not None
-        self._in_flight: list[list[Member]] = []
+        self._in_flight: list[list[TrialRow]] = []
         self._round_index = 0
         self.notes: list[str] = []
         try:
@@ -125,7 +125,7 @@ class Pack:
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def assign(self, members: Sequence[Member]) -> None:
+    def assign(self, members: Sequence[TrialRow]) -> None:
         """Put these members on the rows; those that were there before keep their rows.
 
         Between `drain` and the next `step`. With as many members as before the others' rows are not touched.
@@ -161,7 +161,7 @@ class Pack:
             self._bank.load_row(row, values, 0)
         self._settle_rows(range(len(rows)))
 
-    def _first_row(self, member: Member) -> dict[str, object]:
+    def _first_row(self, member: TrialRow) -> dict[str, object]:
         if member.begun is not None:
             return member.begun.row
         return new_row(member.settings.new_model().to(self.job.choices.device), self._update.optimizer.state_names)
@@ -239,7 +239,7 @@ class Pack:
         self._round_index += 1
         return True
 
-    def _learning_rate(self, member: Member) -> float:
+    def _learning_rate(self, member: TrialRow) -> float:
         settings, rate = member.settings, member.settings.optimizer.learning_rate
         assert not isinstance(rate, tuple), "a trial is one learner"
         num_samples = self.feed.num_samples if settings.order is None else settings.order.num_samples
@@ -262,15 +262,24 @@ class Pack:
 
     # --- results ------------------------------------------------------------------------------------------------------
 
-    def evaluate(self, members: Sequence[Member], evaluator: Evaluator, feed: Feed) -> list[Evaluation]:
+    def evaluate(self, members: Sequence[TrialRow], evaluator: Evaluator, feed: Feed) -> list[Evaluation]:
         """Measure members on the samples of a feed, in one pass where they can be fused; drained."""
         return evaluate_bank(self._bank, evaluator, feed, [self._row(member) for member in members])
 
-    def checkpoint(self, member: Member) -> Checkpoint:
+    def state(self, member: TrialRow) -> dict[str, Tensor]:
+        """Return a copy of a member's weights and buffers by name, on its device; drained."""
+        found = self._bank.learner_state(self._row(member))
+        return {name: value.detach().clone() for name, value in found.items()}
+
+    def restore(self, member: TrialRow, state: Mapping[str, Tensor]) -> None:
+        """Give a member the weights and buffers of `state`; drained."""
+        load_state(self._bank, self._row(member), state)
+
+    def checkpoint(self, member: TrialRow) -> Checkpoint:
         """Return where a member stands; the pack must be drained."""
         return Checkpoint(member.samples_seen, member.num_rounds, read_row(self._bank, self._row(member)))
 
-    def _row(self, member: Member) -> int:
+    def _row(self, member: TrialRow) -> int:
         return next(row for row, own in enumerate(self.members) if own is member)
 
     def _close_engine(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,14 @@ class Checkpoint:
         """The model's state dict, tied parameters once, on the host."""
         stacked = {**self.row["weights"], **self.row["buffers"]}
         return {**{name: value[0] for name, value in stacked.items()}, **self.row["integer_buffers"][0]}
+
+
+    def with_state(self, state: Mapping[str, Tensor]) -> Checkpoint:
+        """Return the checkpoint with other weights and buffers."""
+        row = {**self.row, "integer_buffers": [{n: state[n] for n in self.row["integer_buffers"][0]}]}
+        for part in ("weights", "buffers"):
+            row[part] = {name: state[name].unsqueeze(0) for name in self.row[part]}
+        return replace(self, row=row)
 
 
 def signature(settings: TrialSettings, model: nn.Module) -> str:

@@ -15,18 +15,16 @@ from functools import cache
 
 import torch
 
-from crossbow_py.core.errors import CrossbowError, DataError, UserError, one_line
+from crossbow_py.core.errors import CrossbowError, UserError, one_line
 from crossbow_py.engine.device.host import flushed_denormals
 from crossbow_py.engine.device.memory import (
     forget_frames,
     free_memory,
-    is_out_of_memory,
-    raise_if_lost,
     raising_if_lost,
 )
-from crossbow_py.packs.pack import Member, PackJob
+from crossbow_py.packs.pack import PackJob, TrialRow
 from crossbow_py.packs.policies import Policy, Waiting, admit, fair_share, few_kinds
-from crossbow_py.packs.slots import Packs, Slot
+from crossbow_py.packs.slots import Packs, Slot, verdict
 from crossbow_py.packs.trial_registry import Described, TrialRegistry
 from crossbow_py.search.hyperband import Bracket, Results, Segment, beaten, is_over, ready, standing, to_epochs
 from crossbow_py.search.study.states import TrialStates, Underway
@@ -259,7 +257,7 @@ class Search:
             if begun is None:
                 self.hooks.message(f"Trial {segment.trial} is trained from its beginning: its files are not here.")
         end = epoch_samples(to_epochs(self.rules.brackets, segment), self.num_samples)
-        member = Member(segment.trial, known.settings, begun, end, self._planned, known.dropout_rate)
+        member = TrialRow(segment.trial, known.settings, begun, end, self._planned, known.dropout_rate)
         slot = SegmentSlot(
             member, known, segment.trial in self._alone, kept_at=self.hooks.clock(), segment=segment
         )
@@ -305,31 +303,23 @@ class Search:
             self._give_up(key, error, is_beside=is_beside)
 
     def _give_up(self, key: str, error: Exception, *, is_beside: bool) -> None:
-        """A pack failed: its trials begin their segments anew, fewer of them where memory was short, else alone.
-
-        A trial that fails alone has failed; for want of memory only where no other pack could hold any. Raises what is
-        no trial's fault.
-        """
-        raise_if_lost(error, self.device)
-        if isinstance(error, DataError) or not isinstance(error, CrossbowError | RuntimeError | MemoryError):
-            raise error
-        self.packs.end(key)
+        """A pack failed: its trials begin their segments anew, as `verdict` says. Raises what is no trial's fault."""
         mine = [slot for slot in self.slots if slot.pack_key == key]
+        what = verdict(error, len(mine), is_beside, self.device)
+        self.packs.end(key)
         self.slots = [slot for slot in self.slots if slot.pack_key != key]
         cause = error.__cause__ or error
         self._admitted_at = (-1, ())  # what is given back may be admitted again
-        if len(mine) == 1 and is_beside and is_out_of_memory(cause):
-            self._alone.add(mine[0].segment.trial)
-            self.study.release(mine[0].segment)
-        elif len(mine) == 1:
+        if what == "fails":
             self._fail(mine[0].segment, one_line(cause))
-        elif is_out_of_memory(cause):
+        elif what == "narrower":
             self.registry.narrow(mine[0].described.signature, len(mine) // 2)
             self.hooks.message(f"Memory does not hold {len(mine)} trials side by side; {len(mine) // 2} are tried.")
         else:
             self._alone.update(slot.segment.trial for slot in mine)
+        if what == "apart":
             self.hooks.message(f"A pack of {len(mine)} failed ({one_line(cause)}); its trials train one at a time now.")
-        for slot in mine if len(mine) > 1 else ():
+        for slot in mine if what != "fails" else ():
             self.study.release(slot.segment)
         forget_frames(error)
         with raising_if_lost(self.device):

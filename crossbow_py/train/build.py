@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from crossbow_py.averaging.stability import check_settles, most_stable_learners
@@ -203,7 +204,8 @@ class RunBuilder:
             check_data(self.data.train, "the data set")
             template = seeded_model(self.arguments.model, self.settings.seed, self.init_from)
             template = self.optimizer.prepared(template).to(self.choices.device)
-            loss = self._settle_loss(template)
+            given, device = self.arguments.loss, self.choices.device
+            loss, self.data = settled_loss_of(given, template, self.data, self.settings, device)
             train_feed, batch, loss, warnings = self._train_feed(template, loss)
             template = faithful_copy(template, self.choices.precision, batch, self.settings.channels_last)
             validation_feed = self._evaluation_feed("validation", template, loss, self.data.validation)
@@ -222,27 +224,6 @@ class RunBuilder:
                 f"all ranks must have the same data sets, got {sizes} training and test samples; load them alike on "
                 "every rank."
             )
-
-    def _settle_loss(self, template: nn.Module) -> Loss:
-        """Return the loss. If it is the model's own, which the data decide where none was given, the model gets labels.
-
-        Raises UserError if the model and the data cannot have such a loss.
-        """
-        fits = takes_labels(template) and has_named_inputs(self.data.train)
-        loss = self.arguments.loss or (model_loss if fits else nn.functional.cross_entropy)
-        if loss is model_loss:
-            if not fits:
-                raise UserError(
-                    "loss=model_loss is for models whose forward takes `labels`, and data whose inputs are dicts; give "
-                    "another loss."
-                )
-            if self.settings.label_smoothing or self.settings.class_weights is not None:
-                raise UserError(
-                    "label_smoothing and class_weights are for cross-entropy, and the model computes its loss itself; "
-                    "leave them out, or give loss=nn.functional.cross_entropy."
-                )
-            self.data = dataclasses.replace(self.data, labels_as_input=True)
-        return loss_on(self.choices.device, loss)
 
     def _train_feed(self, template: nn.Module, loss: Loss) -> tuple[Feed, Batch, Loss, list[str]]:
         """Build the feed and probe the model with a small batch; in fp32 if `auto` chose bf16 and that fails."""
@@ -343,6 +324,31 @@ class RunBuilder:
                 f"num_learners={settings.num_learners} replicas of this model cannot be allocated on {choices.device} "
                 f"({one_line(error)[:200]}); lower num_learners."
             ) from error
+
+
+def settled_loss_of(
+    given: Loss | None, template: nn.Module, data: DataSets, settings: RunSettings, device: torch.device
+) -> tuple[Loss, DataSets]:
+    """Return the loss, on the device, and the data.
+
+    If the loss is the model's own, which the data decide where none was given, the model gets labels. Raises UserError
+    if the model and the data cannot have such a loss.
+    """
+    fits = takes_labels(template) and has_named_inputs(data.train)
+    loss = given or (model_loss if fits else nn.functional.cross_entropy)
+    if loss is model_loss:
+        if not fits:
+            raise UserError(
+                "loss=model_loss is for models whose forward takes `labels`, and data whose inputs are dicts; give "
+                "another loss."
+            )
+        if settings.label_smoothing or settings.class_weights is not None:
+            raise UserError(
+                "label_smoothing and class_weights are for cross-entropy, and the model computes its loss itself; "
+                "leave them out, or give loss=nn.functional.cross_entropy."
+            )
+        data = dataclasses.replace(data, labels_as_input=True)
+    return loss_on(device, loss), data
 
 
 def new_feed(

@@ -59,6 +59,7 @@ class ResidentFeed(Feed):
         self._inputs, self._targets, self._seed = inputs, targets, seed
         self._order = order or SampleOrder(seed, len(targets))
         self._variants: dict[int, Variant] = {}
+        self._evaluated: Ids | None = None  # None for all samples
         self._plain: Variant | None = None  # that of streams without their own
         self._has_target: dict[int, bool] = {}
         # Picks int64 [R, N] in stream order, on the device: an epoch of the streams with the same variant.
@@ -87,6 +88,12 @@ class ResidentFeed(Feed):
         """Return a feed of the same streams in which only streams with a variant are augmented."""
         other = copy.copy(self)
         other._plain = Variant(self._seed, Augmentation())
+        return other
+
+    def only(self, ids: Ids) -> ResidentFeed:
+        """Return a feed that evaluates the samples `ids` alone, in that order, for nothing else."""
+        other = copy.copy(self)
+        other._evaluated, other.num_samples = ids, len(ids)
         return other
 
     def set_variant(self, stream: int, variant: Variant) -> None:
@@ -191,7 +198,8 @@ class ResidentFeed(Feed):
     def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
         for begin in range(first * batch_size, self.num_samples, step * batch_size):
             ids = np.arange(begin, min(begin + batch_size, self.num_samples), dtype=np.int64)
-            yield self._take(self._upload(self._inputs.plain_picks(ids)))
+            own = ids if self._evaluated is None else self._evaluated[ids]
+            yield self._take(self._upload(self._inputs.plain_picks(own)))
 
     def _take(self, picks: Tensor) -> Batch:
         return Batch(self._inputs.take(picks), self._inputs.take_targets(picks, self._targets))

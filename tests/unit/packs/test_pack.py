@@ -21,7 +21,7 @@ from crossbow_py.engine.executors import EXECUTORS, SerialExecutor
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.optimizers import ParameterGroup, TorchOptimizer
-from crossbow_py.packs.pack import NON_FINITE, Member, Pack, PackJob
+from crossbow_py.packs.pack import NON_FINITE, TrialRow, Pack, PackJob
 from crossbow_py.packs.trial import TrialSettings, own_dropout_rate, signature
 from crossbow_py.schedules import Cosine, MultiStep, Step
 from crossbow_py.train import run_settings
@@ -92,7 +92,7 @@ def job_of(executor: str, epochs: float) -> PackJob:
 
 
 def pack_of(
-    trials: Sequence[TrialSettings], executor: str, epochs: float = 2.0, members: Sequence[Member] | None = None
+    trials: Sequence[TrialSettings], executor: str, epochs: float = 2.0, members: Sequence[TrialRow] | None = None
 ) -> Pack:
     job = job_of(executor, epochs)
     feed = make_feed(
@@ -106,10 +106,10 @@ def pack_of(
 
 def members_of(
     trials: Sequence[TrialSettings], epochs: float, first: int = 0, planned: float = 2.0
-) -> list[Member]:
+) -> list[TrialRow]:
     ends = [round(each * NUM_SAMPLES) for each in (epochs, planned)]
     return [
-        Member(first + index, own, None, *ends, own_dropout_rate(own.new_model()) or 0.0)
+        TrialRow(first + index, own, None, *ends, own_dropout_rate(own.new_model()) or 0.0)
         for index, own in enumerate(trials)
     ]
 
@@ -204,8 +204,8 @@ class Ahead(Schedule):
         raise NotImplementedError
 
 
-def replace_member(member: Member, begun: Any) -> Member:
-    return Member(member.trial, member.settings, begun, *2 * (2 * NUM_SAMPLES,), member.dropout_rate)
+def replace_member(member: TrialRow, begun: Any) -> TrialRow:
+    return TrialRow(member.trial, member.settings, begun, *2 * (2 * NUM_SAMPLES,), member.dropout_rate)
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])

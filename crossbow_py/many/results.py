@@ -1,0 +1,173 @@
+"""The results of `train_many`: what became of each member, as tables, models and out-of-fold predictions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.intervals import Estimate, estimate
+from crossbow_py.core.printing import columns
+from crossbow_py.data.feed import Feed
+from crossbow_py.many.members import Ids
+from crossbow_py.train.evaluation.evaluator import Evaluator
+
+State = Mapping[str, Tensor]
+Status = Literal["finished", "stopped early", "failed", "not finished"]
+
+
+@dataclass(frozen=True, eq=False)
+class MemberResult:
+    """What became of a member.
+
+    Attributes:
+        name: its name.
+        seed: its seed.
+        status: `finished`; `stopped early` by its patience; `failed`, see `reason`; or `not finished`, as Ctrl-C ended
+            the call before.
+        epochs: passes over its samples.
+        best_epoch: the epoch of the weights that it returns.
+        test_loss, test_accuracy, test_metrics: on the test data; None without, accuracy also without classes.
+        validation_loss, validation_accuracy, validation_metrics: at `best_epoch`, on its own validation samples or the
+            validation data.
+        history: a dict for each evaluation on the way: epoch, samples, train_loss, and what was measured.
+        reason: why it failed.
+        state: the model's weights and buffers by name, on the host; empty if it failed.
+    """
+
+    name: str
+    seed: int
+    status: Status
+    epochs: float = 0.0
+    best_epoch: float | None = None
+    test_loss: float | None = None
+    test_accuracy: float | None = None
+    test_metrics: dict[str, float] = field(default_factory=dict)
+    validation_loss: float | None = None
+    validation_accuracy: float | None = None
+    validation_metrics: dict[str, float] = field(default_factory=dict)
+    history: list[dict[str, float]] = field(default_factory=list, repr=False)
+    reason: str | None = None
+    state: State = field(default_factory=dict, repr=False)
+    _module: Callable[[], nn.Module] | None = field(default=None, repr=False)
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The trained model, in float32 and evaluation mode. Raises UserError if the member failed."""
+        if self._module is None:
+            raise UserError(f"member {self.name} has no model, as it {self.status}: {self.reason or 'it was stopped'}.")
+        return self._module()
+
+    def figures(self) -> dict[str, float]:
+        """Return what was measured, by name, such as `test_loss`, without what is not there."""
+        found = {}
+        for what in ("validation", "test"):
+            for name in ("loss", "accuracy"):
+                found[f"{what}_{name}"] = getattr(self, f"{what}_{name}")
+            found |= {f"{what}_{name}": value for name, value in getattr(self, f"{what}_metrics").items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class Results(Sequence[MemberResult]):
+    """The results of all members, in their order; `print` shows the table.
+
+    Attributes:
+        num_samples: N, the training samples.
+        images_per_s: samples a second of training, all members together.
+        wall_s: seconds that the call took.
+        notes: what was said on the way.
+        path: the folder that has them; None if nothing was written.
+    """
+
+    def __init__(
+        self, members: Sequence[MemberResult], num_samples: int, images_per_s: float, wall_s: float,
+        notes: Sequence[str] = (), path: Path | None = None,
+        held_out: Callable[[], Iterator[tuple[int, Ids, Evaluator, Feed]]] | None = None,
+    ) -> None:  # fmt: skip
+        self._members, self.num_samples = tuple(members), num_samples
+        self.images_per_s, self.wall_s, self.notes, self.path = images_per_s, wall_s, tuple(notes), path
+        self._held_out = held_out
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @overload
+    def __getitem__(self, index: int) -> MemberResult: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[MemberResult]: ...
+    def __getitem__(self, index: int | slice) -> MemberResult | Sequence[MemberResult]:
+        return self._members[index]
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models of the members that have one."""
+        return [each.model for each in self if each.state]
+
+    def summary(self) -> dict[str, Estimate]:
+        """Return the mean of what was measured over the members, with its 95 % confidence interval by Student's t.
+
+        Members of one fold or data set are not independent: their interval says how far seeds go, no more.
+        """
+        every = [each.figures() for each in self if each.state]
+        names = dict.fromkeys(name for own in every for name in own)
+        found = {name: estimate([own[name] for own in every if name in own]) for name in names}
+        return {name: own for name, own in found.items() if own is not None}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a flat dict for each member, as `pandas.DataFrame` takes a list of them."""
+        return [
+            {"name": each.name, "seed": each.seed, "status": each.status, "epochs": each.epochs, **each.figures()}
+            for each in self
+        ]
+
+    def table(self, most: int = 40) -> str:
+        """Return a table: a line for each of the first `most` members, and the mean of all with its interval."""
+        means = self.summary()
+        names = list(means)
+        head = ["member", "epochs", *(name.replace("_", " ") for name in names)]
+        lines = []
+        for each in self[:most]:
+            own = each.figures()
+            shown = [f"{own[name]:.4g}" if name in own else "–" for name in names]
+            lines.append([f"{each.name}{'' if each.state else f' ({each.status})'}", f"{each.epochs:g}", *shown])
+        lines.append([f"mean of {sum(bool(each.state) for each in self)}", "", *(str(means[name]) for name in names)])
+        text = columns(head, lines)
+        if len(self) > most:
+            text.insert(-1, f"  ... and {len(self) - most} more")
+        return "\n".join(text)
+
+    __str__ = table
+
+    def __repr__(self) -> str:
+        ended = sum(each.status in ("finished", "stopped early") for each in self)
+        means = ", ".join(f"{name} {own}" for name, own in self.summary().items())
+        return f"<Results of {len(self)} members, {ended} finished: {means or 'nothing was measured'}>"
+
+    def out_of_fold(self) -> Tensor:
+        """Return predictions [N, ...] of the training samples by the members that were measured on them, on the host.
+
+        A sample that several members held out, as with several seeds a fold, has the mean of their outputs, scores as
+        probabilities where the loss is cross-entropy; one that none held out is NaN.
+
+        Raises UserError if no member has validation samples of its own.
+        """
+        total: Tensor | None = None
+        counts = torch.zeros(self.num_samples)
+        for number, ids, evaluator, feed in self._held_out() if self._held_out is not None else ():
+            found = evaluator.predict(self[number].state, feed).cpu()
+            if total is None:
+                total = torch.zeros(self.num_samples, *found.shape[1:], dtype=found.dtype)
+            places = torch.from_numpy(ids)
+            total[places] += found
+            counts[places] += 1
+        if total is None:
+            raise UserError("no member has validation samples of its own; give Member(subset=fold) of folds(...).")
+        shape = (-1, *[1] * (total.ndim - 1))
+        return torch.where((counts > 0).view(shape), total / counts.clamp(min=1).view(shape), math.nan)
