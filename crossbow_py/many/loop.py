@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from crossbow_py.core.errors import one_line
+from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.device.host import flushed_denormals
 from crossbow_py.engine.device.memory import forget_frames, free_memory, raising_if_lost
@@ -126,7 +126,7 @@ class ManyLoop:
         Raises:
             DataError: the data cannot be loaded.
             DeviceLostError: the device does nothing any more.
-            UserError: the disk refuses what is saved.
+            UserError: the first member cannot train, or the disk refuses what is saved.
         """
         self.registry.stopped = stopped
         for member in self.members:
@@ -162,6 +162,8 @@ class ManyLoop:
                 break
             known = self.registry.of(number, {})
             if isinstance(known, str):
+                if not self.results and not self.running:  # the first one: it is no member's own mistake
+                    raise UserError(f"member {self.members[number].name}: {known}")
                 self._waiting.remove(number)
                 self._fail(self.members[number], known)
                 continue
@@ -234,7 +236,8 @@ class ManyLoop:
         """Save members on their way that were last saved that long ago; packs are drained."""
         now = self.hooks.clock()
         for each in self.running if self.store.keeps else ():
-            if each.row.failure is None and now - each.slot.kept_at >= every_s:
+            # What has come to its evaluation is saved after that: whoever goes on from there would not measure it.
+            if not each.row.is_over and now - each.slot.kept_at >= every_s:
                 self.store.save_underway(each.member, each.so_far.at(self.packs.checkpoint(each.slot), each.slot))
                 each.slot.kept_at = now
 
@@ -367,6 +370,8 @@ class ManyLoop:
         own = {name.removeprefix("validation_"): value for name, value in entry.items() if "validation_" in name}
         result = MemberResult(
             name=member.name,
+            group=member.group,
+            held_out=0 if member.validation is None else len(member.validation),
             seed=member.settings.seed,
             status=status,
             epochs=history[-1]["epoch"] if history else 0.0,

@@ -39,7 +39,8 @@ class Member:
     """One of the models that `train_many` trains. What is None is that of the call.
 
     Attributes:
-        name: how it is called in tables; None is made of what tells the members apart.
+        name: how it is called in tables; None is its number.
+        group: members of one group are summed up together, such as the seeds and folds of one setting.
         seed: seed of its initial weights, dropout and augmentation; None is the call's seed plus its number.
         model: makes it, a function without arguments that returns an `nn.Module`.
         optimizer, schedule, batch_size, max_epochs, label_smoothing, augmentation: its own.
@@ -52,6 +53,7 @@ class Member:
     """
 
     name: str | None = None
+    group: str | None = None
     seed: int | None = None
     model: Callable[[], nn.Module] | None = None
     optimizer: Optimizer | None = None
@@ -125,7 +127,7 @@ class Settled:
 
     Attributes:
         number: its place among the members.
-        name: how it is called.
+        name, group: how it is called, and with which others it is summed up.
         settings: what a pack takes.
         max_epochs: passes over its own samples.
         validation: the places of its own validation samples; None for the call's validation data.
@@ -134,6 +136,7 @@ class Settled:
 
     number: int
     name: str
+    group: str | None
     settings: TrialSettings
     max_epochs: float
     validation: Ids | None
@@ -195,7 +198,8 @@ def _settled(number: int, name: str, member: Member, study: Study, makers: dict[
     found = hashlib.blake2b(repr(plain).encode(), digest_size=8)
     for part in (ids, own_validation, None if order is None else order.weights):
         found.update(b"-" if part is None else part.tobytes())
-    return Settled(number, name, settings, float(whole.max_epochs), own_validation, ids, found.hexdigest())
+    digest = found.hexdigest()
+    return Settled(number, name, member.group, settings, float(whole.max_epochs), own_validation, ids, digest)
 
 
 def _order(what: str, member: Member, ids: Ids | None, study: Study) -> SampleOrder | None:

@@ -28,7 +28,7 @@ class MemberResult:
     """What became of a member.
 
     Attributes:
-        name: its name.
+        name, group: its name, and the group that it is summed up with.
         seed: its seed.
         status: `finished`; `stopped early` by its patience; `failed`, see `reason`; or `not finished`, as Ctrl-C ended
             the call before.
@@ -39,6 +39,7 @@ class MemberResult:
             validation data.
         history: a dict for each evaluation on the way: epoch, samples, train_loss, and what was measured.
         reason: why it failed.
+        held_out: its own validation samples.
         state: the model's weights and buffers by name, on the host; empty if it failed.
     """
 
@@ -56,6 +57,8 @@ class MemberResult:
     history: list[dict[str, float]] = field(default_factory=list, repr=False)
     reason: str | None = None
     state: State = field(default_factory=dict, repr=False)
+    group: str | None = None
+    held_out: int = 0
     _module: Callable[[], nn.Module] | None = field(default=None, repr=False)
 
     @cached_property
@@ -90,10 +93,11 @@ class Results(Sequence[MemberResult]):
         self, members: Sequence[MemberResult], num_samples: int, images_per_s: float, wall_s: float,
         notes: Sequence[str] = (), path: Path | None = None,
         held_out: Callable[[], Iterator[tuple[int, Ids, Evaluator, Feed]]] | None = None,
+        together: Callable[[Sequence[MemberResult]], dict[str, float] | None] | None = None,
     ) -> None:  # fmt: skip
         self._members, self.num_samples = tuple(members), num_samples
         self.images_per_s, self.wall_s, self.notes, self.path = images_per_s, wall_s, tuple(notes), path
-        self._held_out = held_out
+        self._held_out, self._together = held_out, together
 
     def __len__(self) -> int:
         return len(self._members)
@@ -115,10 +119,12 @@ class Results(Sequence[MemberResult]):
 
         Members of one fold or data set are not independent: their interval says how far seeds go, no more.
         """
-        every = [each.figures() for each in self if each.state]
-        names = dict.fromkeys(name for own in every for name in own)
-        found = {name: estimate([own[name] for own in every if name in own]) for name in names}
-        return {name: own for name, own in found.items() if own is not None}
+        return _means(self)
+
+    def groups(self) -> dict[str, dict[str, Estimate]]:
+        """Return the summary of each group of members; empty without groups."""
+        names = dict.fromkeys(each.group for each in self if each.group is not None)
+        return {name: _means([each for each in self if each.group == name]) for name in names}
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a flat dict for each member, as `pandas.DataFrame` takes a list of them."""
@@ -128,7 +134,7 @@ class Results(Sequence[MemberResult]):
         ]
 
     def table(self, most: int = 40) -> str:
-        """Return a table: a line for each of the first `most` members, and the mean of all with its interval."""
+        """Return a table: a line for each of the first `most` members, for each group, and for the mean of all."""
         means = self.summary()
         names = list(means)
         head = ["member", "epochs", *(name.replace("_", " ") for name in names)]
@@ -136,11 +142,14 @@ class Results(Sequence[MemberResult]):
         for each in self[:most]:
             own = each.figures()
             shown = [f"{own[name]:.4g}" if name in own else "–" for name in names]
-            lines.append([f"{each.name}{'' if each.state else f' ({each.status})'}", f"{each.epochs:g}", *shown])
+            lines.append([f"{each.name}{'' if each.state else f' ({each.status})'}", f"{each.epochs:.3g}", *shown])
+        groups = self.groups() if len(self) > 1 else {}
+        for group, its in groups.items():
+            lines.append([f"mean of {group}", "", *(str(its.get(name, "–")) for name in names)])
         lines.append([f"mean of {sum(bool(each.state) for each in self)}", "", *(str(means[name]) for name in names)])
         text = columns(head, lines)
         if len(self) > most:
-            text.insert(-1, f"  ... and {len(self) - most} more")
+            text.insert(1 + most, f"  ... and {len(self) - most} more")
         return "\n".join(text)
 
     __str__ = table
@@ -149,6 +158,13 @@ class Results(Sequence[MemberResult]):
         ended = sum(each.status in ("finished", "stopped early") for each in self)
         means = ", ".join(f"{name} {own}" for name, own in self.summary().items())
         return f"<Results of {len(self)} members, {ended} finished: {means or 'nothing was measured'}>"
+
+    def ensemble(self) -> dict[str, float] | None:
+        """Return what the members together have on the test data: accuracy and loss of their mean prediction.
+
+        None without test data, or with fewer than two models.
+        """
+        return self._together([each for each in self if each.state]) if self._together is not None else None
 
     def out_of_fold(self) -> Tensor:
         """Return predictions [N, ...] of the training samples by the members that were measured on them, on the host.
@@ -171,3 +187,10 @@ class Results(Sequence[MemberResult]):
             raise UserError("no member has validation samples of its own; give Member(subset=fold) of folds(...).")
         shape = (-1, *[1] * (total.ndim - 1))
         return torch.where((counts > 0).view(shape), total / counts.clamp(min=1).view(shape), math.nan)
+
+
+def _means(members: Sequence[MemberResult]) -> dict[str, Estimate]:
+    every = [each.figures() for each in members if each.state]
+    names = dict.fromkeys(name for own in every for name in own)
+    found = {name: estimate([own[name] for own in every if name in own]) for name in names}
+    return {name: own for name, own in found.items() if own is not None}

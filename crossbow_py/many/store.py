@@ -89,7 +89,7 @@ class Store:
                 return None
             model = path.with_suffix(".safetensors")
             state = load_file(model) if values["status"] != "failed" else {}
-            return MemberResult(**{**values, "name": member.name}, state=state)
+            return MemberResult(name=member.name, group=member.group, **values, state=state)
         except (OSError, ValueError, TypeError, KeyError, SafetensorError):
             return None
 
@@ -99,7 +99,7 @@ class Store:
         if path is None:
             return
         plain = {each.name: getattr(result, each.name) for each in fields(result) if each.name[0] != "_"}
-        del plain["state"], plain["name"]
+        del plain["state"], plain["name"], plain["group"]
         with _writing(path):
             if result.state:
                 with replacing(path.with_suffix(".safetensors"), synced=True) as partial:

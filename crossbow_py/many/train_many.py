@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import given_path
@@ -24,7 +25,7 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Classes, Data, check_data, in_tensors, num_samples, sample_digest
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
-from crossbow_py.engine.modules.losses import IGNORED, Loss
+from crossbow_py.engine.modules.losses import IGNORED, Loss, is_classification, takes_classes
 from crossbow_py.engine.modules.precision import FP32, ordinary_modes
 from crossbow_py.engine.update.optimizers import SGD, Optimizer
 from crossbow_py.many.loop import Hooks, ManyLoop, Plan
@@ -147,7 +148,13 @@ def train_many(arguments: ManyArguments) -> Results:
 
 
 class ManyRun:
-    """A call of `train_many`; close it."""
+    """A call of `train_many`; close it.
+
+    Attributes:
+        status: `interrupted` or `terminated` after a signal, else None.
+    """
+
+    status: str | None = None
 
     def __init__(self, arguments: ManyArguments) -> None:
         self._begun = time.perf_counter()
@@ -280,13 +287,13 @@ class ManyRun:
         )  # fmt: skip
         with StopSignal(enabled=True) as signals:
             loop.run(lambda: signals.status is not None)
-            status = signals.status
-        if status is not None:
-            self._note(f"{status.capitalize()}: {len(loop.results)} of {len(self.members)} members have results.")
+            self.status = signals.status
+        if self.status is not None:
+            self._note(f"{self.status.capitalize()}: {len(loop.results)} of {len(self.members)} members have results.")
         found = [self._with_module(each) for each in self._of(loop)]
         return Results(
             found, self.train_feed.num_samples, loop.samples / loop.train_s if loop.train_s else 0.0,
-            time.perf_counter() - self._begun, self._notes, self.folder, partial(self._held_out, found),
+            time.perf_counter() - self._begun, self._notes, self.folder, partial(self._held_out, found), self._together,
         )  # fmt: skip
 
     def _of(self, loop: ManyLoop) -> list[MemberResult]:
@@ -317,6 +324,22 @@ class ManyRun:
             return result
         member = next(each for each in self.members if each.name == result.name)
         return dataclasses.replace(result, _module=lambda: self._evaluator(member).module(result.state).cpu())
+
+    def _together(self, members: Sequence[MemberResult]) -> dict[str, float] | None:
+        if self.test is None or len(members) < 2:
+            return None
+        by_name = {each.name: each for each in self.members}
+        total: Tensor | None = None
+        for each in members:
+            found = self._evaluator(by_name[each.name]).predict(each.state, self.test)
+            total = found if total is None else total + found
+        assert total is not None, "there are members"
+        mean, evaluator = total / len(members), self._evaluator(self.members[0])
+        targets = torch.cat([batch.targets for batch in self.test.evaluation_batches(evaluator.batch_size)])
+        if takes_classes(evaluator.loss) and is_classification(mean, targets):
+            right = (mean.argmax(1) == targets).double().mean()
+            return {"accuracy": float(right), "loss": float(nn.functional.nll_loss(mean.log(), targets))}
+        return {"loss": float(evaluator.loss(mean, targets))}
 
     def _held_out(self, found: Sequence[MemberResult]) -> Iterator[tuple[int, Ids, Evaluator, Feed]]:
         for member, result in zip(self.members, found, strict=True):

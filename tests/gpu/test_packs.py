@@ -20,7 +20,7 @@ from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.modules.precision import FP32, FP64, Precision
 from crossbow_py.estimate.estimation import within
 from crossbow_py.packs import trial_registry
-from crossbow_py.packs.pack import NON_FINITE, TrialRow, Pack
+from crossbow_py.packs.pack import NON_FINITE, Pack, TrialRow
 from crossbow_py.packs.slots import advance
 from crossbow_py.packs.trial import TrialSettings
 from crossbow_py.packs.width import Width

@@ -21,7 +21,7 @@ from crossbow_py.engine.executors import EXECUTORS, SerialExecutor
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.optimizers import ParameterGroup, TorchOptimizer
-from crossbow_py.packs.pack import NON_FINITE, TrialRow, Pack, PackJob
+from crossbow_py.packs.pack import NON_FINITE, Pack, PackJob, TrialRow
 from crossbow_py.packs.trial import TrialSettings, own_dropout_rate, signature
 from crossbow_py.schedules import Cosine, MultiStep, Step
 from crossbow_py.train import run_settings
