@@ -5,11 +5,9 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from crossbow_py.many.report import by_group, curve
-from crossbow_py.many.results import Results
+from crossbow_py.many.results import FEW, Results, by_group, curve
 
 _COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
-_FEW = 12
 _SHOWN = ("train_loss", "validation_loss", "validation_accuracy")
 
 
@@ -27,7 +25,7 @@ def draw_curves(results: Results) -> Figure:
             own = curve(members, name)
             single = len(own.epochs) == 1
             axes.plot(own.epochs, own.middle, color=colour, linewidth=2, label=label, marker="o" if single else None)
-            if len(results) <= _FEW:
+            if len(results) <= FEW:
                 for each in members:
                     points = [(entry["epoch"], entry[name]) for entry in each.history if name in entry]
                     axes.plot(*zip(*points, strict=True), color=colour, linewidth=0.7, alpha=0.6)
@@ -38,5 +36,5 @@ def draw_curves(results: Results) -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         if place == 0:
-            axes.legend(title="median, and the middle 80 %" if len(results) > _FEW else "median, and each member")
+            axes.legend(title="median, and the middle 80 %" if len(results) > FEW else "median, and each member")
     return figure

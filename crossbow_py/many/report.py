@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,7 +14,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.host import versions
 from crossbow_py.data.sources import DataSource
 from crossbow_py.many.loop import ManyLoop
-from crossbow_py.many.results import MemberResult, Results
+from crossbow_py.many.results import BAND, FEW, Results, by_group, curve
 from crossbow_py.many.train_many import ManyRun
 from crossbow_py.telemetry.loggers.chosen import TENSORBOARD
 from crossbow_py.telemetry.pictures.files import INSTALL_MATPLOTLIB, has_matplotlib, save_picture
@@ -24,8 +23,6 @@ from crossbow_py.telemetry.screen import Screen, ScreenConsole, counted, fact
 
 RESULTS_FILE, CURVES_FILE, OUT_OF_FOLD_FILE = "results.json", "curves.png", "out_of_fold.npy"
 _PLAIN_EVERY_S = 10.0  # between lines of progress without a terminal
-_FEW = 12  # members that are drawn one by one; more are a band
-_BAND = (10, 90)  # percentiles
 
 
 class ManyConsole(ScreenConsole):
@@ -101,40 +98,6 @@ def as_plain(results: Results) -> dict[str, object]:
     }
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A figure of several members by epoch: what the band and the middle of them have, and the best member."""
-
-    epochs: list[float]
-    low: list[float]
-    middle: list[float]
-    high: list[float]
-
-
-def curve(members: Sequence[MemberResult], name: str) -> Curve:
-    """Return the percentiles of a figure over members, at the epochs that at least half of them have."""
-    by_epoch: dict[float, list[float]] = defaultdict(list)
-    for member in members:
-        for entry in member.history:
-            if name in entry:
-                by_epoch[round(entry["epoch"], 6)].append(entry[name])
-    most = max(map(len, by_epoch.values()), default=0)
-    epochs = sorted(epoch for epoch, values in by_epoch.items() if 2 * len(values) >= most)
-    low, middle, high = (
-        [float(np.percentile(by_epoch[epoch], share)) for epoch in epochs] for share in (_BAND[0], 50, _BAND[1])
-    )
-    return Curve(epochs, low, middle, high)
-
-
-def by_group(results: Results) -> dict[str, list[MemberResult]]:
-    """Return the members with a history by their group."""
-    found: dict[str, list[MemberResult]] = defaultdict(list)
-    for each in results:
-        if each.history:
-            found[each.group or ""].append(each)
-    return found
-
-
 def _write_tensorboard(results: Results, folder: Path) -> None:
     """Write curves: of each member where there are few, else of each group's median and band."""
     from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  takes a fifth of a second
@@ -150,13 +113,13 @@ def _write_tensorboard(results: Results, folder: Path) -> None:
 
     for group, members in by_group(results).items():
         place = group.replace("/", "_") or "all"
-        if len(results) <= _FEW:
+        if len(results) <= FEW:
             for each in members:
                 own = {name: [(e["epoch"], e[name]) for e in each.history if name in e] for name in figures}
                 write(each.name.replace("/", "_"), own)
             continue
         curves = {name: curve(members, name) for name in figures}
-        for what, part in (("median", "middle"), (f"{_BAND[0]} %", "low"), (f"{_BAND[1]} %", "high")):
+        for what, part in (("median", "middle"), (f"{BAND[0]} %", "low"), (f"{BAND[1]} %", "high")):
             write(
                 f"{place} {what}",
                 {name: list(zip(own.epochs, getattr(own, part), strict=True)) for name, own in curves.items()},

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +22,8 @@ from crossbow_py.many.members import Ids
 from crossbow_py.train.evaluation.evaluator import Evaluator
 
 State = Mapping[str, Tensor]
+FEW = 12  # members that are shown one by one; more are a band
+BAND = (10, 90)  # percentiles
 Status = Literal["finished", "stopped early", "failed", "not finished"]
 
 
@@ -194,3 +198,37 @@ def _means(members: Sequence[MemberResult]) -> dict[str, Estimate]:
     names = dict.fromkeys(name for own in every for name in own)
     found = {name: estimate([own[name] for own in every if name in own]) for name in names}
     return {name: own for name, own in found.items() if own is not None}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A figure of several members by epoch: what the band and the middle of them have, and the best member."""
+
+    epochs: list[float]
+    low: list[float]
+    middle: list[float]
+    high: list[float]
+
+
+def curve(members: Sequence[MemberResult], name: str) -> Curve:
+    """Return the percentiles of a figure over members, at the epochs that at least half of them have."""
+    by_epoch: dict[float, list[float]] = defaultdict(list)
+    for member in members:
+        for entry in member.history:
+            if name in entry:
+                by_epoch[round(entry["epoch"], 6)].append(entry[name])
+    most = max(map(len, by_epoch.values()), default=0)
+    epochs = sorted(epoch for epoch, values in by_epoch.items() if 2 * len(values) >= most)
+    low, middle, high = (
+        [float(np.percentile(by_epoch[epoch], share)) for epoch in epochs] for share in (BAND[0], 50, BAND[1])
+    )
+    return Curve(epochs, low, middle, high)
+
+
+def by_group(results: Results) -> dict[str, list[MemberResult]]:
+    """Return the members with a history by their group."""
+    found: dict[str, list[MemberResult]] = defaultdict(list)
+    for each in results:
+        if each.history:
+            found[each.group or ""].append(each)
+    return found

@@ -79,7 +79,7 @@ class RunBuilder:
         timeline: Timeline | None = None,
     ) -> None:
         self.arguments, self.settings, self.ranks = arguments, arguments.settings, arguments.ranks
-        self.optimizer, self.rule = arguments.optimizer, arguments.averaging
+        self.optimizer, _, self.rule = arguments.rules
         self.choices, self.announce = choices, announce
         self.output_dir, self.resumed_from, self.timeline = output_dir, resumed_from, timeline
         self.metrics: Mapping[str, Metric] = arguments.metrics or {}

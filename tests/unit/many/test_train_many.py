@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py import SGD, AdamW, Independent, Trainer, UserError
+from crossbow_py.data.sampler import epoch_order
 from crossbow_py.many.loop import ManyLoop
 from crossbow_py.many.members import Fold, Member, folds
 from crossbow_py.many.results import Results
 from crossbow_py.many.train_many import train_many
+from crossbow_py.train.checks.seeded_model import seeded_model
 from tests.trainers import blobs
 
 DATA = blobs(60)
@@ -139,9 +141,6 @@ def test_any_loss_trains_as_a_plain_loop_does_and_is_measured(executor: str, los
 
 def plain_loop(make: Any, loss: Any, inputs: Tensor, targets: Tensor, seed: int, order_seed: int, epochs: int) -> Any:
     """A PyTorch loop, with the order of samples alone from this package."""
-    from crossbow_py.data.sampler import epoch_order
-    from crossbow_py.train.checks.seeded_model import seeded_model
-
     model = seeded_model(make, seed, None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     order = np.concatenate([epoch_order(order_seed, epoch, len(targets)) for epoch in range(epochs + 1)])
