@@ -14,7 +14,7 @@ from crossbow_py.cli.output_folder import make_folder, new_folder
 from crossbow_py.core.errors import UserError, unwritable
 from crossbow_py.core.files import given_path, locked
 from crossbow_py.core.signals import StopSignal
-from crossbow_py.many.config import ManyConfig
+from crossbow_py.many.config import ManyConfig, without_unused
 from crossbow_py.many.report import ManyConsole, write_records
 from crossbow_py.many.train_many import ManyArguments, ManyRun
 from crossbow_py.telemetry.console import CONSOLE_LOG
@@ -30,7 +30,7 @@ _LOCK_FILE = ".many.lock"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what `argv` (default: the process's arguments) asks for; returns the exit code."""
-    return run(argv, ManyConfig, train)
+    return run(argv, ManyConfig, train, settled=without_unused)
 
 
 def train(config: ManyConfig) -> int:
@@ -48,6 +48,7 @@ def train(config: ManyConfig) -> int:
             members=config.all_members(source),
             num_classes=source.num_classes,
             max_epochs=config.max_epochs or 0.0,
+            max_rounds=config.max_rounds,
             optimizer=config.optimizer,
             schedule=config.schedule,
             metrics=metrics_of(config.metrics),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -15,6 +15,7 @@ from crossbow_py.core.files import given_path
 from crossbow_py.core.settings import flat, setting, shown, written
 from crossbow_py.data.sources import DataSource
 from crossbow_py.many.members import Member, folds
+from crossbow_py.telemetry.loggers.chosen import TENSORBOARD
 from crossbow_py.train.config import TrainConfig, config_to_mapping, with_values
 
 _OWN = ("model", "optimizer", "schedule", "batch_size", "max_epochs", "label_smoothing", "data")
@@ -24,8 +25,8 @@ _USAGE = """\
 usage: python -m crossbow_py.many [+experiment=NAME] [seeds=N] [folds=K] [members=[...]] [GROUP=OPTION ...] [--help]
 
 Trains many models side by side: seeds, folds of the training data, and settings that differ, in every combination.
-It takes what crossbow_py.train takes. Each member is one learner that nothing is averaged with, so num_learners and
-averaging mean nothing here.
+It takes the recipes of crossbow_py.train. Each member is one learner that nothing is averaged with: what recipes say
+of num_learners and averaging means nothing here.
 
   python -m crossbow_py.many +experiment=digits seeds=8
   python -m crossbow_py.many +experiment=digits folds=5 seeds=8 max_epochs=10 output_dir=runs/study
@@ -49,12 +50,22 @@ class ManyConfig(TrainConfig):
     """Everything `crossbow_py.many` can be told: a run, and the members that differ from it."""
 
     USAGE: ClassVar[str] = _USAGE
+    # Keys of a run that mean nothing to members. Recipes may have them.
+    UNUSED: ClassVar[Sequence[str]] = (
+        "num_learners", "max_learners", "averaging", "auto_tuner", "accumulate", "compile_model", "on_nonfinite",
+        "count_effective_samples", "class_weights", "learning_statistics", "resume", "max_evaluation_batches",
+        "init_from", "trace", "profile", "distributed", "max_samples", "max_time_s", "target_accuracy", "target_loss",
+        "checkpoint_every_epochs", "keep_checkpoints", "listeners",
+    )  # fmt: skip
     MEANINGS: ClassVar[Mapping[str, str]] = {
+        "logger": "what records it beside its own files: [tensorboard], or [] for nothing",
         "seed": "seed of the order of samples and of the folds; member n of a combination has seed + n",
         "output_dir": "the folder, which the same command goes on in; null is a new runs/<experiment>/<time>",
-        "checkpoint_every_s": "seconds between checkpoints of members on their way; null only when it is stopped",
     }
 
+    checkpoint_every_s: float | None = setting(
+        60.0, "seconds between checkpoints of members on their way; null only when it is stopped", above=0
+    )
     seeds: int = setting(1, "seeds that each combination of the others is trained with", minimum=1)
     folds: int | None = setting(None, "folds of the training data, each held out in turn; null for none", minimum=2)
     members: str | tuple[dict[str, Any], ...] | None = setting(
@@ -66,10 +77,8 @@ class ManyConfig(TrainConfig):
         super().__post_init__()
         for variant in self.variants():
             self._changed(variant)
-        for key in ("resume", "init_from", "target_accuracy", "target_loss", "max_samples", "max_time_s"):
-            if getattr(self, key) is not None:
-                remedy = "the same output_dir goes on" if key == "resume" else "leave it out"
-                raise UserError(f"{key} is for one run, got {key}={getattr(self, key)}; {remedy}.")
+        if set(self.logger) - {TENSORBOARD}:
+            raise UserError(f"logger of members is [tensorboard] or [], got {shown(self.logger)}; leave others out.")
         if self.max_epochs is None:
             raise UserError("max_epochs ends members, got null; set a number.")
 
@@ -128,6 +137,16 @@ class ManyConfig(TrainConfig):
                         )
                     )
         return found
+
+
+def without_unused(words: list[str]) -> list[str]:
+    """Return the words of a command line. Raises UserError for a key that means nothing to members."""
+    for word in words:
+        key = word.lstrip("+~").partition("=")[0]
+        if "=" in word and key.partition(".")[0] in ManyConfig.UNUSED:
+            remedy = "the same output_dir goes on" if key == "resume" else "leave it out"
+            raise UserError(f"{key} means nothing to members, which are not averaged and end by themselves; {remedy}.")
+    return words
 
 
 def _make(model: Any, input_shape: tuple[int, ...], num_classes: int | None) -> nn.Module:

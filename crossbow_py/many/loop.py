@@ -38,6 +38,7 @@ class Plan:
         restore_best: whether members return the weights of their best evaluation.
         metric: what the best has: `accuracy`, `loss`, or the name of a metric.
         maximize: whether greater values are better.
+        max_rounds: rounds after which a member ends at the latest.
         checkpoint_every_s: how often members on their way are saved, where there is a folder; None is never.
     """
 
@@ -47,6 +48,7 @@ class Plan:
     metric: str
     maximize: bool
     checkpoint_every_s: float | None
+    max_rounds: int | None = None
 
     def value(self, evaluation: Evaluation) -> float | None:
         """Return what evaluations are compared by."""
@@ -183,6 +185,8 @@ class ManyLoop:
         assert not isinstance(described, str), "it can train"
         before = self.store.load_underway(member) or Underway()
         planned = self._samples_of(member, member.max_epochs)
+        if self.plan.max_rounds is not None:
+            planned = min(planned, self.plan.max_rounds * described.settings.batch_size)
         row = TrialRow(member.number, described.settings, before.checkpoint, 0, planned, described.dropout_rate)
         row.loss_sum, row.num_losses = before.loss_sum, before.num_losses
         row.end_samples = self._next_end(member, row)

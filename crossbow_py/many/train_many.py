@@ -59,6 +59,7 @@ class ManyArguments(JobSettings):
     validation_data: Data | None = None
     batch_size: int = 32
     max_epochs: float = 10.0
+    max_rounds: int | None = None
     optimizer: Optimizer = SGD()
     schedule: Schedule = Constant()
     loss: Loss | None = None
@@ -78,7 +79,10 @@ class ManyArguments(JobSettings):
 
     def __post_init__(self) -> None:
         RunSettings.of(self, num_learners=1)  # which checks its keys, as the next does
-        StopConditions(max_epochs=self.max_epochs, patience=self.patience, restore_best=self.restore_best)
+        StopConditions(
+            max_epochs=self.max_epochs, max_rounds=self.max_rounds, patience=self.patience,
+            restore_best=self.restore_best,
+        )  # fmt: skip
         if isinstance(self.max_pack_size, bool) or not self.max_pack_size >= 1:
             raise UserError(f"max_pack_size must be at least 1, got {self.max_pack_size}.")
         if self.checkpoint_every_s is not None and not self.checkpoint_every_s > 0:
@@ -125,6 +129,7 @@ def train_many(arguments: ManyArguments) -> Results:
         members: what differs between the models; or their number, which makes as many seeds.
         batch_size, max_epochs, optimizer, schedule, label_smoothing, augmentation: those of members that say nothing
             else. An epoch is a pass over the member's own samples.
+        max_rounds: most rounds of a member, of one batch each; None for no such end.
         loss, metrics, mean, std, num_classes, sampling: as for `Trainer`.
         patience: a member stops after this many evaluations in a row that were not its best, and returns the weights
             of the best one. The best has the highest accuracy, or the lowest loss where there is none.
@@ -208,7 +213,7 @@ class ManyRun:
         shared = [
             [None if own is None else (sample_digest(own), num_samples(own)) for own in every],
             _name_of(given.loss), sorted(self.metrics), given.mean, given.std, given.sampling, given.patience,
-            given.restore_best, given.evaluations_per_epoch, self.choices.precision.name,
+            given.restore_best, given.evaluations_per_epoch, given.max_rounds, self.choices.precision.name,
         ]  # fmt: skip
         return hashlib.blake2b(repr(shared).encode(), digest_size=8).hexdigest()
 
@@ -312,7 +317,7 @@ class ManyRun:
         has_accuracy = feed is not None and self._evaluator(self.members[0]).counts_correct(feed)
         return Plan(
             given.evaluations_per_epoch, given.patience, returns_best, "accuracy" if has_accuracy else "loss",
-            has_accuracy, given.checkpoint_every_s,
+            has_accuracy, given.checkpoint_every_s, given.max_rounds,
         )  # fmt: skip
 
     def _evaluator(self, member: Settled) -> Evaluator:
