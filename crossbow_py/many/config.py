@@ -92,7 +92,8 @@ class ManyConfig(TrainConfig):
             given = read_yaml(path)
         if given is None:
             return [{}]
-        if not isinstance(given, list | tuple) or not given or not all(isinstance(each, Mapping) for each in given):
+        given = [*given] if isinstance(given, tuple) else given
+        if not isinstance(given, list) or not given or not all(isinstance(each, Mapping) for each in given):
             raise UserError(
                 f"members must be a list of mappings, such as [{{optimizer.learning_rate: 0.1}}], got {shown(given)}."
             )
