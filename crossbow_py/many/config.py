@@ -78,7 +78,7 @@ class ManyConfig(TrainConfig):
         for variant in self.variants():
             self._changed(variant)
         if set(self.logger) - {TENSORBOARD}:
-            raise UserError(f"logger of members is [tensorboard] or [], got {shown(self.logger)}; leave others out.")
+            raise UserError(f"logger of members is [tensorboard] or [], got {shown([*self.logger])}; leave others out.")
         if self.max_epochs is None:
             raise UserError("max_epochs ends members, got null; set a number.")
 

@@ -40,4 +40,5 @@ def main(count: int = 1000, epochs: int = 60, num_models: int = 16) -> tuple[flo
 
 
 if __name__ == "__main__":
-    print("negative log-likelihood: one model %.3f, the ensemble %.3f" % main())
+    one, together = main()
+    print(f"negative log-likelihood: one model {one:.3f}, the ensemble {together:.3f}")

@@ -55,7 +55,9 @@ KINDS = {
 }  # fmt: skip
 EXAMPLES = ROOT / "docs" / "examples"
 # Programs that take a minute each; test_examples.py runs them in a short form.
-IN_SHORT = frozenset({"tabular.py", "segmentation.py", "bert_classifier.py", "char_gpt.py", "deep_ensemble.py", "fine_tune.py"})
+IN_SHORT = frozenset({
+    "tabular.py", "segmentation.py", "bert_classifier.py", "char_gpt.py", "deep_ensemble.py", "fine_tune.py",
+})  # fmt: skip
 ONLY_ON_CUDA = {"device=cuda", "executor=streams"}
 # Packages that are not always installed, by what needs them in a command or a program.
 OPTIONAL = {
