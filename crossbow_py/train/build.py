@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from crossbow_py.averaging.stability import check_settles, most_stable_learners
 from crossbow_py.core.errors import UserError, one_line
@@ -44,7 +44,7 @@ from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.telemetry.timeline import Timeline
 from crossbow_py.train.arguments import TrainArguments
-from crossbow_py.train.checks.losses import loss_on
+from crossbow_py.train.checks.losses import loss_on, not_shares
 from crossbow_py.train.checks.probe import probe, probe_evaluation, settled_on_tokens, takes_labels
 from crossbow_py.train.checks.seeded_model import faithful_copy, seeded_model
 from crossbow_py.train.evaluation.evaluator import Evaluator, evaluation_batch_size
@@ -348,7 +348,25 @@ def settled_loss_of(
                 "leave them out, or give loss=nn.functional.cross_entropy."
             )
         data = dataclasses.replace(data, labels_as_input=True)
-    return loss_on(device, loss), data
+    settled = loss_on(device, loss)
+    if settled is nn.functional.cross_entropy:
+        _check_targets(data.train, takes_labels(template))
+    return settled, data
+
+
+def _check_targets(data: Data, may_shift: bool) -> None:
+    """Raise UserError for targets in tensors that cross-entropy would take for something else than what was meant."""
+    pair = as_pair(data)
+    if pair is None:
+        return
+    inputs, targets = pair
+    if targets.is_floating_point() and targets.ndim > 1 and targets.shape[1] > 1 and (reason := not_shares(targets)):
+        raise UserError(reason)
+    if may_shift and has_integers(targets) and isinstance(inputs, Tensor) and torch.equal(inputs, targets):
+        raise UserError(
+            "the targets are the inputs, which a model can copy; have the model shift them itself, by a dict of inputs "
+            "(\"input_ids\": ids, \"labels\": ids), or give inputs ids[:, :-1] and targets ids[:, 1:]."
+        )
 
 
 def new_feed(

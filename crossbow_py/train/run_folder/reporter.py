@@ -106,7 +106,7 @@ class Reporter:
     ) -> None:
         self.meter, self._clock, self._telemetry = meter, clock, telemetry
         self.started = False
-        self.history: list[dict[str, Any]] = []
+        self._records: list[EpochRecord] = []
         self._listeners, self._dropped = list(listeners), list[Listener]()
         self._next_progress_s = -math.inf
         self._started_s, self._wall_before_s = clock(), 0.0
@@ -157,12 +157,19 @@ class Reporter:
             self.message(f"No checkpoint was written ({reason}); training goes on, make room soon.")
         self._lacks_checkpoint = True
 
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The records of epochs, as flat dicts of numbers."""
+        return [
+            {key: value for key, value in asdict(own).items() if isinstance(value, int | float)} | own.metrics
+            for own in self._records
+        ]
+
     def epoch(self, record: EpochRecord) -> None:
         """Pass on the record of an epoch, with the pace of ranks."""
         if self._telemetry is not None:
             record = replace(record, ranks=spread_of(self._telemetry.paces.lap()))
-        plain = {key: value for key, value in asdict(record).items() if isinstance(value, int | float)}
-        self.history.append({**plain, **record.metrics})
+        self._records.append(record)
         self._tell(lambda listener: listener.on_epoch(record))
 
     def predictions(self, run: Run, measured: Measured | None, which: str) -> None:
