@@ -19,6 +19,8 @@ from crossbow_py.engine.auto_tuner import AutoTunerSettings
 from crossbow_py.engine.modules.frozen import frozen
 from crossbow_py.engine.modules.losses import model_loss
 from crossbow_py.engine.update.optimizers import SGD, AdamW, Muon
+from crossbow_py.many.members import Member, folds
+from crossbow_py.many.train_many import train_many
 from crossbow_py.predict.ensemble import Ensemble
 from crossbow_py.telemetry.console import ConsoleListener
 from crossbow_py.telemetry.events import Listener
@@ -56,6 +58,7 @@ __all__ = [
     "Ensemble",
     "Independent",
     "Listener",
+    "Member",
     "Muon",
     "Result",
     "Trainer",
@@ -63,6 +66,7 @@ __all__ = [
     "__version__",
     "averaging",
     "errors",
+    "folds",
     "frozen",
     "joined",
     "load_models",
@@ -70,4 +74,5 @@ __all__ = [
     "model_loss",
     "optimizers",
     "schedules",
+    "train_many",
 ]

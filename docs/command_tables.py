@@ -15,6 +15,7 @@ from crossbow_py.check.config import CheckConfig
 from crossbow_py.cli.configuration import APPENDED_GROUPS, group_options
 from crossbow_py.cli.help_text import Key, command_keys, group_keys, launcher_keys
 from crossbow_py.estimate.config import EstimateConfig
+from crossbow_py.many.config import ManyConfig
 from crossbow_py.predict.config import PredictConfig
 from crossbow_py.search.config import SearchConfig
 from crossbow_py.train.config import TrainConfig
@@ -33,12 +34,13 @@ def table(part: str) -> str:
     """Return one table. Raises ValueError for an unknown part.
 
     Args:
-        part: a command (for `search` and `estimate` only the keys that differ from those of `train`), a group,
+        part: a command (for `search`, `many` and `estimate` only the keys that differ from those of `train`), a group,
             `launcher`, which is part of no configuration, or `options/GROUP`.
     """
     tables: dict[str, Callable[[], str]] = {
         "train": lambda: _key_table(command_keys(TrainConfig)),
         "estimate": lambda: _key_table(_own(command_keys(EstimateConfig))),
+        "many": lambda: _key_table(_own(command_keys(ManyConfig))),
         "search": lambda: _key_table(_own(command_keys(SearchConfig))),
         "predict": lambda: _key_table(command_keys(PredictConfig)),
         "check": lambda: _key_table(command_keys(CheckConfig)),

@@ -14,9 +14,9 @@ from unittest import mock
 
 import torch
 
+from crossbow_py.packs import trial_registry
+from crossbow_py.packs.width import Width
 from crossbow_py.search import __main__ as search
-from crossbow_py.search.packs import trial_registry
-from crossbow_py.search.packs.width import Width
 from experiments.bench.machine import free_port
 from experiments.faults.processes import rank_environment
 from tests.searches import events, merged, report, segments, values

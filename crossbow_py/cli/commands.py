@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-CONFIGURED = ("train", "search", "estimate", "predict", "check")  # those with keys
+CONFIGURED = ("train", "many", "search", "estimate", "predict", "check")  # those with keys
 
 
 def configuration_of(command: str) -> Any:

@@ -45,8 +45,9 @@ def help_text(kind: type[CommandConfig]) -> str:
     lines += [f"  {name:<18} {meaning}" for name, meaning in FLAGS.items() if name not in kind.USAGE]
     lines += [*_OF_HYDRA, "", "Keys and their defaults:"]
     lines += map(_key_line, command_keys(kind))
+    unused = getattr(kind, "UNUSED", ())
     for field in dataclasses.fields(kind):
-        if field.name in kind.GROUPS:
+        if field.name in kind.GROUPS and field.name not in unused:
             lines += ["", f"{field.name}=OPTION: {field.metadata['help']}"]
             lines += [f" OPTION is one of {', '.join(group_options(field.name, kind))}"]
             lines += _group_lines(group_keys(field.name, kind))
@@ -68,10 +69,12 @@ def list_text(kind: type[CommandConfig]) -> str:
 
 
 def command_keys(kind: type[CommandConfig]) -> list[Key]:
-    """Return the keys of a command that are in no group."""
+    """Return the keys of a command that are in no group, without those that mean nothing to it."""
     said = read_yaml(config_dir() / f"{kind.CONF}.yaml")
     keys = []
     for field in dataclasses.fields(kind):
+        if field.name in getattr(kind, "UNUSED", ()):
+            continue
         if dataclasses.is_dataclass(field.default):
             owner: type[Any] = type(field.default)
             keys += [_key(owner, each, f"{field.name}.") for each in dataclasses.fields(owner)]

@@ -33,13 +33,18 @@ def sample_weights(
         return balanced_weights(labels)
     if sampling != "shuffle":
         raise UserError(f"sample_weights and sampling={sampling} both say how samples are drawn; leave one out.")
+    return checked_weights(given, num_samples(data))
+
+
+def checked_weights(given: npt.ArrayLike, count: int) -> npt.NDArray[np.float64]:
+    """Return the weights of as many samples, [count]. Raises UserError if they are none."""
     try:
         weights = torch.as_tensor(given, dtype=torch.float64).detach().cpu().numpy().copy()
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"sample_weights must be numbers, one a sample, got {type(given).__name__}.") from error
-    if weights.shape != (num_samples(data),):
+    if weights.shape != (count,):
         raise UserError(
-            f"sample_weights must be one number for each of the {num_samples(data)} training samples, got the shape "
+            f"sample_weights must be one number for each of the {count} training samples, got the shape "
             f"{list(weights.shape)}; give as many."
         )
     if not (np.isfinite(weights).all() and (weights >= 0).all() and 0 < weights.sum() < np.inf):

@@ -142,14 +142,26 @@ def as_pair(data: Data) -> Pair | None:
 
 
 def in_tensors(data: _D) -> _D | Data:
-    """Return the tensors of a `Subset` of tensors, a copy that nothing has to load item by item; else the data."""
+    """Return NumPy arrays as tensors, and the tensors of a `Subset`, a copy that is not loaded item by item.
+
+    Arrays of float64, NumPy's default, become float32. Other data are returned as they are.
+    """
     if not isinstance(data, Subset):
-        return data
+        pair: Any = split_item(data)
+        is_of_numpy = pair is not None and isinstance(pair[1], np.ndarray) and not isinstance(data, Dataset)
+        return pytree.tree_map(_as_tensor, pair) if is_of_numpy else data
     whole: Data = in_tensors(data.dataset)  # type: ignore[arg-type]  # a data set too
     ids = np.asarray(data.indices)
     pair = as_pair(whole) if ids.ndim == 1 and ids.dtype.kind in "iu" else None
     is_held = pair is not None and len(ids) > 0 and ids.min() >= 0 and ids.max() < len(pair[1])
     return take(whole, ids.astype(np.int64)) if is_held else data
+
+
+def _as_tensor(value: Any) -> Any:
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
+        return value
+    found = torch.from_numpy(np.ascontiguousarray(value))
+    return found.float() if found.dtype == torch.float64 else found
 
 
 def sample_digest(data: Data) -> str | None:

@@ -40,22 +40,28 @@ def weighted_order(seed: int, epoch: int, weights: npt.NDArray[np.float64]) -> n
     return drawn
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SampleOrder:
-    """The order of samples in every epoch: a permutation, or draws by weights.
+    """The order of samples in every epoch: a permutation, or draws by weights; of a data set, or of a subset of it.
 
     Attributes:
         seed: the seed.
-        num_samples: N.
+        num_samples: N, of the subset if there is one.
         weights: float64 [N], not negative; None for permutations.
+        subset: int64 [N], the places of the samples in the data set, which may repeat; None for all of them.
     """
 
     seed: int
     num_samples: int
     weights: npt.NDArray[np.float64] | None = None
+    subset: npt.NDArray[np.int64] | None = None
+
+    def in_data(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the places in the data set of samples that are numbered within the subset."""
+        return ids if self.subset is None else self.subset[ids]
 
     def ids(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Return the samples of an epoch in their order, int64 [N]."""
+        """Return the samples of an epoch in their order, int64 [N], numbered within the subset."""
         if self.weights is None:
             return epoch_order(self.seed, epoch, self.num_samples)
         return weighted_order(self.seed, epoch, self.weights)

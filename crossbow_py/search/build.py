@@ -29,6 +29,8 @@ from crossbow_py.engine.modules.dropout import counter_seed
 from crossbow_py.engine.modules.losses import IGNORED
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.models.custom import CustomModel
+from crossbow_py.packs.trial import TrialSettings
+from crossbow_py.packs.trial_registry import TrialData, TrialRegistry
 from crossbow_py.search.config import SearchConfig, trial_config
 from crossbow_py.search.events import (
     SEARCH_FILE,
@@ -45,8 +47,6 @@ from crossbow_py.search.hyperband import Results, best, is_over, is_reached, tot
 from crossbow_py.search.identity import defaults_of, identity
 from crossbow_py.search.loop import Search, SearchHooks, SearchRules, epoch_samples
 from crossbow_py.search.outcome import Leader, LeaderRun, find_leader, kept_best, trial_records
-from crossbow_py.search.packs.trial import LOSS, TrialSettings
-from crossbow_py.search.packs.trial_registry import SearchData, TrialRegistry
 from crossbow_py.search.report.search_file import recorded_summary
 from crossbow_py.search.study.states import TrialStates
 from crossbow_py.search.study.storage import BadStorageError, StorageError, shown_address
@@ -104,7 +104,7 @@ class SearchRun:
         space = config.parsed_space
         data = self._search_data()
         self.registry = TrialRegistry(
-            self.trial_settings, space, data, self.settings, self.choices, most, self._say,
+            self.trial_settings, data, self.settings, self.choices, most, self._say,
             total_samples(brackets, data.num_samples), metrics=metrics,
         )  # fmt: skip
         self._check_corners()
@@ -161,6 +161,7 @@ class SearchRun:
             label_smoothing=own.label_smoothing,
             augmentation=own.data.augmentation,
             name=_name(own.model, params),
+            features=self.config.parsed_space.features(params),
         )
 
     def _check_corners(self) -> None:
@@ -186,7 +187,7 @@ class SearchRun:
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
-    def _search_data(self) -> SearchData:
+    def _search_data(self) -> TrialData:
         source, config = self.source, self.config
         if source.validation is None:
             raise UserError("a search compares trials on validation data, got none; set data.validation_fraction=0.1.")
@@ -219,12 +220,12 @@ class SearchRun:
                     f"space: {keys[0]} is not for streamed data={config.data.NAME}, as trials share it; leave it out."
                 )
             feed_of = partial(feed, source.train, augmentation=source.augmentation)
-        return SearchData(
+        return TrialData(
             feed_of=feed_of,
             num_samples=train.num_samples,
             validation=kept(source.validation, None, "validation"),
             test=None if source.test is None else kept(source.test, None, "test"),
-            num_classes=count_classes(data, LOSS),
+            num_classes=count_classes(data, nn.functional.cross_entropy),
             streams=train.STREAMS,
         )
 

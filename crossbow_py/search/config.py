@@ -12,10 +12,10 @@ from crossbow_py.cli.configuration import group_options, read_option
 from crossbow_py.cli.overrides import as_override
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import setting, shown, suggestion, written
+from crossbow_py.packs.policies import Policy
 from crossbow_py.search.hyperband import Bracket, Method, make_brackets
-from crossbow_py.search.packs.policies import Policy
 from crossbow_py.search.space import Space, laid_over
-from crossbow_py.train.config import JobConfig, TrainConfig, config_from_mapping, config_to_mapping
+from crossbow_py.train.config import JobConfig, TrainConfig, config_to_mapping, with_values
 from crossbow_py.train.evaluation.evaluator import PERPLEXITY
 
 _SEARCHED_GROUPS = ("model", "optimizer", "schedule")
@@ -236,27 +236,7 @@ def trial_config(config: SearchConfig, params: Mapping[str, Any], seed: int) -> 
         num_learners=1, seed=seed, order_seed=order_seed,
         averaging={"name": "sma", "batch_norm": "mean"},  # trials are compared with their running statistics
     )  # fmt: skip
-    meant = config.parsed_space.meant(params)
-    for key, value in sorted(meant.items(), key=lambda pair: "." in pair[0]):  # groups before what is in them
-        if key in TrainConfig.GROUPS:
-            options = group_options(key, TrainConfig)
-            if value not in options:
-                raise UserError(f"space: unknown {key} {value!r}{suggestion(str(value), options)}")
-            if value != plain[key]["name"]:  # what is configured keeps what it was given
-                plain[key] = read_option(key, value)
-        else:
-            _set(plain, key, value)
-    return config_from_mapping(plain)
-
-
-def _set(plain: dict[str, Any], key: str, value: Any) -> None:
-    *path, last = key.split(".")
-    for depth, name in enumerate(path):
-        found = plain.get(name)
-        if not isinstance(found, dict):
-            raise UserError(_nothing_beneath(key, ".".join(path[: depth + 1])))
-        plain = found
-    plain[last] = value
+    return with_values(plain, config.parsed_space.meant(params), "space", _nothing_beneath)
 
 
 def _nothing_beneath(key: str, known: str) -> str:

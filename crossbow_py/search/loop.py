@@ -15,20 +15,18 @@ from functools import cache
 
 import torch
 
-from crossbow_py.core.errors import CrossbowError, DataError, UserError, one_line
+from crossbow_py.core.errors import CrossbowError, UserError, one_line
 from crossbow_py.engine.device.host import flushed_denormals
 from crossbow_py.engine.device.memory import (
     forget_frames,
     free_memory,
-    is_out_of_memory,
-    raise_if_lost,
     raising_if_lost,
 )
+from crossbow_py.packs.pack import PackJob, TrialRow
+from crossbow_py.packs.policies import Policy, Waiting, admit, fair_share, few_kinds
+from crossbow_py.packs.slots import Packs, Slot, verdict
+from crossbow_py.packs.trial_registry import Described, TrialRegistry
 from crossbow_py.search.hyperband import Bracket, Results, Segment, beaten, is_over, ready, standing, to_epochs
-from crossbow_py.search.packs.pack import Member, PackJob
-from crossbow_py.search.packs.policies import Policy, Waiting, admit, fair_share, few_kinds
-from crossbow_py.search.packs.slots import Packs, Slot
-from crossbow_py.search.packs.trial_registry import Described, TrialRegistry
 from crossbow_py.search.study.states import TrialStates, Underway
 from crossbow_py.search.study.study import SharedStudy
 from crossbow_py.train.evaluation.evaluator import Evaluation
@@ -82,6 +80,13 @@ class SearchHooks:
     sleep: Callable[[float], None] = field(default=time.sleep)
 
 
+@dataclass(kw_only=True)
+class SegmentSlot(Slot):
+    """A slot with a segment of the search."""
+
+    segment: Segment
+
+
 class Search:
     """One worker of a search. Used from one thread; close it.
 
@@ -97,11 +102,11 @@ class Search:
         self.device = registry.choices.device
         self.num_samples = registry.data.num_samples
         longest = max(bracket.epochs[-1] for bracket in rules.brackets)
-        planned = epoch_samples(longest, self.num_samples)
-        job = PackJob(registry.settings, registry.choices, planned, registry.executor)
+        self._planned = epoch_samples(longest, self.num_samples)
+        job = PackJob(registry.settings, registry.choices, registry.data.loss, registry.executor)
         self.packs = Packs(job, registry, hooks.message)
         registry.make_room, registry.has_packs = self._make_room, lambda: self.packs.count > 0
-        self.slots: list[Slot] = []
+        self.slots: list[SegmentSlot] = []
         self._alone: set[int] = set()
         self._concluded: set[int] = set()
         self._forgotten: set[int] = set()  # whose files are removed
@@ -241,7 +246,7 @@ class Search:
         batch = described.settings.batch_size
         return -(-epoch_samples(to_epochs(self.rules.brackets, before), self.num_samples) // batch) * batch
 
-    def _filled_slot(self, segment: Segment) -> Slot:
+    def _filled_slot(self, segment: Segment) -> SegmentSlot:
         """Return a slot with a claimed segment, ready to train from where its trial stood, or from its beginning."""
         known = self.registry.of(segment.trial, self.study.params(segment.trial))
         assert isinstance(known, Described), "what is claimed can train"
@@ -252,8 +257,10 @@ class Search:
             if begun is None:
                 self.hooks.message(f"Trial {segment.trial} is trained from its beginning: its files are not here.")
         end = epoch_samples(to_epochs(self.rules.brackets, segment), self.num_samples)
-        member = Member(segment.trial, known.settings, begun, end, known.dropout_rate)
-        slot = Slot(segment, member, known, segment.trial in self._alone, kept_at=self.hooks.clock())
+        member = TrialRow(segment.trial, known.settings, begun, end, self._planned, known.dropout_rate)
+        slot = SegmentSlot(
+            member, known, segment.trial in self._alone, kept_at=self.hooks.clock(), segment=segment
+        )
         if underway is not None:
             member.loss_sum, member.num_losses = underway.loss_sum, underway.num_losses
             slot.seconds = underway.seconds
@@ -296,31 +303,23 @@ class Search:
             self._give_up(key, error, is_beside=is_beside)
 
     def _give_up(self, key: str, error: Exception, *, is_beside: bool) -> None:
-        """A pack failed: its trials begin their segments anew, fewer of them where memory was short, else alone.
-
-        A trial that fails alone has failed; for want of memory only where no other pack could hold any. Raises what is
-        no trial's fault.
-        """
-        raise_if_lost(error, self.device)
-        if isinstance(error, DataError) or not isinstance(error, CrossbowError | RuntimeError | MemoryError):
-            raise error
-        self.packs.end(key)
+        """A pack failed: its trials begin their segments anew, as `verdict` says. Raises what is no trial's fault."""
         mine = [slot for slot in self.slots if slot.pack_key == key]
+        what = verdict(error, len(mine), is_beside, self.device)
+        self.packs.end(key)
         self.slots = [slot for slot in self.slots if slot.pack_key != key]
         cause = error.__cause__ or error
         self._admitted_at = (-1, ())  # what is given back may be admitted again
-        if len(mine) == 1 and is_beside and is_out_of_memory(cause):
-            self._alone.add(mine[0].segment.trial)
-            self.study.release(mine[0].segment)
-        elif len(mine) == 1:
+        if what == "fails":
             self._fail(mine[0].segment, one_line(cause))
-        elif is_out_of_memory(cause):
+        elif what == "narrower":
             self.registry.narrow(mine[0].described.signature, len(mine) // 2)
             self.hooks.message(f"Memory does not hold {len(mine)} trials side by side; {len(mine) // 2} are tried.")
         else:
             self._alone.update(slot.segment.trial for slot in mine)
+        if what == "apart":
             self.hooks.message(f"A pack of {len(mine)} failed ({one_line(cause)}); its trials train one at a time now.")
-        for slot in mine if len(mine) > 1 else ():
+        for slot in mine if what != "fails" else ():
             self.study.release(slot.segment)
         forget_frames(error)
         with raising_if_lost(self.device):
@@ -361,7 +360,7 @@ class Search:
             raise UserError(f"metric={name} is none of what the metrics give, {', '.join(metrics)}; set one of these.")
         return value
 
-    def _finish(self, slot: Slot, evaluation: Evaluation, value: float) -> None:
+    def _finish(self, slot: SegmentSlot, evaluation: Evaluation, value: float) -> None:
         segment, member = slot.segment, slot.member
         self.states.save(segment, self.packs.checkpoint(slot))
         attrs = {

@@ -16,11 +16,11 @@ from torch import nn
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import locked, read_text
 from crossbow_py.engine.device.memory import raising_if_lost
+from crossbow_py.packs.trial import TrialSettings
+from crossbow_py.packs.trial_registry import TrialRegistry
 from crossbow_py.search.events import BestTrial, TrialRecord
 from crossbow_py.search.hyperband import Segment, best, bracket_of, standing, to_epochs
 from crossbow_py.search.loop import SearchRules
-from crossbow_py.search.packs.trial import TrialSettings
-from crossbow_py.search.packs.trial_registry import TrialRegistry
 from crossbow_py.search.study.claims import SegmentResult
 from crossbow_py.search.study.states import TrialStates
 from crossbow_py.search.study.study import SharedStudy

@@ -83,6 +83,10 @@ class Space:
         own = {parameter.key: parameter for parameter in self.parameters}
         return {key: own[key].meant(value) if key in own else value for key, value in params.items()}
 
+    def features(self, params: Mapping[str, Any]) -> tuple[float, ...]:
+        """Return parameters as numbers from 0 to 1, by their positions in their ranges; 0.5 without one."""
+        return tuple(own.position(params[own.key]) if own.key in params else 0.5 for own in self.parameters)
+
     def grid(self) -> list[dict[str, Value]]:
         """Return every combination once, the last parameter changing fastest.
 

@@ -12,20 +12,21 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy.typing as npt
 
-from crossbow_py.averaging import SMA, AveragingRule
+from crossbow_py.averaging import RULES, SMA, AveragingRule
+from crossbow_py.core.errors import UserError
 from crossbow_py.core.other_names import python_suggestion
 from crossbow_py.core.settings import suggestion
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.engine.modules.losses import Loss
-from crossbow_py.engine.update.optimizers import SGD, Optimizer
+from crossbow_py.engine.update.optimizers import OPTIMIZERS, SGD, Optimizer
 from crossbow_py.telemetry.events import Listener
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.checks.seeded_model import MakeModel
 from crossbow_py.train.evaluation.metrics import Metric
 from crossbow_py.train.run_settings import JobOptions, RunOptions, RunSettings
-from crossbow_py.train.schedules import Constant, Schedule
+from crossbow_py.train.schedules import SCHEDULES, Constant, Schedule
 
 P = ParamSpec("P")
 A = TypeVar("A")
@@ -41,9 +42,9 @@ class TrainArguments(JobOptions, RunOptions, RunSettings):
     test_data: Data | None = None
     validation_data: Data | None = None
     num_classes: int | None = None
-    optimizer: Optimizer = SGD()
-    schedule: Schedule = Constant()
-    averaging: AveragingRule = SMA()
+    optimizer: Optimizer | str = SGD()
+    schedule: Schedule | str = Constant()
+    averaging: AveragingRule | str = SMA()
     loss: Loss | None = None
     metrics: Mapping[str, Metric] | None = None
     augmentation: Augmentation | None = None
@@ -60,7 +61,19 @@ class TrainArguments(JobOptions, RunOptions, RunSettings):
     executor_cache: str | Path | None = None
 
     def __post_init__(self) -> None:
+        registries: dict[str, Mapping[str, Any]] = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "averaging": RULES}
+        for group, registry in registries.items():
+            if isinstance(name := getattr(self, group), str):
+                if name not in registry:
+                    raise UserError(f"{group} has no {name!r}{suggestion(name, registry)}")
+                object.__setattr__(self, group, registry[name]())
         assert self.settings  # which checks them
+
+    @property
+    def rules(self) -> tuple[Optimizer, Schedule, AveragingRule]:
+        """The optimizer, the schedule and the averaging rule, those that were named too."""
+        found: Any = self.optimizer, self.schedule, self.averaging
+        return found  # type: ignore[no-any-return]
 
     @cached_property
     def settings(self) -> RunSettings:

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from crossbow_py.averaging.stability import check_settles, most_stable_learners
 from crossbow_py.core.errors import UserError, one_line
@@ -43,7 +44,7 @@ from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.telemetry.timeline import Timeline
 from crossbow_py.train.arguments import TrainArguments
-from crossbow_py.train.checks.losses import loss_on
+from crossbow_py.train.checks.losses import loss_on, not_shares
 from crossbow_py.train.checks.probe import probe, probe_evaluation, settled_on_tokens, takes_labels
 from crossbow_py.train.checks.seeded_model import faithful_copy, seeded_model
 from crossbow_py.train.evaluation.evaluator import Evaluator, evaluation_batch_size
@@ -78,7 +79,7 @@ class RunBuilder:
         timeline: Timeline | None = None,
     ) -> None:
         self.arguments, self.settings, self.ranks = arguments, arguments.settings, arguments.ranks
-        self.optimizer, self.rule = arguments.optimizer, arguments.averaging
+        self.optimizer, _, self.rule = arguments.rules
         self.choices, self.announce = choices, announce
         self.output_dir, self.resumed_from, self.timeline = output_dir, resumed_from, timeline
         self.metrics: Mapping[str, Metric] = arguments.metrics or {}
@@ -203,7 +204,8 @@ class RunBuilder:
             check_data(self.data.train, "the data set")
             template = seeded_model(self.arguments.model, self.settings.seed, self.init_from)
             template = self.optimizer.prepared(template).to(self.choices.device)
-            loss = self._settle_loss(template)
+            given, device = self.arguments.loss, self.choices.device
+            loss, self.data = settled_loss_of(given, template, self.data, self.settings, device)
             train_feed, batch, loss, warnings = self._train_feed(template, loss)
             template = faithful_copy(template, self.choices.precision, batch, self.settings.channels_last)
             validation_feed = self._evaluation_feed("validation", template, loss, self.data.validation)
@@ -222,27 +224,6 @@ class RunBuilder:
                 f"all ranks must have the same data sets, got {sizes} training and test samples; load them alike on "
                 "every rank."
             )
-
-    def _settle_loss(self, template: nn.Module) -> Loss:
-        """Return the loss. If it is the model's own, which the data decide where none was given, the model gets labels.
-
-        Raises UserError if the model and the data cannot have such a loss.
-        """
-        fits = takes_labels(template) and has_named_inputs(self.data.train)
-        loss = self.arguments.loss or (model_loss if fits else nn.functional.cross_entropy)
-        if loss is model_loss:
-            if not fits:
-                raise UserError(
-                    "loss=model_loss is for models whose forward takes `labels`, and data whose inputs are dicts; give "
-                    "another loss."
-                )
-            if self.settings.label_smoothing or self.settings.class_weights is not None:
-                raise UserError(
-                    "label_smoothing and class_weights are for cross-entropy, and the model computes its loss itself; "
-                    "leave them out, or give loss=nn.functional.cross_entropy."
-                )
-            self.data = dataclasses.replace(self.data, labels_as_input=True)
-        return loss_on(self.choices.device, loss)
 
     def _train_feed(self, template: nn.Module, loss: Loss) -> tuple[Feed, Batch, Loss, list[str]]:
         """Build the feed and probe the model with a small batch; in fp32 if `auto` chose bf16 and that fails."""
@@ -343,6 +324,49 @@ class RunBuilder:
                 f"num_learners={settings.num_learners} replicas of this model cannot be allocated on {choices.device} "
                 f"({one_line(error)[:200]}); lower num_learners."
             ) from error
+
+
+def settled_loss_of(
+    given: Loss | None, template: nn.Module, data: DataSets, settings: RunSettings, device: torch.device
+) -> tuple[Loss, DataSets]:
+    """Return the loss, on the device, and the data.
+
+    If the loss is the model's own, which the data decide where none was given, the model gets labels. Raises UserError
+    if the model and the data cannot have such a loss.
+    """
+    fits = takes_labels(template) and has_named_inputs(data.train)
+    loss = given or (model_loss if fits else nn.functional.cross_entropy)
+    if loss is model_loss:
+        if not fits:
+            raise UserError(
+                "loss=model_loss is for models whose forward takes `labels`, and data whose inputs are dicts; give "
+                "another loss."
+            )
+        if settings.label_smoothing or settings.class_weights is not None:
+            raise UserError(
+                "label_smoothing and class_weights are for cross-entropy, and the model computes its loss itself; "
+                "leave them out, or give loss=nn.functional.cross_entropy."
+            )
+        data = dataclasses.replace(data, labels_as_input=True)
+    settled = loss_on(device, loss)
+    if settled is nn.functional.cross_entropy:
+        _check_targets(data.train, takes_labels(template))
+    return settled, data
+
+
+def _check_targets(data: Data, may_shift: bool) -> None:
+    """Raise UserError for targets in tensors that cross-entropy would take for something else than what was meant."""
+    pair = as_pair(data)
+    if pair is None:
+        return
+    inputs, targets = pair
+    if targets.is_floating_point() and targets.ndim > 1 and targets.shape[1] > 1 and (reason := not_shares(targets)):
+        raise UserError(reason)
+    if may_shift and has_integers(targets) and isinstance(inputs, Tensor) and torch.equal(inputs, targets):
+        raise UserError(
+            "the targets are the inputs, which a model can copy; have the model shift them itself, by a dict of inputs "
+            "(\"input_ids\": ids, \"labels\": ids), or give inputs ids[:, :-1] and targets ids[:, 1:]."
+        )
 
 
 def new_feed(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from crossbow_py.averaging import RULES
-from crossbow_py.cli.configuration import Registry, from_plain, group, to_plain
+from crossbow_py.cli.configuration import Registry, from_plain, group, group_options, read_option, to_plain
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import given_path
-from crossbow_py.core.settings import setting
+from crossbow_py.core.settings import setting, suggestion
 from crossbow_py.data.sources import SOURCES
 from crossbow_py.engine.update.optimizers import OPTIMIZERS
 from crossbow_py.models import MODELS
@@ -116,3 +117,36 @@ def config_from_mapping(plain: Mapping[str, Any], file: Path | None = None) -> T
 def config_to_mapping(config: JobConfig) -> dict[str, Any]:
     """Return the plain values of a configuration, with every default: the inverse of `config_from_mapping`."""
     return to_plain(config)
+
+
+def with_values(
+    plain: Mapping[str, Any], values: Mapping[str, Any], what: str,
+    nothing_beneath: Callable[[str, str], str] = lambda key, known: f"{key}: a run has nothing beneath {known!r}",
+) -> TrainConfig:  # fmt: skip
+    """Build the configuration of a run that differs from `plain`.
+
+    Args:
+        plain: plain values of all keys; not changed.
+        values: what differs: dotted keys, and names of options of groups.
+        what: what the values are called in messages.
+        nothing_beneath: a sentence on a key beneath one that has nothing beneath it.
+
+    Raises UserError for a key or a value that a run does not have.
+    """
+    whole: dict[str, Any] = copy.deepcopy({**plain})
+    for key, value in sorted(values.items(), key=lambda pair: "." in pair[0]):  # groups before what is in them
+        if key in TrainConfig.GROUPS:
+            options = group_options(key, TrainConfig)
+            if value not in options:
+                raise UserError(f"{what}: unknown {key} {value!r}{suggestion(str(value), options)}")
+            if value != whole[key]["name"]:  # what is configured keeps what it was given
+                whole[key] = read_option(key, value)
+            continue
+        *path, last = key.split(".")
+        found: Any = whole
+        for depth, name in enumerate(path):
+            found = found.get(name)
+            if not isinstance(found, dict):
+                raise UserError(nothing_beneath(key, ".".join(path[: depth + 1])))
+        found[last] = value
+    return config_from_mapping(whole)

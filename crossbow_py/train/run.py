@@ -134,7 +134,7 @@ class Run:
     @property
     def schedule(self) -> Schedule:
         """The learning-rate schedule."""
-        return self.arguments.schedule
+        return self.arguments.rules[1]
 
     @property
     def samples_per_round(self) -> int:

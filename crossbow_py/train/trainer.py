@@ -74,14 +74,15 @@ class Trainer:
 
     Args:
         model: a function without arguments that returns an `nn.Module`, such as a class; called once.
-        train_data: a map-style data set of (input, target), or two tensors: inputs [N, ...] and targets [N].
+        train_data: a map-style data set of (input, target), or two tensors or NumPy arrays: inputs [N, ...] and targets
+            [N].
         test_data: data in the same form; without it nothing is evaluated, unless there is validation data.
         validation_data: data in the same form. Stops and the best accuracy then use it, and the test data is evaluated
             once, at the end.
         num_classes: number of classes, checked against the model's output when the loss is cross-entropy.
-        optimizer: updates a learner's weights from its gradient.
-        schedule: the learning rate as a function of samples seen.
-        averaging: the rule that keeps learners together.
+        optimizer: updates a learner's weights from its gradient; a name such as "adamw" has its default settings.
+        schedule: the learning rate as a function of samples seen; or a name.
+        averaging: the rule that keeps learners together; or a name.
         loss: `f(outputs [B, ...], targets [B, ...])`, a batch mean. None is cross-entropy; or, if forward takes
             `labels` and the data's inputs are dicts, `model_loss`, what the model itself returns.
         metrics: further functions like `loss` to evaluate, by name, or metrics with states, as torchmetrics has them;
@@ -133,7 +134,7 @@ class Trainer:
         _check_callbacks(given.callbacks)
         check_tuner(given.auto_tuner)
         check_compatible(
-            given.settings, given.optimizer, given.schedule, given.averaging, given.loss, given.max_evaluation_batches,
+            given.settings, *given.rules, given.loss, given.max_evaluation_batches,
             ranks,
         )  # fmt: skip
         found, self._messages = find_checkpoint(given.resume, folder, ranks)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.engine.update.optimizers import SGD, PerLearner
+from crossbow_py.packs.trial import TrialSettings
 from crossbow_py.search.hyperband import Bracket, Results, Segment, best, ready, to_epochs
 from crossbow_py.search.loop import epoch_samples
-from crossbow_py.search.packs.trial import TrialSettings
 
 Pair = tuple[Tensor, Tensor]
 

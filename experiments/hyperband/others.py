@@ -29,9 +29,9 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from crossbow_py.core.errors import CrossbowError
+from crossbow_py.packs.trial import TrialSettings
 from crossbow_py.search.build import SearchRun
 from crossbow_py.search.loop import epoch_samples
-from crossbow_py.search.packs.trial import TrialSettings
 from crossbow_py.search.space import Space
 from experiments.bench.machine import ROOT, usable_cores
 from experiments.hyperband.default_loop import Images, accuracy, new_trial, train

@@ -19,16 +19,16 @@ from crossbow_py.engine.device.memory import free_memory
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.modules.precision import FP32, FP64, Precision
 from crossbow_py.estimate.estimation import within
-from crossbow_py.search.packs import trial_registry
-from crossbow_py.search.packs.pack import NON_FINITE, Member, Pack
-from crossbow_py.search.packs.slots import advance
-from crossbow_py.search.packs.trial import TrialSettings
-from crossbow_py.search.packs.width import Width
+from crossbow_py.packs import trial_registry
+from crossbow_py.packs.pack import NON_FINITE, Pack, TrialRow
+from crossbow_py.packs.slots import advance
+from crossbow_py.packs.trial import TrialSettings
+from crossbow_py.packs.width import Width
 from crossbow_py.train import run_settings
 from tests.gpu.support import HAS_KERNELS, slow_if_simulated
 from tests.searches import assert_rungs_keep_the_best, report, search_digits, segments
 from tests.trainers import images
-from tests.unit.search.packs.test_pack import (
+from tests.unit.packs.test_pack import (
     ADAM,
     BATCH,
     LONGEST,
@@ -58,7 +58,7 @@ def pack_of(
     trials: Sequence[TrialSettings],
     executor: str,
     epochs: float = 2.0,
-    members: Sequence[Member] | None = None,
+    members: Sequence[TrialRow] | None = None,
     precision: Precision = FP64,
 ) -> Pack:
     """As that of the tests on CPUs, with batches made by the kernel."""

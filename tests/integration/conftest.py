@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from crossbow_py.packs import trial_registry
+from crossbow_py.packs.width import Width
 from crossbow_py.search import searcher
-from crossbow_py.search.packs import trial_registry
-from crossbow_py.search.packs.width import Width
 from crossbow_py.search.report.search_file import SearchFile
 
 

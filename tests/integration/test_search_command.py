@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
+from crossbow_py.packs import trial_registry
 from crossbow_py.predict.trained_models import load_models
 from crossbow_py.search import __main__ as search_module
 from crossbow_py.search.build import SearchRun
 from crossbow_py.search.events import TrialRecord
-from crossbow_py.search.packs import trial_registry
 from crossbow_py.search.report.search_file import SearchFile
 from crossbow_py.search.study import study
 from crossbow_py.search.study.storage import open_storage

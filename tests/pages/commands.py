@@ -33,6 +33,7 @@ from crossbow_py.cli.hydra_words import split_hydra
 from crossbow_py.cli.launchers.words import split_launcher
 from crossbow_py.cli.overrides import expand_sweeps
 from crossbow_py.estimate.config import EstimateConfig
+from crossbow_py.many.config import ManyConfig
 from crossbow_py.predict.config import PredictConfig
 from crossbow_py.search.config import SearchConfig
 from crossbow_py.train.config import TrainConfig
@@ -42,18 +43,21 @@ from tests.pages.snippets import LANGUAGES, ROOT, Snippet, commands
 # What makes a command of minutes one of seconds; left out where the page says so itself.
 FAST = {
     "train": ["+debug=fast"],
+    "many": ["+debug=fast"],
     "search": ["+debug=search_fast"],
     "predict": ["latency_s=0"],
     "estimate": [],
     "report": [],
 }
 KINDS = {
-    "train": TrainConfig, "search": SearchConfig, "predict": PredictConfig, "estimate": EstimateConfig,
-    "check": CheckConfig,
+    "train": TrainConfig, "many": ManyConfig, "search": SearchConfig, "predict": PredictConfig,
+    "estimate": EstimateConfig, "check": CheckConfig,
 }  # fmt: skip
 EXAMPLES = ROOT / "docs" / "examples"
 # Programs that take a minute each; test_examples.py runs them in a short form.
-IN_SHORT = frozenset({"tabular.py", "segmentation.py", "bert_classifier.py", "char_gpt.py", "fine_tune.py"})
+IN_SHORT = frozenset({
+    "tabular.py", "segmentation.py", "bert_classifier.py", "char_gpt.py", "deep_ensemble.py", "fine_tune.py",
+})  # fmt: skip
 ONLY_ON_CUDA = {"device=cuda", "executor=streams"}
 # Packages that are not always installed, by what needs them in a command or a program.
 OPTIONAL = {

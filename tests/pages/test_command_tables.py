@@ -70,7 +70,7 @@ def test_unknown_table_is_refused() -> None:
 def test_page_of_commands_gets_the_table_of_every_command_and_group() -> None:
     page = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
     groups = list(TrainConfig.GROUPS)
-    parts = ["train", "search", "estimate", "predict", "check", "launcher", *groups]
+    parts = ["train", "many", "search", "estimate", "predict", "check", "launcher", *groups]
     parts += [f"options/{group}" for group in (*groups, "experiment", "debug")]
     built = on_page_markdown(page)
     assert [part for part in parts if table(part) not in built] == []

@@ -68,6 +68,12 @@ def test_model_of_a_factory_learns() -> None:
 
 
 @pytest.mark.timeout(300)
+def test_deep_ensemble_knows_more_than_one_of_its_models() -> None:
+    one, together = example("deep_ensemble").main(count=300, epochs=20, num_models=6)
+    assert together < one - 0.02
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "short", "least"),
     [

@@ -376,7 +376,7 @@ MUTATIONS = [
     ),
     Mutation(
         "pack keeps its graphs",
-        "crossbow_py/search/packs/pack.py",
+        "crossbow_py/packs/pack.py",
         "other trials in a pack run by the graphs of those before",
         'if engine.executor is not None and self.job.choices.device.type == "cuda":',
         "if engine.executor is None and False:",

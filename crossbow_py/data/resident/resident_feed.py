@@ -22,17 +22,19 @@ STREAM = 2**48  # positions of one stream, more than the samples of any run
 
 
 class Variant(NamedTuple):
-    """The augmentation of one of several streams, and its seed."""
+    """The augmentation of one of several streams, and its seed; and its samples, None for those of the feed."""
 
     seed: int
     augmentation: Augmentation
+    order: SampleOrder | None = None
 
 
 class ResidentFeed(Feed):
     """The feed of a data set whose tensors live on the device. A batch takes only gathers and arithmetic.
 
-    There may be several streams over one data set: the samples in the same order, each stream with its own
-    augmentation. Stream s has the positions from s·STREAM on. `set_variant` adds streams; without it there is one.
+    There may be several streams over one data set, each with an augmentation of its own, and perhaps with samples and
+    an order of its own. Stream s has the positions from s·STREAM on. `set_variant` adds streams; without it there is
+    one.
 
     Batches can also be made in two steps, the second of which may be part of a CUDA graph:
 
@@ -57,6 +59,7 @@ class ResidentFeed(Feed):
         self._inputs, self._targets, self._seed = inputs, targets, seed
         self._order = order or SampleOrder(seed, len(targets))
         self._variants: dict[int, Variant] = {}
+        self._evaluated: Ids | None = None  # None for all samples
         self._plain: Variant | None = None  # that of streams without their own
         self._has_target: dict[int, bool] = {}
         # Picks int64 [R, N] in stream order, on the device: an epoch of the streams with the same variant.
@@ -87,8 +90,14 @@ class ResidentFeed(Feed):
         other._plain = Variant(self._seed, Augmentation())
         return other
 
+    def only(self, ids: Ids) -> ResidentFeed:
+        """Return a feed that evaluates the samples `ids` alone, in that order, for nothing else."""
+        other = copy.copy(self)
+        other._evaluated, other.num_samples = ids, len(ids)
+        return other
+
     def set_variant(self, stream: int, variant: Variant) -> None:
-        """Set the augmentation of stream `stream` from now on. Called between rounds.
+        """Set the augmentation and the samples of stream `stream` from now on. Called between rounds.
 
         Raises UserError if its crops need more padding than the images were stored with.
         """
@@ -169,7 +178,8 @@ class ResidentFeed(Feed):
     def _runs(self, start: int, count: int) -> list[tuple[tuple[Variant | None, int], int, int]]:
         stream, position = divmod(start, STREAM)
         variant = self._variants.get(stream, self._plain)
-        found = segments(position, count, self.num_samples)
+        order = self._order if variant is None or variant.order is None else variant.order
+        found = segments(position, count, order.num_samples)
         return [((variant, epoch), first, last) for epoch, first, last in found]
 
     def check_labels(self, classes: Classes, what: str) -> None:
@@ -188,16 +198,19 @@ class ResidentFeed(Feed):
     def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
         for begin in range(first * batch_size, self.num_samples, step * batch_size):
             ids = np.arange(begin, min(begin + batch_size, self.num_samples), dtype=np.int64)
-            yield self._take(self._upload(self._inputs.plain_picks(ids)))
+            own = ids if self._evaluated is None else self._evaluated[ids]
+            yield self._take(self._upload(self._inputs.plain_picks(own)))
 
     def _take(self, picks: Tensor) -> Batch:
         return Batch(self._inputs.take(picks), self._inputs.take_targets(picks, self._targets))
 
     def _epoch_picks(self, key: tuple[Variant | None, int]) -> Tensor:
         variant, epoch = key
-        seed, augmentation = variant or (self._seed, None)
-        ids = self._order.ids(epoch)
-        return self._upload(self._inputs.epoch_picks(seed, epoch, ids, self._order.draws(ids), augmentation))
+        seed, augmentation, order = variant or (self._seed, None, None)
+        order = order or self._order
+        ids = order.ids(epoch)
+        picks = self._inputs.epoch_picks(seed, epoch, order.in_data(ids), order.draws(ids), augmentation)
+        return self._upload(picks)
 
     def _upload(self, picks: Ids) -> Tensor:
         # A host–device synchronisation on purpose: from pageable memory the copy is done when this returns, so the

@@ -13,8 +13,8 @@ import torch
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import own_file, replacing, sync
+from crossbow_py.packs.trial import Checkpoint
 from crossbow_py.search.hyperband import Segment
-from crossbow_py.search.packs.trial import Checkpoint
 
 _FORMAT = 1
 _T = TypeVar("_T")

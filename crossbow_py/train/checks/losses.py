@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,12 +96,31 @@ def misfit(loss: Callable[[Any, Tensor], Tensor | float], output: Tree, targets:
             return f"{given}: classes are int64, got {_kind(targets)}; give targets.long()."
     if loss is _F.cross_entropy:
         return _no_classes(given, output, targets)
-    if getattr(loss, "reduction", "mean") == "sum":
+    given_to = loss.keywords if isinstance(loss, partial) else {}
+    if given_to.get("reduction", getattr(loss, "reduction", "mean")) == "sum":
         return "the loss must be the mean over a batch, got one with reduction='sum'; leave the reduction out."
+    if _is_of(loss, (_F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss)) and not targets.is_floating_point():
+        return f"{given}: it takes numbers from 0 to 1, got {_kind(targets)}; give targets.float()."
     elementwise = loss in _ELEMENTWISE or isinstance(loss, _ELEMENTWISE_MODULES)
     if elementwise and output.shape != targets.shape:
         return f"{given}: it compares value by value and would broadcast them; give targets of the output's shape."
     return None
+
+
+def not_shares(targets: Tensor) -> str | None:
+    """Return why floating targets [N, C, ...] are no shares of classes, as cross-entropy takes them; None if they are.
+
+    Host–device synchronisation on CUDA.
+    """
+    if ((targets.sum(1) - 1).abs() < _TOLERANCE).all():
+        return None
+    given = (
+        "cross-entropy, the loss where none is given, takes a class or shares of classes that sum to 1, got targets "
+        f"{list(targets.shape)}"
+    )
+    if ((targets == 0) | (targets == 1)).all():
+        return f"{given} with several labels a sample; give loss=nn.BCEWithLogitsLoss()."
+    return f"{given} that do not; give a loss for numbers, such as loss=nn.MSELoss()."
 
 
 def remarks(loss: Loss, output: Tree, targets: Tensor) -> list[str]:
@@ -149,7 +169,7 @@ def _remarks_on_mean(loss: Loss, output: Tensor, targets: Tensor) -> list[str]:
     ]
 
 
-def _is_of(loss: Loss, kinds: tuple[Loss, type[nn.Module]]) -> bool:
+def _is_of(loss: Callable[[Any, Tensor], Tensor | float], kinds: tuple[Loss, type[nn.Module]]) -> bool:
     function, module = kinds
     return loss is function or isinstance(loss, module)
 
@@ -174,7 +194,7 @@ def _no_classes(given: str, output: Tensor, targets: Tensor) -> str | None:
     if has_integers(targets):
         return f"{given}: classes are int64, got {kind}; give targets.long()."
     if targets.is_floating_point() and targets.shape == output.shape and output.ndim > 1 and output.shape[1] > 1:
-        return None  # probabilities of the classes
+        return not_shares(targets)
     return (
         f"{given}: it is cross-entropy, and targets of {kind} are not classes; give classes as int64, or, from Python, "
         "a loss for numbers, such as loss=nn.MSELoss()."

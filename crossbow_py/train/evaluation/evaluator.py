@@ -40,6 +40,7 @@ from crossbow_py.engine.modules.losses import (
     num_averaged,
     part_for,
     scores_of,
+    takes_classes,
 )
 from crossbow_py.engine.modules.precision import Precision, cast_module
 from crossbow_py.telemetry.class_counts import ClassCounts
@@ -213,6 +214,17 @@ class Evaluator:
             tally, found = self._tally(state, feed, ranks, examples and ranks.is_first)
         (evaluation,) = tally.evaluations(ranks, found)
         return evaluation
+
+    @torch.no_grad()
+    def predict(self, state: State, feed: Feed) -> Tensor:
+        """Return the scores [N, ...] of all samples in master precision, probabilities to a loss of classes."""
+        module, found = self._runnable(state), []
+        for batch in feed.evaluation_batches(self.batch_size):
+            scores = scores_of(in_format(call(module, batch.inputs), self.precision.master))
+            if not isinstance(scores, Tensor):
+                raise UserError("predictions need a model with one output, or an entry logits or out; got several.")
+            found.append(scores.softmax(1) if takes_classes(self.loss) and scores.ndim > 1 else scores)
+        return torch.cat(found)
 
     @torch.no_grad()
     def counts_correct(self, feed: Feed) -> bool:

@@ -458,7 +458,8 @@ class TrainingLoop:
         summary = self.reporter.summarize(self.state, status, reason, final, saved)
         independent = [] if single else models
         (images_per_s,), *_ = self.ranks.gather([summary.images_per_s])  # of the first rank, as in its records
-        return Result(status, reason, summary.test_accuracy, images_per_s, models[0], independent, summary)
+        measured = summary.test_accuracy, images_per_s
+        return Result(status, reason, *measured, models[0], independent, summary, self.reporter.history)
 
 
 def _status_of(reason: str) -> str:

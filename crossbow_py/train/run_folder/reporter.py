@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,7 @@ class Result:
             `patience` or `restore_best` it is that of the best evaluation.
         models: each learner's model if learners are independent; otherwise empty.
         summary: the summary of the run, as written to summary.json.
+        history: a flat dict for each evaluation of this call, as `pandas.DataFrame` takes a list of them.
     """
 
     status: str
@@ -69,6 +71,23 @@ class Result:
     model: nn.Module
     models: list[nn.Module]
     summary: Summary
+    history: list[dict[str, Any]]
+
+    @property
+    def test_loss(self) -> float | None:
+        """The loss of the final model; None without test data, or after a signal."""
+        return self.summary.test_loss
+
+    def __repr__(self) -> str:
+        tested = {"test_accuracy": self.test_accuracy, "test_loss": self.test_loss, **self.summary.metrics}
+        num_parameters = sum(each.numel() for each in self.model.parameters())
+        lines = [
+            f"Result: {self.status} ({self.stop_reason})",
+            "  " + ", ".join(f"{name} {value:.4g}" for name, value in tested.items() if value is not None),
+            f"  {self.images_per_s:,.0f} images/s, {len(self.history)} evaluations",
+            f"  model: {type(self.model).__name__}, {num_parameters:,} parameters",
+        ]
+        return "\n".join(line for line in lines if line.strip())
 
 
 class Reporter:
@@ -87,6 +106,7 @@ class Reporter:
     ) -> None:
         self.meter, self._clock, self._telemetry = meter, clock, telemetry
         self.started = False
+        self._records: list[EpochRecord] = []
         self._listeners, self._dropped = list(listeners), list[Listener]()
         self._next_progress_s = -math.inf
         self._started_s, self._wall_before_s = clock(), 0.0
@@ -137,10 +157,19 @@ class Reporter:
             self.message(f"No checkpoint was written ({reason}); training goes on, make room soon.")
         self._lacks_checkpoint = True
 
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The records of epochs, as flat dicts of numbers."""
+        return [
+            {key: value for key, value in asdict(own).items() if isinstance(value, int | float)} | own.metrics
+            for own in self._records
+        ]
+
     def epoch(self, record: EpochRecord) -> None:
         """Pass on the record of an epoch, with the pace of ranks."""
         if self._telemetry is not None:
             record = replace(record, ranks=spread_of(self._telemetry.paces.lap()))
+        self._records.append(record)
         self._tell(lambda listener: listener.on_epoch(record))
 
     def predictions(self, run: Run, measured: Measured | None, which: str) -> None:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from crossbow_py.engine.device import memory
+from crossbow_py.packs.width import Width
 from crossbow_py.search.events import BestTrial, RunningTrial, SearchInfo, SearchProgress, SearchSummary, TrialRecord
 from crossbow_py.search.hyperband import TrialState, make_brackets
-from crossbow_py.search.packs.width import Width
 from crossbow_py.search.space import Space
 from crossbow_py.search.study.storage import open_storage
 from tests.unit.search.study.shared_studies import OPENED
@@ -148,7 +148,7 @@ def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
     def width(trials: Any, limit: int, *_: Any) -> Any:
         return Width(limit, {("serial", 1): 1.0}, "four by four"), []
 
-    monkeypatch.setattr("crossbow_py.search.packs.trial_registry.measured_width", width)
+    monkeypatch.setattr("crossbow_py.packs.trial_registry.measured_width", width)
     return Setting(tmp_path / "trials")
 
 

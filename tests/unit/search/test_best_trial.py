@@ -14,12 +14,12 @@ import pytest
 
 from crossbow_py.core.errors import DeviceLostError, UserError
 from crossbow_py.core.files import locked
+from crossbow_py.packs import trial_registry
+from crossbow_py.packs.slots import Slot
 from crossbow_py.search import outcome
 from crossbow_py.search.events import BestTrial
 from crossbow_py.search.hyperband import Segment
 from crossbow_py.search.outcome import Leader, LeaderRun, find_leader, kept_best, lock_of
-from crossbow_py.search.packs import trial_registry
-from crossbow_py.search.packs.slots import Slot
 from crossbow_py.search.study.states import TrialStates
 from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator
 from tests.unit.search.tiny_search import Setting, lost, never

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.core.errors import LearnerError
+from crossbow_py.packs import slots, trial_registry
+from crossbow_py.packs.pack import Pack
+from crossbow_py.packs.policies import Policy
 from crossbow_py.search.hyperband import Segment, TrialState, ready, standing
 from crossbow_py.search.loop import Search
 from crossbow_py.search.outcome import trial_records
-from crossbow_py.search.packs import slots, trial_registry
-from crossbow_py.search.packs.pack import Pack
-from crossbow_py.search.packs.policies import Policy
 from tests.unit.search.study.shared_studies import why_failed
 from tests.unit.search.tiny_search import ONE_SIZE, Setting, finished, let_leases_end, never, one_round, watch
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from crossbow_py.core.errors import DataError, DeviceLostError, UserError
+from crossbow_py.packs import slots, trial_registry
+from crossbow_py.packs.pack import Pack
 from crossbow_py.search import loop as search_module
-from crossbow_py.search.packs import slots, trial_registry
-from crossbow_py.search.packs.pack import Pack
 from crossbow_py.train.evaluation import evaluator
 from crossbow_py.train.evaluation.evaluator import Evaluator
 from tests.unit.search.study.shared_studies import why_failed

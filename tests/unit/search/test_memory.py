@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from crossbow_py.core.errors import UserError
+from crossbow_py.packs import slots, trial_registry
+from crossbow_py.packs.pack import Pack
 from crossbow_py.search.hyperband import Segment
-from crossbow_py.search.packs import slots, trial_registry
-from crossbow_py.search.packs.pack import Pack
 from crossbow_py.train.evaluation.evaluator import Evaluator
 from tests.unit.search.study.shared_studies import why_failed
 from tests.unit.search.tiny_search import ONE_SIZE, SPACE, Setting, never, one_round, values_of, watch

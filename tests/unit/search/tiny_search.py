@@ -17,12 +17,12 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.modules.precision import FP32
+from crossbow_py.packs.policies import Policy
+from crossbow_py.packs.trial import TrialSettings
+from crossbow_py.packs.trial_registry import TrialData, TrialRegistry
 from crossbow_py.schedules import Constant
 from crossbow_py.search.hyperband import Segment, best, make_brackets
 from crossbow_py.search.loop import Search, SearchHooks, SearchRules
-from crossbow_py.search.packs.policies import Policy
-from crossbow_py.search.packs.trial import TrialSettings
-from crossbow_py.search.packs.trial_registry import SearchData, TrialRegistry
 from crossbow_py.search.space import Space
 from crossbow_py.search.study.states import TrialStates
 from crossbow_py.search.study.study import SharedStudy
@@ -68,8 +68,8 @@ class Setting:
         feed = make_feed(blobs(40), 1, 0)
         assert isinstance(feed, ResidentFeed)
         validation, test = make_feed(blobs(30), 1), make_feed(blobs(21), 1)
-        data = SearchData(feed.with_batch_size, 40, validation, test, (3, True), self.streams)
-        return TrialRegistry(self.trial, self.space, data, RunSettings(device="cpu"), CHOICES, self.width, told)
+        data = TrialData(feed.with_batch_size, 40, validation, test, (3, True), self.streams)
+        return TrialRegistry(self.trial, data, RunSettings(device="cpu"), CHOICES, self.width, told)
 
     def trial(self, trial: int, params: Mapping[str, Any]) -> TrialSettings:
         rate = self.rates.get(trial, params["optimizer.learning_rate"])

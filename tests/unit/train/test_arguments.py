@@ -5,11 +5,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import traceback
+from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 from torch import nn
 
-from crossbow_py import Trainer
+from crossbow_py import AdamW, Trainer, UserError
+from crossbow_py.averaging import Crossbow
+from crossbow_py.schedules import Cosine
 from crossbow_py.train.arguments import TrainArguments
 from crossbow_py.train.config import JobConfig, TrainConfig
 from crossbow_py.train.run_settings import RunOptions, RunSettings
@@ -56,3 +61,23 @@ def test_step_is_six_calls_deep(monkeypatch):
     trainer.fit(max_rounds=1)
     calls = stacks[0]
     assert calls[calls.index("step") :] == ["step", "submit", "_start", "run_task", "correct", "seen"]
+
+
+def test_groups_may_be_named_and_arrays_of_numpy_are_data() -> None:
+    inputs, targets = (each.numpy() for each in blobs(24))
+    data = inputs.astype(np.float64), targets
+    settings: dict[str, Any] = {"executor": "serial", "num_learners": 2, "device": "cpu", "batch_size": 4}
+    named = Trainer(
+        model=partial(nn.Linear, 4, 3), train_data=data, test_data=data, optimizer="adamw", schedule="cosine",
+        averaging="crossbow", **settings,
+    ).fit(max_epochs=2)  # fmt: skip
+    made = Trainer(
+        model=partial(nn.Linear, 4, 3), train_data=blobs(24), test_data=blobs(24), optimizer=AdamW(), schedule=Cosine(),
+        averaging=Crossbow(), **settings,
+    ).fit(max_epochs=2)  # fmt: skip
+    assert named.test_loss == made.test_loss is not None
+    assert [entry["test_loss"] for entry in named.history] == [entry["test_loss"] for entry in made.history]
+    assert named.history[-1]["epoch"] == 2 and named.history[-1]["test_loss"] == named.test_loss
+    assert len(repr(named).splitlines()) == 4 and repr(named).startswith("Result: finished (max_epochs)")
+    with pytest.raises(UserError, match="optimizer has no 'adam'; did you mean 'adamw'?"):
+        Trainer(model=partial(nn.Linear, 4, 3), train_data=data, optimizer="adam")

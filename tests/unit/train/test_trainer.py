@@ -184,7 +184,7 @@ def test_init_from_starts_at_the_saved_weights(tmp_path):
         ({"train_data": 40}, "the data set must be tensors"),
         ({"train_data": (blobs(40)[0], blobs(39)[1])}, "as many inputs as targets"),
         ({"optimizer": SGD(learning_rate=[0.1, 0.2, 0.3])}, "optimizer.learning_rate lists 3 values for 2 learners"),
-        ({"optimizer": "sgd"}, r"optimizer must be one of crossbow_py's, such as SGD\(\), got 'sgd'"),
+        ({"optimizer": "adam"}, "optimizer has no 'adam'; did you mean 'adamw'?"),
         ({"optimizer": nn.Linear}, r"optimizer must be one of crossbow_py's, such as SGD\(\), got <class"),
         ({"optimizer": torch.optim.SGD(linear_model().parameters())}, r"as SGD\(\), got SGD \( Parameter Group 0"),
         ({"schedule": 0.1}, r"schedule must be one of crossbow_py's, such as Constant\(\), got 0.1"),

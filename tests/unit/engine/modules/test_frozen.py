@@ -13,11 +13,11 @@ from torch import nn
 
 from crossbow_py import SGD, SMA, Independent, frozen
 from crossbow_py.averaging import SynchronousSGD
+from crossbow_py.packs.trial import TrialSettings
 from crossbow_py.schedules import Constant
-from crossbow_py.search.packs.trial import TrialSettings
 from crossbow_py.train import run_settings
 from tests.trainers import image_trainer
-from tests.unit.search.packs import test_pack as packs
+from tests.unit.packs import test_pack as packs
 
 EXECUTORS = ["serial", "threads", "fused", "fused_threads"]
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from crossbow_py.core.errors import UserError
+from crossbow_py.packs.trial import Checkpoint
 from crossbow_py.search.hyperband import Segment
-from crossbow_py.search.packs.trial import Checkpoint
 from crossbow_py.search.study.states import TrialStates, Underway
 
 

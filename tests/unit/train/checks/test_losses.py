@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any, cast
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from crossbow_py import SGD
+from crossbow_py import SGD, Trainer
 from crossbow_py.core.errors import UserError
 from crossbow_py.train.checks.losses import misfit, remarks, settled_loss, untrained
 from tests.trainers import blobs, make_trainer
@@ -168,3 +171,37 @@ def test_classes_with_a_dimension_of_channels_are_told_to_be_squeezed(output, ta
     for loss in (nn.functional.cross_entropy, nn.CrossEntropyLoss(ignore_index=255)):
         said = misfit(loss, output, targets)
         assert said is None if found is None else found in said
+
+
+@pytest.mark.parametrize(
+    ("targets", "loss", "message"),
+    [
+        (torch.tensor([[1.0, 0, 1], [0, 0, 1]] * 8), None, "several labels a sample; give loss=nn.BCEWithLogitsLoss"),
+        (torch.randn(16, 3), None, "got targets \\[16, 3\\] that do not; give a loss for numbers, such as loss=nn.MSE"),
+        (torch.ones(16, 3, dtype=torch.int64), nn.BCEWithLogitsLoss(), "from 0 to 1, got int64; give targets.float"),
+        (torch.ones(16, 3, dtype=torch.bool), nn.BCEWithLogitsLoss(), "from 0 to 1, got bool; give targets.float"),
+        (torch.zeros(16).long(), partial(nn.functional.cross_entropy, reduction="sum"), "one with reduction='sum'"),
+    ],
+)
+def test_targets_and_losses_that_would_train_something_else_are_refused(
+    targets: Tensor, loss: Any, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        Trainer(model=partial(nn.Linear, 4, 3), train_data=(torch.randn(16, 4), targets), loss=loss)
+
+
+def test_tokens_that_are_their_own_targets_are_refused_and_shares_of_classes_train() -> None:
+    ids = torch.randint(0, 9, (16, 5))
+
+    class Shifting(nn.Sequential):
+        def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:  # noqa: A002
+            return cast("Tensor", super().forward(input))
+
+    def tokens() -> nn.Module:
+        return Shifting(nn.Embedding(9, 4), nn.Linear(4, 9))
+
+    with pytest.raises(UserError, match=r"the targets are the inputs.*give inputs ids\[:, :-1\] and targets ids\[:, 1"):
+        Trainer(model=tokens, train_data=(ids, ids))
+    Trainer(model=tokens, train_data=(ids[:, :-1], ids[:, 1:]), executor="serial", device="cpu")
+    shares = torch.rand(16, 3).softmax(1)
+    Trainer(model=partial(nn.Linear, 4, 3), train_data=(torch.randn(16, 4), shares), executor="serial", device="cpu")

@@ -6,10 +6,10 @@ own learning rate, dropout and augmentation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from crossbow_py.averaging import Independent
 from crossbow_py.data.feed import Feed
@@ -18,11 +18,12 @@ from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.modules.dropout import set_dropout_rate
+from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.rounds import Draws, Round, RoundOutcome, RoundTasks, smoothing_rows, take_all
 from crossbow_py.engine.update.optimizers import side_by_side
 from crossbow_py.engine.update.update_choice import choose_update
-from crossbow_py.search.packs.trial import LOSS, Checkpoint, TrialSettings, new_row, own_dropout_rate, read_row
-from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, evaluate_bank
+from crossbow_py.packs.trial import Checkpoint, TrialSettings, new_row, own_dropout_rate, read_row
+from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, evaluate_bank, load_state
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.executor_choice import new_bank
 
@@ -35,23 +36,24 @@ class PackJob:
 
     Attributes:
         settings, choices: those of all trials; a trial has its own seed and batch size.
-        planned_samples: the length of a trial that is trained to the end, for schedules.
+        loss: what they minimise.
         choose_executor: returns the name of the executor for that many trials of a signature.
     """
 
     settings: RunSettings
     choices: Choices
-    planned_samples: int
+    loss: Loss
     choose_executor: Callable[[str, int], str]
 
 
 @dataclass
-class Member:
+class TrialRow:
     """A trial on a row: how far it has been trained, and how far it will be.
 
     Attributes:
         begun: its checkpoint when its segment began, or when its pack was last parked; None for a new trial.
         end_samples: where the segment ends.
+        planned_samples: its length if it is trained to the end, for its schedule.
         dropout_rate: the rate of the model's dropout layers; read if trials of its signature may differ in it.
         loss_sum, num_losses: sums over the rounds of this segment.
         failure: why it cannot go on.
@@ -61,6 +63,7 @@ class Member:
     settings: TrialSettings
     begun: Checkpoint | None
     end_samples: int
+    planned_samples: int
     dropout_rate: float = 0.0
     samples_seen: int = 0
     num_rounds: int = 0
@@ -101,17 +104,17 @@ class Pack:
     """
 
     def __init__(
-        self, job: PackJob, signature: str, template: nn.Module, feed: Feed, members: Sequence[Member]
+        self, job: PackJob, signature: str, template: nn.Module, feed: Feed, members: Sequence[TrialRow]
     ) -> None:
         self.job, self.signature, self.template, self.feed = job, signature, template, feed
         first = members[0].settings.optimizer
         self._update, self.warning = choose_update(
             first, Independent(), job.choices.device, job.choices.precision.master
         )
-        self.members: list[Member] = []
+        self.members: list[TrialRow] = []
         self._engine: _Engine | None = None
         self._own_dropout = own_dropout_rate(template) is not None
-        self._in_flight: list[list[Member]] = []
+        self._in_flight: list[list[TrialRow]] = []
         self._round_index = 0
         self.notes: list[str] = []
         try:
@@ -122,7 +125,7 @@ class Pack:
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def assign(self, members: Sequence[Member]) -> None:
+    def assign(self, members: Sequence[TrialRow]) -> None:
         """Put these members on the rows; those that were there before keep their rows.
 
         Between `drain` and the next `step`. With as many members as before the others' rows are not touched.
@@ -150,7 +153,7 @@ class Pack:
         name = job.choose_executor(self.signature, len(rows))
         bank = new_bank(self.template, len(rows), name, job.settings, job.choices, first.optimizer)
         tasks = RoundTasks(
-            bank, update=self._update, feed=self.feed, loss=LOSS, seed=first.seed, collective=Collective()
+            bank, update=self._update, feed=self.feed, loss=job.loss, seed=first.seed, collective=Collective()
         )
         self._engine = _Engine(name, bank, tasks, [0] * len(rows))
         self._update.optimizer = side_by_side([member.settings.optimizer for member in members])
@@ -158,7 +161,7 @@ class Pack:
             self._bank.load_row(row, values, 0)
         self._settle_rows(range(len(rows)))
 
-    def _first_row(self, member: Member) -> dict[str, object]:
+    def _first_row(self, member: TrialRow) -> dict[str, object]:
         if member.begun is not None:
             return member.begun.row
         return new_row(member.settings.new_model().to(self.job.choices.device), self._update.optimizer.state_names)
@@ -173,9 +176,10 @@ class Pack:
             if self._own_dropout:
                 engine.bank.dropout_rates[row] = self.members[row].dropout_rate
                 set_dropout_rate(engine.bank.module(row), self.members[row].dropout_rate)
-            engine.streams[row] = 0  # where its stream of samples begins, unless each row augments in its own way
-            if settings.augmentation.active and isinstance(self.feed, ResidentFeed):
-                self.feed.set_variant(row + 1, Variant(settings.seed, settings.augmentation))
+            engine.streams[row] = 0  # where its stream of samples begins, unless it is its own
+            is_own = settings.augmentation.active or settings.order is not None
+            if is_own and isinstance(self.feed, ResidentFeed):
+                self.feed.set_variant(row + 1, Variant(settings.seed, settings.augmentation, settings.order))
                 engine.streams[row] = (row + 1) * STREAM
         shares = [member.settings.label_smoothing for member in self.members]
         if engine.tasks.label_smoothing is None:
@@ -235,10 +239,11 @@ class Pack:
         self._round_index += 1
         return True
 
-    def _learning_rate(self, member: Member) -> float:
+    def _learning_rate(self, member: TrialRow) -> float:
         settings, rate = member.settings, member.settings.optimizer.learning_rate
         assert not isinstance(rate, tuple), "a trial is one learner"
-        return rate * settings.schedule.factor(member.samples_seen, self.feed.num_samples, self.job.planned_samples)
+        num_samples = self.feed.num_samples if settings.order is None else settings.order.num_samples
+        return rate * settings.schedule.factor(member.samples_seen, num_samples, member.planned_samples)
 
     def _absorb(self, outcomes: Sequence[RoundOutcome]) -> None:
         for outcome in outcomes:
@@ -257,15 +262,24 @@ class Pack:
 
     # --- results ------------------------------------------------------------------------------------------------------
 
-    def evaluate(self, members: Sequence[Member], evaluator: Evaluator, feed: Feed) -> list[Evaluation]:
+    def evaluate(self, members: Sequence[TrialRow], evaluator: Evaluator, feed: Feed) -> list[Evaluation]:
         """Measure members on the samples of a feed, in one pass where they can be fused; drained."""
         return evaluate_bank(self._bank, evaluator, feed, [self._row(member) for member in members])
 
-    def checkpoint(self, member: Member) -> Checkpoint:
+    def state(self, member: TrialRow) -> dict[str, Tensor]:
+        """Return a copy of a member's weights and buffers by name, on its device; drained."""
+        found = self._bank.learner_state(self._row(member))
+        return {name: value.detach().clone() for name, value in found.items()}
+
+    def restore(self, member: TrialRow, state: Mapping[str, Tensor]) -> None:
+        """Give a member the weights and buffers of `state`; drained."""
+        load_state(self._bank, self._row(member), state)
+
+    def checkpoint(self, member: TrialRow) -> Checkpoint:
         """Return where a member stands; the pack must be drained."""
         return Checkpoint(member.samples_seen, member.num_rounds, read_row(self._bank, self._row(member)))
 
-    def _row(self, member: Member) -> int:
+    def _row(self, member: TrialRow) -> int:
         return next(row for row, own in enumerate(self.members) if own is member)
 
     def _close_engine(self) -> None:

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from crossbow_py import SGD
 from crossbow_py.data.build import make_feed
 from crossbow_py.engine.modules.precision import FP32
+from crossbow_py.packs import width as module
+from crossbow_py.packs.trial import TrialSettings
+from crossbow_py.packs.width import CompatibleTrials, choose_width, measured_width
 from crossbow_py.schedules import Constant
-from crossbow_py.search.packs import width as module
-from crossbow_py.search.packs.trial import TrialSettings
-from crossbow_py.search.packs.width import CompatibleTrials, choose_width, measured_width
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.calibration import Calibration, Candidate, Effort, Refusal
 from tests.caches import use_cache
@@ -127,7 +128,7 @@ def measure(
     feed = make_feed(blobs(40), 4)
     said = [] if told is None else told
     return measured_width(
-        CompatibleTrials(RunSettings(device="cpu"), choices, trial, trial.new_model(), feed),
+        CompatibleTrials(RunSettings(device="cpu"), choices, trial, trial.new_model(), feed, cross_entropy),
         limit,
         said.append,
         make_room is not None,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from crossbow_py.core.errors import CrossbowError, DataError, DeviceLostError, one_line
+from crossbow_py.data.feed import Feed
 from crossbow_py.engine.device.memory import (
     forget_frames,
     free_memory,
@@ -18,10 +21,9 @@ from crossbow_py.engine.device.memory import (
     raise_if_lost,
     raising_if_lost,
 )
-from crossbow_py.search.hyperband import Segment
-from crossbow_py.search.packs.pack import Member, Pack, PackJob
-from crossbow_py.search.packs.trial import Checkpoint
-from crossbow_py.search.packs.trial_registry import Described, TrialRegistry
+from crossbow_py.packs.pack import Pack, PackJob, TrialRow
+from crossbow_py.packs.trial import Checkpoint
+from crossbow_py.packs.trial_registry import Described, TrialRegistry
 from crossbow_py.train.evaluation.evaluator import Evaluation, evaluate_in_memory
 
 Failures = dict[int, Exception]  # by the position of the pack
@@ -30,15 +32,14 @@ _PAUSE_S = 1e-4  # between looks at what runs
 
 @dataclass
 class Slot:
-    """A segment on its way, in a pack of this worker.
+    """A member on its way, in a pack of this worker.
 
     Attributes:
         kept_at: when it was last saved, or claimed.
         first_sample: the sample at which this worker began with it.
     """
 
-    segment: Segment
-    member: Member
+    member: TrialRow
     described: Described
     alone: bool
     seconds: float = 0.0
@@ -52,7 +53,7 @@ class Slot:
     def pack_key(self) -> str:
         """The key of its pack: that of its signature, or one of its own."""
         signature = self.described.signature
-        return f"{signature} {self.segment.trial}" if self.alone else signature
+        return f"{signature} {self.member.trial}" if self.alone else signature
 
     @property
     def progress(self) -> float:
@@ -77,6 +78,10 @@ class Packs:
     def count(self) -> int:
         """The number of packs."""
         return len(self._packs)
+
+    def num_rows(self, key: str) -> int:
+        """Return the number of rows of a pack; 0 if there is none."""
+        return len(self._packs[key].members) if key in self._packs else 0
 
     def number_of(self, slot: Slot) -> int:
         """Return the number of the pack that a slot is in, from 0."""
@@ -138,8 +143,10 @@ class Packs:
             free_memory(self._device)
         return is_any
 
-    def measure(self, slots: Sequence[Slot]) -> list[Evaluation | str]:
-        """Measure each slot's trial on the validation data; the result is a sentence if its model cannot be evaluated.
+    def measure(self, slots: Sequence[Slot], data: Feed | None = None) -> list[Evaluation | str]:
+        """Measure each slot's trial on `data`, by default the validation data.
+
+        The result is a sentence if its model cannot be evaluated.
 
         If memory does not hold the evaluation beside the packs, these are parked.
 
@@ -147,20 +154,21 @@ class Packs:
             DataError: the data cannot be loaded.
             DeviceLostError: the device does nothing any more.
         """
+        data = data or self._registry.data.validation
         found: dict[int, Evaluation | str | None] = {}
         for key, pack in self._packs.items():
             mine = [slot for slot in slots if slot.pack_key == key]
-            found |= zip(map(id, mine), self._measured(pack, mine), strict=True)
+            found |= zip(map(id, mine), self._measured(pack, mine, data), strict=True)
         if any(each is None for each in found.values()):
             self._message("Memory does not hold the evaluation of trials beside packs; they are closed meanwhile.")
             self.park()
-        return [found[id(slot)] or self._measured_alone(slot) for slot in slots]
+        return [found[id(slot)] or self._measured_alone(slot, data) for slot in slots]
 
-    def _measured(self, pack: Pack, slots: Sequence[Slot]) -> list[Evaluation | str | None]:
+    def _measured(self, pack: Pack, slots: Sequence[Slot], data: Feed) -> list[Evaluation | str | None]:
         """Measure the slots of one pack, one by one if together they fail. None means that memory is short."""
         if not slots:
             return []
-        members, data = [slot.member for slot in slots], self._registry.data.validation
+        members = [slot.member for slot in slots]
         try:
             evaluator = self._registry.evaluator(pack.template)
             return list(pack.evaluate(members, evaluator, data))
@@ -170,10 +178,10 @@ class Packs:
                 raise
             if len(slots) == 1:
                 return [None if is_out_of_memory(error) else _failed(error)]
-        return [found for slot in slots for found in self._measured(pack, [slot])]
+        return [found for slot in slots for found in self._measured(pack, [slot], data)]
 
-    def _measured_alone(self, slot: Slot) -> Evaluation | str:
-        template, data = self._registry.template(slot.described.signature), self._registry.data.validation
+    def _measured_alone(self, slot: Slot, data: Feed) -> Evaluation | str:
+        template = self._registry.template(slot.described.signature)
         state, device = self.checkpoint(slot).state, self._device
         try:
             with raising_if_lost(device):
@@ -183,6 +191,21 @@ class Packs:
         except Exception as error:  # of the user's model
             return _failed(error)
 
+    def state(self, slot: Slot) -> dict[str, Tensor]:
+        """Return a slot's weights and buffers by name, a copy; raises as `checkpoint` does."""
+        with raising_if_lost(self._device):
+            if slot.pack_key in self._packs:
+                return self._packs[slot.pack_key].state(slot.member)
+        return self.checkpoint(slot).state
+
+    def restore(self, slot: Slot, state: Mapping[str, Tensor]) -> None:
+        """Give a slot's trial the weights and buffers of `state`."""
+        with raising_if_lost(self._device):
+            if slot.pack_key in self._packs:
+                self._packs[slot.pack_key].restore(slot.member, state)
+                return
+        slot.member.begun = self.checkpoint(slot).with_state(state)
+
     def checkpoint(self, slot: Slot) -> Checkpoint:
         """Return where a slot's trial stands. Raises DeviceLostError if the device does not answer any more."""
         if slot.pack_key in self._packs:
@@ -190,7 +213,7 @@ class Packs:
         assert slot.member.begun is not None, "it is parked"
         return slot.member.begun
 
-    def _checkpoint(self, pack: Pack, member: Member) -> Checkpoint:
+    def _checkpoint(self, pack: Pack, member: TrialRow) -> Checkpoint:
         with raising_if_lost(self._device):
             return pack.checkpoint(member)
 
@@ -207,6 +230,25 @@ class Packs:
 
 def _failed(error: Exception) -> str:
     return f"its evaluation failed: {one_line(error)}"
+
+
+Verdict = Literal["apart", "fails", "narrower", "alone"]
+
+
+def verdict(error: Exception, num_trials: int, is_beside: bool, device: torch.device) -> Verdict:
+    """Return what becomes of the trials of a pack that failed, which begin again from where they were.
+
+    They train again, fewer of them where memory was short (`narrower`), else each alone (`apart`). A trial that fails
+    alone has failed (`fails`); for want of memory only where no other pack could hold any, else it waits (`alone`).
+    Raises what is no trial's fault.
+    """
+    raise_if_lost(error, device)
+    if isinstance(error, DataError) or not isinstance(error, CrossbowError | RuntimeError | MemoryError):
+        raise error
+    is_short = is_out_of_memory(error.__cause__ or error)
+    if num_trials == 1:
+        return "alone" if is_beside and is_short else "fails"
+    return "narrower" if is_short else "apart"
 
 
 def advance(packs: Sequence[Pack], is_enough: Callable[[], bool], *, device: torch.device) -> Failures:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossbow_py.search.packs.policies import Policy, Waiting, admit, fair_share, few_kinds
+from crossbow_py.packs.policies import Policy, Waiting, admit, fair_share, few_kinds
 
 
 def trial(

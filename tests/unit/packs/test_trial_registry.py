@@ -12,11 +12,11 @@ from crossbow_py import SGD
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.modules.precision import FP32
+from crossbow_py.packs import trial_registry as module
+from crossbow_py.packs.trial import TrialSettings
+from crossbow_py.packs.trial_registry import TrialData, TrialRegistry
+from crossbow_py.packs.width import BUDGET_S, Width
 from crossbow_py.schedules import Constant
-from crossbow_py.search.packs import trial_registry as module
-from crossbow_py.search.packs.trial import TrialSettings
-from crossbow_py.search.packs.trial_registry import SearchData, TrialRegistry
-from crossbow_py.search.packs.width import BUDGET_S, Width
 from crossbow_py.search.space import Space
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.calibration import Effort
@@ -51,7 +51,7 @@ def efforts(monkeypatch: pytest.MonkeyPatch) -> list[Effort]:
 def new_registry(total_samples: int | None) -> TrialRegistry:
     feed = make_feed(blobs(40), 1, 0)
     assert isinstance(feed, ResidentFeed)
-    data = SearchData(feed.with_batch_size, 40, make_feed(blobs(30), 1), None, (3, True))
+    data = TrialData(feed.with_batch_size, 40, make_feed(blobs(30), 1), None, (3, True))
 
     def trial(number: int, params: Any) -> TrialSettings:
         width = params["model.width"]
@@ -62,7 +62,7 @@ def new_registry(total_samples: int | None) -> TrialRegistry:
         return TrialSettings(number, model, f"{width}", 4, SGD(), Constant())
 
     choices = Choices(torch.device("cpu"), FP32, "auto")
-    return TrialRegistry(trial, SPACE, data, RunSettings(device="cpu"), choices, 8, lambda _: None, total_samples)
+    return TrialRegistry(trial, data, RunSettings(device="cpu"), choices, 8, lambda _: None, total_samples)
 
 
 def describe_all(registry: TrialRegistry) -> None:

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.data.sampler import SampleOrder
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.dropout import dropout_rates
-from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.train.checks.seeded_model import seeded_model
 from crossbow_py.train.schedules import Schedule
 
-LOSS: Loss = nn.functional.cross_entropy  # of all trials; label smoothing is a trial's own
 Row = dict[str, Any]  # one learner as `ReplicaBank.load_row` takes it: tensors and plain types
 
 
 @dataclass(frozen=True)
 class TrialSettings:
-    """The settings of a trial. The order of samples is the search's; all other randomness follows from `seed`.
+    """The settings of a trial. All randomness but the order of samples follows from `seed`.
 
-    `model_key` says what `make_model` makes, but for the rate of dropout: models with equal keys have equal
-    architectures. `name` is how people call it.
+    Attributes:
+        model_key: what `make_model` makes, but for the rate of dropout: equal keys mean equal architectures.
+        name: how people call the model.
+        order: the samples of its own and their order; None for those of the feed, which other trials share.
+        features: its configuration as numbers from 0 to 1, alike for all trials, by which `knn` packs.
     """
 
     seed: int
@@ -39,6 +41,8 @@ class TrialSettings:
     label_smoothing: float = 0.0
     augmentation: Augmentation = Augmentation()
     name: str = "this model"
+    order: SampleOrder | None = None
+    features: tuple[float, ...] = ()
 
     def new_model(self) -> nn.Module:
         """Return the model as the trial begins. Raises UserError, or what `make_model` raises."""
@@ -58,6 +62,14 @@ class Checkpoint:
         """The model's state dict, tied parameters once, on the host."""
         stacked = {**self.row["weights"], **self.row["buffers"]}
         return {**{name: value[0] for name, value in stacked.items()}, **self.row["integer_buffers"][0]}
+
+
+    def with_state(self, state: Mapping[str, Tensor]) -> Checkpoint:
+        """Return the checkpoint with other weights and buffers."""
+        row = {**self.row, "integer_buffers": [{n: state[n] for n in self.row["integer_buffers"][0]}]}
+        for part in ("weights", "buffers"):
+            row[part] = {name: state[name].unsqueeze(0) for name in self.row[part]}
+        return replace(self, row=row)
 
 
 def signature(settings: TrialSettings, model: nn.Module) -> str:

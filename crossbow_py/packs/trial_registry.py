@@ -14,12 +14,11 @@ from crossbow_py.core.errors import CrossbowError, DataError, DeviceLostError, U
 from crossbow_py.core.trees import call, values_per_sample
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
-from crossbow_py.engine.modules.losses import TokenLoss, has_tokens
+from crossbow_py.engine.modules.losses import Loss, TokenLoss, has_tokens
 from crossbow_py.engine.modules.precision import Precision
-from crossbow_py.search.packs.policies import Waiting
-from crossbow_py.search.packs.trial import LOSS, TrialSettings, own_dropout_rate, signature
-from crossbow_py.search.packs.width import BUDGET_S, CompatibleTrials, Width, measured_width
-from crossbow_py.search.space import Space
+from crossbow_py.packs.policies import Waiting
+from crossbow_py.packs.trial import TrialSettings, own_dropout_rate, signature
+from crossbow_py.packs.width import BUDGET_S, CompatibleTrials, Width, measured_width
 from crossbow_py.train.checks.probe import probe, probe_evaluation, settled_on_tokens, takes_labels
 from crossbow_py.train.checks.seeded_model import faithful_copy
 from crossbow_py.train.evaluation.evaluator import Evaluator, evaluation_batch_size
@@ -31,8 +30,8 @@ MakeTrial = Callable[[int, Mapping[str, Any]], TrialSettings]
 
 
 @dataclass(frozen=True)
-class SearchData:
-    """The data of a search, on the device.
+class TrialData:
+    """The data of trials, on the device.
 
     Attributes:
         feed_of: makes a feed of training batches of a size, to be closed; raises UserError for an impossible size.
@@ -40,6 +39,7 @@ class SearchData:
         validation, test: the data that trials are measured on, and the best one at the end.
         num_classes: the number of outputs that models need, and whether it must be exact.
         streams: whether samples are loaded while trials train; then all trials of a pack should be at the same ones.
+        loss: what all trials minimise; label smoothing is a trial's own.
     """
 
     feed_of: Callable[[int], Feed]
@@ -48,6 +48,7 @@ class SearchData:
     test: Feed | None
     num_classes: tuple[int | None, bool]
     streams: bool = False
+    loss: Loss = nn.functional.cross_entropy
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,6 @@ class Described:
     settings: TrialSettings
     signature: str
     dropout_rate: float
-    features: tuple[float, ...]
 
 
 class TrialRegistry:
@@ -87,11 +87,11 @@ class TrialRegistry:
     """
 
     def __init__(
-        self, make_trial: MakeTrial, space: Space, data: SearchData, settings: RunSettings, choices: Choices,
+        self, make_trial: MakeTrial, data: TrialData, settings: RunSettings, choices: Choices,
         most: int, announce: Callable[[str], None], total_samples: int | None = None,
         metrics: Mapping[str, Metric] | None = None,
     ) -> None:  # fmt: skip
-        self._make_trial, self._space, self.data = make_trial, space, data
+        self._make_trial, self.data = make_trial, data
         self.settings, self.choices = settings, choices
         self._metrics = metrics or {}
         self._most, self._announce, self._total_samples = most, announce, total_samples
@@ -118,7 +118,7 @@ class TrialRegistry:
                 if key not in self._kinds:
                     self._kinds[key] = self._new_kind(settings, model)
                 rate = own_dropout_rate(model) or 0.0
-                self._described[trial] = Described(settings, key, rate, features(self._space, params))
+                self._described[trial] = Described(settings, key, rate)
             except (DataError, DeviceLostError):
                 raise
             except Exception as error:  # of the user's model
@@ -134,11 +134,12 @@ class TrialRegistry:
         settings.optimizer.matrices(model)
         with closing(self.data.feed_of(settings.batch_size)) as feed:
             batch = feed.first_samples(min(2, settings.batch_size))
-            _check_loss(model, batch, self.choices.precision)
-            probe(model, self.choices.precision, batch, LOSS, *self.data.num_classes, settings.label_smoothing)
+            _check_loss(self.data.loss, model, batch, self.choices.precision)
+            needs = (self.data.loss, *self.data.num_classes, settings.label_smoothing)
+            probe(model, self.choices.precision, batch, *needs)
         if self._metrics:
             few = self.data.validation.first_samples(2)
-            probe_evaluation(model, self.choices.precision, few, LOSS, "validation", self._metrics)
+            probe_evaluation(model, self.choices.precision, few, self.data.loss, "validation", self._metrics)
 
     def waiting(self, trial: int, described: Described, alone: bool, sample: int) -> Waiting:
         """Return a trial as policies see it; one that trains alone, or is at an unknown `sample` (-1), fits with none.
@@ -150,7 +151,7 @@ class TrialRegistry:
         name = f"{key} {trial}" if alone else key
         if self.data.streams and not alone:
             name = f"{key} {trial if sample < 0 else f'at {sample}'}"
-        return Waiting(trial, name, described.settings.batch_size, described.features, share)
+        return Waiting(trial, name, described.settings.batch_size, described.settings.features, share)
 
     def _new_kind(self, settings: TrialSettings, model: nn.Module) -> Kind:
         """Describe a new kind; if memory is short beside the packs, again without them."""
@@ -171,7 +172,7 @@ class TrialRegistry:
             begun = time.perf_counter()
             try:
                 width, notes = measured_width(
-                    CompatibleTrials(self.settings, self.choices, settings, template, feed),
+                    CompatibleTrials(self.settings, self.choices, settings, template, feed, self.data.loss),
                     self._most, self._announce, self.has_packs(), self.make_room, effort,
                 )  # fmt: skip
             finally:
@@ -184,21 +185,21 @@ class TrialRegistry:
     def _template(self, settings: TrialSettings, template: nn.Module, feed: Feed) -> nn.Module:
         """Return a model as packs copy it, once a batch went through it in training and in evaluation."""
         batch = feed.first_samples(min(2, settings.batch_size))
-        _check_loss(template, batch, self.choices.precision)
-        needs = (LOSS, *self.data.num_classes, settings.label_smoothing)
+        _check_loss(self.data.loss, template, batch, self.choices.precision)
+        needs = (self.data.loss, *self.data.num_classes, settings.label_smoothing)
         for note in probe(template, self.choices.precision, batch, *needs, feed=feed):
             self._announce(note)
         template = faithful_copy(template, self.choices.precision, batch, self.settings.channels_last)
         validation = self.data.validation
         few = validation.first_samples(2)
-        probe_evaluation(template, self.choices.precision, few, LOSS, "validation", self._metrics, validation)
+        probe_evaluation(template, self.choices.precision, few, self.data.loss, "validation", self._metrics, validation)
         return template
 
     def evaluator(self, template: nn.Module) -> Evaluator:
         """Return an evaluator of the trials of an architecture."""
         inputs = self.data.validation.first_samples(1).inputs
         return Evaluator(
-            template, precision=self.choices.precision, loss=LOSS, metrics=self._metrics,
+            template, precision=self.choices.precision, loss=self.data.loss, metrics=self._metrics,
             batch_size=evaluation_batch_size(values_per_sample(inputs)), channels_last=self.settings.channels_last,
         )  # fmt: skip
 
@@ -216,19 +217,12 @@ class TrialRegistry:
         self._kinds[key] = Kind(kind.template, replace(kind.width, size=max(1, size)))
 
 
-def _check_loss(model: nn.Module, batch: Batch, precision: Precision) -> None:
+def _check_loss(loss: Loss, model: nn.Module, batch: Batch, precision: Precision) -> None:
     """Refuse a model of tokens that computes its loss itself, as it may shift them, and as many tokens as classes."""
     if takes_labels(model) and isinstance(batch.inputs, Mapping) and batch.targets.ndim > 1:
         raise UserError(
             "a search trains by cross-entropy, and this model computes its own loss from labels of tokens; use others."
         )
-    settled = settled_on_tokens(LOSS, model, precision, batch)
-    if isinstance(settled, TokenLoss) and not has_tokens(LOSS, call(model.eval(), batch.inputs), batch.targets):
+    settled = settled_on_tokens(loss, model, precision, batch)
+    if isinstance(settled, TokenLoss) and not has_tokens(loss, call(model.eval(), batch.inputs), batch.targets):
         raise UserError(f"{batch.targets.shape[1]} tokens cannot be told from as many classes; change data.context.")
-
-
-def features(space: Space, params: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return parameters as numbers from 0 to 1, by their positions in their ranges; 0.5 for one that does not exist."""
-    return tuple(
-        parameter.position(params[parameter.key]) if parameter.key in params else 0.5 for parameter in space.parameters
-    )

@@ -20,10 +20,11 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import EXECUTORS, Executor, SerialExecutor, candidates
 from crossbow_py.engine.fusion.fused_agreement import Comparison
+from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.rounds import Round, RoundTasks
 from crossbow_py.engine.trust import in_use
 from crossbow_py.engine.update.update_choice import choose_update
-from crossbow_py.search.packs.trial import LOSS, TrialSettings
+from crossbow_py.packs.trial import TrialSettings
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.calibration import Calibration, Candidate, Effort, calibrate
 from crossbow_py.train.tuning.executor_choice import new_bank, still_runs, why_not_fused
@@ -53,6 +54,7 @@ class CompatibleTrials:
         like: the settings of one of the trials.
         template: its model, on the device.
         feed: gives training batches of its size.
+        loss: what they minimise.
     """
 
     settings: RunSettings
@@ -60,12 +62,13 @@ class CompatibleTrials:
     like: TrialSettings
     template: nn.Module
     feed: Feed
+    loss: Loss
 
     @property
     def compared(self) -> Comparison:
         """The comparison that comes before their models are fused; in packs they take the same batches."""
         precision, channels_last = self.choices.precision, self.settings.channels_last
-        return Comparison(self.template, self.feed, LOSS, precision, channels_last, shared=True)
+        return Comparison(self.template, self.feed, self.loss, precision, channels_last, shared=True)
 
     def __str__(self) -> str:
         return f"{self.like.name} with batches of {self.like.batch_size}"
@@ -300,7 +303,9 @@ def _candidate(name: str, count: int, trials: CompatibleTrials) -> Candidate:
         choices, optimizer, feed = trials.choices, trials.like.optimizer, trials.feed
         bank = new_bank(trials.template, count, name, trials.settings, choices, optimizer)
         update, _ = choose_update(optimizer, Independent(), choices.device, choices.precision.master)
-        tasks = RoundTasks(bank, update=update, feed=feed.for_measuring(), loss=LOSS, seed=0, collective=Collective())
+        tasks = RoundTasks(
+            bank, update=update, feed=feed.for_measuring(), loss=trials.loss, seed=0, collective=Collective()
+        )
 
         def still_round(index: int) -> Round:  # all take the same batch, at a learning rate of 0
             return Round(index, (index * feed.batch_size,) * count, (0.0,) * count, None)
@@ -366,4 +371,4 @@ def _memory_bound(trials: CompatibleTrials, limit: int) -> tuple[int, list[str]]
     executor = "fused" if choices.executor == "auto" else choices.executor
     settings = replace(trials.settings, num_learners="auto", max_learners=limit, batch_size=like.batch_size)
     few, choices = trials.feed.first_samples(min(2, like.batch_size)), replace(choices, executor=executor)
-    return learner_bound(trials.template, few, settings, choices, LOSS, like.optimizer, Independent())
+    return learner_bound(trials.template, few, settings, choices, trials.loss, like.optimizer, Independent())

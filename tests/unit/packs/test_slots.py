@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from crossbow_py.search.packs import slots
-from crossbow_py.search.packs.slots import advance
+from crossbow_py.packs import slots
+from crossbow_py.packs.slots import advance
 
 
 class Counted:

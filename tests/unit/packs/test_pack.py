@@ -21,9 +21,9 @@ from crossbow_py.engine.executors import EXECUTORS, SerialExecutor
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.optimizers import ParameterGroup, TorchOptimizer
+from crossbow_py.packs.pack import NON_FINITE, Pack, PackJob, TrialRow
+from crossbow_py.packs.trial import TrialSettings, own_dropout_rate, signature
 from crossbow_py.schedules import Cosine, MultiStep, Step
-from crossbow_py.search.packs.pack import NON_FINITE, Member, Pack, PackJob
-from crossbow_py.search.packs.trial import TrialSettings, own_dropout_rate, signature
 from crossbow_py.train import run_settings
 from crossbow_py.train.evaluation.evaluator import Evaluator
 from crossbow_py.train.run_settings import Choices, RunSettings
@@ -86,13 +86,13 @@ def job_of(executor: str, epochs: float) -> PackJob:
     return PackJob(
         RunSettings(device="cpu", order_seed=ORDER_SEED),
         Choices(torch.device("cpu"), FP64, executor),
-        round(epochs * NUM_SAMPLES),
+        nn.functional.cross_entropy,
         lambda _, rows: executor,
     )
 
 
 def pack_of(
-    trials: Sequence[TrialSettings], executor: str, epochs: float = 2.0, members: Sequence[Member] | None = None
+    trials: Sequence[TrialSettings], executor: str, epochs: float = 2.0, members: Sequence[TrialRow] | None = None
 ) -> Pack:
     job = job_of(executor, epochs)
     feed = make_feed(
@@ -101,12 +101,15 @@ def pack_of(
     assert isinstance(feed, ResidentFeed)
     feed = feed.without_augmentation()
     template = trials[0].new_model()
-    return Pack(job, "signature", template, feed, members or members_of(trials, epochs))
+    return Pack(job, "signature", template, feed, members or members_of(trials, epochs, planned=epochs))
 
 
-def members_of(trials: Sequence[TrialSettings], epochs: float, first: int = 0) -> list[Member]:
+def members_of(
+    trials: Sequence[TrialSettings], epochs: float, first: int = 0, planned: float = 2.0
+) -> list[TrialRow]:
+    ends = [round(each * NUM_SAMPLES) for each in (epochs, planned)]
     return [
-        Member(first + index, own, None, round(epochs * NUM_SAMPLES), own_dropout_rate(own.new_model()) or 0.0)
+        TrialRow(first + index, own, None, *ends, own_dropout_rate(own.new_model()) or 0.0)
         for index, own in enumerate(trials)
     ]
 
@@ -201,8 +204,8 @@ class Ahead(Schedule):
         raise NotImplementedError
 
 
-def replace_member(member: Member, begun: Any) -> Member:
-    return Member(member.trial, member.settings, begun, 2 * NUM_SAMPLES, member.dropout_rate)
+def replace_member(member: TrialRow, begun: Any) -> TrialRow:
+    return TrialRow(member.trial, member.settings, begun, *2 * (2 * NUM_SAMPLES,), member.dropout_rate)
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])

@@ -1,0 +1,234 @@
+"""The results of `train_many`: what became of each member, as tables, models and out-of-fold predictions."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.intervals import Estimate, estimate
+from crossbow_py.core.printing import columns
+from crossbow_py.data.feed import Feed
+from crossbow_py.many.members import Ids
+from crossbow_py.train.evaluation.evaluator import Evaluator
+
+State = Mapping[str, Tensor]
+FEW = 12  # members that are shown one by one; more are a band
+BAND = (10, 90)  # percentiles
+Status = Literal["finished", "stopped early", "failed", "not finished"]
+
+
+@dataclass(frozen=True, eq=False)
+class MemberResult:
+    """What became of a member.
+
+    Attributes:
+        name, group: its name, and the group that it is summed up with.
+        seed: its seed.
+        status: `finished`; `stopped early` by its patience; `failed`, see `reason`; or `not finished`, as Ctrl-C ended
+            the call before.
+        epochs: passes over its samples.
+        best_epoch: the epoch of the weights that it returns.
+        test_loss, test_accuracy, test_metrics: on the test data; None without, accuracy also without classes.
+        validation_loss, validation_accuracy, validation_metrics: at `best_epoch`, on its own validation samples or the
+            validation data.
+        history: a dict for each evaluation on the way: epoch, samples, train_loss, and what was measured.
+        reason: why it failed.
+        held_out: its own validation samples.
+        state: the model's weights and buffers by name, on the host; empty if it failed.
+    """
+
+    name: str
+    seed: int
+    status: Status
+    epochs: float = 0.0
+    best_epoch: float | None = None
+    test_loss: float | None = None
+    test_accuracy: float | None = None
+    test_metrics: dict[str, float] = field(default_factory=dict)
+    validation_loss: float | None = None
+    validation_accuracy: float | None = None
+    validation_metrics: dict[str, float] = field(default_factory=dict)
+    history: list[dict[str, float]] = field(default_factory=list, repr=False)
+    reason: str | None = None
+    state: State = field(default_factory=dict, repr=False)
+    group: str | None = None
+    held_out: int = 0
+    _module: Callable[[], nn.Module] | None = field(default=None, repr=False)
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The trained model, in float32 and evaluation mode. Raises UserError if the member failed."""
+        if self._module is None:
+            raise UserError(f"member {self.name} has no model, as it {self.status}: {self.reason or 'it was stopped'}.")
+        return self._module()
+
+    def figures(self) -> dict[str, float]:
+        """Return what was measured, by name, such as `test_loss`, without what is not there."""
+        found = {}
+        for what in ("validation", "test"):
+            for name in ("loss", "accuracy"):
+                found[f"{what}_{name}"] = getattr(self, f"{what}_{name}")
+            found |= {f"{what}_{name}": value for name, value in getattr(self, f"{what}_metrics").items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class Results(Sequence[MemberResult]):
+    """The results of all members, in their order; `print` shows the table.
+
+    Attributes:
+        num_samples: N, the training samples.
+        images_per_s: samples a second of training, all members together.
+        wall_s: seconds that the call took.
+        notes: what was said on the way.
+        path: the folder that has them; None if nothing was written.
+    """
+
+    def __init__(
+        self, members: Sequence[MemberResult], num_samples: int, images_per_s: float, wall_s: float,
+        notes: Sequence[str] = (), path: Path | None = None,
+        held_out: Callable[[], Iterator[tuple[int, Ids, Evaluator, Feed]]] | None = None,
+        together: Callable[[Sequence[MemberResult]], dict[str, float] | None] | None = None,
+    ) -> None:  # fmt: skip
+        self._members, self.num_samples = tuple(members), num_samples
+        self.images_per_s, self.wall_s, self.notes, self.path = images_per_s, wall_s, tuple(notes), path
+        self._held_out, self._together = held_out, together
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @overload
+    def __getitem__(self, index: int) -> MemberResult: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[MemberResult]: ...
+    def __getitem__(self, index: int | slice) -> MemberResult | Sequence[MemberResult]:
+        return self._members[index]
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models of the members that have one."""
+        return [each.model for each in self if each.state]
+
+    def summary(self) -> dict[str, Estimate]:
+        """Return the mean of what was measured over the members, with its 95 % confidence interval by Student's t.
+
+        Members of one fold or data set are not independent: their interval says how far seeds go, no more.
+        """
+        return _means(self)
+
+    def groups(self) -> dict[str, dict[str, Estimate]]:
+        """Return the summary of each group of members; empty without groups."""
+        names = dict.fromkeys(each.group for each in self if each.group is not None)
+        return {name: _means([each for each in self if each.group == name]) for name in names}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a flat dict for each member, as `pandas.DataFrame` takes a list of them."""
+        return [
+            {"name": each.name, "seed": each.seed, "status": each.status, "epochs": each.epochs, **each.figures()}
+            for each in self
+        ]
+
+    def table(self, most: int = 40) -> str:
+        """Return a table: a line for each of the first `most` members, for each group, and for the mean of all."""
+        means = self.summary()
+        names = list(means)
+        head = ["member", "epochs", *(name.replace("_", " ") for name in names)]
+        lines = []
+        for each in self[:most]:
+            own = each.figures()
+            shown = [f"{own[name]:.4g}" if name in own else "–" for name in names]
+            lines.append([f"{each.name}{'' if each.state else f' ({each.status})'}", f"{each.epochs:.3g}", *shown])
+        groups = self.groups() if len(self) > 1 else {}
+        for group, its in groups.items():
+            lines.append([f"mean of {group}", "", *(str(its.get(name, "–")) for name in names)])
+        lines.append([f"mean of {sum(bool(each.state) for each in self)}", "", *(str(means[name]) for name in names)])
+        text = columns(head, lines)
+        if len(self) > most:
+            text.insert(1 + most, f"  ... and {len(self) - most} more")
+        return "\n".join(text)
+
+    __str__ = table
+
+    def __repr__(self) -> str:
+        ended = sum(each.status in ("finished", "stopped early") for each in self)
+        means = ", ".join(f"{name} {own}" for name, own in self.summary().items())
+        return f"<Results of {len(self)} members, {ended} finished: {means or 'nothing was measured'}>"
+
+    def ensemble(self) -> dict[str, float] | None:
+        """Return what the members together have on the test data: accuracy and loss of their mean prediction.
+
+        None without test data, or with fewer than two models.
+        """
+        return self._together([each for each in self if each.state]) if self._together is not None else None
+
+    def out_of_fold(self) -> Tensor:
+        """Return predictions [N, ...] of the training samples by the members that were measured on them, on the host.
+
+        A sample that several members held out, as with several seeds a fold, has the mean of their outputs, scores as
+        probabilities where the loss is cross-entropy; one that none held out is NaN.
+
+        Raises UserError if no member has validation samples of its own.
+        """
+        total: Tensor | None = None
+        counts = torch.zeros(self.num_samples)
+        for number, ids, evaluator, feed in self._held_out() if self._held_out is not None else ():
+            found = evaluator.predict(self[number].state, feed).cpu()
+            if total is None:
+                total = torch.zeros(self.num_samples, *found.shape[1:], dtype=found.dtype)
+            places = torch.from_numpy(ids)
+            total[places] += found
+            counts[places] += 1
+        if total is None:
+            raise UserError("no member has validation samples of its own; give Member(subset=fold) of folds(...).")
+        shape = (-1, *[1] * (total.ndim - 1))
+        return torch.where((counts > 0).view(shape), total / counts.clamp(min=1).view(shape), math.nan)
+
+
+def _means(members: Sequence[MemberResult]) -> dict[str, Estimate]:
+    every = [each.figures() for each in members if each.state]
+    names = dict.fromkeys(name for own in every for name in own)
+    found = {name: estimate([own[name] for own in every if name in own]) for name in names}
+    return {name: own for name, own in found.items() if own is not None}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A figure of several members by epoch: what the band and the middle of them have, and the best member."""
+
+    epochs: list[float]
+    low: list[float]
+    middle: list[float]
+    high: list[float]
+
+
+def curve(members: Sequence[MemberResult], name: str) -> Curve:
+    """Return the percentiles of a figure over members, at the epochs that at least half of them have."""
+    by_epoch: dict[float, list[float]] = defaultdict(list)
+    for member in members:
+        for entry in member.history:
+            if name in entry:
+                by_epoch[round(entry["epoch"], 6)].append(entry[name])
+    most = max(map(len, by_epoch.values()), default=0)
+    epochs = sorted(epoch for epoch, values in by_epoch.items() if 2 * len(values) >= most)
+    low, middle, high = (
+        [float(np.percentile(by_epoch[epoch], share)) for epoch in epochs] for share in (BAND[0], 50, BAND[1])
+    )
+    return Curve(epochs, low, middle, high)
+
+
+def by_group(results: Results) -> dict[str, list[MemberResult]]:
+    """Return the members with a history by their group."""
+    found: dict[str, list[MemberResult]] = defaultdict(list)
+    for each in results:
+        if each.history:
+            found[each.group or ""].append(each)
+    return found

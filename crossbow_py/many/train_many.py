@@ -1,0 +1,363 @@
+"""`train_many`: many models from one call, each with its own seed, samples, optimizer and end."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import KW_ONLY, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.files import given_path
+from crossbow_py.core.signals import StopSignal
+from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.data.datasets import Classes, Data, check_data, in_tensors, num_samples, sample_digest
+from crossbow_py.data.feed import Feed
+from crossbow_py.data.resident.resident_feed import ResidentFeed
+from crossbow_py.engine.modules.losses import IGNORED, Loss, is_classification, takes_classes
+from crossbow_py.engine.modules.precision import FP32, ordinary_modes
+from crossbow_py.engine.update.optimizers import SGD, Optimizer
+from crossbow_py.many.loop import Hooks, ManyLoop, Plan
+from crossbow_py.many.members import Ids, Member, Settled, Study, settled
+from crossbow_py.many.results import MemberResult, Results
+from crossbow_py.many.store import Store
+from crossbow_py.packs.trial import TrialSettings
+from crossbow_py.packs.trial_registry import TrialData, TrialRegistry
+from crossbow_py.train.arguments import check_keywords
+from crossbow_py.train.build import count_classes, new_feed, settled_loss_of
+from crossbow_py.train.checks.seeded_model import MakeModel, seeded_model
+from crossbow_py.train.evaluation.evaluator import Evaluator
+from crossbow_py.train.evaluation.metrics import Metric, checked_metrics
+from crossbow_py.train.ladder.ladder import check_trusted, try_once
+from crossbow_py.train.run import DataSets
+from crossbow_py.train.run_settings import Choices, JobSettings, RunSettings, StopConditions, choose
+from crossbow_py.train.schedules import Constant, Schedule
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, eq=False)
+class ManyArguments(JobSettings):
+    """The arguments of `train_many`, whose docstring explains them. Raises UserError for those that cannot be."""
+
+    model: MakeModel
+    train_data: Data
+    test_data: Data | None = None
+    _: KW_ONLY
+    members: int | Sequence[Member]
+    validation_data: Data | None = None
+    batch_size: int = 32
+    max_epochs: float = 10.0
+    max_rounds: int | None = None
+    optimizer: Optimizer = SGD()
+    schedule: Schedule = Constant()
+    loss: Loss | None = None
+    metrics: Mapping[str, Metric] | None = None
+    augmentation: Augmentation | None = None
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+    num_classes: int | None = None
+    patience: int | None = None
+    restore_best: bool = False
+    evaluations_per_epoch: int = 1
+    max_pack_size: int = 256
+    output_dir: str | Path | None = None
+    checkpoint_every_s: float | None = 60.0
+    progress: Callable[[ManyLoop], None] | None = None
+    message: Callable[[str], None] | None = None
+
+    def __post_init__(self) -> None:
+        RunSettings.of(self, num_learners=1)  # which checks its keys, as the next does
+        StopConditions(
+            max_epochs=self.max_epochs, max_rounds=self.max_rounds, patience=self.patience,
+            restore_best=self.restore_best,
+        )  # fmt: skip
+        if isinstance(self.max_pack_size, bool) or not self.max_pack_size >= 1:
+            raise UserError(f"max_pack_size must be at least 1, got {self.max_pack_size}.")
+        if self.checkpoint_every_s is not None and not self.checkpoint_every_s > 0:
+            raise UserError(f"checkpoint_every_s must be above 0, or None, got {self.checkpoint_every_s}.")
+
+
+def _taking(
+    arguments: Callable[P, ManyArguments],
+) -> Callable[[Callable[[ManyArguments], Results]], Callable[P, Results]]:
+    """Give a function of one object of a dataclass the dataclass's arguments."""
+
+    def decorate(function: Callable[[ManyArguments], Results]) -> Callable[P, Results]:
+        @functools.wraps(function)
+        def taking(*given: P.args, **named: P.kwargs) -> Results:
+            check_keywords(named, (), [each.name for each in fields(ManyArguments)], in_fit=False)
+            return function(arguments(*given, **named))
+
+        taking.__signature__ = inspect.signature(arguments)  # type: ignore[attr-defined]  # editors read it
+        return taking
+
+    return decorate
+
+
+@_taking(ManyArguments)
+@ordinary_modes()
+def train_many(arguments: ManyArguments) -> Results:
+    """Train many models side by side, and return what became of each.
+
+    Members whose models have one architecture and one batch size share a *pack*: their weights lie in one bank, and a
+    round trains all of them at once. What each member learns is what it would learn alone. Those that do not fit wait,
+    and take the row of the next one that ends. Ctrl-C ends the call and returns what there is.
+
+        members = [Member(seed=s, subset=fold) for fold in folds(train_data, 5) for s in range(8)]
+        results = train_many(make_model, train_data, test_data, members=members, max_epochs=10)
+        print(results)                   # a table, with means and intervals
+        results[3].model                 # a trained module
+        results.out_of_fold()            # predictions of all training samples
+
+    Args:
+        model: a function without arguments that returns an `nn.Module`; members may have their own.
+        train_data, test_data, validation_data: a pair of tensors or a map-style data set, as `Trainer` takes them.
+            Members are measured on the validation data, or their own validation samples, while they train, and on the
+            test data once, at their end.
+        members: what differs between the models; or their number, which makes as many seeds.
+        batch_size, max_epochs, optimizer, schedule, label_smoothing, augmentation: those of members that say nothing
+            else. An epoch is a pass over the member's own samples.
+        max_rounds: most rounds of a member, of one batch each; None for no such end.
+        loss, metrics, mean, std, num_classes, sampling: as for `Trainer`.
+        patience: a member stops after this many evaluations in a row that were not its best, and returns the weights
+            of the best one. The best has the highest accuracy, or the lowest loss where there is none.
+        restore_best: members return the weights of their best evaluation, not the last.
+        evaluations_per_epoch: evaluations in an epoch, evenly spaced.
+        seed: of the order of samples, and of the members: member n has seed + n unless it says its own.
+        executor, device, precision: as for `Trainer`.
+        max_pack_size: most models side by side.
+        output_dir: the folder of results and models. The same call goes on with what it finds there; members of the
+            same settings and data are not trained again, and one that was on its way goes on from its checkpoint.
+        checkpoint_every_s: seconds between checkpoints of members on their way; None is for none.
+        progress: called after every turn of training, a second at most, with the loop: its `results`, `running` and
+            `members`.
+        message: takes sentences for the user; None keeps them in `Results.notes` alone.
+
+    Raises:
+        UserError: members, settings, data and model do not fit each other.
+    """
+    with ManyRun(arguments) as run:
+        return run.train()
+
+
+class ManyRun:
+    """A call of `train_many`; close it.
+
+    Attributes:
+        status: `interrupted` or `terminated` after a signal, else None.
+    """
+
+    status: str | None = None
+
+    def __init__(self, arguments: ManyArguments) -> None:
+        self._begun = time.perf_counter()
+        self._closing = ExitStack()
+        self._notes: list[str] = []
+        self.arguments = arguments
+        self.settings = RunSettings.of(arguments, num_learners=1)
+        chosen = choose(dataclasses.replace(self.settings, num_learners="auto"), None)
+        self.choices: Choices = dataclasses.replace(chosen, executor=self.settings.executor)  # `auto` stays
+        train = in_tensors(arguments.train_data)
+        test, validation = in_tensors(arguments.test_data), in_tensors(arguments.validation_data)
+        check_data(train, "the data set")
+        for data, what in ((test, "the test data"), (validation, "the validation data")):
+            if data is not None:
+                check_data(data, what)
+        self.data = DataSets(
+            train, test, validation, arguments.num_classes, arguments.augmentation, arguments.mean, arguments.std
+        )
+        self.metrics = checked_metrics(arguments.metrics, num_ranks=1)
+        self.members = self._settled()
+        folder = arguments.output_dir
+        self.folder = None if folder is None else given_path("output_dir", folder)
+        with ExitStack() as stack:
+            stack.callback(self.close)
+            self._build()
+            stack.pop_all()
+
+    def __enter__(self) -> ManyRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the threads of its data. Does not raise."""
+        self._closing.close()
+
+    def _settled(self) -> list[Settled]:
+        given = self.arguments
+        members = [Member()] * given.members if isinstance(given.members, int) else given.members
+        common = {each.name: getattr(given, each.name) for each in fields(Member) if hasattr(given, each.name)}
+        study = Study(
+            Member(**common), self.data.train, self.settings.sample_order_seed, self.settings.sampling, self._digest()
+        )
+        return settled(members, study)
+
+    def _digest(self) -> str:
+        """Return a short text of what all members share, by which earlier results are known to be theirs."""
+        data, given = self.data, self.arguments
+        every = [data.train, data.validation, data.test]
+        shared = [
+            [None if own is None else (sample_digest(own), num_samples(own)) for own in every],
+            _name_of(given.loss), sorted(self.metrics), given.mean, given.std, given.sampling, given.patience,
+            given.restore_best, given.evaluations_per_epoch, given.max_rounds, self.choices.precision.name,
+        ]  # fmt: skip
+        return hashlib.blake2b(repr(shared).encode(), digest_size=8).hexdigest()
+
+    def _build(self) -> None:
+        settings, data, first = self.settings, self.data, self.members[0]
+        if settings.executor == "auto":
+            check_trusted(try_once(self.choices.device, self._note), self.choices.precision)
+        template = seeded_model(first.settings.make_model, first.settings.seed, None)
+        loss, self.data = settled_loss_of(self.arguments.loss, template, data, settings, self.choices.device)
+        every = [each.settings.augmentation for each in self.members]
+        strongest = Augmentation(
+            crop_padding=max(each.crop_padding for each in every),
+            flip=any(each.flip for each in every),
+            random_erasing=max(each.random_erasing for each in every),
+        )
+        train = self._feed(self.data.train, strongest, "training")
+        if train.rounded is not None and settings.precision == "auto" and self.choices.precision != FP32:
+            self._note(f"precision is fp32, because {train.rounded.remark(self.choices.precision.compute)}.")
+            self.choices = dataclasses.replace(self.choices, precision=FP32)
+            train = self._feed(self.data.train, strongest, "training")
+        if not isinstance(train, ResidentFeed):
+            raise UserError("train_many needs training data in memory: a pair of tensors, got a data set of items.")
+        for note in train.take_notes():
+            self._note(note)
+        self.train_feed = train
+        self.validation = self._optional(self.data.validation, "validation")
+        self.test = self._optional(self.data.test, "test")
+        self._own: dict[bytes, Feed] = {}
+        feeds = TrialData(
+            feed_of=train.without_augmentation().with_batch_size,
+            num_samples=train.num_samples,
+            validation=self.validation or self.test or train.only(_first(train)),
+            test=self.test,
+            num_classes=count_classes(self.data, loss),
+            loss=loss,
+        )
+        most = min(self.arguments.max_pack_size, len(self.members))
+        total = sum(round(each.max_epochs * each.num_samples(train.num_samples)) for each in self.members)
+        self.registry = TrialRegistry(
+            self._trial, feeds, settings, self.choices, most, self._note, total, metrics=self.metrics
+        )
+
+    def _trial(self, number: int, _: Mapping[str, Any]) -> TrialSettings:
+        return self.members[number].settings
+
+    def _feed(self, data: Data, augmentation: Augmentation | None, what: str) -> Feed:
+        new = new_feed(data, 1, augmentation, self.data, self.settings, self.choices, training=what == "training")
+        if self.data.num_classes is not None:
+            new.check_labels(Classes(self.data.num_classes, IGNORED), what)
+        return self._closing.enter_context(closing(new))
+
+    def _optional(self, data: Data | None, what: str) -> Feed | None:
+        return None if data is None else self._feed(data, None, what)
+
+    def validation_of(self, member: Settled) -> Feed | None:
+        """Return the feed that a member is measured on while it trains."""
+        if member.validation is None:
+            return self.validation
+        key = member.validation.tobytes()
+        if key not in self._own:
+            self._own[key] = self.train_feed.only(member.validation)
+        return self._own[key]
+
+    def _note(self, sentence: str) -> None:
+        if sentence not in self._notes:
+            self._notes.append(sentence)
+            if self.arguments.message is not None:
+                self.arguments.message(sentence)
+
+    def train(self) -> Results:
+        """Train all members, and return their results."""
+        store = Store(self.folder)
+        loop = ManyLoop(
+            self.members, self.registry, self._plan(), self.validation_of, self.test, store,
+            Hooks(self._note, self.arguments.progress or (lambda _: None)),
+        )  # fmt: skip
+        with StopSignal(enabled=True) as signals:
+            loop.run(lambda: signals.status is not None)
+            self.status = signals.status
+        if self.status is not None:
+            self._note(f"{self.status.capitalize()}: {len(loop.results)} of {len(self.members)} members have results.")
+        found = [self._with_module(each) for each in self._of(loop)]
+        return Results(
+            found, self.train_feed.num_samples, loop.samples / loop.train_s if loop.train_s else 0.0,
+            time.perf_counter() - self._begun, self._notes, self.folder, partial(self._held_out, found), self._together,
+        )  # fmt: skip
+
+    def _of(self, loop: ManyLoop) -> list[MemberResult]:
+        waits = {each.number: MemberResult(each.name, each.settings.seed, "not finished") for each in self.members}
+        return [loop.results.get(each.number, waits[each.number]) for each in self.members]
+
+    def _plan(self) -> Plan:
+        given = self.arguments
+        feed = next((own for own in map(self.validation_of, self.members) if own is not None), None)
+        returns_best = given.restore_best or given.patience is not None
+        if returns_best and feed is None:
+            raise UserError(
+                "patience and restore_best go by evaluations, got neither validation_data nor members with validation "
+                "samples; give one of them."
+            )
+        has_accuracy = feed is not None and self._evaluator(self.members[0]).counts_correct(feed)
+        return Plan(
+            given.evaluations_per_epoch, given.patience, returns_best, "accuracy" if has_accuracy else "loss",
+            has_accuracy, given.checkpoint_every_s, given.max_rounds,
+        )  # fmt: skip
+
+    def _evaluator(self, member: Settled) -> Evaluator:
+        template = seeded_model(member.settings.make_model, member.settings.seed, None).to(self.choices.device)
+        return self.registry.evaluator(template)
+
+    def _with_module(self, result: MemberResult) -> MemberResult:
+        if not result.state:
+            return result
+        member = next(each for each in self.members if each.name == result.name)
+        return dataclasses.replace(result, _module=lambda: self._evaluator(member).module(result.state).cpu())
+
+    def _together(self, members: Sequence[MemberResult]) -> dict[str, float] | None:
+        if self.test is None or len(members) < 2:
+            return None
+        by_name = {each.name: each for each in self.members}
+        total: Tensor | None = None
+        for each in members:
+            found = self._evaluator(by_name[each.name]).predict(each.state, self.test)
+            total = found if total is None else total + found
+        assert total is not None, "there are members"
+        mean, evaluator = total / len(members), self._evaluator(self.members[0])
+        targets = torch.cat([batch.targets for batch in self.test.evaluation_batches(evaluator.batch_size)])
+        if takes_classes(evaluator.loss) and is_classification(mean, targets):
+            right = (mean.argmax(1) == targets).double().mean()
+            return {"accuracy": float(right), "loss": float(nn.functional.nll_loss(mean.log(), targets))}
+        return {"loss": float(evaluator.loss(mean, targets))}
+
+    def _held_out(self, found: Sequence[MemberResult]) -> Iterator[tuple[int, Ids, Evaluator, Feed]]:
+        for member, result in zip(self.members, found, strict=True):
+            feed = self.validation_of(member)
+            if member.validation is not None and result.state and feed is not None:
+                yield member.number, member.validation, self._evaluator(member), feed
+
+
+def _first(feed: ResidentFeed) -> Ids:
+    return np.arange(min(feed.num_samples, 256), dtype=np.int64)
+
+
+def _name_of(loss: Loss | None) -> str:
+    if isinstance(loss, nn.Module | partial):
+        return str(loss)
+    return f"{getattr(loss, '__module__', '')}.{getattr(loss, '__qualname__', repr(loss))}"

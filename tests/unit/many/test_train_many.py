@@ -1,0 +1,321 @@
+"""Members of one call: each is what it would be alone, on its own samples, to its own end, whatever is beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from crossbow_py import SGD, AdamW, Independent, Trainer, UserError
+from crossbow_py.data.sampler import epoch_order
+from crossbow_py.many.loop import ManyLoop
+from crossbow_py.many.members import Fold, Member, folds
+from crossbow_py.many.results import Results
+from crossbow_py.many.train_many import train_many
+from crossbow_py.train.checks.seeded_model import seeded_model
+from tests.trainers import blobs
+
+DATA = blobs(60)
+TEST = blobs(30)
+EXECUTORS = ("serial", "threads", "fused")
+
+
+def make(width: int = 6) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 3))
+
+
+def train(members: int | Sequence[Member], **given: Any) -> Results:
+    options: dict[str, Any] = {"max_epochs": 2, "batch_size": 8, "optimizer": SGD(learning_rate=0.1, momentum=0.5)}
+    options |= {"executor": "serial", "device": "cpu", "precision": "fp32", **given}
+    return train_many(options.pop("model", make), options.pop("data", DATA), members=members, **options)
+
+
+def alone(member: Member, data: tuple[Tensor, Tensor], seed: int = 0, epochs: float = 2) -> dict[str, Tensor]:
+    """The member as a run of its own, of one learner."""
+    trainer = Trainer(
+        model=member.model or make, train_data=data, seed=seed, order_seed=member.order_seed or 0, num_learners=1,
+        batch_size=member.batch_size or 8, averaging=Independent(), executor="serial", device="cpu", precision="fp32",
+        optimizer=member.optimizer or SGD(learning_rate=0.1, momentum=0.5), sample_weights=member.sample_weights,
+    )  # fmt: skip
+    return {**trainer.fit(max_epochs=epochs).model.state_dict()}
+
+
+def subset(ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+    return DATA[0][list(ids)], DATA[1][list(ids)]
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 0.0) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
+
+
+HALF, BOOTSTRAP = list(range(0, 60, 2)), [5, 5, 5, 7, 8, 9, 10, 40, 41, 41, 59, 12]
+KINDS = {
+    "all": (Member(), DATA),
+    "half": (Member(subset=HALF), subset(HALF)),
+    "mask": (Member(subset=np.arange(60) % 2 == 0), subset(HALF)),
+    "bootstrap": (Member(subset=BOOTSTRAP), subset(BOOTSTRAP)),
+    "order": (Member(order_seed=7), DATA),
+    "weights": (Member(subset=HALF, sample_weights=[1.0] * 15 + [0.0] * 15), subset(HALF)),
+    "optimizer": (Member(subset=HALF, optimizer=SGD(learning_rate=0.01, weight_decay=0.1)), subset(HALF)),
+}
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_members_of_every_kind_are_what_they_are_alone(executor: str) -> None:
+    found = train([member for member, _ in KINDS.values()], executor=executor)
+    for number, (member, data) in enumerate(KINDS.values()):
+        own = {**found[number].model.state_dict()}
+        assert_equal(own, alone(member, data, number), 0.0 if executor != "fused" else 1e-5)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_members_that_wait_take_rows_as_they_come_free_and_disturb_none(executor: str) -> None:
+    # Of different lengths, so that they leave one by one: seven on three rows, with idle rows at the end.
+    members = [Member(subset=range(10 + 7 * n), max_epochs=1 + n % 3) for n in range(7)]
+    rows: list[int] = []
+    found = train(members, executor=executor, max_pack_size=3, progress=lambda loop: rows.append(len(loop.running)))
+    assert 2 <= max(rows) <= 3 and len(rows) > 5
+    for number, member in enumerate(members):
+        expected = alone(member, subset(range(10 + 7 * number)), number, member.max_epochs or 0)
+        assert_equal({**found[number].model.state_dict()}, expected, 0.0 if executor != "fused" else 1e-5)
+
+
+def test_members_of_other_architectures_and_batch_sizes_train_in_packs_of_their_own() -> None:
+    wide = partial(make, 9)
+    members = [Member(), Member(model=wide), Member(model=wide, batch_size=4), Member(batch_size=4)]
+    found = train(members)
+    for number, member in enumerate(members):
+        assert_equal({**found[number].model.state_dict()}, alone(member, DATA, number))
+
+
+def test_makers_that_differ_only_as_objects_share_a_pack() -> None:
+    packs: set[int] = set()
+    members = [Member(model=partial(make, 9)) for _ in range(3)]
+    train(members, progress=lambda loop: packs.add(loop.packs.count))
+    assert packs <= {0, 1}
+
+
+# --- losses and metrics --------------------------------------------------------------------------------------------
+
+LOSSES = {
+    "mse": (nn.MSELoss(), (60, 3), torch.float32),
+    "huber": (nn.HuberLoss(), (60, 3), torch.float32),
+    "several labels": (nn.BCEWithLogitsLoss(), (60, 3), torch.float32),
+    "own": (lambda output, targets: (output - targets).abs().mean(), (60, 3), torch.float32),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("executor", ["serial", "fused"])
+def test_any_loss_trains_as_a_plain_loop_does_and_is_measured(executor: str, loss: str) -> None:
+    function, shape, dtype = LOSSES[loss]
+    targets = (torch.rand(shape, generator=torch.Generator().manual_seed(1)) > 0.5).to(dtype)
+    data = DATA[0], targets
+
+    def linear() -> nn.Module:
+        return nn.Linear(4, 3)
+
+    found = train(
+        [Member(subset=HALF), Member()], model=linear, data=data, test_data=data, loss=function, executor=executor,
+        metrics={"mae": lambda output, targets: (output - targets).abs().mean()}, batch_size=10, max_epochs=3,
+    )  # fmt: skip
+    for number, ids in enumerate((HALF, list(range(60)))):
+        torch.manual_seed(number)
+        model = plain_loop(linear, function, data[0][ids], targets[ids], seed=number, order_seed=0, epochs=3)
+        assert_equal({**found[number].model.state_dict()}, {**model.state_dict()}, 1e-5)
+        with torch.no_grad():
+            output = model(data[0])
+        assert found[number].test_loss == pytest.approx(float(function(output, targets)), abs=1e-5)
+        assert found[number].test_metrics["mae"] == pytest.approx(float((output - targets).abs().mean()), abs=1e-5)
+        assert found[number].test_accuracy is None
+
+
+def plain_loop(make: Any, loss: Any, inputs: Tensor, targets: Tensor, seed: int, order_seed: int, epochs: int) -> Any:
+    """A PyTorch loop, with the order of samples alone from this package."""
+    model = seeded_model(make, seed, None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    order = np.concatenate([epoch_order(order_seed, epoch, len(targets)) for epoch in range(epochs + 1)])
+    for round_index in range(math.ceil(epochs * len(targets) / 10)):
+        ids = torch.from_numpy(order[10 * round_index : 10 * round_index + 10])
+        optimizer.zero_grad()
+        loss(model(inputs[ids]), targets[ids]).backward()
+        optimizer.step()
+    return model
+
+
+# --- ends ----------------------------------------------------------------------------------------------------------
+
+
+def test_member_stops_by_its_own_patience_and_returns_its_best_weights() -> None:
+    # One member learns; one diverges slowly from a start that is as good as it gets.
+    members = [Member(optimizer=SGD(learning_rate=0.05)), Member(optimizer=SGD(learning_rate=3.0))]
+    found = train(members, validation_data=TEST, test_data=TEST, patience=2, max_epochs=12)
+    for result in found:
+        values = [entry["validation_accuracy"] for entry in result.history]
+        best = values.index(max(values))
+        assert result.best_epoch == result.history[best]["epoch"]
+        assert result.validation_accuracy == result.test_accuracy == values[best]  # both on the same samples
+        stopped = len(values) - 1 - best >= 2
+        assert result.status == ("stopped early" if stopped and len(values) < 12 else "finished")
+        assert len(values) == 12 or len(values) - 1 - best == 2
+        with torch.no_grad():
+            right = (result.model(TEST[0]).argmax(1) == TEST[1]).float().mean()
+        assert float(right) == pytest.approx(values[best])
+
+
+def test_member_that_diverges_fails_alone_with_its_reason() -> None:
+    found = train([Member(), Member(optimizer=SGD(learning_rate=1e30, momentum=0.0))])
+    assert [each.status for each in found] == ["finished", "failed"]
+    assert found[1].reason == "its loss or gradient is not finite"
+    assert_equal({**found[0].model.state_dict()}, alone(Member(), DATA))
+    with pytest.raises(UserError, match="member 1 has no model, as it failed: its loss or gradient is not finite"):
+        _ = found[1].model
+    assert "1 (failed)" in found.table()
+
+
+def test_ctrl_c_keeps_what_has_ended_and_the_same_call_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    members = [Member(seed=n, subset=range(10 + 7 * n), validation=range(50, 60), max_epochs=3) for n in range(5)]
+    options: dict[str, Any] = {"max_pack_size": 2, "optimizer": AdamW(learning_rate=0.01), "restore_best": True}
+    whole = train(members, **options)
+
+    def stop(loop: ManyLoop) -> None:
+        if len(loop.results) >= 2 and loop.running:
+            raise KeyboardInterrupt
+
+    for _ in range(3):  # killed again and again, each time with somebody on the way
+        try:
+            train(members, **options, output_dir=tmp_path, checkpoint_every_s=1e-9, progress=stop)
+        except KeyboardInterrupt:
+            continue
+    trained: list[int] = []
+    found = train(members, **options, output_dir=tmp_path, progress=lambda loop: trained.append(loop.samples))
+    for own, expected in zip(found, whole, strict=True):
+        assert own.history == expected.history and own.status == "finished"
+        assert_equal(dict(own.state), dict(expected.state))
+    assert max(trained) < sum(3 * len(member.subset) for member in members[2:])  # type: ignore[arg-type]
+    again = train(members[::-1], **options, output_dir=tmp_path)  # in whatever order
+    assert again.images_per_s == 0
+    assert_equal(dict(again[0].state), dict(whole[4].state))
+
+
+def test_other_settings_in_the_same_folder_train_anew(tmp_path: Path) -> None:
+    first = train([Member()], output_dir=tmp_path)
+    other = train([Member(optimizer=SGD(learning_rate=0.3))], output_dir=tmp_path)
+    assert first.images_per_s and other.images_per_s
+    assert not train([Member()], output_dir=tmp_path).images_per_s
+    assert train([Member()], output_dir=tmp_path, data=blobs(61)).images_per_s
+
+
+# --- folds and results ---------------------------------------------------------------------------------------------
+
+
+def test_folds_hold_each_sample_out_once_and_share_out_classes() -> None:
+    found = folds(DATA, 4)
+    assert sorted(np.concatenate([fold.validation for fold in found])) == list(range(60))
+    counts = torch.bincount(DATA[1])
+    for train_ids, validation in found:
+        assert sorted([*train_ids, *validation]) == list(range(60))
+        held = torch.bincount(DATA[1][torch.from_numpy(validation)], minlength=3)
+        assert all(abs(int(own) - int(count) / 4) < 1 for own, count in zip(held, counts, strict=True))
+    assert [len(fold.validation) for fold in folds(10, 3)] == [4, 3, 3]
+    assert all(np.array_equal(a.train, b.train) for a, b in zip(folds(DATA, 4), folds(DATA, 4), strict=True))
+    assert not np.array_equal(folds(DATA, 4, seed=1)[0].train, found[0].train)
+
+
+def test_out_of_fold_predictions_are_by_members_that_did_not_see_the_sample() -> None:
+    members = [Member(seed=seed, subset=fold) for fold in folds(DATA, 3) for seed in range(2)]
+    found = train(members)
+    predictions = found.out_of_fold()
+    assert predictions.shape == (60, 3)
+    for number, fold in enumerate(folds(DATA, 3)):
+        ids = torch.from_numpy(fold.validation)
+        with torch.no_grad():
+            both = [found[2 * number + seed].model(DATA[0][ids]).softmax(1) for seed in range(2)]
+        torch.testing.assert_close(predictions[ids], (both[0] + both[1]) / 2)
+        right = (both[0].argmax(1) == DATA[1][ids]).double().mean()
+        assert found[2 * number].validation_accuracy == pytest.approx(float(right))
+    partly = train([Member(subset=folds(DATA, 3)[0])]).out_of_fold()
+    assert int(partly.isnan().any(1).sum()) == 40
+
+
+def test_table_has_a_line_a_member_a_group_and_the_mean_with_its_interval() -> None:
+    members = [Member(name=f"{rate} {n}", group=f"rate {rate}", seed=n, optimizer=SGD(learning_rate=rate))
+               for rate in (0.1, 0.2) for n in range(2)]  # fmt: skip
+    found = train(members, test_data=TEST)
+    values = [each.test_accuracy or 0.0 for each in found]
+    summary = found.summary()["test_accuracy"]
+    assert summary.mean == pytest.approx(np.mean(values)) and summary.n == 4
+    assert summary.half_width == pytest.approx(3.182 * np.std(values, ddof=1) / 2)
+    assert found.groups()["rate 0.2"]["test_accuracy"].mean == pytest.approx(np.mean(values[2:]))
+    lines = found.table().splitlines()
+    assert [line.split("  ")[1] for line in lines[1:5]] == [each.name for each in found]
+    assert lines[5].startswith("  mean of rate 0.1") and lines[-1].startswith("  mean of 4")
+    assert found.rows()[1]["name"] == "0.1 1" and "4 finished" in repr(found)
+    together = found.ensemble()
+    with torch.no_grad():
+        mean = torch.stack([each.model(TEST[0]).softmax(1) for each in found]).mean(0)
+    assert together is not None
+    assert together["accuracy"] == pytest.approx(float((mean.argmax(1) == TEST[1]).double().mean()))
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([], "members must be at least one, got none; give members=8 for eight seeds, or a list of Member."),
+        (0, "members must be at least one, got none"),
+        ([{"seed": 1}], r"members\[0\] must be a Member, got dict; Member\(seed=0\) is one."),
+        ([Member(name="a"), Member(), Member(name="a")], "members has 2 of the name 'a'; give each its own."),
+        ([Member(subset=[])], "member 0: subset must be places of training samples, 0 to 59, or 60 booleans, got"),
+        ([Member(subset=[0.5])], "member 0: subset must be places"),
+        ([Member(subset=[True] * 59)], "member 0: subset must be places"),
+        ([Member(), Member(subset=[1, 60])], "member 1: subset has place 60, and there are 60 training samples, 0 to"),
+        ([Member(subset=[-1])], "member 0: subset has place -1"),
+        ([Member(validation=[3, 3])], "member 0: validation has place 3 2 times; give each once."),
+        ([Member(subset=[1, 2, 3])], "member 0: batch_size=8 is more than its samples; choose at most 3."),
+        ([Member(sample_weights=[1.0])], "member 0: sample_weights must be one number for each of the 60 training"),
+        ([Member(sample_weights=[-1.0] * 60)], "member 0: sample_weights must be finite, not negative and not all 0"),
+        ([Member(sample_weights=[0.0] * 60)], "member 0: sample_weights must be finite, not negative and not all 0"),
+        ([Member(subset=Fold(np.arange(30), np.arange(30, 61)))], "member 0: validation has place 60"),
+    ],
+)
+def test_members_that_cannot_be_are_refused_by_name(members: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        train(members)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_epochs": 0}, "max_epochs"),
+        ({"patience": 0}, "patience"),
+        ({"patience": 2}, "patience and restore_best go by evaluations, got neither validation_data nor members with"),
+        ({"max_pack_size": 0}, "max_pack_size must be at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"loss": nn.MSELoss()}, "the loss cannot take the model's output"),
+        ({"data": [(torch.zeros(4), 0)] * 20}, "train_many needs training data in memory"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        train(2, **given)
+
+
+def test_unknown_argument_is_refused_with_the_one_that_was_meant() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'epochs'; did you mean max_epochs=..."):
+        train(2, epochs=3)
+
+
+def test_folds_that_cannot_be_are_refused() -> None:
+    with pytest.raises(UserError, match="folds must be between 2 and the 60 training samples, got 1"):
+        folds(DATA, 1)
+    with pytest.raises(UserError, match="folds=2: class 7 has a single sample, which the fold that holds it out would"):
+        folds((DATA[0][:3], torch.tensor([0, 0, 7])), 2)
