@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from statistics import mean, median
 
+from crossbow_py.core.intervals import estimate
 from experiments.batch_norm.variants import MEAN, VARIANTS
-from experiments.grids.report import Result, Run, accuracy, by_cell, estimate, has_diverged, notes
+from experiments.grids.report import Result, Run, accuracy, by_cell, has_diverged, notes
 from experiments.tables.markdown import NONE, markdown_table
 
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 from statistics import mean
 from typing import Any
 
-from experiments.grids.report import Result, Run, accuracy, by_cell, estimate, has_diverged, notes
+from crossbow_py.core.intervals import estimate
+from experiments.grids.report import Result, Run, accuracy, by_cell, has_diverged, notes
 from experiments.tables.markdown import markdown_table, number
 
 Records = Sequence[Any]

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
+from crossbow_py.core.intervals import Estimate, estimate
 from experiments.tables.markdown import NONE, markdown_table
 
 _EMA = ", EMA"  # of a row's name: the EMA of the cell's average model
 Run = Mapping[str, Any]
 Result = Mapping[str, Any]
-# Quantile 0.975 of Student's t for 1, 2, ... degrees of freedom.
-_T = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
-    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
-_NORMAL = 1.95996
 
 
 def result_text(result: Result) -> str:
@@ -106,15 +100,6 @@ def _setting(runs: Sequence[Run], key: str) -> str:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A mean of `n` values; `half_width` is that of its 95 % confidence interval, None for a single value."""
-
-    mean: float
-    n: int
-    half_width: float | None
-
-
-@dataclass(frozen=True)
 class Reached:
     """The time at which runs of a cell first had a target accuracy at an evaluation: means over those that had it.
 
@@ -137,19 +122,6 @@ class CellSummary:
     final: Estimate | None
     best: Estimate | None
     reached: Mapping[float, Reached]
-
-
-def estimate(values: Sequence[float]) -> Estimate | None:
-    """Mean and its 95 % confidence interval by Student's t; None of nothing."""
-    if not values:
-        return None
-    n = len(values)
-    return Estimate(mean(values), n, None if n < 2 else student_t(n - 1) * stdev(values) / math.sqrt(n))
-
-
-def student_t(degrees: int) -> float:
-    """Quantile 0.975 for so many degrees of freedom; beyond 30 by the first term of its expansion."""
-    return _T[degrees - 1] if degrees <= len(_T) else _NORMAL + (_NORMAL**3 + _NORMAL) / (4 * degrees)
 
 
 def by_cell(result: Result) -> dict[str, list[Run]]:

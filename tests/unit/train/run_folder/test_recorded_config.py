@@ -193,7 +193,7 @@ def test_keys_and_groups_are_laid_over_a_recorded_run_wherever_they_stand(tmp_pa
     assert isinstance(found.averaging, LocalSGD)
     assert found == dataclasses.replace(
         configuration(*TOLD), averaging=configuration("averaging=local_sgd").averaging, seed=7,
-        max_rounds=2, resume="auto",
+        max_rounds=2, executor="serial", resume="auto",
         max_evaluation_batches=2, optimizer=dataclasses.replace(configuration(*TOLD).optimizer, beta1=0.5),
     )  # fmt: skip
 
