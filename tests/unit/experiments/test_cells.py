@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from crossbow_py.core import intervals
 from experiments.grids import grid as of_files
 from experiments.grids import plot, report
 from experiments.grids.grid import Cell, Grid, chosen, in_turns, merged, said_of, settings_of
@@ -126,24 +127,24 @@ def test_parts_end_at_fractions_of_an_epoch_and_at_the_end() -> None:
 
 
 def test_confidence_interval_is_that_of_students_t() -> None:
-    found = report.estimate([1.0, 2.0, 3.0])
+    found = intervals.estimate([1.0, 2.0, 3.0])
     assert found is not None and found.half_width is not None
     # 4.303 · 1 / √3
     assert (found.mean, found.n, found.half_width) == (2.0, 3, pytest.approx(2.4843, abs=1e-4))
-    assert report.estimate([2.0]) == report.Estimate(2.0, 1, None)
-    assert report.estimate([]) is None
+    assert intervals.estimate([2.0]) == intervals.Estimate(2.0, 1, None)
+    assert intervals.estimate([]) is None
 
 
 @pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.706), (4, 2.776), (30, 2.042), (40, 2.021), (120, 1.980)])
 def test_quantiles_of_students_t_are_those_of_the_tables(degrees: int, quantile: float) -> None:
-    assert report.student_t(degrees) == pytest.approx(quantile, abs=2e-3)
+    assert intervals.student_t(degrees) == pytest.approx(quantile, abs=2e-3)
 
 
 def test_summary_leaves_out_what_diverged_and_counts_it() -> None:
     one, sma, wild = report.summaries(made_up_result())
     assert one.final is not None and one.final.mean == pytest.approx(0.91)
     assert (sma.n, sma.diverged, wild.n, wild.diverged) == (2, 0, 2, 1)
-    assert wild.final == report.Estimate(0.8, 1, None)
+    assert wild.final == intervals.Estimate(0.8, 1, None)
 
 
 def test_target_is_reached_at_the_first_evaluation_that_has_it_and_seconds_are_of_runs_alone() -> None:
