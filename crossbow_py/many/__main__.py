@@ -12,7 +12,7 @@ from crossbow_py.cli.command_line import run
 from crossbow_py.cli.config_files import write_yaml
 from crossbow_py.cli.output_folder import make_folder, new_folder
 from crossbow_py.core.errors import UserError, unwritable
-from crossbow_py.core.files import given_path, locked
+from crossbow_py.core.files import given_path
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.many.config import ManyConfig, without_unused
 from crossbow_py.many.report import ManyConsole, write_records
@@ -25,8 +25,6 @@ from crossbow_py.train.config import config_to_mapping
 from crossbow_py.train.evaluation.metrics import metrics_of
 from crossbow_py.train.run_settings import JobSettings
 
-_LOCK_FILE = ".many.lock"
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what `argv` (default: the process's arguments) asks for; returns the exit code."""
@@ -36,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(config: ManyConfig) -> int:
     """Train the members of one study in its folder; returns the exit code."""
     folder = _folder(config)
-    with locked(folder / _LOCK_FILE, lambda: None), closing(ManyConsole(Screen(folder / CONSOLE_LOG))) as console:
+    with closing(ManyConsole(Screen(folder / CONSOLE_LOG))) as console:
         source = config.data.load(progress=sys.stderr.isatty())
         shared = {each.name: getattr(config, each.name) for each in fields(JobSettings)}
         arguments = ManyArguments(

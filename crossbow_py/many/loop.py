@@ -218,7 +218,7 @@ class ManyLoop:
         if self._validation(member) is None:
             return row.planned_samples
         each = member.num_samples(self.registry.data.num_samples) / self.plan.evaluations_per_epoch
-        return min(row.planned_samples, round((math.floor(row.samples_seen / each + 1e-9) + 1) * each))
+        return min(row.planned_samples, math.ceil((math.floor(row.samples_seen / each + 1e-9) + 1) * each - 1e-6))
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ class ManyLoop:
     def _keep(self, every_s: float) -> None:
         """Save members on their way that were last saved that long ago; packs are drained."""
         now = self.hooks.clock()
-        for each in self.running if self.store.keeps else ():
+        for each in self.running:
             # What has come to its evaluation is saved after that: whoever goes on from there would not measure it.
             if not each.row.is_over and now - each.slot.kept_at >= every_s:
                 self.store.save_underway(each.member, each.so_far.at(self.packs.checkpoint(each.slot), each.slot))
@@ -253,7 +253,8 @@ class ManyLoop:
     def _give_up(self, key: str, error: Exception, is_beside: bool) -> None:
         """A pack failed: its members begin again from where they were saved, as `verdict` says."""
         mine = [each for each in self.running if each.slot.pack_key == key]
-        what = verdict(error, len(mine), is_beside, self.device)
+        num_rows = max(len(mine), self.packs.num_rows(key))  # with idle ones
+        what = verdict(error, num_rows, is_beside, self.device)
         self.packs.end(key)
         self.running = [each for each in self.running if each not in mine]
         self._idle = [slot for slot in self._idle if slot.pack_key != key]
@@ -263,8 +264,8 @@ class ManyLoop:
         else:
             self._waiting.extendleft(each.member.number for each in reversed(mine))
         if what == "narrower":
-            self.registry.narrow(mine[0].slot.described.signature, len(mine) // 2)
-            self.hooks.message(f"Memory does not hold {len(mine)} members side by side; {len(mine) // 2} are tried.")
+            self.registry.narrow(mine[0].slot.described.signature, num_rows // 2)
+            self.hooks.message(f"Memory does not hold {num_rows} members side by side; {num_rows // 2} are tried.")
         elif what != "fails":
             self._alone.update(each.member.number for each in mine)
         if what == "apart":
@@ -352,7 +353,7 @@ class ManyLoop:
     def _leave(self, each: Progress) -> None:
         """The member's row trains on for nobody, until another takes it."""
         self.running.remove(each)
-        each.row.failure, each.row.end_samples = None, 2**62
+        each.row.is_idle = True
         self._idle.append(each.slot)
         self._is_stale = True
 
@@ -391,7 +392,7 @@ class ManyLoop:
             state=state,
         )
         self.results[member.number] = result
-        if status != "not finished":
+        if status in ("finished", "stopped early"):  # what failed is tried again by the next call
             self.store.save(member, result)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +15,6 @@ import numpy.typing as npt
 from torch import nn
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.settings import to_mapping
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.class_balance import checked_weights
 from crossbow_py.data.datasets import Data, class_labels, num_samples
@@ -21,7 +22,8 @@ from crossbow_py.data.randomness import permutation
 from crossbow_py.data.sampler import SampleOrder, balanced_weights
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.packs.trial import TrialSettings
-from crossbow_py.train.checks.seeded_model import seeded_model
+from crossbow_py.train.arguments import rule_of
+from crossbow_py.train.run_settings import JobSettings, StopConditions
 from crossbow_py.train.schedules import Schedule
 
 Ids = npt.NDArray[np.int64]
@@ -46,7 +48,8 @@ class Member:
         optimizer, schedule, batch_size, max_epochs, label_smoothing, augmentation: its own.
         subset: the training samples that it learns from: their places in the training data, which may repeat as those
             of a bootstrap do, or a mask [N] of booleans, or a `Fold`. An epoch is a pass over these.
-        validation: the places of training samples that it is measured on, instead of the validation data.
+        validation: the places of training samples that it is measured on, instead of the validation data. Without a
+            subset it trains on all others.
         sample_weights: a weight for each sample of its subset, to draw by, with replacement.
         order_seed: seed of its order of samples. None shares the call's order, so that members of the same samples
             take the same batches, which is faster.
@@ -56,8 +59,8 @@ class Member:
     group: str | None = None
     seed: int | None = None
     model: Callable[[], nn.Module] | None = None
-    optimizer: Optimizer | None = None
-    schedule: Schedule | None = None
+    optimizer: Optimizer | str | None = None
+    schedule: Schedule | str | None = None
     batch_size: int | None = None
     max_epochs: float | None = None
     label_smoothing: float | None = None
@@ -106,14 +109,12 @@ class Study:
         train: the training data.
         order_seed: seed of the order that members share.
         sampling: as `RunSettings.sampling`.
-        digest: a text that is equal where members of equal settings are equal.
     """
 
     common: Member
     train: Data
     order_seed: int
     sampling: str = "shuffle"
-    digest: str = ""
 
     @property
     def num_samples(self) -> int:
@@ -131,7 +132,7 @@ class Settled:
         settings: what a pack takes.
         max_epochs: passes over its own samples.
         validation: the places of its own validation samples; None for the call's validation data.
-        digest: what it trains, in short; equal digests give equal models.
+        digest: what it trains, in short: equal digests give equal models. Empty where nothing is written.
     """
 
     number: int
@@ -140,83 +141,107 @@ class Settled:
     settings: TrialSettings
     max_epochs: float
     validation: Ids | None
-    subset: Ids | None
-    digest: str
+    digest: str = ""
 
     def num_samples(self, of_all: int) -> int:
         """Return the samples of an epoch."""
         return of_all if self.settings.order is None else self.settings.order.num_samples
 
 
-def settled(members: Sequence[Member], study: Study) -> list[Settled]:
+def settled(members: int | Iterable[Member], study: Study) -> list[Settled]:
     """Return the members in full. Raises UserError, which names the member and what it has wrong."""
-    if not members:
+    if isinstance(members, bool | float | str) or not isinstance(members, int | Iterable):
+        raise UserError(f"members must be a number or a list of Member, got {members!r}.")
+    found = [Member()] * members if isinstance(members, int) else list(members)
+    if not found:
         raise UserError("members must be at least one, got none; give members=8 for eight seeds, or a list of Member.")
-    for number, member in enumerate(members):
+    for number, member in enumerate(found):
         if not isinstance(member, Member):
             raise UserError(f"members[{number}] must be a Member, got {type(member).__name__}; Member(seed=0) is one.")
-    names = _names(members)
-    makers: dict[str, tuple[str, str]] = {}
-    return [_settled(number, names[number], member, study, makers) for number, member in enumerate(members)]
+    names, makers = _names(found), dict[str, str]()
+    return [_settled(number, names[number], member, study, makers) for number, member in enumerate(found)]
 
 
-def _settled(number: int, name: str, member: Member, study: Study, makers: dict[str, tuple[str, str]]) -> Settled:
+def _settled(number: int, name: str, member: Member, study: Study, makers: dict[str, str]) -> Settled:
     own = {each.name: getattr(member, each.name) for each in fields(Member)}
     whole: Any = replace(study.common, **{key: value for key, value in own.items() if value is not None})
     what, total = f"member {name}", study.num_samples
-    subset = whole.subset.train if isinstance(whole.subset, Fold) else whole.subset
-    held_out = whole.subset.validation if isinstance(whole.subset, Fold) else None
-    ids = None if subset is None else _places(f"{what}: subset", subset, total)
-    validation = held_out if whole.validation is None else whole.validation
-    own_validation = None if validation is None else _places(f"{what}: validation", validation, total, unique=True)
-    seed = number + (study.common.seed or 0) if member.seed is None else member.seed
-    order = _order(what, member, ids, study)
+    with _naming(what):
+        seed = number + (study.common.seed or 0) if member.seed is None else member.seed
+        JobSettings(
+            seed=seed, order_seed=member.order_seed, batch_size=whole.batch_size,
+            label_smoothing=whole.label_smoothing or 0.0,
+        )  # fmt: skip
+        StopConditions(max_epochs=whole.max_epochs)
+        if not math.isfinite(whole.max_epochs):
+            raise UserError(f"max_epochs must be a number, got {whole.max_epochs}.")
+        optimizer, schedule = rule_of("optimizer", whole.optimizer), rule_of("schedule", whole.schedule)
+        augmentation = whole.augmentation or Augmentation()
+        if not isinstance(augmentation, Augmentation):
+            raise UserError(f"augmentation must be an Augmentation, got {augmentation!r}.")
+        ids, validation = _samples(whole, total)
+        order = _order(member, ids, study)
     size = total if order is None else order.num_samples
     if whole.batch_size > size:
         raise UserError(f"{what}: batch_size={whole.batch_size} is more than its samples; choose at most {size}.")
-    maker = _maker_key(whole.model)
-    if maker not in makers:
-        makers[maker] = f"model {len(makers)}", _architecture(whole.model)
-    key, architecture = makers[maker]
     settings = TrialSettings(
         seed=seed,
         make_model=whole.model,
-        model_key=key,
+        model_key=makers.setdefault(_maker_key(whole.model), f"model {len(makers)}"),
         batch_size=whole.batch_size,
-        optimizer=whole.optimizer,
-        schedule=whole.schedule,
+        optimizer=optimizer,
+        schedule=schedule,
         label_smoothing=whole.label_smoothing or 0.0,
-        augmentation=whole.augmentation or Augmentation(),
+        augmentation=augmentation,
         order=order,
     )
-    plain = [
-        study.digest, seed, architecture, whole.batch_size, str(to_mapping(whole.optimizer)),
-        str(to_mapping(whole.schedule)),
-        settings.label_smoothing, str(settings.augmentation), whole.max_epochs, study.order_seed,
-        None if order is None else order.seed,
-    ]  # fmt: skip
-    found = hashlib.blake2b(repr(plain).encode(), digest_size=8)
-    for part in (ids, own_validation, None if order is None else order.weights):
-        found.update(b"-" if part is None else part.tobytes())
-    digest = found.hexdigest()
-    return Settled(number, name, member.group, settings, float(whole.max_epochs), own_validation, ids, digest)
+    return Settled(number, name, member.group, settings, float(whole.max_epochs), validation)
 
 
-def _order(what: str, member: Member, ids: Ids | None, study: Study) -> SampleOrder | None:
+def _samples(member: Member, total: int) -> tuple[Ids | None, Ids | None]:
+    """Return the places of the training samples, None for all, and of its own validation samples, None for none.
+
+    Without a subset it trains on all samples that it is not measured on. Raises UserError.
+    """
+    subset, held_out = member.subset, member.validation
+    if isinstance(subset, tuple) and len(subset) == 2 and all(np.ndim(part) == 1 for part in subset):
+        subset, fold_validation = subset  # a Fold, or a pair as scikit-learn's splitters give it
+        held_out = fold_validation if held_out is None else held_out
+    validation = None if held_out is None else _places("validation", held_out, total, unique=True)
+    if subset is not None:
+        ids = _places("subset", subset, total)
+        if validation is not None and (both := np.intersect1d(ids, validation)).size:
+            raise UserError(f"place {both[0]} is both in subset and in validation; measure on samples not trained on.")
+        return ids, validation
+    if validation is None:
+        return None, None
+    rest = np.setdiff1d(np.arange(total, dtype=np.int64), validation)
+    if not rest.size:
+        raise UserError("validation has every training sample, so that none is left to train on.")
+    return rest, validation
+
+
+def _order(member: Member, ids: Ids | None, study: Study) -> SampleOrder | None:
     """Return the member's own order of samples; None if it has all samples in the order that is shared."""
-    size = study.num_samples if ids is None else len(ids)
-    weights, labels = None, class_labels(study.train) if study.sampling == "balanced" else None
-    if member.sample_weights is not None:
-        try:
-            weights = checked_weights(member.sample_weights, size)
-        except UserError as error:
-            raise UserError(f"{what}: {error}") from error
-    elif labels is not None and ids is not None:
-        weights = balanced_weights(labels[ids])
-    if ids is None and weights is None and member.order_seed is None:
+    if ids is None and member.sample_weights is None and member.order_seed is None:
         return None
+    size = study.num_samples if ids is None else len(ids)
+    weights = None
+    if member.sample_weights is not None:
+        weights = checked_weights(member.sample_weights, size)
+    elif study.sampling == "balanced" and (labels := class_labels(study.train)) is not None:
+        weights = balanced_weights(labels if ids is None else labels[ids])
     seed = study.order_seed if member.order_seed is None else member.order_seed
     return SampleOrder(seed, size, weights, ids)
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Have what is raised about settings name the member."""
+    try:
+        yield
+    except (UserError, TypeError) as error:
+        raise UserError(f"{what}: {error}") from error
 
 
 def _places(what: str, given: Any, total: int, unique: bool = False) -> Ids:
@@ -243,12 +268,6 @@ def _short(value: Any) -> str:
     return f"{text[:60]}..." if len(text) > 63 else text
 
 
-def _architecture(make: Callable[[], nn.Module]) -> str:
-    """Return what a model is made of, in text that is the same in every process."""
-    model = seeded_model(make, 0, None)
-    return repr((str(model), [(name, value.shape, value.dtype) for name, value in model.state_dict().items()]))
-
-
 def _maker_key(make: Callable[[], nn.Module]) -> str:
     """Return a text that is equal for functions that make models of one architecture, as far as can be told."""
     if isinstance(make, partial):
@@ -257,10 +276,10 @@ def _maker_key(make: Callable[[], nn.Module]) -> str:
 
 
 def _names(members: Sequence[Member]) -> list[str]:
-    """Return the members' names, those given or made of what differs. Raises UserError if two are the same."""
-    given = [member.name for member in members if member.name is not None]
-    for name in given:
-        if given.count(name) > 1:
-            raise UserError(f"members has {given.count(name)} of the name {name!r}; give each its own.")
+    """Return the members' names: those given, or their numbers. Raises UserError if two are the same."""
     width = len(str(len(members) - 1))
-    return [member.name if member.name is not None else f"{number:0{width}}" for number, member in enumerate(members)]
+    names = [f"{number:0{width}}" if each.name is None else each.name for number, each in enumerate(members)]
+    name, count = Counter(names).most_common(1)[0]
+    if count > 1:
+        raise UserError(f"members has {count} of the name {name!r}; give each its own.")
+    return names

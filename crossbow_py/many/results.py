@@ -168,7 +168,7 @@ class Results(Sequence[MemberResult]):
 
         None without test data, or with fewer than two models.
         """
-        return self._together([each for each in self if each.state]) if self._together is not None else None
+        return None if self._together is None else self._together(self)
 
     def out_of_fold(self) -> Tensor:
         """Return predictions [N, ...] of the training samples by the members that were measured on them, on the host.

@@ -62,21 +62,17 @@ class Underway:
 
 
 class Store:
-    """The files of members in `folder`/members; without a folder it keeps checkpoints in memory, for packs that fail.
+    """The files of members in `folder`/members. Without a folder checkpoints are kept in memory, for packs that fail.
 
     Raises UserError when the disk refuses.
     """
 
     def __init__(self, folder: Path | None) -> None:
+        self._in_memory: dict[int, Underway] = {}
         self._folder = None if folder is None else folder / MEMBERS_FOLDER
         if self._folder is not None:
             with _writing(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
-
-    @property
-    def keeps(self) -> bool:
-        """Whether anything is written."""
-        return self._folder is not None
 
     def load(self, member: Settled) -> MemberResult | None:
         """Return what a member ended with in an earlier call; None if it has not ended, or the files are not whole."""
@@ -88,7 +84,7 @@ class Store:
             if values.pop("format_version") != _FORMAT:
                 return None
             model = path.with_suffix(".safetensors")
-            state = load_file(model) if values["status"] != "failed" else {}
+            state = load_file(model)
             return MemberResult(name=member.name, group=member.group, **values, state=state)
         except (OSError, ValueError, TypeError, KeyError, SafetensorError):
             return None
@@ -101,9 +97,8 @@ class Store:
         plain = {each.name: getattr(result, each.name) for each in fields(result) if each.name[0] != "_"}
         del plain["state"], plain["name"], plain["group"]
         with _writing(path):
-            if result.state:
-                with replacing(path.with_suffix(".safetensors"), synced=True) as partial:
-                    save_file({name: value.contiguous() for name, value in result.state.items()}, partial)
+            with replacing(path.with_suffix(".safetensors"), synced=True) as partial:
+                save_file({name: value.contiguous() for name, value in result.state.items()}, partial)
             write_json(path, {"format_version": _FORMAT, **finite(plain)}, indent=None)  # last: the member has ended
         with suppress(OSError):
             path.with_suffix(".underway.pt").unlink(missing_ok=True)
@@ -111,7 +106,9 @@ class Store:
     def save_underway(self, member: Settled, underway: Underway) -> None:
         """Keep where a member stands."""
         path = self._path(member, ".underway.pt")
-        assert path is not None, "there is a folder"
+        if path is None:
+            self._in_memory[member.number] = underway
+            return
         values = {each.name: getattr(underway, each.name) for each in fields(underway)}
         values["checkpoint"] = None if underway.checkpoint is None else vars(underway.checkpoint)
         with _writing(path), replacing(path) as partial:
@@ -120,7 +117,10 @@ class Store:
     def load_underway(self, member: Settled) -> Underway | None:
         """Return where a member stood in an earlier call; None if the file is not there, or not whole."""
         path = self._path(member, ".underway.pt")
-        if path is None or not path.exists():
+        if path is None:
+            kept = self._in_memory.get(member.number)
+            return None if kept is None else replace(kept, history=[*kept.history])
+        if not path.exists():
             return None
         try:
             with open(path, "rb", opener=own_file) as file:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
@@ -16,25 +15,27 @@ from typing import Any, ParamSpec
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from crossbow_py.cli.output_folder import make_folder
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.files import given_path
+from crossbow_py.core.files import given_path, locked
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.data.datasets import Classes, Data, check_data, in_tensors, num_samples, sample_digest
+from crossbow_py.data.datasets import Classes, Data, as_pair, check_data, counted, in_tensors
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
-from crossbow_py.engine.modules.losses import IGNORED, Loss, is_classification, takes_classes
+from crossbow_py.engine.modules.losses import IGNORED, Loss, is_classification, plain_loss, takes_classes
 from crossbow_py.engine.modules.precision import FP32, ordinary_modes
 from crossbow_py.engine.update.optimizers import SGD, Optimizer
+from crossbow_py.many.identity import digest_of
 from crossbow_py.many.loop import Hooks, ManyLoop, Plan
 from crossbow_py.many.members import Ids, Member, Settled, Study, settled
 from crossbow_py.many.results import MemberResult, Results
 from crossbow_py.many.store import Store
 from crossbow_py.packs.trial import TrialSettings
 from crossbow_py.packs.trial_registry import TrialData, TrialRegistry
-from crossbow_py.train.arguments import check_keywords
+from crossbow_py.train.arguments import check_keywords, rule_of
 from crossbow_py.train.build import count_classes, new_feed, settled_loss_of
 from crossbow_py.train.checks.seeded_model import MakeModel, seeded_model
 from crossbow_py.train.evaluation.evaluator import Evaluator
@@ -44,6 +45,7 @@ from crossbow_py.train.run import DataSets
 from crossbow_py.train.run_settings import Choices, JobSettings, RunSettings, StopConditions, choose
 from crossbow_py.train.schedules import Constant, Schedule
 
+LOCK_FILE = ".many.lock"
 P = ParamSpec("P")
 
 
@@ -55,13 +57,13 @@ class ManyArguments(JobSettings):
     train_data: Data
     test_data: Data | None = None
     _: KW_ONLY
-    members: int | Sequence[Member]
+    members: int | Iterable[Member]
     validation_data: Data | None = None
     batch_size: int = 32
     max_epochs: float = 10.0
     max_rounds: int | None = None
-    optimizer: Optimizer = SGD()
-    schedule: Schedule = Constant()
+    optimizer: Optimizer | str = SGD()
+    schedule: Schedule | str = Constant()
     loss: Loss | None = None
     metrics: Mapping[str, Metric] | None = None
     augmentation: Augmentation | None = None
@@ -83,6 +85,8 @@ class ManyArguments(JobSettings):
             max_epochs=self.max_epochs, max_rounds=self.max_rounds, patience=self.patience,
             restore_best=self.restore_best,
         )  # fmt: skip
+        for group in ("optimizer", "schedule"):
+            object.__setattr__(self, group, rule_of(group, getattr(self, group)))
         if isinstance(self.max_pack_size, bool) or not self.max_pack_size >= 1:
             raise UserError(f"max_pack_size must be at least 1, got {self.max_pack_size}.")
         if self.checkpoint_every_s is not None and not self.checkpoint_every_s > 0:
@@ -180,10 +184,13 @@ class ManyRun:
         )
         self.metrics = checked_metrics(arguments.metrics, num_ranks=1)
         self.members = self._settled()
+        self._evaluators: dict[str, Evaluator] = {}
         folder = arguments.output_dir
         self.folder = None if folder is None else given_path("output_dir", folder)
         with ExitStack() as stack:
             stack.callback(self.close)
+            if self.folder is not None:
+                self._closing.enter_context(locked(make_folder(self.folder) / LOCK_FILE, self._wait))
             self._build()
             stack.pop_all()
 
@@ -199,23 +206,24 @@ class ManyRun:
 
     def _settled(self) -> list[Settled]:
         given = self.arguments
-        members = [Member()] * given.members if isinstance(given.members, int) else given.members
         common = {each.name: getattr(given, each.name) for each in fields(Member) if hasattr(given, each.name)}
-        study = Study(
-            Member(**common), self.data.train, self.settings.sample_order_seed, self.settings.sampling, self._digest()
-        )
-        return settled(members, study)
+        study = Study(Member(**common), self.data.train, self.settings.sample_order_seed, self.settings.sampling)
+        found = settled(given.members, study)
+        if given.output_dir is None:
+            return found
+        shared = digest_of(
+            as_pair(self.data.train), self.data.validation, self.data.test, given.loss, self.metrics, given.mean,
+            given.std, given.num_classes, given.patience, given.restore_best, given.evaluations_per_epoch,
+            given.max_rounds, study.order_seed, given.sampling, self.choices.precision.name,
+        )  # fmt: skip
+        return [dataclasses.replace(each, digest=self._digest(shared, each)) for each in found]
 
-    def _digest(self) -> str:
-        """Return a short text of what all members share, by which earlier results are known to be theirs."""
-        data, given = self.data, self.arguments
-        every = [data.train, data.validation, data.test]
-        shared = [
-            [None if own is None else (sample_digest(own), num_samples(own)) for own in every],
-            _name_of(given.loss), sorted(self.metrics), given.mean, given.std, given.sampling, given.patience,
-            given.restore_best, given.evaluations_per_epoch, given.max_rounds, self.choices.precision.name,
-        ]  # fmt: skip
-        return hashlib.blake2b(repr(shared).encode(), digest_size=8).hexdigest()
+    def _digest(self, shared: str, member: Settled) -> str:
+        own = {key: value for key, value in vars(member.settings).items() if key not in ("make_model", "model_key")}
+        return digest_of(shared, own, member.max_epochs, member.validation, member.settings.new_model())
+
+    def _wait(self) -> None:
+        self._note(f"Another process trains in {self.folder}; this one waits for it.")
 
     def _build(self) -> None:
         settings, data, first = self.settings, self.data, self.members[0]
@@ -223,6 +231,9 @@ class ManyRun:
             check_trusted(try_once(self.choices.device, self._note), self.choices.precision)
         template = seeded_model(first.settings.make_model, first.settings.seed, None)
         loss, self.data = settled_loss_of(self.arguments.loss, template, data, settings, self.choices.device)
+        smoothed = next((each.name for each in self.members if each.settings.label_smoothing), None)
+        if smoothed is not None and plain_loss(loss) is not nn.functional.cross_entropy:
+            raise UserError(f"member {smoothed}: label_smoothing is for cross-entropy, got another loss; leave it out.")
         every = [each.settings.augmentation for each in self.members]
         strongest = Augmentation(
             crop_padding=max(each.crop_padding for each in every),
@@ -295,7 +306,7 @@ class ManyRun:
             self.status = signals.status
         if self.status is not None:
             self._note(f"{self.status.capitalize()}: {len(loop.results)} of {len(self.members)} members have results.")
-        found = [self._with_module(each) for each in self._of(loop)]
+        found = [self._with_module(*each) for each in zip(self.members, self._of(loop), strict=True)]
         return Results(
             found, self.train_feed.num_samples, loop.samples / loop.train_s if loop.train_s else 0.0,
             time.perf_counter() - self._begun, self._notes, self.folder, partial(self._held_out, found), self._together,
@@ -321,30 +332,36 @@ class ManyRun:
         )  # fmt: skip
 
     def _evaluator(self, member: Settled) -> Evaluator:
-        template = seeded_model(member.settings.make_model, member.settings.seed, None).to(self.choices.device)
-        return self.registry.evaluator(template)
+        key = member.settings.model_key
+        if key not in self._evaluators:
+            template = seeded_model(member.settings.make_model, member.settings.seed, None).to(self.choices.device)
+            self._evaluators[key] = self.registry.evaluator(template)
+        return self._evaluators[key]
 
-    def _with_module(self, result: MemberResult) -> MemberResult:
+    def _with_module(self, member: Settled, result: MemberResult) -> MemberResult:
         if not result.state:
             return result
-        member = next(each for each in self.members if each.name == result.name)
         return dataclasses.replace(result, _module=lambda: self._evaluator(member).module(result.state).cpu())
 
-    def _together(self, members: Sequence[MemberResult]) -> dict[str, float] | None:
-        if self.test is None or len(members) < 2:
+    def _together(self, results: Sequence[MemberResult]) -> dict[str, float] | None:
+        """Return loss and accuracy of the mean prediction on the test data."""
+        found = [pair for pair in zip(self.members, results, strict=True) if pair[1].state]
+        if self.test is None or len(found) < 2:
             return None
-        by_name = {each.name: each for each in self.members}
-        total: Tensor | None = None
-        for each in members:
-            found = self._evaluator(by_name[each.name]).predict(each.state, self.test)
-            total = found if total is None else total + found
-        assert total is not None, "there are members"
-        mean, evaluator = total / len(members), self._evaluator(self.members[0])
+        predictions = (self._evaluator(member).predict(result.state, self.test) for member, result in found)
+        mean = functools.reduce(torch.add, predictions) / len(found)
+        evaluator = self._evaluator(self.members[0])
         targets = torch.cat([batch.targets for batch in self.test.evaluation_batches(evaluator.batch_size)])
-        if takes_classes(evaluator.loss) and is_classification(mean, targets):
-            right = (mean.argmax(1) == targets).double().mean()
-            return {"accuracy": float(right), "loss": float(nn.functional.nll_loss(mean.log(), targets))}
-        return {"loss": float(evaluator.loss(mean, targets))}
+        if not takes_classes(evaluator.loss):
+            return {"loss": float(evaluator.loss(mean, targets))}
+        if targets.is_floating_point():  # shares of classes
+            return {"loss": float(-(targets * mean.log()).sum(1).mean())}
+        ignored = IGNORED if evaluator.ignored is None else evaluator.ignored
+        loss = {"loss": float(nn.functional.nll_loss(mean.log(), targets, ignore_index=ignored))}
+        if not is_classification(mean, targets):
+            return loss
+        counts = counted(targets, ignored)
+        return {"accuracy": float((mean.argmax(1) == targets)[counts].double().mean()), **loss}
 
     def _held_out(self, found: Sequence[MemberResult]) -> Iterator[tuple[int, Ids, Evaluator, Feed]]:
         for member, result in zip(self.members, found, strict=True):
@@ -355,9 +372,3 @@ class ManyRun:
 
 def _first(feed: ResidentFeed) -> Ids:
     return np.arange(min(feed.num_samples, 256), dtype=np.int64)
-
-
-def _name_of(loss: Loss | None) -> str:
-    if isinstance(loss, nn.Module | partial):
-        return str(loss)
-    return f"{getattr(loss, '__module__', '')}.{getattr(loss, '__qualname__', repr(loss))}"

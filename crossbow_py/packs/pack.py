@@ -57,6 +57,7 @@ class TrialRow:
         dropout_rate: the rate of the model's dropout layers; read if trials of its signature may differ in it.
         loss_sum, num_losses: sums over the rounds of this segment.
         failure: why it cannot go on.
+        is_idle: whether it trains on for nobody, until another takes its row.
     """
 
     trial: int
@@ -70,6 +71,7 @@ class TrialRow:
     loss_sum: float = 0.0
     num_losses: int = 0
     failure: str | None = None
+    is_idle: bool = False
 
     def __post_init__(self) -> None:
         if self.begun is not None:
@@ -78,7 +80,7 @@ class TrialRow:
     @property
     def is_over(self) -> bool:
         """True when its segment is over."""
-        return self.failure is not None or self.samples_seen >= self.end_samples
+        return not self.is_idle and (self.failure is not None or self.samples_seen >= self.end_samples)
 
 
 @dataclass

@@ -61,12 +61,9 @@ class TrainArguments(JobOptions, RunOptions, RunSettings):
     executor_cache: str | Path | None = None
 
     def __post_init__(self) -> None:
-        registries: dict[str, Mapping[str, Any]] = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "averaging": RULES}
-        for group, registry in registries.items():
+        for group in _REGISTRIES:
             if isinstance(name := getattr(self, group), str):
-                if name not in registry:
-                    raise UserError(f"{group} has no {name!r}{suggestion(name, registry)}")
-                object.__setattr__(self, group, registry[name]())
+                object.__setattr__(self, group, rule_of(group, name))
         assert self.settings  # which checks them
 
     @property
@@ -79,6 +76,23 @@ class TrainArguments(JobOptions, RunOptions, RunSettings):
     def settings(self) -> RunSettings:
         """The keys of `RunSettings`, checked and converted."""
         return RunSettings.of(self)
+
+
+_REGISTRIES: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
+    "optimizer": (Optimizer, OPTIMIZERS), "schedule": (Schedule, SCHEDULES), "averaging": (AveragingRule, RULES),
+}  # fmt: skip
+
+
+def rule_of(group: str, given: object) -> Any:
+    """Return an optimizer, schedule or averaging rule, also one that is given by its name. Raises UserError."""
+    base, registry = _REGISTRIES[group]
+    if isinstance(given, str):
+        if given not in registry:
+            raise UserError(f"{group} has no {given!r}{suggestion(given, registry)}")
+        return registry[given]()
+    if not isinstance(given, base):
+        raise UserError(f"{group} must be an object or a name of crossbow_py's, got {given!r}.")
+    return given
 
 
 def with_keywords_of(

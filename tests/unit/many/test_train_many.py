@@ -31,7 +31,7 @@ def make(width: int = 6) -> nn.Module:
     return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 3))
 
 
-def train(members: int | Sequence[Member], **given: Any) -> Results:
+def train(members: Any, **given: Any) -> Results:
     options: dict[str, Any] = {"max_epochs": 2, "batch_size": 8, "optimizer": SGD(learning_rate=0.1, momentum=0.5)}
     options |= {"executor": "serial", "device": "cpu", "precision": "fp32", **given}
     return train_many(options.pop("model", make), options.pop("data", DATA), members=members, **options)
@@ -182,6 +182,28 @@ def test_member_that_diverges_fails_alone_with_its_reason() -> None:
     assert "1 (failed)" in found.table()
 
 
+@pytest.mark.parametrize("executor", ["serial", "fused"])
+def test_row_that_diverges_once_its_member_has_ended_stops_nobody(executor: str) -> None:
+    # The first grows without bound, and ends before it is not finite; its row goes on for nobody.
+    wild = Member(optimizer=SGD(learning_rate=6.0, momentum=0.0), max_epochs=1)
+    members = [wild, *(Member(optimizer=SGD(learning_rate=0.01), max_epochs=30) for _ in range(5))]
+    data = DATA[0], DATA[0][:, :1]
+    options: dict[str, Any] = {"model": partial(nn.Linear, 4, 1), "data": data, "loss": nn.MSELoss()}
+    found = train(members, executor=executor, **options)
+    assert [each.status for each in found][1:] == ["finished"] * 5
+    apart = train([Member(seed=3, optimizer=SGD(learning_rate=0.01), max_epochs=30)], **options)
+    assert_equal({**found[3].model.state_dict()}, {**apart[0].model.state_dict()}, 1e-5)
+
+
+@pytest.mark.parametrize(("count", "size", "per_epoch"), [(65, 32, 2), (100, 11, 3), (30, 8, 4)])
+def test_evaluations_within_epochs_come_once_each(count: int, size: int, per_epoch: int) -> None:
+    data = blobs(count)
+    found = train(1, data=data, validation_data=TEST, batch_size=size, evaluations_per_epoch=per_epoch, max_epochs=3)
+    seen = [entry["samples"] for entry in found[0].history]
+    due = [math.ceil(math.ceil(n * count / per_epoch) / size) * size for n in range(1, 3 * per_epoch + 1)]
+    assert seen == list(dict.fromkeys(due))
+
+
 def test_ctrl_c_keeps_what_has_ended_and_the_same_call_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     members = [Member(seed=n, subset=range(10 + 7 * n), validation=range(50, 60), max_epochs=3) for n in range(5)]
     options: dict[str, Any] = {"max_pack_size": 2, "optimizer": AdamW(learning_rate=0.01), "restore_best": True}
@@ -215,6 +237,59 @@ def test_other_settings_in_the_same_folder_train_anew(tmp_path: Path) -> None:
     assert train([Member()], output_dir=tmp_path, data=blobs(61)).images_per_s
 
 
+def test_models_losses_metrics_and_data_that_differ_in_what_no_name_shows_have_results_of_their_own(
+    tmp_path: Path,
+) -> None:
+    """What a folder holds is of equal values and code; see `many.identity`."""
+
+    class Scaled(nn.Linear):
+        def __init__(self, scale: float) -> None:
+            super().__init__(4, 3)
+            self.scale = scale
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    flipped = DATA[0], DATA[1].clone()
+    flipped[1][17] = (flipped[1][17] + 1) % 3
+    calls: list[dict[str, Any]] = [
+        {}, {"data": flipped}, {"test_data": blobs(31)}, {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)},
+        {"loss": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))},
+        {"loss": partial(nn.functional.cross_entropy, reduction="mean")},
+        {"loss": lambda output, targets: nn.functional.cross_entropy(3 * output, targets)},
+        {"loss": lambda output, targets: nn.functional.cross_entropy(2 * output, targets)},
+        {"metrics": {"m": lambda output, targets: output.mean()}},
+        {"metrics": {"m": lambda output, targets: output.sum()}}, {"seed": 1},
+        {"model": partial(Scaled, 0.1)}, {"model": partial(Scaled, 5.0)}, {"schedule": "cosine"},
+    ]  # fmt: skip
+    options: dict[str, Any] = {"members": [Member()], "test_data": TEST, "output_dir": tmp_path}
+    for count, given in enumerate(calls, 1):
+        assert train(**{**options, **given}).images_per_s > 0
+        assert len(list((tmp_path / "members").glob("*.json"))) == count
+    for given in calls:  # and each is found again
+        assert train(**{**options, **given}).images_per_s == 0
+
+
+def test_member_that_failed_is_tried_again(tmp_path: Path) -> None:
+    wild = [Member(), Member(optimizer=SGD(learning_rate=1e30, momentum=0.0))]
+    assert [each.status for each in train(wild, output_dir=tmp_path)] == ["finished", "failed"]
+    again = train(wild, output_dir=tmp_path)
+    assert [each.status for each in again] == ["finished", "failed"] and again.images_per_s > 0
+
+
+def test_balanced_sampling_draws_by_class_for_members_of_every_order() -> None:
+    data = DATA[0], (torch.arange(60) > 50).long()
+    members = [Member(), Member(order_seed=5), Member(subset=range(40, 60))]
+    found = train(members, model=partial(nn.Linear, 4, 3), data=data, sampling="balanced")
+    for number, (member, ids) in enumerate(zip(members, (range(60), range(60), range(40, 60)), strict=True)):
+        trainer = Trainer(
+            model=partial(nn.Linear, 4, 3), train_data=(data[0][list(ids)], data[1][list(ids)]), seed=number,
+            order_seed=member.order_seed or 0, num_learners=1, batch_size=8, averaging=Independent(), device="cpu",
+            executor="serial", precision="fp32", optimizer=SGD(learning_rate=0.1, momentum=0.5), sampling="balanced",
+        )  # fmt: skip
+        assert_equal({**found[number].model.state_dict()}, {**trainer.fit(max_epochs=2).model.state_dict()})
+
+
 # --- folds and results ---------------------------------------------------------------------------------------------
 
 
@@ -245,6 +320,29 @@ def test_out_of_fold_predictions_are_by_members_that_did_not_see_the_sample() ->
         assert found[2 * number].validation_accuracy == pytest.approx(float(right))
     partly = train([Member(subset=folds(DATA, 3)[0])]).out_of_fold()
     assert int(partly.isnan().any(1).sum()) == 40
+
+
+def test_member_is_not_trained_on_what_it_is_measured_on() -> None:
+    held = [0, 7, 8, 20]
+    rest = [n for n in range(60) if n not in held]
+    expected = alone(Member(), subset(rest))
+    splits = [(np.array(rest), np.array(held)), (list(rest), list(held))]  # as those of scikit-learn
+    members = [Member(seed=0, validation=held), *(Member(seed=0, subset=split) for split in splits)]  # type: ignore[arg-type]
+    found = train(members)
+    for each in found:
+        assert_equal({**each.model.state_dict()}, expected)
+        assert each.held_out == 4
+
+
+def test_ensemble_of_shares_of_classes_and_of_ignored_classes_is_measured_as_its_members_are() -> None:
+    shares = nn.functional.one_hot(TEST[1], 3).float() * 0.7 + 0.1
+    ignoring = torch.where(torch.arange(30) < 15, TEST[1], -100)
+    same = [Member(seed=0), Member(seed=0)]  # whose mean is each of them
+    for targets in (shares, ignoring):
+        found = train(same, test_data=(TEST[0], targets))
+        together = found.ensemble() or {}
+        assert together["loss"] == pytest.approx(found[0].test_loss, abs=1e-5)
+        assert together.get("accuracy") == pytest.approx(found[0].test_accuracy)
 
 
 def test_table_has_a_line_a_member_a_group_and_the_mean_with_its_interval() -> None:
@@ -284,6 +382,22 @@ def test_table_has_a_line_a_member_a_group_and_the_mean_with_its_interval() -> N
         ([Member(sample_weights=[1.0])], "member 0: sample_weights must be one number for each of the 60 training"),
         ([Member(sample_weights=[-1.0] * 60)], "member 0: sample_weights must be finite, not negative and not all 0"),
         ([Member(sample_weights=[0.0] * 60)], "member 0: sample_weights must be finite, not negative and not all 0"),
+        ([Member(name="1"), Member()], "members has 2 of the name '1'; give each its own."),
+        ([Member(validation=range(60))], "member 0: validation has every training sample, so that none is left"),
+        ([Member(subset=[1, 2], validation=[2])], "member 0: place 2 is both in subset and in validation; measure on"),
+        ([Member(max_epochs=-1)], "member 0: max_epochs must be greater than 0, got -1"),
+        ([Member(max_epochs=math.inf)], "member 0: max_epochs must be"),
+        ([Member(max_epochs=math.nan)], "member 0: max_epochs must be"),
+        ([Member(batch_size="8")], "member 0: batch_size must be a whole number, got '8'"),  # type: ignore[arg-type]
+        ([Member(batch_size=1.5)], "member 0: batch_size must be a whole number"),  # type: ignore[arg-type]
+        ([Member(label_smoothing=2)], "member 0: label_smoothing must be"),
+        ([Member(seed=-1)], "member 0: seed must be"),
+        ([Member(seed=2**70)], "member 0: seed must be"),
+        ([Member(order_seed="a")], "member 0: order_seed must be"),  # type: ignore[arg-type]
+        ([Member(augmentation=3)], "member 0: augmentation must be an Augmentation, got 3."),  # type: ignore[arg-type]
+        ([Member(optimizer="adam")], "member 0: optimizer has no 'adam'; did you mean 'adamw'?"),
+        ([Member(schedule=0.1)], "member 0: schedule must be an object or a name"),  # type: ignore[arg-type]
+        (2.5, "members must be a number or a list of Member, got 2.5."),
         ([Member(subset=Fold(np.arange(30), np.arange(30, 61)))], "member 0: validation has place 60"),
     ],
 )
@@ -300,6 +414,7 @@ def test_members_that_cannot_be_are_refused_by_name(members: Any, message: str) 
         ({"patience": 2}, "patience and restore_best go by evaluations, got neither validation_data nor members with"),
         ({"max_pack_size": 0}, "max_pack_size must be at least 1, got 0"),
         ({"batch_size": 0}, "batch_size"),
+        ({"loss": nn.MSELoss(), "label_smoothing": 0.1}, "member 0: label_smoothing is for cross-entropy, got another"),
         ({"loss": nn.MSELoss()}, "the loss cannot take the model's output"),
         ({"data": [(torch.zeros(4), 0)] * 20}, "train_many needs training data in memory"),
     ],

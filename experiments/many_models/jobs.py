@@ -1,0 +1,186 @@
+"""The jobs of `run.py`: one side of one task, in a process of its own. Prints JSON: seconds, and what was learned.
+
+    python experiments/many_models/jobs.py TASK SIDE [--quick]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from crossbow_py import SGD, Member, folds, train_many
+from crossbow_py.data.datasets import as_pair
+from crossbow_py.data.sources import SOURCES
+from crossbow_py.engine.device.host import keep_freed_memory
+from experiments.bench.machine import usable_cores
+
+SIDES = ("many", "plain loop", "a process a core")
+Pair = tuple[Tensor, Tensor]
+Figure = tuple[float, float]  # the mean test loss of the models, and images/s of training if the side tells
+
+
+@dataclass(frozen=True)
+class Task:
+    """Models to train: each on `subsets[n]` of the data, from seed n, for `epochs` of its own samples."""
+
+    make: Callable[[], nn.Module]
+    data: Pair
+    test: Pair
+    subsets: Sequence[np.ndarray]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    batch_size: int
+    epochs: int
+    rate: float = 0.05
+    own_order: bool = False
+    most: int = 256
+
+
+def mlp(inputs: int, hidden: Sequence[int], outputs: int) -> nn.Module:
+    sizes = [inputs, *hidden]
+    inner = [part for n in range(len(hidden)) for part in (nn.Linear(sizes[n], sizes[n + 1]), nn.ReLU())]
+    return nn.Sequential(nn.Flatten(), *inner, nn.Linear(sizes[-1], outputs))
+
+
+class SeriesModel(nn.Module):
+    """The next value of a series from the 24 before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(1, 32, batch_first=True), nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.gru(x)
+        out: Tensor = self.head(states[:, -1])
+        return out
+
+
+def task_of(name: str, quick: bool) -> Task:
+    draw = torch.Generator().manual_seed(0)
+    scale = 20 if quick else 1
+    if name == "tabular":  # 8 folds of 4 seeds
+        x = torch.randn(4000 // scale, 20, generator=draw)
+        y = ((x[:, 0] * x[:, 1] + x[:, 2].sin() + 0.3 * torch.randn(len(x), generator=draw)) > 0).long()
+        ids = [fold.train for fold in folds(len(x) // 2, 8) for _ in range(4)]
+        half = len(x) // 2
+        return Task(
+            partial(mlp, 20, (64, 64), 2), (x[:half], y[:half]), (x[half:], y[half:]), ids, nn.CrossEntropyLoss(), 32,
+            1 if quick else 20,
+        )  # fmt: skip
+    if name == "halves":  # retraining for attribution
+        source = SOURCES["mnist"]().load(progress=False)
+        train, test = as_pair(source.train), as_pair(source.test)
+        assert train is not None, "they are tensors"
+        assert test is not None, "likewise"
+        images, labels = train
+        count = 20_000 // scale
+        data = images[:count].float() / 255, labels[:count]
+        rng = np.random.default_rng(0)
+        ids = [np.sort(rng.permutation(count)[: count // 2]) for _ in range(64)]
+        return Task(
+            partial(mlp, 784, (64,), 10), data, (test[0].float() / 255, test[1]), ids, nn.CrossEntropyLoss(), 32,
+            1 if quick else 2,
+        )  # fmt: skip
+    if name == "series":  # 16 GRUs, each on windows of a series of its own
+        each = 2000 // scale
+        steps = torch.arange(16 * (each + 25)).view(16, -1) * torch.linspace(0.05, 0.5, 16)[:, None]
+        values = steps.sin() + 0.1 * torch.randn(steps.shape, generator=draw)
+        windows = values.unfold(1, 25, 1)[:, :each].reshape(-1, 25)
+        data = windows[:, :24, None].contiguous(), windows[:, 24:]
+        ids = [np.arange(n * each, (n + 1) * each) for n in range(16)]
+        return Task(SeriesModel, data, (data[0][::50], data[1][::50]), ids, nn.MSELoss(), 16, 1 if quick else 4)
+    shared = task_of("halves", quick)
+    everything = np.arange(len(shared.data[1]))
+    if name in ("shared", "own"):  # the same models on batches that they share, or on their own
+        return replace(shared, subsets=[everything] * 16, own_order=name == "own")
+    number = int(name)  # of rows: models a minute
+    x = torch.randn(1000 // scale, 16, generator=draw)
+    data = x, (x[:, :1] * x[:, 1:2]).tanh()
+    ids = [np.arange(n % 2, len(x), 2) for n in range(number)]
+    make = partial(mlp, 16, (16,), 1)
+    return Task(make, data, data, ids, nn.MSELoss(), 16, 1 if quick else 20, most=number)
+
+
+def many(task: Task) -> Figure:
+    whole = [None if len(ids) == len(task.data[1]) else ids for ids in task.subsets]
+    members = [
+        Member(seed=n, subset=ids, order_seed=n if task.own_order else None) for n, ids in enumerate(whole)
+    ]
+    results = train_many(
+        task.make, task.data, task.test, members=members, loss=task.loss, batch_size=task.batch_size,
+        max_epochs=task.epochs, optimizer=SGD(learning_rate=task.rate, momentum=0.9), precision="fp32",
+        max_pack_size=task.most,
+    )  # fmt: skip
+    for note in results.notes:
+        print(note, file=sys.stderr)
+    return results.summary()["test_loss"].mean, results.images_per_s
+
+
+def one(task: Task, number: int) -> float:
+    """One model as a good engineer trains it: data gathered by index, gradients set to None, no `.item()`."""
+    torch.manual_seed(number)
+    ids = torch.from_numpy(task.subsets[number])
+    x, y = task.data[0][ids], task.data[1][ids]
+    model = task.make()
+    optimizer = torch.optim.SGD(model.parameters(), task.rate, momentum=0.9, foreach=True)
+    for _ in range(task.epochs):
+        order = torch.randperm(len(y))
+        for batch in torch.split(order, task.batch_size)[: len(y) // task.batch_size]:
+            optimizer.zero_grad(set_to_none=True)
+            loss: Any = task.loss(model(x[batch]), y[batch])
+            loss.backward()
+            optimizer.step()
+    with torch.no_grad():
+        return float(task.loss(model(task.test[0]), task.test[1]))
+
+
+def plain_loop(task: Task) -> Figure:
+    return float(np.mean([one(task, number) for number in range(len(task.subsets))])), 0.0
+
+
+def _of_process(name: str, quick: bool, number: int) -> float:
+    torch.set_num_threads(1)
+    if name not in _TASKS:
+        _TASKS[name] = task_of(name, quick)
+    return one(_TASKS[name], number)
+
+
+_TASKS: dict[str, Task] = {}
+
+
+def a_process_a_core(name: str, quick: bool, count: int) -> Figure:
+    """What joblib does: a pool of processes, each with one thread and the data loaded once."""
+    with ProcessPoolExecutor(usable_cores()) as pool:
+        return float(np.mean(list(pool.map(partial(_of_process, name, quick), range(count))))), 0.0
+
+
+def main(name: str, side: str, *rest: str) -> None:
+    quick, threads = "--quick" in rest, next((int(own) for own in rest if own.isdigit()), usable_cores())
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+    task = task_of(name, quick)
+    begun = time.perf_counter()
+    if side == "many":
+        loss, rate = many(task)
+    elif side == "plain loop":
+        loss, rate = plain_loop(task)
+    else:
+        loss, rate = a_process_a_core(name, quick, len(task.subsets))
+    seconds = time.perf_counter() - begun
+    print(json.dumps({"seconds": seconds, "models": len(task.subsets), "test_loss": loss, "images_per_s": rate}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,110 @@
+"""Many small models from one call, against a plain loop and against a process a core.
+
+    python experiments/many_models/run.py [--tasks TASK ...] [--repetitions N] [--quick] [--json PATH]
+
+README.md says what the tasks and sides are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
+
+from experiments.bench.machine import ROOT
+from experiments.bench.program import count, measure_and_write, measuring_parser
+from experiments.tables.markdown import NONE, markdown_table
+
+Result = Mapping[str, Any]
+_JOBS = Path(__file__).with_name("jobs.py")
+PLAIN, CORES = "plain loop", "a process a core"
+_TOLD = ("many", PLAIN)
+_HEAD = (
+    "", "first call, s", "later, s", "÷ plain loop", "÷ a process a core", "models a minute", "images/s",
+    "test loss: many · plain", "n",
+)  # fmt: skip
+TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "tabular": ("8 folds of 4 seeds, MLP 20-64-64-2, b = 32", ("many", PLAIN, CORES)),
+    "halves": ("64 half-subsets of MNIST, MLP 784-64-10, b = 32", ("many", PLAIN, CORES)),
+    "series": ("16 GRUs of 32 units, a series each, b = 16", ("many", PLAIN, CORES)),
+    "shared": ("16 MLPs 784-64-10, the same batches", ("many",)),
+    "own": ("16 MLPs 784-64-10, an order each", ("many",)),
+    "32": ("32 rows, MLP 16-16-1, b = 16", ("many",)),
+    "256": ("256 rows, MLP 16-16-1, b = 16", ("many",)),
+    "1024": ("1,024 rows, MLP 16-16-1, b = 16", ("many",)),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = measuring_parser(__doc__, written="write the results there")
+    add = parser.add_argument
+    add("--tasks", choices=TASKS, nargs="+", default=[*TASKS], help="default: all")
+    add("--repetitions", type=count, default=3, help="of every side, in turns (default %(default)s)")
+    add("--quick", action="store_true", help="twenty times less data and a single epoch")
+    return measure_and_write(parser, argv, measure, result_text)
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Each side in processes of its own, in turns; the first call of `many` measures its packs, and is kept apart."""
+    runs: list[dict[str, Any]] = []
+    places = [(task, side) for task in given.tasks for side in TASKS[task][1]]
+    for repetition in range(-1, given.repetitions):
+        for task, side in places:
+            threads = ("1", "2") if side == PLAIN else ("",)
+            if repetition < 0 and side != "many":
+                continue
+            for own in threads:
+                facts = {"task": task, "side": side, "threads": own, "first": repetition < 0}
+                found = facts | {"load_before": os.getloadavg()[0]} | _job(task, side, own, given.quick)
+                runs.append(found)
+                print(f"{task} {side} {own}: {found['seconds']:.1f} s", file=sys.stderr)
+    return {"runs": runs}
+
+
+def _job(task: str, side: str, threads: str, quick: bool) -> dict[str, Any]:
+    words = [sys.executable, str(_JOBS), task, side, *([threads] if threads else []), *(["--quick"] if quick else [])]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    notes = [line for line in done.stderr.splitlines() if "run in packs" in line or "one at a time" in line]
+    return {**json.loads(done.stdout.splitlines()[-1]), "notes": notes}
+
+
+def seconds(result: Result, task: str, side: str) -> float | None:
+    """The median of the whole job, for the plain loop with the better number of threads."""
+    by_threads: dict[str, list[float]] = {}
+    for run in result["runs"]:
+        if (run["task"], run["side"], run["first"]) == (task, side, False):
+            by_threads.setdefault(run["threads"], []).append(run["seconds"])
+    return min((median(own) for own in by_threads.values()), default=None)
+
+
+def result_text(result: Result) -> str:
+    rows = []
+    for task in dict.fromkeys(run["task"] for run in result["runs"]):
+        own = [run for run in result["runs"] if run["task"] == task]
+        first = next(run for run in own if run["first"])
+        many = seconds(result, task, "many")
+        assert many is not None, "every task has it"
+        ratios = [seconds(result, task, side) for side in (PLAIN, CORES)]
+        rate = median(run["images_per_s"] for run in own if run["side"] == "many" and not run["first"])
+        losses = [next((f"{run['test_loss']:.4f}" for run in own if run["side"] == side), NONE) for side in _TOLD]
+        cells = [f"{first['seconds']:.1f}", f"{many:.1f}"]
+        cells += [NONE if each is None else f"{each / many:.2f}" for each in ratios]
+        cells += [f"{60 * first['models'] / many:,.0f}", f"{rate:,.0f}", " · ".join(losses)]
+        rows.append([TASKS[task][0], *cells, str(sum(run["side"] == "many" and not run["first"] for run in own))])
+    return markdown_table(_HEAD, rows)
+
+
+TABLES = {"all": result_text}
+
+if __name__ == "__main__":
+    raise SystemExit(main())
