@@ -74,7 +74,8 @@ def pack_of(
     )  # fmt: skip
     assert isinstance(feed, ResidentFeed)
     template = trials[0].new_model().to(DEVICE)
-    return Pack(job, "signature", template, feed.without_augmentation(), members or members_of(trials, epochs, planned=epochs))
+    members = members or members_of(trials, epochs, planned=epochs)
+    return Pack(job, "signature", template, feed.without_augmentation(), members)
 
 
 @pytest.fixture
