@@ -18,7 +18,7 @@ from crossbow_py.engine.modules.losses import Loss, TokenLoss, has_tokens
 from crossbow_py.engine.modules.precision import Precision
 from crossbow_py.packs.policies import Waiting
 from crossbow_py.packs.trial import TrialSettings, own_dropout_rate, signature
-from crossbow_py.packs.width import BUDGET_S, CompatibleTrials, Width, measured_width
+from crossbow_py.packs.width import BUDGET_S, SHARE, CompatibleTrials, Width, measured_width
 from crossbow_py.train.checks.probe import probe, probe_evaluation, settled_on_tokens, takes_labels
 from crossbow_py.train.checks.seeded_model import faithful_copy
 from crossbow_py.train.evaluation.evaluator import Evaluator, evaluation_batch_size
@@ -75,7 +75,7 @@ class TrialRegistry:
         make_trial: makes a trial's settings from its number and parameters.
         most: the most trials side by side.
         announce: takes sentences for the user: before what takes long, and what was found.
-        total_samples: the samples of the whole search; measuring packs may take a tenth of their time.
+        total_samples: the samples of the whole search; measuring packs may take a quarter of their time.
         metrics: further metrics of evaluations.
 
     Attributes:
@@ -166,7 +166,7 @@ class TrialRegistry:
     def _measured_kind(self, settings: TrialSettings, model: nn.Module) -> Kind:
         with closing(self.data.feed_of(settings.batch_size)) as feed:
             template = self._template(settings, model.to(self.choices.device), feed)
-            effort = Effort(BUDGET_S, self._total_samples, self._measuring_s, self.stopped, self.is_alone)
+            effort = Effort(BUDGET_S, self._total_samples, self._measuring_s, self.stopped, self.is_alone, SHARE)
             if self._fastest and effort.seconds(self._fastest) <= 0:  # those before have left nothing
                 effort = replace(effort, budget_s=0.0)
             begun = time.perf_counter()

@@ -42,6 +42,7 @@ _LARGE_SIZES, _SMALL_SIZES = (16, 8, 32), (4, 2)
 LARGEST_ALWAYS = max(_LARGE_SIZES)  # larger ones are measured while they gain
 _RATE = re.compile(r"(?<=Dropout\()p=[^,)]*|(?<=Dropout[123]d\()p=[^,)]*")  # trials have their own
 BUDGET_S = 20.0
+SHARE = 0.25  # of the time of training one at a time, the most to spend on measuring: packs gain several times
 _LITTLE = "which is not measured, as there is little to train"
 
 
@@ -134,6 +135,7 @@ def asked(names: Sequence[str], bound: int) -> list[tuple[str, int]]:
     Trials that run apart on a CPU gain nothing from there being more of them than cores.
     """
     packed = [name for name in names if name != SerialExecutor.NAME or len(names) == 1]
+    packed.sort(key=lambda name: not EXECUTORS[name].FUSES)  # which pay most, and may be all that there is time for
     apart = sorted({min(size, bound) for size in (torch.get_num_threads(), 4, 8)})
     are_apart = {name: not EXECUTORS[name].FUSES and EXECUTORS[name].DEVICE != "cuda" for name in packed}
     sizes = {name: apart if are_apart[name] else _sizes(bound) for name in packed}

@@ -71,7 +71,7 @@ def task_of(name: str, quick: bool) -> Task:
     draw = torch.Generator().manual_seed(0)
     scale = 20 if quick else 1
     if name == "tabular":  # 8 folds of 4 seeds
-        x = torch.randn(4000 // scale, 20, generator=draw)
+        x = torch.randn(8000 // scale, 20, generator=draw)
         y = ((x[:, 0] * x[:, 1] + x[:, 2].sin() + 0.3 * torch.randn(len(x), generator=draw)) > 0).long()
         ids = [fold.train for fold in folds(len(x) // 2, 8) for _ in range(4)]
         half = len(x) // 2

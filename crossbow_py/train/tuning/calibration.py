@@ -71,10 +71,11 @@ class Effort:
 
     Attributes:
         budget_s: the limit in seconds; the first candidate may exceed it.
-        total_samples: the samples to train on, if known: a tenth of the time that they take is a second limit.
+        total_samples: the samples to train on, if known: a share of the time that they take is a second limit.
         spent_s: seconds already spent on measuring for them.
         stopped: returns whether there is nothing left to train.
         is_alone: whether the run or search has no other ranks or workers on this host.
+        share: that share.
     """
 
     budget_s: float = _BUDGET_S
@@ -82,12 +83,13 @@ class Effort:
     spent_s: float = 0.0
     stopped: Callable[[], bool] = lambda: False
     is_alone: bool = True
+    share: float = _WORTH
 
     def seconds(self, fastest: float) -> float:
         """Return the seconds that may be spent, if the best throughput so far is `fastest` images/s."""
         if self.stopped():
             return 0.0
-        worth_s = math.inf if self.total_samples is None else _WORTH * self.total_samples / fastest - self.spent_s
+        worth_s = math.inf if self.total_samples is None else self.share * self.total_samples / fastest - self.spent_s
         return min(self.budget_s, worth_s)
 
     def after(self, seconds: float) -> Effort:
