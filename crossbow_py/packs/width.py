@@ -39,6 +39,8 @@ Rates = Mapping[tuple[str, int], float]  # images/s of all trials together, by (
 # In the order they are measured: there may be time for the first alone, and an executor that is far behind the others
 # with it is not measured with more. Twice the largest, and so on, come before the small ones, while they still gain.
 _LARGE_SIZES, _SMALL_SIZES = (16, 8, 32), (4, 2)
+# Parameters of a small model: 32 of them fit in a core's cache with gradients and state, and are measured first.
+_SMALL_MODEL = 2**14
 LARGEST_ALWAYS = max(_LARGE_SIZES)  # larger ones are measured while they gain
 _RATE = re.compile(r"(?<=Dropout\()p=[^,)]*|(?<=Dropout[123]d\()p=[^,)]*")  # trials have their own
 BUDGET_S = 20.0
@@ -129,16 +131,17 @@ def has_packs(rates: Rates) -> bool:
     return any(count > 1 for _, count in rates)
 
 
-def asked(names: Sequence[str], bound: int) -> list[tuple[str, int]]:
+def asked(names: Sequence[str], bound: int, is_small: bool = False) -> list[tuple[str, int]]:
     """Return the executors and sizes to measure, the most telling first: one trial at a time, and packs.
 
-    Trials that run apart on a CPU gain nothing from there being more of them than cores.
+    Trials that run apart on a CPU gain nothing from there being more of them than cores. Of small models the widest of
+    the usual packs comes first.
     """
     packed = [name for name in names if name != SerialExecutor.NAME or len(names) == 1]
     packed.sort(key=lambda name: not EXECUTORS[name].FUSES)  # which pay most, and may be all that there is time for
     apart = sorted({min(size, bound) for size in (torch.get_num_threads(), 4, 8)})
     are_apart = {name: not EXECUTORS[name].FUSES and EXECUTORS[name].DEVICE != "cuda" for name in packed}
-    sizes = {name: apart if are_apart[name] else _sizes(bound) for name in packed}
+    sizes = {name: apart if are_apart[name] else _sizes(bound, is_small) for name in packed}
     packs = [
         (name, own[index]) for index in range(max(map(len, sizes.values()))) for name, own in sizes.items()
         if index < len(own)
@@ -148,13 +151,14 @@ def asked(names: Sequence[str], bound: int) -> list[tuple[str, int]]:
     return list(dict.fromkeys(order))
 
 
-def _sizes(bound: int) -> list[int]:
+def _sizes(bound: int, is_small: bool) -> list[int]:
     """Return sizes of packs of up to `bound` trials: some fixed ones, and doubled ones up to nearly `bound`."""
     doubled, size = [], LARGEST_ALWAYS
+    large = sorted(_LARGE_SIZES, reverse=True) if is_small else _LARGE_SIZES
     while NEARLY * size < bound:
         size *= 2
         doubled.append(size)
-    return list(dict.fromkeys(min(size, bound) for size in (*_LARGE_SIZES, *doubled, *_SMALL_SIZES)))
+    return list(dict.fromkeys(min(size, bound) for size in (*large, *doubled, *_SMALL_SIZES)))
 
 
 def steady(bound: int) -> int:
@@ -278,7 +282,7 @@ def measured_width(
         width = recalled()
     if width is not None:
         return width, [] if beside_packs else notes
-    every = asked(names, bound)
+    every = asked(names, bound, sum(own.numel() for own in trials.template.parameters()) <= _SMALL_MODEL)
     fuses = any(EXECUTORS[name].FUSES for name, _ in every)
     is_exportable = fuses and why_not_fused(trials.compared) is None
     if len(every) == 1 or effort.budget_s <= 0:

@@ -139,9 +139,9 @@ def measure(
 
 def test_measuring_tries_every_executor_alone_and_in_packs_up_to_the_limit(asked: Asked) -> None:
     width, notes = measure(6)
-    first = [("serial", 1), ("threads", 2), ("fused", 6), ("fused_threads", 6)]
+    first = [("serial", 1), ("fused", 6), ("fused_threads", 6), ("threads", 2)]  # what may gain most
     alone = [("threads", 1), ("fused", 1), ("fused_threads", 1)]
-    rest = [("threads", 4), ("fused", 4), ("fused_threads", 4), ("threads", 6), ("fused", 2), ("fused_threads", 2)]
+    rest = [("fused", 4), ("fused_threads", 4), ("threads", 4), ("fused", 2), ("fused_threads", 2), ("threads", 6)]
     assert asked == [[*first, *alone, *rest]]
     assert width.size == 6 and notes == []
 
@@ -173,7 +173,9 @@ def test_packs_are_guessed_where_no_time_is_left_or_nothing_is_to_compare(asked:
 
     none = Effort(0.0)
     width, _ = measure(32, effort=none)
-    assert (width.size, width.executor(16)) == (16, "fused")
+    assert (width.size, width.executor(16)) == (32, "fused")
+    width, _ = measure(32, effort=none, model=lambda: nn.Sequential(nn.Linear(4, 4000), nn.Linear(4000, 3)))
+    assert (width.size, width.executor(16)) == (16, "fused")  # of larger models
     assert width.sentence.endswith("by executor fused, which is not measured, as there is little to train.")
     width, _ = measure(32, effort=none, model=lambda: Branches(4, 3))
     assert (width.size, width.executor(2)) == (2, "threads")
@@ -183,12 +185,12 @@ def test_packs_are_guessed_where_no_time_is_left_or_nothing_is_to_compare(asked:
 
 
 def test_pack_is_guessed_where_there_was_time_for_one_trial_alone(asked: Asked) -> None:
-    late = (("threads", 2), ("threads", 4), ("fused", 16), ("fused_threads", 16))
+    late = (("threads", 2), ("threads", 4), ("fused", 32), ("fused_threads", 32))
     alone = Calibration("serial", {("serial", 1): 10.0}, late=late, is_short=True)
     asked.found = alone
     width, _ = measure(32, effort=Effort(20.0, total_samples=100))
-    assert width.size == 16 and "not measured" in width.sentence
-    refused = {(name, 16): Refusal("no such graph") for name in ("fused", "fused_threads")}
+    assert width.size == 32 and "not measured" in width.sentence
+    refused = {(name, 32): Refusal("no such graph") for name in ("fused", "fused_threads")}
     asked.found = dataclasses.replace(alone, refused=refused, late=late[:2])
     width, _ = measure(32, effort=Effort(20.0, total_samples=100))
     assert (width.size, width.executor(2)) == (2, "threads")  # not one that cannot run
@@ -360,7 +362,7 @@ def test_packs_of_more_than_32_are_measured_where_those_of_32_gained(
     monkeypatch.setattr(module, "calibrate", asked.calibrate)
     width, _ = measure(128)
     assert width.size == 64
-    assert [count for name, count in asked[0] if name == "fused"] == [16, 1, 8, 32, 64, 128, 4, 2]
+    assert [count for name, count in asked[0] if name == "fused"] == [32, 1, 16, 8, 64, 128, 4, 2]
     assert set(gains) == {64, 128}
     assert module.asked(["streams"], 64) == [("streams", size) for size in (1, 16, 8, 32, 64, 4, 2)]
     assert max(count for name, count in module.asked(["threads"], 64) if name == "threads") == 8
