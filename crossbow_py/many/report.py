@@ -105,22 +105,19 @@ def _write_tensorboard(results: Results, folder: Path) -> None:
     names = dict.fromkeys(name for each in results for entry in each.history for name in entry)
     figures = [name for name in names if name not in ("epoch", "samples")]
 
-    def write(run: str, points: dict[str, list[tuple[float, float]]]) -> None:
+    def write(run: str, points: dict[str, list[float]]) -> None:
         with SummaryWriter(str(folder / run)) as writer:
             for name, own in points.items():
-                for epoch, value in own:
-                    writer.add_scalar(f"many/{name}_by_epoch", value, round(epoch * 1000), walltime=0)
+                for number, value in enumerate(own, 1):
+                    writer.add_scalar(f"many/{name}_by_evaluation", value, number, walltime=0)
 
     for group, members in by_group(results).items():
         place = group.replace("/", "_") or "all"
         if len(results) <= FEW:
             for each in members:
-                own = {name: [(e["epoch"], e[name]) for e in each.history if name in e] for name in figures}
+                own = {name: [e[name] for e in each.history if name in e] for name in figures}
                 write(each.name.replace("/", "_"), own)
             continue
         curves = {name: curve(members, name) for name in figures}
         for what, part in (("median", "middle"), (f"{BAND[0]} %", "low"), (f"{BAND[1]} %", "high")):
-            write(
-                f"{place} {what}",
-                {name: list(zip(own.epochs, getattr(own, part), strict=True)) for name, own in curves.items()},
-            )
+            write(f"{place} {what}", {name: getattr(own, part) for name, own in curves.items()})

@@ -52,7 +52,7 @@ def test_study_of_folds_seeds_and_settings_leaves_its_table_and_files(capsys: py
     runs = sorted(path.name for path in Path("study/tensorboard").iterdir())
     assert runs == sorted(each["name"] for each in found["members"])
     events = EventAccumulator(f"study/tensorboard/{runs[0]}").Reload()
-    assert "many/validation_accuracy_by_epoch" in events.Tags()["scalars"]
+    assert "many/validation_accuracy_by_evaluation" in events.Tags()["scalars"]
     assert main(STUDY) == 0  # goes on with what is there: nothing
     assert "0 images/s of training" in capsys.readouterr().out
 
