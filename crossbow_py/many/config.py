@@ -79,6 +79,10 @@ class ManyConfig(TrainConfig):
             self._changed(variant)
         if set(self.logger) - {TENSORBOARD}:
             raise UserError(f"logger of members is [tensorboard] or [], got {shown([*self.logger])}; leave others out.")
+        changed = {"class_weights": None, "accumulate": 1, "count_effective_samples": False, "init_from": None}
+        for key, usual in changed.items():  # which change what is learned: no recipe may have them unnoticed
+            if getattr(self, key) != usual:
+                raise UserError(f"{key} is for a run, got {written(getattr(self, key))}; set {key}={written(usual)}.")
         if self.max_epochs is None:
             raise UserError("max_epochs ends members, got null; set a number.")
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_LIBRARIES = ("torch.", "builtins", "collections", "abc", "typing", "functools", "numpy", "crossbow_py.")
+_LIBRARIES = ("torch.", "builtins.", "collections.", "abc.", "typing.", "functools.", "numpy.", "crossbow_py.")
 _DEEPEST = 12
 
 
@@ -72,13 +72,17 @@ def _inner(value: Any) -> Iterator[Any]:  # noqa: C901, PLR0912  one case a kind
         case types.FunctionType():
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
             yield from (f"{value.__module__}.{value.__qualname__}", value.__code__, value.__defaults__, cells)
+            yield value.__kwdefaults__
         case types.CodeType():
             yield from (value.co_code, value.co_names, [each for each in value.co_consts if each is not None])
         case type():
             yield f"{value.__module__}.{value.__qualname__}"
             own = [each for each in value.__mro__ if not f"{each.__module__}.".startswith(_LIBRARIES)]
-            yield from (part for each in own for part in vars(each).values() if isinstance(part, types.FunctionType))
+            parts = [part for each in own for part in vars(each).values()]
+            yield from (part.fget if isinstance(part, property) else getattr(part, "__func__", part) for part in parts
+                        if isinstance(part, types.FunctionType | staticmethod | classmethod | property))  # fmt: skip
         case _ if dataclasses.is_dataclass(value):
+            yield type(value)
             yield {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
         case _:
             yield f"{type(value).__module__}.{type(value).__qualname__}"

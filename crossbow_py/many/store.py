@@ -91,6 +91,7 @@ class Store:
 
     def save(self, member: Settled, result: MemberResult) -> None:
         """Keep what a member ended with."""
+        self._in_memory.pop(member.number, None)
         path = self._path(member, ".json")
         if path is None:
             return

@@ -25,7 +25,7 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Classes, Data, as_pair, check_data, counted, in_tensors
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
-from crossbow_py.engine.modules.losses import IGNORED, Loss, is_classification, plain_loss, takes_classes
+from crossbow_py.engine.modules.losses import IGNORED, Loss, compared, is_classification, plain_loss, takes_classes
 from crossbow_py.engine.modules.precision import FP32, ordinary_modes
 from crossbow_py.engine.update.optimizers import SGD, Optimizer
 from crossbow_py.many.identity import digest_of
@@ -352,6 +352,7 @@ class ManyRun:
         mean = functools.reduce(torch.add, predictions) / len(found)
         evaluator = self._evaluator(self.members[0])
         targets = torch.cat([batch.targets for batch in self.test.evaluation_batches(evaluator.batch_size)])
+        mean, targets = compared(evaluator.loss, mean, targets)  # tokens one by one
         if not takes_classes(evaluator.loss):
             return {"loss": float(evaluator.loss(mean, targets))}
         if targets.is_floating_point():  # shares of classes

@@ -223,7 +223,9 @@ class Evaluator:
             scores = scores_of(in_format(call(module, batch.inputs), self.precision.master))
             if not isinstance(scores, Tensor):
                 raise UserError("predictions need a model with one output, or an entry logits or out; got several.")
-            found.append(scores.softmax(1) if takes_classes(self.loss) and scores.ndim > 1 else scores)
+            if takes_classes(self.loss) and scores.ndim > 1:  # tokens have their classes last
+                scores = scores.softmax(-1 if has_tokens(self.loss, scores, batch.targets) else 1)
+            found.append(scores)
         return torch.cat(found)
 
     @torch.no_grad()

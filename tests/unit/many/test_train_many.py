@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from crossbow_py import SGD, AdamW, Independent, Trainer, UserError
+from crossbow_py import SGD, AdamW, Augmentation, Independent, Trainer, UserError
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.many.loop import ManyLoop
 from crossbow_py.many.members import Fold, Member, folds
@@ -345,6 +345,22 @@ def test_ensemble_of_shares_of_classes_and_of_ignored_classes_is_measured_as_its
         assert together.get("accuracy") == pytest.approx(found[0].test_accuracy)
 
 
+def test_tokens_have_predictions_and_an_ensemble_too() -> None:
+    ids = torch.randint(0, 9, (40, 6), generator=torch.Generator().manual_seed(0))
+    data = ids[:, :-1], ids[:, 1:]
+
+    def tokens() -> nn.Module:
+        return nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+
+    held = [1, 5, 6]
+    found = train([Member(seed=0, validation=held), Member(seed=0, name="same", validation=held)], model=tokens,
+                  data=data, test_data=data)  # fmt: skip
+    predictions = found.out_of_fold()
+    assert predictions.shape == (40, 5, 9)
+    torch.testing.assert_close(predictions[held].sum(-1), torch.ones(3, 5))
+    assert (found.ensemble() or {})["loss"] == pytest.approx(found[0].test_loss, abs=1e-5)
+
+
 def test_table_has_a_line_a_member_a_group_and_the_mean_with_its_interval() -> None:
     members = [Member(name=f"{rate} {n}", group=f"rate {rate}", seed=n, optimizer=SGD(learning_rate=rate))
                for rate in (0.1, 0.2) for n in range(2)]  # fmt: skip
@@ -394,6 +410,7 @@ def test_table_has_a_line_a_member_a_group_and_the_mean_with_its_interval() -> N
         ([Member(seed=-1)], "member 0: seed must be"),
         ([Member(seed=2**70)], "member 0: seed must be"),
         ([Member(order_seed="a")], "member 0: order_seed must be"),  # type: ignore[arg-type]
+        ([Member(augmentation=Augmentation(mixup=0.2))], "member 0: data.mixup=0.2 mixes batches, which members share"),
         ([Member(augmentation=3)], "member 0: augmentation must be an Augmentation, got 3."),  # type: ignore[arg-type]
         ([Member(optimizer="adam")], "member 0: optimizer has no 'adam'; did you mean 'adamw'?"),
         ([Member(schedule=0.1)], "member 0: schedule must be an object or a name"),  # type: ignore[arg-type]
