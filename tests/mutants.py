@@ -97,8 +97,8 @@ class _Faulty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self._source, str(self._path), "exec"), module.__dict__)
 
 
-def is_killed(path: Path, source: str, tests: list[str], limit_s: float) -> bool:
-    """Return whether a test fails or hangs with this source of the module."""
+def is_killed(path: Path, source: str, tests: list[str], limit_s: float, marks: str) -> bool:
+    """Return whether a test with these marks fails or hangs with this source of the module."""
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
@@ -108,7 +108,7 @@ def is_killed(path: Path, source: str, tests: list[str], limit_s: float) -> bool
         sys.meta_path.insert(0, _Faulty(path, source))
         code = 1
         with contextlib.suppress(BaseException):
-            code = int(pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not gpu", *tests]))
+            code = int(pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", marks, *tests]))
         os._exit(code)
     ends = time.monotonic() + limit_s
     while time.monotonic() < ends:
@@ -139,6 +139,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tests", nargs="+", required=True)
     parser.add_argument("--sample", type=int, default=40, help="mutants in all modules together")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--marks", default="not gpu", help="which of the tests, as `pytest -m`")
     parser.add_argument("--limit-s", type=float, default=300.0)
     parser.add_argument("--json", type=Path, help="where to write which live; of those that it names, try these alone")
     given = parser.parse_args(arguments)
@@ -149,12 +150,12 @@ def main(arguments: list[str]) -> int:
     if known is not None:
         chosen = [each for each, name in zip(every, names, strict=True) if name in known]
     path = given.modules[0]
-    if is_killed(path, path.read_text(), given.tests, given.limit_s):
+    if is_killed(path, path.read_text(), given.tests, given.limit_s, given.marks):
         print("the tests fail without any fault")
         return 1
     alive = []
     for path, what, source in chosen:
-        if not is_killed(path, source, given.tests, given.limit_s):
+        if not is_killed(path, source, given.tests, given.limit_s, given.marks):
             alive.append(names[every.index((path, what, source))])
             print(f"lives: {path}:{what}", flush=True)
     print(f"{len(chosen) - len(alive)} of {len(chosen)} mutants killed")
