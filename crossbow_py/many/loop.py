@@ -133,10 +133,10 @@ class ManyLoop:
         self.registry.stopped = stopped
         for member in self.members:
             known = self.store.load(member)
-            if known is None:
-                self._waiting.append(member.number)
-            else:
+            if known is not None:
                 self.results[member.number] = known
+        if len(self.results) < len(self.members):
+            self._waiting.extend(number for number in self._widest_first() if number not in self.results)
         try:
             while (self._waiting or self.running) and not stopped():
                 self._admit()
@@ -149,6 +149,28 @@ class ManyLoop:
                 self._end(each, "not finished", test=None)
         finally:
             self.packs.close()
+
+    def _widest_first(self) -> list[int]:
+        """Return the members' numbers, those of larger models first, in whose packs the others may train.
+
+        One of each model is described, also of those that have ended, so that a resumed call has the same packs.
+        """
+        firsts = {each.settings.model_key: each for each in reversed(self.members)}
+        if len(firsts) == 1:
+            return [each.number for each in self.members]
+        sizes = {key: self._size(each) for key, each in firsts.items()}
+        order = sorted(self.members, key=lambda each: -sizes[each.settings.model_key])
+        for each in order:
+            if firsts[each.settings.model_key] is each:
+                self.registry.of(each.number, {})
+        return [each.number for each in order]
+
+    def _size(self, member: Settled) -> int:
+        """Return the parameters of its model; 0 of one that fails, as its description will say."""
+        try:
+            return sum(own.numel() for own in member.settings.new_model().parameters())
+        except Exception:  # of the user's model
+            return 0
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -187,7 +209,7 @@ class ManyLoop:
         planned = self._samples_of(member, member.max_epochs)
         if self.plan.max_rounds is not None:
             planned = min(planned, self.plan.max_rounds * described.settings.batch_size)
-        row = TrialRow(member.number, described.settings, before.checkpoint, 0, planned, described.dropout_rate)
+        row = described.row(member.number, before.checkpoint, 0, planned)
         row.loss_sum, row.num_losses = before.loss_sum, before.num_losses
         row.end_samples = self._next_end(member, row)
         slot = Slot(row, described, member.number in self._alone, before.seconds, self.hooks.clock())

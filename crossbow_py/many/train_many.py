@@ -264,7 +264,7 @@ class ManyRun:
         most = min(self.arguments.max_pack_size, len(self.members))
         total = sum(round(each.max_epochs * each.num_samples(train.num_samples)) for each in self.members)
         self.registry = TrialRegistry(
-            self._trial, feeds, settings, self.choices, most, self._note, total, metrics=self.metrics
+            self._trial, feeds, settings, self.choices, most, self._note, total, metrics=self.metrics, pads=True
         )
 
     def _trial(self, number: int, _: Mapping[str, Any]) -> TrialSettings:

@@ -22,6 +22,7 @@ from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.rounds import Draws, Round, RoundOutcome, RoundTasks, smoothing_rows, take_all
 from crossbow_py.engine.update.optimizers import side_by_side
 from crossbow_py.engine.update.update_choice import choose_update
+from crossbow_py.packs.padding import Padding
 from crossbow_py.packs.trial import Checkpoint, TrialSettings, new_row, own_dropout_rate, read_row
 from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, evaluate_bank, load_state
 from crossbow_py.train.run_settings import Choices, RunSettings
@@ -55,6 +56,7 @@ class TrialRow:
         end_samples: where the segment ends.
         planned_samples: its length if it is trained to the end, for its schedule.
         dropout_rate: the rate of the model's dropout layers; read if trials of its signature may differ in it.
+        padding: how it lies in the wider model of its pack; None if its pack has its own model.
         loss_sum, num_losses: sums over the rounds of this segment.
         failure: why it cannot go on.
         is_idle: whether it trains on for nobody, until another takes its row.
@@ -66,6 +68,7 @@ class TrialRow:
     end_samples: int
     planned_samples: int
     dropout_rate: float = 0.0
+    padding: Padding | None = None
     samples_seen: int = 0
     num_rounds: int = 0
     loss_sum: float = 0.0
@@ -165,8 +168,11 @@ class Pack:
 
     def _first_row(self, member: TrialRow) -> dict[str, object]:
         if member.begun is not None:
-            return member.begun.row
-        return new_row(member.settings.new_model().to(self.job.choices.device), self._update.optimizer.state_names)
+            row = member.begun.row
+        else:
+            model = member.settings.new_model().to(self.job.choices.device)
+            row = new_row(model, self._update.optimizer.state_names)
+        return row if member.padding is None else member.padding.pad_row(row)
 
     def _settle_rows(self, rows: Sequence[int]) -> None:
         """Apply the members' own settings: optimizer, dropout, label smoothing, augmentation."""
@@ -271,15 +277,20 @@ class Pack:
     def state(self, member: TrialRow) -> dict[str, Tensor]:
         """Return a copy of a member's weights and buffers by name, on its device; drained."""
         found = self._bank.learner_state(self._row(member))
+        if member.padding is not None:
+            found = member.padding.unpad_state(found)
         return {name: value.detach().clone() for name, value in found.items()}
 
     def restore(self, member: TrialRow, state: Mapping[str, Tensor]) -> None:
         """Give a member the weights and buffers of `state`; drained."""
-        load_state(self._bank, self._row(member), state)
+        load_state(self._bank, self._row(member), state if member.padding is None else member.padding.pad_state(state))
 
     def checkpoint(self, member: TrialRow) -> Checkpoint:
         """Return where a member stands; the pack must be drained."""
-        return Checkpoint(member.samples_seen, member.num_rounds, read_row(self._bank, self._row(member)))
+        row = read_row(self._bank, self._row(member))
+        if member.padding is not None:
+            row = member.padding.unpad_row(row)
+        return Checkpoint(member.samples_seen, member.num_rounds, row)
 
     def _row(self, member: TrialRow) -> int:
         return next(row for row, own in enumerate(self.members) if own is member)

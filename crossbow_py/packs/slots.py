@@ -183,6 +183,8 @@ class Packs:
     def _measured_alone(self, slot: Slot, data: Feed) -> Evaluation | str:
         template = self._registry.template(slot.described.signature)
         state, device = self.checkpoint(slot).state, self._device
+        if slot.described.padding is not None:
+            state = slot.described.padding.pad_state(state)
         try:
             with raising_if_lost(device):
                 return evaluate_in_memory(self._registry.evaluator(template), state, data, device)

@@ -16,8 +16,10 @@ from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
 from crossbow_py.engine.modules.losses import Loss, TokenLoss, has_tokens
 from crossbow_py.engine.modules.precision import Precision
+from crossbow_py.packs.pack import TrialRow
+from crossbow_py.packs.padding import Padding, family, padding_for
 from crossbow_py.packs.policies import Waiting
-from crossbow_py.packs.trial import TrialSettings, own_dropout_rate, signature
+from crossbow_py.packs.trial import Checkpoint, TrialSettings, own_dropout_rate, signature
 from crossbow_py.packs.width import BUDGET_S, SHARE, CompatibleTrials, Width, measured_width
 from crossbow_py.train.checks.probe import probe, probe_evaluation, settled_on_tokens, takes_labels
 from crossbow_py.train.checks.seeded_model import faithful_copy
@@ -61,11 +63,16 @@ class Kind:
 
 @dataclass(frozen=True)
 class Described:
-    """A trial that can train."""
+    """A trial that can train, in packs of a signature, on the rows of whose model it may have to be padded."""
 
     settings: TrialSettings
     signature: str
     dropout_rate: float
+    padding: Padding | None = None
+
+    def row(self, trial: int, begun: Checkpoint | None, end_samples: int, planned_samples: int) -> TrialRow:
+        """Return a row for it."""
+        return TrialRow(trial, self.settings, begun, end_samples, planned_samples, self.dropout_rate, self.padding)
 
 
 class TrialRegistry:
@@ -77,6 +84,7 @@ class TrialRegistry:
         announce: takes sentences for the user: before what takes long, and what was found.
         total_samples: the samples of the whole search; measuring packs may take a quarter of their time.
         metrics: further metrics of evaluations.
+        pads: whether a model may train in packs of a wider one that came before it.
 
     Attributes:
         settings, choices: those of all trials.
@@ -89,11 +97,11 @@ class TrialRegistry:
     def __init__(
         self, make_trial: MakeTrial, data: TrialData, settings: RunSettings, choices: Choices,
         most: int, announce: Callable[[str], None], total_samples: int | None = None,
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: Mapping[str, Metric] | None = None, pads: bool = False,
     ) -> None:  # fmt: skip
         self._make_trial, self.data = make_trial, data
         self.settings, self.choices = settings, choices
-        self._metrics = metrics or {}
+        self._metrics, self._pads = metrics or {}, pads
         self._most, self._announce, self._total_samples = most, announce, total_samples
         self.stopped: Callable[[], bool] = lambda: False
         self.is_alone = True
@@ -102,6 +110,8 @@ class TrialRegistry:
         self._measuring_s, self._fastest = 0.0, 0.0
         self._described: dict[int, Described | str] = {}
         self._kinds: dict[str, Kind] = {}
+        self._families: dict[str, list[str]] = {}  # signatures of kinds whose models differ in width alone
+        self._paddings: dict[str, tuple[str, Padding]] = {}  # signatures that train in packs of another
 
     def of(self, trial: int, params: Mapping[str, Any]) -> Described | str:
         """Return what is known of a trial, or a sentence on why it cannot train.
@@ -115,10 +125,10 @@ class TrialRegistry:
                 settings = self._make_trial(trial, params)
                 model = settings.new_model()
                 key = signature(settings, model)
-                if key not in self._kinds:
-                    self._kinds[key] = self._new_kind(settings, model)
-                rate = own_dropout_rate(model) or 0.0
-                self._described[trial] = Described(settings, key, rate)
+                if key not in self._kinds and key not in self._paddings:
+                    self._add(key, settings, model)
+                key, padding = self._paddings.get(key, (key, None))
+                self._described[trial] = Described(settings, key, own_dropout_rate(model) or 0.0, padding)
             except (DataError, DeviceLostError):
                 raise
             except Exception as error:  # of the user's model
@@ -152,6 +162,21 @@ class TrialRegistry:
         if self.data.streams and not alone:
             name = f"{key} {trial if sample < 0 else f'at {sample}'}"
         return Waiting(trial, name, described.settings.batch_size, described.settings.features, share)
+
+    def _add(self, key: str, settings: TrialSettings, model: nn.Module) -> None:
+        """Have trials of a signature train in packs of a wider model, else in packs of their own."""
+        own = family(settings, model) if self._pads else None
+        for other in self._families.get(own, ()) if own is not None else ():
+            with closing(self.data.feed_of(settings.batch_size)) as feed:
+                inputs = feed.first_samples(min(8, settings.batch_size)).inputs
+            padding = padding_for(model.to(self.choices.device), self._kinds[other].template, inputs)
+            if padding is not None:
+                self._paddings[key] = other, padding
+                self._announce(padding.sentence)
+                return
+        self._kinds[key] = self._new_kind(settings, model)
+        if own is not None:
+            self._families.setdefault(own, []).append(key)
 
     def _new_kind(self, settings: TrialSettings, model: nn.Module) -> Kind:
         """Describe a new kind; if memory is short beside the packs, again without them."""

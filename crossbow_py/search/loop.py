@@ -22,7 +22,7 @@ from crossbow_py.engine.device.memory import (
     free_memory,
     raising_if_lost,
 )
-from crossbow_py.packs.pack import PackJob, TrialRow
+from crossbow_py.packs.pack import PackJob
 from crossbow_py.packs.policies import Policy, Waiting, admit, fair_share, few_kinds
 from crossbow_py.packs.slots import Packs, Slot, verdict
 from crossbow_py.packs.trial_registry import Described, TrialRegistry
@@ -257,7 +257,7 @@ class Search:
             if begun is None:
                 self.hooks.message(f"Trial {segment.trial} is trained from its beginning: its files are not here.")
         end = epoch_samples(to_epochs(self.rules.brackets, segment), self.num_samples)
-        member = TrialRow(segment.trial, known.settings, begun, end, self._planned, known.dropout_rate)
+        member = known.row(segment.trial, begun, end, self._planned)
         slot = SegmentSlot(
             member, known, segment.trial in self._alone, kept_at=self.hooks.clock(), segment=segment
         )
