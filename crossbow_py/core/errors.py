@@ -63,19 +63,24 @@ class NonFiniteError(CrossbowError):
         round_index: the round it happened in.
         last_checkpoint: the newest checkpoint from before.
         everyone: whether every learner is non-finite, so that there is none to reseed from.
+        learning_rate: the rate of the last round, if known.
     """
 
-    def __init__(self, learner: int, round_index: int, last_checkpoint: str | None, everyone: bool = False) -> None:
+    def __init__(
+        self, learner: int, round_index: int, last_checkpoint: str | None, everyone: bool = False,
+        learning_rate: float | None = None,
+    ) -> None:  # fmt: skip
         self.learner, self.round_index, self.last_checkpoint = learner, round_index, last_checkpoint
         good = f"the last good checkpoint is {last_checkpoint}" if last_checkpoint else "there is no checkpoint yet"
         lost = ", and with it every learner" if everyone else ""
         resume = "Resume it with on_nonfinite=reseed, or start" if last_checkpoint and not everyone else "Start"
+        rate = "" if learning_rate is None else f" than {learning_rate:.2g}"
         data = "NaN in the data, and for batches in which the loss ignores every target"
         remedy = (
             f"Look for {data}; no step had been taken yet."
             if round_index == 0
-            else f"{resume} anew with a lower optimizer.learning_rate or with optimizer.clip_norm; if that does not "
-            f"help, look for {data}."
+            else f"{resume} anew with a lower optimizer.learning_rate{rate} or with optimizer.clip_norm; if that does "
+            f"not help, look for {data}."
         )
         super().__init__(f"learner {learner} went non-finite in round {round_index}{lost}; {good}. {remedy}")
 

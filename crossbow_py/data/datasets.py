@@ -193,6 +193,8 @@ def check_data(data: Any, what: str) -> None:
         if isinstance(data, Mapping) and not any(key in data for key in _TARGET_KEYS):
             remedy = f"call the targets {_TARGET_KEYS[0]}"
         raise UserError(f"{needs}, got ({kinds}); {remedy}.")
+    if isinstance(data, Tensor | np.ndarray):
+        raise UserError(f"{needs}, got one array of shape {[*data.shape]}; give a pair, as in (inputs, targets).")
     if isinstance(data, DataLoader):
         remedy = "give the data set in it, loader.dataset, with a collate of its own as Collated(dataset, collate)"
         raise UserError(f"{needs}, got a DataLoader; {remedy}.")

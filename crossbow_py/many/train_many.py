@@ -27,7 +27,7 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.modules.losses import IGNORED, Loss, compared, is_classification, plain_loss, takes_classes
 from crossbow_py.engine.modules.precision import FP32, ordinary_modes
-from crossbow_py.engine.update.optimizers import SGD, Optimizer
+from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.many.identity import digest_of
 from crossbow_py.many.loop import Hooks, ManyLoop, Plan
 from crossbow_py.many.members import Ids, Member, Settled, Study, settled
@@ -35,7 +35,7 @@ from crossbow_py.many.results import MemberResult, Results
 from crossbow_py.many.store import Store
 from crossbow_py.packs.trial import TrialSettings
 from crossbow_py.packs.trial_registry import TrialData, TrialRegistry
-from crossbow_py.train.arguments import check_keywords, rule_of
+from crossbow_py.train.arguments import check_keywords, default_optimizer, rule_of
 from crossbow_py.train.build import count_classes, new_feed, settled_loss_of
 from crossbow_py.train.checks.seeded_model import MakeModel, seeded_model
 from crossbow_py.train.evaluation.evaluator import Evaluator
@@ -62,7 +62,7 @@ class ManyArguments(JobSettings):
     batch_size: int = 32
     max_epochs: float = 10.0
     max_rounds: int | None = None
-    optimizer: Optimizer | str = SGD()
+    optimizer: Optimizer | str | None = None
     schedule: Schedule | str = Constant()
     loss: Loss | None = None
     metrics: Mapping[str, Metric] | None = None
@@ -86,7 +86,8 @@ class ManyArguments(JobSettings):
             restore_best=self.restore_best,
         )  # fmt: skip
         for group in ("optimizer", "schedule"):
-            object.__setattr__(self, group, rule_of(group, getattr(self, group)))
+            if getattr(self, group) is not None:
+                object.__setattr__(self, group, rule_of(group, getattr(self, group)))
         if isinstance(self.max_pack_size, bool) or not self.max_pack_size >= 1:
             raise UserError(f"max_pack_size must be at least 1, got {self.max_pack_size}.")
         if self.checkpoint_every_s is not None and not self.checkpoint_every_s > 0:
@@ -207,6 +208,10 @@ class ManyRun:
     def _settled(self) -> list[Settled]:
         given = self.arguments
         common = {each.name: getattr(given, each.name) for each in fields(Member) if hasattr(given, each.name)}
+        if given.optimizer is None:
+            common["optimizer"], notes = default_optimizer(given.loss)
+            for note in notes:
+                self._note(note)
         study = Study(Member(**common), self.data.train, self.settings.sample_order_seed, self.settings.sampling)
         found = settled(given.members, study)
         if given.output_dir is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -19,8 +19,8 @@ from crossbow_py.core.settings import suggestion
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data
 from crossbow_py.distributed.ranks import ALONE, Ranks
-from crossbow_py.engine.modules.losses import Loss
-from crossbow_py.engine.update.optimizers import OPTIMIZERS, SGD, Optimizer
+from crossbow_py.engine.modules.losses import Loss, model_loss, takes_classes
+from crossbow_py.engine.update.optimizers import OPTIMIZERS, SGD, AdamW, Optimizer
 from crossbow_py.telemetry.events import Listener
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.checks.seeded_model import MakeModel
@@ -37,12 +37,12 @@ T = TypeVar("T")
 class TrainArguments(JobOptions, RunOptions, RunSettings):
     """The arguments of `Trainer`, whose docstring explains them. Raises UserError for keys of `RunSettings`."""
 
-    model: MakeModel
-    train_data: Data
-    test_data: Data | None = None
+    model: MakeModel = field(kw_only=False)
+    train_data: Data = field(kw_only=False)
+    test_data: Data | None = field(default=None, kw_only=False)
     validation_data: Data | None = None
     num_classes: int | None = None
-    optimizer: Optimizer | str = SGD()
+    optimizer: Optimizer | str | None = None
     schedule: Schedule | str = Constant()
     averaging: AveragingRule | str = SMA()
     loss: Loss | None = None
@@ -61,6 +61,10 @@ class TrainArguments(JobOptions, RunOptions, RunSettings):
     executor_cache: str | Path | None = None
 
     def __post_init__(self) -> None:
+        if self.optimizer is None:
+            chosen, note = default_optimizer(self.loss)
+            object.__setattr__(self, "optimizer", chosen)
+            object.__setattr__(self, "notes", [*self.notes, *note])
         for group in _REGISTRIES:
             if isinstance(name := getattr(self, group), str):
                 object.__setattr__(self, group, rule_of(group, name))
@@ -76,6 +80,18 @@ class TrainArguments(JobOptions, RunOptions, RunSettings):
     def settings(self) -> RunSettings:
         """The keys of `RunSettings`, checked and converted."""
         return RunSettings.of(self)
+
+
+def default_optimizer(loss: Loss | None) -> tuple[Optimizer, list[str]]:
+    """Return the optimizer where none is given, and what the user is told of it.
+
+    AdamW's steps do not grow with the loss, whose scale is known of cross-entropy alone: squared errors of targets of
+    variance 10 diverge with SGD's default rate.
+    """
+    if loss is None or loss is model_loss or takes_classes(loss):
+        return SGD(), []
+    chosen = AdamW(learning_rate=0.01)
+    return chosen, [f"The optimizer is {chosen.NAME} at a rate of {chosen.learning_rate}, as none was given."]
 
 
 _REGISTRIES: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {

@@ -80,7 +80,8 @@ class Trainer:
         validation_data: data in the same form. Stops and the best accuracy then use it, and the test data is evaluated
             once, at the end.
         num_classes: number of classes, checked against the model's output when the loss is cross-entropy.
-        optimizer: updates a learner's weights from its gradient; a name such as "adamw" has its default settings.
+        optimizer: updates a learner's weights from its gradient; a name such as "adamw" has its default settings. None
+            is `SGD()` for cross-entropy and losses that models return, and `AdamW(learning_rate=0.01)` for others.
         schedule: the learning rate as a function of samples seen; or a name.
         averaging: the rule that keeps learners together; or a name.
         loss: `f(outputs [B, ...], targets [B, ...])`, a batch mean. None is cross-entropy; or, if forward takes

@@ -353,7 +353,7 @@ class TrainingLoop:
             if non_finite:
                 (learner, round_index), first = next(iter(non_finite.items())), self._run.bank.first_learner
                 newest = newest_checkpoint(self._run.output_dir)
-                failure = NonFiniteError(first + learner, round_index, newest, all_non_finite)
+                failure = NonFiniteError(first + learner, round_index, newest, all_non_finite, self.learning_rate)
             self.ranks.raise_any(failure)
         if out_of_memory:
             self.learners.shrink()

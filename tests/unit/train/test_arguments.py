@@ -40,7 +40,7 @@ def test_no_key_is_declared_both_for_the_command_line_and_for_python():
     ("call", "message"),
     [
         (lambda: Trainer(train_data=blobs(8)), "missing a required argument: 'model'"),
-        (lambda: Trainer(nn.Linear, blobs(8)), "too many positional arguments"),
+        (lambda: Trainer(nn.Linear, blobs(8), blobs(8), 3), "too many positional arguments"),
         (lambda: Trainer(model=nn.Linear, train_data=blobs(8), batchsize=3), "did you mean 'batch_size'"),
     ],
 )
