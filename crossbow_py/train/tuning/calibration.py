@@ -23,14 +23,16 @@ from crossbow_py.core.errors import CrossbowError, UnknownIdError, UserError, te
 from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.engine.device.graphs import failed_capture
-from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
+from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, quick_collections, raise_if_lost
 from crossbow_py.engine.executors import Executor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.rounds import Round
 from crossbow_py.engine.trust import not_used
 
-_BUDGET_S = 30.0  # spent where rounds take a second; where they are short, candidates take one each
-_WINDOW_S = 0.25
+_BUDGET_S = 30.0  # spent where rounds take a second
+_QUICK_S = 5.0  # spent where they are short, of which training may have few
+_QUICK_ROUNDS = 20
+_WINDOW_S, _SHORT_WINDOW_S = 0.25, 0.08
 _WINDOWS = 3
 _SLOW_S, _VERY_SLOW_S = 1.0, 3.0
 _FAR_BEHIND = 0.7  # of the best throughput so far: more learners will not make up for it
@@ -76,6 +78,8 @@ class Effort:
         stopped: returns whether there is nothing left to train.
         is_alone: whether the run or search has no other ranks or workers on this host.
         share: that share.
+        round_samples: the samples of a round of a run of unknown length, which may take no longer than measuring: it
+            ends after a few seconds, or after as long as some rounds take. 0 for no such limit.
     """
 
     budget_s: float = _BUDGET_S
@@ -84,13 +88,15 @@ class Effort:
     stopped: Callable[[], bool] = lambda: False
     is_alone: bool = True
     share: float = _WORTH
+    round_samples: int = 0
 
     def seconds(self, fastest: float) -> float:
         """Return the seconds that may be spent, if the best throughput so far is `fastest` images/s."""
         if self.stopped():
             return 0.0
         worth_s = math.inf if self.total_samples is None else self.share * self.total_samples / fastest - self.spent_s
-        return min(self.budget_s, worth_s)
+        quick_s = max(_QUICK_S, _QUICK_ROUNDS * self.round_samples / fastest) if self.round_samples else math.inf
+        return min(self.budget_s, worth_s, quick_s)
 
     def after(self, seconds: float) -> Effort:
         """Return what is left after `seconds` more."""
@@ -220,7 +226,8 @@ def calibrate(
     late: list[Key] = []
     warm_up = _WarmUp(device)
     cores = torch.get_num_threads() if device.type == "cpu" else 1
-    with kept_generators(device):  # a run must not depend on whether its executor was remembered
+    # A run must not depend on whether its executor was remembered.
+    with kept_generators(device), quick_collections():
         for number, candidate in enumerate(candidates, start=1):
             key = candidate.executor, candidate.num_learners
             if key in rates or _is_refused(key, refused) or _is_skipped(candidate, rates, cores):
@@ -251,7 +258,7 @@ def calibrate(
     best = max(rates, key=lambda key: rates[key])
     is_counted = effort.is_alone and device.type == "cpu"
     others = (foreign_share(before, LoadSnapshot.take()) or 0.0) if is_counted else 0.0
-    is_short = bool(late) and effort.seconds(rates[best]) < effort.budget_s
+    is_short = bool(late) and replace(effort, round_samples=0).seconds(rates[best]) < effort.budget_s
     seconds = time.perf_counter() - begun
     no_graphs = failed_capture() if device.type == "cuda" else None
     return Calibration(best[0], rates, refused, tuple(late), is_short, others, seconds, warm_up.seconds, no_graphs)
@@ -317,15 +324,17 @@ def _images_per_s(candidate: Candidate, batch_size: int, warm_up: _WarmUp, faste
         with warm_up.counted():
             for _ in range(warm_up.rounds):
                 window(0.0)
-        begun = time.perf_counter()
-        window(0.0)
-        round_s = time.perf_counter() - begun
+        samples = batch_size * candidate.num_learners
+        round_s = samples / window(0.0)
+        if round_s < _WINDOW_S:  # the first one prepares
+            round_s = samples / window(0.0)
         if round_s > _SLOW_S:  # what disturbs a single round makes it slower, never faster
             return max(window(0.0) for _ in range(2 if round_s < _VERY_SLOW_S else 1))
-        rates = [window(_WINDOW_S), window(_WINDOW_S)]
+        window_s = min(_WINDOW_S, max(_SHORT_WINDOW_S, _QUICK_ROUNDS * round_s))
+        rates = [window(window_s), window(window_s)]
         if max(rates) < _HOPELESS * fastest:
             return max(rates)
-        rates += [window(_WINDOW_S) for _ in range(_WINDOWS - len(rates))]
+        rates += [window(window_s) for _ in range(_WINDOWS - len(rates))]
         return statistics.median(rates)
     finally:
         executor.close()

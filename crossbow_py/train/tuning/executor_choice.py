@@ -72,7 +72,7 @@ def choose_executor(
     if remembered in possible and still_runs(remembered, compared):
         note = f"Executor {remembered} was the fastest when measured earlier (remembered in {known.path})."
         return dataclasses.replace(choices, executor=remembered), [note]
-    announce("Measuring which executor is the fastest for a run like this, once; it takes up to half a minute.")
+    announce("Measuring which executor is the fastest for a run like this, once; it takes some seconds.")
     if any(EXECUTORS[name].FUSES for name in possible):
         why_not_fused(compared)  # on real data: candidates may be measured on one sample, repeated
 
@@ -93,7 +93,7 @@ def choose_executor(
         [candidate(name, k) for name in possible for k in _counts(name, settings)],
         settings.samples_per_step,
         choices.device,
-        Effort(is_alone=num_ranks == 1), announce=announce,
+        Effort(is_alone=num_ranks == 1, round_samples=settings.samples_per_step), announce=announce,
     )  # fmt: skip
     sentence = _kept(found, known, key) if found.is_lasting else found.sentence
     chosen = dataclasses.replace(choices, executor=found.executor, executor_choice_s=found.seconds)

@@ -75,7 +75,8 @@ def test_padded_rows_learn_what_they_learn_alone(
         Member(seed=0, model=partial(make, 6)), Member(seed=1, model=partial(make, 8), subset=range(40)),
         Member(seed=2, model=partial(make, 7), optimizer=SGD(learning_rate=0.03, momentum=0.9, weight_decay=0.01)),
     ]  # fmt: skip
-    call = partial(train_many, make, data, batch_size=8, max_rounds=50, max_epochs=10, loss=nn.functional.mse_loss)
+    every = {"batch_size": 8, "max_rounds": 50, "max_epochs": 10, "optimizer": SGD(), "loss": nn.functional.mse_loss}
+    call = partial(train_many, make, data, **every)
     together = call(members=members, executor="fused")
     assert sum("padded with zeros" in note for note in together.notes) == 2
     for number, member in enumerate(members):
