@@ -5,6 +5,7 @@ More is in `crossbow_py.averaging`, `optimizers`, `schedules`, `loggers` and `er
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from crossbow_py import averaging, errors, loggers, optimizers, schedules
@@ -30,15 +31,15 @@ from crossbow_py.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from crossbow_py.predict.trained_models import load_models
+    from crossbow_py.search.from_python import Search
 else:
+    # They are imported when they are asked for: they bring the command line's configuration, and Hydra.
+    _LATER = {"load_models": "crossbow_py.predict.trained_models", "Search": "crossbow_py.search.from_python"}
 
     def __getattr__(name: str) -> object:
-        """`load_models`, imported when it is asked for: it brings the command line's configuration, and Hydra."""
-        if name != "load_models":
+        if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from crossbow_py.predict.trained_models import load_models  # noqa: PLC0415
-
-        return load_models
+        return getattr(importlib.import_module(_LATER[name]), name)
 
 
 def __dir__() -> list[str]:
@@ -61,6 +62,7 @@ __all__ = [
     "Member",
     "Muon",
     "Result",
+    "Search",
     "Trainer",
     "UserError",
     "__version__",

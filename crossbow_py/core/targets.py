@@ -1,4 +1,4 @@
-"""Functions and classes that the command line names by a dotted path: `model.target`, `data.target`."""
+"""Functions and classes that settings name by a dotted path: `model.target`, `data.target`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from crossbow_py.core.digest import digest_of
 from crossbow_py.core.errors import UserError, one_line
+
+_GIVEN: dict[str, Any] = {}
+
+
+def given(what: str, function: Any, *holds: object) -> str:
+    """Return a path by which this process finds a function from Python that has none.
+
+    It ends with the digest of the function and of what it `holds`.
+    """
+    path = f"python.{what}_{digest_of(function, *holds)}"
+    _GIVEN[path] = function
+    return path
 
 
 def import_target(key: str, path: str) -> Callable[..., Any]:
@@ -17,6 +30,8 @@ def import_target(key: str, path: str) -> Callable[..., Any]:
 
     Raises UserError with the configuration key if it cannot be imported or is not callable.
     """
+    if path in _GIVEN:
+        return _GIVEN[path]  # type: ignore[no-any-return]
     module_name, _, name = path.rpartition(".")
     if not module_name or not name:
         raise UserError(f"{key} must be a dotted path such as package.module.function, got {path!r}.")

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from crossbow_py.cli.output_folder import make_folder
+from crossbow_py.core.digest import digest_of
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import given_path, locked
 from crossbow_py.core.signals import StopSignal
@@ -28,7 +29,6 @@ from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.modules.losses import IGNORED, Loss, compared, is_classification, plain_loss, takes_classes
 from crossbow_py.engine.modules.precision import FP32, ordinary_modes
 from crossbow_py.engine.update.optimizers import Optimizer
-from crossbow_py.many.identity import digest_of
 from crossbow_py.many.loop import Hooks, ManyLoop, Plan
 from crossbow_py.many.members import Ids, Member, Settled, Study, settled
 from crossbow_py.many.results import MemberResult, Results

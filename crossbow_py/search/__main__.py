@@ -27,7 +27,7 @@ def search(config: SearchConfig) -> int:
     Ranks agree on where they search, and leave their process group before they do: what they share from then on is
     the storage alone, so that none waits for another. Raises SearchError when every trial has failed.
     """
-    _check_optuna()
+    check_optuna()
     from crossbow_py.search.searcher import prepared, search_to_the_end  # noqa: PLC0415  as Optuna is optional
 
     with ExitStack() as stack:
@@ -40,13 +40,14 @@ def search(config: SearchConfig) -> int:
 
 def search_elsewhere(config: SearchConfig, launcher: RayLauncher, words: Sequence[str]) -> int:
     """Start workers of a search by a launcher, each with these words, and wait for them; returns the exit code."""
-    _check_optuna()
+    check_optuna()
     from crossbow_py.search.placed import search_on_ray  # noqa: PLC0415  likewise
 
     return search_on_ray(config, launcher, words)
 
 
-def _check_optuna() -> None:
+def check_optuna() -> None:
+    """Raise UserError if Optuna is missing."""
     if importlib.util.find_spec("optuna") is None:
         raise UserError("a search needs Optuna, which is not installed; run pip install optuna.")
 

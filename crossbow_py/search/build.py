@@ -26,7 +26,7 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.data.sources import DataSource
 from crossbow_py.engine.modules.dropout import counter_seed
-from crossbow_py.engine.modules.losses import IGNORED
+from crossbow_py.engine.modules.losses import IGNORED, Loss
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.models.custom import CustomModel
 from crossbow_py.packs.trial import TrialSettings
@@ -45,7 +45,7 @@ from crossbow_py.search.events import (
 from crossbow_py.search.folder import JOURNAL_FILE, TRIALS_FOLDER, SearchFolder
 from crossbow_py.search.hyperband import Results, best, is_over, is_reached, total_samples
 from crossbow_py.search.identity import defaults_of, identity
-from crossbow_py.search.loop import Search, SearchHooks, SearchRules, epoch_samples
+from crossbow_py.search.loop import SearchHooks, SearchLoop, SearchRules, epoch_samples
 from crossbow_py.search.outcome import Leader, LeaderRun, find_leader, kept_best, trial_records
 from crossbow_py.search.report.search_file import recorded_summary
 from crossbow_py.search.study.states import TrialStates
@@ -54,6 +54,7 @@ from crossbow_py.search.study.study import SharedStudy
 from crossbow_py.telemetry.records import BEST_FOLDER, read_json
 from crossbow_py.train.build import count_classes, new_feed
 from crossbow_py.train.checkpoints.weights import MODEL_FILE
+from crossbow_py.train.checks.losses import loss_on
 from crossbow_py.train.config import TrainConfig, config_to_mapping
 from crossbow_py.train.evaluation.metrics import Metric, checked_metrics, metrics_of
 from crossbow_py.train.ladder.ladder import check_trusted, try_once
@@ -69,17 +70,21 @@ class SearchRun:
         config: the configuration.
         folder: the folder that the search is recorded in.
         listeners: receive what happens; whoever made them closes them.
+        loss: what all trials minimise.
 
     Raises UserError, or StorageError when the storage cannot be used.
     """
 
-    def __init__(self, config: SearchConfig, folder: SearchFolder, listeners: Sequence[SearchListener] = ()) -> None:
+    def __init__(
+        self, config: SearchConfig, folder: SearchFolder, listeners: Sequence[SearchListener] = (),
+        loss: Loss = nn.functional.cross_entropy,
+    ) -> None:  # fmt: skip
         self._begun = time.perf_counter()
         self._closing = ExitStack()
         self._messages: dict[str, None] = {}  # in their order
         self._is_news = False
         self._notes: list[str] = []
-        self.config, self.folder, self.listeners = config, folder, listeners
+        self.config, self.folder, self.listeners, self._loss = config, folder, listeners, loss
         with ExitStack() as stack:
             stack.callback(self.close)
             self._build()
@@ -225,8 +230,9 @@ class SearchRun:
             num_samples=train.num_samples,
             validation=kept(source.validation, None, "validation"),
             test=None if source.test is None else kept(source.test, None, "test"),
-            num_classes=count_classes(data, nn.functional.cross_entropy),
+            num_classes=count_classes(data, self._loss),
             streams=train.STREAMS,
+            loss=loss_on(self.choices.device, self._loss),
         )
 
     def _most_augmentation(self) -> Augmentation:
@@ -256,7 +262,7 @@ class SearchRun:
         for note in (*self.source.notes, *self._notes):
             self._say(note)
         hooks = SearchHooks(message=self._say, progress=self._progress, finished=self._finished)
-        search = Search(self.rules, self.study, self.registry, self.states, hooks)
+        search = SearchLoop(self.rules, self.study, self.registry, self.states, hooks)
         self._search = search
         try:
             done = search.run(lambda: stopped() is not None or self._is_enough())
@@ -318,7 +324,7 @@ class SearchRun:
             model_path=str(model) if model.exists() else None,
         )  # fmt: skip
 
-    def _end(self, info: SearchInfo, status: str, search: Search) -> SearchSummary:
+    def _end(self, info: SearchInfo, status: str, search: SearchLoop) -> SearchSummary:
         spent = search.spent
         found, test_s = None, 0.0
         if status in ("finished", "stopped"):
@@ -365,10 +371,10 @@ class SearchRun:
         for listener in self.listeners:
             listener.on_message(message)
 
-    def _finished(self, search: Search, _: object) -> None:
+    def _finished(self, search: SearchLoop, _: object) -> None:
         self._is_news = True
 
-    def _progress(self, search: Search) -> None:
+    def _progress(self, search: SearchLoop) -> None:
         if self._is_news:  # once for all segments that ended together
             self._is_news, records = False, trial_records(self.rules, self.study)
             for listener in self.listeners:

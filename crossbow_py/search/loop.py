@@ -74,8 +74,8 @@ class SearchHooks:
     """The functions that a search calls, in its own thread; each may be left out."""
 
     message: Callable[[str], None] = lambda _: None
-    progress: Callable[[Search], None] = lambda _: None
-    finished: Callable[[Search, Segment], None] = lambda _, __: None
+    progress: Callable[[SearchLoop], None] = lambda _: None
+    finished: Callable[[SearchLoop, Segment], None] = lambda _, __: None
     clock: Callable[[], float] = field(default=time.perf_counter)
     sleep: Callable[[float], None] = field(default=time.sleep)
 
@@ -87,7 +87,7 @@ class SegmentSlot(Slot):
     segment: Segment
 
 
-class Search:
+class SearchLoop:
     """One worker of a search. Used from one thread; close it.
 
     Args:
@@ -258,9 +258,7 @@ class Search:
                 self.hooks.message(f"Trial {segment.trial} is trained from its beginning: its files are not here.")
         end = epoch_samples(to_epochs(self.rules.brackets, segment), self.num_samples)
         member = known.row(segment.trial, begun, end, self._planned)
-        slot = SegmentSlot(
-            member, known, segment.trial in self._alone, kept_at=self.hooks.clock(), segment=segment
-        )
+        slot = SegmentSlot(member, known, segment.trial in self._alone, kept_at=self.hooks.clock(), segment=segment)
         if underway is not None:
             member.loss_sum, member.num_losses = underway.loss_sum, underway.num_losses
             slot.seconds = underway.seconds

@@ -10,6 +10,7 @@ from crossbow_py.core.signals import StopSignal
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.search.build import SearchRun
 from crossbow_py.search.config import SearchConfig
+from crossbow_py.search.events import SearchSummary
 from crossbow_py.search.folder import SearchFolder, mark_joined, told_how_to_go_on
 from crossbow_py.search.report.listeners import search_listeners
 
@@ -55,8 +56,13 @@ def search_to_the_end(run: SearchRun, ranks: Ranks = ALONE) -> int:
         if ranks.num_ranks == 1:
             raise
         raise RankError(ranks.rank, str(error), error.exit_code, type(error).__name__, is_said=True) from error
-    if summary.status == "finished" and summary.best is None:  # which all ranks find; the first of a host prints it
+    check_succeeded(summary)  # which all ranks find; the first of a host prints it
+    return StopSignal.EXIT_CODES.get(summary.status, 0)
+
+
+def check_succeeded(summary: SearchSummary) -> None:
+    """Raise SearchError if every trial of a search that is over failed."""
+    if summary.status == "finished" and summary.best is None:
         number, first = len(summary.trials), next(trial for trial in summary.trials if trial.reason)
         reason = (first.reason or "").rstrip(".")
         raise SearchError(f"every trial failed, {number} of {number}; trial {first.trial}: {reason}.")
-    return StopSignal.EXIT_CODES.get(summary.status, 0)

@@ -95,9 +95,9 @@ class SourceSettings(ABC):
         Raises:
             UserError: files are missing, damaged or cannot be downloaded, or the settings do not fit the data.
         """
-        train, test = self.read(progress)
+        train, test, *own = self.read(progress)
         num_classes, notes = self.count_classes(train, test), self.notes(train, test)
-        train, validation = split_validation(train, self.validation_fraction)
+        train, validation = (train, own[0]) if own else split_validation(train, self.validation_fraction)
         return self._source(train, test, validation, num_classes, notes, self.CLASS_NAMES)
 
     def _source(
@@ -142,8 +142,8 @@ class SourceSettings(ABC):
         return found if found.changes(training=True) or found.changes(training=False) else None
 
     @abstractmethod
-    def read(self, progress: bool) -> tuple[Data, Data]:
-        """Return (train, test), before anything is held out."""
+    def read(self, progress: bool) -> tuple[Data, Data] | tuple[Data, Data, Data]:
+        """Return (train, test), before anything is held out; or (train, test, validation)."""
 
     @abstractmethod
     def moments(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:

@@ -1,4 +1,4 @@
-"""The user's own data: a function, named by its dotted path, that returns train and test."""
+"""The user's own data: a function, named by its dotted path, that returns train, test and perhaps validation."""
 
 from __future__ import annotations
 
@@ -19,24 +19,29 @@ _MOST_CLASSES = 2**24  # larger targets are numbers, not classes
 
 @dataclass(frozen=True)
 class Custom(SourceSettings):
-    """Data from `target(**args)`, which returns (train, test), each a pair of tensors or a map-style data set."""
+    """Data from `target(**args)`: (train, test) or (train, test, validation), pairs of tensors or map-style data."""
 
     NAME = "custom"
 
-    target: str = setting("", "dotted path pkg.module.function; it returns (train, test)")
+    target: str = setting("", "dotted path pkg.module.function; it returns (train, test), or validation data too")
     args: dict[str, Any] = setting({}, "keyword arguments of that function")
     num_classes: int | None = setting(None, "number of classes; null takes it from the data set", minimum=1)
 
-    def read(self, progress: bool) -> tuple[Data, Data]:
+    def read(self, progress: bool) -> tuple[Data, Data] | tuple[Data, Data, Data]:
         result = call_target("data", self.target, self.args)
-        if not isinstance(result, tuple | list) or len(result) != 2:
+        if not isinstance(result, tuple | list) or len(result) not in (2, 3):
             size = f" of {len(result)}" if isinstance(result, tuple | list) else ""
             rule = f"data.target={self.target} must return (train, test), got {type(result).__name__}{size}"
             raise UserError(f"{rule}; end it with `return train, test`.")
-        train, test = result
-        check_data(train, f"the train data of data.target={self.target}")
-        check_data(test, f"the test data of data.target={self.target}")
-        return in_tensors(train), in_tensors(test)
+        train, test, *validation = found = [in_tensors(data) for data in result]
+        for data, what in zip(found, ("train", "test", "validation"), strict=False):
+            check_data(data, f"the {what} data of data.target={self.target}")
+        if len(result) == 3 and self.validation_fraction:
+            raise UserError(
+                f"data.target={self.target} returns validation data, and data.validation_fraction="
+                f"{self.validation_fraction} holds out some; set it to 0."
+            )
+        return (train, test, validation[0]) if validation else (train, test)
 
     def moments(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
         """Return None: inputs are not normalised (uint8 images are scaled to [0, 1])."""

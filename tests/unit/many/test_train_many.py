@@ -240,7 +240,7 @@ def test_other_settings_in_the_same_folder_train_anew(tmp_path: Path) -> None:
 def test_models_losses_metrics_and_data_that_differ_in_what_no_name_shows_have_results_of_their_own(
     tmp_path: Path,
 ) -> None:
-    """What a folder holds is of equal values and code; see `many.identity`."""
+    """What a folder holds is of equal values and code; see `core.digest`."""
 
     class Scaled(nn.Linear):
         def __init__(self, scale: float) -> None:

@@ -19,7 +19,7 @@ from crossbow_py.packs import slots, trial_registry
 from crossbow_py.packs.pack import Pack
 from crossbow_py.packs.policies import Policy
 from crossbow_py.search.hyperband import Segment, TrialState, ready, standing
-from crossbow_py.search.loop import Search
+from crossbow_py.search.loop import SearchLoop
 from crossbow_py.search.outcome import trial_records
 from tests.unit.search.study.shared_studies import why_failed
 from tests.unit.search.tiny_search import ONE_SIZE, Setting, finished, let_leases_end, never, one_round, watch
@@ -218,7 +218,7 @@ def test_worker_that_is_alone_waits_for_nobody_when_trials_fail(setting: Setting
     assert len(why_failed(setting.study())) == 9 and slept == []
 
 
-def waiting_segments(search: Search) -> list[Segment]:
+def waiting_segments(search: SearchLoop) -> list[Segment]:
     return ready(search.rules.brackets, search.results, maximize=True)
 
 

@@ -22,7 +22,7 @@ from crossbow_py.packs.trial import TrialSettings
 from crossbow_py.packs.trial_registry import TrialData, TrialRegistry
 from crossbow_py.schedules import Constant
 from crossbow_py.search.hyperband import Segment, best, make_brackets
-from crossbow_py.search.loop import Search, SearchHooks, SearchRules
+from crossbow_py.search.loop import SearchHooks, SearchLoop, SearchRules
 from crossbow_py.search.space import Space
 from crossbow_py.search.study.states import TrialStates
 from crossbow_py.search.study.study import SharedStudy
@@ -79,11 +79,11 @@ class Setting:
         batch = params.get("batch_size", 4)
         return TrialSettings(trial, model, repr(model), batch, SGD(learning_rate=rate, momentum=0.5), Constant())
 
-    def search(self, study: SharedStudy | None = None) -> Search:
+    def search(self, study: SharedStudy | None = None) -> SearchLoop:
         noted = lambda _, segment: self.finished.append(segment)  # noqa: E731
         hooks = SearchHooks(message=self.messages.append, finished=noted, sleep=lambda _: None)
         registry = self.registry(self.messages.append)
-        return Search(self.rules(), study or self.study(), registry, TrialStates(self.folder), hooks)
+        return SearchLoop(self.rules(), study or self.study(), registry, TrialStates(self.folder), hooks)
 
     def best(self) -> int | None:
         return best(self.rules().brackets, self.study().results(), maximize=True)
@@ -111,7 +111,7 @@ def finished(folder: Path, **own: Any) -> Setting:
     return setting
 
 
-def let_leases_end(search: Search) -> None:
+def let_leases_end(search: SearchLoop) -> None:
     """What the end of a process does; this one lives on."""
     search.study.close()
     for segment in search.study.held:

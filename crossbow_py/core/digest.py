@@ -1,4 +1,4 @@
-"""Digests of what members train, by values and code: a folder's results are of those with the same one.
+"""Digests of values and code: the results in a folder are of what has the same one.
 
 Of functions and classes outside torch the code counts, and what they hold; not the code that these call elsewhere.
 """

@@ -1,0 +1,79 @@
+"""`Search`: what the command does, from Python, against `Trainer` with the same settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py import SGD, Search, Trainer, UserError
+from tests.trainers import blobs
+
+SPACE = {"model.hidden": [4, 6], "optimizer.learning_rate": {"low": 0.01, "high": 0.3, "log": True}}
+DATA: Any = blobs(60)
+REST: Any = blobs(30)
+
+
+def make(hidden: int) -> nn.Module:
+    inputs = DATA[0].flatten(1).shape[1]
+    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, 3))
+
+
+def search(**settings: Any) -> Search:
+    given = {"space": SPACE, "validation_data": REST, "max_epochs": 2, "method": "none", "num_trials": 3}
+    return Search(make, DATA, **{**given, "executor": "serial", "device": "cpu", "batch_size": 6, **settings})
+
+
+def test_best_trial_is_what_a_trainer_makes_of_its_settings(tmp_path: Path) -> None:
+    found = search(output_dir=tmp_path / "search").run()
+    assert found.params is not None and found.summary.best is not None and found.model is not None
+    trainer = Trainer(
+        lambda: make(found.params["model.hidden"]), DATA, REST, batch_size=6, num_learners=1, executor="serial",
+        optimizer=SGD(learning_rate=found.params["optimizer.learning_rate"]), seed=found.summary.best.seed,
+        order_seed=0, device="cpu",
+    )  # fmt: skip
+    result = trainer.fit(max_epochs=2)
+    for name, value in result.model.state_dict().items():
+        assert torch.equal(found.model.state_dict()[name], value)
+    assert found.value == result.test_accuracy == max(row["value"] for row in found.rows())
+    assert found.test_accuracy is not None  # of the validation data, as there is no other
+    again = search(output_dir=tmp_path / "search").run()
+    assert (again.params, again.rows()) == (found.params, found.rows())
+    assert again.summary.train_time_s == found.summary.train_time_s  # as search.json has it: nothing was trained
+    assert "3 trials by validation_accuracy" in str(found)
+    with pytest.raises(UserError, match="another search"):  # what it minimises is what it is
+        search(output_dir=tmp_path / "search", loss=nn.CrossEntropyLoss(label_smoothing=0.1)).run()
+
+
+def test_any_loss_and_metric_is_searched() -> None:
+    """The least of a metric, of a loss that is not cross-entropy; without a folder nothing is left behind."""
+    targets = DATA[0].flatten(1)[:, :3] * 2
+    rest = REST[0].flatten(1)[:, :3] * 2
+    found = Search(
+        make, (DATA[0], targets), space=SPACE, validation_data=(REST[0], rest), loss=nn.MSELoss(), max_epochs=2,
+        metrics={"mae": nn.functional.l1_loss}, metric="mae", maximize=False, method="none", num_trials=2,
+        executor="serial", device="cpu", precision="fp32", optimizer="adamw",
+    ).run()  # fmt: skip
+    assert found.model is not None
+    with torch.no_grad():
+        expected = nn.functional.l1_loss(found.model(REST[0]), rest)
+    assert found.value == pytest.approx(float(expected), rel=1e-5) == min(row["value"] for row in found.rows())
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"num_trial": 3}, TypeError, "num_trials"),
+        ({"space": {"model.depth": [1, 2]}}, UserError, "depth"),
+        ({"space": {"hidden": [1, 2]}}, UserError, "space has no key 'hidden'"),
+        ({"loss": nn.MSELoss(), "label_smoothing": 0.1}, UserError, "label_smoothing is for cross-entropy"),
+        ({"metric": "f1"}, UserError, "metric must be one of"),
+        ({"validation_data": DATA[0]}, UserError, "validation data .* one array"),
+    ],
+)
+def test_mistakes_get_one_line(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        search(**settings).run()
