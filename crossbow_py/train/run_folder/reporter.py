@@ -60,7 +60,8 @@ class Result:
         images_per_s: samples per second of training time.
         model: the average model or its EMA, in float32; the first learner's if learners are independent. With
             `patience` or `restore_best` it is that of the best evaluation.
-        models: each learner's model if learners are independent; otherwise empty.
+        models: each learner's model if learners are independent, of which `summary.learners` says the best; otherwise
+            empty.
         summary: the summary of the run, as written to summary.json.
         history: a flat dict for each evaluation of this call, as `pandas.DataFrame` takes a list of them.
     """
