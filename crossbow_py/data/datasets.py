@@ -157,6 +157,39 @@ def in_tensors(data: _D) -> _D | Data:
     return take(whole, ids.astype(np.int64)) if is_held else data
 
 
+class _Unlabelled:
+    """A data set of inputs alone, with zeros as targets."""
+
+    def __init__(self, dataset: MapStyleDataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        item = self.dataset[index]
+        is_tuple_of_one = isinstance(item, tuple | list) and len(item) == 1
+        return item[0] if is_tuple_of_one else item, 0
+
+
+def with_zeros(data: Any) -> Data | None:
+    """Return inputs that are given alone with zeros as targets; None if the data may have targets themselves.
+
+    Inputs are a tensor, an array, a dict of such, or a map-style data set whose items are inputs.
+    """
+    if isinstance(data, TensorDataset):
+        data = data.tensors[0] if len(data.tensors) == 1 else data
+    if isinstance(data, Tensor | np.ndarray) or (isinstance(data, Mapping) and split_item(data) is None):
+        inputs = pytree.tree_map(_as_tensor, dict(data) if isinstance(data, Mapping) else data)
+        every = leaves(inputs)
+        return inputs, torch.zeros(len(every[0]) if every and every[0].ndim else 0, dtype=torch.int64)
+    is_items = _is_indexed(data) and not isinstance(data, tuple | StreamedData | Collated) and as_pair(data) is None
+    try:
+        return _Unlabelled(data) if is_items and len(data) and split_item(data[0]) is None else None
+    except Exception:  # which `check_data` reports
+        return None
+
+
 def _as_tensor(value: Any) -> Any:
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
         return value

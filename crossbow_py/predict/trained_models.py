@@ -15,10 +15,12 @@ from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import check_own, given_path
 from crossbow_py.core.settings import to_mapping
+from crossbow_py.many.store import MEMBERS_FOLDER
 from crossbow_py.search.events import SEARCH_FILE
 from crossbow_py.telemetry.records import BEST_FOLDER, CONFIG_FILE, SUMMARY_FILE, read_json, read_summary
-from crossbow_py.train.checkpoints.checkpoint import lost_rule, renamed
+from crossbow_py.train.checkpoints.checkpoint import holds_run, lost_rule, renamed
 from crossbow_py.train.checkpoints.weights import MODEL_FILE, load_weights
+from crossbow_py.train.checks.seeded_model import MakeModel, seeded_model
 from crossbow_py.train.config import TrainConfig, config_from_mapping
 from crossbow_py.train.run_folder.recorded_config import named_targets
 
@@ -47,7 +49,9 @@ class TrainedModel:
         return module.eval()
 
 
-def load_models(*paths: str | Path, targets: Sequence[str] = ()) -> list[nn.Module]:
+def load_models(
+    *paths: str | Path, model: MakeModel | None = None, targets: Sequence[str] = ()
+) -> list[nn.Module]:
     """Load the models of runs and searches, as modules on the CPU and in evaluation mode.
 
     They take inputs as in training: images scaled to [0, 1] and normalised by the mean and std of the data set, which
@@ -56,15 +60,20 @@ def load_models(*paths: str | Path, targets: Sequence[str] = ()) -> list[nn.Modu
     Args:
         paths: folders of runs (all models of each), folders of searches (the best model), or .safetensors files in
             them.
+        model: the function without arguments that `Trainer` was given, for runs from Python, whose folders do not say
+            how their model is made. It makes the model of all paths then.
         targets: dotted paths of functions that runs with a model or data of one's own may name, to be imported and
             called. A run's folder says what to call, so what is not named here is refused.
 
     Raises:
         UserError: there is no path, a path is no finished run or search and no model of one, a model is given twice,
-            the models were not trained on the same data, or a run names a target that is not among `targets`.
+            the models were not trained on the same data, a run names a target that is not among `targets`, or a run
+            from Python is given without `model`.
     """
     if not paths:
         raise UserError("models must name at least one trained model, got none; give the folder of a run.")
+    if model is not None:
+        return _made_by(model, [str(path) for path in paths])
     models = find_models([str(path) for path in paths], targets)
     data = common_data(models, targets)
     known = data.declared()
@@ -82,13 +91,36 @@ def find_models(paths: Sequence[str], targets: Sequence[str] = ()) -> list[Train
     models = [model for path in paths for model in _models_at(path)]
     for model in models:
         _check_target(model, "model", targets)
-    known: dict[Path, TrainedModel] = {}
-    for model in models:
-        first = known.setdefault(model.file.resolve(), model)
-        if first is not model:
-            as_well = "" if first.name == model.name else f", also as {first.name}"
-            raise UserError(f"models: {model.name} is given twice{as_well}; give each model once, as each counts once.")
+    _check_repeats([(model.file, model.name) for model in models])
     return models
+
+
+def _made_by(make_model: MakeModel, paths: Sequence[str]) -> list[nn.Module]:
+    """Return the models of all paths as modules that a function makes. Raises UserError as `load_models`."""
+    found: list[tuple[Path, str]] = []
+    for path in paths:
+        run, files = _run_at(path)
+        if not files and not holds_run(run):
+            raise UserError(f"models: {run} has no model and is no run; {_remedy(run)}.")
+        _check_finished(run, files)
+        found += _named(path, files)
+    _check_repeats(found)
+    modules = []
+    for file, _ in found:
+        module = seeded_model(make_model, 0, None)
+        load_weights(module, file, key="models", remedy="give the function that the run was given as model")
+        modules.append(module.eval())
+    return modules
+
+
+def _check_repeats(models: Sequence[tuple[Path, str]]) -> None:
+    """Raise UserError if two models, each a file and a name, are one."""
+    known: dict[Path, str] = {}
+    for file, name in models:
+        if (path := file.resolve()) in known:
+            as_well = "" if known[path] == name else f", also as {known[path]}"
+            raise UserError(f"models: {name} is given twice{as_well}; give each model once, as each counts once.")
+        known[path] = name
 
 
 def _check_target(model: TrainedModel, group: str, targets: Sequence[str]) -> None:
@@ -99,7 +131,8 @@ def _check_target(model: TrainedModel, group: str, targets: Sequence[str]) -> No
             raise UserError(f"{named}; if it is yours, allow it by targets=[{target}].")
 
 
-def _models_at(path: str) -> list[TrainedModel]:
+def _run_at(path: str) -> tuple[Path, list[Path]]:
+    """Return the folder of a run, and the files of the models in it that a path means. Raises UserError."""
     asked = given_path("models", path)
     wrong = "does not exist" if not asked.exists() else "is no folder and no .safetensors file"
     if not asked.is_dir() and not (asked.is_file() and asked.suffix == ".safetensors"):
@@ -109,9 +142,24 @@ def _models_at(path: str) -> list[TrainedModel]:
         _check_own(run)
     if asked == run and (run / BEST_FOLDER / CONFIG_FILE).is_file():  # a search
         asked = run = run / BEST_FOLDER
+    if asked == run and not _files_in(run) and (run / MEMBERS_FOLDER).is_dir():
+        raise UserError(
+            f"models: {run} is a folder of train_many, which has no single model; call train_many again with "
+            "output_dir, which trains nothing anew, and take results.models."
+        )
+    return run, _files_in(run) if asked == run else [asked]
+
+
+def _named(path: str, files: Sequence[Path]) -> list[tuple[Path, str]]:
+    """Return files with the names by which the user knows them."""
+    return [(file, path if len(files) == 1 else str(Path(path) / file.name)) for file in files]
+
+
+def _models_at(path: str) -> list[TrainedModel]:
+    run, files = _run_at(path)
     if not (run / CONFIG_FILE).is_file():
         if _files_in(run):
-            remedy = f"make the model yourself and load {_files_in(run)[0].name} into it"
+            remedy = f"load it in Python, by load_models({path!r}, model=...) with the function that makes the model"
             raise UserError(f"models: {run} was trained from Python and has no {CONFIG_FILE}; {remedy}.")
         raise UserError(f"models: {run} has no {CONFIG_FILE} and is no run; {_remedy(run)}.")
     plain = renamed(read_yaml(run / CONFIG_FILE))
@@ -121,11 +169,14 @@ def _models_at(path: str) -> list[TrainedModel]:
     if lost_rule(plain):  # it is no part of the model
         plain["averaging"] = {"name": "grouped_sma"}
     config = config_from_mapping(plain, run / CONFIG_FILE)
-    files = _files_in(run) if asked == run else [asked]
+    _check_finished(run, files)
+    return [TrainedModel(name, file, config) for file, name in _named(path, files)]
+
+
+def _check_finished(run: Path, files: Sequence[Path]) -> None:
     if not files:
         state = _state(read_summary(run))
         raise UserError(f"models: {run} has no {MODEL_FILE} yet ({state}); finish the run with resume=auto.")
-    return [TrainedModel(path if len(files) == 1 else str(Path(path) / file.name), file, config) for file in files]
 
 
 def _check_own(run: Path) -> None:

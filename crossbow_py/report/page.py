@@ -16,6 +16,7 @@ from crossbow_py.report.charts import Chart, colour
 from crossbow_py.report.reading import RunRecord
 from crossbow_py.telemetry.class_counts import MEAN, ClassFigures, class_rows, mean_figures, written_share
 from crossbow_py.telemetry.figures import figures, number, same_settings
+from crossbow_py.telemetry.learners import LearnerFigures, learner_rows
 from crossbow_py.telemetry.rank_pace import RankPace, rank_rows
 
 T = TypeVar("T")
@@ -48,6 +49,7 @@ def as_html(runs: Sequence[RunRecord], charts: Sequence[Chart], now: datetime) -
         _figures(runs),
         f'<div class="charts">{"".join(map(_figure, charts))}</div>',
         _classes(runs),
+        *(_learners(run, alone=len(runs) == 1) for run in runs),
         *(_ranks(run, alone=len(runs) == 1) for run in runs),
         _decisions(runs),
         _differences(runs),
@@ -136,6 +138,17 @@ def _ranks(run: RunRecord, alone: bool) -> str:
         return f"<h2>The ranks</h2>{table}"
     title = "The ranks" if alone else f"The ranks of {escape(run.name)}"
     return f"<details><summary>{title}, {len(ranks)} of them</summary>{table}</details>"
+
+
+def _learners(run: RunRecord, alone: bool) -> str:
+    """Return the table of a run's independent learners, whose best has a `*`; empty of others."""
+    learners = _saved(run, "learners", LearnerFigures)
+    if not learners:
+        return ""
+    heads, rows = learner_rows(learners)
+    title = "The learners" if alone else f"The learners of {escape(run.name)}"
+    table = _table(list(map(escape, heads)), [list(map(escape, row)) for row in rows])
+    return f'<h2>{title}</h2>{table}<p class="caption">* the best one.</p>'
 
 
 def _decisions(runs: Sequence[RunRecord]) -> str:

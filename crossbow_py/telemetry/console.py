@@ -7,11 +7,12 @@ ten seconds, without control codes. Everything except the live line also goes to
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import ClassVar, TextIO
 
+from crossbow_py.core.printing import columns
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.telemetry.events import (
     EpochRecord,
@@ -23,8 +24,9 @@ from crossbow_py.telemetry.events import (
     Summary,
 )
 from crossbow_py.telemetry.figures import few_values
+from crossbow_py.telemetry.learners import MOST_LEARNERS, LearnerFigures, learner_rows
 from crossbow_py.telemetry.rank_pace import WORTH_SAYING, RankSpread, spread_of, spread_text
-from crossbow_py.telemetry.records import TENSORBOARD_FOLDER
+from crossbow_py.telemetry.records import SUMMARY_FILE, TENSORBOARD_FOLDER
 from crossbow_py.telemetry.screen import Screen, ScreenConsole, clock_time, counted, fact
 
 CONSOLE_LOG = "console.log"
@@ -145,9 +147,9 @@ def epoch_line(record: EpochRecord, planned_epochs: str) -> str:
         elif loss is not None:
             parts.append(f"{data} loss {_loss(loss)}")
     parts += [f"{name} {value:.4g}" for name, value in few_values(record.metrics).items()]
-    known = [accuracy for accuracy in record.learner_accuracy or () if accuracy is not None]
+    known = [accuracy for accuracy in record.learner_accuracy or () if accuracy is not None] or record.learner_loss
     if known:
-        parts.append("learners " + " ".join(f"{accuracy:.4f}" for accuracy in known))
+        parts.append("learners " + " ".join(map(_loss, known)))
     parts += [_throughput(record), *_waiting(record.data_wait_share), *_slowest(record.ranks)]
     if record.efficiency is not None:
         parts.append(counted(record.num_learners, "learner") + _efficiency(record))
@@ -181,9 +183,7 @@ def final_lines(summary: Summary) -> list[str]:
     lines = ["", f"{summary.experiment} {summary.status.replace('_', ' ')}: {summary.stop_reason}"]
     lines += _tested(summary)
     lines += [fact(name, f"{value:.4g}") for name, value in few_values(summary.metrics).items()]
-    known = [accuracy for accuracy in summary.learner_test_accuracy or () if accuracy is not None]
-    if known:
-        lines.append(fact("", f"the mean of the learners' {' '.join(f'{accuracy:.4f}' for accuracy in known)}"))
+    lines += _learners(summary.learners or ())
     if summary.best_validation_accuracy is not None:
         lines.append(fact("validation", f"{summary.best_validation_accuracy:.4f} at best"))
     if summary.time_to_accuracy_s is not None:
@@ -208,6 +208,17 @@ def folder_lines(name: str, output_dir: str) -> list[str]:
     curves = Path(output_dir) / TENSORBOARD_FOLDER
     lines = [fact(name, output_dir)]
     return [*lines, fact("curves", f"tensorboard --logdir {quote(str(curves))}")] if curves.is_dir() else lines
+
+
+def _learners(learners: Sequence[LearnerFigures]) -> list[str]:
+    """Return the table of independent learners, whose best has a `*`; of many the first ones and the best."""
+    heads, rows = learner_rows(learners)
+    shown = rows[:MOST_LEARNERS] + [row for row in rows[MOST_LEARNERS:] if row[0].startswith("*")]
+    lines = [fact("learners" if n == 0 else "", text.strip("\n")) for n, text in enumerate(columns(heads, shown))]
+    left_out = len(rows) - len(shown)
+    if left_out:
+        lines.append(fact("", f"  {SUMMARY_FILE} has {left_out} more"))
+    return [fact("", "the mean of the learners, of which * is the best"), *lines] if rows else []
 
 
 def _throughput(found: Progress | EpochRecord | Summary) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from crossbow_py.core.hanging_rank import HangingRank
 from crossbow_py.telemetry.class_counts import ClassCounts, ClassFigures
+from crossbow_py.telemetry.learners import LearnerFigures
 from crossbow_py.telemetry.rank_pace import RankPace, RankSpread
 
 Images = np.ndarray[Any, np.dtype[np.uint8]]
@@ -34,6 +35,7 @@ class RunInfo:
         measures_noise: whether gradients are compared in training, so that there is an `efficiency`.
         metrics: names of the metrics of evaluations, each of which may have several values: `name`, or `name/...`.
         hyper_parameters: plain values by the dotted keys of the command line.
+        learner_settings: the optimizer's settings of which independent learners have each their own, by name.
     """
 
     experiment: str
@@ -69,6 +71,7 @@ class RunInfo:
     measures_noise: bool = False
     metrics: tuple[str, ...] = ()
     hyper_parameters: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    learner_settings: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,8 @@ class EpochRecord:
     `z_accuracy` is the accuracy of z itself, on the same data, where an EMA of it is evaluated.
     `num_non_finite` evaluated samples have outputs that are not finite, and count as wrong. `data_wait_share`, here of
     the epoch, `num_workers`, `noise_scale_samples`, `efficiency` and `tokens_per_s` are as in `Progress`. `learning` is
-    None unless the user asked for it. `ranks` is of the epoch; None with one rank.
+    None unless the user asked for it. `learner_accuracy` and `learner_loss` are those of independent learners, on the
+    data that are evaluated. `ranks` is of the epoch; None with one rank.
     """
 
     epoch: float
@@ -179,6 +183,7 @@ class EpochRecord:
     spread: float | None = None
     correction_norm: float | None = None
     learner_accuracy: tuple[float | None, ...] | None = None
+    learner_loss: tuple[float, ...] | None = None
     validation_loss: float | None = None
     validation_accuracy: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -224,8 +229,9 @@ class Summary:
     `status` is finished, target_reached, interrupted, terminated or failed.
     `data_wait_share` and `num_workers` as in `Progress`, the former of this process's training. `per_class` are the
     figures of every class on the test data, for at most a thousand classes. `model_epoch` is `epochs`, or smaller if
-    the run returns the model of its best evaluation. `ranks` and `per_rank` are of this process's training, None with
-    one rank. `hanging_ranks` are those that ended the run; None if none did.
+    the run returns the model of its best evaluation. `learners` are those of a run without averaging. `ranks` and
+    `per_rank` are of this process's training, None with one rank. `hanging_ranks` are those that ended the run; None if
+    none did.
     """
 
     experiment: str
@@ -257,6 +263,7 @@ class Summary:
     output_dir: str | None
     model_path: str | None
     learner_test_accuracy: tuple[float | None, ...] | None = None
+    learners: tuple[LearnerFigures, ...] | None = None
     data_wait_share: float | None = None
     num_workers: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -34,8 +35,7 @@ def training_scalars(found: Progress | EpochRecord, num_devices: int) -> dict[st
 
 
 def evaluation_scalars(record: EpochRecord) -> dict[str, float | None]:
-    """Return the other figures of a closed epoch; without a central model also each learner's own accuracy."""
-    learners = enumerate(record.learner_accuracy or ())
+    """Return the other figures of a closed epoch; see `learner_scalars` for those of independent learners."""
     learning = {} if record.learning is None else dataclasses.asdict(record.learning)
     measured = "validation" if record.validation_loss is not None else "test"
     return {
@@ -45,12 +45,21 @@ def evaluation_scalars(record: EpochRecord) -> dict[str, float | None]:
         "accuracy/test": record.test_accuracy,
         "accuracy/validation": record.validation_accuracy,
         f"accuracy/{measured}_z": record.z_accuracy,
-        **{f"accuracy/{measured}_learner_{index}": accuracy for index, accuracy in learners},
         **{f"metrics/{name}": value for name, value in record.metrics.items()},
         "averaging/spread": record.spread,
         "averaging/correction_norm": record.correction_norm,
         **{f"learning/{name}": value for name, value in learning.items()},
     }
+
+
+def learner_scalars(record: EpochRecord) -> list[dict[str, float | None]]:
+    """Return the figures of each independent learner at a closed epoch, by the tags that their mean has."""
+    measured = "validation" if record.validation_loss is not None else "test"
+    accuracies, losses = record.learner_accuracy or (), record.learner_loss or ()
+    return [
+        {f"loss/{measured}": loss, f"accuracy/{measured}": accuracy}
+        for loss, accuracy in itertools.zip_longest(losses, accuracies)
+    ]
 
 
 def final_figures(summary: Summary) -> dict[str, float | None]:

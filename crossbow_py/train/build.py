@@ -108,13 +108,8 @@ class RunBuilder:
             self.metrics = checked_metrics(self.arguments.metrics, ranks.num_ranks)
         collective = ranks.collective(device, apart=rule.node_period > 1)
         check_settles(rule, settings.num_learners, collective.num_devices)
-        template, loss, batch, (train_feed, validation_feed, test_feed), warnings = self._probed()
-        evaluator = Evaluator(
-            template, precision=self.choices.precision, loss=loss, metrics=self.metrics,
-            batch_size=evaluation_batch_size(values_per_sample(batch.inputs)),
-            max_batches=self.arguments.max_evaluation_batches, channels_last=settings.channels_last,
-            class_names=self.data.names_of_classes, counts_classes=True,
-        )  # fmt: skip
+        evaluator, batch, (train_feed, validation_feed, test_feed), warnings = self._probed()
+        template, loss = evaluator.template, evaluator.loss
         if settings.class_weights is not None:  # in training alone
             width = evaluator.num_classes(train_feed)
             weighted = weighted_loss(settings.class_weights, class_labels(self.data.train), width).to(device)
@@ -195,10 +190,10 @@ class RunBuilder:
             notes.append(f"The run had executor={saved} before, which has not passed on this GPU: it is chosen anew.")
         return notes
 
-    def _probed(self) -> tuple[nn.Module, Loss, Batch, tuple[Feed, Feed | None, Feed | None], list[str]]:
-        """Return the template, the loss, a small batch, the feeds of training, validation and test data, and warnings.
+    def _probed(self) -> tuple[Evaluator, Batch, tuple[Feed, Feed | None, Feed | None], list[str]]:
+        """Return the evaluator, a small batch, the feeds of training, validation and test data, and warnings.
 
-        All ranks have the same template.
+        The evaluator has the template and the loss. All ranks have the same template.
         """
         with self.ranks.together():
             check_data(self.data.train, "the data set")
@@ -208,12 +203,21 @@ class RunBuilder:
             loss, self.data = settled_loss_of(given, template, self.data, self.settings, device)
             train_feed, batch, loss, warnings = self._train_feed(template, loss)
             template = faithful_copy(template, self.choices.precision, batch, self.settings.channels_last)
-            validation_feed = self._evaluation_feed("validation", template, loss, self.data.validation)
-            test_feed = self._evaluation_feed("test", template, loss, self.data.test)
+            evaluator = Evaluator(
+                template, precision=self.choices.precision, loss=loss, metrics=self.metrics,
+                batch_size=evaluation_batch_size(values_per_sample(batch.inputs)),
+                max_batches=self.arguments.max_evaluation_batches, channels_last=self.settings.channels_last,
+                class_names=self.data.names_of_classes, counts_classes=True,
+            )  # fmt: skip
+            validation_feed, test_feed = (
+                None if source is None
+                else evaluation_feed(what, source, evaluator, self.data, self.settings, self.choices, self.ranks)
+                for what, source in (("validation", self.data.validation), ("test", self.data.test))
+            )  # fmt: skip
         self._check_sizes(train_feed, validation_feed, test_feed)
         # Other libraries on a host, or a model that draws from other generators than torch's, may initialise otherwise.
         self.ranks.copy_first(value for value in template.state_dict().values() if value.is_floating_point())
-        return template, loss, batch, (train_feed, validation_feed, test_feed), warnings
+        return evaluator, batch, (train_feed, validation_feed, test_feed), warnings
 
     def _check_sizes(self, *feeds: Feed | None) -> None:
         """Raise UserError on all ranks if they have data sets of different sizes."""
@@ -272,20 +276,6 @@ class RunBuilder:
             assert width is not None, "cross-entropy of one class a sample has scores of classes"
             feed.check_labels(Classes(width, ignored=None), "training")
         feed.mixing = Mixing(augmentation.mixup, augmentation.cutmix, self.settings.seed, width)
-
-    def _evaluation_feed(self, what: str, template: nn.Module, loss: Loss, source: Data | None) -> Feed | None:
-        if source is None:
-            return None
-        check_data(source, f"the {what} data")
-        if self.data.labels_as_input and not has_named_inputs(source):
-            raise UserError(f"the {what} data must have dicts of inputs, as the training data have; name them alike.")
-        feed = new_feed(source, 1, None, self.data, self.settings, self.choices, training=False, ranks=self.ranks)
-        batch = feed.first_samples(2)
-        probe_evaluation(
-            template, self.choices.precision, batch, loss, what, self.metrics, feed, self.data.names_of_classes,
-            self.ranks.num_ranks,
-        )  # fmt: skip
-        return feed
 
     def _choose_executor(self, template: nn.Module, update: TorchUpdate, feed: Feed, loss: Loss) -> list[str]:
         """Take the executor that the first rank chooses. Returns its messages."""
@@ -396,6 +386,30 @@ def new_feed(
         order_seed=settings.order_seed,
         sample_weights=sample_weights(source, data.sample_weights, settings.sampling) if training else None,
     )
+
+
+def evaluation_feed(
+    what: str,
+    source: Data,
+    evaluator: Evaluator,
+    data: DataSets,
+    settings: RunSettings,
+    choices: Choices,
+    ranks: Ranks = ALONE,
+) -> Feed:
+    """Build the feed of the `what` ("test", "validation" or "new") data of a run, `source`, to evaluate models on.
+
+    Raises UserError for data that do not fit the model, the loss or the metrics.
+    """
+    check_data(source, f"the {what} data")
+    if data.labels_as_input and not has_named_inputs(source):
+        raise UserError(f"the {what} data must have dicts of inputs, as the training data have; name them alike.")
+    feed = new_feed(source, 1, None, data, settings, choices, training=False, ranks=ranks)
+    probe_evaluation(
+        evaluator.template, evaluator.precision, feed.first_samples(2), evaluator.loss, what, evaluator.metrics, feed,
+        evaluator.class_names, ranks.num_ranks,
+    )  # fmt: skip
+    return feed
 
 
 def check_step(settings: RunSettings, num_samples: int) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 from torch import nn
 
@@ -17,6 +17,7 @@ from crossbow_py.core.errors import UserError, unwritable
 from crossbow_py.core.files import given_path
 from crossbow_py.core.settings import shown
 from crossbow_py.core.signals import StopSignal
+from crossbow_py.data.datasets import Data
 from crossbow_py.engine.device.host import flushed_denormals
 from crossbow_py.engine.modules.precision import ordinary_modes
 from crossbow_py.telemetry.events import Listener, RoundEnd
@@ -32,6 +33,7 @@ from crossbow_py.train.checkpoints.resume import choose_together, find_checkpoin
 from crossbow_py.train.checks.compatibility import check_compatible, check_tuner
 from crossbow_py.train.evaluation.current_models import current_models, evaluate
 from crossbow_py.train.evaluation.evaluator import Evaluation
+from crossbow_py.train.evaluation.new_data import Predicted, evaluate_on, predict
 from crossbow_py.train.loop.average_model import restart
 from crossbow_py.train.loop.rank_telemetry import RankTelemetry, node_name, ranks_beside
 from crossbow_py.train.loop.round_listener import AfterRound, HostTuning
@@ -257,16 +259,35 @@ class Trainer:
         with self._between_rounds():
             return current_models(self.run)[0]
 
-    def evaluate(self) -> Evaluation:
-        """Evaluate the current model on the test data, as `model` has it; of independent learners return the mean.
+    def evaluate(self, data: Data | None = None) -> Evaluation:
+        """Evaluate the current model, as `model` has it; of independent learners return the mean.
 
-        Raises UserError without test data, and while a round is in flight.
+        Args:
+            data: data in the form of `test_data`; None is `test_data` itself.
+
+        Raises UserError for data that do not fit the model, without any, and while a round is in flight.
         """
         with self._between_rounds():
+            if data is not None:
+                return evaluate_on(self.run, data)
             measured = evaluate(self.run, "test")
         if measured is None:
-            raise UserError("evaluate() needs test_data, got none; give Trainer(test_data=...).")
+            raise UserError("evaluate() needs test_data, got none; give Trainer(test_data=...), or evaluate(data).")
         return measured[0]
+
+    def predict(self, data: Any) -> Predicted:
+        """Return the outputs of the current model, as `model` has it, and the predicted classes if there are classes.
+
+        Inputs are normalised as in evaluation and taken in batches. The model runs in float32 and evaluation mode.
+
+        Args:
+            data: inputs alone: a tensor or an array [N, ...], a dict of such, or a map-style data set of inputs. Or
+                data in the form of `test_data`, whose targets are not looked at.
+
+        Raises UserError for data that do not fit the model, and while a round is in flight.
+        """
+        with self._between_rounds():
+            return predict(self.run, data)
 
     def find_learning_rate(
         self, *, num_rounds: int = 100, lowest: float = 1e-6, highest: float = 10.0

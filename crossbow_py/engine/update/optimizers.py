@@ -76,10 +76,7 @@ class Optimizer(Settings, ABC):
 
     def check_learners(self, num_learners: int | Literal["auto"]) -> None:
         """Raise UserError if a list of a setting has not exactly one value for each learner."""
-        for name in self.per_learner():
-            value = getattr(self, name)
-            if not isinstance(value, tuple):
-                continue
+        for name, value in self.lists().items():
             lists, remedy = f"optimizer.{name} lists {len(value)} values", "give one value for all, or"
             if num_learners == "auto":
                 raise UserError(f"{lists}, and num_learners is auto; {remedy} set num_learners={len(value)}.")
@@ -89,6 +86,11 @@ class Optimizer(Settings, ABC):
     def per_learner(self) -> list[str]:
         """Return the names of the settings that may differ between learners."""
         return [field.name for field in fields(self) if field.type == "PerLearner"]
+
+    def lists(self) -> dict[str, tuple[float, ...]]:
+        """Return the settings that list a value for each learner, by name."""
+        given = {name: getattr(self, name) for name in self.per_learner()}
+        return {name: value for name, value in given.items() if isinstance(value, tuple)}
 
     def shared(self) -> dict[str, Any]:
         """Return the settings that are the same for all learners of a bank, and the optimizer's name."""

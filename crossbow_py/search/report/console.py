@@ -29,6 +29,7 @@ from crossbow_py.search.events import (
 from crossbow_py.search.hyperband import Bracket, TrialState, bracket_of, planned_epochs
 from crossbow_py.search.report.standing import (
     as_text,
+    failures,
     last_epochs,
     leader,
     ranked,
@@ -43,6 +44,7 @@ PLAIN_INTERVAL_S = 30.0  # of silence, before a line says where the search stand
 _LINES_AROUND = 5  # two of the table's head, the counts, the progress line, and the cursor's
 _FEWEST_ROWS = 2
 _MOST_BEST = 10
+_MOST_REASONS, _MOST_NUMBERS = 5, 8  # of trials that failed
 _RUNNING_SHARE = 2 / 3  # of the rows, when there are more trials than rows
 _BAR = 8
 _PADDING = 2
@@ -192,10 +194,25 @@ def final_lines(summary: SearchSummary) -> list[str]:
 
 
 def outcome_lines(experiment: str, status: str, trials: Sequence[TrialRecord]) -> list[str]:
-    """Return the first lines of the last block: how the search ended, and the number of trials in each state."""
+    """Return the first lines of the last block: how the search ended, trials by their state, why some failed."""
     counts = Counter(str(trial.state) for trial in trials)
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
-    return ["", f"{experiment} {status}: {len(trials)} trials ({states})"]
+    return ["", f"{experiment} {status}: {len(trials)} trials ({states})", *_failed_lines(trials)]
+
+
+def _failed_lines(trials: Sequence[TrialRecord]) -> list[str]:
+    """Return why trials failed, a line for each of the most frequent reasons."""
+    found = list(failures(trials).items())
+    lines = [f"{_numbers(numbers)}: {reason}" for reason, numbers in found[:_MOST_REASONS]]
+    left_out = sum(len(numbers) for _, numbers in found[_MOST_REASONS:])
+    lines += [f"{left_out} more, each with its reason in {SEARCH_FILE}"] if left_out else []
+    return [fact("" if n else "failed", text) for n, text in enumerate(lines)]
+
+
+def _numbers(trials: Sequence[int]) -> str:
+    shown = ", ".join(map(str, trials[:_MOST_NUMBERS]))
+    more = f" and {len(trials) - _MOST_NUMBERS} more" if len(trials) > _MOST_NUMBERS else ""
+    return f"trial{'' if len(trials) == 1 else 's'} {shown}{more}"
 
 
 def last_lines(status: str, folder: str | None) -> list[str]:
@@ -219,7 +236,7 @@ def leader_lines(
     if not failed:
         return [fact("best", "none: nothing was measured yet")]
     others = "" if failed == len(trials) else ", and no other was measured yet"
-    return [fact("best", f"none: {failed} of {len(trials)} trials failed{others}; {SEARCH_FILE} says why")]
+    return [fact("best", f"none: {failed} of {len(trials)} trials failed{others}")]
 
 
 def best_lines(metric: str, max_epochs: float, best: BestTrial) -> list[str]:

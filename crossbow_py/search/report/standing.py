@@ -6,11 +6,14 @@ Pure: values in, values out.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from crossbow_py.search.events import RunningTrial, TrialRecord
 from crossbow_py.search.hyperband import Bracket, TrialStanding, TrialState, best_of, bracket_of, segment_lengths
+
+_LONGEST_REASON = 160  # characters
 
 
 def ranked(trials: Iterable[TrialRecord], *, maximize: bool) -> list[TrialRecord]:
@@ -33,6 +36,17 @@ def leader(brackets: Sequence[Bracket], trials: Iterable[TrialRecord], *, maximi
     standings = {number: TrialStanding(each.state, each.rung, each.value) for number, each in records.items()}
     best = best_of(brackets, standings, maximize=maximize)
     return None if best is None else records[best]
+
+
+def failures(trials: Iterable[TrialRecord]) -> dict[str, list[int]]:
+    """Return the trials that failed by the first line of their reason, the most frequent reasons first."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for each in trials:
+        if each.state is TrialState.FAILED:
+            lines = (each.reason or "").split("\n")
+            reason = " ".join(lines[0].split()) or "for no reason that was recorded"
+            found[reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 1]}…"].append(each.trial)
+    return dict(sorted(found.items(), key=lambda own: (-len(own[1]), own[1])))
 
 
 def last_epochs(trial: TrialRecord) -> float:

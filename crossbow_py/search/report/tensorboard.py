@@ -25,7 +25,7 @@ from crossbow_py.core.settings import flat
 from crossbow_py.search.events import SearchInfo, SearchListener, SearchProgress, SearchSummary, TrialRecord
 from crossbow_py.search.hyperband import TrialState, bracket_of
 from crossbow_py.search.loop import epoch_samples
-from crossbow_py.search.report.standing import last_epochs, leader, num_results
+from crossbow_py.search.report.standing import failures, last_epochs, leader, num_results
 from crossbow_py.search.space import Parameter
 from crossbow_py.telemetry.tensorboard.hyper_parameters import columns, ended, started
 
@@ -98,6 +98,9 @@ class SearchTensorBoard(SearchListener):
             text = f"{summary.status}: trial {best.trial}, {summary.info.metric} {best.value}"
             text += f", test accuracy {best.test_accuracy}"
             self._writer.add_text("result", text, self._samples)
+        if self._writer is not None and (failed := failures(summary.trials)):
+            lines = [f"- {', '.join(map(str, own))}: `{reason.replace('`', ' ')}`" for reason, own in failed.items()]
+            self._writer.add_text("failed_trials", "\n".join(lines), self._samples)
 
     def close(self) -> None:
         if self._writer is not None:

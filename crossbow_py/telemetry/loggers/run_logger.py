@@ -22,6 +22,7 @@ from crossbow_py.telemetry.scalars import (
     evaluation_scalars,
     final_figures,
     finite_values,
+    learner_scalars,
     next_point_s,
     training_scalars,
 )
@@ -69,6 +70,8 @@ class RunLogger(NotingListener):
 
     def on_epoch(self, record: EpochRecord) -> None:
         values = training_scalars(record, self._num_devices) | evaluation_scalars(record)
+        for index, own in enumerate(learner_scalars(record)):
+            values |= {f"{tag}_learner_{index}": value for tag, value in own.items()}
         self._send(record.samples_seen, {**values, "epoch": record.epoch})
 
     def on_predictions(self, predictions: Predictions, samples_seen: int) -> None:

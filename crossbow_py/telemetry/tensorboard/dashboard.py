@@ -25,10 +25,6 @@ def dashboard(info: RunInfo) -> dict[str, Any]:
     sections: dict[str, _Charts] = {
         "How well it learns": {
             "accuracy (share of samples)": (info.has_accuracy, rf"accuracy/(train|{measured}(_z)?)"),
-            "accuracy of each learner (share of samples)": (
-                info.has_accuracy and not info.shares_samples,
-                rf"accuracy/{measured}_learner_\d+",
-            ),
             "loss": (True, f"loss/(train|{measured})"),
             **{name: (True, rf"metrics/{re.escape(name)}(/.+)?") for name in info.metrics},
             "learning rate": (True, "learning_rate"),

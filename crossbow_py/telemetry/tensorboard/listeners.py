@@ -16,11 +16,18 @@ from torch.utils.tensorboard import SummaryWriter
 
 from crossbow_py.telemetry.class_counts import ClassCounts, markdown_table
 from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, Predictions, Progress, RunInfo, Summary
+from crossbow_py.telemetry.learners import MOST_LEARNERS, learner_table
 from crossbow_py.telemetry.pictures.confusion_picture import confusion_picture
 from crossbow_py.telemetry.pictures.prediction_grid import prediction_grid
 from crossbow_py.telemetry.pictures.rank_map import RankMap
 from crossbow_py.telemetry.rank_pace import MOST_CURVES, RankPace, rank_table, spread_of
-from crossbow_py.telemetry.scalars import evaluation_scalars, finite_values, next_point_s, training_scalars
+from crossbow_py.telemetry.scalars import (
+    evaluation_scalars,
+    finite_values,
+    learner_scalars,
+    next_point_s,
+    training_scalars,
+)
 from crossbow_py.telemetry.system import SystemMonitor
 from crossbow_py.telemetry.tensorboard.dashboard import dashboard
 from crossbow_py.telemetry.tensorboard.hyper_parameters import columns_of_runs, ended, started
@@ -162,6 +169,7 @@ class TensorBoardScalars(MachineScalars):
         self._last_samples = -1
         self._paces: tuple[RankPace, ...] = ()
         self._rank_map = RankMap()
+        self._learners: dict[int, SummaryWriter] = {}
 
     def on_start(self, info: RunInfo) -> None:
         super().on_start(info)
@@ -200,7 +208,7 @@ class TensorBoardScalars(MachineScalars):
                 self._writer.add_image("ranks/step_map", picture, progress.samples_seen, dataformats="HWC")
 
     def on_epoch(self, record: EpochRecord) -> None:
-        """Write the figures of a closed epoch; without a central model also each learner's own accuracy."""
+        """Write the figures of a closed epoch; those of independent learners as runs beside it, under the same tags."""
         evaluated = evaluation_scalars(record)
         if record.samples_seen != self._last_samples:
             evaluated |= training_scalars(record, self._num_devices)
@@ -209,6 +217,17 @@ class TensorBoardScalars(MachineScalars):
             if self._paces:
                 self._writer.add_text("ranks", rank_table(self._paces), record.samples_seen)
             self._writer.flush()
+        for index, own in enumerate(learner_scalars(record)[:MOST_LEARNERS]):
+            self._write_learner(index, finite_values(own), record.samples_seen)
+
+    def _write_learner(self, index: int, values: Mapping[str, float], samples_seen: int) -> None:
+        """Write a learner's figures; runs differ in colour in TensorBoard, and tags of one run do not."""
+        if index not in self._learners:
+            folder = self._folder / f"learner_{index}"
+            self._learners[index] = SummaryWriter(str(folder), purge_step=self._purge_step)
+        for tag, value in values.items():
+            self._learners[index].add_scalar(tag, value, samples_seen)
+        self._learners[index].flush()
 
     def on_predictions(self, predictions: Predictions, samples_seen: int) -> None:
         if self._writer is not None:
@@ -234,7 +253,16 @@ class TensorBoardScalars(MachineScalars):
                 self._writer.add_scalar("time/to_accuracy_s", summary.time_to_accuracy_s, summary.samples_seen)
             text = f"{summary.status}: {summary.stop_reason}; test accuracy {summary.test_accuracy}"
             self._writer.add_text("result", text, summary.samples_seen)
+            if summary.learners is not None:
+                self._writer.add_text("learners", learner_table(summary.learners), summary.samples_seen)
             self._writer.flush()
+
+    def close(self) -> None:
+        for writer in self._learners.values():
+            with suppress(OSError):  # as of the run itself
+                writer.close()
+        self._learners.clear()
+        super().close()
 
     def take_notes(self) -> list[str]:
         warning = self._new_warning()

@@ -50,6 +50,11 @@ def _check_groups(optimizer: Any, schedule: Any, averaging: Any, loss: Any) -> N
         ("schedule", schedule, Schedule, "Constant()"),
         ("averaging", averaging, AveragingRule, "SMA()"),
     ):
+        if base is Optimizer and isinstance(value, list | tuple):
+            raise UserError(
+                "optimizer is one for all learners, got a list; list its rates, SGD(learning_rate=[0.01, 0.1]), or "
+                "give models optimizers of their own by train_many(members=[Member(optimizer=...), ...])."
+            )
         if not isinstance(value, base):
             raise UserError(
                 f"{name} must be one of crossbow_py's, such as {example}, got {_shown(value)}; import one from "

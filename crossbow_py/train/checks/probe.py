@@ -228,7 +228,7 @@ def probe_evaluation(
     class_names: Sequence[str] = (),
     num_ranks: int = 1,
 ) -> None:
-    """Run one small batch of the `what` ("test" or "validation") data through a copy of the model.
+    """Run one small batch of the `what` ("test", "validation" or "new") data through a copy of the model.
 
     Raises UserError if it does not fit the model, or a metric cannot be computed on it, or not by several ranks.
     """
@@ -261,6 +261,18 @@ def probe_evaluation(
             ) from error
 
 
+@torch.no_grad()
+def probe_inputs(template: nn.Module, precision: Precision, batch: Batch, what: str) -> None:
+    """Run the inputs of one small batch of the `what` data through a copy of the model.
+
+    Raises UserError if they do not fit the model.
+    """
+    model = _runnable(template, precision).eval()
+    _check_arguments(model, batch.inputs, what)
+    with _explained(what, model, precision, batch, None):
+        call(model, batch.inputs)
+
+
 def _runnable(template: nn.Module, precision: Precision) -> nn.Module:
     try:
         return cast_module(copy.deepcopy(template), precision)
@@ -273,7 +285,7 @@ def _runnable(template: nn.Module, precision: Precision) -> nn.Module:
 
 
 @contextmanager
-def _explained(what: str, model: nn.Module, precision: Precision, batch: Batch, loss: Loss) -> Iterator[None]:
+def _explained(what: str, model: nn.Module, precision: Precision, batch: Batch, loss: Loss | None) -> Iterator[None]:
     """Have the block, in which a model takes a batch of the `what` data, raise UserError for every exception."""
     try:
         yield

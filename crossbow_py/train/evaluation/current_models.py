@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from crossbow_py.core.errors import CrossbowError, UnknownIdError, is_of_data
+from crossbow_py.data.feed import Feed
 from crossbow_py.engine.update.outer_step import mean_of_learners
 from crossbow_py.train.evaluation.evaluator import Measured, State, mean_evaluation
 from crossbow_py.train.loop.average_model import adopt_learner
@@ -56,13 +57,17 @@ def model_samples(run: Run) -> int:
     return state.best.samples_seen if state.returned_best and state.best else state.samples_seen
 
 
-def evaluate(run: Run, which: str, states: Sequence[State] | None = None) -> Measured | None:
-    """Evaluate models on the `test` or `validation` data, the current ones by default; None without such data.
+def evaluate(
+    run: Run, which: str, states: Sequence[State] | None = None, feed: Feed | None = None
+) -> Measured | None:
+    """Evaluate models, the current ones by default, on the `test` or `validation` data; None without such data.
+
+    Other data are given as a `feed`, and `which` is what errors call them.
 
     Each rank evaluates a share of the samples. Returns the evaluation that stops look at, and for independent learners
     the evaluation of each; the first one is then their mean.
     """
-    feed = run.feed_of(which)
+    feed = feed or run.feed_of(which)
     if feed is None:
         return None
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -34,6 +34,7 @@ from crossbow_py.engine.modules.losses import (
     has_classes,
     has_tokens,
     ignored_target,
+    is_classification,
     is_mean_nll,
     model_loss,
     non_finite_outputs,
@@ -218,15 +219,36 @@ class Evaluator:
     @torch.no_grad()
     def predict(self, state: State, feed: Feed) -> Tensor:
         """Return the scores [N, ...] of all samples in master precision, probabilities to a loss of classes."""
-        module, found = self._runnable(state), []
+        found = []
+        for scores, targets in self.scores(state, feed):
+            dim = -1 if has_tokens(self.loss, scores, targets) else 1  # tokens have their classes last
+            found.append(scores.softmax(dim) if takes_classes(self.loss) and scores.ndim > 1 else scores)
+        return torch.cat(found)
+
+    @torch.no_grad()
+    def scores(self, state: State, feed: Feed) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the scores [B, ...], in master precision, and targets of each batch. Raises UserError for several."""
+        module = self._runnable(state)
         for batch in feed.evaluation_batches(self.batch_size):
             scores = scores_of(in_format(call(module, batch.inputs), self.precision.master))
             if not isinstance(scores, Tensor):
                 raise UserError("predictions need a model with one output, or an entry logits or out; got several.")
-            if takes_classes(self.loss) and scores.ndim > 1:  # tokens have their classes last
-                scores = scores.softmax(-1 if has_tokens(self.loss, scores, batch.targets) else 1)
-            found.append(scores)
-        return torch.cat(found)
+            yield scores, batch.targets
+
+    @torch.no_grad()
+    def dim_of_classes(self, feed: Feed) -> int | None:
+        """Return the dimension of scores [B, ...] that is of classes in these data; None if they have no classes."""
+        output, targets = self._tried(feed)
+        scores = scores_of(part_for(self.loss)(output))
+        if self._are_of_tokens(output, scores, targets):
+            return -1
+        is_of_classes = takes_classes(self.loss) or is_classification(scores, targets)
+        return 1 if is_of_classes and isinstance(scores, Tensor) and scores.ndim > 1 else None
+
+    def _are_of_tokens(self, output: Tree, scores: Tree, targets: Tensor) -> bool:
+        """Return whether scores are [B, T, V] and targets [B, T]; a model that has its own loss may shift them."""
+        shaped = isinstance(scores, Tensor) and scores.ndim == 3 and scores.shape[:2] == targets.shape
+        return shaped and (has_tokens(self.loss, output, targets) or self.loss is model_loss)
 
     @torch.no_grad()
     def counts_correct(self, feed: Feed) -> bool:
@@ -253,11 +275,8 @@ class Evaluator:
         if not feed.one_shape or feed.first_samples(2).targets.ndim != 2:
             return None
         output, targets = self._tried(feed)
-        found = part_for(self.loss)(output)
-        counts = has_tokens(self.loss, output, targets) or self.loss is model_loss  # which may shift them
-        scores = scores_of(found)
-        fits = isinstance(scores, Tensor) and scores.ndim == 3 and scores.shape[:2] == targets.shape
-        return targets.shape[1] if counts and fits else None
+        scores = scores_of(part_for(self.loss)(output))
+        return targets.shape[1] if self._are_of_tokens(output, scores, targets) else None
 
     def _tried(self, feed: Feed) -> tuple[Tree, Tensor]:
         """Return the template's outputs of two samples, and their targets."""

@@ -30,6 +30,7 @@ from crossbow_py.telemetry.events import (
     RunInfo,
     Summary,
 )
+from crossbow_py.telemetry.learners import LearnerFigures, with_best
 from crossbow_py.telemetry.rank_pace import spread_of
 from crossbow_py.telemetry.records import SUMMARY_FILE, write_json
 from crossbow_py.telemetry.throughput import Lap, ThroughputMeter
@@ -59,7 +60,8 @@ class Result:
         images_per_s: samples per second of training time.
         model: the average model or its EMA, in float32; the first learner's if learners are independent. With
             `patience` or `restore_best` it is that of the best evaluation.
-        models: each learner's model if learners are independent; otherwise empty.
+        models: each learner's model if learners are independent, of which `summary.learners` says the best; otherwise
+            empty.
         summary: the summary of the run, as written to summary.json.
         history: a flat dict for each evaluation of this call, as `pandas.DataFrame` takes a list of them.
     """
@@ -87,6 +89,10 @@ class Result:
             f"  {self.images_per_s:,.0f} images/s, {len(self.history)} evaluations",
             f"  model: {type(self.model).__name__}, {num_parameters:,} parameters",
         ]
+        for place, each in enumerate(self.summary.learners or ()):
+            if each.is_best:
+                own = "".join(f", {name} {value:.4g}" for name, value in each.settings.items())
+                lines.append(f"  best of {len(self.models)} learners: models[{place}]{own}")
         return "\n".join(line for line in lines if line.strip())
 
 
@@ -310,6 +316,7 @@ class Reporter:
             best_test_accuracy=None if info.validates else state.best_accuracy,
             best_validation_accuracy=state.best_accuracy if info.validates else None,
             learner_test_accuracy=tuple(one.accuracy for one in each) or None,
+            learners=self._learners(each, saved.samples_seen),
             data_wait_share=None if info.num_workers is None else self.meter.whole.wait_share,
             num_workers=info.num_workers,
             metrics=test.metrics if test else {},
@@ -330,6 +337,24 @@ class Reporter:
             ranks=spread_of(paces),
             per_rank=paces or None,
         )
+
+    def _learners(self, tested: Sequence[Evaluation], samples_seen: int | None) -> tuple[LearnerFigures, ...] | None:
+        """Return independent learners as they were saved after so many samples; None of others, and unmeasured ones."""
+        info = self.info
+        last = next((own for own in reversed(self._records) if own.samples_seen == samples_seen), None)
+        count = 0 if info.shares_samples else info.num_learners
+        if count < 2 or not (tested or (last and last.learner_loss)):
+            return None
+        which, found = "validation" if info.validates else "test", []
+        for place in range(count):
+            values: dict[str, Any] = {}
+            if last and last.learner_loss and last.learner_accuracy:
+                values = {f"{which}_accuracy": last.learner_accuracy[place], f"{which}_loss": last.learner_loss[place]}
+            if tested:
+                values |= {"test_accuracy": tested[place].accuracy, "test_loss": tested[place].loss}
+            settings = {name: each[place] for name, each in info.learner_settings.items()}
+            found.append(LearnerFigures(settings=settings, **values))
+        return with_best(found)
 
     def close(self) -> None:
         """Close every listener, once."""
@@ -382,6 +407,7 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
         measures_noise=run.state.noise is not None,
         metrics=run.evaluator.metric_names(measured) if measured else (),
         hyper_parameters=hyper_parameters(run),
+        learner_settings={} if run.rule.has_central_model else run.optimizer.lists(),
     )
 
 
@@ -439,6 +465,7 @@ def epoch_record(
         validation_loss=loss if validates else None,
         validation_accuracy=accuracy if validates else None,
         learner_accuracy=tuple(one.accuracy for one in each) or None,
+        learner_loss=tuple(one.loss for one in each) or None,
         images_per_s=images_per_s,
         images_per_s_per_device=images_per_s / run.ranks.num_ranks,
         tokens_per_s=tokens_per_s(images_per_s, run.tokens_per_sample),

@@ -149,6 +149,7 @@ def test_final_lines_name_the_best_its_command_and_where_the_time_went(tmp_path:
     assert final_lines(searched.summary(info=searched.info(output_dir=str(tmp_path)))) == [
         "",
         "search_digits finished: 4 trials (2 pruned, 1 complete, 1 failed)",
+        "  failed         trial 3: ValueError: no such layer",
         "  best           trial 1: validation accuracy 0.8750 after 4 epochs",
         "  test accuracy  0.8500",
         "  parameters     optimizer=sgd",
@@ -169,9 +170,9 @@ def test_final_lines_name_the_best_its_command_and_where_the_time_went(tmp_path:
     [
         ((0, 1), "best so far    trial 1: validation accuracy 0.8750 after 4 epochs"),
         ((), "best           none: nothing was measured yet"),
-        ((3,), "best           none: 1 of 1 trials failed; search.json says why"),
+        ((3,), "best           none: 1 of 1 trials failed"),
         ((4, 4), "best           none: nothing was measured yet"),
-        ((4, 3), "best           none: 1 of 2 trials failed, and no other was measured yet; search.json says why"),
+        ((4, 3), "best           none: 1 of 2 trials failed, and no other was measured yet"),
     ],
 )
 def test_final_lines_of_a_search_that_was_stopped_say_who_leads_and_how_to_go_on(

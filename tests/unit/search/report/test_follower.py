@@ -88,6 +88,7 @@ def test_end_has_the_best_trial_as_its_worker_recorded_it(searched: Any, tmp_pat
     assert ended(searched, "finished", tmp_path) == [
         "",
         "search_digits finished: 4 trials (2 pruned, 1 complete, 1 failed)",
+        "  failed         trial 3: ValueError: no such layer",
         "  best           trial 1: validation accuracy 0.8750 after 4 epochs",
         "  test accuracy  0.8125",
         "  parameters     optimizer=sgd",
@@ -106,7 +107,7 @@ def test_record_of_another_trial_is_not_believed_and_the_model_is_with_its_worke
 ) -> None:
     (tmp_path / "search.json").write_text(json.dumps({"best": {**dataclasses.asdict(BEST), **changed}}))
     lines = ended(searched, "finished", tmp_path)
-    assert lines[2:4] == [
+    assert lines[3:5] == [
         "  best so far    trial 1: validation accuracy 0.8750 after 4 epochs",
         f"  model          {tmp_path / 'best'} on host",
     ]
@@ -115,6 +116,6 @@ def test_record_of_another_trial_is_not_believed_and_the_model_is_with_its_worke
 def test_search_that_is_stopped_says_how_it_goes_on(searched: Any, tmp_path: Path) -> None:
     lines = ended(searched, "interrupted", tmp_path)
     assert lines[1].startswith("search_digits interrupted: 4 trials")
-    assert lines[2] == "  best so far    trial 1: validation accuracy 0.8750 after 4 epochs"
+    assert lines[3] == "  best so far    trial 1: validation accuracy 0.8750 after 4 epochs"
     assert lines[-1] == "  to go on       the same command: what is finished is kept"
     assert not any(line.startswith("  model") for line in lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from crossbow_py.search.events import RunningTrial
 from crossbow_py.search.hyperband import Segment, TrialState, best, planned_epochs
 from crossbow_py.search.report.standing import (
+    failures,
     leader,
     ranked,
     running_epochs,
@@ -30,6 +32,18 @@ def test_ranked_first_is_the_best_that_hyperband_names(searched: Any) -> None:
     brackets = searched.info().brackets
     expected, found = best(brackets, results, maximize=True), leader(brackets, searched.trials(), maximize=True)
     assert found is not None and ranked(searched.trials(), maximize=True)[0].trial == expected == found.trial
+
+
+def test_failures_are_first_lines_of_reasons_the_most_frequent_first(searched: Any) -> None:
+    lost = "loss is not finite"
+    reasons = {3: "ValueError: no such layer", 4: lost, 6: f"{lost}\nat step 7", 7: None, 8: "x" * 999}
+    failed = [dataclasses.replace(searched.trial(3, reason=reason), trial=n) for n, reason in reasons.items()]
+    assert failures([searched.trial(0), *failed]) == {
+        "loss is not finite": [4, 6],
+        "ValueError: no such layer": [3],
+        "for no reason that was recorded": [7],
+        "x" * 159 + "…": [8],
+    }
 
 
 def test_ranked_trials_that_failed_are_the_last_and_never_lead(searched: Any) -> None:

@@ -98,6 +98,8 @@ def test_worker_has_best_value_and_pace_by_samples_of_all_trials(tmp_path: Path,
     assert _points(own, PACE_TAG) == [(100, 250.0), (700, 350.0)]
     (result,) = read_events(own).Tensors("result/text_summary")
     assert result.step == 700
+    (failed,) = read_events(own).Tensors("failed_trials/text_summary")
+    assert failed.tensor_proto.string_val == [b"- 3: `ValueError: no such layer`"]
 
 
 @pytest.mark.slow

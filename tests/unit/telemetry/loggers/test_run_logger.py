@@ -55,6 +55,16 @@ def test_curves_are_those_of_tensorboard_with_the_epochs(tmp_path: Path, events:
     assert ours == own
 
 
+def test_independent_learners_have_curves_by_their_numbers(events: Any) -> None:
+    tracker = MemoryTracker()
+    logger = RunLogger(tracker)
+    logger.on_start(events.run_info())
+    logger.on_epoch(events.epoch_record(1, learner_accuracy=(None, 0.75), learner_loss=(2.0, 0.25)))
+    logger.close()
+    found = {tag: value for point in tracker.points for tag, value in point.values.items() if "_learner_" in tag}
+    assert found == {"loss/test_learner_0": 2.0, "loss/test_learner_1": 0.25, "accuracy/test_learner_1": 0.75}
+
+
 def test_pictures_are_drawn_of_predictions_and_confusions(events: Any) -> None:
     tracker = MemoryTracker()
     logger = RunLogger(tracker)

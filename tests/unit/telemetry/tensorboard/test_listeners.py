@@ -25,6 +25,7 @@ from tensorboard.summary.writer import event_file_writer
 
 from crossbow_py.telemetry.class_counts import ClassCounts, markdown_table
 from crossbow_py.telemetry.events import Predictions
+from crossbow_py.telemetry.learners import LearnerFigures
 from crossbow_py.telemetry.pictures.confusion_picture import confusion_picture
 from crossbow_py.telemetry.system import SystemMonitor
 from crossbow_py.telemetry.tensorboard.listeners import NodeScalars, TensorBoardScalars
@@ -63,8 +64,14 @@ def test_scalars_of_an_epoch_are_tagged_and_placed_at_samples_seen(tmp_path: Pat
 
 def test_scalars_without_a_central_model_show_each_learner(tmp_path: Path, events: Any) -> None:
     with writing(tmp_path, events) as scalars:
-        scalars.on_epoch(events.epoch_record(1, spread=None, correction_norm=None, learner_accuracy=(0.5, 0.75)))
-    assert _points(tmp_path, "accuracy/test_learner_1") == [(1000, 0.75)]
+        own = {"learner_accuracy": (0.5, 0.75), "learner_loss": (2.0, 0.25)}
+        scalars.on_epoch(events.epoch_record(1, spread=None, correction_norm=None, **own))
+        learners = (LearnerFigures(test_loss=2.0), LearnerFigures(test_loss=0.25, is_best=True))
+        scalars.on_end(events.summary(learners=learners))
+    assert _points(tmp_path / "learner_1", "accuracy/test") == [(1000, 0.75)]
+    assert _points(tmp_path / "learner_0", "loss/test") == [(1000, 2.0)]
+    assert _points(tmp_path, "loss/test") == [(1000, 0.5)]  # of their mean
+    assert "learners/text_summary" in read_events(tmp_path).Tags()["tensors"]
     assert "averaging/spread" not in read_events(tmp_path).Tags()["scalars"]
 
 
