@@ -164,7 +164,7 @@ class Search:
             data=source,
             optimizer=rule_of("optimizer", optimizer),
             schedule=rule_of("schedule", schedule),
-            space={_as_key(key): entry for key, entry in space.items()},
+            space=dict(_as_keys(key, entry) for key, entry in space.items()),
             metrics={name: {"target": given(name, own)} for name, own in (metrics or {}).items()},
             metric=metric or ("accuracy" if takes_classes(self.loss) else "loss"),
             output_dir=None if output_dir is None else str(output_dir),
@@ -220,8 +220,11 @@ class Search:
         return SearchResult(summary, params, best.value, model)
 
 
-def _as_key(key: str) -> str:
-    return f"{_ARGS}{key.removeprefix(_MODEL)}" if key.startswith(_MODEL) else key
+def _as_keys(key: str, entry: Any) -> tuple[str, Any]:
+    """Return an entry of a space as the command has it, in which a model's arguments are `model.args`."""
+    if key == "model":
+        return key, {"args": entry}
+    return (f"{_ARGS}{key.removeprefix(_MODEL)}" if key.startswith(_MODEL) else key), entry
 
 
 def _as_given(params: Mapping[str, Any]) -> dict[str, Any]:
