@@ -14,7 +14,7 @@ from crossbow_py.core.errors import CrossbowError, DataError, DeviceLostError, U
 from crossbow_py.core.trees import call, values_per_sample
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
-from crossbow_py.engine.modules.losses import Loss, TokenLoss, has_tokens
+from crossbow_py.engine.modules.losses import Loss, TokenLoss, has_tokens, model_loss
 from crossbow_py.engine.modules.precision import Precision
 from crossbow_py.packs.pack import TrialRow
 from crossbow_py.packs.padding import Padding, family, padding_for
@@ -244,6 +244,8 @@ class TrialRegistry:
 
 def _check_loss(loss: Loss, model: nn.Module, batch: Batch, precision: Precision) -> None:
     """Refuse a model of tokens that computes its loss itself, as it may shift them, and as many tokens as classes."""
+    if loss is model_loss:
+        return
     if takes_labels(model) and isinstance(batch.inputs, Mapping) and batch.targets.ndim > 1:
         raise UserError(
             "a search trains by cross-entropy, and this model computes its own loss from labels of tokens; use others."
