@@ -179,9 +179,6 @@ def _settled(number: int, name: str, member: Member, study: Study, makers: dict[
         augmentation = whole.augmentation or Augmentation()
         if not isinstance(augmentation, Augmentation):
             raise UserError(f"augmentation must be an Augmentation, got {augmentation!r}.")
-        if augmentation.mixes:
-            mixing = augmentation.shown_mixing
-            raise UserError(f"{mixing} mixes batches, which members share; set mixup and cutmix to 0.")
         ids, validation = _samples(whole, total)
         order = _order(member, ids, study)
     size = total if order is None else order.num_samples

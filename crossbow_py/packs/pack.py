@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from crossbow_py.averaging import Independent
-from crossbow_py.data.feed import Feed
+from crossbow_py.data.feed import Batch, Feed
+from crossbow_py.data.mixing import Mixing
 from crossbow_py.data.resident.resident_feed import STREAM, ResidentFeed, Variant
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.replicas import ReplicaBank
@@ -104,13 +105,15 @@ class Pack:
         template: a model of theirs, on the device.
         feed: gives training batches of their size; closed with the pack.
         members: at least one.
+        num_outputs: C, of a model whose batches are mixed; else None.
 
     Raises LearnerError, MemoryError or RuntimeError from rounds that fail for all; see `Executor.submit`.
     """
 
     def __init__(
-        self, job: PackJob, signature: str, template: nn.Module, feed: Feed, members: Sequence[TrialRow]
-    ) -> None:
+        self, job: PackJob, signature: str, template: nn.Module, feed: Feed, members: Sequence[TrialRow],
+        num_outputs: int | None = None,
+    ) -> None:  # fmt: skip
         self.job, self.signature, self.template, self.feed = job, signature, template, feed
         first = members[0].settings.optimizer
         self._update, self.warning = choose_update(
@@ -118,6 +121,9 @@ class Pack:
         )
         self.members: list[TrialRow] = []
         self._engine: _Engine | None = None
+        self._num_outputs, self._mixings = num_outputs, dict[int, Mixing]()  # by stream
+        if num_outputs is not None:
+            feed.mixing = self._mix
         self._own_dropout = own_dropout_rate(template) is not None
         self._in_flight: list[list[TrialRow]] = []
         self._round_index = 0
@@ -185,10 +191,13 @@ class Pack:
                 engine.bank.dropout_rates[row] = self.members[row].dropout_rate
                 set_dropout_rate(engine.bank.module(row), self.members[row].dropout_rate)
             engine.streams[row] = 0  # where its stream of samples begins, unless it is its own
-            is_own = settings.augmentation.active or settings.order is not None
+            own = settings.augmentation
+            is_own = own.active or own.mixes or settings.order is not None
             if is_own and isinstance(self.feed, ResidentFeed):
-                self.feed.set_variant(row + 1, Variant(settings.seed, settings.augmentation, settings.order))
+                self.feed.set_variant(row + 1, Variant(settings.seed, own, settings.order))
                 engine.streams[row] = (row + 1) * STREAM
+            if self._num_outputs is not None:
+                self._mixings[row + 1] = Mixing(own.mixup, own.cutmix, settings.seed, self._num_outputs)
         shares = [member.settings.label_smoothing for member in self.members]
         if engine.tasks.label_smoothing is None:
             engine.tasks.label_smoothing = smoothing_rows(max(shares), engine.bank)
@@ -200,6 +209,11 @@ class Pack:
             engine.executor = None
         if engine.executor is None:
             engine.executor = EXECUTORS[engine.name](engine.tasks)
+
+    def _mix(self, batch: Batch, start: int) -> Batch:
+        stream, position = divmod(start, STREAM)
+        mixing = self._mixings.get(stream) or next(iter(self._mixings.values()))  # executors look at the first batch
+        return mixing(batch, position)
 
     @property
     def _bank(self) -> ReplicaBank:

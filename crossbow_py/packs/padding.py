@@ -102,7 +102,7 @@ def family(settings: TrialSettings, model: nn.Module) -> str | None:
         return None
     tensors = [(name, value.ndim, str(value.dtype), value.requires_grad) for name, value in _named(model)]
     modules = [(name, type(own).__qualname__) for name, own in model.named_modules()]
-    facts = (tensors, modules, settings.batch_size, settings.optimizer.shared())
+    facts = (tensors, modules, settings.batch_size, settings.optimizer.shared(), settings.augmentation.mixes)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 

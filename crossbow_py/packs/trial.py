@@ -84,7 +84,11 @@ def signature(settings: TrialSettings, model: nn.Module) -> str:
         for named in (model.named_parameters(), model.named_buffers())
         for name, value in named
     ]
-    facts = (settings.model_key, tensors, dropout, settings.batch_size, settings.optimizer.shared())
+    facts: tuple[object, ...] = (
+        settings.model_key, tensors, dropout, settings.batch_size, settings.optimizer.shared(),
+    )  # fmt: skip
+    if settings.augmentation.mixes:  # their targets are shares of the classes
+        facts = (*facts, "mixed")
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 

@@ -12,9 +12,11 @@ from torch import nn
 
 from crossbow_py.core.errors import CrossbowError, DataError, DeviceLostError, UserError, one_line, text_of
 from crossbow_py.core.trees import call, values_per_sample
+from crossbow_py.data.datasets import Classes
 from crossbow_py.data.feed import Batch, Feed
+from crossbow_py.data.mixing import check_mixable
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
-from crossbow_py.engine.modules.losses import Loss, TokenLoss, has_tokens, model_loss
+from crossbow_py.engine.modules.losses import Loss, TokenLoss, has_tokens, model_loss, plain_loss
 from crossbow_py.engine.modules.precision import Precision
 from crossbow_py.packs.pack import TrialRow
 from crossbow_py.packs.padding import Padding, family, padding_for
@@ -55,10 +57,14 @@ class TrialData:
 
 @dataclass(frozen=True)
 class Kind:
-    """The template and the pack width that trials of one signature share."""
+    """The template and the pack width that trials of one signature share.
+
+    `num_outputs` is that of models whose batches are mixed, else None.
+    """
 
     template: nn.Module
     width: Width
+    num_outputs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -191,6 +197,7 @@ class TrialRegistry:
     def _measured_kind(self, settings: TrialSettings, model: nn.Module) -> Kind:
         with closing(self.data.feed_of(settings.batch_size)) as feed:
             template = self._template(settings, model.to(self.choices.device), feed)
+            num_outputs = self._num_mixed(settings, template, feed)
             effort = Effort(BUDGET_S, self._total_samples, self._measuring_s, self.stopped, self.is_alone, SHARE)
             if self._fastest and effort.seconds(self._fastest) <= 0:  # those before have left nothing
                 effort = replace(effort, budget_s=0.0)
@@ -205,7 +212,7 @@ class TrialRegistry:
         self._fastest = max(self._fastest, *width.rates.values())
         for note in (*notes, width.sentence):
             self._announce(note)
-        return Kind(template, width)
+        return Kind(template, width, num_outputs)
 
     def _template(self, settings: TrialSettings, template: nn.Module, feed: Feed) -> nn.Module:
         """Return a model as packs copy it, once a batch went through it in training and in evaluation."""
@@ -220,6 +227,19 @@ class TrialRegistry:
         probe_evaluation(template, self.choices.precision, few, self.data.loss, "validation", self._metrics, validation)
         return template
 
+    def _num_mixed(self, settings: TrialSettings, template: nn.Module, feed: Feed) -> int | None:
+        """Return the number of outputs, if batches are mixed. Raises UserError if the trial cannot train on them."""
+        own = settings.augmentation
+        if not own.mixes:
+            return None
+        check_mixable(own, feed.first_samples(2), settings.batch_size)
+        if plain_loss(self.data.loss) is not nn.functional.cross_entropy:
+            raise UserError(f"{own.shown_mixing} is for cross-entropy, got another loss; set mixup and cutmix to 0.")
+        width = self.evaluator(template).num_classes(feed)
+        assert width is not None, "cross-entropy of one class a sample has scores of classes"
+        feed.check_labels(Classes(width, ignored=None), "training")
+        return width
+
     def evaluator(self, template: nn.Module) -> Evaluator:
         """Return an evaluator of the trials of an architecture."""
         inputs = self.data.validation.first_samples(1).inputs
@@ -232,6 +252,10 @@ class TrialRegistry:
         """Return a model of a signature, on the device."""
         return self._kinds[key].template
 
+    def num_outputs(self, key: str) -> int | None:
+        """Return C of a signature's models, if their batches are mixed; else None."""
+        return self._kinds[key].num_outputs
+
     def executor(self, key: str, num_trials: int) -> str:
         """Return the executor for that many trials of a signature."""
         return self._kinds[key].width.executor(num_trials)
@@ -239,7 +263,7 @@ class TrialRegistry:
     def narrow(self, key: str, size: int) -> None:
         """Make the packs of a signature smaller, as memory did not hold more than `size` trials."""
         kind = self._kinds[key]
-        self._kinds[key] = Kind(kind.template, replace(kind.width, size=max(1, size)))
+        self._kinds[key] = replace(kind, width=replace(kind.width, size=max(1, size)))
 
 
 def _check_loss(loss: Loss, model: nn.Module, batch: Batch, precision: Precision) -> None:

@@ -45,6 +45,7 @@ def alone(member: Member, data: tuple[Tensor, Tensor], seed: int = 0, epochs: fl
         model=member.model or make, train_data=data, seed=seed, order_seed=member.order_seed or 0, num_learners=1,
         batch_size=member.batch_size or 8, averaging=Independent(), executor="serial", device="cpu", precision="fp32",
         optimizer=member.optimizer or SGD(learning_rate=0.1, momentum=0.5), sample_weights=member.sample_weights,
+        augmentation=member.augmentation, label_smoothing=member.label_smoothing or 0.0,
     )  # fmt: skip
     return {**trainer.fit(max_epochs=epochs).model.state_dict()}
 
@@ -68,6 +69,8 @@ KINDS = {
     "order": (Member(order_seed=7), DATA),
     "weights": (Member(subset=HALF, sample_weights=[1.0] * 15 + [0.0] * 15), subset(HALF)),
     "optimizer": (Member(subset=HALF, optimizer=SGD(learning_rate=0.01, weight_decay=0.1)), subset(HALF)),
+    "mixup": (Member(augmentation=Augmentation(mixup=0.4)), DATA),
+    "other mixup": (Member(subset=HALF, augmentation=Augmentation(mixup=2.0), label_smoothing=0.1), subset(HALF)),
 }
 
 
@@ -442,7 +445,7 @@ def test_table_has_a_line_a_member_a_group_and_the_mean_with_its_interval() -> N
         ([Member(seed=-1)], "member 0: seed must be"),
         ([Member(seed=2**70)], "member 0: seed must be"),
         ([Member(order_seed="a")], "member 0: order_seed must be"),  # type: ignore[arg-type]
-        ([Member(augmentation=Augmentation(mixup=0.2))], "member 0: data.mixup=0.2 mixes batches, which members share"),
+        ([Member(augmentation=Augmentation(cutmix=0.2))], "member 0: data.cutmix=0.2 is for images"),
         ([Member(augmentation=3)], "member 0: augmentation must be an Augmentation, got 3."),  # type: ignore[arg-type]
         ([Member(optimizer="adam")], "member 0: optimizer has no 'adam'; did you mean 'adamw'?"),
         ([Member(schedule=0.1)], "member 0: schedule must be an object or a name"),  # type: ignore[arg-type]
