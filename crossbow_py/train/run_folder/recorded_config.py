@@ -18,6 +18,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import given_path
 from crossbow_py.core.plain_values import filled
 from crossbow_py.core.settings import written
+from crossbow_py.telemetry.loggers.chosen import TENSORBOARD
 from crossbow_py.telemetry.records import CONFIG_FILE
 from crossbow_py.train.checkpoints.checkpoint import lost_rule, renamed, upgraded
 from crossbow_py.train.checks.compatibility import check_learning
@@ -63,7 +64,7 @@ def _composed(overrides: Sequence[str], kind: type[C], config_name: str | None) 
 
 
 def _check_targets(run: TrainConfig, path: str, keys: Sequence[str], deleted: Sequence[str]) -> None:
-    """Raise UserError for code that the run names and the user does not: the folder may be somebody else's."""
+    """Raise UserError for code and services that the run names and the user does not: it may be somebody else's."""
     targets = dict[str, Any]()
     for group in TrainConfig.GROUPS:
         if group not in keys:
@@ -71,12 +72,14 @@ def _check_targets(run: TrainConfig, path: str, keys: Sequence[str], deleted: Se
     for name, entry in run.metrics.items() if "~metrics" not in deleted else ():
         # metrics={...} alone would be laid over the recorded ones.
         targets[f"metrics.{name}.target"] = entry.get("target") if isinstance(entry, Mapping) else entry
-    if run.listeners and "listeners" not in keys:
-        named = written(run.listeners)
-        raise UserError(
-            f"config={path} names listeners={named}, code that would be run; if it is yours, say it again: "
-            f"listeners={named}."
-        )
+    told = {
+        "listeners": (run.listeners, "code that would be run"),
+        "logger": (() if set(run.logger) <= {TENSORBOARD} else run.logger, "which would record under your account"),
+    }
+    for key, (names, what) in told.items():
+        if names and key not in keys:
+            again = f"{key}={written(names)}"
+            raise UserError(f"config={path} names {again}, {what}; if it is yours, say it again: {again}.")
     for key, target in targets.items():
         is_deleted = key.count(".") > 1 and f"~{key.removesuffix('.target')}" in deleted
         if target is not None and key not in keys and not is_deleted:

@@ -186,6 +186,15 @@ def test_listeners_that_a_recorded_run_names_are_called_only_when_they_are_named
         assert composed([f"config={folder}", *words], TrainConfig).listeners == expected
 
 
+def test_services_that_a_recorded_run_records_to_are_used_only_when_they_are_named_again(tmp_path: Path) -> None:
+    folder = run(tmp_path, "logger=[tensorboard,wandb]")
+    for words in ([], ["logger.0=wandb"]):
+        with pytest.raises(UserError, match=r"names logger=\[tensorboard,wandb\], which would record under your account;"):
+            composed([f"config={folder}", *words], TrainConfig)
+    assert composed([f"config={folder}", "logger=[mlflow]"], TrainConfig).logger == ("mlflow",)
+    assert composed([f"config={run(tmp_path / 'none', 'logger=[]')}"], TrainConfig).logger == ()
+
+
 def test_keys_and_groups_are_laid_over_a_recorded_run_wherever_they_stand(tmp_path: Path) -> None:
     folder = run(tmp_path, *TOLD)
     own = ["averaging=local_sgd", "optimizer.beta1=0.5", "seed=7", f"config={folder}", "+debug=fast", "resume=auto"]
