@@ -34,7 +34,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
 
 
 class _FormattedRows:
-    """What `datasets` reads of a folder that was saved with a format: arrays in place of images, until told otherwise."""
+    """What `datasets` reads of a folder that was saved with a format: arrays for images, until told otherwise."""
 
     def __init__(self, form: str | None, names: tuple[str, ...] = ("image", "label")) -> None:
         self.form, self.names = form, names
