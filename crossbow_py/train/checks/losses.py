@@ -27,8 +27,8 @@ _ELEMENTWISE_MODULES = (
 _TOLERANCE = 0.02  # for sums of probabilities, which in bfloat16 have two digits, and for equal means
 _EXACT = 1e-4
 _IS_A_SUM = (
-    "the loss must be the mean over a batch, and is twice as large for a batch that is there twice, as a sum is; "
-    "divide it by the number of its samples, or leave reduction='sum' out."
+    "a loss or metric must be the mean over a batch, and this one is twice as large for a batch that is there twice, "
+    "as a sum is; divide it by the number of its samples, or leave reduction='sum' out."
 )
 _CLASS_DTYPES = (torch.int64, torch.uint8)
 
@@ -189,12 +189,12 @@ def remarks(loss: Loss, output: Tree, targets: Tensor) -> list[str]:
             f"The model's output is {shape}: classes are in dimension 1. If the model has them in the last one, it "
             "trains on something else; then return output.movedim(-1, 1)."
         ]
-    if _is_of(loss, (_F.cross_entropy, nn.CrossEntropyLoss)) and _are_probabilities(output):
+    if _is_of(loss, (_F.cross_entropy, nn.CrossEntropyLoss)) and are_probabilities(output):
         return [
             "The model's outputs are probabilities, and cross-entropy takes scores, of which it takes the softmax "
             "itself: leave the softmax out of the model."
         ]
-    if _is_of(loss, (_F.nll_loss, nn.NLLLoss)) and not _are_probabilities(output.exp()):
+    if _is_of(loss, (_F.nll_loss, nn.NLLLoss)) and not are_probabilities(output.exp()):
         return [
             "The model's outputs are not logarithms of probabilities, which nll_loss takes: end the model with "
             "log_softmax, or leave the loss out for cross-entropy."
@@ -227,7 +227,7 @@ def _is_of(loss: Callable[[Any, Tensor], Tensor | float], kinds: tuple[Loss, typ
     return loss is function or isinstance(loss, module)
 
 
-def _are_probabilities(output: Tensor) -> bool:
+def are_probabilities(output: Tensor) -> bool:
     """Return whether outputs are probabilities of at least two classes, along dimension 1."""
     if output.ndim < 2 or output.shape[1] < 2 or bool((output < 0).any()):
         return False

@@ -259,7 +259,7 @@ def test_models_losses_metrics_and_data_that_differ_in_what_no_name_shows_have_r
         {"loss": lambda output, targets: nn.functional.cross_entropy(3 * output, targets)},
         {"loss": lambda output, targets: nn.functional.cross_entropy(2 * output, targets)},
         {"metrics": {"m": lambda output, targets: output.mean()}},
-        {"metrics": {"m": lambda output, targets: output.sum()}}, {"seed": 1},
+        {"metrics": {"m": lambda output, targets: output.amax()}}, {"seed": 1},
         {"model": partial(Scaled, 0.1)}, {"model": partial(Scaled, 5.0)}, {"schedule": "cosine"},
     ]  # fmt: skip
     options: dict[str, Any] = {"members": [Member()], "test_data": TEST, "output_dir": tmp_path}
