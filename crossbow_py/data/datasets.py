@@ -144,7 +144,8 @@ def as_pair(data: Data) -> Pair | None:
 def in_tensors(data: _D) -> _D | Data:
     """Return NumPy arrays as tensors, and the tensors of a `Subset`, a copy that is not loaded item by item.
 
-    Arrays of float64, NumPy's default, become float32. Other data are returned as they are.
+    Arrays of float64, NumPy's default, become float32. Other data are returned as they are. Raises UserError for a
+    `Subset` of booleans, which to torch are the places 0 and 1.
     """
     if not isinstance(data, Subset):
         pair: Any = split_item(data)
@@ -152,6 +153,8 @@ def in_tensors(data: _D) -> _D | Data:
         return pytree.tree_map(_as_tensor, pair) if is_of_numpy else data
     whole: Data = in_tensors(data.dataset)  # type: ignore[arg-type]  # a data set too
     ids = np.asarray(data.indices)
+    if ids.dtype == np.bool_:
+        raise UserError("a Subset takes places of samples, got booleans; give Subset(data, np.flatnonzero(mask)).")
     pair = as_pair(whole) if ids.ndim == 1 and ids.dtype.kind in "iu" else None
     is_held = pair is not None and len(ids) > 0 and ids.min() >= 0 and ids.max() < len(pair[1])
     return take(whole, ids.astype(np.int64)) if is_held else data

@@ -245,7 +245,9 @@ class Ensemble:
 def _check(models: object, executor: str, device: torch.device) -> None:
     if not isinstance(models, Sequence | nn.ModuleList):
         kind = type(models).__name__
-        raise UserError(f"models of an ensemble must be a list of nn.Modules, got {kind}; give [model], or list(models).")
+        raise UserError(
+            f"models of an ensemble must be a list of nn.Modules, got {kind}; give [model], or list(models)."
+        )
     if not models:
         raise UserError("an ensemble must have at least one model, got none; give it some.")
     for model in models:

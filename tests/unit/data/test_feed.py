@@ -148,6 +148,12 @@ def test_other_data_are_left_as_they_are(data: Any) -> None:
     assert in_tensors(data) is data
 
 
+def test_a_subset_of_booleans_which_are_places_0_and_1_to_torch_is_refused() -> None:
+    mask = Subset(Counted(torch.randn(N, 2)), torch.arange(N) > 3)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"a Subset takes places of samples, got booleans; give .*np\.flatnonzero"):
+        in_tensors(Subset(mask, [0, 1]))
+
+
 def test_map_style_batch_fetches_its_items_in_order_and_forgets_them_two_batches_later() -> None:
     data = Counted(torch.randn(N, 2))
     feed = make_feed(data, 4, SEED)

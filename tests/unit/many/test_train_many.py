@@ -433,7 +433,8 @@ def test_members_that_cannot_be_are_refused_by_name(members: Any, message: str) 
         ({"batch_size": 0}, "batch_size"),
         ({"loss": nn.MSELoss(), "label_smoothing": 0.1}, "member 0: label_smoothing is for cross-entropy, got another"),
         ({"loss": nn.MSELoss()}, "the loss cannot take the model's output"),
-        ({"data": [(torch.zeros(4), 0)] * 20}, "train_many needs training data in memory"),
+        ({"data": [(torch.zeros(4), 0)] * 20}, r"needs training data in memory: .* give next\(iter\(torch"),
+        ({"test_data": (torch.zeros(5, 7), torch.zeros(5).long())}, "the model cannot take the test data, inputs"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(given: dict[str, Any], message: str) -> None:
