@@ -26,6 +26,7 @@ _TARGET_KEYS = ("labels", "label")  # of items that are mappings, as those of Hu
 # The split into train and validation is a property of the data set, not of the run: the same for every seed.
 _SPLIT_SEED = 0
 _DIGESTED = 64  # samples
+_HARDLY_COMPUTED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 class MapStyleDataset(Protocol):
@@ -163,7 +164,11 @@ def in_tensors(data: _D) -> _D | Data:
 def _as_tensor(value: Any) -> Any:
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
         return value
-    found = torch.from_numpy(np.ascontiguousarray(value))
+    if isinstance(value, np.ma.MaskedArray):
+        raise UserError("a masked array has values that are none; fill them in, as array.filled(0), or leave them out.")
+    native = value.dtype.newbyteorder("=")
+    wide = native.kind == "u" and native.itemsize > 1  # which torch can hardly compute with
+    found = torch.from_numpy(np.ascontiguousarray(value, np.int64 if wide else native))
     return found.float() if found.dtype == torch.float64 else found
 
 
@@ -298,6 +303,14 @@ def split_validation(train: Data, fraction: float) -> tuple[Data, Data | None]:
 
 def _check_tensors(pair: Pair, what: str) -> None:
     inputs, targets = pair
+    for each in (*leaves(inputs), targets):
+        if each.is_meta or each.is_nested or each.layout is not torch.strided:
+            kind = "nested" if each.is_nested else "on meta" if each.is_meta else _word(each.layout)
+            raise UserError(f"{what} must be dense tensors with values, got one that is {kind}; give x.to_dense().")
+        if each.dtype in _HARDLY_COMPUTED:
+            raise UserError(f"{what} has a tensor of {_word(each.dtype)}, which torch hardly computes; give x.long().")
+    if targets.requires_grad:
+        raise UserError(f"the targets of {what} require gradients, which nothing is trained by; give targets.detach().")
     fewest = 2 if isinstance(inputs, Tensor) else 1  # axes: a number a sample is one of several inputs, or a mistake
     for each in leaves(inputs):
         if each.ndim < fewest or targets.ndim < 1:
@@ -308,6 +321,10 @@ def _check_tensors(pair: Pair, what: str) -> None:
             remedy = "give it samples" if len(each) == len(targets) else "see that both are of the same samples"
             found = f"got {len(each)} and {len(targets)}; {remedy}"
             raise UserError(f"{what} must have as many inputs as targets and at least one, {found}.")
+
+
+def _word(kind: torch.layout | torch.dtype) -> str:
+    return str(kind).removeprefix("torch.")
 
 
 def _check_extents(what: str, *shapes: Sequence[int]) -> None:
