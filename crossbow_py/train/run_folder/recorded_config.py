@@ -6,9 +6,11 @@ own overrides, which can therefore change anything in it.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from crossbow_py.cli.config_files import read_yaml
@@ -104,7 +106,7 @@ def recorded(path: str) -> TrainConfig:
     Raises UserError.
     """
     asked = given_path("config", path)
-    file = asked / CONFIG_FILE if asked.is_dir() else asked.resolve()
+    file = asked / CONFIG_FILE if asked.is_dir() else Path(os.path.realpath(asked))  # of a circle of links, too
     if not file.is_file():
         raise UserError(f"config={path} is neither the folder of a run nor a {CONFIG_FILE}; give one of them.")
     plain = renamed(read_yaml(file))

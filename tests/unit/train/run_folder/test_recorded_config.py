@@ -259,6 +259,12 @@ def test_config_that_cannot_be_taken_is_refused(overrides: list[str], kind: type
         composed(overrides, kind)
 
 
+def test_config_that_is_a_circle_of_links_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(UserError, match="loop is neither the folder of a run nor a config.yaml"):
+        composed([f"config={tmp_path / 'loop'}"], TrainConfig)
+
+
 def test_config_of_a_search_is_refused_with_where_its_best_trial_is(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("space: {seed: [1]}\n")
     with pytest.raises(UserError, match="give the folder best in it"):
