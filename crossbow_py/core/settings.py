@@ -165,15 +165,20 @@ def defaults_of(cls: type) -> dict[str, Any]:
     return {field.name: _plain(default_of(field)) for field in dataclasses.fields(cls)}
 
 
-def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Return nested plain values by dotted keys. Null and lists become text."""
-    found: dict[str, bool | int | float | str] = {}
+def dotted(values: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
+    """Return nested plain values by dotted keys."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value if isinstance(value, bool | int | float | str) else written(value)
+        found |= dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
     return found
+
+
+def flat(values: Mapping[str, object]) -> dict[str, bool | int | float | str]:
+    """Return nested plain values by dotted keys. Null and lists become text."""
+    return {
+        key: value if isinstance(value, bool | int | float | str) else written(value)
+        for key, value in dotted(values).items()
+    }
 
 
 def written(value: Any) -> str:

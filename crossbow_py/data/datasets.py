@@ -26,6 +26,7 @@ _TARGET_KEYS = ("labels", "label")  # of items that are mappings, as those of Hu
 # The split into train and validation is a property of the data set, not of the run: the same for every seed.
 _SPLIT_SEED = 0
 _DIGESTED = 64  # samples
+_HARDLY_COMPUTED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 class MapStyleDataset(Protocol):
@@ -144,7 +145,8 @@ def as_pair(data: Data) -> Pair | None:
 def in_tensors(data: _D) -> _D | Data:
     """Return NumPy arrays as tensors, and the tensors of a `Subset`, a copy that is not loaded item by item.
 
-    Arrays of float64, NumPy's default, become float32. Other data are returned as they are.
+    Arrays of float64, NumPy's default, become float32. Other data are returned as they are. Raises UserError for a
+    `Subset` of booleans, which to torch are the places 0 and 1.
     """
     if not isinstance(data, Subset):
         pair: Any = split_item(data)
@@ -152,6 +154,8 @@ def in_tensors(data: _D) -> _D | Data:
         return pytree.tree_map(_as_tensor, pair) if is_of_numpy else data
     whole: Data = in_tensors(data.dataset)  # type: ignore[arg-type]  # a data set too
     ids = np.asarray(data.indices)
+    if ids.dtype == np.bool_:
+        raise UserError("a Subset takes places of samples, got booleans; give Subset(data, np.flatnonzero(mask)).")
     pair = as_pair(whole) if ids.ndim == 1 and ids.dtype.kind in "iu" else None
     is_held = pair is not None and len(ids) > 0 and ids.min() >= 0 and ids.max() < len(pair[1])
     return take(whole, ids.astype(np.int64)) if is_held else data
@@ -193,7 +197,11 @@ def with_zeros(data: Any) -> Data | None:
 def _as_tensor(value: Any) -> Any:
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
         return value
-    found = torch.from_numpy(np.ascontiguousarray(value))
+    if isinstance(value, np.ma.MaskedArray):
+        raise UserError("a masked array has values that are none; fill them in, as array.filled(0), or leave them out.")
+    native = value.dtype.newbyteorder("=")
+    wide = native.kind == "u" and native.itemsize > 1  # which torch can hardly compute with
+    found = torch.from_numpy(np.ascontiguousarray(value, np.int64 if wide else native))
     return found.float() if found.dtype == torch.float64 else found
 
 
@@ -330,6 +338,14 @@ def split_validation(train: Data, fraction: float) -> tuple[Data, Data | None]:
 
 def _check_tensors(pair: Pair, what: str) -> None:
     inputs, targets = pair
+    for each in (*leaves(inputs), targets):
+        if each.is_meta or each.is_nested or each.layout is not torch.strided:
+            kind = "nested" if each.is_nested else "on meta" if each.is_meta else _word(each.layout)
+            raise UserError(f"{what} must be dense tensors with values, got one that is {kind}; give x.to_dense().")
+        if each.dtype in _HARDLY_COMPUTED:
+            raise UserError(f"{what} has a tensor of {_word(each.dtype)}, which torch hardly computes; give x.long().")
+    if targets.requires_grad:
+        raise UserError(f"the targets of {what} require gradients, which nothing is trained by; give targets.detach().")
     fewest = 2 if isinstance(inputs, Tensor) else 1  # axes: a number a sample is one of several inputs, or a mistake
     for each in leaves(inputs):
         if each.ndim < fewest or targets.ndim < 1:
@@ -340,6 +356,10 @@ def _check_tensors(pair: Pair, what: str) -> None:
             remedy = "give it samples" if len(each) == len(targets) else "see that both are of the same samples"
             found = f"got {len(each)} and {len(targets)}; {remedy}"
             raise UserError(f"{what} must have as many inputs as targets and at least one, {found}.")
+
+
+def _word(kind: torch.layout | torch.dtype) -> str:
+    return str(kind).removeprefix("torch.")
 
 
 def _check_extents(what: str, *shapes: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import given_path
-from crossbow_py.core.settings import flat, setting, shown, written
+from crossbow_py.core.settings import dotted, setting, shown, written
 from crossbow_py.data.sources import DataSource
 from crossbow_py.many.members import Member, folds
 from crossbow_py.telemetry.loggers.chosen import TENSORBOARD
@@ -101,7 +101,7 @@ class ManyConfig(TrainConfig):
             raise UserError(
                 f"members must be a list of mappings, such as [{{optimizer.learning_rate: 0.1}}], got {shown(given)}."
             )
-        return [flat(each) for each in given]
+        return [dotted(each) for each in given]
 
     def _changed(self, variant: Mapping[str, Any]) -> TrainConfig:
         values = {key: value for key, value in variant.items() if key != "name"}

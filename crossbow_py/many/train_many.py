@@ -251,7 +251,10 @@ class ManyRun:
             self.choices = dataclasses.replace(self.choices, precision=FP32)
             train = self._feed(self.data.train, strongest, "training")
         if not isinstance(train, ResidentFeed):
-            raise UserError("train_many needs training data in memory: a pair of tensors, got a data set of items.")
+            raise UserError(
+                "train_many needs training data in memory: a pair of tensors, got a data set of items; give "
+                "next(iter(torch.utils.data.DataLoader(data, batch_size=len(data))))."
+            )
         for note in train.take_notes():
             self._note(note)
         self.train_feed = train

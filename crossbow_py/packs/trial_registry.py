@@ -54,6 +54,11 @@ class TrialData:
     streams: bool = False
     loss: Loss = nn.functional.cross_entropy
 
+    @property
+    def measured_on(self) -> str:
+        """What messages call `validation`, which may be the test data."""
+        return "test" if self.validation is self.test else "validation"
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -155,7 +160,7 @@ class TrialRegistry:
             probe(model, self.choices.precision, batch, *needs)
         if self._metrics:
             few = self.data.validation.first_samples(2)
-            probe_evaluation(model, self.choices.precision, few, self.data.loss, "validation", self._metrics)
+            probe_evaluation(model, self.choices.precision, few, self.data.loss, self.data.measured_on, self._metrics)
 
     def waiting(self, trial: int, described: Described, alone: bool, sample: int) -> Waiting:
         """Return a trial as policies see it; one that trains alone, or is at an unknown `sample` (-1), fits with none.
@@ -224,7 +229,9 @@ class TrialRegistry:
         template = faithful_copy(template, self.choices.precision, batch, self.settings.channels_last)
         validation = self.data.validation
         few = validation.first_samples(2)
-        probe_evaluation(template, self.choices.precision, few, self.data.loss, "validation", self._metrics, validation)
+        probe_evaluation(
+            template, self.choices.precision, few, self.data.loss, self.data.measured_on, self._metrics, validation
+        )
         return template
 
     def _num_mixed(self, settings: TrialSettings, template: nn.Module, feed: Feed) -> int | None:

@@ -29,6 +29,7 @@ from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.losses import scores_of
 from crossbow_py.engine.modules.precision import PrecisionName, choose_device, choose_precision
 from crossbow_py.predict.predictors import PREDICTORS, Predictor, PredictorName, candidates
+from crossbow_py.train.checks.losses import are_probabilities
 from crossbow_py.train.evaluation.evaluator import load_state
 
 _EVERY_MODULES = frozenset(vars(nn.Module()))  # weights, children and hooks: none of a module's own settings
@@ -36,6 +37,10 @@ _ONLY_IN_TRAINING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 _MOST_CHOICES = 256
+_PROBABILITIES = (
+    "The models' outputs are probabilities already, and an ensemble takes the softmax of them again: leave the softmax "
+    "out of the models, or return its logarithm."
+)
 
 
 class Ensemble:
@@ -171,6 +176,13 @@ class Ensemble:
                 got = f"a tensor {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
                 rule = "models of an ensemble must give scores of classes [B, classes]"
                 raise UserError(f"{rule}, got {got} for {size} inputs; choose classifiers.")
+            if output.shape[1] == 1:
+                raise UserError(
+                    "models of an ensemble must give scores of at least two classes, got one output, of which the "
+                    "softmax is always 1; take the mean of such models' outputs yourself."
+                )
+            if are_probabilities(output):
+                self._note(_PROBABILITIES)
             widths.append(output.shape[1])
             self._writes_inputs |= any(own._version > 0 for own in leaves(tried))
         if len(set(widths)) > 1:
@@ -230,7 +242,12 @@ class Ensemble:
         self.close()
 
 
-def _check(models: Sequence[object], executor: str, device: torch.device) -> None:
+def _check(models: object, executor: str, device: torch.device) -> None:
+    if not isinstance(models, Sequence | nn.ModuleList):
+        kind = type(models).__name__
+        raise UserError(
+            f"models of an ensemble must be a list of nn.Modules, got {kind}; give [model], or list(models)."
+        )
     if not models:
         raise UserError("an ensemble must have at least one model, got none; give it some.")
     for model in models:

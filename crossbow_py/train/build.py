@@ -247,7 +247,7 @@ class RunBuilder:
             warnings = probe(
                 template, choices.precision, batch, loss, *count_classes(data, loss),
                 settings.label_smoothing, settings.compile_model, feed=feed,
-                averages=settings.averages(self.rule, self.ranks.num_ranks),
+                averages=settings.averages(self.rule, self.ranks.num_ranks), accumulate=settings.accumulate,
             )  # fmt: skip
             return feed, batch, loss, warnings
         except UserError as error:

@@ -15,7 +15,9 @@ import pytest
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from crossbow_py.cli.configuration import compose
 from crossbow_py.many.__main__ import main
+from crossbow_py.many.config import ManyConfig
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 STUDY = [
@@ -99,3 +101,9 @@ def test_what_cannot_be_is_refused_on_one_line(capsys: pytest.CaptureFixture[str
     assert main(["+experiment=digits", word]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {message}")
+
+
+def test_members_may_differ_in_lists_and_in_null() -> None:
+    members = "members=[{model.hidden: [8]}, {optimizer.clip_norm: null}]"
+    config = compose(["+experiment=digits", members], ManyConfig)
+    assert config.variants() == [{"model.hidden": [8]}, {"optimizer.clip_norm": None}]

@@ -140,7 +140,8 @@ class HuggingFace(SourceSettings):
         try:
             if path.is_dir() and any((path / name).is_file() for name in _SAVED):
                 _check_saved(self.path, path)
-                return _saved_splits(self.path, datasets.load_from_disk(str(path)))
+                # A format may be saved with rows: it leaves out columns, and makes arrays H x W x C of images.
+                return _saved_splits(self.path, datasets.load_from_disk(str(path)).with_format(None))
             given = self._arguments(path)
             return _Splits(
                 self.path, datasets.load_dataset(**given), lambda part: datasets.load_dataset(**given, split=part)
@@ -303,7 +304,7 @@ def _num_classes(data: Any) -> int | None:
 def _column(rows: Any, name: str) -> Sequence[Any]:
     """Return the values of a column. Raises UserError for missing ones."""
     _check_no_nulls(rows, name)
-    values: Sequence[Any] = rows.select_columns([name]).with_format(None)[:][name]
+    values: Sequence[Any] = rows.select_columns([name])[:][name]
     return values
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.core.trees import Tree
+from crossbow_py.core.host_randomness import kept_generators
+from crossbow_py.core.trees import Tree, map_tree
 from crossbow_py.data.datasets import Classes, has_integers
 from crossbow_py.engine.modules.losses import IGNORED, Loss, ignored_target, model_loss, scores_of, takes_classes
 from crossbow_py.engine.trust.side_effects import graph_nodes
 
+L = TypeVar("L", bound=Callable[..., Any])
 _F = nn.functional
 _ELEMENTWISE = (
     _F.mse_loss, _F.l1_loss, _F.smooth_l1_loss, _F.huber_loss, _F.poisson_nll_loss, _F.kl_div, _F.soft_margin_loss,
@@ -24,7 +25,11 @@ _ELEMENTWISE_MODULES = (
     nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss, nn.KLDivLoss, nn.SoftMarginLoss,
 )  # fmt: skip
 _TOLERANCE = 0.02  # for sums of probabilities, which in bfloat16 have two digits, and for equal means
-_EXACT = 1e-5
+_EXACT = 1e-4
+_IS_A_SUM = (
+    "a loss or metric must be the mean over a batch, and this one is twice as large for a batch that is there twice, "
+    "as a sum is; divide it by the number of its samples, or leave reduction='sum' out."
+)
 _CLASS_DTYPES = (torch.int64, torch.uint8)
 
 
@@ -59,7 +64,7 @@ def classes_of(loss: Loss, output: Tree, targets: Tensor) -> Classes | None:
     return None if ignored is None else Classes(output.shape[1], ignored)
 
 
-def copied_loss(loss: Loss) -> Loss:
+def copied_loss(loss: L) -> L:
     """Return a copy to measure with, so that the loss's own state does not change; the loss if it cannot be copied."""
     try:
         return copy.deepcopy(loss)
@@ -85,8 +90,10 @@ def misfit(loss: Callable[[Any, Tensor], Tensor | float], output: Tree, targets:
 
     One sentence with the remedy; None if nothing is known against it.
     """
-    if not isinstance(output, Tensor):
-        return None
+    return (_unfit(loss, output, targets) if isinstance(output, Tensor) else None) or _sum(loss, output, targets)
+
+
+def _unfit(loss: Callable[[Any, Tensor], Tensor | float], output: Tensor, targets: Tensor) -> str | None:
     given = f"the loss cannot take the model's output {list(output.shape)} with targets {list(targets.shape)}"
     if loss in (_F.nll_loss, _F.cross_entropy) or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
         squeezed = targets.ndim > 1 and targets.shape[1] == 1 and (*targets.shape[:1], *targets.shape[2:])
@@ -96,15 +103,63 @@ def misfit(loss: Callable[[Any, Tensor], Tensor | float], output: Tree, targets:
             return f"{given}: classes are int64, got {_kind(targets)}; give targets.long()."
     if loss is _F.cross_entropy:
         return _no_classes(given, output, targets)
-    given_to = loss.keywords if isinstance(loss, partial) else {}
-    if given_to.get("reduction", getattr(loss, "reduction", "mean")) == "sum":
-        return "the loss must be the mean over a batch, got one with reduction='sum'; leave the reduction out."
     if _is_of(loss, (_F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss)) and not targets.is_floating_point():
         return f"{given}: it takes numbers from 0 to 1, got {_kind(targets)}; give targets.float()."
     elementwise = loss in _ELEMENTWISE or isinstance(loss, _ELEMENTWISE_MODULES)
     if elementwise and output.shape != targets.shape:
         return f"{given}: it compares value by value and would broadcast them; give targets of the output's shape."
     return None
+
+
+@torch.no_grad()
+def _sum(loss: Callable[[Any, Tensor], Tensor | float], output: Tree, targets: Tensor) -> str | None:
+    """Return why the loss is no mean over a batch, if it is as large as the batch; None if it is not, or unknown.
+
+    Three times the batch as well, as log B of contrastive losses also doubles from two samples to four.
+    """
+    if loss is _F.cross_entropy or loss is model_loss:
+        return None
+    loss = copied_loss(loss)
+
+    def of_times(n: int) -> float:
+        return float(loss(map_tree(lambda own: torch.cat([own] * n), output), torch.cat([targets] * n)))
+
+    try:
+        with kept_generators(targets.device):
+            once = of_times(1)
+            is_sum = once != 0 and all(math.isclose(of_times(n), n * once, rel_tol=_TOLERANCE) for n in (2, 3))
+    except Exception:  # of a number of samples that it does not take, or of outputs that are not of samples
+        return None
+    return _IS_A_SUM if is_sum else None
+
+
+@torch.no_grad()
+def remarks_on_parts(loss: Loss, output: Tree, targets: Tensor, count: int) -> list[str]:
+    """Return warnings if the loss of `targets` is not the mean of those of `count` parts, as micro-batches have it.
+
+    Losses whose micro-batches are weighed by what their mean divides by have none. `output` has any samples, which are
+    repeated. The parts differ as much as they can: those of ignored targets are together.
+    """
+    if takes_classes(loss) or loss is model_loss:
+        return []
+    places, loss = targets.reshape(len(targets), -1).double().sum(1).argsort(), copied_loss(loss)
+
+    def of(where: Tensor) -> float:
+        return float(loss(map_tree(lambda own: own[where % len(own)], output), targets[where]))
+
+    try:
+        with kept_generators(targets.device):
+            whole, parts = of(places), [len(own) * of(own) for own in torch.tensor_split(places, count)]
+    except Exception:  # of a number of samples that it does not take, or of outputs that are not of samples
+        return []
+    mean = sum(parts) / len(targets)
+    if not math.isfinite(whole) or math.isclose(whole, mean, rel_tol=_EXACT):
+        return []
+    return [
+        "The loss of a batch is not the mean of those of its micro-batches: gradients are not those of the whole "
+        "batch. If the loss leaves out or weighs targets, give nn.CrossEntropyLoss(ignore_index=..., weight=...), "
+        "whose micro-batches are weighed alike; or set accumulate=1."
+    ]
 
 
 def not_shares(targets: Tensor) -> str | None:
@@ -134,12 +189,12 @@ def remarks(loss: Loss, output: Tree, targets: Tensor) -> list[str]:
             f"The model's output is {shape}: classes are in dimension 1. If the model has them in the last one, it "
             "trains on something else; then return output.movedim(-1, 1)."
         ]
-    if _is_of(loss, (_F.cross_entropy, nn.CrossEntropyLoss)) and _are_probabilities(output):
+    if _is_of(loss, (_F.cross_entropy, nn.CrossEntropyLoss)) and are_probabilities(output):
         return [
             "The model's outputs are probabilities, and cross-entropy takes scores, of which it takes the softmax "
             "itself: leave the softmax out of the model."
         ]
-    if _is_of(loss, (_F.nll_loss, nn.NLLLoss)) and not _are_probabilities(output.exp()):
+    if _is_of(loss, (_F.nll_loss, nn.NLLLoss)) and not are_probabilities(output.exp()):
         return [
             "The model's outputs are not logarithms of probabilities, which nll_loss takes: end the model with "
             "log_softmax, or leave the loss out for cross-entropy."
@@ -158,8 +213,6 @@ def _remarks_on_mean(loss: Loss, output: Tensor, targets: Tensor) -> list[str]:
         return []
     if len(each) < 2 or math.isclose(whole, sum(each) / len(each), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE):
         return []
-    if math.isclose(whole, sum(each), rel_tol=_EXACT):
-        return ["The loss is a sum over the batch, but is used as a mean: divide it by the number of samples."]
     fewer, more = sorted([tuple(output.shape), tuple(targets.shape)], key=len)
     if more != (*fewer, 1):
         return []
@@ -174,7 +227,7 @@ def _is_of(loss: Callable[[Any, Tensor], Tensor | float], kinds: tuple[Loss, typ
     return loss is function or isinstance(loss, module)
 
 
-def _are_probabilities(output: Tensor) -> bool:
+def are_probabilities(output: Tensor) -> bool:
     """Return whether outputs are probabilities of at least two classes, along dimension 1."""
     if output.ndim < 2 or output.shape[1] < 2 or bool((output < 0).any()):
         return False

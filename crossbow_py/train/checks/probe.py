@@ -35,7 +35,7 @@ from crossbow_py.engine.modules.precision import Precision, cast_module, full_pr
 from crossbow_py.engine.trust.compare import outputs_by_name, projection
 from crossbow_py.engine.trust.side_effects import changed_state, fingerprint, kept_between_passes, python_state
 from crossbow_py.train.checks.fatal_modules import refusing_fatal_modules
-from crossbow_py.train.checks.losses import classes_of, copied_loss, hidden_parameter, misfit, remarks
+from crossbow_py.train.checks.losses import classes_of, copied_loss, hidden_parameter, misfit, remarks, remarks_on_parts
 from crossbow_py.train.evaluation.metrics import Metric, has_states, try_metric
 
 _KEEPS_STATE = (
@@ -60,6 +60,7 @@ _DRAWS_OUTSIDE = (
     "The model draws random numbers outside nn.Dropout modules, from torch's own generator: "
     "runs will not repeat or resume bit for bit."
 )
+_MOST_SAMPLES = 64  # that a loss is tried on in micro-batches
 
 
 def probe(
@@ -73,6 +74,7 @@ def probe(
     compile_model: bool = False,
     feed: Feed | None = None,
     averages: bool = False,
+    accumulate: int = 1,
 ) -> list[str]:
     """Run one small training batch through a copy of the model. Returns warnings.
 
@@ -83,6 +85,7 @@ def probe(
         compile_model: whether the model will be compiled.
         feed: the feed of the batch; its other targets must be classes of the output, too.
         averages: whether learners may follow an average model.
+        accumulate: the number of micro-batches of a learner's step.
 
     Raises:
         UserError: the model, its output or the loss does not fit the data.
@@ -111,6 +114,9 @@ def probe(
     digits = torch.finfo(precision.master).eps
     floats = {name: own.dtype for name, own in template.named_buffers() if own.is_floating_point()}
     wide = [_LOSES_DIGITS.format(name) for name, dtype in floats.items() if torch.finfo(dtype).eps < digits]
+    if accumulate > 1 and feed is not None:
+        step = feed.first_samples(min(feed.batch_size, _MOST_SAMPLES)).targets
+        of_loss += remarks_on_parts(loss, in_format(output, precision.master), step, min(accumulate, len(step)))
     return [
         *passes.check(template, precision, averages), *wide[:1], *of_loss, *remarks(loss, output, batch.targets)
     ]  # fmt: skip

@@ -6,9 +6,11 @@ own overrides, which can therefore change anything in it.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from crossbow_py.cli.config_files import read_yaml
@@ -18,6 +20,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import given_path
 from crossbow_py.core.plain_values import filled
 from crossbow_py.core.settings import written
+from crossbow_py.telemetry.loggers.chosen import TENSORBOARD
 from crossbow_py.telemetry.records import CONFIG_FILE
 from crossbow_py.train.checkpoints.checkpoint import lost_rule, renamed, upgraded
 from crossbow_py.train.checks.compatibility import check_learning
@@ -63,7 +66,7 @@ def _composed(overrides: Sequence[str], kind: type[C], config_name: str | None) 
 
 
 def _check_targets(run: TrainConfig, path: str, keys: Sequence[str], deleted: Sequence[str]) -> None:
-    """Raise UserError for code that the run names and the user does not: the folder may be somebody else's."""
+    """Raise UserError for code and services that the run names and the user does not: it may be somebody else's."""
     targets = dict[str, Any]()
     for group in TrainConfig.GROUPS:
         if group not in keys:
@@ -71,12 +74,14 @@ def _check_targets(run: TrainConfig, path: str, keys: Sequence[str], deleted: Se
     for name, entry in run.metrics.items() if "~metrics" not in deleted else ():
         # metrics={...} alone would be laid over the recorded ones.
         targets[f"metrics.{name}.target"] = entry.get("target") if isinstance(entry, Mapping) else entry
-    if run.listeners and "listeners" not in keys:
-        named = written(run.listeners)
-        raise UserError(
-            f"config={path} names listeners={named}, code that would be run; if it is yours, say it again: "
-            f"listeners={named}."
-        )
+    told = {
+        "listeners": (run.listeners, "code that would be run"),
+        "logger": (() if set(run.logger) <= {TENSORBOARD} else run.logger, "which would record under your account"),
+    }
+    for key, (names, what) in told.items():
+        if names and key not in keys:
+            again = f"{key}={written(names)}"
+            raise UserError(f"config={path} names {again}, {what}; if it is yours, say it again: {again}.")
     for key, target in targets.items():
         is_deleted = key.count(".") > 1 and f"~{key.removesuffix('.target')}" in deleted
         if target is not None and key not in keys and not is_deleted:
@@ -101,7 +106,7 @@ def recorded(path: str) -> TrainConfig:
     Raises UserError.
     """
     asked = given_path("config", path)
-    file = asked / CONFIG_FILE if asked.is_dir() else asked.resolve()
+    file = asked / CONFIG_FILE if asked.is_dir() else Path(os.path.realpath(asked))  # of a circle of links, too
     if not file.is_file():
         raise UserError(f"config={path} is neither the folder of a run nor a {CONFIG_FILE}; give one of them.")
     plain = renamed(read_yaml(file))

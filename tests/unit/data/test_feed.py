@@ -18,7 +18,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.triton_launch import recorded
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.build import make_feed
-from crossbow_py.data.datasets import in_tensors
+from crossbow_py.data.datasets import check_data, in_tensors
 from crossbow_py.data.feed import Batch, EpochCache, Feed, MemoryOrder
 from crossbow_py.data.resident.resident_feed import STREAM, ResidentFeed, Variant
 from crossbow_py.data.sampler import epoch_order
@@ -146,6 +146,34 @@ def test_subsets_of_tensors_are_held_as_tensors_of_their_samples() -> None:
 ])  # fmt: skip
 def test_other_data_are_left_as_they_are(data: Any) -> None:
     assert in_tensors(data) is data
+
+
+def test_a_subset_of_booleans_which_are_places_0_and_1_to_torch_is_refused() -> None:
+    mask = Subset(Counted(torch.randn(N, 2)), torch.arange(N) > 3)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"a Subset takes places of samples, got booleans; give .*np\.flatnonzero"):
+        in_tensors(Subset(mask, [0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "message"),
+    [
+        (torch.zeros(N, 2).to_sparse(), torch.zeros(N), "got one that is sparse_coo; give x.to_dense"),
+        (torch.zeros(N, 2, device="meta"), torch.zeros(N), "got one that is on meta"),
+        (torch.zeros(N, 2), torch.zeros(N, dtype=torch.uint16), "a tensor of uint16, .* give x.long"),
+        (torch.zeros(N, 2), torch.zeros(N, requires_grad=True), "targets of data require gradients, .* targets.detach"),
+    ],
+)
+def test_tensors_that_no_batch_can_be_taken_of_are_refused(inputs: Tensor, targets: Tensor, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_data((inputs, targets), "data")
+
+
+def test_arrays_of_other_byte_orders_and_wide_unsigned_numbers_keep_their_values_and_masked_ones_are_refused() -> None:
+    values = np.arange(1.0, 7.0).reshape(3, 2)
+    found: Any = in_tensors((values.astype(">f4"), np.array([3, 1, 65_535], np.uint16)))
+    assert found[0].tolist() == values.tolist() and found[1].tolist() == [3, 1, 65_535]
+    with pytest.raises(UserError, match=r"a masked array has values that are none; fill them in, as array\.filled"):
+        in_tensors((np.ma.masked_greater(values, 3), np.arange(3)))
 
 
 def test_map_style_batch_fetches_its_items_in_order_and_forgets_them_two_batches_later() -> None:

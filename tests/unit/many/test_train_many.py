@@ -294,7 +294,7 @@ def test_models_losses_metrics_and_data_that_differ_in_what_no_name_shows_have_r
         {"loss": lambda output, targets: nn.functional.cross_entropy(3 * output, targets)},
         {"loss": lambda output, targets: nn.functional.cross_entropy(2 * output, targets)},
         {"metrics": {"m": lambda output, targets: output.mean()}},
-        {"metrics": {"m": lambda output, targets: output.sum()}}, {"seed": 1},
+        {"metrics": {"m": lambda output, targets: output.amax()}}, {"seed": 1},
         {"model": partial(Scaled, 0.1)}, {"model": partial(Scaled, 5.0)}, {"schedule": "cosine"},
     ]  # fmt: skip
     options: dict[str, Any] = {"members": [Member()], "test_data": TEST, "output_dir": tmp_path}
@@ -468,7 +468,8 @@ def test_members_that_cannot_be_are_refused_by_name(members: Any, message: str) 
         ({"batch_size": 0}, "batch_size"),
         ({"loss": nn.MSELoss(), "label_smoothing": 0.1}, "member 0: label_smoothing is for cross-entropy, got another"),
         ({"loss": nn.MSELoss()}, "the loss cannot take the model's output"),
-        ({"data": [(torch.zeros(4), 0)] * 20}, "train_many needs training data in memory"),
+        ({"data": [(torch.zeros(4), 0)] * 20}, r"needs training data in memory: .* give next\(iter\(torch"),
+        ({"test_data": (torch.zeros(5, 7), torch.zeros(5).long())}, "the model cannot take the test data, inputs"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(given: dict[str, Any], message: str) -> None:

@@ -292,12 +292,23 @@ def test_choices_and_notes_are_bounded_as_well(monkeypatch):
         ([nn.Linear(4, 3), nn.Linear(5, 3)], {}, "does not go through a model of the ensemble"),
         ([nn.Sequential(nn.Linear(4, 3), nn.Flatten(0))], {}, r"scores of classes \[B, classes\], got a tensor \[6\]"),
         ([nn.LSTM(4, 3)], {}, "got tuple for 2 inputs"),
+        ([nn.Linear(4, 1)], {}, "at least two classes, got one output, of which the softmax is always 1"),
+        (nn.Sequential(nn.Linear(4, 3)), {}, r"a list of nn.Modules, got Sequential; give \[model\], or list"),
+        ((nn.Linear(4, 3) for _ in range(2)), {}, "a list of nn.Modules, got generator"),
     ],
 )
 def test_what_makes_no_ensemble_is_said_in_one_line(models, options, message):
     with pytest.raises(UserError, match=message) as refused:
         Ensemble(models, device="cpu", **options).predict(torch.randn(2, 4))
     assert "\n" not in str(refused.value)
+
+
+def test_models_that_end_in_a_softmax_are_told_that_another_is_taken():
+    for last, notes in ((nn.Softmax(1), 1), (nn.LogSoftmax(1), 0)):
+        models = [nn.Sequential(nn.Linear(4, 3), last) for _ in range(2)]
+        with Ensemble(models, executor="serial", device="cpu") as ensemble:
+            ensemble.predict(torch.randn(2, 4))
+            assert len(ensemble.notes) == notes
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,40 @@ def test_settings_that_cannot_work_are_refused() -> None:
         HuggingFace().load(False)
     with pytest.raises(UserError, match=r"validation_split=dev and data\.validation_fraction=0\.1 both say"):
         HuggingFace(path="x", validation_split="dev", validation_fraction=0.1)
+
+
+class _FormattedRows:
+    """What `datasets` reads of a folder that was saved with a format: arrays for images, until told otherwise."""
+
+    def __init__(self, form: str | None, names: tuple[str, ...] = ("image", "label")) -> None:
+        self.form, self.names = form, names
+        kinds = {"image": type("Image", (), {})(), "label": type("ClassLabel", (), {"names": ["ant", "bee"]})()}
+        self.features, self.split = {name: kinds[name] for name in names}, None
+
+    def with_format(self, form: str | None) -> _FormattedRows:
+        return _FormattedRows(form, self.names)
+
+    def select_columns(self, names: list[str]) -> _FormattedRows:
+        return _FormattedRows(self.form, tuple(names))
+
+    def __getitem__(self, place: int | slice) -> dict[str, Any]:
+        image, labels = Image.new("RGB", (5, 4), (10, 20, 30)), np.arange(2)
+        if self.form == "arrow":
+            return {self.names[0]: SimpleNamespace(chunks=[SimpleNamespace(null_count=0, type=None)])}
+        row = {"image": image if self.form is None else np.asarray(image), "label": labels}
+        return {name: row[name] for name in self.names}
+
+
+def test_images_saved_with_a_format_are_read_as_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = SimpleNamespace(
+        utils=SimpleNamespace(disable_progress_bars=lambda: None),
+        load_from_disk=lambda _: _FormattedRows("numpy"),
+    )
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    (tmp_path / "state.json").write_text("{}")
+    source = HuggingFace(path=str(tmp_path), test_split="train").load(False)
+    assert source.train[0][0][:, 0, 0].tolist() == [10, 20, 30]
+    assert source.input_shape == (3, 4, 5)
 
 
 class TestWithDatasets:

@@ -125,10 +125,44 @@ def test_metric_that_cannot_be_measured_is_refused_before_training():
         make_trainer(test_data=blobs(8), metrics={"each": lambda outputs, targets: outputs})
 
 
-@pytest.mark.parametrize("loss", [nn.MSELoss(reduction="sum"), nn.CrossEntropyLoss(reduction="sum")])
-def test_misfit_of_a_loss_that_is_a_sum_says_so(loss):
-    found = misfit(loss, torch.ones(2, 3), torch.ones(2, 3))
-    assert found == "the loss must be the mean over a batch, got one with reduction='sum'; leave the reduction out."
+def contrastive(outputs, targets):  # log B at first, which doubles from two samples to four
+    own = F.normalize(outputs, dim=1)
+    return F.cross_entropy(own @ own.t(), torch.arange(len(own)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_sum"),
+    [
+        (nn.MSELoss(reduction="sum"), True),
+        (nn.CrossEntropyLoss(reduction="sum"), True),
+        (partial(F.huber_loss, reduction="sum"), True),
+        (lambda outputs, targets: (outputs - targets).square().sum() / 32, True),  # the mean for one size of batches
+        (own_loss, False),
+        (contrastive, False),
+        (lambda outputs, targets: F.mse_loss(outputs, targets, reduction="sum") * 0, False),
+    ],
+)
+def test_a_loss_that_is_a_sum_is_told_by_its_values(loss, is_sum):
+    found = misfit(loss, torch.ones(2, 3), torch.full((2, 3), 0.5))
+    assert (found is not None and "is twice as large for a batch that is there twice" in found) == is_sum
+
+
+def ignoring(outputs, targets):
+    return F.cross_entropy(outputs[targets >= 0], targets[targets >= 0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "accumulate", "ignored", "said"),
+    [(ignoring, 2, -100, True), (ignoring, 1, -100, False), (ignoring, 2, 1, False), (contrastive, 2, 1, True),
+     (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0])), 2, -100, False)],
+)  # fmt: skip
+def test_a_mean_of_micro_batches_that_is_another_is_said(loss, accumulate, ignored, said):
+    targets = torch.tensor([0, ignored] * 8)
+    trainer = Trainer(
+        model=partial(nn.Linear, 4, 3), train_data=(torch.randn(16, 4), targets), loss=loss, batch_size=4,
+        accumulate=accumulate, executor="serial", device="cpu",
+    )  # fmt: skip
+    assert any("is not the mean of those of its micro-batches" in note for note in trainer.run.warnings) == said
 
 
 SCORES = torch.tensor([[1.0, -2.0, 0.5], [0.0, 3.0, 1.0]])
@@ -148,7 +182,6 @@ SCORES = torch.tensor([[1.0, -2.0, 0.5], [0.0, 3.0, 1.0]])
         (own_loss, torch.tensor([1.0, 3.0]), torch.tensor([[1.0], [3.0]]), "compares every sample with every other"),
         (own_loss, torch.tensor([[1.0], [3.0]]), torch.tensor([[1.0], [4.0]]), None),
         (lambda outputs, right: own_loss(outputs[:, 0], right), SCORES[:, :1], torch.tensor([0.0, 4.0]), None),
-        (lambda outputs, right: (outputs - right).square().sum(), SCORES, 2 * SCORES, "is a sum over the batch"),
         (lambda outputs, right: (outputs - right).std(), SCORES, SCORES**2, None),  # of samples together
     ],
 )
@@ -180,7 +213,6 @@ def test_classes_with_a_dimension_of_channels_are_told_to_be_squeezed(output, ta
         (torch.randn(16, 3), None, "got targets \\[16, 3\\] that do not; give a loss for numbers, such as loss=nn.MSE"),
         (torch.ones(16, 3, dtype=torch.int64), nn.BCEWithLogitsLoss(), "from 0 to 1, got int64; give targets.float"),
         (torch.ones(16, 3, dtype=torch.bool), nn.BCEWithLogitsLoss(), "from 0 to 1, got bool; give targets.float"),
-        (torch.zeros(16).long(), partial(nn.functional.cross_entropy, reduction="sum"), "one with reduction='sum'"),
     ],
 )
 def test_targets_and_losses_that_would_train_something_else_are_refused(

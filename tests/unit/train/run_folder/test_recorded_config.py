@@ -186,6 +186,15 @@ def test_listeners_that_a_recorded_run_names_are_called_only_when_they_are_named
         assert composed([f"config={folder}", *words], TrainConfig).listeners == expected
 
 
+def test_services_that_a_recorded_run_records_to_are_used_only_when_they_are_named_again(tmp_path: Path) -> None:
+    folder = run(tmp_path, "logger=[tensorboard,wandb]")
+    for words in ([], ["logger.0=wandb"]):
+        with pytest.raises(UserError, match=r"names logger=\[tensorboard,wandb\], which would record under your"):
+            composed([f"config={folder}", *words], TrainConfig)
+    assert composed([f"config={folder}", "logger=[mlflow]"], TrainConfig).logger == ("mlflow",)
+    assert composed([f"config={run(tmp_path / 'none', 'logger=[]')}"], TrainConfig).logger == ()
+
+
 def test_keys_and_groups_are_laid_over_a_recorded_run_wherever_they_stand(tmp_path: Path) -> None:
     folder = run(tmp_path, *TOLD)
     own = ["averaging=local_sgd", "optimizer.beta1=0.5", "seed=7", f"config={folder}", "+debug=fast", "resume=auto"]
@@ -248,6 +257,12 @@ def test_tuner_of_an_earlier_run_maximises_throughput(tmp_path: Path) -> None:
 def test_config_that_cannot_be_taken_is_refused(overrides: list[str], kind: type[Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         composed(overrides, kind)
+
+
+def test_config_that_is_a_circle_of_links_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(UserError, match="loop is neither the folder of a run nor a config.yaml"):
+        composed([f"config={tmp_path / 'loop'}"], TrainConfig)
 
 
 def test_config_of_a_search_is_refused_with_where_its_best_trial_is(tmp_path: Path) -> None:
