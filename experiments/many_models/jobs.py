@@ -1,6 +1,6 @@
 """The jobs of `run.py`: one side of one task, in a process of its own. Prints JSON: seconds, and what was learned.
 
-    python experiments/many_models/jobs.py TASK SIDE [--quick]
+python experiments/many_models/jobs.py TASK SIDE [--quick]
 """
 
 from __future__ import annotations
@@ -25,16 +25,21 @@ from crossbow_py import SGD, Member, folds, train_many
 from crossbow_py.data.datasets import as_pair
 from crossbow_py.data.sources import SOURCES
 from crossbow_py.engine.device.host import keep_freed_memory
+from crossbow_py.packs import padding
 from experiments.bench.machine import usable_cores
 
-SIDES = ("many", "plain loop", "a process a core")
+SIDES = ("many", "packs by width", "plain loop", "a process a core")
+WIDTHS = {"widths": (64, 56, 48), "far widths": (64, 48, 32)}  # in one pack 0.80 and 0.64 of its values are used
 Pair = tuple[Tensor, Tensor]
 Figure = tuple[float, float]  # the mean test loss of the models, and images/s of training if the side tells
 
 
 @dataclass(frozen=True)
 class Task:
-    """Models to train: each on `subsets[n]` of the data, from seed n, for `epochs` of its own samples."""
+    """Models to train: each on `subsets[n]` of the data, from seed n, for `epochs` of its own samples.
+
+    Model n is made by `makes[n % len(makes)]`, if there are some.
+    """
 
     make: Callable[[], nn.Module]
     data: Pair
@@ -46,6 +51,10 @@ class Task:
     rate: float = 0.05
     own_order: bool = False
     most: int = 256
+    makes: Sequence[Callable[[], nn.Module]] = ()
+
+    def make_of(self, number: int) -> Callable[[], nn.Module]:
+        return self.makes[number % len(self.makes)] if self.makes else self.make
 
 
 def mlp(inputs: int, hidden: Sequence[int], outputs: int) -> nn.Module:
@@ -57,9 +66,9 @@ def mlp(inputs: int, hidden: Sequence[int], outputs: int) -> nn.Module:
 class SeriesModel(nn.Module):
     """The next value of a series from the 24 before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.gru, self.head = nn.GRU(1, 32, batch_first=True), nn.Linear(32, 1)
+        self.gru, self.head = nn.GRU(1, width, batch_first=True), nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         states, _ = self.gru(x)
@@ -101,6 +110,12 @@ def task_of(name: str, quick: bool) -> Task:
         data = windows[:, :24, None].contiguous(), windows[:, 24:]
         ids = [np.arange(n * each, (n + 1) * each) for n in range(16)]
         return Task(SeriesModel, data, (data[0][::50], data[1][::50]), ids, nn.MSELoss(), 16, 1 if quick else 4)
+    if name in WIDTHS or name.removeprefix("GRU ") in WIDTHS:
+        like = task_of("series" if name.startswith("GRU ") else "tabular", quick)
+        widths = WIDTHS[name.removeprefix("GRU ")]
+        if name.startswith("GRU "):
+            return replace(like, makes=[partial(SeriesModel, width // 2) for width in widths])
+        return replace(like, makes=[partial(mlp, 20, (width, width), 2) for width in widths])
     shared = task_of("halves", quick)
     everything = np.arange(len(shared.data[1]))
     if name in ("shared", "own"):  # the same models on batches that they share, or on their own
@@ -116,7 +131,8 @@ def task_of(name: str, quick: bool) -> Task:
 def many(task: Task) -> Figure:
     whole = [None if len(ids) == len(task.data[1]) else ids for ids in task.subsets]
     members = [
-        Member(seed=n, subset=ids, order_seed=n if task.own_order else None) for n, ids in enumerate(whole)
+        Member(seed=n, subset=ids, order_seed=n if task.own_order else None, model=task.make_of(n))
+        for n, ids in enumerate(whole)
     ]
     results = train_many(
         task.make, task.data, task.test, members=members, loss=task.loss, batch_size=task.batch_size,
@@ -133,7 +149,7 @@ def one(task: Task, number: int) -> float:
     torch.manual_seed(number)
     ids = torch.from_numpy(task.subsets[number])
     x, y = task.data[0][ids], task.data[1][ids]
-    model = task.make()
+    model = task.make_of(number)()
     optimizer = torch.optim.SGD(model.parameters(), task.rate, momentum=0.9, foreach=True)
     for _ in range(task.epochs):
         order = torch.randperm(len(y))
@@ -172,7 +188,8 @@ def main(name: str, side: str, *rest: str) -> None:
     keep_freed_memory()
     task = task_of(name, quick)
     begun = time.perf_counter()
-    if side == "many":
+    if side in ("many", "packs by width"):
+        padding.SHARE = padding.SHARE if side == "many" else 2.0  # more than there is: nothing is padded
         loss, rate = many(task)
     elif side == "plain loop":
         loss, rate = plain_loop(task)

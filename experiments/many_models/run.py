@@ -25,16 +25,20 @@ from experiments.tables.markdown import NONE, markdown_table
 
 Result = Mapping[str, Any]
 _JOBS = Path(__file__).with_name("jobs.py")
-PLAIN, CORES = "plain loop", "a process a core"
+PLAIN, CORES, BY_WIDTH = "plain loop", "a process a core", "packs by width"
 _TOLD = ("many", PLAIN)
 _HEAD = (
-    "", "first call, s", "later, s", "÷ plain loop", "÷ a process a core", "models a minute", "images/s",
-    "test loss: many · plain", "n",
+    "", "first call, s", "later, s", "÷ plain loop", "÷ a process a core", "÷ packs by width", "models a minute",
+    "images/s", "test loss: many · plain", "n",
 )  # fmt: skip
 TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tabular": ("8 folds of 4 seeds, MLP 20-64-64-2, b = 32", ("many", PLAIN, CORES)),
     "halves": ("64 half-subsets of MNIST, MLP 784-64-10, b = 32", ("many", PLAIN, CORES)),
     "series": ("16 GRUs of 32 units, a series each, b = 16", ("many", PLAIN, CORES)),
+    "widths": ("the 32 MLPs of folds, of 64, 56 and 48 units", ("many", BY_WIDTH, PLAIN)),
+    "far widths": ("the same of 64, 48 and 32 units", ("many", BY_WIDTH, PLAIN)),
+    "GRU widths": ("the 16 GRUs, of 32, 28 and 24 units", ("many", BY_WIDTH, PLAIN)),
+    "GRU far widths": ("the same of 32, 24 and 16 units", ("many", BY_WIDTH, PLAIN)),
     "shared": ("16 MLPs 784-64-10, the same batches", ("many",)),
     "own": ("16 MLPs 784-64-10, an order each", ("many",)),
     "32": ("32 rows, MLP 16-16-1, b = 16", ("many",)),
@@ -59,7 +63,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     for repetition in range(-1, given.repetitions):
         for task, side in places:
             threads = ("1", "2") if side == PLAIN else ("",)
-            if repetition < 0 and side != "many":
+            if repetition < 0 and side not in ("many", BY_WIDTH):
                 continue
             for own in threads:
                 facts = {"task": task, "side": side, "threads": own, "first": repetition < 0}
@@ -91,10 +95,10 @@ def result_text(result: Result) -> str:
     rows = []
     for task in dict.fromkeys(run["task"] for run in result["runs"]):
         own = [run for run in result["runs"] if run["task"] == task]
-        first = next(run for run in own if run["first"])
+        first = next(run for run in own if run["first"] and run["side"] == "many")
         many = seconds(result, task, "many")
         assert many is not None, "every task has it"
-        ratios = [seconds(result, task, side) for side in (PLAIN, CORES)]
+        ratios = [seconds(result, task, side) for side in (PLAIN, CORES, BY_WIDTH)]
         rate = median(run["images_per_s"] for run in own if run["side"] == "many" and not run["first"])
         losses = [next((f"{run['test_loss']:.4f}" for run in own if run["side"] == side), NONE) for side in _TOLD]
         cells = [f"{first['seconds']:.1f}", f"{many:.1f}"]
