@@ -44,7 +44,7 @@ from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.telemetry.timeline import Timeline
 from crossbow_py.train.arguments import TrainArguments
-from crossbow_py.train.checks.losses import loss_on, not_shares
+from crossbow_py.train.checks.losses import loss_on, not_shares, remarks_on_targets
 from crossbow_py.train.checks.probe import probe, probe_evaluation, settled_on_tokens, takes_labels
 from crossbow_py.train.checks.seeded_model import faithful_copy, seeded_model
 from crossbow_py.train.evaluation.evaluator import Evaluator, evaluation_batch_size
@@ -137,7 +137,7 @@ class RunBuilder:
             nodes=ranks.nodes() if collective.apart else None, timeline=self.timeline,
             warnings=[
                 *warnings, *filter(None, [warning]), *notes, *bounded, *remarks, *_refusals(choices),
-                *self.optimizer.remarks(template), *_of_micro_batches(settings, template),
+                *self.optimizer.remarks(template), *_of_micro_batches(settings, template), *remarks_on_targets(self.data.train, loss),
                 *_of_evaluations(evaluator, {"validation": validation_feed, "test": test_feed}),
             ],
             tokens_per_sample=evaluator.tokens_per_sample(train_feed), tuning=tuning, state=TrainState(noise=noise),
@@ -355,7 +355,7 @@ def _check_targets(data: Data, may_shift: bool) -> None:
     if may_shift and has_integers(targets) and isinstance(inputs, Tensor) and torch.equal(inputs, targets):
         raise UserError(
             "the targets are the inputs, which a model can copy; have the model shift them itself, by a dict of inputs "
-            "(\"input_ids\": ids, \"labels\": ids), or give inputs ids[:, :-1] and targets ids[:, 1:]."
+            '("input_ids": ids, "labels": ids), or give inputs ids[:, :-1] and targets ids[:, 1:].'
         )
 
 

@@ -54,9 +54,7 @@ class JobSettings:
         "processes that load data which does not live on the device; 0 loads between rounds, auto keeps learners fed",
         minimum=0,
     )
-    order_seed: int | None = setting(
-        None, "seed of the sample order alone; null is seed", minimum=0, maximum=2**63 - 1
-    )
+    order_seed: int | None = setting(None, "seed of the sample order alone; null is seed", minimum=0, maximum=2**63 - 1)
     sampling: Literal["shuffle", "balanced"] = setting(
         "shuffle",
         "samples of an epoch: shuffle, each once; or balanced, drawn with replacement, every class as often as another",

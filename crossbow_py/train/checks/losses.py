@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.core.trees import Tree, map_tree
-from crossbow_py.data.datasets import Classes, has_integers
+from crossbow_py.data.datasets import Classes, Data, as_pair, has_integers
 from crossbow_py.engine.modules.losses import IGNORED, Loss, ignored_target, model_loss, scores_of, takes_classes
 from crossbow_py.engine.trust.side_effects import graph_nodes
 
@@ -30,6 +30,7 @@ _IS_A_SUM = (
     "a loss or metric must be the mean over a batch, and this one is twice as large for a batch that is there twice, "
     "as a sum is; divide it by the number of its samples, or leave reduction='sum' out."
 )
+_LARGE = 1000.0  # of targets that are numbers
 _CLASS_DTYPES = (torch.int64, torch.uint8)
 
 
@@ -50,6 +51,20 @@ def loss_on(device: torch.device, loss: Loss) -> Loss:
     if isinstance(settled, nn.Module):
         settled.to(device)
     return settled
+
+
+def remarks_on_targets(data: Data, loss: Loss) -> list[str]:
+    """Return a message if the targets are numbers so large that weights take thousands of steps to get there."""
+    pair = as_pair(data)
+    if pair is None or takes_classes(loss) or not pair[1].is_floating_point():
+        return []
+    mean, deviation = float(pair[1].double().mean()), float(pair[1].double().std(correction=0))
+    if not max(abs(mean), deviation) > _LARGE:
+        return []
+    return [
+        f"The targets have a mean of {mean:.3g} and a standard deviation of {deviation:.3g}, which weights take long to "
+        "reach; train on (y - mean) / deviation, and undo it in predictions."
+    ]
 
 
 def classes_of(loss: Loss, output: Tree, targets: Tensor) -> Classes | None:

@@ -57,9 +57,7 @@ def model_samples(run: Run) -> int:
     return state.best.samples_seen if state.returned_best and state.best else state.samples_seen
 
 
-def evaluate(
-    run: Run, which: str, states: Sequence[State] | None = None, feed: Feed | None = None
-) -> Measured | None:
+def evaluate(run: Run, which: str, states: Sequence[State] | None = None, feed: Feed | None = None) -> Measured | None:
     """Evaluate models, the current ones by default, on the `test` or `validation` data; None without such data.
 
     Other data are given as a `feed`, and `which` is what errors call them.

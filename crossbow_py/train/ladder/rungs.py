@@ -180,9 +180,7 @@ def climb(
     return found
 
 
-def untried(
-    rungs: Sequence[Rung], lacks: Callable[[Rung], str | None], known: Mapping[str, Outcome]
-) -> list[Rung]:
+def untried(rungs: Sequence[Rung], lacks: Callable[[Rung], str | None], known: Mapping[str, Outcome]) -> list[Rung]:
     """Return the rungs that `climb` would try, if each of them passed."""
     found: list[Rung] = []
 

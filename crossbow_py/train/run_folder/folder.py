@@ -55,9 +55,7 @@ MAY_CHANGE = frozenset(
     | {"metrics", "evaluations_per_epoch", "logger", "listeners"}
 )
 
-_NOTHING_TO_RESUME = (
-    "There is no checkpoint of an unfinished run configured like this to resume from: starting afresh."
-)
+_NOTHING_TO_RESUME = "There is no checkpoint of an unfinished run configured like this to resume from: starting afresh."
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ _PROGRESS_EVERY_S = 0.2
 _SHOWN_GROWTH = 1.5  # predictions are shown again after 1.5 times the samples
 _SCALED = {"sqrt": "rate × √K", "linear": "rate × K", "adascale": "rate × gain"}
 
+
 @dataclass(frozen=True)
 class Result:
     """The result of `fit`.

@@ -62,9 +62,7 @@ class LearningRateTest:
         tried = f"{len(self.losses)} rounds from {self.learning_rates[0]:.3g} to {self.learning_rates[-1]:.3g}, {end}"
         if self.suggested is None:
             return f"The loss never fell in {tried}: no learning rate can be suggested."
-        rates = [
-            f"optimizer.{name}={_shown(getattr(self.optimizer, name))}" for name in _rates_of(self.optimizer)
-        ]
+        rates = [f"optimizer.{name}={_shown(getattr(self.optimizer, name))}" for name in _rates_of(self.optimizer)]
         return f"The loss fell fastest with {' '.join(rates)} ({tried})."
 
     def draw(self, path: str | Path) -> None:
@@ -166,9 +164,7 @@ def _check(optimizer: Optimizer, num_rounds: int, lowest: float, highest: float)
     if not 0 < lowest < highest < math.inf:
         raise UserError(f"lowest and highest must be rates with 0 < lowest < highest, got {lowest} and {highest}.")
     if for_learner(optimizer.learning_rate, 0) == 0:
-        raise UserError(
-            "find_learning_rate tries multiples of optimizer.learning_rate, got 0; set any rate above 0."
-        )
+        raise UserError("find_learning_rate tries multiples of optimizer.learning_rate, got 0; set any rate above 0.")
 
 
 def _copy_of(run: Run) -> Run:

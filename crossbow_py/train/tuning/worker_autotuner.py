@@ -18,9 +18,7 @@ _WINDOW_S = 2.0  # seconds of training
 _FIRST_ON_CUDA, _FIRST_ON_CPU = 8, 1
 
 
-def first_workers(
-    asked: int | Literal["auto"], device: torch.device, training: bool = True, num_local: int = 1
-) -> int:
+def first_workers(asked: int | Literal["auto"], device: torch.device, training: bool = True, num_local: int = 1) -> int:
     """Return the number to begin with; `num_local` ranks share the host. In evaluation, learners need no cores."""
     if asked != "auto":
         return asked

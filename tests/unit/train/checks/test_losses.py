@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from crossbow_py import SGD, Trainer
 from crossbow_py.core.errors import UserError
-from crossbow_py.train.checks.losses import misfit, remarks, settled_loss, untrained
+from crossbow_py.train.checks.losses import misfit, remarks, remarks_on_targets, settled_loss, untrained
 from tests.trainers import blobs, make_trainer
 
 F = nn.functional
@@ -237,3 +237,10 @@ def test_tokens_that_are_their_own_targets_are_refused_and_shares_of_classes_tra
     Trainer(model=tokens, train_data=(ids[:, :-1], ids[:, 1:]), executor="serial", device="cpu")
     shares = torch.rand(16, 3).softmax(1)
     Trainer(model=partial(nn.Linear, 4, 3), train_data=(torch.randn(16, 4), shares), executor="serial", device="cpu")
+
+
+@pytest.mark.parametrize(("scale", "loss", "is_said"), [(1e5, nn.MSELoss(), True), (10.0, nn.MSELoss(), False)])
+def test_targets_that_weights_take_long_to_reach_are_said(scale: float, loss: nn.Module, is_said: bool) -> None:
+    data = torch.randn(8, 3), torch.arange(8.0)[:, None] * scale
+    found = remarks_on_targets(data, loss)
+    assert found == [] if not is_said else "a mean of 3.5e+05 and a standard deviation of 2.29e+05" in found[0]
