@@ -137,7 +137,8 @@ class RunBuilder:
             nodes=ranks.nodes() if collective.apart else None, timeline=self.timeline,
             warnings=[
                 *warnings, *filter(None, [warning]), *notes, *bounded, *remarks, *_refusals(choices),
-                *self.optimizer.remarks(template), *_of_micro_batches(settings, template), *remarks_on_targets(self.data.train, loss),
+                *self.optimizer.remarks(template), *_of_micro_batches(settings, template),
+                *remarks_on_targets(self.data.train, loss),
                 *_of_evaluations(evaluator, {"validation": validation_feed, "test": test_feed}),
             ],
             tokens_per_sample=evaluator.tokens_per_sample(train_feed), tuning=tuning, state=TrainState(noise=noise),

@@ -62,8 +62,8 @@ def remarks_on_targets(data: Data, loss: Loss) -> list[str]:
     if not max(abs(mean), deviation) > _LARGE:
         return []
     return [
-        f"The targets have a mean of {mean:.3g} and a standard deviation of {deviation:.3g}, which weights take long to "
-        "reach; train on (y - mean) / deviation, and undo it in predictions."
+        f"The targets have a mean of {mean:.3g} and a standard deviation of {deviation:.3g}, which weights take long "
+        "to reach; train on (y - mean) / deviation, and undo it in predictions."
     ]
 
 
