@@ -182,6 +182,16 @@ def test_member_that_diverges_fails_alone_with_its_reason() -> None:
     assert "1 (failed)" in found.table()
 
 
+def test_seeds_that_do_not_change_the_weights_are_told() -> None:
+    made = make()
+    for model, told in ((lambda: made, True), (make, False)):
+        learners = Trainer(
+            model=model, train_data=DATA, num_learners=2, averaging="independent", device="cpu", executor="serial"
+        )
+        for notes in (train(2, model=model).notes, learners.run.warnings):
+            assert any("begin with the same weights" in note for note in notes) == told
+
+
 @pytest.mark.parametrize("executor", ["serial", "fused"])
 def test_row_that_diverges_once_its_member_has_ended_stops_nobody(executor: str) -> None:
     # The first grows without bound, and ends before it is not finite; its row goes on for nobody.
