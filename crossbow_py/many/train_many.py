@@ -87,7 +87,7 @@ class ManyArguments(JobSettings):
         )  # fmt: skip
         for group in ("optimizer", "schedule"):
             object.__setattr__(self, group, rule_of(group, getattr(self, group)))
-        if isinstance(self.max_pack_size, bool) or not self.max_pack_size >= 1:
+        if isinstance(self.max_pack_size, bool) or not isinstance(self.max_pack_size, int) or self.max_pack_size < 1:
             raise UserError(f"max_pack_size must be at least 1, got {self.max_pack_size}.")
         if self.checkpoint_every_s is not None and not self.checkpoint_every_s > 0:
             raise UserError(f"checkpoint_every_s must be above 0, or None, got {self.checkpoint_every_s}.")

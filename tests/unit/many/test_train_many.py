@@ -314,6 +314,8 @@ def test_folds_hold_each_sample_out_once_and_share_out_classes() -> None:
     assert [len(fold.validation) for fold in folds(10, 3)] == [4, 3, 3]
     assert all(np.array_equal(a.train, b.train) for a, b in zip(folds(DATA, 4), folds(DATA, 4), strict=True))
     assert not np.array_equal(folds(DATA, 4, seed=1)[0].train, found[0].train)
+    of_arrays: Any = DATA[0].numpy(), DATA[1].numpy()  # not two samples
+    assert all(np.array_equal(a.train, b.train) for a, b in zip(folds(of_arrays, 4), found, strict=True))
 
 
 def test_out_of_fold_predictions_are_by_members_that_did_not_see_the_sample() -> None:
@@ -400,6 +402,7 @@ def test_table_has_a_line_a_member_a_group_and_the_mean_with_its_interval() -> N
         ([Member(name="a"), Member(), Member(name="a")], "members has 2 of the name 'a'; give each its own."),
         ([Member(subset=[])], "member 0: subset must be places of training samples, 0 to 59, or 60 booleans, got"),
         ([Member(subset=[0.5])], "member 0: subset must be places"),
+        ([Member(subset=[[1], [2, 3]])], "member 0: subset must be places"),  # type: ignore[list-item]
         ([Member(subset=[True] * 59)], "member 0: subset must be places"),
         ([Member(), Member(subset=[1, 60])], "member 1: subset has place 60, and there are 60 training samples, 0 to"),
         ([Member(subset=[-1])], "member 0: subset has place -1"),
@@ -440,6 +443,7 @@ def test_members_that_cannot_be_are_refused_by_name(members: Any, message: str) 
         ({"patience": 0}, "patience"),
         ({"patience": 2}, "patience and restore_best go by evaluations, got neither validation_data nor members with"),
         ({"max_pack_size": 0}, "max_pack_size must be at least 1, got 0"),
+        ({"max_pack_size": "8"}, "max_pack_size must be at least 1, got 8"),
         ({"batch_size": 0}, "batch_size"),
         ({"loss": nn.MSELoss(), "label_smoothing": 0.1}, "member 0: label_smoothing is for cross-entropy, got another"),
         ({"loss": nn.MSELoss()}, "the loss cannot take the model's output"),
