@@ -17,7 +17,10 @@ _NORMAL = 1.95996
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean of `n` values; `half_width` is that of its 95 % confidence interval, None for a single value."""
+    """A mean of `n` values; `half_width` is that of its 95 % confidence interval.
+
+    It is None for a single value, and where a value is not finite.
+    """
 
     mean: float
     n: int
@@ -31,8 +34,9 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     """Return the mean and its 95 % confidence interval by Student's t; None of nothing."""
     if not values:
         return None
-    n = len(values)
-    return Estimate(mean(values), n, None if n < 2 else student_t(n - 1) * stdev(values) / math.sqrt(n))
+    n, centre = len(values), mean(values)
+    has_width = n > 1 and math.isfinite(centre)
+    return Estimate(centre, n, student_t(n - 1) * stdev(values) / math.sqrt(n) if has_width else None)
 
 
 def student_t(degrees: int) -> float:

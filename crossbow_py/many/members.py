@@ -17,7 +17,7 @@ from torch import nn
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.class_balance import checked_weights
-from crossbow_py.data.datasets import Data, class_labels, num_samples
+from crossbow_py.data.datasets import Data, check_data, class_labels, in_tensors, num_samples
 from crossbow_py.data.randomness import permutation
 from crossbow_py.data.sampler import SampleOrder, balanced_weights
 from crossbow_py.engine.update.optimizers import Optimizer
@@ -82,9 +82,12 @@ def folds(data: Data | int, num_folds: int, seed: int = 0) -> list[Fold]:
     Raises:
         UserError: a fold would be empty, or a class would be in no training part of some fold.
     """
+    if isinstance(data, bool) or not isinstance(data, int):
+        data = in_tensors(data)
+        check_data(data, "the data set")
     total = data if isinstance(data, int) else num_samples(data)
-    if not 2 <= num_folds <= total:
-        raise UserError(f"folds must be between 2 and the {total} training samples, got {num_folds}.")
+    if isinstance(num_folds, bool) or not isinstance(num_folds, int) or not 2 <= num_folds <= total:
+        raise UserError(f"folds must be between 2 and the {total} training samples, got {num_folds!r}.")
     labels = None if isinstance(data, int) else class_labels(data)
     order = permutation(seed, "folds", 0, total)
     if labels is not None and labels.ndim == 1:
@@ -246,7 +249,10 @@ def _naming(what: str) -> Iterator[None]:
 
 def _places(what: str, given: Any, total: int, unique: bool = False) -> Ids:
     """Return places in the training data as int64 [n]. Raises UserError."""
-    places = np.asarray(given)
+    try:
+        places = np.asarray(given)
+    except ValueError:  # lists of different lengths
+        places = np.empty(0)
     if places.dtype == np.bool_ and places.shape == (total,):
         places = np.flatnonzero(places)
     if places.ndim != 1 or places.size == 0 or places.dtype.kind not in "iu":

@@ -37,7 +37,7 @@ from crossbow_py.packs.trial import TrialSettings
 from crossbow_py.packs.trial_registry import TrialData, TrialRegistry
 from crossbow_py.train.arguments import check_keywords, default_optimizer, rule_of
 from crossbow_py.train.build import count_classes, new_feed, settled_loss_of
-from crossbow_py.train.checks.seeded_model import MakeModel, seeded_model
+from crossbow_py.train.checks.seeded_model import MakeModel, remarks_on_starts, seeded_model
 from crossbow_py.train.evaluation.evaluator import Evaluator
 from crossbow_py.train.evaluation.metrics import Metric, checked_metrics
 from crossbow_py.train.ladder.ladder import check_trusted, try_once
@@ -88,7 +88,7 @@ class ManyArguments(JobSettings):
         for group in ("optimizer", "schedule"):
             if getattr(self, group) is not None:
                 object.__setattr__(self, group, rule_of(group, getattr(self, group)))
-        if isinstance(self.max_pack_size, bool) or not self.max_pack_size >= 1:
+        if isinstance(self.max_pack_size, bool) or not isinstance(self.max_pack_size, int) or self.max_pack_size < 1:
             raise UserError(f"max_pack_size must be at least 1, got {self.max_pack_size}.")
         if self.checkpoint_every_s is not None and not self.checkpoint_every_s > 0:
             raise UserError(f"checkpoint_every_s must be above 0, or None, got {self.checkpoint_every_s}.")
@@ -235,6 +235,7 @@ class ManyRun:
         if settings.executor == "auto":
             check_trusted(try_once(self.choices.device, self._note), self.choices.precision)
         template = seeded_model(first.settings.make_model, first.settings.seed, None)
+        self._note_equal_starts(template)
         loss, self.data = settled_loss_of(self.arguments.loss, template, data, settings, self.choices.device)
         smoothed = next((each.name for each in self.members if each.settings.label_smoothing), None)
         if smoothed is not None and plain_loss(loss) is not nn.functional.cross_entropy:
@@ -274,6 +275,15 @@ class ManyRun:
         self.registry = TrialRegistry(
             self._trial, feeds, settings, self.choices, most, self._note, total, metrics=self.metrics, pads=True
         )
+
+    def _note_equal_starts(self, template: nn.Module) -> None:
+        first = self.members[0].settings
+        others = [each.settings for each in self.members if each.settings.model_key == first.model_key]
+        other = next((each for each in others if each.seed != first.seed), None)
+        if other is None:
+            return
+        for note in remarks_on_starts(template, seeded_model(other.make_model, other.seed, None)):
+            self._note(note)
 
     def _trial(self, number: int, _: Mapping[str, Any]) -> TrialSettings:
         return self.members[number].settings

@@ -46,7 +46,7 @@ from crossbow_py.telemetry.timeline import Timeline
 from crossbow_py.train.arguments import TrainArguments
 from crossbow_py.train.checks.losses import loss_on, not_shares, remarks_on_targets
 from crossbow_py.train.checks.probe import probe, probe_evaluation, settled_on_tokens, takes_labels
-from crossbow_py.train.checks.seeded_model import faithful_copy, seeded_model
+from crossbow_py.train.checks.seeded_model import faithful_copy, remarks_on_starts, seeded_model
 from crossbow_py.train.evaluation.evaluator import Evaluator, evaluation_batch_size
 from crossbow_py.train.evaluation.metrics import Metric, checked_metrics
 from crossbow_py.train.ladder.ladder import check_trusted, has_failed, try_on_ranks
@@ -124,7 +124,9 @@ class RunBuilder:
         if not rule.has_central_model:  # learners share every batch and are never averaged
             for learner in range(1, bank.num_learners):
                 seed = counter_seed(settings.seed, "initialisation", 0, learner)
-                bank.load_learner(learner, seeded_model(self.arguments.model, seed, self.init_from))
+                apart = seeded_model(self.arguments.model, seed, self.init_from)
+                bank.load_learner(learner, apart)
+                notes += remarks_on_starts(template, apart) if learner == 1 and self.init_from is None else []
         make_model = self.arguments.model
         model = getattr(make_model, "__name__", type(make_model).__name__)
         tuning, noise, remarks = self._tuning(most, collective.num_devices)

@@ -68,7 +68,7 @@ def scan(root: Path, train: str, val: str) -> tuple[ImageFiles, ImageFiles]:
 def scan_part(folder: Path) -> ImageFiles:
     """Return the images of one part. Raises UserError as `scan` does."""
     entries = _entries(folder)
-    stray = next((entry for entry in entries if not entry.is_dir()), None)
+    stray = next((entry for entry in entries if not Path(entry).is_dir()), None)
     if stray is not None:
         raise UserError(f"{folder} must hold one folder a class and no files, got {stray.path}; remove it.")
     if not entries:
@@ -89,7 +89,7 @@ def count(folder: Path, most: int) -> tuple[int, int | None]:
 
     Raises UserError if the folder cannot be read or has no class.
     """
-    classes, images = [entry.path for entry in _entries(folder) if entry.is_dir()], 0
+    classes, images = [entry.path for entry in _entries(folder) if Path(entry).is_dir()], 0
     if not classes:
         raise UserError(f"{folder} must hold one folder a class, with images in it, got none; fill it.")
     for path in classes:
@@ -103,9 +103,11 @@ def _images_of(folder: Path) -> list[str]:
     """Return the sorted names of a class's images. Raises UserError."""
     entries = _entries(folder)
     for entry in entries:
-        if entry.is_dir():
+        # A circle of links is not there, and `is_dir` would raise.
+        is_there = not entry.is_symlink() or os.path.exists(entry)  # noqa: PTH110 - as in `downloads.find`
+        if is_there and entry.is_dir():
             raise UserError(f"class folder {folder} must hold images and no folders, got {entry.path}; remove it.")
-        if not entry.is_file() and os.path.exists(entry):  # noqa: PTH110 - as in `downloads.find`
+        if is_there and not entry.is_file():
             raise UserError(f"class folder {folder} must hold files, got a device or a pipe: {entry.path}; remove it.")
         if not entry.name.lower().endswith(SUFFIXES):
             raise UserError(f"class folder {folder} must hold {_KNOWN}, got {entry.path}; convert or remove it.")

@@ -59,6 +59,20 @@ def seeded_model(make_model: MakeModel, seed: int, init_from: str | None) -> nn.
         ) from error
 
 
+def remarks_on_starts(model: nn.Module, other: nn.Module) -> list[str]:
+    """Return a warning if models of two seeds begin with the same weights, as one that was made before does."""
+    if not all(torch.equal(*pair) for pair in zip(_on_host(model), _on_host(other), strict=False)):
+        return []
+    return [
+        "Models of different seeds begin with the same weights: make the model inside the function `model`, if they "
+        "are to begin apart."
+    ]
+
+
+def _on_host(module: nn.Module) -> Iterator[Tensor]:
+    return (parameter.detach().cpu() for parameter in module.parameters())
+
+
 def _check_tensors(module: nn.Module) -> None:
     """Raise UserError for parameters and buffers that a bank cannot hold, or if there is nothing to train."""
     for name, value in itertools.chain(module.named_parameters(), module.named_buffers()):

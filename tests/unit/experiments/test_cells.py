@@ -133,6 +133,7 @@ def test_confidence_interval_is_that_of_students_t() -> None:
     assert (found.mean, found.n, found.half_width) == (2.0, 3, pytest.approx(2.4843, abs=1e-4))
     assert intervals.estimate([2.0]) == intervals.Estimate(2.0, 1, None)
     assert intervals.estimate([]) is None
+    assert str(intervals.estimate([1.0, float("nan")])) == "nan"  # which tables show
 
 
 @pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.706), (4, 2.776), (30, 2.042), (40, 2.021), (120, 1.980)])

@@ -217,6 +217,16 @@ def test_member_that_diverges_fails_alone_with_its_reason() -> None:
     assert "1 (failed)" in found.table()
 
 
+def test_seeds_that_do_not_change_the_weights_are_told() -> None:
+    made = make()
+    for model, told in ((lambda: made, True), (make, False)):
+        learners = Trainer(
+            model=model, train_data=DATA, num_learners=2, averaging="independent", device="cpu", executor="serial"
+        )
+        for notes in (train(2, model=model).notes, learners.run.warnings):
+            assert any("begin with the same weights" in note for note in notes) == told
+
+
 @pytest.mark.parametrize("executor", ["serial", "fused"])
 def test_row_that_diverges_once_its_member_has_ended_stops_nobody(executor: str) -> None:
     # The first grows without bound, and ends before it is not finite; its row goes on for nobody.
@@ -339,6 +349,8 @@ def test_folds_hold_each_sample_out_once_and_share_out_classes() -> None:
     assert [len(fold.validation) for fold in folds(10, 3)] == [4, 3, 3]
     assert all(np.array_equal(a.train, b.train) for a, b in zip(folds(DATA, 4), folds(DATA, 4), strict=True))
     assert not np.array_equal(folds(DATA, 4, seed=1)[0].train, found[0].train)
+    of_arrays: Any = DATA[0].numpy(), DATA[1].numpy()  # not two samples
+    assert all(np.array_equal(a.train, b.train) for a, b in zip(folds(of_arrays, 4), found, strict=True))
 
 
 def test_out_of_fold_predictions_are_by_members_that_did_not_see_the_sample() -> None:
@@ -425,6 +437,7 @@ def test_table_has_a_line_a_member_a_group_and_the_mean_with_its_interval() -> N
         ([Member(name="a"), Member(), Member(name="a")], "members has 2 of the name 'a'; give each its own."),
         ([Member(subset=[])], "member 0: subset must be places of training samples, 0 to 59, or 60 booleans, got"),
         ([Member(subset=[0.5])], "member 0: subset must be places"),
+        ([Member(subset=[[1], [2, 3]])], "member 0: subset must be places"),  # type: ignore[list-item]
         ([Member(subset=[True] * 59)], "member 0: subset must be places"),
         ([Member(), Member(subset=[1, 60])], "member 1: subset has place 60, and there are 60 training samples, 0 to"),
         ([Member(subset=[-1])], "member 0: subset has place -1"),
@@ -465,6 +478,7 @@ def test_members_that_cannot_be_are_refused_by_name(members: Any, message: str) 
         ({"patience": 0}, "patience"),
         ({"patience": 2}, "patience and restore_best go by evaluations, got neither validation_data nor members with"),
         ({"max_pack_size": 0}, "max_pack_size must be at least 1, got 0"),
+        ({"max_pack_size": "8"}, "max_pack_size must be at least 1, got 8"),
         ({"batch_size": 0}, "batch_size"),
         ({"loss": nn.MSELoss(), "label_smoothing": 0.1}, "member 0: label_smoothing is for cross-entropy, got another"),
         ({"loss": nn.MSELoss()}, "the loss cannot take the model's output"),

@@ -65,6 +65,13 @@ def test_scan_of_a_stray_file_or_an_empty_class_is_refused_with_its_path(tmp_pat
         scan(tmp_path, "train", "val")
 
 
+def test_scan_takes_a_circle_of_links_for_an_image_that_is_not_there(tmp_path: Path) -> None:
+    make_set(tmp_path)
+    circle = tmp_path / "train" / "a" / "z.png"
+    circle.symlink_to(circle)
+    assert scan(tmp_path, "train", "val")[0].relative(1) == "a/z.png"
+
+
 @pytest.mark.parametrize(
     ("train", "val", "part", "message"),
     [
