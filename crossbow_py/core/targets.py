@@ -25,6 +25,11 @@ def given(what: str, function: Any, *holds: object) -> str:
     return path
 
 
+def shown_target(path: str) -> str:
+    """Return a path as messages have it: without the digest of a function from Python."""
+    return path.removeprefix("python.").rpartition("_")[0] if path in _GIVEN else path
+
+
 def import_target(key: str, path: str) -> Callable[..., Any]:
     """Import the callable at `package.module.name`. The current folder is searched too, after all others.
 

@@ -45,8 +45,8 @@ class Padding:
     @property
     def sentence(self) -> str:
         """What the user is told."""
-        own, wide = (sum(map(torch.Size.numel, each.values())) for each in (self.own, self.wide))
-        return f"Models of {own:,} values train in packs of those of {wide:,}, padded with zeros."
+        size = sum(map(torch.Size.numel, self.wide.values()))
+        return f"Narrower models train in packs of those of {size:,} values, padded with zeros."
 
     def pad(self, name: str, value: Tensor) -> Tensor:
         """Return `value` [..., *own] as [..., *wide], with zeros around it."""

@@ -30,6 +30,7 @@ class TrialSettings:
         name: how people call the model.
         order: the samples of its own and their order; None for those of the feed, which other trials share.
         features: its configuration as numbers from 0 to 1, alike for all trials, by which `knn` packs.
+        wider: the same with wider models, in whose packs it may train; the first that it fits counts.
     """
 
     seed: int
@@ -43,6 +44,7 @@ class TrialSettings:
     name: str = "this model"
     order: SampleOrder | None = None
     features: tuple[float, ...] = ()
+    wider: tuple[TrialSettings, ...] = ()
 
     def new_model(self) -> nn.Module:
         """Return the model as the trial begins. Raises UserError, or what `make_model` raises."""
@@ -62,7 +64,6 @@ class Checkpoint:
         """The model's state dict, tied parameters once, on the host."""
         stacked = {**self.row["weights"], **self.row["buffers"]}
         return {**{name: value[0] for name, value in stacked.items()}, **self.row["integer_buffers"][0]}
-
 
     def with_state(self, state: Mapping[str, Tensor]) -> Checkpoint:
         """Return the checkpoint with other weights and buffers."""

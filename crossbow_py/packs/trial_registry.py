@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from crossbow_py.core.errors import CrossbowError, DataError, DeviceLostError, UserError, one_line, text_of
-from crossbow_py.core.trees import call, values_per_sample
+from crossbow_py.core.trees import Tree, call, values_per_sample
 from crossbow_py.data.datasets import Classes
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.mixing import check_mixable
@@ -176,18 +176,39 @@ class TrialRegistry:
 
     def _add(self, key: str, settings: TrialSettings, model: nn.Module) -> None:
         """Have trials of a signature train in packs of a wider model, else in packs of their own."""
-        own = family(settings, model) if self._pads else None
-        for other in self._families.get(own, ()) if own is not None else ():
+        own = family(settings, model) if self._pads or settings.wider else None
+        if own is not None:
             with closing(self.data.feed_of(settings.batch_size)) as feed:
                 inputs = feed.first_samples(min(8, settings.batch_size)).inputs
-            padding = padding_for(model.to(self.choices.device), self._kinds[other].template, inputs)
-            if padding is not None:
-                self._paddings[key] = other, padding
-                self._announce(padding.sentence)
-                return
+            model = model.to(self.choices.device)
+            for wide in settings.wider:
+                if self._is_padded(key, model, own, inputs, wide):
+                    return
+            for other in self._families.get(own, ()):
+                if (padding := padding_for(model, self._kinds[other].template, inputs)) is not None:
+                    self._pad(key, other, padding)
+                    return
         self._kinds[key] = self._new_kind(settings, model)
-        if own is not None:
+        if own is not None and self._pads:
             self._families.setdefault(own, []).append(key)
+
+    def _is_padded(self, key: str, model: nn.Module, own: str, inputs: Tree, settings: TrialSettings) -> bool:
+        """Have trials of a signature train in packs of a wider model, if they can; returns whether."""
+        try:
+            wide = settings.new_model().to(self.choices.device)
+        except Exception:  # of the user's model, which no trial asked for
+            return False
+        if family(settings, wide) != own or (padding := padding_for(model, wide, inputs)) is None:
+            return False
+        other = signature(settings, wide)
+        if other not in self._kinds:
+            self._kinds[other] = self._new_kind(settings, wide)
+        self._pad(key, other, padding)
+        return True
+
+    def _pad(self, key: str, other: str, padding: Padding) -> None:
+        self._paddings[key] = other, padding
+        self._announce(padding.sentence)
 
     def _new_kind(self, settings: TrialSettings, model: nn.Module) -> Kind:
         """Describe a new kind; if memory is short beside the packs, again without them."""

@@ -19,7 +19,7 @@ from crossbow_py.cli.config_files import write_yaml
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.host import versions
 from crossbow_py.core.settings import to_mapping
-from crossbow_py.core.targets import import_target
+from crossbow_py.core.targets import import_target, shown_target
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Classes
 from crossbow_py.data.feed import Feed
@@ -149,6 +149,13 @@ class SearchRun:
 
     def trial_settings(self, trial: int, params: Mapping[str, Any]) -> TrialSettings:
         """Return what a trial trains. Raises UserError when its parameters do not fit each other."""
+        found = self._settings(trial, params)
+        if self.registry.data.streams:
+            return found
+        wider = self.config.parsed_space.wider(params, "model.")
+        return dataclasses.replace(found, wider=tuple(self._settings(trial, each) for each in wider))
+
+    def _settings(self, trial: int, params: Mapping[str, Any]) -> TrialSettings:
         own = self._trial_config(trial, params)
         model = {name: value for name, value in to_mapping(own.model).items() if name != "dropout"}
 
@@ -436,7 +443,7 @@ def maximizes(config: SearchConfig, metrics: Mapping[str, Metric]) -> bool:
 
 def _name(model: Any, params: Mapping[str, Any]) -> str:
     """Return what a trial's model is called in messages, with the parameters that are searched of it."""
-    name = model.target if isinstance(model, CustomModel) else model.NAME
+    name = shown_target(model.target) if isinstance(model, CustomModel) else model.NAME
     own = {key.removeprefix("model."): value for key, value in params.items() if key.startswith("model.")}
     given = ", ".join(f"{key.removeprefix('args.')}={value}" for key, value in own.items() if key != "dropout")
     return f"{name}({given})" if given else name

@@ -83,6 +83,14 @@ class Space:
         own = {parameter.key: parameter for parameter in self.parameters}
         return {key: own[key].meant(value) if key in own else value for key, value in params.items()}
 
+    def wider(self, params: Mapping[str, Value], prefix: str) -> list[dict[str, Value]]:
+        """Return parameters in which those that begin with `prefix` have their `wider` values: all, then each alone."""
+        own = {each.key: each for each in self.parameters if each.key.startswith(prefix)}
+        raised = {key: own[key].wider(value) for key, value in params.items() if key in own}
+        raised = {key: value for key, value in raised.items() if value != params[key]}
+        found = [{**params, **raised}] if raised else []
+        return found + ([{**params, key: value} for key, value in raised.items()] if len(raised) > 1 else [])
+
     def features(self, params: Mapping[str, Any]) -> tuple[float, ...]:
         """Return parameters as numbers from 0 to 1, by their positions in their ranges; 0.5 without one."""
         return tuple(own.position(params[own.key]) if own.key in params else 0.5 for own in self.parameters)
@@ -312,6 +320,26 @@ class Parameter:
     def meant(self, value: Value) -> Any:
         """Return what a configuration is given for a value: the list that a text stands for, else the value itself."""
         return json.loads(value) if isinstance(value, str) and value in self.lists else value
+
+    def wider(self, value: Value) -> Value:
+        """Return a value from `value` to less than √2 times it: the same for all values that are near each other.
+
+        They are the greatest value, the greatest below it by √2, and so on. What is no whole number is returned as it
+        is, and so is a choice among others than whole numbers.
+        """
+        if type(value) is not int or any(type(each) is not int for each in self.choices or ()):
+            return value
+
+        def greatest(limit: float) -> int:
+            if self.choices is not None:
+                return max(each for each in self.choices if isinstance(each, int) and each <= limit)
+            low, _, step = self._whole()
+            return low + (math.floor(limit) - low) // step * step
+
+        found = greatest(max(each for each in self.ends() if isinstance(each, int)))
+        while found / math.sqrt(2) >= value:
+            found = greatest(found / math.sqrt(2))
+        return found
 
     def ends(self) -> tuple[Value, ...]:
         """Both ends of the range, or every choice."""

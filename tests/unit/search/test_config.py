@@ -177,13 +177,11 @@ def test_space_that_does_not_fit_a_run_is_refused(digits: SearchConfig, key: str
     [
         (
             {"optimizer": ["sgd", "adamw"], "optimizer.momentum": {"low": 0.5, "high": 0.9}},
-            "space: optimizer.momentum is no key of optimizer=adamw; "
-            "give it when: {optimizer: sgd}.",
+            "space: optimizer.momentum is no key of optimizer=adamw; give it when: {optimizer: sgd}.",
         ),
         (
             {"optimizer": ["adamw", "muon", "sgd"], "optimizer.momentum": [0.5, 0.9]},
-            "space: optimizer.momentum is no key of optimizer=adamw; "
-            "give it when: {optimizer: [muon,sgd]}.",
+            "space: optimizer.momentum is no key of optimizer=adamw; give it when: {optimizer: [muon,sgd]}.",
         ),
         (
             {"optimizer": ["sgd", "adamw"], "optimizer.momentun": [0.5, 0.9]},

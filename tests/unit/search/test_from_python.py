@@ -48,6 +48,21 @@ def test_best_trial_is_what_a_trainer_makes_of_its_settings(tmp_path: Path) -> N
         search(output_dir=tmp_path / "search", loss=nn.CrossEntropyLoss(label_smoothing=0.1)).run()
 
 
+def test_widths_that_are_near_each_other_share_packs() -> None:
+    """The best trial, padded or not, is what a trainer makes of its settings."""
+    found = search(space={**SPACE, "model.hidden": {"low": 5, "high": 8}}, executor="fused", precision="fp32").run()
+    assert any("padded with zeros" in note for note in found.summary.notes)
+    assert found.params is not None and found.summary.best is not None and found.model is not None
+    trainer = Trainer(
+        lambda: make(found.params["model.hidden"]), DATA, batch_size=6, num_learners=1, executor="serial",
+        optimizer=SGD(learning_rate=found.params["optimizer.learning_rate"]), seed=found.summary.best.seed,
+        order_seed=0, device="cpu", precision="fp32",
+    )  # fmt: skip
+    expected = trainer.fit(max_epochs=2).model.state_dict()
+    for name, value in found.model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
 def test_any_loss_and_metric_is_searched() -> None:
     """The least of a metric, of a loss that is not cross-entropy; without a folder nothing is left behind."""
     targets = DATA[0].flatten(1)[:, :3] * 2

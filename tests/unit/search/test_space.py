@@ -370,3 +370,19 @@ def test_place_lies_between_the_ends_of_a_range_or_among_choices() -> None:
     assert parse_parameter("a", {"low": 0.01, "high": 100.0, "log": True}).position(1.0) == pytest.approx(0.5)
     assert [parse_parameter("a", [False, 0.5, None]).position(value) for value in (False, 0.5, None)] == [0.0, 0.5, 1.0]
     assert parse_parameter("a", ["only"]).position("only") == 0.0
+
+
+def test_whole_numbers_are_raised_to_one_of_a_few_less_than_a_factor_of_root_two_apart() -> None:
+    space = Space.from_mapping({
+        "model.units": {"low": 16, "high": 64, "step": 4}, "model.layers": [1, 2, 3], "model.rate": [0.1, 1],
+        "batch_size": {"low": 8, "high": 16},
+    })  # fmt: skip
+    units, layers, rate, _ = space.parameters
+    assert {value: units.wider(value) for value in (64, 48, 44, 36, 32, 28, 24, 20, 16)} == {
+        64: 64, 48: 64, 44: 44, 36: 44, 32: 44, 28: 28, 24: 28, 20: 28, 16: 16,
+    }  # fmt: skip
+    assert [layers.wider(value) for value in (1, 2, 3)] == [1, 2, 3]
+    assert rate.wider(1) == 1
+    params = {"model.units": 36, "model.layers": 3, "model.rate": 0.1, "batch_size": 9}
+    assert space.wider(params, "model.") == [{**params, "model.units": 44}]
+    assert space.wider({**params, "model.units": 64}, "model.") == []

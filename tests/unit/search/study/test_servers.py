@@ -193,5 +193,3 @@ def test_redis_that_was_emptied_or_lost_a_record_is_no_empty_search(redis: Redis
 def test_address_with_options_of_the_client_keeps_them(redis: Redis) -> None:
     RedisJournal("rediss://host?db=2")
     assert redis.urls[-1].startswith("rediss://host?db=2&socket_connect_timeout=5")
-
-
