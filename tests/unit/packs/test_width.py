@@ -78,6 +78,13 @@ def test_round_of_a_pack_between_two_that_were_measured_takes_a_time_between_the
     assert choose_width({("fused", 8): 240.0, ("threads", 2): 100.0}, "mlp", 32).executor(3) == "threads"  # 240 · 3/8
 
 
+def test_executor_measured_with_more_trials_alone_counts_for_their_share() -> None:
+    width = choose_width({("serial", 1): 100.0, ("fused", 8): 240.0}, "mlp", 32)
+    # A round of one fused trial is taken for 1/60, so one of 2 for 1/60 + (8/240 − 1/60)/7: 105 images/s.
+    assert width.executor(1) == "serial"
+    assert width.executor(2) == "fused"
+
+
 class Asked(list[list[tuple[str, int]]]):
     """What was measured, each time; `found`, or 10 images/s a trial and twice that fused."""
 
