@@ -85,7 +85,6 @@ def test_study_that_is_killed_goes_on_to_the_same_bits() -> None:
         ("num_learners=2", "num_learners means nothing to members, which are not averaged and end by themselves;"),
         ("averaging.averaging_period=2", "averaging.averaging_period means nothing to members"),
         ("resume=auto", "resume means nothing to members, which are not averaged and end by themselves; the s"),
-        ("data.mixup=0.3", "member seed 0: data.mixup=0.3 mixes batches, which members share; set mixup and cutmix"),
         ("class_weights=balanced", "class_weights means nothing to members"),
         ("folds=1", "folds must be at least 2, got 1."),
         ("folds=2000", "folds must be between 2 and the 1501 training samples, got 2000."),
