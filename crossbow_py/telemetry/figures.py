@@ -71,7 +71,7 @@ def seed_means(groups: Mapping[str, Sequence[RecordedRun]]) -> Rows:
     def text(runs: Sequence[RecordedRun], key: str, form: str) -> str:
         values = [value for run in runs if (value := number(run.summary.get(key))) is not None]
         own = estimate(values) if len(values) == len(runs) else None
-        return "" if own is None else " ± ".join(format(v, form) for v in (own.mean, own.half_width) if v is not None)
+        return "" if own is None else " ± ".join(form.format(v) for v in (own.mean, own.half_width) if v is not None)
 
     rows = [(name, [text(own, key, form) for own in groups.values()]) for name, key, form in _MEANS]
     return [("seeds", [str(len(own)) for own in groups.values()]), *(row for row in rows if any(row[1]))]
@@ -202,9 +202,9 @@ _SPENT: tuple[_Kind, ...] = (
     ("ranks that hung", _hanging_ranks),
 )
 _MEANS = (
-    ("test accuracy", "test_accuracy", ".4f"), ("test loss", "test_loss", ".4f"),
-    ("time to accuracy, s", "time_to_accuracy_s", ".1f"), ("time of training, s", "train_time_s", ".1f"),
-    ("images/s", "images_per_s", ",.0f"),
+    ("test accuracy", "test_accuracy", "{:.4f}"), ("test loss", "test_loss", "{:.4f}"),
+    ("time to accuracy", "time_to_accuracy_s", "{:.1f} s"), ("time of training", "train_time_s", "{:.1f} s"),
+    ("images/s", "images_per_s", "{:,.0f}"),
 )  # fmt: skip
 _SETTINGS: tuple[_Kind, ...] = (
     ("model", _setting("model")),
