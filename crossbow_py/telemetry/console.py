@@ -206,8 +206,13 @@ def final_lines(summary: Summary) -> list[str]:
 def folder_lines(name: str, output_dir: str) -> list[str]:
     """Return the lines that say where the files are, and how to look at the curves, if there are any."""
     curves = Path(output_dir) / TENSORBOARD_FOLDER
-    lines = [fact(name, output_dir)]
-    return [*lines, fact("curves", f"tensorboard --logdir {quote(str(curves))}")] if curves.is_dir() else lines
+    lines, named = [fact(name, output_dir)], f"{Path(output_dir).resolve().name}:{curves}"
+    if not curves.is_dir():
+        return lines
+    # TensorBoard calls a run in the folder that it is given "."; commas and more colons would mean other runs.
+    is_named = any(curves.glob("events.out.*")) and named.count(":") == 1 and "," not in named
+    served = f"--logdir_spec {quote(named)}" if is_named else f"--logdir {quote(str(curves))}"
+    return [*lines, fact("curves", f"tensorboard {served}")]
 
 
 def _throughput(found: Progress | EpochRecord | Summary) -> str:
