@@ -6,7 +6,6 @@ A line for each member where there are few, else a median and a band; the best m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,18 +13,13 @@ from matplotlib.ticker import MaxNLocator
 
 from crossbow_py.core.intervals import estimate
 from crossbow_py.many.results import BAND, FEW, MemberResult, Results, by_group, curve
+from crossbow_py.telemetry.pictures.files import plain
 
 # Those of Okabe and Ito, which readers who see few colours can tell apart, without yellow.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#7F7F7F", "#8C564B")
-_BEST: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1.2}
 _SHOWN = ("train_loss", "validation_loss", "validation_accuracy")
-_ENDS = (
-    "test_accuracy",
-    "test_loss",
-    "validation_accuracy",
-    "validation_loss",
-    "train_loss",
-)  # the first that is there
+# The first of these that was measured is shown of the end.
+_ENDS = ("test_accuracy", "test_loss", "validation_accuracy", "validation_loss", "train_loss")
 _GOLDEN = 0.618034  # multiples of it, without whole parts, lie evenly apart
 
 
@@ -53,21 +47,16 @@ def _draw_by_epoch(
 ) -> None:
     for colour, (group, members) in zip(_COLOURS, groups.items(), strict=False):
         own = curve(members, name)
-        axes.plot(own.epochs, own.middle, color=colour, linewidth=2, label=group or f"{len(members)} members")
-        if few:
-            for each in members:
-                axes.plot(*_points(each, name), color=colour, linewidth=0.7, alpha=0.6)
-        else:
+        axes.plot(own.epochs, own.middle, color=colour, linewidth=2, label=plain(group) or f"{len(members)} members")
+        for each in [curve([each], name) for each in members] if few else []:
+            axes.plot(each.epochs, each.middle, color=colour, linewidth=0.7, alpha=0.6)
+        if not few:
             axes.fill_between(own.epochs, own.low, own.high, color=colour, alpha=0.2, linewidth=0)
     if best is not None:
-        axes.plot(*_points(best, name), label=f"best: {best.name}", **_BEST)
-    axes.set(xlabel="epoch", title=name.replace("_", " "))
+        own = curve([best], name)
+        axes.plot(own.epochs, own.middle, "--", color="black", linewidth=1.2, label=plain(f"best: {best.name}"))
+    axes.set(xlabel="epoch", title=plain(name.replace("_", " ")))
     axes.grid(alpha=0.3)
-
-
-def _points(member: MemberResult, name: str) -> tuple[list[float], list[float]]:
-    own = [entry for entry in member.history if name in entry]
-    return [entry["epoch"] for entry in own], [entry[name] for entry in own]
 
 
 def _draw_ends(axes: Axes, groups: Mapping[str, Sequence[MemberResult]], best: MemberResult | None) -> None:
@@ -83,8 +72,8 @@ def _draw_ends(axes: Axes, groups: Mapping[str, Sequence[MemberResult]], best: M
         if best is not None and best.name in values:
             at = values[best.name], heights[list(values).index(best.name)]
             axes.plot(*at, "*", color="black", markersize=10)
-            axes.set_xlabel(f"★ best: {best.name}")
-    axes.set_yticks(range(len(groups)), [group or "all" for group in groups])
+            axes.set_xlabel(plain(f"★ best: {best.name}"))
+    axes.set_yticks(range(len(groups)), [plain(group) or "all" for group in groups])
     axes.set_ylim(len(groups) - 0.5, -0.5)
-    axes.set_title(f"{name.replace('_', ' ')} at the end, mean ± 95 % interval", fontsize=10)
+    axes.set_title(plain(f"{name.replace('_', ' ')} at the end, mean ± 95 % interval"), fontsize=10)
     axes.grid(alpha=0.3)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from statistics import mean
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -168,10 +167,9 @@ class Results(Sequence[MemberResult]):
             shown = [f"{own[name]:.4g}" if name in own else "–" for name in names]
             return [f"{each.name}{'' if each.state else f' ({each.status})'}", f"{each.epochs:.3g}", *shown]
 
-        groups, place = self.groups() if len(self) > 1 else {}, {id(each): n for n, each in enumerate(ranked)}
-        if len(groups) > most:  # the best first, by the places of their members
-            own = {name: [place[id(each)] for each in ranked if each.group == name] for name in groups}
-            groups = {name: groups[name] for name in sorted(groups, key=lambda name: mean(own[name] or [math.inf]))}
+        groups = self.groups() if len(self) > 1 else {}
+        if len(groups) > most:  # by their best members
+            groups = {each.group: groups[each.group] for each in ranked if each.group is not None}
         lines = _ends([line(each) for each in (self if len(self) <= most else ranked)], most, "members")
         means_of = [
             [f"mean of {group}", "", *(str(its.get(name, "–")) for name in names)] for group, its in groups.items()
@@ -180,8 +178,7 @@ class Results(Sequence[MemberResult]):
         lines.append([f"mean of {len(ranked)}", "", *(str(means[name]) for name in names)])
         text = columns(head, lines)
         if len(self) > most:
-            counts = Counter(each.status for each in self).items()
-            how = ", ".join(f"{count} {status}" for status, count in counts)
+            how = ", ".join(f"{count} {status}" for status, count in Counter(each.status for each in self).items())
             text.insert(0, f"  {len(self)} members: {how}; the best first")
         return "\n".join(text)
 

@@ -17,6 +17,7 @@ from crossbow_py.report.reading import Point, RunRecord, Span
 from crossbow_py.telemetry.events import Images
 from crossbow_py.telemetry.figures import by_setting, metric_names, number, shown_range
 from crossbow_py.telemetry.pictures.confusion_picture import confusion_picture
+from crossbow_py.telemetry.pictures.files import plain
 from crossbow_py.telemetry.timeline import ordered_rows
 
 ROUNDS_SHOWN = 3
@@ -83,12 +84,6 @@ def colour(index: int) -> str:
     return _COLOURS[index % len(_COLOURS)]
 
 
-def _plain(text: str) -> str:
-    """Text for matplotlib, which takes dollars for formulas, and leaves out what begins with an underscore."""
-    escaped = text.replace("$", r"\$")
-    return f"\N{ZERO WIDTH SPACE}{escaped}" if escaped.startswith("_") else escaped
-
-
 def _axes(height_in: float = _HEIGHT_IN, rows: int = 1) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
     panels = figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
@@ -103,7 +98,7 @@ def _draw(axes: Axes, points: Sequence[Point], index: int, label: str | None, st
     if not points:
         return False
     axes.plot(
-        *zip(*points, strict=True), style, color=colour(index), label=None if label is None else _plain(label),
+        *zip(*points, strict=True), style, color=colour(index), label=None if label is None else plain(label),
         marker=_MARKERS[index % len(_MARKERS)], markevery=max(1, len(points) // 40), markersize=3, linewidth=1.4,
         **more,
     )  # fmt: skip
@@ -112,7 +107,7 @@ def _draw(axes: Axes, points: Sequence[Point], index: int, label: str | None, st
 
 def _finished(figure: Figure, panels: Sequence[Axes], x_label: str, y_labels: Sequence[str]) -> Figure:
     for axes, y_label in zip(panels, y_labels, strict=True):
-        axes.set_ylabel(_plain(y_label))
+        axes.set_ylabel(plain(y_label))
         if len(axes.get_legend_handles_labels()[0]) > 1:
             axes.legend(fontsize=8, frameon=False)
     panels[-1].set_xlabel(x_label)
@@ -189,15 +184,14 @@ def _seeds(runs: Sequence[RunRecord]) -> Figure | None:
 
 def _accuracy_by_time(runs: Sequence[RunRecord]) -> Figure | None:
     figure, (axes,) = _axes()
-    drawn = []
-    for index, run in enumerate(runs):
-        drawn.append(_draw(axes, _measured(run, "accuracy", "elapsed_s"), index, run.name))
+    curves = [_measured(run, "accuracy", "elapsed_s") for run in runs]
+    for index, (run, points) in enumerate(zip(runs, curves, strict=True)):
+        _draw(axes, points, index, run.name)
         reached = number(run.summary.get("time_to_accuracy_s"))
         if reached is not None:
             axes.axvline(reached, color=colour(index), linestyle="--", linewidth=0.9)
-    curves = [_measured(run, "accuracy", "elapsed_s") for run in runs]
     cut = _show_differences(axes, curves, maximize=True) if len(runs) > 1 else ""
-    return _finished(figure, [axes], "seconds of training", [f"accuracy{cut}"]) if any(drawn) else None
+    return _finished(figure, [axes], "seconds of training", [f"accuracy{cut}"]) if any(curves) else None
 
 
 def _throughput(runs: Sequence[RunRecord]) -> Figure | None:
@@ -272,7 +266,7 @@ def _timeline(strip: Strip) -> Figure:
         starts = [(span.start_us - strip.start_us) / 1000 for span in own]
         lengths = [(span.end_us - span.start_us) / 1000 for span in own]
         axes.barh(
-            [rows[span.stream] for span in own], lengths, left=starts, height=0.7, label=_plain(task), linewidth=0.4,
+            [rows[span.stream] for span in own], lengths, left=starts, height=0.7, label=plain(task), linewidth=0.4,
             color=_TASK_COLOURS.get(task, _OTHER_TASK), edgecolor="white",
         )  # fmt: skip
     whole = max((span.end_us - strip.start_us) / 1000 for span in strip.spans)
@@ -283,7 +277,7 @@ def _timeline(strip: Strip) -> Figure:
             axes.text(
                 middle, rows[span.stream], str(span.round_index), ha="center", va="center", fontsize=7, color="white"
             )
-    axes.set_yticks(range(len(rows)), list(map(_plain, rows)))
+    axes.set_yticks(range(len(rows)), list(map(plain, rows)))
     axes.invert_yaxis()
     axes.set_xlabel(f"milliseconds from the begin of round {strip.first_round}")
     axes.legend(fontsize=8, frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))

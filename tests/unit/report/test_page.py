@@ -153,7 +153,9 @@ def test_page_of_a_run_without_any_epoch_has_no_charts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "is_open"), [(8, True), (24, False)])
-def test_page_of_many_ranks_has_the_slowest_first_and_its_curve(tmp_path: Path, num_ranks: int, is_open: bool) -> None:
+def test_page_of_many_ranks_has_the_slowest_first_and_its_curve(
+    tmp_path: Path, num_ranks: int, is_open: bool
+) -> None:
     text = page([write_job(tmp_path / "run", num_ranks, synchronisations=24)])
     assert "The slowest rank" in headings(text)
     assert ("The ranks" in headings(text)) is is_open
